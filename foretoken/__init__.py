@@ -1,0 +1,1 @@
+"""foretoken: speculative decoding, exact and measured."""

@@ -1,0 +1,240 @@
+"""The nouns that cross folders: Request, Batch, Draft, Verdict, StepOutput.
+
+All are frozen; lengths are properties. Index conventions, used everywhere:
+
+    B requests in a step, N draft nodes over all of them, R = B + N rows that the target answers for.
+    Request b owns nodes offsets[b] .. offsets[b + 1]; its rows are its anchor, then its nodes, in order, so
+        row of request b's anchor   = offsets[b] + b
+        row of request b's node i   = offsets[b] + b + 1 + i        (i counts from 0 inside the request)
+    Row r holds the target's law of the token that FOLLOWS that row's token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from foretoken.config import SamplingParams, SpecConfig
+
+NextKind = Literal["bonus", "residual"]
+TokenKind = Literal["accepted", "residual", "bonus", "plain"]
+FinishReason = Literal["stop", "length", "error", "abort"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What somebody asked for. `seed` is always set: the user's, or one drawn when the request came in."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    spec: SpecConfig
+    seed: int
+
+
+@dataclass(frozen=True)
+class BatchEntry:
+    """One request's part in a step.
+
+    `pending` are committed tokens whose K/V the target does not hold yet; the last one is the anchor. When `decodes`
+    is false the entry is a chunk of a longer prompt: nothing is drafted and no token comes out.
+    """
+
+    request: Request
+    start: int  # tokens already in the target's KV cache
+    pending: tuple[int, ...]
+    decodes: bool
+    num_draft: int  # most nodes the drafter may propose, 0 included
+
+    @property
+    def round_start(self) -> int:
+        """Number of committed tokens when the round begins: the absolute position of the first drafted token."""
+        return self.start + len(self.pending)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of one step. `entries` that decode come first, so that rows and entries line up."""
+
+    entries: tuple[BatchEntry, ...]
+
+    @cached_property
+    def decoding(self) -> tuple[BatchEntry, ...]:
+        """The entries that emit tokens in this step: B of them."""
+        return tuple(entry for entry in self.entries if entry.decodes)
+
+
+@dataclass(frozen=True)
+class Mass:
+    """The laws that drafted tokens were drawn from, as sub-probability mass (`sum(mu) <= 1`).
+
+    `laws` [M, V] float32; `law_of_row[r]` is the law from which a child of row r was, or could have been, sampled, -1
+    if none could. A deterministic child needs no law: its mass is 1 at its own token.
+    """
+
+    laws: Tensor
+    law_of_row: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Guesses for B requests, a tree each: `tokens` [N] int64, `parents` [N] counted inside the request (-1 = anchor).
+
+    `sampled[i]` says that node i was drawn from its parent row's law in `mass`; otherwise it is a deterministic guess.
+    Parents come before their children. `drafters[b]` names who guessed for request b.
+    """
+
+    tokens: Tensor
+    parents: tuple[int, ...]
+    offsets: tuple[int, ...]
+    drafters: tuple[str | None, ...]
+    sampled: tuple[bool, ...] = ()
+    mass: Mass | None = None
+
+    def __post_init__(self) -> None:
+        assert self.offsets[0] == 0 and self.offsets[-1] == len(self.parents) == self.tokens.shape[0]
+        assert len(self.drafters) == self.num_requests
+        assert not self.sampled or len(self.sampled) == self.num_nodes
+        assert self.mass is not None or not any(self.sampled)
+
+    @property
+    def num_requests(self) -> int:
+        """B."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return len(self.parents)
+
+    @property
+    def num_rows(self) -> int:
+        """R = B + N."""
+        return self.num_requests + self.num_nodes
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of nodes of each request."""
+        return tuple(stop - start for start, stop in zip(self.offsets, self.offsets[1:], strict=False))
+
+    def anchor_row(self, request: int) -> int:
+        """Row of the target's law right after the committed text of `request`."""
+        return self.offsets[request] + request
+
+    @cached_property
+    def parent_rows(self) -> tuple[int, ...]:
+        """For every node the row whose law it must answer to, `[N]`."""
+        return tuple(
+            self.anchor_row(b) + 1 + self.parents[node] for b in range(self.num_requests) for node in range(self.offsets[b], self.offsets[b + 1])
+        )
+
+    def select(self, requests: Sequence[int]) -> Draft:
+        """The draft of some requests only, in the given order, over the same laws."""
+        nodes = [node for b in requests for node in range(self.offsets[b], self.offsets[b + 1])]
+        offsets = [0]
+        for b in requests:
+            offsets.append(offsets[-1] + self.lengths[b])
+        mass = self.mass
+        if mass is not None:
+            rows = self.rows_of(requests)
+            mass = Mass(mass.laws, tuple(mass.law_of_row[row] for row in rows))
+        return Draft(
+            tokens=self.tokens[torch.tensor(nodes, dtype=torch.int64, device=self.tokens.device)],
+            parents=tuple(self.parents[node] for node in nodes),
+            offsets=tuple(offsets),
+            drafters=tuple(self.drafters[b] for b in requests),
+            sampled=tuple(self.sampled[node] for node in nodes) if self.sampled else (),
+            mass=mass,
+        )
+
+    def rows_of(self, requests: Sequence[int]) -> list[int]:
+        """Rows (anchor, then nodes) of some requests, in the given order."""
+        return [row for b in requests for row in range(self.anchor_row(b), self.anchor_row(b) + 1 + self.lengths[b])]
+
+
+def empty_draft(num_requests: int, device: torch.device | str = "cpu") -> Draft:
+    """Nothing proposed for anybody."""
+    return Draft(torch.empty(0, dtype=torch.int64, device=device), (), (0,) * (num_requests + 1), (None,) * num_requests)
+
+
+def merge_drafts(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]], device: torch.device | str = "cpu") -> Draft:
+    """One draft for the whole batch from drafts of disjoint sets of requests; `parts` hold (request indices, draft)."""
+    if len(parts) == 1 and tuple(parts[0][0]) == tuple(range(num_requests)):
+        return parts[0][1]
+    owner = {b: (part, local) for part, (requests, _) in enumerate(parts) for local, b in enumerate(requests)}
+    tokens: list[Tensor] = []
+    parents: list[int] = []
+    offsets, drafters, sampled = [0], [], []
+    laws = [draft.mass.laws for _, draft in parts if draft.mass is not None]
+    law_base, base = [], 0
+    for _, draft in parts:
+        law_base.append(base)
+        base += draft.mass.laws.shape[0] if draft.mass is not None else 0
+    law_of_row: list[int] = []
+    for b in range(num_requests):
+        if b not in owner:
+            offsets.append(offsets[-1])
+            drafters.append(None)
+            law_of_row.append(-1)
+            continue
+        part, local = owner[b]
+        draft = parts[part][1]
+        nodes = slice(draft.offsets[local], draft.offsets[local + 1])
+        tokens.append(draft.tokens[nodes])
+        parents.extend(draft.parents[nodes])
+        sampled.extend(draft.sampled[nodes] if draft.sampled else [False] * draft.lengths[local])
+        offsets.append(offsets[-1] + draft.lengths[local])
+        drafters.append(draft.drafters[local])
+        rows = draft.rows_of([local])
+        law_of_row.extend(-1 if draft.mass is None or draft.mass.law_of_row[r] < 0 else law_base[part] + draft.mass.law_of_row[r] for r in rows)
+    flat = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64, device=device)
+    mass = Mass(torch.cat(laws), tuple(law_of_row)) if laws else None
+    return Draft(flat, tuple(parents), tuple(offsets), tuple(drafters), tuple(sampled) if mass else (), mass)
+
+
+@dataclass(frozen=True)
+class Uniforms:
+    """The random numbers a rule may use, each in [0, 1) float64: one test per node, one draw per request."""
+
+    accept: Tensor  # [N]
+    next: Tensor  # [B]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What may stand: for each request the accepted path, then one token of the target."""
+
+    paths: tuple[tuple[int, ...], ...]  # accepted nodes, root to leaf, counted inside the request
+    accepted: tuple[tuple[int, ...], ...]  # their tokens
+    next_tokens: tuple[int, ...]
+    next_kinds: tuple[NextKind, ...]
+
+    def emitted(self, request: int) -> tuple[int, ...]:
+        """Tokens that leave the round for one request: the accepted ones and the target's own."""
+        return (*self.accepted[request], self.next_tokens[request])
+
+
+@dataclass(frozen=True)
+class TokenOrigin:
+    """Where one emitted token came from: the drafter (None = the target itself), how, and in which of the request's rounds."""
+
+    drafter: str | None
+    kind: TokenKind
+    step: int
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step gave to one request."""
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    text: str  # text that became certain in this step; stop strings and half characters are held back
+    origins: tuple[TokenOrigin, ...]
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None

@@ -1,0 +1,90 @@
+"""The exception tree.
+
+    ForetokenError                      exit code
+    |- InputError (ValueError)          2   a value the user gave: names the field, the value, the remedy
+    |  |- ConfigError                   2   an unknown or contradictory option
+    |  |- ContextLengthError            2   prompt and output do not fit the context
+    |- ModelError (ValueError)          3   a checkpoint that cannot be used
+    |  |- CheckpointError               3   missing, truncated, corrupt
+    |  |- UnsupportedModelError         3   an architecture that cannot generate text here
+    |  |- MismatchError                 3   target and draft (or tokenizer) do not belong together
+    |- CapacityError (RuntimeError)     1   out of KV blocks, queue full
+    |- NumericsError (RuntimeError)     1   NaN or infinite logits: the request fails, the engine goes on
+    |- StorageError (OSError)           4   a file or folder that cannot be written or read
+    |- GateError                        5   a measured value misses the bar that was asked for
+"""
+
+from __future__ import annotations
+
+
+class ForetokenError(Exception):
+    """Root of every error that foretoken raises on purpose."""
+
+    exit_code = 1
+
+
+class InputError(ForetokenError, ValueError):
+    """A value given by the user cannot be honoured.
+
+    The message names the field, shows the value and says what to do instead.
+    """
+
+    exit_code = 2
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        self.field = field
+        self.value = value
+        self.remedy = remedy
+        super().__init__(f"{field}={_shorten(value)}: {remedy}")
+
+
+class ConfigError(InputError):
+    """An option that does not exist, or that contradicts another one."""
+
+
+class ContextLengthError(InputError):
+    """Prompt and requested output do not fit into the model's context."""
+
+
+class ModelError(ForetokenError, ValueError):
+    """A checkpoint, or a pair of checkpoints, that cannot be used."""
+
+    exit_code = 3
+
+
+class CheckpointError(ModelError):
+    """A checkpoint that is missing, truncated, corrupt or incomplete."""
+
+
+class UnsupportedModelError(ModelError):
+    """An architecture that cannot be run as a causal language model."""
+
+
+class MismatchError(ModelError):
+    """Target and draft (or model and tokenizer) do not belong together."""
+
+
+class CapacityError(ForetokenError, RuntimeError):
+    """No room: out of KV blocks, or a full queue."""
+
+
+class NumericsError(ForetokenError, RuntimeError):
+    """The model produced NaN or infinite logits for a request."""
+
+
+class StorageError(ForetokenError, OSError):
+    """A file or folder that cannot be read or written."""
+
+    exit_code = 4
+
+
+class GateError(ForetokenError):
+    """A measured value misses the bar it was asked to meet."""
+
+    exit_code = 5
+
+
+def _shorten(value: object, limit: int = 80) -> str:
+    """`repr` cut to `limit` characters, so that a long prompt cannot fill the terminal."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

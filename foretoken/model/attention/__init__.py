@@ -1,0 +1,1 @@
+"""Attention backends: `packed` for training, `paged` for the engine."""

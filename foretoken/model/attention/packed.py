@@ -1,0 +1,42 @@
+"""Causal attention over equal-length sequences laid end to end: what training and whole-text scoring use."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foretoken.model.architecture import ModelConfig
+
+# Queries are taken in chunks so that a chunk multiplies only the keys it may see. On a CPU this is twice as fast,
+# forward and backward, as the fused kernel at head_dim 64 (LOG.md, 2026-11-21).
+_QUERY_CHUNK = 128
+
+
+class PackedAttention:
+    """`batch_size` sequences of `length` tokens each, flat; no cache."""
+
+    def __init__(self, config: ModelConfig, batch_size: int, length: int) -> None:
+        self.config, self.batch_size, self.length = config, batch_size, length
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `decoder.Attention`."""
+        heads, groups, head_dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        batch, length, per_group = self.batch_size, self.length, heads // groups
+        q = query.reshape(batch, length, groups, per_group, head_dim).permute(0, 2, 3, 1, 4) * head_dim**-0.5
+        k = key.reshape(batch, length, groups, head_dim).transpose(1, 2).reshape(batch * groups, length, head_dim)
+        v = value.reshape(batch, length, groups, head_dim).transpose(1, 2).reshape(batch * groups, length, head_dim)
+        read = []
+        for start in range(0, length, _QUERY_CHUNK):
+            stop = min(start + _QUERY_CHUNK, length)
+            rows = q[:, :, :, start:stop].reshape(batch * groups, -1, head_dim)  # [B*G, H/G * chunk, K]
+            scores = torch.bmm(rows, k[:, :stop].transpose(1, 2)).view(batch * groups, per_group, stop - start, stop)
+            scores = scores.float().masked_fill(~self._visible(layer, start, stop, query.device), float("-inf"))
+            weights = scores.softmax(-1).to(v.dtype).view(batch * groups, -1, stop)
+            read.append(torch.bmm(weights, v[:, :stop]).view(batch, groups, per_group, stop - start, head_dim))
+        return torch.cat(read, dim=3).permute(0, 3, 1, 2, 4).reshape(batch * length, heads, head_dim)
+
+    def _visible(self, layer: int, start: int, stop: int, device: torch.device) -> Tensor:
+        """Mask `[stop - start, stop]`: causal, and within the layer's window if it has one."""
+        distance = torch.arange(start, stop, device=device)[:, None] - torch.arange(stop, device=device)[None, :]
+        window = self.config.window(layer)
+        return distance >= 0 if window is None else (distance >= 0) & (distance < window)

@@ -1,0 +1,134 @@
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3: a flat run of tokens in, hidden states out.
+
+The decoder sees `[T]` tokens of any number of sequences. Which token may see which is the business of the `Attention`
+object handed to `forward`: packed causal attention in training, block tables in the engine.
+
+Shapes: T tokens, D hidden size, H heads, G key/value heads, K head_dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.layers import GatedMLP, Linear, RMSNorm
+from foretoken.model.rope import RotaryTable, rotate
+
+
+class Attention(Protocol):
+    """Stores this pass's keys and values and returns what each token's query reads."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`query` [T, H, K], `key` and `value` [T, G, K] -> [T, H, K]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Output of the decoder: `last` [T, D] before the final norm, `taps` by layer, each [T, D].
+
+    Tap `l` is the residual stream after `l` layers: tap 0 is the embedding.
+    """
+
+    last: Tensor
+    taps: dict[int, Tensor]
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and gated MLP."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.qkv_proj = Linear(config.hidden_size, rows, config.qkv_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, config.o_bias)
+        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, layer: int) -> Tensor:
+        query, key, value = self._qkv(self.input_norm(x), cos, sin)
+        read = attention.attend(layer, query, key, value)  # [T, H, K]
+        x = x + self.o_proj(read.reshape(x.shape[0], -1))
+        out: Tensor = x + self.mlp(self.post_norm(x))
+        return out
+
+    def _qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        qkv = self.qkv_proj(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)  # [T, H + 2G, K]
+        if self.q_norm is None or self.k_norm is None:
+            turned = rotate(qkv[:, : heads + kv_heads], cos, sin)
+            return turned[:, :heads], turned[:, heads:], qkv[:, heads + kv_heads :]
+        query = rotate(self.q_norm(qkv[:, :heads]), cos, sin)
+        key = rotate(self.k_norm(qkv[:, heads : heads + kv_heads]), cos, sin)
+        return query, key, qkv[:, heads + kv_heads :]
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm and output head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embedding.weight
+        self._rotary: RotaryTable | None = None
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention: Attention, num_layers: int | None = None, taps: Sequence[int] = ()
+    ) -> Hidden:
+        """Run the first `num_layers` layers (all by default) over `tokens` [T] at `positions` [T].
+
+        `taps` lists layer counts whose residual stream is wanted; 0 is the embedding.
+        """
+        x = self.embedding(tokens)  # [T, D]
+        cos, sin = self.rotary.at(positions)
+        kept = {0: x} if 0 in taps else {}
+        for index in range(self.config.num_layers if num_layers is None else num_layers):
+            x = self.layers[index](x, cos, sin, attention, index)
+            if index + 1 in taps:
+                kept[index + 1] = x
+        return Hidden(x, kept)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[R, V]` of the rows `hidden` [R, D]; call it for the rows that somebody reads."""
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits
+
+    @property
+    def rotary(self) -> RotaryTable:
+        """cos and sin table, built on first use in the weights' own dtype and device."""
+        if self._rotary is None:
+            weight = self.norm.weight
+            self._rotary = RotaryTable(self.config, weight.device, weight.dtype)
+        return self._rotary
+
+    def pack(self) -> None:
+        """Pack every matrix for the CPU's kernels (see `Linear.pack`); the embedding table stays as it is."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Random weights for training: normal(0.02), output matrices scaled down by depth (GPT-2)."""
+        generator = torch.Generator().manual_seed(seed)
+        scale = (2 * self.config.num_layers) ** -0.5
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                std = 0.02 * (scale if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
+                parameter.normal_(0.0, std, generator=generator)
+            elif name.endswith("bias"):
+                parameter.zero_()

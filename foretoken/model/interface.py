@@ -1,0 +1,106 @@
+"""What the engine and the drafters ask of any language model: rows in, logits out, and a past that can be cut back.
+
+Two implementations: `paged.PagedModel` (our decoder over a block-table cache) and `hf.TransformersModel` (any other
+causal model of transformers). A sequence is known by a number that its owner chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The new rows of one sequence in a forward: `num_pending` committed tokens, then a tree of guesses.
+
+    `parents[i]` is the tree node that node i follows, -1 the last pending token. `num_logits` counts rows from the end
+    whose logits are wanted; it is `1 + len(parents)` when the sequence decodes, 0 for a chunk of a prompt.
+    """
+
+    sequence: int
+    num_pending: int
+    parents: tuple[int, ...] = ()
+    num_logits: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows this segment adds to the flat run."""
+        return self.num_pending + len(self.parents)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node follows the one before it."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """`logits` [R, V] of the wanted rows in order, and `taps` by layer for the same rows, each [R, D]."""
+
+    logits: Tensor
+    taps: dict[int, Tensor]
+
+
+class LanguageModel(Protocol):
+    """A causal language model with its own memory of every open sequence.
+
+    The memory of a sequence holds `length(sequence)` tokens. `forward` adds rows that count as guesses until `commit`
+    makes some of them part of the past; what is not committed can never be read again.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of columns of the logits."""
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest sequence the model was made for."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers; taps are numbered 0 (embedding) to this."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights, tied ones counted once."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens are expected and logits come out."""
+
+    def open(self, sequence: int) -> None:
+        """Begin an empty sequence."""
+
+    def close(self, sequence: int) -> None:
+        """Forget a sequence and give back its memory."""
+
+    def length(self, sequence: int) -> int:
+        """Number of committed tokens held for `sequence`."""
+
+    def num_free_tokens(self) -> int:
+        """Tokens that can still be held over all sequences."""
+
+    def reserve(self, sequence: int, num_rows: int) -> bool:
+        """Make room for `num_rows` more rows of `sequence`; False (and no change) if there is none."""
+
+    def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
+        """Run the flat `tokens` [T] int64, laid out segment after segment.
+
+        Raises:
+            CapacityError: no room for the rows.
+        """
+
+    def commit(self, sequence: int, num_pending: int, path: Sequence[int] = ()) -> None:
+        """After a forward: keep the pending rows and the nodes of `path` (root to leaf), forget the other nodes."""
+
+    def rollback(self, sequence: int, length: int) -> None:
+        """Forget everything after the first `length` tokens."""

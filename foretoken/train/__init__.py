@@ -1,0 +1,1 @@
+"""Training of targets and drafters: corpus, tokenizer, losses, trainer, evaluation."""

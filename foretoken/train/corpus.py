@@ -1,0 +1,129 @@
+"""Text to learn from that is present on every machine: the source of Python's own standard library.
+
+Three kinds of document are made from it: modules as they are, small edits (a function, then the same function with
+a name changed) and JSON (an index of a module). Held-out modules, and their tests, never enter training.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import re
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HELD_OUT_MODULES = frozenset(
+    "calendar cmd colorsys configparser csv fractions graphlib heapq json nntplib queue shlex statistics string tempfile textwrap timeit wsgiref".split()
+)
+# Character tables, not code: they would teach the tokenizer digits.
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "encodings", "__pycache__", "pydoc_data"})
+# Edits and indexes repeat what the modules say, so few of them are enough to learn the form.
+_EDIT_SHARE, _EDIT_LINES = 0.1, (4, 40)
+_INDEX_FUNCTIONS, _INDEX_CLASSES, _INDEX_METHODS = 10, 2, 8
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text with the slice it belongs to (`code`, `edit` or `json`) and the file it was made from."""
+
+    name: str
+    slice: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and held-out documents."""
+
+    train: tuple[Document, ...]
+    held_out: tuple[Document, ...]
+
+
+def standard_library(root: Path | None = None) -> Corpus:
+    """Read every module under `root` (default: the running Python's library) and split off the held-out ones."""
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    train: list[Document] = []
+    held_out: list[Document] = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if _SKIPPED_FOLDERS & set(relative.parts):
+            continue
+        text = _read(path)
+        if text:
+            (held_out if is_held_out(relative) else train).extend(documents(str(relative), text))
+    return Corpus(tuple(train), tuple(held_out))
+
+
+def is_held_out(relative: Path) -> bool:
+    """Whether a library file is a held-out module, lies inside a held-out package, or tests one."""
+    names = {part.removesuffix(".py") for part in relative.parts}
+    return bool(names & HELD_OUT_MODULES) or any(name.startswith("test_") and name[5:] in HELD_OUT_MODULES for name in names)
+
+
+def documents(name: str, text: str) -> Iterator[Document]:
+    """The module itself, and the edit and JSON documents made from it."""
+    yield Document(name, "code", text)
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):  # the library ships deliberately broken files for its own tests
+        return
+    rng = random.Random(zlib.crc32(name.encode()))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and rng.random() < _EDIT_SHARE:
+            edit = _edit(text, node, rng)
+            if edit:
+                yield Document(name, "edit", edit)
+    index = _index(name, tree)
+    if index["functions"] or index["classes"]:
+        yield Document(name, "json", f"# Index of {name}\n{json.dumps(index, indent=2)}\n")
+
+
+def edit_prompt(before: str, old: str, new: str) -> str:
+    """The head of an edit document: the request, the code as given, and the line where the answer starts."""
+    return f"# Rename `{old}` to `{new}`.\n# Before:\n{before}\n# After:\n"
+
+
+def _edit(text: str, node: ast.FunctionDef, rng: random.Random) -> str | None:
+    lines = text.splitlines()[node.lineno - 1 : node.end_lineno]
+    if not _EDIT_LINES[0] <= len(lines) <= _EDIT_LINES[1]:
+        return None
+    names = sorted({arg.arg for arg in node.args.args if len(arg.arg) > 1} | {node.name})
+    old, new = rng.choice(names), rng.choice(_NEW_NAMES)
+    before = "\n".join(line[node.col_offset :] if line[: node.col_offset].isspace() else line for line in lines)
+    after = re.sub(rf"\b{re.escape(old)}\b", new, before)
+    return f"{edit_prompt(before, old, new)}{after}\n"
+
+
+_NEW_NAMES = "value item node total index result source target name path data entry key handler buffer record text state limit parent".split()
+
+
+def _index(name: str, tree: ast.Module) -> dict[str, list[dict[str, object]] | str]:
+    functions = [_signature(node) for node in tree.body if isinstance(node, ast.FunctionDef)]
+    classes: list[dict[str, object]] = [
+        {
+            "name": node.name,
+            "line": node.lineno,
+            "bases": [ast.unparse(base) for base in node.bases],
+            "methods": [_signature(child) for child in node.body if isinstance(child, ast.FunctionDef)][:_INDEX_METHODS],
+        }
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    ]
+    return {"module": name, "functions": functions[:_INDEX_FUNCTIONS], "classes": classes[:_INDEX_CLASSES]}
+
+
+def _signature(node: ast.FunctionDef) -> dict[str, object]:
+    doc = (ast.get_docstring(node) or "").strip().splitlines()
+    return {"name": node.name, "line": node.lineno, "args": [arg.arg for arg in node.args.args], "doc": doc[0] if doc else None}
+
+
+def _read(path: Path) -> str | None:
+    """The file as text; None for the few test files that are not UTF-8 on purpose."""
+    try:
+        return path.read_bytes().decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        return None

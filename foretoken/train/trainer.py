@@ -1,0 +1,242 @@
+"""The training loop: resumable to the bit of the data order, with validation loss and a progress line.
+
+Matrices are trained with Muon (orthogonalised momentum), embeddings and norms with AdamW; the rate is held and then
+falls to zero over the last part of the run (warm-up, stable, decay).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from foretoken.errors import CheckpointError, ConfigError, StorageError
+from foretoken.model.attention.packed import PackedAttention
+from foretoken.model.decoder import Decoder
+from foretoken.train.losses import acceptance, cross_entropy, distillation
+from foretoken.train.tokens import windows
+
+_STATE_WEIGHTS, _STATE_JSON = "state.safetensors", "state.json"
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run of the trainer; lengths in tokens, times in seconds."""
+
+    tokens: int = 60_000_000
+    batch_tokens: int = 8192
+    length: int = 512
+    final_length: int = 1024  # window length during the last `final_share` of the run
+    final_share: float = 0.15
+    matrix_rate: float = 4e-3
+    vector_rate: float = 3e-3
+    weight_decay: float = 0.05
+    warmup_steps: int = 60
+    decay_share: float = 0.35
+    clip_norm: float = 1.0
+    seed: int = 0
+    compile: bool = True
+    save_every_s: float = 240.0
+    report_every_steps: int = 50
+    validate_every_steps: int = 500
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "batch_tokens", "length", "final_length"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(name, getattr(self, name), "must be positive")
+        if self.batch_tokens < max(self.length, self.final_length):
+            raise ConfigError("batch_tokens", self.batch_tokens, "must hold at least one window of `final_length` tokens")
+        for name in ("final_share", "decay_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(name, getattr(self, name), "must lie between 0 and 1")
+
+    @property
+    def num_steps(self) -> int:
+        """Number of optimiser steps in the whole run."""
+        return max(1, self.tokens // self.batch_tokens)
+
+    def length_at(self, step: int) -> int:
+        """Window length at `step`."""
+        return self.final_length if step >= self.num_steps * (1 - self.final_share) else self.length
+
+    def rate_at(self, step: int) -> float:
+        """Learning rate at `step` as a share of the peak: warm-up, stable, linear decay to zero."""
+        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
+        remaining = (self.num_steps - step) / max(1.0, self.num_steps * self.decay_share)
+        return warm * min(1.0, remaining)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Token ids to learn from and to validate on; `held_out_bytes` is the length of the held-out text."""
+
+    train: npt.NDArray[np.uint16]
+    held_out: npt.NDArray[np.uint16]
+    held_out_bytes: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run reached."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    loss_nats: float
+    bits_per_byte: float
+
+
+class Trainer:
+    """Trains `model` on `data`, with `teacher` by distillation if one is given, keeping its state in `folder`."""
+
+    def __init__(self, model: Decoder, data: Data, config: TrainConfig, folder: Path, teacher: Decoder | None = None) -> None:
+        self.model, self.data, self.config, self.folder, self.teacher = model, data, config, folder, teacher
+        matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name and "lm_head" not in name]
+        chosen = {id(p) for p in matrices}
+        rest = [p for p in model.parameters() if id(p) not in chosen]
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(matrices, lr=config.matrix_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=config.vector_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        )
+        self._peak_rates = (config.matrix_rate, config.vector_rate)
+        self.step, self.seconds = 0, 0.0
+        self._loss: Callable[[Tensor], Tensor] = torch.compile(self._loss_of, dynamic=False) if config.compile else self._loss_of
+        self._resume()
+
+    def run(self, stop_after_s: float | None = None) -> Result:
+        """Train to the end of the schedule, or for `stop_after_s`; a later call goes on from the saved state."""
+        started, saved, loss = time.monotonic(), time.monotonic(), float("nan")
+        before = self.seconds
+        while self.step < self.config.num_steps:
+            loss = self._train_step()
+            now = time.monotonic()
+            self.seconds = before + now - started
+            if self.step % self.config.report_every_steps == 0:
+                self._report(loss)
+            if self.step % self.config.validate_every_steps == 0:
+                self._say(f"step {self.step}: held-out {self.bits_per_byte():.4f} bits per byte")
+            out_of_time = stop_after_s is not None and now - started > stop_after_s
+            if now - saved > self.config.save_every_s or out_of_time:
+                self.save()
+                saved = now
+            if out_of_time:
+                break
+        self.save()
+        return Result(self.step, self.step * self.config.batch_tokens, self.seconds, loss, self.bits_per_byte())
+
+    def _train_step(self) -> float:
+        length = self.config.length_at(self.step)
+        batch = windows(self.data.train, self.step, self.config.batch_tokens // length, length, self.config.seed)
+        rate = self.config.rate_at(self.step)
+        for optimizer, peak in zip(self.optimizers, self._peak_rates, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = peak * rate
+        loss = self._loss(torch.from_numpy(batch))
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        return float(loss.detach())
+
+    def _loss_of(self, batch: Tensor) -> Tensor:
+        """Loss of `batch` [B, S + 1]; distillation when there is a teacher."""
+        with torch.autocast(batch.device.type, torch.bfloat16):
+            logits = logits_of(self.model, batch[:, :-1])
+            if self.teacher is None:
+                return cross_entropy(logits, batch[:, 1:].reshape(-1))
+            with torch.no_grad():
+                teacher_logits = logits_of(self.teacher, batch[:, :-1])
+            return distillation(teacher_logits, logits)
+
+    @torch.no_grad()
+    def bits_per_byte(self, length: int = 1024) -> float:
+        """Held-out loss in bits per byte of text, in consecutive windows of `length` tokens."""
+        ids, total_nats = self.data.held_out.astype(np.int64), 0.0
+        with torch.autocast("cpu", torch.bfloat16):
+            for start in range(0, len(ids) - 1, length):
+                window = torch.from_numpy(ids[start : start + length + 1])[None]
+                logits = logits_of(self.model, window[:, :-1])
+                total_nats += float(cross_entropy(logits, window[0, 1:])) * (window.shape[1] - 1)
+        return total_nats / np.log(2) / self.data.held_out_bytes
+
+    @torch.no_grad()
+    def held_out_acceptance(self, rows: int = 32, length: int = 512) -> float:
+        """Mean alpha between teacher and model along held-out text: the acceptance of one sampled token."""
+        assert self.teacher is not None
+        batch = torch.from_numpy(windows(self.data.held_out, 0, rows, length, seed=1))[:, :-1]
+        with torch.autocast("cpu", torch.bfloat16):
+            return float(acceptance(logits_of(self.teacher, batch), logits_of(self.model, batch)).mean())
+
+    def save(self) -> None:
+        """Write weights, optimiser state and step; the previous state survives an interruption half-way."""
+        tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
+        for index, optimizer in enumerate(self.optimizers):
+            for key, state in optimizer.state_dict()["state"].items():
+                for name, value in state.items():
+                    tensors[f"optimizer.{index}.{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+        meta = {"step": self.step, "seconds": self.seconds, "config": asdict(self.config)}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            partial = self.folder / (_STATE_WEIGHTS + ".partial")
+            save_file({k: v.contiguous() for k, v in tensors.items()}, partial, metadata={"state": json.dumps(meta)})
+            partial.replace(self.folder / _STATE_WEIGHTS)
+            (self.folder / _STATE_JSON).write_text(json.dumps(meta, indent=1) + "\n")
+        except OSError as error:
+            raise StorageError(f"cannot write the training state to {self.folder}: {error}") from error
+
+    def _resume(self) -> None:
+        path = self.folder / _STATE_WEIGHTS
+        if not path.exists():
+            return
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as handle:
+            meta = json.loads(handle.metadata()["state"])
+        for key in ("batch_tokens", "seed", "length"):
+            if meta["config"][key] != getattr(self.config, key):
+                raise ConfigError(key, getattr(self.config, key), f"the run in {self.folder} was started with {meta['config'][key]}; use that or another folder")
+        tensors = load_file(path)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                saved = tensors.get(f"model.{name}")
+                if saved is None or saved.shape != parameter.shape:
+                    raise CheckpointError(f"{path} holds another model: {name} is missing or has another shape")
+                parameter.copy_(saved)
+        for index, optimizer in enumerate(self.optimizers):
+            state = optimizer.state_dict()
+            prefix = f"optimizer.{index}."
+            for name, value in tensors.items():
+                if name.startswith(prefix):
+                    key, field = name[len(prefix) :].split(".")
+                    state["state"].setdefault(int(key), {})[field] = value
+            optimizer.load_state_dict(state)
+        self.step, self.seconds = meta["step"], meta["seconds"]
+        self._say(f"resumed at step {self.step} of {self.config.num_steps}")
+
+    def _report(self, loss: float) -> None:
+        done, total = self.step, self.config.num_steps
+        rate = done * self.config.batch_tokens / max(self.seconds, 1e-9)
+        left_s = (total - done) * self.config.batch_tokens / max(rate, 1e-9)
+        self._say(f"step {done}/{total} loss {loss:.4f} {rate:,.0f} tokens/s, about {left_s / 60:.0f} min left")
+
+    def _say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+def logits_of(model: Decoder, batch: Tensor) -> Tensor:
+    """Logits `[B * S, V]` of `batch` [B, S]."""
+    rows, length = batch.shape
+    positions = torch.arange(length, device=batch.device).repeat(rows)
+    hidden = model(batch.reshape(-1), positions, PackedAttention(model.config, rows, length))
+    return model.logits(hidden.last)
