@@ -238,3 +238,6 @@ class StepOutput:
     origins: tuple[TokenOrigin, ...]
     finish_reason: FinishReason | None = None
     error: Exception | None = None
+
+    def __str__(self) -> str:
+        return self.text

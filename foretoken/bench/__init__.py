@@ -1,1 +1,1 @@
-"""placeholder"""
+"""Measuring: prompts, plain against speculative, other engines beside them, and dated reports."""

@@ -1,1 +1,1 @@
-"""placeholder"""
+"""Who guesses. One file per drafter; `group` mixes them in a batch."""

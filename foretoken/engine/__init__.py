@@ -1,1 +1,1 @@
-"""placeholder"""
+"""The loop: scheduler, runner, controller, engine, and the public front `llm`."""

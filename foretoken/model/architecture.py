@@ -29,11 +29,22 @@ _NOT_CAUSAL = {
     "clip": "vision-text encoder",
     "siglip": "vision-text encoder",
     "whisper": "speech encoder-decoder",
+    "camembert": "encoder-only",
+    "ernie": "encoder-only",
+    "mpnet": "encoder-only",
     "t5": "encoder-decoder",
     "mt5": "encoder-decoder",
     "bart": "encoder-decoder",
     "mbart": "encoder-decoder",
     "marian": "encoder-decoder",
+}
+
+# What transformers assumes when config.json leaves a key out, where it differs between families.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
 }
 
 
@@ -107,10 +118,13 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     model_type = check_causal(raw)
     if model_type not in NATIVE_MODEL_TYPES:
         raise UnsupportedModelError(f"model_type={model_type!r} has no native decoder (native: {', '.join(NATIVE_MODEL_TYPES)})")
+    if raw.get("quantization_config"):
+        method = dict(raw["quantization_config"]).get("quant_method", "unknown")
+        raise UnsupportedModelError(f"quantization_config (quant_method={method!r}): take the checkpoint's float16 or bfloat16 version")
     try:
-        return _native_config(model_type, raw)
+        return _native_config(model_type, _DEFAULTS[model_type] | dict(raw))
     except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, UnsupportedModelError):
+        if isinstance(error, UnsupportedModelError | CheckpointError):
             raise
         raise CheckpointError(f"config.json of a {model_type!r} model is incomplete or malformed: {error!r}") from error
 
@@ -131,9 +145,13 @@ def check_causal(raw: Mapping[str, Any]) -> str:
 
 def _native_config(model_type: str, raw: Mapping[str, Any]) -> ModelConfig:
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise UnsupportedModelError(f"hidden_act={raw['hidden_act']!r}: the native decoder has SwiGLU only")
+        raise UnsupportedModelError(f"hidden_act={raw['hidden_act']!r} of a {model_type!r} model: the native decoder has silu only")
     hidden, heads, layers = int(raw["hidden_size"]), int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
-    attention_bias = bool(raw.get("attention_bias", False))
+    kv_heads = int(raw.get("num_key_value_heads") or heads)
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+    # Mistral and Qwen2 ignore the key in transformers; Qwen2 always has biases on q, k, v.
+    attention_bias = bool(raw.get("attention_bias", False)) and model_type in ("llama", "qwen3")
     eos = raw.get("eos_token_id")
     return ModelConfig(
         model_type=model_type,
@@ -142,14 +160,14 @@ def _native_config(model_type: str, raw: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=int(raw["intermediate_size"]),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+        num_kv_heads=kv_heads,
         head_dim=int(raw.get("head_dim") or hidden // heads),
-        max_context_tokens=int(raw.get("max_position_embeddings", 2048)),
+        max_context_tokens=int(raw["max_position_embeddings"]),
         rope=_rope_config(raw),
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         qkv_bias=model_type == "qwen2" or attention_bias,
-        o_bias=attention_bias and model_type in ("llama", "qwen3"),
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        o_bias=attention_bias,
+        mlp_bias=bool(raw.get("mlp_bias", False)) and model_type == "llama",
         qk_norm=model_type == "qwen3",
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         sliding_window=_sliding_window(model_type, raw, layers),
@@ -164,13 +182,18 @@ def _sliding_window(model_type: str, raw: Mapping[str, Any], layers: int) -> tup
     window = raw.get("sliding_window")
     if model_type == "llama" or not window:
         return ()
-    if model_type.startswith("qwen") and not raw.get("use_sliding_window", False):
+    if model_type == "mistral":  # transformers ignores `layer_types` here
+        return (int(window),) * layers
+    if not raw.get("use_sliding_window", False):
         return ()
     types = raw.get("layer_types")
-    if types:
-        return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
-    first = int(raw.get("max_window_layers", 0)) if model_type.startswith("qwen") else 0
-    return tuple(int(window) if layer >= first else None for layer in range(layers))
+    if types is None:
+        first = int(raw["max_window_layers"])
+        types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+    elif len(types) < layers:
+        raise CheckpointError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
+    windows = tuple(int(window) if kind == "sliding_attention" else None for kind in types[:layers])
+    return windows if any(windows) else ()
 
 
 def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
@@ -180,15 +203,19 @@ def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in ("default", "linear", "dynamic", "yarn", "llama3"):
         raise UnsupportedModelError(f"rope_type={kind!r} has no native implementation")
-    if float(raw.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0))) != 1.0:
+    if float(raw.get("partial_rotary_factor") or scaling.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UnsupportedModelError("partial_rotary_factor other than 1 has no native implementation")
     original = scaling.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
-    optional = {key: scaling[key] for key in ("attention_factor", "mscale", "mscale_all_dim") if scaling.get(key) is not None}
+    trained = int(raw["max_position_embeddings"])
+    factor = scaling.get("factor")
+    if factor is None and kind == "yarn" and original:
+        factor = trained / int(original)
+    optional = {key: float(scaling[key]) for key in ("attention_factor", "mscale", "mscale_all_dim") if scaling.get(key) is not None}
     return RopeConfig(
         theta=theta,
         kind=kind,
-        factor=float(scaling.get("factor") or 1.0),
-        original_max_tokens=int(original or raw.get("max_position_embeddings", 2048)),
+        factor=float(factor or 1.0),
+        original_max_tokens=int(original or trained),
         low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
         high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
         beta_fast=float(scaling.get("beta_fast") or 32.0),
@@ -233,6 +260,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "eos_token_id": list(config.eos_token_ids) if len(config.eos_token_ids) > 1 else next(iter(config.eos_token_ids), None),
         "torch_dtype": config.dtype,
     }
+    if config.model_type == "mistral":
+        raw["sliding_window"] = None  # left out, it would mean 4096
     if config.sliding_window:
         raw["sliding_window"] = next(window for window in config.sliding_window if window is not None)
         if config.model_type.startswith("qwen"):

@@ -86,8 +86,15 @@ class LanguageModel(Protocol):
     def length(self, sequence: int) -> int:
         """Number of committed tokens held for `sequence`."""
 
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that an empty memory can hold over all sequences."""
+
     def num_free_tokens(self) -> int:
         """Tokens that can still be held over all sequences."""
+
+    def footprint_tokens(self, num_tokens: int) -> int:
+        """What a sequence of `num_tokens` takes out of `num_free_tokens`, rounding included."""
 
     def reserve(self, sequence: int, num_rows: int) -> bool:
         """Make room for `num_rows` more rows of `sequence`; False (and no change) if there is none."""

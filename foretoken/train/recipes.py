@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from foretoken.errors import StorageError
+from foretoken.errors import ConfigError, MismatchError, StorageError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
+from foretoken.model.loader import load_decoder, save_checkpoint
 from foretoken.train.corpus import standard_library
 from foretoken.train.tokens import END_OF_TEXT, encode, tokenizer_config, train_tokenizer
 from foretoken.train.trainer import Data, Result, TrainConfig, Trainer
@@ -67,3 +67,35 @@ def model_config(shape: Shape, tokenizer: Tokenizer, max_context_tokens: int = 2
         dtype="bfloat16",
         **asdict(shape),
     )
+
+
+def train_lm(
+    out: Path, shape: Shape, config: TrainConfig, teacher: Path | None = None, corpus: Path | None = None, device: str = "cpu"
+) -> tuple[Result, Path]:
+    """Train a model of `shape`, or go on with the run in `out`; returns what it reached and the folder of the model.
+
+    With `teacher` the model is distilled from that checkpoint, whose tokenizer must be the corpus's own. `corpus` names
+    the folder of a run whose tokenizer and tokens are used.
+
+    Raises:
+        ConfigError, MismatchError, StorageError; KeyboardInterrupt after the state is saved.
+    """
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("device", device, "this machine has no CUDA device that torch can use; use cpu")
+    tokens_folder = corpus or out
+    tokenizer, data = prepare(tokens_folder)
+    decoder = Decoder(model_config(shape, tokenizer))
+    decoder.initialise(config.seed)
+    teacher_decoder = None
+    if teacher is not None:
+        teacher_decoder = load_decoder(teacher, dtype="float32", device=device, pack=False)
+        teacher_decoder.requires_grad_(False)
+        if teacher_decoder.config.vocab_size != tokenizer.get_vocab_size():
+            raise MismatchError(f"the teacher has {teacher_decoder.config.vocab_size} tokens, the corpus {tokenizer.get_vocab_size()}: use its --corpus")
+    trainer = Trainer(decoder.to(device), data, config, out, teacher_decoder)
+    result = trainer.run()
+    folder = out / "model"
+    save_checkpoint(decoder.to(device="cpu", dtype=torch.bfloat16), decoder.config, folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(), indent=2) + "\n")
+    return result, folder

@@ -7,15 +7,20 @@ falls to zero over the last part of the run (warm-up, stable, decay).
 from __future__ import annotations
 
 import json
+import math
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -109,27 +114,33 @@ class Trainer:
         )
         self._peak_rates = (config.matrix_rate, config.vector_rate)
         self.step, self.seconds = 0, 0.0
+        self.device = next(model.parameters()).device
         self._loss: Callable[[Tensor], Tensor] = torch.compile(self._loss_of, dynamic=False) if config.compile else self._loss_of
         self._resume()
 
-    def run(self, stop_after_s: float | None = None) -> Result:
-        """Train to the end of the schedule, or for `stop_after_s`; a later call goes on from the saved state."""
-        started, saved, loss = time.monotonic(), time.monotonic(), float("nan")
-        before = self.seconds
-        while self.step < self.config.num_steps:
-            loss = self._train_step()
-            now = time.monotonic()
-            self.seconds = before + now - started
-            if self.step % self.config.report_every_steps == 0:
-                self._report(loss)
-            if self.step % self.config.validate_every_steps == 0:
-                self._say(f"step {self.step}: held-out {self.bits_per_byte():.4f} bits per byte")
-            out_of_time = stop_after_s is not None and now - started > stop_after_s
-            if now - saved > self.config.save_every_s or out_of_time:
-                self.save()
-                saved = now
-            if out_of_time:
-                break
+    def run(self) -> Result:
+        """Train to the end of the schedule. An interrupted run (Ctrl-C, SIGTERM) saves its state and goes on when called again.
+
+        Raises:
+            KeyboardInterrupt: it was interrupted; the state is saved.
+            StorageError: the state cannot be written.
+        """
+        started, saved, before, loss = time.monotonic(), time.monotonic(), self.seconds, float("nan")
+        with _interruption() as interrupted:
+            while self.step < self.config.num_steps:
+                loss = self._train_step()
+                now = time.monotonic()
+                self.seconds = before + now - started
+                if self.step % self.config.report_every_steps == 0:
+                    self._report(loss)
+                if self.step % self.config.validate_every_steps == 0:
+                    self._say(f"step {self.step}: held-out {self.bits_per_byte():.4f} bits per byte")
+                if interrupted.is_set():
+                    self.save()
+                    raise KeyboardInterrupt
+                if now - saved > self.config.save_every_s:
+                    self.save()
+                    saved = now
         self.save()
         return Result(self.step, self.step * self.config.batch_tokens, self.seconds, loss, self.bits_per_byte())
 
@@ -140,7 +151,7 @@ class Trainer:
         for optimizer, peak in zip(self.optimizers, self._peak_rates, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = peak * rate
-        loss = self._loss(torch.from_numpy(batch))
+        loss = self._loss(torch.from_numpy(batch).to(self.device))
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         for optimizer in self.optimizers:
@@ -163,19 +174,19 @@ class Trainer:
     def bits_per_byte(self, length: int = 1024) -> float:
         """Held-out loss in bits per byte of text, in consecutive windows of `length` tokens."""
         ids, total_nats = self.data.held_out.astype(np.int64), 0.0
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16):
             for start in range(0, len(ids) - 1, length):
-                window = torch.from_numpy(ids[start : start + length + 1])[None]
+                window = torch.from_numpy(ids[start : start + length + 1])[None].to(self.device)
                 logits = logits_of(self.model, window[:, :-1])
                 total_nats += float(cross_entropy(logits, window[0, 1:])) * (window.shape[1] - 1)
-        return total_nats / np.log(2) / self.data.held_out_bytes
+        return total_nats / math.log(2) / self.data.held_out_bytes
 
     @torch.no_grad()
     def held_out_acceptance(self, rows: int = 32, length: int = 512) -> float:
         """Mean alpha between teacher and model along held-out text: the acceptance of one sampled token."""
         assert self.teacher is not None
-        batch = torch.from_numpy(windows(self.data.held_out, 0, rows, length, seed=1))[:, :-1]
-        with torch.autocast("cpu", torch.bfloat16):
+        batch = torch.from_numpy(windows(self.data.held_out, 0, rows, length, seed=1))[:, :-1].to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16):
             return float(acceptance(logits_of(self.teacher, batch), logits_of(self.model, batch)).mean())
 
     def save(self) -> None:
@@ -199,8 +210,6 @@ class Trainer:
         path = self.folder / _STATE_WEIGHTS
         if not path.exists():
             return
-        from safetensors import safe_open
-
         with safe_open(path, framework="pt") as handle:
             meta = json.loads(handle.metadata()["state"])
         for key in ("batch_tokens", "seed", "length"):
@@ -240,3 +249,18 @@ def logits_of(model: Decoder, batch: Tensor) -> Tensor:
     positions = torch.arange(length, device=batch.device).repeat(rows)
     hidden = model(batch.reshape(-1), positions, PackedAttention(model.config, rows, length))
     return model.logits(hidden.last)
+
+
+@contextmanager
+def _interruption() -> Iterator[threading.Event]:
+    """An event that Ctrl-C or SIGTERM sets, so that a step is never cut in half. Outside the main thread it stays unset."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    old = {number: signal.signal(number, lambda *_: event.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield event
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

@@ -1,0 +1,292 @@
+"""llama.cpp beside us: its programs run on a converted copy of the same checkpoint.
+
+It is found through two settings of the environment:
+
+    FORETOKEN_LLAMA_CPP          folder with the programs llama-bench and llama-speculative-simple
+    FORETOKEN_LLAMA_CPP_CONVERT  convert_hf_to_gguf.py; not needed where it lies in a folder above the programs
+
+The copies (GGUF files) are made once and kept next to the checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from foretoken.bench.measure import Answer, Contender, Setting
+from foretoken.bench.workload import Prompt
+from foretoken.config import SamplingParams
+from foretoken.errors import ForetokenError, StorageError
+
+LLAMA_CPP = "llama.cpp"
+_TIMEOUT_S = 1800
+_GGUF_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+_DEFAULT_BATCH = 2048
+
+TokenCount = Callable[[str], int]
+
+
+def contenders(programs_at: Path, target: str, draft: str | None, dtype: str, threads: int, num_drafts: Sequence[int]) -> list[Contender]:
+    """Plain decoding, its own n-gram lookup, and a draft model at every number of drafted tokens.
+
+    Raises:
+        StorageError: programs, converter or checkpoint are missing.
+        ForetokenError: a checkpoint cannot be converted.
+    """
+    programs = LlamaCpp.find(programs_at)
+    folder = _folder(target)
+    outtype = _GGUF_TYPES.get(_dtype_of(folder) if dtype == "auto" else dtype, "bf16")
+    count = _token_count(folder)
+    target_gguf = programs.convert(folder, outtype)
+    found: list[Contender] = [
+        LlamaBench(Setting(LLAMA_CPP, LLAMA_CPP), programs, target_gguf, count, threads),
+        LlamaSpeculative(Setting(f"{LLAMA_CPP}-ngram", LLAMA_CPP, "ngram", "auto"), programs, (target_gguf, None), count, threads),
+    ]
+    if draft is not None:
+        ggufs = (target_gguf, programs.convert(_folder(draft), outtype))
+        for n in num_drafts:
+            found.append(LlamaSpeculative(Setting(f"{LLAMA_CPP}-draft-{n}", LLAMA_CPP, "draft-simple", n), programs, ggufs, count, threads))
+    return found
+
+
+class LlamaCpp:
+    """Where llama.cpp's programs are, and its converter."""
+
+    def __init__(self, bench: Path, speculative: Path, converter: Path | None) -> None:
+        self.bench = bench
+        self.speculative = speculative
+        self.converter = converter
+
+    @classmethod
+    def find(cls, folder: Path) -> LlamaCpp:
+        """Look for the programs in `folder`, its `bin` and its `build/bin`.
+
+        Raises:
+            StorageError: a program is missing.
+        """
+        for place in (folder, folder / "bin", folder / "build" / "bin"):
+            bench, speculative = place / "llama-bench", place / "llama-speculative-simple"
+            if bench.is_file() and speculative.is_file():
+                break
+        else:
+            raise StorageError(f"FORETOKEN_LLAMA_CPP={folder}: no llama-bench and llama-speculative-simple there, in bin/ or in build/bin/")
+        named = os.environ.get("FORETOKEN_LLAMA_CPP_CONVERT")
+        near = [Path(named)] if named else [above / "convert_hf_to_gguf.py" for above in (place, *place.resolve().parents[:4])]
+        return cls(bench, speculative, next((path for path in near if path.is_file()), None))
+
+    def version(self) -> str:
+        """What the program says about itself."""
+        found = re.search(r"version:\s*(.+)", _run([str(self.speculative), "--version"], check=False))
+        return found.group(1).strip() if found else "unknown"
+
+    def convert(self, checkpoint: Path, outtype: str) -> Path:
+        """The checkpoint as a GGUF file next to it, made again when the checkpoint is newer.
+
+        Raises:
+            StorageError: no converter.
+            ForetokenError: the converter failed.
+        """
+        gguf = checkpoint.resolve().with_name(f"{checkpoint.resolve().name}-{outtype}.gguf")
+        sources = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.json")]
+        if gguf.is_file() and all(gguf.stat().st_mtime >= source.stat().st_mtime for source in sources):
+            return gguf
+        if self.converter is None:
+            raise StorageError("convert_hf_to_gguf.py was not found; name it in FORETOKEN_LLAMA_CPP_CONVERT")
+        part = gguf.with_suffix(".part")
+        wrapper = ["-c", _CONVERT] if _is_gpt2_style(checkpoint) else []
+        _run([sys.executable, *wrapper, str(self.converter), str(checkpoint), "--outtype", outtype, "--outfile", str(part)])
+        part.replace(gguf)
+        return gguf
+
+
+# The converter knows a byte-level BPE by a hash of what it makes of a sample text, so any newly trained one is unknown
+# to it. `_is_gpt2_style` has made sure that such a one splits text as GPT-2's does. The second change spares the
+# sentencepiece package, which the converter imports only to find that the checkpoint has no such model.
+_CONVERT = """
+import runpy, sys
+from pathlib import Path
+del sys.argv[0]
+folder = Path(sys.argv[0]).resolve().parent
+sys.path[:0] = [str(folder), str(folder / "gguf-py")]
+from conversion.base import TextModel
+known = TextModel.get_vocab_base_pre
+def pre(self, tokenizer):
+    try:
+        return known(self, tokenizer)
+    except NotImplementedError:
+        return "gpt-2"
+def no_sentencepiece(self):
+    raise FileNotFoundError("tokenizer.model")
+TextModel.get_vocab_base_pre = pre
+TextModel._set_vocab_sentencepiece = no_sentencepiece
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def _is_gpt2_style(checkpoint: Path) -> bool:
+    """Whether the tokenizer is a byte-level BPE that splits text by GPT-2's own expression and nothing else."""
+    tokenizer = _read_json(checkpoint / "tokenizer.json")
+    before = tokenizer.get("pre_tokenizer") or {}
+    plain = before.get("type") == "ByteLevel" and before.get("use_regex", True) and not before.get("add_prefix_space", True)
+    return bool(plain) and tokenizer.get("model", {}).get("type") == "BPE" and tokenizer.get("normalizer") is None
+
+
+class LlamaBench:
+    """llama.cpp's plain decoding: `llama-bench` with as much text in the cache as the prompt has."""
+
+    def __init__(self, setting: Setting, programs: LlamaCpp, target: Path, count: TokenCount, threads: int) -> None:
+        self.setting = setting
+        self.programs = programs
+        self.target = target
+        self.count = count
+        self.threads = threads
+
+    def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
+        """Speed alone: llama-bench decodes tokens of no meaning, whose speed does not depend on the text.
+
+        Raises:
+            ForetokenError: the program failed.
+        """
+        depth = self.count(prompt.text)
+        command = [str(self.programs.bench), "-m", str(self.target), "-p", "0", "-n", str(params.max_tokens), "-d", str(depth), "-r", "1"]
+        return parse_bench(_run([*command, "-t", str(self.threads), "-o", "json"]))
+
+
+def parse_bench(output: str) -> Answer:
+    """The answer that `llama-bench -o json` tells of.
+
+    Raises:
+        ForetokenError: no result in the output.
+    """
+    try:
+        result = json.loads(output[output.index("[") :])[0]
+        tokens, seconds = int(result["n_gen"]), float(result["avg_ns"]) / 1e9
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ForetokenError(f"llama-bench gave no result: {output[-200:]!r}") from error
+    return Answer((), "", tokens, tokens, seconds, num_steps=tokens, decode_steps=tokens, num_drafted=0, num_accepted=0)
+
+
+class LlamaSpeculative:
+    """llama.cpp's speculative decoding, with a draft model or with its own n-gram lookup."""
+
+    def __init__(self, setting: Setting, programs: LlamaCpp, ggufs: tuple[Path, Path | None], count: TokenCount, threads: int) -> None:
+        self.setting = setting
+        self.programs = programs
+        self.target, self.draft = ggufs
+        self.count = count
+        self.threads = threads
+
+    def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
+        """Answer greedily.
+
+        Raises:
+            ForetokenError: the program failed.
+        """
+        # The file, since an argument would have its escapes replaced and a text file its last line end removed.
+        with tempfile.NamedTemporaryFile("wb", suffix=".txt") as file:
+            file.write(prompt.text.encode())
+            file.flush()
+            output = _run([str(self.programs.speculative), *self._arguments(file.name, prompt, params)], both=True)
+        return parse_speculative(output, prompt.text)
+
+    def _arguments(self, file: str, prompt: Prompt, params: SamplingParams) -> list[str]:
+        # The last draft may run past the limit.
+        context = self.count(prompt.text) + params.max_tokens + 64
+        arguments = ["-m", str(self.target), "-bf", file, "--no-escape", "--temp", "0", "-n", str(params.max_tokens)]
+        # The program takes no prompt longer than its batch.
+        arguments += ["-c", str(context), "-b", str(max(context, _DEFAULT_BATCH)), "-t", str(self.threads), "-td", str(self.threads)]
+        if params.ignore_eos:
+            arguments.append("--ignore-eos")
+        if self.draft is None:
+            return [*arguments, "--spec-type", "ngram-simple"]
+        arguments += ["-md", str(self.draft), "--spec-type", "draft-simple", "--spec-draft-n-max", str(self.setting.num_draft)]
+        return [*arguments, "--spec-draft-n-min", "0", "--spec-draft-p-min", "0"]
+
+
+def parse_speculative(output: str, prompt: str) -> Answer:
+    """The answer that `llama-speculative-simple` tells of, its two streams one after the other.
+
+    Raises:
+        ForetokenError: no result in the output.
+    """
+    encoded = re.search(r"encoded\s+\d+ tokens in\s+([\d.]+) seconds", output)
+    decoded = re.search(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds", output)
+    drafted, accepted = re.search(r"n_drafted\s*=\s*(\d+)", output), re.search(r"n_accept\s*=\s*(\d+)", output)
+    if not (encoded and decoded and drafted and accepted):
+        raise ForetokenError(f"llama-speculative-simple gave no result: {output[-200:]!r}")
+    tokens, seconds, kept = int(decoded.group(1)), float(decoded.group(2)), int(accepted.group(1))
+    steps = tokens - kept
+    return Answer(
+        token_ids=(),
+        text=_text_of(output, prompt),
+        num_emitted=tokens,
+        decode_tokens=tokens,
+        decode_s=seconds,
+        ttft_s=float(encoded.group(1)) + seconds / max(1, steps),
+        num_steps=steps,
+        decode_steps=steps,
+        num_drafted=int(drafted.group(1)),
+        num_accepted=kept,
+    )
+
+
+_LOG_LINE = re.compile(r"^(?:\d+\.)+\d+ [A-Z] ", re.MULTILINE)
+
+
+def _text_of(output: str, prompt: str) -> str:
+    """What stands between the echoed prompt and the empty lines at the end; empty if the echo is not there."""
+    start = output.find(prompt)
+    if start < 0:
+        return ""
+    answer = output[start + len(prompt) :]
+    log = _LOG_LINE.search(answer)
+    return (answer[: log.start()] if log else answer).rstrip("\n")
+
+
+def _run(command: list[str], both: bool = False, check: bool = True) -> str:
+    """Standard output of a program; with `both`, its error stream after it."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ForetokenError(f"{Path(command[0]).name}: {error}") from error
+    out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    if check and done.returncode != 0:
+        raise ForetokenError(f"{Path(command[0]).name} ended with code {done.returncode}: {' | '.join(err.strip().splitlines()[-3:])}")
+    return f"{out}\n{err}" if both or not check else out
+
+
+def _token_count(checkpoint: Path) -> TokenCount:
+    from tokenizers import Tokenizer
+
+    _read_json(checkpoint / "tokenizer.json")  # a missing or broken file gets the better message
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    return lambda text: len(tokenizer.encode(text).ids)
+
+
+def _dtype_of(checkpoint: Path) -> str:
+    config = _read_json(checkpoint / "config.json")
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+
+
+def _folder(name: str) -> Path:
+    """The local folder of a checkpoint; a hub id is looked up in (or brought into) the hub's cache."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StorageError(f"cannot read {path}: {error}") from error
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,233 @@
+"""`foretoken bench`: plain against speculative decoding, one request at a time, through the public interface."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from foretoken.bench import peers
+from foretoken.bench.measure import PLAIN, Answer, Contender, Plan, Sample, Setting, measure, ratios, summarise
+from foretoken.bench.report import Report, check_name, check_plot, machine, source_caveats, versions, write_plot, write_result
+from foretoken.bench.workload import SLICES, Prompt, read_prompts, slices
+from foretoken.config import DRAFTERS, SamplingParams, SpecConfig
+from foretoken.core import TokenOrigin
+from foretoken.errors import ConfigError, ForetokenError, InputError
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure, and where the result goes.
+
+    Plain decoding is always measured: it is the baseline. `prompts` is a file of JSON lines that replaces `slices`.
+    `peer_num_drafts` are the draft lengths that other engines are swept over. `out` is a folder for a dated result,
+    `name` the end of its file name, `plot` a .png or .svg file. `threads=None` leaves torch's own number.
+    """
+
+    target: str
+    draft: str | None = None
+    drafters: tuple[str, ...] = ("draft_model", "ngram")
+    num_drafts: tuple[int | Literal["auto"], ...] = (3, 5)
+    rule: str = "auto"
+    slices: tuple[str, ...] = SLICES
+    prompts: Path | None = None
+    prompts_per_slice: int = 2
+    max_tokens: int = 128
+    repeats: int = 3
+    warmup: int = 1
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    ignore_eos: bool = True
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    peers: bool = False
+    peer_num_drafts: tuple[int, ...] = (2, 3, 4, 5, 6, 7, 8)
+    plot: Path | None = None
+    out: Path | None = None
+    name: str = "bench"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field, low in (("prompts_per_slice", 1), ("max_tokens", 2), ("repeats", 1), ("warmup", 0), ("seed", 0)):
+            if getattr(self, field) < low:
+                raise InputError(field, getattr(self, field), f"must be at least {low}")
+        if self.threads is not None and self.threads < 1:
+            raise InputError("threads", self.threads, "must be at least 1; leave it out for torch's own number")
+        if not self.temperatures:
+            raise InputError("temperatures", self.temperatures, "give at least one; 0 is greedy")
+        for drafter in self.drafters:
+            if drafter not in DRAFTERS:
+                raise ConfigError("drafters", drafter, f"choose from {', '.join(DRAFTERS)}")
+        if self.drafters and not self.num_drafts:
+            raise InputError("num_drafts", self.num_drafts, "give at least one number of tokens to draft, or 'auto'")
+        if any(number < 1 for number in self.peer_num_drafts):
+            raise InputError("peer_num_drafts", self.peer_num_drafts, "each must be at least 1")
+        if "draft_model" in self.drafters and self.draft is None:
+            raise ConfigError("draft", self.draft, "drafter draft_model needs a draft; give its folder, or leave draft_model out of the drafters")
+        check_name(self.name)
+        if self.plot is not None:
+            check_plot(self.plot)
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that every engine of the run gets."""
+        return self.threads if self.threads is not None else torch.get_num_threads()
+
+
+class Stats(Protocol):
+    """What the bench reads of `out.stats`, in seconds and counts.
+
+    `draft_s` and `verify_s` cover the whole request; `prompt_draft_s` and `prompt_verify_s` are the parts of them that
+    were spent until the first tokens were out, so that the prompt's own pass can be told from decoding.
+    """
+
+    @property
+    def num_steps(self) -> int: ...  # noqa: D102
+    @property
+    def num_drafted(self) -> int: ...  # noqa: D102
+    @property
+    def num_accepted(self) -> int: ...  # noqa: D102
+    @property
+    def draft_s(self) -> float: ...  # noqa: D102
+    @property
+    def verify_s(self) -> float: ...  # noqa: D102
+    @property
+    def prompt_draft_s(self) -> float: ...  # noqa: D102
+    @property
+    def prompt_verify_s(self) -> float: ...  # noqa: D102
+    @property
+    def ttft_s(self) -> float: ...  # noqa: D102
+    @property
+    def accepted_per_position(self) -> Sequence[tuple[int, int]]: ...  # noqa: D102
+
+
+class Output(Protocol):
+    """What the bench reads of one answer."""
+
+    @property
+    def text(self) -> str: ...  # noqa: D102
+    @property
+    def token_ids(self) -> Sequence[int]: ...  # noqa: D102
+    @property
+    def stats(self) -> Stats: ...  # noqa: D102
+    @property
+    def provenance(self) -> Sequence[TokenOrigin]: ...  # noqa: D102
+
+
+class Generator(Protocol):
+    """The part of `foretoken.LLM` that the bench uses."""
+
+    def generate(self, prompts: list[str], params: SamplingParams, *, spec: SpecConfig) -> Sequence[Output]:
+        """Answer every prompt under one `spec`."""
+        ...
+
+
+class Own:
+    """A setting of foretoken itself."""
+
+    def __init__(self, setting: Setting, generator: Generator, spec: SpecConfig) -> None:
+        self.setting = setting
+        self.generator = generator
+        self.spec = spec
+
+    def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
+        """Answer one prompt; the clock runs outside the engine, the split of its time comes from `out.stats`.
+
+        Raises:
+            ForetokenError: the engine gave no token.
+        """
+        start = time.perf_counter()
+        output = self.generator.generate([prompt.text], params, spec=self.spec)[0]
+        total_s = time.perf_counter() - start
+        stats, origins = output.stats, output.provenance
+        if not origins:
+            raise ForetokenError(f"{self.setting.name} gave no token for {prompt.name}")
+        first = sum(origin.step == origins[0].step for origin in origins)
+        return Answer(
+            token_ids=tuple(output.token_ids),
+            text=output.text,
+            num_emitted=len(origins),
+            decode_tokens=len(origins) - first,
+            decode_s=total_s - stats.ttft_s,
+            ttft_s=stats.ttft_s,
+            num_steps=stats.num_steps,
+            decode_steps=stats.num_steps - 1,
+            num_drafted=stats.num_drafted,
+            num_accepted=stats.num_accepted,
+            draft_s=stats.draft_s - stats.prompt_draft_s,
+            verify_s=stats.verify_s - stats.prompt_verify_s,
+            positions=tuple(stats.accepted_per_position),
+        )
+
+
+def own_contenders(options: BenchOptions, generator: Generator) -> list[Contender]:
+    """Plain decoding, then every drafter at every number of drafted tokens."""
+    contenders: list[Contender] = [Own(Setting(PLAIN), generator, SpecConfig())]
+    for drafter in options.drafters:
+        draft = options.draft if drafter == "draft_model" else None
+        for num_draft in options.num_drafts:
+            spec = SpecConfig(drafter=drafter, draft=draft, num_draft=num_draft, rule=options.rule)
+            contenders.append(Own(Setting(f"{drafter}-{num_draft}", drafter=drafter, num_draft=num_draft), generator, spec))
+    return contenders
+
+
+def run_bench(options: BenchOptions, generator: Generator | None = None, command: str = "foretoken bench") -> Report:
+    """Measure, and write the plot and the dated result if they were asked for; the caller prints the report.
+
+    `generator` stands in for the engine that would be opened on `options.target`. A progress bar goes to a terminal's
+    standard error.
+
+    Raises:
+        ForetokenError: a model that cannot be used, a file that cannot be written, or a failing engine.
+    """
+    prompts = read_prompts(options.prompts) if options.prompts else slices(options.slices, options.prompts_per_slice)
+    plan = Plan(prompts, options.max_tokens, options.temperatures, options.repeats, options.warmup, options.seed, options.ignore_eos)
+    torch.set_num_threads(options.num_threads)
+    caveats = source_caveats(options.target, options.draft, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
+    with ExitStack() as stack:
+        contenders = own_contenders(options, generator or _open(options, stack))
+        if options.peers:
+            others, notes = peers.contenders(
+                target=options.target,
+                draft=options.draft,
+                dtype=options.dtype,
+                device=options.device,
+                threads=options.num_threads,
+                num_drafts=options.peer_num_drafts,
+            )
+            contenders.extend(others)
+            caveats.extend(notes)
+            if others and 0.0 not in options.temperatures:
+                caveats.append("Other engines are measured greedily only, and temperature 0 was not asked for.")
+        samples, notes = _with_progress(contenders, plan)
+    caveats.extend(notes)
+    rows = summarise(samples, prompts)
+    report = Report(command, machine(), versions(options.peers), options, rows, ratios(rows), tuple(caveats))
+    if options.plot is not None:
+        write_plot(report, options.plot)
+    return write_result(report, options.out, options.name) if options.out is not None else report
+
+
+def _open(options: BenchOptions, stack: ExitStack) -> Generator:
+    from foretoken import LLM
+
+    spec = SpecConfig(drafter="draft_model", draft=options.draft) if "draft_model" in options.drafters else SpecConfig()
+    llm = LLM(options.target, spec=spec, dtype=options.dtype, device=options.device)
+    stack.callback(llm.close)
+    return llm
+
+
+def _with_progress(contenders: Sequence[Contender], plan: Plan) -> tuple[list[Sample], list[str]]:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("measuring", total=plan.num_runs(c.setting for c in contenders))
+        return measure(contenders, plan, lambda name: bar.update(task, advance=1, description=name))

@@ -1,0 +1,170 @@
+"""Other engines on the same checkpoint in the same run: transformers, and llama.cpp where it is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foretoken.bench import llama_cpp
+from foretoken.bench.measure import Answer, Contender, Setting
+from foretoken.bench.workload import Prompt
+from foretoken.config import SamplingParams
+from foretoken.errors import ForetokenError
+
+TRANSFORMERS = "transformers"
+# What the documentation of transformers suggests for prompt lookup.
+_LOOKUP_TOKENS = 10
+
+
+def contenders(
+    target: str, draft: str | None, dtype: str, device: str, threads: int, num_drafts: Sequence[int]
+) -> tuple[list[Contender], list[str]]:
+    """Every setting of the other engines, and a note for each engine that is not here.
+
+    Raises:
+        ForetokenError: llama.cpp is asked for but incomplete, or a checkpoint cannot be converted for it.
+    """
+    notes: list[str] = []
+    library = HuggingFace(target, draft, dtype, device)
+    found: list[Contender] = [Generate(Setting(TRANSFORMERS, TRANSFORMERS), library)]
+    if draft is not None:
+        found.append(Generate(Setting(f"{TRANSFORMERS}-assisted-default", TRANSFORMERS, "assisted", "auto"), library))
+        found += [Generate(Setting(f"{TRANSFORMERS}-assisted-{n}", TRANSFORMERS, "assisted", n), library) for n in num_drafts]
+    found.append(Generate(Setting(f"{TRANSFORMERS}-lookup-{_LOOKUP_TOKENS}", TRANSFORMERS, "lookup", _LOOKUP_TOKENS), library))
+    if not os.environ.get("FORETOKEN_LLAMA_CPP"):
+        notes.append("llama.cpp was not measured: FORETOKEN_LLAMA_CPP does not name the folder of its programs.")
+        return found, notes
+    found.extend(llama_cpp.contenders(Path(os.environ["FORETOKEN_LLAMA_CPP"]), target, draft, dtype, threads, num_drafts))
+    notes.append(
+        "llama.cpp reads its checkpoint anew for every answer (not timed); its plain speed is llama-bench's at the same depth, its first-token "
+        "time the prompt's pass and one average step; it may run past the token limit by the end of a draft, and what it emitted is what counts."
+    )
+    return found, notes
+
+
+class HuggingFace:
+    """Target, draft and tokenizer in transformers, loaded when first needed and shared by all its settings."""
+
+    def __init__(self, target: str, draft: str | None, dtype: str, device: str) -> None:
+        self.names = (target, draft)
+        self.dtype = dtype
+        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+    @cached_property
+    def target(self) -> Any:
+        """The target's model."""
+        return self._load(self.names[0])
+
+    @cached_property
+    def draft(self) -> Any:
+        """The draft's model."""
+        assert self.names[1] is not None
+        return self._load(self.names[1])
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.names[0])
+
+    def _load(self, name: str) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(name, dtype=self.dtype).to(self.device).eval()
+
+
+class _Clock:
+    """A streamer that notes when how many tokens came; the prompt, which `generate` hands over first, is skipped."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, list[int]]] | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.seen is None:
+            self.seen = []
+            return
+        self.seen.append((time.perf_counter(), value.flatten().tolist()))
+
+    def end(self) -> None:
+        pass
+
+
+class Generate:
+    """A setting of `transformers` `generate`."""
+
+    def __init__(self, setting: Setting, library: HuggingFace) -> None:
+        self.setting = setting
+        self.library = library
+
+    def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
+        """Answer greedily; `num_drafted` stays unknown, since `generate` does not tell.
+
+        Raises:
+            ForetokenError: transformers failed.
+        """
+        clock = _Clock()
+        try:
+            model, tokenizer = self.library.target, self.library.tokenizer
+            inputs = tokenizer(prompt.text, return_tensors="pt").to(self.library.device)
+            options = self._options(model, params)
+            start = time.perf_counter()
+            with torch.inference_mode():
+                model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], streamer=clock, **options)
+            stop = time.perf_counter()
+        except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ForetokenError(f"transformers failed: {error}") from error
+        pieces = clock.seen or []
+        if not pieces:
+            raise ForetokenError("transformers gave no token")
+        ids = [token for _, piece in pieces for token in piece]
+        text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return Answer(
+            token_ids=tuple(ids),
+            text=str(text),
+            num_emitted=len(ids),
+            decode_tokens=len(ids) - len(pieces[0][1]),
+            decode_s=stop - pieces[0][0],
+            ttft_s=pieces[0][0] - start,
+            num_steps=len(pieces),
+            decode_steps=len(pieces) - 1,
+            num_accepted=len(ids) - len(pieces),
+        )
+
+    def _options(self, model: Any, params: SamplingParams) -> dict[str, Any]:
+        from transformers import GenerationConfig
+
+        options: dict[str, Any] = {"max_new_tokens": params.max_tokens, "do_sample": False}
+        if params.ignore_eos:
+            # An argument of None would be filled from the model's own settings, so the end is taken out there.
+            model.generation_config.eos_token_id = None
+            model.generation_config.pad_token_id = 0
+        if self.setting.drafter == "assisted":
+            draft = self.library.draft
+            draft.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id, pad_token_id=0)
+            if self.setting.num_draft != "auto":
+                draft.generation_config.num_assistant_tokens = self.setting.num_draft
+                draft.generation_config.num_assistant_tokens_schedule = "constant"
+                draft.generation_config.assistant_confidence_threshold = 0.0
+            options["assistant_model"] = draft
+        elif self.setting.drafter == "lookup":
+            options["prompt_lookup_num_tokens"] = self.setting.num_draft
+        return options
+
+
+def versions() -> dict[str, str]:
+    """Versions of the other engines that are here."""
+    import transformers
+
+    found = {TRANSFORMERS: str(transformers.__version__)}
+    folder = os.environ.get("FORETOKEN_LLAMA_CPP")
+    if folder:
+        found[llama_cpp.LLAMA_CPP] = llama_cpp.LlamaCpp.find(Path(folder)).version()
+    return found

@@ -1,0 +1,280 @@
+"""What a run found, for the eye, for programs, and for the record.
+
+A number never travels alone: the machine, the versions, the command and what to be careful about go with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from foretoken.bench.measure import ALL_SLICES, PLAIN, Row
+from foretoken.errors import InputError, StorageError
+
+_PLOT_SUFFIXES = (".png", ".svg")
+_COLUMNS = ("setting", "tok/s", "min-max", "speedup", "accepted", "tokens/step", "step ms", "draft + target + rest", "first token", "repeats", "identical")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Rows with everything needed to judge them; `files` are those that were written."""
+
+    command: str
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+    options: Mapping[str, Any]
+    rows: tuple[Row, ...]
+    ratios: Mapping[str, Mapping[str, float]]
+    caveats: tuple[str, ...]
+    date: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+    files: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; numbers that do not exist are None."""
+        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    def json_line(self) -> str:
+        """The report as one line of JSON."""
+        return json.dumps(self.as_dict(), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def print_report(report: Report, console: Console | None = None) -> None:
+    """Tables for a terminal, one per slice and temperature, then ratios, caveats and the files written."""
+    console = console or Console()
+    for (name, temperature), rows in _groups(report.rows).items():
+        table = Table(title=f"{name}, temperature {temperature:g}", title_justify="left")
+        for column in _COLUMNS:
+            table.add_column(column, justify="left" if column == "setting" else "right", no_wrap=column == "setting")
+        for row in rows:
+            table.add_row(*_cells(row))
+        console.print(table)
+    for name, found in report.ratios.items():
+        if found:
+            console.print(f"{name}: " + ", ".join(f"{key} {value:.2f}x" for key, value in found.items()), highlight=False)
+    for caveat in report.caveats:
+        console.print(f"note: {caveat}", highlight=False, markup=False)
+    for file in report.files:
+        console.print(f"written: {file}", highlight=False, markup=False)
+
+
+def _groups(rows: Sequence[Row]) -> dict[tuple[str, float], list[Row]]:
+    groups: dict[tuple[str, float], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.slice, row.temperature), []).append(row)
+    return groups
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    parts = (row.draft_ms_per_step, row.verify_ms_per_step, row.rest_ms_per_step)
+    return (
+        row.setting,
+        f"{row.tokens_per_s:.1f}",
+        f"{row.tokens_per_s_min:.1f}-{row.tokens_per_s_max:.1f}",
+        _shown(row.speedup, ".2f", "x"),
+        _shown(None if row.acceptance_rate is None else 100 * row.acceptance_rate, ".0f", " %"),
+        _shown(row.emitted_per_step, ".2f"),
+        _shown(row.step_ms, ".1f"),
+        "" if None in parts else " + ".join(_shown(part, ".1f") for part in parts),
+        _shown(row.ttft_s, ".2f", " s"),
+        _shown(None if row.repeated_4grams is None else 100 * row.repeated_4grams, ".0f", " %"),
+        "" if row.identical is None or row.setting == PLAIN and row.identical else "yes" if row.identical else f"no ({len(row.differences)})",
+    )
+
+
+def _shown(value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else f"{value:{form}}{unit}"
+
+
+def write_result(report: Report, folder: Path, name: str) -> Report:
+    """Write `folder/YYYY-MM-DD-name.json` and `.md`; an earlier result of the day is kept, and this one numbered.
+
+    Returns the report with the files named.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = f"{report.date[:10]}-{name}"
+        taken = 1
+        while (folder / f"{stem}.json").exists():
+            taken += 1
+            stem = f"{report.date[:10]}-{name}-{taken}"
+        files = (folder / f"{stem}.json", folder / f"{stem}.md")
+        report = dataclasses.replace(report, files=(*report.files, *map(str, files)))
+        files[0].write_text(json.dumps(report.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        files[1].write_text(markdown(report, files[0].name), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write the result to {folder}: {error}") from error
+    return report
+
+
+def markdown(report: Report, raw: str | None = None) -> str:
+    """The report as a page: command, machine, versions, caveats, then the tables; `raw` names the JSON beside it."""
+    machine_line = ", ".join(f"{key} {value}" for key, value in report.machine.items())
+    lines = [
+        f"# Measured on {report.date[:10]}",
+        "",
+        f"    {report.command}",
+        "",
+        f"- machine: {machine_line}",
+        f"- versions: {', '.join(f'{key} {value}' for key, value in report.versions.items())}",
+        *([f"- raw numbers: [{raw}]({raw})"] if raw else []),
+        "",
+        "tok/s is the median over repeats of the tokens after the prompt's own pass; speedup is against `plain` on the same slice in the same run.",
+        "`repeats` is the share of 4-grams that an output had used before: loops flatter every drafter.",
+        "",
+        *(f"- {caveat}" for caveat in report.caveats),
+    ]
+    for (name, temperature), rows in _groups(report.rows).items():
+        lines += ["", f"## {name}, temperature {temperature:g}", "", f"| {' | '.join(_COLUMNS)} |", "|---" + "|---:" * (len(_COLUMNS) - 1) + "|"]
+        lines += [f"| {' | '.join(_cells(row))} |" for row in rows]
+        places = [f"{row.setting} {' '.join(f'{share:.2f}' for share in row.acceptance_per_position)}" for row in rows if row.acceptance_per_position]
+        if places:
+            lines += ["", f"Accepted by position: {'; '.join(places)}."]
+        lines += _difference_lines(rows)
+        if temperature == 0.0 and report.ratios.get(name):
+            lines += ["", "Ratios: " + ", ".join(f"{key} {value:.2f}x" for key, value in report.ratios[name].items()) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def _difference_lines(rows: Sequence[Row]) -> list[str]:
+    told = [
+        f"{row.setting} at {', '.join(' '.join(f'{key} {value}' for key, value in place.items()) for place in row.differences)}"
+        for row in rows
+        if row.differences
+    ]
+    return ["", f"Greedy outputs that leave plain decoding's: {'; '.join(told)}."] if told else []
+
+
+def check_name(name: str) -> None:
+    """Refuse a result name that is not a plain file name.
+
+    Raises:
+        InputError: other characters than letters, digits, `.`, `_` and `-`.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise InputError("name", name, "use letters, digits, '.', '_' and '-' only; the date is added")
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a plot that could not be drawn, before anything is measured.
+
+    Raises:
+        InputError: an unknown suffix, or matplotlib is missing.
+    """
+    if path.suffix.lower() not in _PLOT_SUFFIXES:
+        raise InputError("plot", str(path), f"the file name must end in {' or '.join(_PLOT_SUFFIXES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("plot", str(path), "plots need matplotlib: pip install 'foretoken[plot]'")
+
+
+def write_plot(report: Report, path: Path) -> None:
+    """Bars of greedy tokens per second by slice and setting, with the extremes over repeats as whiskers.
+
+    Raises:
+        InputError: an unknown suffix, or matplotlib is missing.
+        StorageError: the file cannot be written.
+    """
+    check_plot(path)
+    from matplotlib.figure import Figure
+
+    lowest = min((row.temperature for row in report.rows), default=0.0)
+    rows = [row for row in report.rows if row.temperature == lowest]
+    names = [name for name in dict.fromkeys(row.slice for row in rows) if name != ALL_SLICES] or [ALL_SLICES]
+    settings = list(dict.fromkeys(row.setting for row in rows))
+    figure = Figure(figsize=(max(6.0, 1.0 + 0.25 * len(names) * (len(settings) + 1)), 4.0), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / max(1, len(settings))
+    for place, setting in enumerate(settings):
+        own = {row.slice: row for row in rows if row.setting == setting}
+        at = [i for i, name in enumerate(names) if name in own]
+        chosen = [own[names[i]] for i in at]
+        spread = ([r.tokens_per_s - r.tokens_per_s_min for r in chosen], [r.tokens_per_s_max - r.tokens_per_s for r in chosen])
+        axes.bar([i + (place + 0.5) * width - 0.4 for i in at], [r.tokens_per_s for r in chosen], width, yerr=spread, label=setting)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_ylabel("tokens per second")
+    axes.set_title(f"temperature {lowest:g}, {report.machine.get('cpu', '')}", fontsize=9)
+    axes.legend(fontsize=7, ncols=2)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except OSError as error:
+        raise StorageError(f"cannot write the plot to {path}: {error}") from error
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory and accelerator of this machine."""
+    found: dict[str, Any] = {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()}
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        found["memory_gib"] = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name(0)
+    found["system"] = f"{platform.system()} {platform.machine()}"
+    return found
+
+
+def _cpu() -> str:
+    try:
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or "unknown"
+    named = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
+    return named.group(1).strip() if named else platform.processor() or "unknown"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    try:
+        return {"foretoken": importlib.metadata.version("foretoken"), **found}
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return found
+
+
+def source_caveats(target: str, draft: str | None, load: float) -> list[str]:
+    """What to be careful about: enlarged checkpoints, and a machine that is busy with something else (`load`: average)."""
+    caveats = []
+    for role, name in (("target", target), ("draft", draft)):
+        if name is not None and is_widened(Path(name)):
+            caveats.append(
+                f"The {role} is a small trained checkpoint, widened: its added weights cost real time but cannot change its outputs. "
+                "Acceptance is that of the small pair."
+            )
+    cores = os.cpu_count() or 1
+    if load > 0.5 * cores:
+        caveats.append(f"The machine was busy when the run began: load average {load:.1f} on {cores} cores. Trust ratios, not absolute numbers.")
+    return caveats
+
+
+def is_widened(checkpoint: Path) -> bool:
+    """Whether `foretoken widen` made this checkpoint: its config says so."""
+    try:
+        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and any("widen" in key for key in config)

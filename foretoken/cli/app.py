@@ -1,0 +1,60 @@
+"""The `foretoken` command: verbs, settings from flags, environment and `foretoken.toml`, errors as exit codes."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import click
+import typer
+from rich.console import Console
+
+from foretoken.cli import bench, demo, generate, models, settings, train, widen
+from foretoken.errors import ForetokenError
+
+app = typer.Typer(
+    name="foretoken",
+    help="Answers of a language model, faster and unchanged: guess cheaply, check exactly.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+app.command("demo")(demo.demo)
+app.command("generate")(generate.generate)
+app.command("bench")(bench.bench)
+app.command("widen")(widen.widen)
+app.command("models")(models.models)
+app.add_typer(train.app, name="train")
+app.add_typer(settings.app, name="config")
+
+
+def main() -> None:
+    """Run a verb; a known error becomes one line on stderr and its exit code, Ctrl-C 130."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code."""
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def show_warning(message: Warning | str, *_: object, **__: object) -> None:
+        errors.print(f"warning: {message}", style="yellow", markup=False)
+
+    warnings.showwarning = show_warning  # type: ignore[assignment]
+    command = typer.main.get_command(app)
+    try:
+        settings.check_environment(command)
+        code = command.main(args=arguments, prog_name="foretoken", standalone_mode=False, default_map=settings.default_map(command))
+        return int(code or 0)
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.UsageError as error:
+        error.show()
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        errors.print("interrupted; nothing that was finished is lost", markup=False)
+        return 130
+    except ForetokenError as error:
+        errors.print(f"error: {error}", style="red", markup=False)
+        return error.exit_code

@@ -1,0 +1,58 @@
+"""Options and helpers that several verbs share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.status import Status
+
+from foretoken.config import SpecConfig
+from foretoken.errors import ConfigError
+
+TargetOption = Annotated[str, typer.Option("--target", "-t", help="The model whose answers you want: a folder, a hub id, or reference:target.")]
+DrafterOption = Annotated[str | None, typer.Option(help="Who guesses ahead: draft_model, ngram. Without it, plain decoding.")]
+DraftOption = Annotated[str | None, typer.Option(help="The draft model for --drafter draft_model: a folder, a hub id, or reference:draft.")]
+NumDraftOption = Annotated[str, typer.Option(help="How many tokens to guess per step: a number, or auto.")]
+RuleOption = Annotated[str, typer.Option(help="Which exact rule decides what stands: auto, greedy, rejection.")]
+DtypeOption = Annotated[str, typer.Option(help="Number format of the weights: auto (as stored), bfloat16, float16, float32, float64.")]
+DeviceOption = Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:N.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")]
+
+
+def spec_config(drafter: str | None, draft: str | None, num_draft: str, rule: str) -> SpecConfig:
+    """`SpecConfig` from flags; a draft without a drafter means `draft_model`.
+
+    Raises:
+        ConfigError: a value that no drafter or rule takes.
+    """
+    if draft is not None and drafter is None:
+        drafter = "draft_model"
+    number: Any = num_draft
+    if num_draft != "auto":
+        try:
+            number = int(num_draft)
+        except ValueError:
+            raise ConfigError("num_draft", num_draft, "must be a whole number or auto") from None
+    return SpecConfig(drafter=drafter, draft=draft, num_draft=number, rule=rule)
+
+
+@contextmanager
+def progress(message: str, console: Console | None = None) -> Iterator[Status | None]:
+    """A spinner on stderr while something takes long; on a file or pipe one plain line."""
+    console = console or Console(stderr=True)
+    if console.is_terminal:
+        with console.status(message) as status:
+            yield status
+    else:
+        console.print(message, markup=False, highlight=False)
+        yield None
+
+
+def print_json(value: object) -> None:
+    """One compact JSON object on its own line."""
+    typer.echo(json.dumps(value, default=str))

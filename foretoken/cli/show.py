@@ -1,0 +1,52 @@
+"""Text in which each token shows where it came from: by colour and, for those who cannot see colours, by mark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from foretoken.core import TokenOrigin
+
+# kind -> (style, what it means). The styles differ in weight and underline too, so colour is never alone.
+_STYLES = {
+    "accepted": ("underline green", "guessed by the drafter, kept by the target"),
+    "residual": ("bold red", "the target's own, in place of a rejected guess"),
+    "bonus": ("italic cyan", "the target's own, after every guess was kept"),
+    "plain": ("dim", "the target's own, nothing was guessed"),
+}
+_MARKS = {"accepted": "+", "residual": "!", "bonus": "*", "plain": "."}
+
+
+def coloured(pieces: Sequence[str], origins: Sequence[TokenOrigin]) -> Text:
+    """The pieces of an answer in the style of their origin; the characters themselves are untouched."""
+    text = Text()
+    for piece, origin in zip(pieces, origins, strict=True):
+        text.append(piece, style=_STYLES[origin.kind][0])
+    return text
+
+
+def marks(origins: Sequence[TokenOrigin]) -> str:
+    """One character per token: + accepted, ! residual, * bonus, . plain; a space ends each step."""
+    line = ""
+    for origin, following in zip(origins, [*origins[1:], None], strict=True):
+        line += _MARKS[origin.kind] + (" " if following is None or following.step != origin.step else "")
+    return line.rstrip()
+
+
+def legend(origins: Sequence[TokenOrigin]) -> Text:
+    """What the styles and marks mean, with how often each occurs."""
+    text = Text()
+    for kind, (style, meaning) in _STYLES.items():
+        count = sum(origin.kind == kind for origin in origins)
+        text.append(f"{_MARKS[kind]} {kind:<9}", style=style)
+        text.append(f"{count:5d} tokens  {meaning}\n")
+    return text
+
+
+def print_shown(console: Console, pieces: Sequence[str], origins: Sequence[TokenOrigin]) -> None:
+    """The coloured answer, the same as marks, and the legend."""
+    console.print(coloured(pieces, origins), soft_wrap=True)
+    console.print("\nby token, a group per step:", marks(origins), style="dim", markup=False, highlight=False, soft_wrap=True)
+    console.print(legend(origins), end="")

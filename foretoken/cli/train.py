@@ -1,0 +1,57 @@
+"""`foretoken train`: make a model, or a draft for one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foretoken.cli.common import JsonOption, print_json
+from foretoken.errors import ConfigError
+from foretoken.model.open import model_folder
+from foretoken.train.recipes import DRAFT_SHAPE, TARGET_SHAPE, Shape, train_lm
+from foretoken.train.trainer import TrainConfig
+
+app = typer.Typer(help="Train a language model from scratch, or distil a draft from one. Interrupted runs resume.", no_args_is_help=True)
+_DEFAULT = TrainConfig()
+
+
+@app.callback()
+def _verbs() -> None:
+    """Keep `lm` a verb of its own: more recipes follow."""
+
+
+@app.command("lm")
+def lm(
+    out: Annotated[Path, typer.Option(help="Folder of the run: state, corpus, and at the end the finished model in OUT/model.")],
+    tokens: Annotated[int, typer.Option(help="Tokens to see in the whole run.")] = _DEFAULT.tokens,
+    shape: Annotated[str, typer.Option(help="target or draft (the reference sizes), or hidden,intermediate,layers,heads,kv_heads.")] = "target",
+    teacher: Annotated[str | None, typer.Option(help="Distil from this model instead of learning from the text alone.")] = None,
+    corpus: Annotated[Path | None, typer.Option(help="Folder of another run whose tokenizer and tokens to use.")] = None,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens per optimiser step.")] = _DEFAULT.batch_tokens,
+    length: Annotated[int, typer.Option(help="Tokens per training window; the last part of the run uses longer ones.")] = _DEFAULT.length,
+    seed: Annotated[int, typer.Option(help="Random seed of weights and data order.")] = 0,
+    compile_model: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step (needs a C compiler).")] = True,
+    device: Annotated[str, typer.Option(help="Where to train: cpu or cuda.")] = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Train a small Llama-style model on the Python standard library that is on this machine."""
+    config = dataclasses.replace(_DEFAULT, tokens=tokens, batch_tokens=batch_tokens, length=length, seed=seed, compile=compile_model)
+    result, folder = train_lm(out, _shape(shape), config, model_folder(teacher) if teacher else None, corpus, device)
+    if as_json:
+        print_json(dataclasses.asdict(result) | {"model": str(folder)})
+    else:
+        typer.echo(f"{folder}: {result.bits_per_byte:.4f} bits per byte on held-out modules after {result.tokens:,} tokens")
+
+
+def _shape(text: str) -> Shape:
+    named = {"target": TARGET_SHAPE, "draft": DRAFT_SHAPE}
+    if text in named:
+        return named[text]
+    try:
+        hidden, intermediate, layers, heads, kv_heads = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError("shape", text, "use target, draft, or five numbers: hidden,intermediate,layers,heads,kv_heads") from None
+    return Shape(hidden, intermediate, layers, heads, kv_heads)

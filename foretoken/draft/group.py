@@ -1,0 +1,74 @@
+"""Many drafters in one batch: each request goes to its own, and the drafts are merged into one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from foretoken.config import SpecConfig
+from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
+from foretoken.draft.base import Drafter
+
+DrafterKey = tuple[str, str | None]
+
+
+def drafter_key(spec: SpecConfig) -> DrafterKey | None:
+    """Which drafter serves `spec`: its name and, for a draft model, which one; None for plain decoding."""
+    return None if spec.drafter is None else (spec.drafter, spec.draft)
+
+
+class DrafterGroup:
+    """Routes requests to drafters by `drafter_key`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.drafters: dict[DrafterKey, Drafter] = {}
+        self.device = device
+
+    def start(self, request: Request) -> None:
+        """Hand a new request to its drafter, if it has one."""
+        drafter = self._of(request)
+        if drafter is not None:
+            drafter.start(request)
+
+    def propose(self, batch: Batch) -> Draft:
+        """Every drafter guesses for its own requests."""
+        entries = batch.decoding
+        parts = [
+            (indices, drafter.propose(Batch(tuple(entries[b] for b in indices))))
+            for drafter, indices in self._routes(entries)
+            if any(entries[b].num_draft for b in indices)
+        ]
+        return merge_drafts(len(entries), parts, self.device) if parts else empty_draft(len(entries), self.device)
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+        """Tell every drafter what its requests emitted."""
+        entries = batch.decoding
+        for drafter, indices in self._routes(entries):
+            part = Verdict(
+                paths=tuple(verdict.paths[b] for b in indices),
+                accepted=tuple(verdict.accepted[b] for b in indices),
+                next_tokens=tuple(verdict.next_tokens[b] for b in indices),
+                next_kinds=tuple(verdict.next_kinds[b] for b in indices),
+            )
+            rows = torch.tensor(draft.rows_of(indices), device=self.device) if taps else None
+            drafter.commit(Batch(tuple(entries[b] for b in indices)), draft.select(indices), part, {k: tap[rows] for k, tap in taps.items()})
+
+    def finish(self, request: Request) -> None:
+        """Let the request's drafter forget it."""
+        drafter = self._of(request)
+        if drafter is not None:
+            drafter.finish(request.request_id)
+
+    def _of(self, request: Request) -> Drafter | None:
+        key = drafter_key(request.spec)
+        return None if key is None else self.drafters[key]
+
+    def _routes(self, entries: tuple[BatchEntry, ...]) -> list[tuple[Drafter, list[int]]]:
+        routes: dict[DrafterKey, list[int]] = {}
+        for index, entry in enumerate(entries):
+            key = drafter_key(entry.request.spec)
+            if key is not None:
+                routes.setdefault(key, []).append(index)
+        return [(self.drafters[key], indices) for key, indices in routes.items()]

@@ -1,0 +1,210 @@
+"""The public front: load a target, generate, stream."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from foretoken.config import SamplingParams, SpecConfig
+from foretoken.core import FinishReason, StepOutput, TokenOrigin
+from foretoken.draft.base import Drafter
+from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.group import DrafterGroup, drafter_key
+from foretoken.draft.ngram import NgramDrafter
+from foretoken.engine.engine import Engine
+from foretoken.engine.request import RequestState
+from foretoken.engine.scheduler import SchedulerConfig
+from foretoken.engine.stats import RequestStats
+from foretoken.errors import ConfigError, InputError, MismatchError
+from foretoken.model.interface import LanguageModel
+from foretoken.model.open import model_folder, open_model
+from foretoken.model.tokenizer import Tokenizer, load_tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class GenerateOutput:
+    """One answer: text (None-free: empty without a tokenizer), tokens, why it ended, what it cost, where each token came from."""
+
+    prompt_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stats: RequestStats
+    provenance: tuple[TokenOrigin, ...]
+    logprobs: None = None
+    error: Exception | None = None
+
+
+class LLM:
+    """A target with its drafters.
+
+    `model` is a folder, a hub id, or `reference:target`. `spec` is the default for every request; `generate` and
+    `stream` take another one per call or per prompt. A draft model is loaded when it is first named.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        spec: SpecConfig | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        cache_tokens: int | None = None,
+        max_batch_size: int = 16,
+        max_prompt_tokens: int = 512,
+    ) -> None:
+        for name, value in (("max_batch_size", max_batch_size), ("max_prompt_tokens", max_prompt_tokens)):
+            if value < 1:
+                raise ConfigError(name, value, "must be at least 1")
+        self.spec = spec or SpecConfig()
+        self._options = (dtype, device, cache_tokens)
+        self.folder = model_folder(str(model))
+        self.tokenizer = load_tokenizer(self.folder)
+        self.target: LanguageModel = open_model(self.folder, *self._options)
+        self._drafters = DrafterGroup(self.target.device)
+        limits = SchedulerConfig(max_batch_size, max_prompt_tokens)
+        self.engine = Engine(self.target, self._drafters, self.tokenizer, limits, self._eos_token_ids())
+        self._prepare(self.spec)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        spec: SpecConfig | Sequence[SpecConfig] | None = None,
+        on_step: Callable[[list[StepOutput]], None] | None = None,
+    ) -> list[GenerateOutput]:
+        """Answer every prompt; prompts are texts or lists of token ids, `params` and `spec` one for all or one each.
+
+        `on_step` is called with what each engine step emitted. An answer that failed alone carries its `error`.
+
+        Raises:
+            InputError: a prompt or parameter that cannot be honoured; nothing was run.
+        """
+        batch: list[Prompt] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type, list-item]
+        each_params = _per_prompt("params", params or SamplingParams(), len(batch))
+        each_spec = _per_prompt("spec", spec or self.spec, len(batch))
+        states: list[RequestState] = []
+        errors: dict[int, Exception] = {}
+        try:
+            for prompt, one_params, one_spec in zip(batch, each_params, each_spec, strict=True):
+                states.append(self._submit(prompt, one_params, one_spec))
+            while any(state.finish_reason is None for state in states):
+                outputs = self.engine.step()
+                errors |= {output.request_id: output.error for output in outputs if output.error is not None}
+                if on_step is not None:
+                    on_step(outputs)
+        finally:
+            for state in states:
+                self.engine.abort(state.request_id)
+        return [_output(state, errors.get(state.request_id)) for state in states]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None) -> Iterator[StepOutput]:
+        """Yield what each step adds to one answer; `str(piece)` is its text. Closing the iterator frees the request."""
+        state = self._submit(prompt, params or SamplingParams(), spec or self.spec)
+        try:
+            while state.finish_reason is None:
+                for output in self.engine.step():
+                    if output.request_id == state.request_id:
+                        if output.error is not None:
+                            raise output.error
+                        yield output
+        finally:
+            self.engine.abort(state.request_id)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` under the target's tokenizer."""
+        return self._text_tokenizer("prompt", text).encode(text)
+
+    def close(self) -> None:
+        """Drop every request and the models. The object cannot be used afterwards."""
+        for request_id in list(self.engine.states):
+            self.engine.abort(request_id)
+        self._drafters.drafters.clear()
+        del self.engine, self.target
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _submit(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> RequestState:
+        self._prepare(spec)
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self.engine.submit(ids, params, spec)
+
+    def _prepare(self, spec: SpecConfig) -> None:
+        """Load the drafter that `spec` names, once."""
+        key = drafter_key(spec)
+        if key is not None and key not in self._drafters.drafters:
+            self._drafters.drafters[key] = self._make_drafter(spec)
+
+    def _make_drafter(self, spec: SpecConfig) -> Drafter:
+        if spec.drafter == "ngram":
+            return NgramDrafter()
+        assert spec.drafter == "draft_model"
+        if spec.draft is None:
+            raise ConfigError("draft", None, "drafter='draft_model' needs the folder or hub id of a draft model")
+        folder = model_folder(spec.draft)
+        draft = open_model(folder, *self._options)
+        check_pair(self.target, self.tokenizer, draft, load_tokenizer(folder), spec.draft)
+        return DraftModelDrafter(draft)
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        """The model's own end tokens, or the tokenizer's when config.json names none."""
+        if self.target.eos_token_ids or self.tokenizer is None or self.tokenizer.eos_token_id is None:
+            return self.target.eos_token_ids
+        return (self.tokenizer.eos_token_id,)
+
+    def _text_tokenizer(self, field: str, value: object) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InputError(field, value, f"{self.folder} has no tokenizer; give token ids instead of text")
+        return self.tokenizer
+
+
+def check_pair(target: LanguageModel, target_text: Tokenizer | None, draft: LanguageModel, draft_text: Tokenizer | None, name: str) -> None:
+    """Refuse a draft whose tokens mean something else than the target's; warn about one that cannot pay.
+
+    Raises:
+        MismatchError: vocabulary size or a token differs; the first difference is named.
+    """
+    if target.vocab_size != draft.vocab_size:
+        raise MismatchError(f"draft {name!r} has a vocabulary of {draft.vocab_size} tokens, the target one of {target.vocab_size}")
+    if target_text is not None and draft_text is not None:
+        difference = target_text.same_vocabulary(draft_text)
+        if difference is not None:
+            raise MismatchError(f"draft {name!r} has another tokenizer than the target: {difference}")
+    if draft.num_parameters >= target.num_parameters:
+        warnings.warn(
+            f"the draft has {draft.num_parameters:,} parameters, the target {target.num_parameters:,}: drafting costs as much as decoding",
+            stacklevel=3,
+        )
+
+
+def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _per_prompt(name: str, value: object, count: int) -> list:  # type: ignore[type-arg]
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise InputError(name, f"{len(value)} values", f"give one value, or one for each of the {count} prompts")
+    return list(value)
+
+
+def _output(state: RequestState, error: Exception | None) -> GenerateOutput:
+    assert state.finish_reason is not None
+    return GenerateOutput(
+        prompt_ids=state.request.prompt_ids,
+        text=state.text.text,
+        token_ids=tuple(state.output_ids),
+        finish_reason=state.finish_reason,
+        stats=state.stats,
+        provenance=tuple(state.origins),
+        error=error,
+    )

@@ -1,0 +1,84 @@
+"""Which requests take part in the next step, and with how many rows.
+
+A request is admitted when its longest possible course fits beside those already running, so a running request never
+meets a full cache. Long prompts are taken in chunks, so that running requests keep emitting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from foretoken.core import Batch, BatchEntry
+from foretoken.engine.request import RequestState
+from foretoken.model.interface import LanguageModel
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of a step: requests, and prompt tokens taken per step over all requests."""
+
+    max_batch_size: int = 16
+    max_prompt_tokens: int = 512
+
+
+class Scheduler:
+    """First come, first served, under the limits of `SchedulerConfig` and the target's cache."""
+
+    def __init__(self, target: LanguageModel, config: SchedulerConfig, choose_num_draft: Callable[[RequestState], int]) -> None:
+        self.target, self.config, self._choose_num_draft = target, config, choose_num_draft
+        self.waiting: deque[RequestState] = deque()
+        self.running: dict[int, RequestState] = {}
+        self._promised_tokens: dict[int, int] = {}  # worst-case cache use of each running request
+
+    def add(self, state: RequestState) -> None:
+        """Queue a request."""
+        self.waiting.append(state)
+
+    def worst_case_tokens(self, state: RequestState) -> int:
+        """Most cache a request can ever hold: guesses are clamped to what may still be emitted, so its whole course bounds it."""
+        return self.target.footprint_tokens(state.max_total_tokens)
+
+    def schedule(self) -> Batch:
+        """The next batch: every running request that decodes, then prompt chunks, in order of arrival."""
+        self._admit()
+        decoding: list[BatchEntry] = []
+        prompts: list[BatchEntry] = []
+        budget = self.config.max_prompt_tokens
+        for state in self.running.values():
+            start = self.target.length(state.request_id)
+            missing = len(state.tokens) - start
+            if missing == 1:
+                decoding.append(BatchEntry(state.request, start, (state.tokens[-1],), True, self._num_draft(state)))
+            elif budget > 0:
+                chunk = tuple(state.tokens[start : start + min(missing, budget)])
+                budget -= len(chunk)
+                whole = len(chunk) == missing
+                # The step that ends the prompt drafts nothing: the first token is not delayed by a drafter's own prefill.
+                (decoding if whole else prompts).append(BatchEntry(state.request, start, chunk, whole, 0))
+        return Batch((*decoding, *prompts))
+
+    def remove(self, request_id: int) -> RequestState | None:
+        """Take a request out, running or waiting; None if it is unknown."""
+        self._promised_tokens.pop(request_id, None)
+        state = self.running.pop(request_id, None)
+        if state is None:
+            state = next((s for s in self.waiting if s.request_id == request_id), None)
+            if state is not None:
+                self.waiting.remove(state)
+        return state
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.config.max_batch_size:
+            needed = self.worst_case_tokens(self.waiting[0])
+            if self.running and sum(self._promised_tokens.values()) + needed > self.target.capacity_tokens:
+                return
+            state = self.waiting.popleft()
+            self.target.open(state.request_id)
+            self.running[state.request_id] = state
+            self._promised_tokens[state.request_id] = needed
+
+    def _num_draft(self, state: RequestState) -> int:
+        """No more guesses than can still be used: the round itself emits one token of the target's own."""
+        return max(0, min(self._choose_num_draft(state), state.num_remaining - 1))

@@ -1,0 +1,93 @@
+"""Counters of what happened: one source, read by outputs, bench and server alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RequestStats:
+    """What one request cost and gained; times in seconds.
+
+    A step's draft time is shared among the requests that drafted in it by their drafted tokens, its verify time (the
+    target's forward and the rule) among all by their rows. `drafted_at` and `accepted_at` count by draft position.
+    """
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_emitted: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of drafted tokens that were accepted; 0 if nothing was drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    @property
+    def emitted_per_step(self) -> float:
+        """Tokens per pass of the target, the first one (prompt) included."""
+        return self.num_emitted / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decode speed: tokens after the first one, by the time after the first one. One token alone: 1 / total time."""
+        decode_s = self.total_s - self.ttft_s
+        if self.num_emitted > 1 and decode_s > 0:
+            return (self.num_emitted - 1) / decode_s
+        return self.num_emitted / self.total_s if self.total_s > 0 else 0.0
+
+    @property
+    def accepted_per_position(self) -> tuple[tuple[int, int], ...]:
+        """(drafted, accepted) counts at each place of the draft, first place first."""
+        return tuple(zip(self.drafted_at, self.accepted_at, strict=True))
+
+    def count_draft(self, depths: list[int], num_accepted: int) -> None:
+        """Add one round: the depth of every drafted node (1 = first place) and how many were accepted."""
+        for depth in depths:
+            while len(self.drafted_at) < depth:
+                self.drafted_at.append(0)
+                self.accepted_at.append(0)
+            self.drafted_at[depth - 1] += 1
+        for place in range(num_accepted):
+            self.accepted_at[place] += 1
+        self.num_drafted += len(depths)
+        self.num_accepted += num_accepted
+
+    def as_dict(self) -> dict[str, float | int | list[list[int]]]:
+        """Plain values under the public names, for JSON."""
+        return {
+            "num_steps": self.num_steps,
+            "num_drafted": self.num_drafted,
+            "num_accepted": self.num_accepted,
+            "num_emitted": self.num_emitted,
+            "acceptance_rate": self.acceptance_rate,
+            "draft_s": self.draft_s,
+            "verify_s": self.verify_s,
+            "ttft_s": self.ttft_s,
+            "total_s": self.total_s,
+            "tokens_per_s": self.tokens_per_s,
+            "accepted_per_position": [list(pair) for pair in self.accepted_per_position],
+        }
+
+
+@dataclass
+class EngineStats:
+    """Totals since the engine started."""
+
+    num_steps: int = 0
+    num_finished: int = 0
+    num_failed: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_emitted: int = 0
+    schedule_s: float = 0.0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    rule_s: float = 0.0
+    rest_s: float = 0.0

@@ -1,0 +1,130 @@
+"""Block tables: which slots of the pool belong to which sequence.
+
+A slot holds one token's keys and values; a block is `block_size` neighbouring slots. Blocks are reference-counted so
+that a fork shares its past; a shared block is copied before anyone writes into it. Blocks of one sequence are kept
+adjacent where that is free of charge: an unbroken run can be read without a gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class BlockTable:
+    """The blocks of one sequence, and how many committed tokens they hold."""
+
+    blocks: list[int] = field(default_factory=list)
+    length: int = 0
+
+
+class BlockAllocator:
+    """Hands out blocks of a fixed pool; free + used = total at all times."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        assert num_blocks > 0 and block_size > 0
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._references = [0] * num_blocks
+        self._num_free = num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks nobody holds."""
+        return self._num_free
+
+    @property
+    def num_used(self) -> int:
+        """Blocks somebody holds, shared ones counted once."""
+        return sum(count > 0 for count in self._references)
+
+    def reserve(self, table: BlockTable, num_rows: int) -> list[tuple[int, int]] | None:
+        """Make `table` able to take `num_rows` more tokens.
+
+        Returns the block copies (source, destination) the caller must carry out first, or None, with nothing changed,
+        when there are not enough free blocks.
+        """
+        size = self.block_size
+        needed = -(-(table.length + num_rows) // size) - len(table.blocks)
+        first_written = table.length // size
+        shared = [i for i in range(first_written, len(table.blocks)) if self._references[table.blocks[i]] > 1]
+        if max(needed, 0) + len(shared) > self._num_free:
+            return None
+        copies = []
+        for index in shared:
+            copy = self._take(after=table.blocks[index - 1] if index else None)
+            copies.append((table.blocks[index], copy))
+            self._drop(table.blocks[index])
+            table.blocks[index] = copy
+        for _ in range(needed):
+            table.blocks.append(self._take(after=table.blocks[-1] if table.blocks else None))
+        return copies
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """A second sequence with the same past, sharing its blocks."""
+        keep = -(-table.length // self.block_size)
+        child = BlockTable(table.blocks[:keep], table.length)
+        for block in child.blocks:
+            self._references[block] += 1
+        return child
+
+    def rollback(self, table: BlockTable, length: int) -> None:
+        """Forget everything after `length` tokens and give back the blocks that are empty now."""
+        assert 0 <= length <= table.length
+        table.length = length
+        keep = -(-length // self.block_size)
+        for block in table.blocks[keep:]:
+            self._drop(block)
+        del table.blocks[keep:]
+
+    def free(self, table: BlockTable) -> None:
+        """Give back every block."""
+        self.rollback(table, 0)
+
+    def check(self, tables: Sequence[BlockTable]) -> None:
+        """Assert that blocks are conserved: each is free, or held exactly as often as `tables` list it."""
+        held = [0] * self.num_blocks
+        for table in tables:
+            assert len(table.blocks) * self.block_size >= table.length
+            for block in table.blocks:
+                held[block] += 1
+        assert held == self._references, "a block is leaked or freed twice"
+        assert self.num_used + self.num_free == self.num_blocks
+
+    def _take(self, after: int | None) -> int:
+        """A free block: the next neighbour of `after` if possible, else the middle of the longest free run."""
+        if after is not None and after + 1 < self.num_blocks and not self._references[after + 1]:
+            block = after + 1
+        else:
+            block = self._roomiest()
+        self._references[block] = 1
+        self._num_free -= 1
+        return block
+
+    def _roomiest(self) -> int:
+        """Start of the pool if it is all free, else the middle of the longest free run, so that neighbours can grow."""
+        assert self._num_free
+        best_start, best_length, start = 0, 0, 0
+        for block in range(self.num_blocks + 1):
+            if block == self.num_blocks or self._references[block]:
+                if block - start > best_length:
+                    best_start, best_length = start, block - start
+                start = block + 1
+        return best_start if best_start == 0 else best_start + best_length // 2
+
+    def _drop(self, block: int) -> None:
+        assert self._references[block] > 0, "freeing a free block"
+        self._references[block] -= 1
+        self._num_free += self._references[block] == 0
+
+
+def slots_of(table: BlockTable, start: int, stop: int, block_size: int) -> range | list[int]:
+    """Slots of the tokens `start` .. `stop` of a sequence: a range when they are neighbours, else a list."""
+    if start >= stop:
+        return range(0)
+    first, last = start // block_size, (stop - 1) // block_size
+    blocks = table.blocks[first : last + 1]
+    if all(b - a == 1 for a, b in zip(blocks, blocks[1:], strict=False)):
+        base = blocks[0] * block_size - first * block_size
+        return range(base + start, base + stop)
+    return [table.blocks[i // block_size] * block_size + i % block_size for i in range(start, stop)]

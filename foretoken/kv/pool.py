@@ -1,0 +1,42 @@
+"""The tensors behind the block tables: keys and values of every layer, one slot per token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class KVPool:
+    """`keys` and `values`: one `[G, S, K]` tensor per layer (G key/value heads, S slots, K head_dim)."""
+
+    def __init__(self, num_layers: int, num_kv_heads: int, num_slots: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (num_kv_heads, num_slots, head_dim)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]  # each [G, S, K]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store `key` and `value` [T, G, K] in `slots` [T]."""
+        self.keys[layer].index_copy_(1, slots, key.transpose(0, 1))
+        self.values[layer].index_copy_(1, slots, value.transpose(0, 1))
+
+    def read(self, layer: int, slots: range | Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[G, C, K]` of `slots`: a view of an unbroken run, otherwise a gathered copy."""
+        if isinstance(slots, range):
+            return self.keys[layer][:, slots.start : slots.stop], self.values[layer][:, slots.start : slots.stop]
+        return self.keys[layer].index_select(1, slots), self.values[layer].index_select(1, slots)
+
+    def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy slots within every layer; all sources are read before any destination is written."""
+        if not sources:
+            return
+        device = self.keys[0].device
+        source, destination = torch.tensor(sources, device=device), torch.tensor(destinations, device=device)
+        for tensor in (*self.keys, *self.values):
+            tensor.index_copy_(1, destination, tensor.index_select(1, source))
+
+
+def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Memory of one slot over all layers."""
+    return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize

@@ -1,0 +1,101 @@
+"""Attention of a ragged batch over a block-table cache.
+
+Every sequence reads its own past and its own new rows, through one call per sequence and layer: no padding, so the
+cost follows the real tokens. Guesses may form a tree; a row sees the past, the pending rows before it, and its
+ancestors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.kv.pool import KVPool
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.interface import Segment
+
+
+@dataclass
+class Reader:
+    """What one segment's rows read: `slots` of past and new rows, and which of them each row may see."""
+
+    rows: slice
+    slots: range | Tensor
+    past: int  # committed tokens before this forward
+    segment: Segment
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)  # by window
+
+
+class PagedAttention:
+    """Writes this forward's keys and values into the pool, then reads per segment."""
+
+    def __init__(self, config: ModelConfig, pool: KVPool, write_slots: Tensor, readers: Sequence[Reader]) -> None:
+        self.config, self.pool, self.write_slots, self.readers = config, pool, write_slots, readers
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `decoder.Attention`."""
+        self.pool.write(layer, self.write_slots, key, value)
+        window = self.config.window(layer)
+        if len(self.readers) == 1:
+            return self._read(layer, window, self.readers[0], query)
+        return torch.cat([self._read(layer, window, reader, query[reader.rows]) for reader in self.readers])
+
+    def _read(self, layer: int, window: int | None, reader: Reader, query: Tensor) -> Tensor:
+        """`query` [n, H, K] over the segment's slots. Query heads of one group become rows: no key is copied."""
+        num_rows, heads, head_dim = query.shape
+        groups = self.config.num_kv_heads
+        keys, values = self.pool.read(layer, reader.slots)  # [G, C, K]
+        rows = query.view(num_rows, groups, heads // groups, head_dim).permute(1, 2, 0, 3).reshape(1, groups, -1, head_dim)
+        mask = self._mask(reader, window, query)
+        read = F.scaled_dot_product_attention(rows, keys[None], values[None], attn_mask=mask)  # [1, G, H/G * n, K]
+        return read.view(groups, heads // groups, num_rows, head_dim).permute(2, 0, 1, 3).reshape(num_rows, heads, head_dim)
+
+    def _mask(self, reader: Reader, window: int | None, query: Tensor) -> Tensor | None:
+        """Additive mask `[1, 1, H/G * n, C]`, made once per window and forward; None when every row sees everything."""
+        if window is not None and window >= len(reader.slots):
+            window = None
+        if window not in reader.masks:
+            visible = visible_slots(reader.segment, reader.past, window)
+            if bool(visible.all()):
+                reader.masks[window] = None
+            else:
+                additive = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
+                per_group = self.config.num_heads // self.config.num_kv_heads
+                reader.masks[window] = additive.to(query.device).repeat(per_group, 1)[None, None]
+        return reader.masks[window]
+
+
+def visible_slots(segment: Segment, past: int, window: int | None) -> Tensor:
+    """Which of `past + num_rows` tokens each new row may see, `[num_rows, past + num_rows]` bool on the CPU."""
+    num_rows, pending = segment.num_rows, segment.num_pending
+    new = torch.ones(num_rows, num_rows, dtype=torch.bool).tril_()
+    depth = list(range(pending))
+    if segment.is_chain:
+        depth.extend(range(pending, num_rows))
+    else:
+        for node, parent in enumerate(segment.parents):
+            row = pending + node
+            above = pending - 1 if parent < 0 else pending + parent
+            new[row, pending:] = False
+            if parent >= 0:
+                new[row] |= new[above]
+            new[row, row] = True
+            depth.append(depth[above] + 1)
+    visible = torch.cat((torch.ones(num_rows, past, dtype=torch.bool), new), dim=1)
+    if window is not None:
+        at = torch.tensor([*range(past), *(past + d for d in depth)])  # position of each slot
+        visible &= at[past:, None] - at[None, :] < window
+    return visible
+
+
+def row_positions(segment: Segment, past: int) -> list[int]:
+    """Position of each new row: prefix length, and for a tree node prefix plus depth."""
+    positions = list(range(past, past + segment.num_pending))
+    for parent in segment.parents:
+        above = segment.num_pending - 1 if parent < 0 else segment.num_pending + parent
+        positions.append(positions[above] + 1)
+    return positions

@@ -1,0 +1,294 @@
+"""Any other causal language model, run by transformers behind our interface: exact, though slower.
+
+A sequence is a list of token ids. Its cache is only a shortcut: before a forward it is cut back to the longest prefix it
+shares with what is to be read, and the rest is run again. So `commit` and `rollback` merely edit the list, and a family
+whose cache cannot be cut back (recurrent, hybrid, chunked) is recomputed from the start each time.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.errors import CapacityError, CheckpointError, UnsupportedModelError
+from foretoken.model.architecture import check_causal
+from foretoken.model.interface import ForwardOutput, Segment
+from foretoken.model.loader import WEIGHTS, Weights, parse_dtype, read_raw_config
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
+# Recurrent models have no longest sequence of their own; a bound keeps the bookkeeping finite.
+_UNBOUNDED_CONTEXT_TOKENS = 131_072
+_DEFAULT_CAPACITY_TOKENS = 65_536
+
+
+@dataclass
+class _Sequence:
+    """`tokens` are committed; `cached` are the ids whose keys and values `cache` holds; `reserved` counts rows promised."""
+
+    tokens: list[int] = field(default_factory=list)
+    reserved: int = 0
+    cache: Any = None
+    cached: list[int] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)  # of the last forward
+    nodes: list[int] = field(default_factory=list)  # of the last forward
+
+
+class TransformersModel:
+    """A transformers causal language model as a `LanguageModel`.
+
+    `capacity_tokens` bounds the tokens of all open sequences together. Tap number `num_layers` comes after the model's
+    final norm, because that is what transformers reports; the others are the residual stream.
+
+    Raises:
+        UnsupportedModelError: not a causal language model, or one that needs code from its own repository.
+        CheckpointError: a file is missing or broken.
+    """
+
+    def __init__(
+        self, folder: Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu", capacity_tokens: int | None = None
+    ) -> None:
+        self.folder = folder
+        raw = read_raw_config(folder)
+        self._model = _load(folder, raw, dtype, torch.device(device))
+        self._text = self._model.config.get_text_config(decoder=True)
+        self._eos = _as_ids(raw.get("eos_token_id", getattr(self._text, "eos_token_id", None)))
+        self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        self.can_crop = _can_crop(self._model.config)
+        self._capacity = capacity_tokens or max(_DEFAULT_CAPACITY_TOKENS, self.max_context_tokens)
+        self._sequences: dict[int, _Sequence] = {}
+        self._check_causal()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of columns of the logits."""
+        return int(self._text.vocab_size)
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest sequence the model was made for; a bound of our own for models without one."""
+        known = (getattr(self._text, key, None) for key in _CONTEXT_KEYS)
+        return next((int(value) for value in known if isinstance(value, int) and value > 0), _UNBOUNDED_CONTEXT_TOKENS)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+        return self._eos
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return int(self._text.num_hidden_layers)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights, tied ones counted once."""
+        return sum(parameter.numel() for parameter in self._model.parameters())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        device: torch.device = self._model.device
+        return device
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that an empty memory can hold over all sequences."""
+        return self._capacity
+
+    def footprint_tokens(self, num_tokens: int) -> int:
+        """What a sequence of `num_tokens` takes: nothing is rounded."""
+        return num_tokens
+
+    def open(self, sequence: int) -> None:
+        """Begin an empty sequence."""
+        assert sequence not in self._sequences, f"sequence {sequence} is open already"
+        self._sequences[sequence] = _Sequence()
+
+    def close(self, sequence: int) -> None:
+        """Forget a sequence."""
+        del self._sequences[sequence]
+
+    def length(self, sequence: int) -> int:
+        """Number of committed tokens."""
+        return len(self._sequences[sequence].tokens)
+
+    def num_free_tokens(self) -> int:
+        """Tokens that can still be held over all sequences."""
+        return self._capacity - sum(state.reserved for state in self._sequences.values())
+
+    def reserve(self, sequence: int, num_rows: int) -> bool:
+        """Make room for `num_rows` more rows; False (and no change) if there is none."""
+        state = self._sequences[sequence]
+        wanted = max(state.reserved, len(state.tokens) + num_rows)
+        if wanted - state.reserved > self.num_free_tokens():
+            return False
+        state.reserved = wanted
+        return True
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
+        """Run the flat `tokens` [T], one sequence after the other; each path of a tree is a continuation of its own.
+
+        Raises:
+            CapacityError: no room for the rows.
+        """
+        for segment in segments:
+            if not self.reserve(segment.sequence, segment.num_rows):
+                raise CapacityError(f"no room for {segment.num_rows} more rows of sequence {segment.sequence}")
+        flat: list[int] = tokens.tolist()
+        logits: list[Tensor] = []
+        tapped: dict[int, list[Tensor]] = {layer: [] for layer in taps}
+        start = 0
+        for segment in segments:
+            rows, hidden = self._segment(flat[start : start + segment.num_rows], segment, taps)
+            start += segment.num_rows
+            logits.append(rows)
+            for layer in taps:
+                tapped[layer].append(hidden[layer])
+        return ForwardOutput(torch.cat(logits), {layer: torch.cat(parts) for layer, parts in tapped.items()})
+
+    def commit(self, sequence: int, num_pending: int, path: Sequence[int] = ()) -> None:
+        """Keep the pending rows and the nodes of `path`, forget the other nodes."""
+        state = self._sequences[sequence]
+        assert num_pending <= len(state.pending)
+        state.tokens += state.pending[:num_pending] + [state.nodes[node] for node in path]
+        state.pending, state.nodes, state.reserved = [], [], len(state.tokens)
+
+    def rollback(self, sequence: int, length: int) -> None:
+        """Forget everything after the first `length` tokens."""
+        state = self._sequences[sequence]
+        assert length <= len(state.tokens)
+        del state.tokens[length:]
+        state.pending, state.nodes, state.reserved = [], [], length
+
+    def _segment(self, rows: list[int], segment: Segment, taps: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        """Logits `[num_logits, V]` and taps of the last rows of one segment."""
+        state = self._sequences[segment.sequence]
+        state.pending, state.nodes = rows[: segment.num_pending], rows[segment.num_pending :]
+        wanted = segment.num_logits
+        if segment.is_chain:
+            logits, hidden = self._run(state, rows, max(wanted, 1), taps)
+            last = slice(logits.shape[0] - wanted, None)
+            return logits[last], {layer: tap[last] for layer, tap in hidden.items()}
+        assert wanted <= 1 + len(state.nodes)
+        by_node: dict[int, tuple[Tensor, dict[int, Tensor]]] = {}
+        for path in _paths(segment.parents):
+            logits, hidden = self._run(state, state.pending + [state.nodes[node] for node in path], 1 + len(path), taps)
+            for row, node in enumerate([-1, *path]):
+                by_node.setdefault(node, (logits[row], {layer: tap[row] for layer, tap in hidden.items()}))
+        chosen = [by_node[node] for node in range(-1, len(state.nodes))][1 + len(state.nodes) - wanted :]
+        return torch.stack([row for row, _ in chosen]), {layer: torch.stack([hidden[layer] for _, hidden in chosen]) for layer in taps}
+
+    def _run(self, state: _Sequence, rows: list[int], wanted: int, taps: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        """Logits and taps of the last `wanted` of `rows`, read behind the committed tokens."""
+        whole = state.tokens + rows
+        kept = self._cut_back(state, whole, len(whole) - wanted)
+        options: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
+        if taps:
+            options["output_hidden_states"] = True
+        ids = torch.tensor([whole[kept:]], device=self.device)
+        output = (
+            self._model(ids, past_key_values=state.cache, use_cache=True, **options)
+            if self.can_crop
+            else self._model(ids, use_cache=False, **options)
+        )
+        if self.can_crop:
+            state.cached = whole
+        hidden = {layer: output.hidden_states[layer][0, -wanted:] for layer in taps}
+        return output.logits[0, -wanted:], hidden
+
+    def _cut_back(self, state: _Sequence, whole: list[int], most: int) -> int:
+        """Crop the cache to the prefix it shares with `whole`, at most `most` tokens; return how many it holds."""
+        if not self.can_crop:
+            return 0
+        if state.cache is None:
+            state.cache, state.cached = _new_cache(self._model.config), []
+        shared = min(len(state.cached), most)
+        if state.cached[:shared] != whole[:shared]:
+            shared = next(i for i in range(shared) if state.cached[i] != whole[i])
+        if shared < len(state.cached):
+            state.cache.crop(shared - len(state.cached))
+        return shared
+
+    @torch.inference_mode()
+    def _check_causal(self) -> None:
+        """Change the last of four tokens: the logits before it must not move."""
+        first, second = (
+            self._model(torch.tensor([[1, 2, 3, last]], device=self.device) % self.vocab_size, use_cache=False).logits[0, :3] for last in (4, 5)
+        )
+        if not torch.allclose(first.float(), second.float(), atol=1e-2, rtol=1e-2):
+            name = self._model.config.model_type
+            raise UnsupportedModelError(f"model_type={name!r} reads later tokens too: foretoken runs causal language models")
+
+
+def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: torch.device) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_type = check_causal(raw)
+    if model_type not in CONFIG_MAPPING:
+        code = "; it needs code from its own repository (auto_map), which is never run" if raw.get("auto_map") else ""
+        raise UnsupportedModelError(f"model_type={model_type!r} is unknown to foretoken and to this version of transformers{code}")
+    Weights(folder)  # names the broken or missing file before transformers builds anything
+    wanted = "auto" if dtype == "auto" else parse_dtype(dtype)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise UnsupportedModelError(
+                f"model_type={model_type!r} has no causal language model in transformers: foretoken cannot continue text with it"
+            )
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=wanted, trust_remote_code=False, use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        if isinstance(error, UnsupportedModelError):
+            raise
+        raise CheckpointError(f"transformers cannot load the {model_type!r} model in {folder}: {error}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise CheckpointError(f"tensor {missing[0]} is missing in {folder}/{WEIGHTS}: the checkpoint is incomplete or of another architecture")
+    return model.to(device).eval()
+
+
+def _can_crop(config: Any) -> bool:
+    """Whether every layer's cache is keys and values that can be cut back."""
+    try:
+        return _new_cache(config) is not None
+    except (AttributeError, KeyError, TypeError, ValueError):  # a cache of the family's own making
+        return False
+
+
+def _new_cache(config: Any) -> Any:
+    """A cache that keeps all keys and values, also of sliding layers (the mask hides the old ones); None if impossible."""
+    from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    cache = DynamicCache(config=config)
+    kinds = {type(layer) for layer in cache.layers}
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    if not kinds or kinds - {DynamicLayer, DynamicSlidingWindowLayer, DummyLayer} or "chunked_attention" in types:
+        return None
+    cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
+    return cache
+
+
+def _paths(parents: Sequence[int]) -> list[list[int]]:
+    """Every root-to-leaf path of a tree."""
+    leaves = set(range(len(parents))) - set(parents)
+    paths = []
+    for leaf in sorted(leaves):
+        path, node = [], leaf
+        while node >= 0:
+            path.append(node)
+            node = parents[node]
+        paths.append(path[::-1])
+    return paths
+
+
+def _as_ids(eos: int | Sequence[int] | None) -> tuple[int, ...]:
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)

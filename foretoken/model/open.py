@@ -1,0 +1,85 @@
+"""From a name to a running model: our decoder where it can, transformers for every other causal family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from foretoken.errors import CheckpointError, ConfigError
+from foretoken.kv.pool import bytes_per_token
+from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, check_causal, config_from_hf
+from foretoken.model.interface import LanguageModel
+from foretoken.model.loader import load_decoder, read_raw_config, resolve_folder
+from foretoken.model.paged import DEFAULT_BLOCK_SIZE, PagedModel
+
+REFERENCE_PREFIX = "reference:"
+_REFERENCE_FOLDER = Path(__file__).resolve().parent.parent / "reference"
+# A cache of this size is taken when the user names none: room for many short requests, small beside the weights.
+_DEFAULT_CACHE_BYTES = 512 * 1024**2
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a local checkpoint, a hub id, or `reference:target` / `reference:draft` that ship with the package.
+
+    Raises:
+        CheckpointError: there is no such thing.
+    """
+    if name.startswith(REFERENCE_PREFIX):
+        folder = _REFERENCE_FOLDER / name.removeprefix(REFERENCE_PREFIX)
+        if not (folder / "config.json").exists():
+            raise CheckpointError(f"{name!r} is not part of the reference family; known: {', '.join(reference_names())}")
+        return folder
+    return resolve_folder(name)
+
+
+def reference_names() -> list[str]:
+    """Names of the checkpoints that ship with the package."""
+    return [REFERENCE_PREFIX + path.parent.name for path in sorted(_REFERENCE_FOLDER.glob("*/config.json"))]
+
+
+def open_model(folder: Path, dtype: str = "auto", device: str = "auto", cache_tokens: int | None = None) -> LanguageModel:
+    """Load the checkpoint in `folder` with a cache of `cache_tokens` tokens (None: about 512 MB).
+
+    Raises:
+        CheckpointError, UnsupportedModelError: see `loader`.
+    """
+    place = _device(device)
+    raw = read_raw_config(folder)
+    if check_causal(raw) in NATIVE_MODEL_TYPES:
+        try:
+            config = config_from_hf(raw)
+        except CheckpointError:
+            raise
+        except ValueError:  # a native family with an option the decoder lacks: transformers has it
+            return _open_in_transformers(folder, dtype, place)
+        decoder = load_decoder(folder, dtype=dtype, device=place)
+        return PagedModel(decoder, _cache_tokens(config, decoder.norm.weight.dtype, cache_tokens))
+    return _open_in_transformers(folder, dtype, place)
+
+
+def _open_in_transformers(folder: Path, dtype: str, device: torch.device) -> LanguageModel:
+    from foretoken.model.hf import TransformersModel  # imports transformers: seconds that a native model need not pay
+
+    return TransformersModel(folder, dtype, device)
+
+
+def _cache_tokens(config: ModelConfig, dtype: torch.dtype, wanted: int | None) -> int:
+    if wanted is not None:
+        if wanted < DEFAULT_BLOCK_SIZE:
+            raise ConfigError("cache_tokens", wanted, f"must be at least one block of {DEFAULT_BLOCK_SIZE} tokens")
+        return wanted
+    fits = _DEFAULT_CACHE_BYTES // bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    return max(DEFAULT_BLOCK_SIZE, min(fits, 32 * config.max_context_tokens))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError("device", name, "use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", name, "this machine has no CUDA device that torch can use; try device='cpu'")
+    return device

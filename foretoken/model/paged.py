@@ -1,0 +1,147 @@
+"""Our decoder with a block-table cache: the `LanguageModel` of the engine and of draft models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foretoken.errors import CapacityError, InputError
+from foretoken.kv.blocks import BlockAllocator, BlockTable, slots_of
+from foretoken.kv.pool import KVPool
+from foretoken.model.attention.paged import PagedAttention, Reader, row_positions
+from foretoken.model.decoder import Decoder
+from foretoken.model.interface import ForwardOutput, Segment
+
+DEFAULT_BLOCK_SIZE = 32
+
+
+class PagedModel:
+    """See `interface.LanguageModel`; `num_slots` tokens of cache are shared by all sequences."""
+
+    def __init__(self, decoder: Decoder, num_slots: int, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
+        if num_slots < block_size:
+            raise InputError("num_slots", num_slots, f"must be at least the block size, {block_size}")
+        self.decoder, self.config, self.block_size = decoder, decoder.config, block_size
+        weight = decoder.norm.weight
+        self.dtype, self._device = weight.dtype, weight.device
+        self.allocator = BlockAllocator(num_slots // block_size, block_size)
+        config = self.config
+        self.pool = KVPool(
+            config.num_layers, config.num_kv_heads, self.allocator.num_blocks * block_size, config.head_dim, self.dtype, self._device
+        )
+        self.tables: dict[int, BlockTable] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of columns of the logits."""
+        return self.config.vocab_size
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest sequence the model was made for."""
+        return self.config.max_context_tokens
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+        return self.config.eos_token_ids
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return self.config.num_layers
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights, tied ones counted once."""
+        return self.config.num_parameters
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._device
+
+    def open(self, sequence: int) -> None:
+        """Begin an empty sequence."""
+        assert sequence not in self.tables, f"sequence {sequence} is open already"
+        self.tables[sequence] = BlockTable()
+
+    def fork(self, sequence: int, child: int) -> None:
+        """Open `child` with the committed past of `sequence`, sharing its blocks until one of them is written."""
+        assert child not in self.tables, f"sequence {child} is open already"
+        self.tables[child] = self.allocator.fork(self.tables[sequence])
+
+    def close(self, sequence: int) -> None:
+        """Forget a sequence and give back its blocks."""
+        self.allocator.free(self.tables.pop(sequence))
+
+    def length(self, sequence: int) -> int:
+        """Number of committed tokens held for `sequence`."""
+        return self.tables[sequence].length
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that all blocks together hold."""
+        return self.allocator.num_blocks * self.block_size
+
+    def num_free_tokens(self) -> int:
+        """Tokens that fit into the free blocks."""
+        return self.allocator.num_free * self.block_size
+
+    def footprint_tokens(self, num_tokens: int) -> int:
+        """`num_tokens` rounded up to whole blocks."""
+        return -(-num_tokens // self.block_size) * self.block_size
+
+    def reserve(self, sequence: int, num_rows: int) -> bool:
+        """Make room for `num_rows` more rows; False, with nothing changed, if there is none."""
+        copies = self.allocator.reserve(self.tables[sequence], num_rows)
+        if copies is None:
+            return False
+        size = self.block_size
+        sources = [source * size + i for source, _ in copies for i in range(size)]
+        self.pool.move(sources, [destination * size + i for _, destination in copies for i in range(size)])
+        return True
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
+        """Run the flat `tokens` [T]; logits and taps of the rows each segment asks for."""
+        positions: list[int] = []
+        slots: list[int] = []
+        wanted: list[int] = []
+        readers: list[Reader] = []
+        for segment in segments:
+            table, first = self.tables[segment.sequence], len(positions)
+            if not self.reserve(segment.sequence, segment.num_rows):
+                raise CapacityError(f"out of KV blocks: {segment.num_rows} rows wanted, {self.num_free_tokens()} tokens free")
+            past, stop = table.length, table.length + segment.num_rows
+            positions.extend(row_positions(segment, past))
+            slots.extend(slots_of(table, past, stop, self.block_size))
+            read = slots_of(table, 0, stop, self.block_size)
+            read_slots = read if isinstance(read, range) else torch.tensor(read, device=self._device)
+            readers.append(Reader(slice(first, len(positions)), read_slots, past, segment))
+            wanted.extend(range(len(positions) - segment.num_logits, len(positions)))
+        attention = PagedAttention(self.config, self.pool, torch.tensor(slots, device=self._device), readers)
+        hidden = self.decoder(tokens, torch.tensor(positions, device=self._device), attention, taps=taps)
+        rows = slice(None) if len(wanted) == len(positions) else torch.tensor(wanted, dtype=torch.int64, device=self._device)
+        return ForwardOutput(self.decoder.logits(hidden.last[rows]), {layer: tap[rows] for layer, tap in hidden.taps.items()})
+
+    def commit(self, sequence: int, num_pending: int, path: Sequence[int] = ()) -> None:
+        """Keep the pending rows and the nodes of `path`; a scattered path is moved to consecutive slots."""
+        table = self.tables[sequence]
+        base = table.length + num_pending
+        scattered = [(node, place) for place, node in enumerate(path) if node != place]
+        if scattered:
+            slots = slots_of(table, base, base + max(path) + 1, self.block_size)
+            self.pool.move([slots[node] for node, _ in scattered], [slots[place] for _, place in scattered])
+        table.length = base + len(path)
+        assert table.length <= len(table.blocks) * self.block_size
+
+    def rollback(self, sequence: int, length: int) -> None:
+        """Forget everything after the first `length` tokens."""
+        self.allocator.rollback(self.tables[sequence], length)
+
+    def check(self) -> None:
+        """Assert that every block is free or held by an open sequence."""
+        self.allocator.check(list(self.tables.values()))

@@ -1,0 +1,330 @@
+"""Text to token ids and back: the `tokenizers` library on `tokenizer.json`, chat templates in a sandbox.
+
+A folder with another kind of tokenizer file goes through transformers once, which converts it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+
+from foretoken.errors import CheckpointError, InputError
+from foretoken.model.chat_template import render
+
+_OTHER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "tekken.json")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_REPLACEMENT = "\ufffd"
+_MAX_HELD = 32  # no character needs as many tokens; a stream of broken bytes must not grow the window for ever
+
+
+class _Backend(Protocol):
+    """What is asked of the library underneath."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+    def token(self, token_id: int) -> str | None: ...
+    def vocabulary(self) -> dict[str, int]: ...
+    def special_ids(self) -> frozenset[int]: ...
+    def decoder(self) -> dict[str, Any]: ...
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint folder."""
+
+    def __init__(self, backend: _Backend, folder: Path) -> None:
+        self._backend, self.folder = backend, folder
+        self._settings = _read_settings(folder)
+        self.special_ids = backend.special_ids()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; a BOS only if the tokenizer's own post-processor adds one and `add_special_tokens` is left on."""
+        return self._backend.encode(text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, without special tokens; ids that the tokenizer does not know give nothing."""
+        return self._backend.decode(ids)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of one id; None for an id without a token."""
+        return self._backend.token(token_id)
+
+    @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its id, added tokens included."""
+        return self._backend.vocabulary()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens; the model may have a few more columns than this."""
+        return len(self.vocabulary)
+
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text, as `tokenizer_config.json` says."""
+        return self._special("eos_token")
+
+    @cached_property
+    def bos_token_id(self) -> int | None:
+        """The token that begins a text, as `tokenizer_config.json` says."""
+        return self._special("bos_token")
+
+    def _special(self, name: str) -> int | None:
+        return self.vocabulary.get(_content(self._settings.get(name)) or "")
+
+    @cached_property
+    def decoder(self) -> Mapping[str, Any]:
+        """The tokenizer's decoder as `tokenizer.json` describes it; empty if unknown."""
+        return self._backend.decoder()
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The Jinja source that lays out a chat; None when the folder has none."""
+        file = self.folder / "chat_template.jinja"
+        if file.exists():
+            return file.read_text(encoding="utf-8")
+        template = self._settings.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
+            template = named.get("default")
+        return template if isinstance(template, str) else None
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """Lay out `messages` (role and content each) as the model was trained to read them.
+
+        Encode the result with `add_special_tokens=False`: the template writes its own BOS.
+
+        Raises:
+            InputError: the folder has no chat template, or the template refuses these messages.
+            CheckpointError: the template itself is broken, or does not come to an end.
+        """
+        if self.chat_template is None:
+            raise InputError("messages", list(messages), f"{self.folder} has no chat template; give plain text instead")
+        specials = {name: text for name, value in self._settings.items() if name.endswith("_token") and (text := _content(value)) is not None}
+        return render(self.chat_template, messages, add_generation_prompt, tools, specials, str(self.folder))
+
+    def same_vocabulary(self, other: Tokenizer) -> str | None:
+        """Say how `other` differs: the sizes, and the first id that means another token; None when they agree."""
+        if self.vocabulary == other.vocabulary:
+            return None
+        mine = {token_id: token for token, token_id in self.vocabulary.items()}
+        theirs = {token_id: token for token, token_id in other.vocabulary.items()}
+        first = min(token_id for token_id in mine.keys() | theirs.keys() if mine.get(token_id) != theirs.get(token_id))
+        left, right = (repr(side[first]) if first in side else "nothing" for side in (mine, theirs))
+        sizes = f"{len(mine)} against {len(theirs)} tokens; " if len(mine) != len(theirs) else ""
+        return f"{sizes}token {first} is {left} here and {right} there"
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer of a checkpoint folder; None when it has none, and token ids go in and out.
+
+    Raises:
+        CheckpointError: a tokenizer file that cannot be read.
+    """
+    file = folder / "tokenizer.json"
+    if file.exists():
+        try:
+            return Tokenizer(_Fast(tokenizers.Tokenizer.from_file(str(file))), folder)
+        except Exception as error:  # noqa: BLE001 - the library raises plain Exception
+            raise CheckpointError(f"{file} cannot be read ({error}); download it again") from error
+    found = [name for name in _OTHER_FILES if (folder / name).exists()]
+    return Tokenizer(_from_transformers(folder, found[0]), folder) if found else None
+
+
+class _Fast:
+    """The Rust library."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self._inner = inner
+        inner.no_truncation()  # some files ask for it; a prompt must never be shortened in silence
+        inner.no_padding()
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._inner.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def token(self, token_id: int) -> str | None:
+        token: str | None = self._inner.id_to_token(token_id)
+        return token
+
+    def vocabulary(self) -> dict[str, int]:
+        return dict(self._inner.get_vocab(with_added_tokens=True))
+
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(token_id for token_id, token in self._inner.get_added_tokens_decoder().items() if token.special)
+
+    def decoder(self) -> dict[str, Any]:
+        described: dict[str, Any] | None = json.loads(self._inner.to_str()).get("decoder") if self._inner.decoder is not None else None
+        return described or {}
+
+
+class _Slow:
+    """A tokenizer that transformers implements in Python."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self._inner.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        known = [token_id for token_id in ids if self.token(token_id) is not None]
+        return str(self._inner.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def token(self, token_id: int) -> str | None:
+        if not 0 <= token_id < len(self._inner):
+            return None
+        token: str | None = self._inner.convert_ids_to_tokens(token_id)
+        return token
+
+    def vocabulary(self) -> dict[str, int]:
+        return dict(self._inner.get_vocab())
+
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self._inner.all_special_ids)
+
+    def decoder(self) -> dict[str, Any]:
+        return {}
+
+
+def _from_transformers(folder: Path, file: str) -> _Backend:
+    from transformers import AutoTokenizer
+
+    try:
+        inner = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # noqa: BLE001 - whatever a foreign file makes a foreign library raise
+        remedy = "add a tokenizer.json, or install the package that reads it (sentencepiece, tiktoken)"
+        raise CheckpointError(f"the tokenizer in {folder} ({file}) cannot be read: {error}; {remedy}") from error
+    fast = getattr(inner, "backend_tokenizer", None)
+    return _Fast(fast) if isinstance(fast, tokenizers.Tokenizer) else _Slow(inner)
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the second one wins
+        file = folder / name
+        if file.exists():
+            try:
+                settings |= {key: value for key, value in json.loads(file.read_text(encoding="utf-8")).items() if value is not None}
+            except (OSError, ValueError, AttributeError) as error:
+                raise CheckpointError(f"{file} cannot be read as a JSON object ({error}); download it again") from error
+    return settings
+
+
+def _content(value: object) -> str | None:
+    """Text of a special token, which is written either plainly or as an object."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+class Detokenizer:
+    """Turns a stream of token ids into text that never has to be taken back.
+
+    What `push` and `flush` return, joined, equals `Tokenizer.decode` of all ids. The cost of a token does not grow with
+    the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream: _Stream = _ByteLevelStream(tokenizer) if tokenizer.decoder.get("type") == "ByteLevel" else _WindowStream(tokenizer)
+
+    def push(self, token_id: int) -> str:
+        """Take one id; return the text that is certain now, often the token's own, never half a character."""
+        if token_id in self._tokenizer.special_ids:
+            return ""
+        token = self._tokenizer.token(token_id)
+        return "" if token is None else self._stream.push(token_id, token)
+
+    def flush(self) -> str:
+        """Return what was held back: the text is over."""
+        return self._stream.flush()
+
+
+class _Stream(Protocol):
+    def push(self, token_id: int, token: str) -> str: ...
+    def flush(self) -> str: ...
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The visible character that byte-level vocabularies write for each byte (GPT-2), reversed."""
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+class _ByteLevelStream:
+    """Tokens are bytes: an incremental UTF-8 decoder knows by itself when a character is whole."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int, token: str) -> str:
+        try:
+            raw = bytes([_BYTE_OF[character] for character in token])
+        except KeyError:  # an added token, written as it is
+            raw = token.encode()
+        return self._utf8.decode(raw)
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowStream:
+    """Any other decoder: decode the new tokens behind the last settled one, and give out what comes after that one.
+
+    The settled token in front carries what the decoder needs to know of the past: whether a leading space stays. Runs of
+    byte tokens are held to their end, because one invalid byte changes how the decoder writes the whole run.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._settled: list[int] = []
+        self._settled_text = ""
+        self._held: list[int] = []
+        self._in_bytes = False
+        described = json.dumps(dict(tokenizer.decoder))
+        self._has_bytes = "ByteFallback" in described
+        self._may_split = not tokenizer.decoder or "ByteLevel" in described
+
+    def push(self, token_id: int, token: str) -> str:
+        is_byte = self._has_bytes and _BYTE_TOKEN.fullmatch(token) is not None
+        if is_byte:
+            self._in_bytes = True
+            self._held.append(token_id)
+            return ""
+        # The run of bytes is over: what it spells is certain even if the new token is not.
+        done = self._release(certain=True) if self._in_bytes else ""
+        self._in_bytes = False
+        self._held.append(token_id)
+        return done + self._release(certain=False)
+
+    def flush(self) -> str:
+        return self._release(certain=True)
+
+    def _release(self, certain: bool) -> str:
+        if not self._held:
+            return ""
+        text = self._tokenizer.decode(self._settled + self._held)
+        if not certain and self._may_split and text.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD:
+            return ""
+        new = text[len(self._settled_text) :]
+        self._settled = self._held[-1:]
+        self._held = []
+        self._settled_text = self._tokenizer.decode(self._settled)
+        return new

@@ -1,0 +1,169 @@
+"""Small random checkpoints, written by transformers itself, so that it can be the oracle of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+
+END_OF_TEXT = "<|endoftext|>"
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+
+_FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "phi": {},
+    "gpt_neox": {},
+}
+
+# Families whose configuration does not use the usual names.
+_OWN_SHAPE: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0},
+    "opt": {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 128,
+        "word_embed_proj_dim": 32,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 1,
+    },
+    "mamba": {"vocab_size": 97, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 0},
+    "bert": {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+}
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+# name -> (family, overrides): every option of the native decoder at least once.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "llama-mqa": ("llama", {"num_key_value_heads": 1}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("llama", {"head_dim": 20}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}}),
+    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}}),
+    "llama-llama3": ("llama", {"rope_parameters": _LLAMA3_ROPE, "head_dim": 32}),
+    "llama-yarn": ("llama", {"rope_parameters": _YARN_ROPE}),
+    "llama-yarn-options": (
+        "llama",
+        {"rope_parameters": _YARN_ROPE | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 1.2, "mscale_all_dim": 0.7}},
+    ),
+    "mistral": ("mistral", {}),
+    "mistral-sliding": ("mistral", {"sliding_window": 7}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-layer-types": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "qwen2-max-window-layers": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied-biases": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+}
+
+
+def tiny_checkpoint(folder: Path, family: str, seed: int = 0, dtype: torch.dtype = torch.float32, shard_size: str = "5GB", **overrides: Any) -> Path:
+    """Write a random checkpoint of `family` (a transformers model_type) into `folder` and return the folder.
+
+    Every weight is random, norms and biases too, so that no mistake can hide behind a one or a zero.
+    """
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    settings: Mapping[str, Any] = _OWN_SHAPE[family] if family in _OWN_SHAPE else _SHAPE | _FAMILY[family]
+    config = AutoConfig.for_model(family, **(dict(settings) | overrides))
+    torch.manual_seed(seed)
+    maker = AutoModel if family == "bert" else AutoModelForCausalLM
+    model = maker.from_config(config).eval()
+    randomise(model, seed)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def variant(folder: Path, name: str, **options: Any) -> Path:
+    """`tiny_checkpoint` of one of `VARIANTS`."""
+    family, overrides = VARIANTS[name]
+    return tiny_checkpoint(folder, family, **(overrides | options))
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int = 0) -> None:
+    """Weights that make attention and MLP matter: unit-variance matrices, norms near one, small biases."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() >= 2:
+            parameter.copy_(noise * (0.4 if "embed" in name or "wte" in name else parameter.shape[-1] ** -0.5))
+        elif "norm" in name or "ln_" in name:
+            parameter.copy_((0.0 if name.endswith("bias") else 1.0) + 0.2 * noise)
+        elif name.endswith("bias"):
+            parameter.copy_(0.2 * noise)
+
+
+def tiny_tokenizer(folder: Path, vocab_size: int = 300, texts: tuple[str, ...] = (), chat_template: str | None = None) -> Path:
+    """Write a byte-level BPE tokenizer (`tokenizer.json`, `tokenizer_config.json`) into `folder` and return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts or ("def the return of self in a class and the list is empty\n" * 20, "für 猫 😀 naïve " * 20), trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    if chat_template is not None:
+        settings["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def token_ids(count: int, vocab_size: int = 97, seed: int = 1) -> list[int]:
+    """`count` random token ids."""
+    return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def transformers_logits(folder: Path, ids: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What transformers computes for `ids`: logits `[T, V]` of a causal checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
+    return logits

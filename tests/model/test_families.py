@@ -1,0 +1,119 @@
+"""The native decoder gives transformers' logits for every family and option."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.attention.packed import PackedAttention
+from foretoken.model.loader import load_decoder
+from tests.helpers.checkpoints import VARIANTS, token_ids, transformers_logits, variant
+
+LENGTH = 150  # longer than the rope scalings' original length, the query chunk and every window
+
+
+class DenseAttention:
+    """The definition, one query head at a time, in the dtype of its input."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        distance = torch.arange(query.shape[0])[:, None] - torch.arange(query.shape[0])
+        hidden = (distance < 0) | (distance >= (self.config.window(layer) or query.shape[0]))
+        read = []
+        for head in range(self.config.num_heads):
+            group = head // (self.config.num_heads // self.config.num_kv_heads)
+            scores = query[:, head] @ key[:, group].T * self.config.head_dim**-0.5
+            read.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value[:, group])
+        return torch.stack(read, dim=1)
+
+
+def native_logits(folder: Path, ids: list[int], dtype: torch.dtype) -> Tensor:
+    decoder = load_decoder(folder, dtype=dtype)
+    attention = DenseAttention(decoder.config) if dtype == torch.float64 else PackedAttention(decoder.config, 1, len(ids))
+    with torch.no_grad():
+        return decoder.logits(decoder(torch.tensor(ids), torch.arange(len(ids)), attention).last)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_float32_logits_equal_transformers(tmp_path: Path, name: str) -> None:
+    folder, ids = variant(tmp_path, name), token_ids(LENGTH)
+    expected = transformers_logits(folder, ids)
+    assert expected.std() > 0.3  # the test means something
+    torch.testing.assert_close(native_logits(folder, ids, torch.float32), expected, atol=1e-4, rtol=0)
+
+
+class _WideNorm(nn.Module):
+    """transformers' RMSNorm computes in float32 whatever the model's dtype; this one stays in float64."""
+
+    def __init__(self, norm: nn.Module, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class _WideRotary(nn.Module):
+    """cos and sin in float64 from the frequencies and the scale that transformers computed."""
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self.inverse, self.scale = rotary.inv_freq, rotary.attention_scaling
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (position_ids[..., None].float() * self.inverse.float()).double()
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.scale, angles.sin() * self.scale
+
+
+def wide_oracle(folder: Path, ids: list[int]) -> Tensor:
+    """transformers in float64 all the way."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    rotary = _WideRotary(model.model.rotary_emb)
+    model = model.double()
+    model.model.rotary_emb = rotary
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__.endswith("RMSNorm"):
+                setattr(parent, name, _WideNorm(child, model.config.rms_norm_eps))
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([ids])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_float64_logits_equal_transformers_tightly(tmp_path: Path, name: str) -> None:
+    folder, ids = variant(tmp_path, name), token_ids(LENGTH)
+    torch.testing.assert_close(native_logits(folder, ids, torch.float64), wide_oracle(folder, ids), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-layer-types"])
+def test_first_layers_and_taps_are_the_residual_stream(tmp_path: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, ids = variant(tmp_path, name), token_ids(40)
+    decoder = load_decoder(folder)
+    with torch.no_grad():
+        hidden = decoder(torch.tensor(ids), torch.arange(40), PackedAttention(decoder.config, 1, 40), num_layers=2, taps=(0, 1, 2))
+        expected = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    assert sorted(hidden.taps) == [0, 1, 2]
+    for layer, tap in hidden.taps.items():
+        torch.testing.assert_close(tap, expected[layer][0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(hidden.last, hidden.taps[2])
+
+
+def test_packed_bfloat16_is_close_to_plain(tmp_path: Path) -> None:
+    folder, ids = variant(tmp_path, "qwen2-tied", dtype=torch.bfloat16), token_ids(30)
+    decoders = [load_decoder(folder, pack=pack) for pack in (False, True)]
+    with torch.no_grad():
+        plain, packed = (d.logits(d(torch.tensor(ids), torch.arange(30), PackedAttention(d.config, 1, 30)).last) for d in decoders)
+    assert plain.dtype == torch.bfloat16
+    torch.testing.assert_close(packed, plain, atol=0.1, rtol=0.05)
