@@ -33,7 +33,7 @@ _DEFAULT_BATCH = 2048
 TokenCount = Callable[[str], int]
 
 
-def contenders(programs_at: Path, target: str, draft: str | None, dtype: str, threads: int, num_drafts: Sequence[int]) -> list[Contender]:
+def contenders(programs_at: Path, target: Path, draft: Path | None, dtype: str, threads: int, num_drafts: Sequence[int]) -> list[Contender]:
     """Plain decoding, its own n-gram lookup, and a draft model at every number of drafted tokens.
 
     Raises:
@@ -41,16 +41,15 @@ def contenders(programs_at: Path, target: str, draft: str | None, dtype: str, th
         ForetokenError: a checkpoint cannot be converted.
     """
     programs = LlamaCpp.find(programs_at)
-    folder = _folder(target)
-    outtype = _GGUF_TYPES.get(_dtype_of(folder) if dtype == "auto" else dtype, "bf16")
-    count = _token_count(folder)
-    target_gguf = programs.convert(folder, outtype)
+    outtype = _GGUF_TYPES.get(_dtype_of(target) if dtype == "auto" else dtype, "bf16")
+    count = _token_count(target)
+    target_gguf = programs.convert(target, outtype)
     found: list[Contender] = [
         LlamaBench(Setting(LLAMA_CPP, LLAMA_CPP), programs, target_gguf, count, threads),
         LlamaSpeculative(Setting(f"{LLAMA_CPP}-ngram", LLAMA_CPP, "ngram", "auto"), programs, (target_gguf, None), count, threads),
     ]
     if draft is not None:
-        ggufs = (target_gguf, programs.convert(_folder(draft), outtype))
+        ggufs = (target_gguf, programs.convert(draft, outtype))
         for n in num_drafts:
             found.append(LlamaSpeculative(Setting(f"{LLAMA_CPP}-draft-{n}", LLAMA_CPP, "draft-simple", n), programs, ggufs, count, threads))
     return found
@@ -273,15 +272,6 @@ def _token_count(checkpoint: Path) -> TokenCount:
 def _dtype_of(checkpoint: Path) -> str:
     config = _read_json(checkpoint / "config.json")
     return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-
-
-def _folder(name: str) -> Path:
-    """The local folder of a checkpoint; a hub id is looked up in (or brought into) the hub's cache."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

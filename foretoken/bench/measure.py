@@ -143,9 +143,8 @@ def measure(contenders: Sequence[Contender], plan: Plan, progress: Progress = la
         for temperature, index in itertools.product(plan.temperatures_of(contender.setting), range(plan.warmup)):
             if contender in active:
                 run(contender, index % len(plan.prompts), temperature, 0)
-    turn = 0
-    for repeat, temperature, index in itertools.product(range(plan.repeats), plan.temperatures, range(len(plan.prompts))):
-        turn += 1
+    places = itertools.product(range(plan.repeats), plan.temperatures, range(len(plan.prompts)))
+    for turn, (repeat, temperature, index) in enumerate(places):
         for contender in _rotated([c for c in active if temperature in plan.temperatures_of(c.setting)], turn):
             answer = run(contender, index, temperature, repeat)
             if answer is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -19,8 +19,9 @@ from foretoken.bench.measure import PLAIN, Answer, Contender, Plan, Sample, Sett
 from foretoken.bench.report import Report, check_name, check_plot, machine, source_caveats, versions, write_plot, write_result
 from foretoken.bench.workload import SLICES, Prompt, read_prompts, slices
 from foretoken.config import DRAFTERS, SamplingParams, SpecConfig
-from foretoken.core import TokenOrigin
+from foretoken.core import StepOutput
 from foretoken.errors import ConfigError, ForetokenError, InputError
+from foretoken.model.open import model_folder
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,7 @@ class BenchOptions:
 
 
 class Stats(Protocol):
-    """What the bench reads of `out.stats`, in seconds and counts.
-
-    `draft_s` and `verify_s` cover the whole request; `prompt_draft_s` and `prompt_verify_s` are the parts of them that
-    were spent until the first tokens were out, so that the prompt's own pass can be told from decoding.
-    """
+    """What the bench reads of `out.stats`."""
 
     @property
     def num_steps(self) -> int: ...  # noqa: D102
@@ -95,16 +92,6 @@ class Stats(Protocol):
     def num_drafted(self) -> int: ...  # noqa: D102
     @property
     def num_accepted(self) -> int: ...  # noqa: D102
-    @property
-    def draft_s(self) -> float: ...  # noqa: D102
-    @property
-    def verify_s(self) -> float: ...  # noqa: D102
-    @property
-    def prompt_draft_s(self) -> float: ...  # noqa: D102
-    @property
-    def prompt_verify_s(self) -> float: ...  # noqa: D102
-    @property
-    def ttft_s(self) -> float: ...  # noqa: D102
     @property
     def accepted_per_position(self) -> Sequence[tuple[int, int]]: ...  # noqa: D102
 
@@ -119,15 +106,62 @@ class Output(Protocol):
     @property
     def stats(self) -> Stats: ...  # noqa: D102
     @property
-    def provenance(self) -> Sequence[TokenOrigin]: ...  # noqa: D102
+    def error(self) -> Exception | None: ...  # noqa: D102
+
+
+class Totals(Protocol):
+    """Seconds that the engine has spent since it started, by phase."""
+
+    @property
+    def draft_s(self) -> float: ...  # noqa: D102
+    @property
+    def target_s(self) -> float: ...  # noqa: D102
+    @property
+    def rule_s(self) -> float: ...  # noqa: D102
+
+
+class HasTotals(Protocol):
+    """An engine with its totals."""
+
+    @property
+    def stats(self) -> Totals: ...  # noqa: D102
 
 
 class Generator(Protocol):
     """The part of `foretoken.LLM` that the bench uses."""
 
-    def generate(self, prompts: list[str], params: SamplingParams, *, spec: SpecConfig) -> Sequence[Output]:
-        """Answer every prompt under one `spec`."""
+    @property
+    def engine(self) -> HasTotals:
+        """Read between two steps: what lies between two readings is what these steps cost."""
         ...
+
+    def generate(
+        self, prompts: list[str], params: SamplingParams, *, spec: SpecConfig, on_step: Callable[[list[StepOutput]], None]
+    ) -> Sequence[Output]:
+        """Answer every prompt under one `spec`; `on_step` gets what each step emitted."""
+        ...
+
+
+class _Watch:
+    """The clock and the engine's totals when the first tokens came: what is before belongs to the prompt."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self.start = time.perf_counter()
+        self.first_at: float | None = None
+        self.num_first = 0
+        self.first_totals = (0.0, 0.0)
+
+    def on_step(self, outputs: list[StepOutput]) -> None:
+        if self.first_at is None and any(output.token_ids for output in outputs):
+            self.first_at = time.perf_counter()
+            self.num_first = sum(len(output.token_ids) for output in outputs)
+            self.first_totals = self.totals()
+
+    def totals(self) -> tuple[float, float]:
+        """(draft, target and rule) seconds so far."""
+        stats = self.generator.engine.stats
+        return stats.draft_s, stats.target_s + stats.rule_s
 
 
 class Own:
@@ -139,32 +173,33 @@ class Own:
         self.spec = spec
 
     def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
-        """Answer one prompt; the clock runs outside the engine, the split of its time comes from `out.stats`.
+        """Answer one prompt alone; the clock runs outside the engine.
 
         Raises:
-            ForetokenError: the engine gave no token.
+            ForetokenError: the engine failed, or gave no token.
         """
-        start = time.perf_counter()
-        output = self.generator.generate([prompt.text], params, spec=self.spec)[0]
-        total_s = time.perf_counter() - start
-        stats, origins = output.stats, output.provenance
-        if not origins:
+        watch = _Watch(self.generator)
+        output = self.generator.generate([prompt.text], params, spec=self.spec, on_step=watch.on_step)[0]
+        stop = time.perf_counter()
+        if isinstance(output.error, ForetokenError):
+            raise output.error
+        if watch.first_at is None:
             raise ForetokenError(f"{self.setting.name} gave no token for {prompt.name}")
-        first = sum(origin.step == origins[0].step for origin in origins)
+        draft_s, verify_s = watch.totals()
         return Answer(
             token_ids=tuple(output.token_ids),
             text=output.text,
-            num_emitted=len(origins),
-            decode_tokens=len(origins) - first,
-            decode_s=total_s - stats.ttft_s,
-            ttft_s=stats.ttft_s,
-            num_steps=stats.num_steps,
-            decode_steps=stats.num_steps - 1,
-            num_drafted=stats.num_drafted,
-            num_accepted=stats.num_accepted,
-            draft_s=stats.draft_s - stats.prompt_draft_s,
-            verify_s=stats.verify_s - stats.prompt_verify_s,
-            positions=tuple(stats.accepted_per_position),
+            num_emitted=len(output.token_ids),
+            decode_tokens=len(output.token_ids) - watch.num_first,
+            decode_s=stop - watch.first_at,
+            ttft_s=watch.first_at - watch.start,
+            num_steps=output.stats.num_steps,
+            decode_steps=output.stats.num_steps - 1,
+            num_drafted=output.stats.num_drafted,
+            num_accepted=output.stats.num_accepted,
+            draft_s=draft_s - watch.first_totals[0],
+            verify_s=verify_s - watch.first_totals[1],
+            positions=tuple(output.stats.accepted_per_position),
         )
 
 
@@ -191,13 +226,14 @@ def run_bench(options: BenchOptions, generator: Generator | None = None, command
     prompts = read_prompts(options.prompts) if options.prompts else slices(options.slices, options.prompts_per_slice)
     plan = Plan(prompts, options.max_tokens, options.temperatures, options.repeats, options.warmup, options.seed, options.ignore_eos)
     torch.set_num_threads(options.num_threads)
-    caveats = source_caveats(options.target, options.draft, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
+    target, draft = _folders(options, given=generator is not None)
+    caveats = source_caveats(target, draft, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
     with ExitStack() as stack:
         contenders = own_contenders(options, generator or _open(options, stack))
         if options.peers:
             others, notes = peers.contenders(
-                target=options.target,
-                draft=options.draft,
+                target=target,
+                draft=draft,
                 dtype=options.dtype,
                 device=options.device,
                 threads=options.num_threads,
@@ -210,10 +246,17 @@ def run_bench(options: BenchOptions, generator: Generator | None = None, command
         samples, notes = _with_progress(contenders, plan)
     caveats.extend(notes)
     rows = summarise(samples, prompts)
-    report = Report(command, machine(), versions(options.peers), options, rows, ratios(rows), tuple(caveats))
+    found = versions() | (peers.versions() if options.peers else {})
+    report = Report(command, machine(), found, asdict(options), rows, ratios(rows), tuple(caveats))
     if options.plot is not None:
         write_plot(report, options.plot)
     return write_result(report, options.out, options.name) if options.out is not None else report
+
+
+def _folders(options: BenchOptions, given: bool) -> tuple[Path, Path | None]:
+    if given:
+        return Path(options.target), None if options.draft is None else Path(options.draft)
+    return model_folder(options.target), None if options.draft is None else model_folder(options.draft)
 
 
 def _open(options: BenchOptions, stack: ExitStack) -> Generator:

@@ -1,5 +1,4 @@
-"""Other engines on the same checkpoint in the same run: transformers, and llama.cpp where it is installed.
-"""
+"""Other engines on the same checkpoint in the same run: transformers, and llama.cpp where it is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,9 +23,9 @@ _LOOKUP_TOKENS = 10
 
 
 def contenders(
-    target: str, draft: str | None, dtype: str, device: str, threads: int, num_drafts: Sequence[int]
+    target: Path, draft: Path | None, dtype: str, device: str, threads: int, num_drafts: Sequence[int]
 ) -> tuple[list[Contender], list[str]]:
-    """Every setting of the other engines, and a note for each engine that is not here.
+    """Every setting of the other engines on the checkpoints in two folders, and a note for each engine that is not here.
 
     Raises:
         ForetokenError: llama.cpp is asked for but incomplete, or a checkpoint cannot be converted for it.
@@ -49,36 +48,60 @@ def contenders(
     return found, notes
 
 
+class CausalLM(Protocol):
+    """What is used of a transformers model."""
+
+    generation_config: Any
+
+    def generate(self, inputs: torch.Tensor, **options: object) -> object:
+        """Continue `inputs` [1, T]."""
+        ...
+
+
+class TextTokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, special ones as the model wants them."""
+        ...
+
+    def decode(self, token_ids: list[int], *, clean_up_tokenization_spaces: bool) -> str:
+        """The text of token ids."""
+        ...
+
+
 class HuggingFace:
     """Target, draft and tokenizer in transformers, loaded when first needed and shared by all its settings."""
 
-    def __init__(self, target: str, draft: str | None, dtype: str, device: str) -> None:
+    def __init__(self, target: Path, draft: Path | None, dtype: str, device: str) -> None:
         self.names = (target, draft)
         self.dtype = dtype
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
     @cached_property
-    def target(self) -> Any:
+    def target(self) -> CausalLM:
         """The target's model."""
         return self._load(self.names[0])
 
     @cached_property
-    def draft(self) -> Any:
+    def draft(self) -> CausalLM:
         """The draft's model."""
         assert self.names[1] is not None
         return self._load(self.names[1])
 
     @cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> TextTokenizer:
         """The target's tokenizer."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.names[0])
+        tokenizer: TextTokenizer = AutoTokenizer.from_pretrained(self.names[0])
+        return tokenizer
 
-    def _load(self, name: str) -> Any:
+    def _load(self, name: Path) -> CausalLM:
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(name, dtype=self.dtype).to(self.device).eval()
+        model: CausalLM = AutoModelForCausalLM.from_pretrained(name, dtype=self.dtype).to(self.device).eval()
+        return model
 
 
 class _Clock:
@@ -113,11 +136,11 @@ class Generate:
         clock = _Clock()
         try:
             model, tokenizer = self.library.target, self.library.tokenizer
-            inputs = tokenizer(prompt.text, return_tensors="pt").to(self.library.device)
+            inputs = torch.tensor([tokenizer.encode(prompt.text)], device=self.library.device)
             options = self._options(model, params)
             start = time.perf_counter()
             with torch.inference_mode():
-                model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], streamer=clock, **options)
+                model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=clock, **options)
             stop = time.perf_counter()
         except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise ForetokenError(f"transformers failed: {error}") from error
@@ -128,7 +151,7 @@ class Generate:
         text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         return Answer(
             token_ids=tuple(ids),
-            text=str(text),
+            text=text,
             num_emitted=len(ids),
             decode_tokens=len(ids) - len(pieces[0][1]),
             decode_s=stop - pieces[0][0],
@@ -138,7 +161,7 @@ class Generate:
             num_accepted=len(ids) - len(pieces),
         )
 
-    def _options(self, model: Any, params: SamplingParams) -> dict[str, Any]:
+    def _options(self, model: CausalLM, params: SamplingParams) -> dict[str, Any]:
         from transformers import GenerationConfig
 
         options: dict[str, Any] = {"max_new_tokens": params.max_tokens, "do_sample": False}

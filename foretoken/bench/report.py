@@ -26,7 +26,19 @@ from foretoken.bench.measure import ALL_SLICES, PLAIN, Row
 from foretoken.errors import InputError, StorageError
 
 _PLOT_SUFFIXES = (".png", ".svg")
-_COLUMNS = ("setting", "tok/s", "min-max", "speedup", "accepted", "tokens/step", "step ms", "draft + target + rest", "first token", "repeats", "identical")
+_COLUMNS = (
+    "setting",
+    "tok/s",
+    "min-max",
+    "speedup",
+    "accepted",
+    "tokens/step",
+    "step ms",
+    "draft + target + rest",
+    "first token",
+    "repeats",
+    "identical",
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +64,7 @@ class Report:
         return json.dumps(self.as_dict(), allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -101,8 +113,14 @@ def _cells(row: Row) -> tuple[str, ...]:
         "" if None in parts else " + ".join(_shown(part, ".1f") for part in parts),
         _shown(row.ttft_s, ".2f", " s"),
         _shown(None if row.repeated_4grams is None else 100 * row.repeated_4grams, ".0f", " %"),
-        "" if row.identical is None or row.setting == PLAIN and row.identical else "yes" if row.identical else f"no ({len(row.differences)})",
+        _identical(row),
     )
+
+
+def _identical(row: Row) -> str:
+    if row.identical is None or (row.identical and row.setting == PLAIN):
+        return ""
+    return "yes" if row.identical else f"no ({len(row.differences)})"
 
 
 def _shown(value: float | None, form: str, unit: str = "") -> str:
@@ -256,11 +274,11 @@ def versions() -> dict[str, str]:
         return found
 
 
-def source_caveats(target: str, draft: str | None, load: float) -> list[str]:
+def source_caveats(target: Path, draft: Path | None, load: float) -> list[str]:
     """What to be careful about: enlarged checkpoints, and a machine that is busy with something else (`load`: average)."""
     caveats = []
-    for role, name in (("target", target), ("draft", draft)):
-        if name is not None and is_widened(Path(name)):
+    for role, folder in (("target", target), ("draft", draft)):
+        if folder is not None and is_widened(folder):
             caveats.append(
                 f"The {role} is a small trained checkpoint, widened: its added weights cost real time but cannot change its outputs. "
                 "Acceptance is that of the small pair."

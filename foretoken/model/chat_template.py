@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from foretoken.errors import CheckpointError, InputError
@@ -20,6 +21,9 @@ from foretoken.errors import CheckpointError, InputError
 # A chat of thousands of messages stays far below; a template that loops without end is stopped within a second.
 _MAX_ITERATIONS = 1_000_000
 _MAX_REPEAT = 1_000_000
+
+
+_Value: TypeAlias = Any  # whatever a template computes with
 
 
 class _Refusal(TemplateError):
@@ -62,7 +66,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             loop.iter = nodes.Call(nodes.Name("_metered", "load"), [loop.iter], [], None, None)
         return tree
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: _Value, right: _Value) -> _Value:
         """Refuse powers, and products that would fill the memory."""
         sized = (str, bytes, list, tuple)
         for value, count in ((left, right), (right, left)):
@@ -113,7 +117,9 @@ def _compiled(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _to_json(
+    value: _Value, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+) -> str:
     """Plain JSON; Jinja's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -122,4 +128,5 @@ def _refuse(message: object) -> None:
     raise _Refusal(str(message))
 
 
-_now: Callable[[str], str] = lambda form: datetime.datetime.now().strftime(form)  # noqa: E731
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

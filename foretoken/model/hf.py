@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len
 _UNBOUNDED_CONTEXT_TOKENS = 131_072
 _DEFAULT_CAPACITY_TOKENS = 65_536
 
+_Foreign: TypeAlias = Any  # objects of transformers, which has no types
+
 
 @dataclass
 class _Sequence:
@@ -33,7 +35,7 @@ class _Sequence:
 
     tokens: list[int] = field(default_factory=list)
     reserved: int = 0
-    cache: Any = None
+    cache: _Foreign = None
     cached: list[int] = field(default_factory=list)
     pending: list[int] = field(default_factory=list)  # of the last forward
     nodes: list[int] = field(default_factory=list)  # of the last forward
@@ -227,7 +229,7 @@ class TransformersModel:
             raise UnsupportedModelError(f"model_type={name!r} reads later tokens too: foretoken runs causal language models")
 
 
-def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: torch.device) -> Any:
+def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: torch.device) -> _Foreign:
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -256,7 +258,7 @@ def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: t
     return model.to(device).eval()
 
 
-def _can_crop(config: Any) -> bool:
+def _can_crop(config: _Foreign) -> bool:
     """Whether every layer's cache is keys and values that can be cut back."""
     try:
         return _new_cache(config) is not None
@@ -264,7 +266,7 @@ def _can_crop(config: Any) -> bool:
         return False
 
 
-def _new_cache(config: Any) -> Any:
+def _new_cache(config: _Foreign) -> _Foreign:
     """A cache that keeps all keys and values, also of sliding layers (the mask hides the old ones); None if impossible."""
     from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 

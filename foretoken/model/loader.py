@@ -12,6 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def resolve_folder(path_or_hub_id: str | Path, revision: str | None = None) -> P
 
     try:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_HUB_PATTERNS))
-    except (OSError, ValueError, RuntimeError) as error:  # the hub's own errors all derive from these
+    except Exception as error:  # network, access and cache errors of the hub have no common base
         offline = " (HF_HUB_OFFLINE is set)" if huggingface_hub.constants.HF_HUB_OFFLINE else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{name!r} is neither a local folder nor available from the Hugging Face hub{offline}: {reason}") from error
@@ -197,25 +198,19 @@ class Weights:
             raise CheckpointError(f"tensor {extra[0]}{more} in {self.folder} has no place in the model that config.json describes")
 
 
-class _opened:
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     """`safe_open` whose failures say which file is broken."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def __enter__(self) -> Any:
-        try:
-            self._handle = safe_open(self._file, framework="pt")
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{self._file} is missing") from error
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{self._file} is truncated or corrupt ({error}): download it again") from error
-        return self._handle.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._handle.__exit__(kind, error, trace)
-        if isinstance(error, SafetensorError):
-            raise CheckpointError(f"{self._file} is truncated or corrupt ({error}): download it again") from error
+    try:
+        handle: Any = safe_open(file, framework="pt")
+        with handle as tensors:
+            yield tensors
+    except ModelError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is truncated or corrupt ({error}): download it again") from error
 
 
 def refuse_pickle(folder: Path) -> None:
@@ -356,7 +351,7 @@ def _split(module: Linear, names: list[str], rows: list[int]) -> Iterator[tuple[
         raise ModelError("a packed decoder has no plain weights left to write; load it with pack=False")
     for kind, full in (("weight", module.weight), ("bias", module.bias)):
         if full is not None:
-            yield from ((f"{name}.{kind}", part) for name, part in zip(names, full.detach().split(rows), strict=True))
+            yield from ((f"{name}.{kind}", part) for name, part in zip(names, torch.split(full.detach(), rows), strict=True))
 
 
 def save_checkpoint(

@@ -75,7 +75,10 @@ def _law(scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: fl
 
 
 def _filter_top_p(scores: Tensor, top_p: float) -> Tensor:
-    """Keep the smallest set of likeliest tokens that holds `top_p` of the mass, at least one; the rest becomes -inf."""
+    """Keep the smallest set of likeliest tokens that holds `top_p` of the mass, at least one; the rest becomes -inf.
+
+    Of equally likely tokens at the border the lowest ids go, so that the law is a function of the row alone.
+    """
     if scores.shape[-1] <= _SORT_WHOLE or scores.is_cuda:
         ordered, ids = torch.sort(scores, stable=True)
         drop = ordered.softmax(-1).cumsum(-1) <= 1 - top_p  # ascending: the unlikely tail goes

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import tokenizers
 
@@ -22,6 +22,8 @@ _OTHER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "v
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _REPLACEMENT = "\ufffd"
 _MAX_HELD = 32  # no character needs as many tokens; a stream of broken bytes must not grow the window for ever
+
+_Foreign: TypeAlias = Any  # objects of transformers, which has no types
 
 
 class _Backend(Protocol):
@@ -133,7 +135,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     if file.exists():
         try:
             return Tokenizer(_Fast(tokenizers.Tokenizer.from_file(str(file))), folder)
-        except Exception as error:  # noqa: BLE001 - the library raises plain Exception
+        except Exception as error:  # the library raises nothing narrower
             raise CheckpointError(f"{file} cannot be read ({error}); download it again") from error
     found = [name for name in _OTHER_FILES if (folder / name).exists()]
     return Tokenizer(_from_transformers(folder, found[0]), folder) if found else None
@@ -173,7 +175,7 @@ class _Fast:
 class _Slow:
     """A tokenizer that transformers implements in Python."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: _Foreign) -> None:
         self._inner = inner
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -204,7 +206,7 @@ def _from_transformers(folder: Path, file: str) -> _Backend:
 
     try:
         inner = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # noqa: BLE001 - whatever a foreign file makes a foreign library raise
+    except Exception as error:  # whatever a foreign file makes a foreign library raise
         remedy = "add a tokenizer.json, or install the package that reads it (sentencepiece, tiktoken)"
         raise CheckpointError(f"the tokenizer in {folder} ({file}) cannot be read: {error}; {remedy}") from error
     fast = getattr(inner, "backend_tokenizer", None)
@@ -239,7 +241,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._stream: _Stream = _ByteLevelStream(tokenizer) if tokenizer.decoder.get("type") == "ByteLevel" else _WindowStream(tokenizer)
+        self._stream: _Stream = _ByteLevelStream() if tokenizer.decoder.get("type") == "ByteLevel" else _WindowStream(tokenizer)
 
     def push(self, token_id: int) -> str:
         """Take one id; return the text that is certain now, often the token's own, never half a character."""
@@ -271,10 +273,10 @@ _BYTE_OF = _byte_alphabet()
 class _ByteLevelStream:
     """Tokens are bytes: an incremental UTF-8 decoder knows by itself when a character is whole."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token_id: int, token: str) -> str:
+    def push(self, token_id: int, token: str) -> str:  # noqa: ARG002 - the other stream decodes by id
         try:
             raw = bytes([_BYTE_OF[character] for character in token])
         except KeyError:  # an added token, written as it is

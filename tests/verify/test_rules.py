@@ -1,6 +1,7 @@
 """Properties of the rules on random drafts, the draw from weights, the registry and batches that mix rules."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,9 +51,7 @@ def random_batch(seed: int) -> tuple[Draft, torch.Tensor, Uniforms]:
     following = np.where(rng.random(draft.num_requests) < 0.3, 1 - 2.0**-53, rng.random(draft.num_requests))
     dtype = torch.float32 if rng.random() < 0.5 else torch.float64
     if draft.mass is not None:
-        draft = Draft(
-            draft.tokens, draft.parents, draft.offsets, draft.drafters, draft.sampled, Mass(draft.mass.laws.to(dtype), draft.mass.law_of_row)
-        )
+        draft = replace(draft, mass=Mass(draft.mass.laws.to(dtype), draft.mass.law_of_row))
     return draft, torch.tensor(target, dtype=dtype), Uniforms(torch.tensor(accept), torch.tensor(following))
 
 
@@ -168,7 +167,14 @@ def test_greedy_walks_any_tree(seed: int) -> None:
     parents = [int(rng.integers(-1, node)) for length in lengths for node in range(length)]
     tokens = rng.integers(0, 2, size=offsets[-1])
     draft = Draft(torch.tensor(tokens), tuple(parents), offsets, ("toy",) * len(lengths))
-    probs = torch.tensor(rng.integers(0, 3, size=(draft.num_rows, 2)) / 4)  # ties are common: the lowest id counts
+    probs = torch.empty(draft.num_rows, 2)
+    for b, length in enumerate(lengths):
+        texts: dict[int, tuple[int, ...]] = {-1: ()}
+        for node in range(-1, length):
+            if node >= 0:
+                texts[node] = (*texts[parents[offsets[b] + node]], int(tokens[offsets[b] + node]))
+            law = np.random.default_rng([seed, b, *texts[node]]).integers(0, 3, size=2)  # ties are common: the lowest id counts
+            probs[draft.anchor_row(b) + 1 + node] = torch.tensor(law)
     verdict = GREEDY.verify(draft, probs, Uniforms(torch.zeros(draft.num_nodes), torch.zeros(draft.num_requests)))
     accept = GREEDY.accept_probabilities(draft, probs)
     for b, length in enumerate(lengths):

@@ -1,0 +1,37 @@
+# Everything is set up on first use: a virtual environment in .venv with pinned requirements, then the job.
+# On a machine with a GPU: make TORCH="torch==2.13.0" demo   (any torch from 2.11 on works)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test check format clean
+
+demo: $(VENV)/.ready
+	$(BIN)/foretoken demo
+
+test: check
+	$(BIN)/pytest
+
+check: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch goes first and pinned: left to a range, pip would take the newest build with its CUDA libraries.
+$(VENV)/.ready: requirements.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("foretoken needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade-strategy only-if-needed "$(TORCH)"
+	$(BIN)/python -m pip install -q -r requirements.txt
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

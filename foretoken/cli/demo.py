@@ -1,0 +1,168 @@
+"""`foretoken demo`: the shipped model answers the same prompts twice, plainly and speculatively."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from foretoken.bench.widen import widen as widen_checkpoint
+from foretoken.cli.common import JsonOption, print_json, progress
+from foretoken.cli.generate import token_pieces
+from foretoken.cli.show import coloured, legend
+from foretoken.config import SamplingParams, SpecConfig
+from foretoken.engine.llm import LLM, GenerateOutput
+from foretoken.model.open import model_folder
+
+# Written for this demo, not taken from the training text.
+PROMPTS = {
+    "code": '''import os
+
+
+def count_lines(path, encoding="utf-8"):
+    """Return the number of lines in the file at path."""
+''',
+    "class": '''class Stack:
+    """A last-in, first-out container."""
+
+    def __init__(self, items=None):
+        self._items = list(items or [])
+
+    def push(self, item):
+''',
+    "edit": '''# Rename `name` to `key`.
+# Before:
+def lookup(table, name, default=None):
+    """Return table[name], or default when name is missing."""
+    if name not in table:
+        if default is None:
+            raise KeyError(name)
+        return default
+    value = table[name]
+    return value
+# After:
+''',
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Decode speed of one way of answering, over all prompts: tokens/s of each repeat."""
+
+    per_repeat: tuple[float, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Median over the repeats."""
+        return statistics.median(self.per_repeat)
+
+
+def demo(
+    drafter: Annotated[str, typer.Option(help="Who guesses: draft_model or ngram.")] = "draft_model",
+    num_draft: Annotated[int, typer.Option(help="Tokens guessed per step.")] = 5,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 96,
+    repeats: Annotated[int, typer.Option(help="Times each answer is measured; the median counts.")] = 3,
+    to: Annotated[str, typer.Option(help="Widen the shipped model first to a realistic cost (150m, 500m, 1b), or none to run it as it is.")] = "500m",
+    as_json: JsonOption = False,
+) -> None:
+    """Answer the same prompts plainly and speculatively, compare tokens and time on this machine."""
+    spec = SpecConfig(drafter=drafter, draft="reference:draft" if drafter == "draft_model" else None, num_draft=num_draft)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    with tempfile.TemporaryDirectory(prefix="foretoken-demo-") as scratch:
+        target = _target(to, Path(scratch))
+        with progress("loading the model"):
+            llm = LLM(str(target))
+        with llm:
+            plain, speculative, answers = _measure(llm, params, spec, repeats)
+            if not as_json:
+                _show(llm, answers)
+    identical = all(one.token_ids == other.token_ids for one, other in answers.values())
+    speedup = speculative.tokens_per_s / plain.tokens_per_s
+    if as_json:
+        print_json(_summary(plain, speculative, answers, identical, speedup, to))
+        return
+    same = "the same tokens" if identical else "DIFFERENT tokens (near ties in 16-bit arithmetic)"
+    Console().print(
+        f"[bold]{plain.tokens_per_s:.1f}[/] tokens/s plain, [bold]{speculative.tokens_per_s:.1f}[/] speculative: "
+        f"[bold]{speedup:.2f}x[/], {same}. Median of {repeats} repeats on this machine, just now."
+    )
+    if to != "none":
+        Console().print(f"The model is the shipped one, widened to {to}: the same answers at the price of a bigger model.", style="dim")
+
+
+def _target(to: str, scratch: Path) -> Path:
+    source = model_folder("reference:target")
+    if to == "none":
+        return source
+    with progress(f"widening the shipped model to {to}"):
+        widen_checkpoint(source, scratch / "target", to)
+    return scratch / "target"
+
+
+def _measure(
+    llm: LLM, params: SamplingParams, spec: SpecConfig, repeats: int
+) -> tuple[Timing, Timing, dict[str, tuple[GenerateOutput, GenerateOutput]]]:
+    """Both ways in turn on every prompt, after one warm-up of each; the answers of the last repeat."""
+    answers: dict[str, tuple[GenerateOutput, GenerateOutput]] = {}
+    speeds: tuple[list[float], list[float]] = ([], [])
+    with progress("answering, plainly and speculatively in turn"):
+        for ways in (SpecConfig(), spec):
+            llm.generate([PROMPTS["code"]], SamplingParams(max_tokens=8), spec=ways)
+        for _ in range(repeats):
+            tokens, seconds = [0, 0], [0.0, 0.0]
+            for name, prompt in PROMPTS.items():
+                pair = (llm.generate([prompt], params, spec=SpecConfig())[0], llm.generate([prompt], params, spec=spec)[0])
+                answers[name] = pair
+                for way, output in enumerate(pair):
+                    tokens[way] += output.stats.num_emitted - 1
+                    seconds[way] += output.stats.total_s - output.stats.ttft_s
+            for way in (0, 1):
+                speeds[way].append(tokens[way] / seconds[way])
+    return Timing(tuple(speeds[0])), Timing(tuple(speeds[1])), answers
+
+
+def _show(llm: LLM, answers: dict[str, tuple[GenerateOutput, GenerateOutput]]) -> None:
+    console = Console()
+    table = Table("prompt", "plain tokens/s", "speculative tokens/s", "ratio", "guesses kept", "tokens per step", "same tokens")
+    for name, (plain, speculative) in answers.items():
+        ratio = speculative.stats.tokens_per_s / plain.stats.tokens_per_s
+        table.add_row(
+            name,
+            f"{plain.stats.tokens_per_s:.1f}",
+            f"{speculative.stats.tokens_per_s:.1f}",
+            f"{ratio:.2f}",
+            f"{speculative.stats.acceptance_rate:.0%}",
+            f"{speculative.stats.emitted_per_step:.2f}",
+            "yes" if plain.token_ids == speculative.token_ids else "no",
+        )
+    sample, (plain, speculative) = next(iter(answers.items()))
+    grid = Table.grid(expand=True)
+    grid.add_row(
+        Panel(plain.text.strip("\n"), title=f"plain: {plain.stats.num_steps} steps"),
+        Panel(coloured(token_pieces(llm, speculative), speculative.provenance), title=f"speculative: {speculative.stats.num_steps} steps"),
+    )
+    console.print(f"prompt [bold]{sample}[/]:")
+    console.print(PROMPTS[sample], markup=False, highlight=False, style="dim")
+    console.print(grid)
+    console.print(legend(speculative.provenance))
+    console.print(table)
+
+
+def _summary(
+    plain: Timing, speculative: Timing, answers: dict[str, tuple[GenerateOutput, GenerateOutput]], identical: bool, speedup: float, to: str
+) -> dict[str, object]:
+    return {
+        "identical": identical,
+        "speedup": speedup,
+        "plain": {"tokens_per_s": plain.tokens_per_s, "per_repeat": plain.per_repeat},
+        "speculative": {"tokens_per_s": speculative.tokens_per_s, "per_repeat": speculative.per_repeat},
+        "widened_to": None if to == "none" else to,
+        "prompts": {name: {"plain": one.stats.as_dict(), "speculative": other.stats.as_dict()} for name, (one, other) in answers.items()},
+    }

@@ -1,0 +1,115 @@
+"""The bench through an engine of known behaviour, from options to report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from foretoken.bench.measure import Setting
+from foretoken.bench.offline import BenchOptions, Own, own_contenders, run_bench
+from foretoken.config import SamplingParams, SpecConfig
+from foretoken.errors import ConfigError, ForetokenError, InputError
+from tests.bench.fakes import PROMPTS, FakeLLM
+
+PARAMS = SamplingParams(max_tokens=12)
+SPEC = SpecConfig(drafter="ngram", num_draft=3)
+
+
+def options(**values) -> BenchOptions:
+    base = {"target": "t", "drafters": ("ngram",), "num_drafts": (3,), "slices": ("code", "json"), "max_tokens": 12, "repeats": 2}
+    return BenchOptions(**(base | values))
+
+
+def test_the_prompts_own_pass_is_kept_apart():
+    answer = Own(Setting("ngram-3"), FakeLLM(), SPEC).answer(PROMPTS[0], PARAMS)
+    # Four steps of three tokens; the first one, with the prompt in it, does not count.
+    assert (answer.num_emitted, answer.decode_tokens, answer.num_steps, answer.decode_steps) == (12, 9, 4, 3)
+    assert (answer.draft_s, answer.verify_s) == (3 * 3.0, 3 * 12.0)
+    assert answer.positions == ((4, 4), (4, 4), (4, 0))
+    assert (answer.num_drafted, answer.num_accepted) == (12, 8)
+    assert answer.ttft_s is not None
+    assert answer.decode_s > 0
+
+
+def test_a_failed_request_is_an_error():
+    with pytest.raises(ForetokenError, match="broken"):
+        Own(Setting("ngram-3"), FakeLLM(fails=True), SPEC).answer(PROMPTS[0], PARAMS)
+
+
+def test_every_drafter_meets_every_number_of_tokens():
+    chosen = options(drafters=("draft_model", "ngram"), num_drafts=(2, "auto"), draft="d", rule="greedy")
+    contenders = own_contenders(chosen, FakeLLM())
+    assert [c.setting.name for c in contenders] == ["plain", "draft_model-2", "draft_model-auto", "ngram-2", "ngram-auto"]
+    assert [c.spec for c in contenders][1] == SpecConfig(drafter="draft_model", draft="d", num_draft=2, rule="greedy")
+    assert [c.spec for c in contenders][4] == SpecConfig(drafter="ngram", num_draft="auto", rule="greedy")
+
+
+def test_a_whole_run():
+    llm = FakeLLM()
+    report = run_bench(options(temperatures=(0.0, 0.8)), llm, command="foretoken bench --target t")
+    assert len(report.rows) == 2 * 3 * 2  # temperatures, two slices and all of them, settings
+    row = next(r for r in report.rows if r.setting == "ngram-3" and r.slice == "code" and r.temperature == 0.0)
+    assert row.identical is True
+    assert row.emitted_per_step == 3.0
+    assert row.speedup is not None
+    assert {call[1].temperature for call in llm.calls} == {0.0, 0.8}
+    assert all(call[1].ignore_eos for call in llm.calls)
+    line = json.loads(report.json_line())
+    assert line["command"] == "foretoken bench --target t"
+    wanted = "setting slice speedup num_steps num_drafted num_accepted num_emitted acceptance_rate draft_s verify_s ttft_s tokens_per_s"
+    assert set(wanted.split()) <= set(line["rows"][0])
+
+
+def test_a_difference_is_reported_and_not_hidden():
+    report = run_bench(options(), FakeLLM(wrong_at=5))
+    row = next(r for r in report.rows if r.setting == "ngram-3" and r.slice == "code" and r.temperature == 0.0)
+    assert row.identical is False
+    assert {place["token"] for place in row.differences} == {5}
+
+
+def test_own_prompts_replace_the_slices(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "hello"}\n', encoding="utf-8")
+    llm = FakeLLM()
+    report = run_bench(options(prompts=path), llm)
+    assert {row.slice for row in report.rows} == {"mine"}
+    assert {call[0] for call in llm.calls} == {"hello"}
+
+
+def test_plot_and_dated_result_are_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    report = run_bench(options(plot=tmp_path / "p.svg", out=tmp_path / "results", name="small"), FakeLLM())
+    assert (tmp_path / "p.svg").read_text(encoding="utf-8").startswith("<?xml")
+    assert sorted(path.suffix for path in (tmp_path / "results").iterdir()) == [".json", ".md"]
+    assert all(report.date[:10] in file for file in report.files)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "named"),
+    [
+        ({"drafters": ("oracle",)}, ConfigError, "oracle"),
+        ({"drafters": ("draft_model",)}, ConfigError, "draft"),
+        ({"num_drafts": ()}, InputError, "num_drafts"),
+        ({"temperatures": ()}, InputError, "temperatures"),
+        ({"repeats": 0}, InputError, "repeats"),
+        ({"max_tokens": 1}, InputError, "max_tokens"),
+        ({"threads": 0}, InputError, "threads"),
+        ({"peer_num_drafts": (0,)}, InputError, "peer_num_drafts"),
+        ({"name": "../x"}, InputError, "name"),
+    ],
+)
+def test_bad_options_are_refused_by_name(values, error, named):
+    with pytest.raises(error, match=named):
+        options(**values)
+
+
+def test_bad_plot_file_is_refused_before_anything_runs(tmp_path):
+    with pytest.raises(InputError, match=r"\.png or \.svg"):
+        options(plot=tmp_path / "plot.gif")
+
+
+def test_options_have_defaults_for_all_but_the_target():
+    assert [f.name for f in fields(BenchOptions)][0] == "target"
+    assert BenchOptions("t", draft="d").num_threads >= 1
