@@ -97,7 +97,8 @@ class Draft:
     mass: Mass | None = None
 
     def __post_init__(self) -> None:
-        assert self.offsets[0] == 0 and self.offsets[-1] == len(self.parents) == self.tokens.shape[0]
+        assert self.offsets[0] == 0
+        assert self.offsets[-1] == len(self.parents) == self.tokens.shape[0]
         assert len(self.drafters) == self.num_requests
         assert not self.sampled or len(self.sampled) == self.num_nodes
         assert self.mass is not None or not any(self.sampled)
@@ -169,7 +170,9 @@ def merge_drafts(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]]
     owner = {b: (part, local) for part, (requests, _) in enumerate(parts) for local, b in enumerate(requests)}
     tokens: list[Tensor] = []
     parents: list[int] = []
-    offsets, drafters, sampled = [0], [], []
+    offsets: list[int] = [0]
+    drafters: list[str | None] = []
+    sampled: list[bool] = []
     laws = [draft.mass.laws for _, draft in parts if draft.mass is not None]
     law_base, base = [], 0
     for _, draft in parts:

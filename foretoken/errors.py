@@ -1,17 +1,17 @@
 """The exception tree.
 
-    ForetokenError                      exit code
-    |- InputError (ValueError)          2   a value the user gave: names the field, the value, the remedy
-    |  |- ConfigError                   2   an unknown or contradictory option
-    |  |- ContextLengthError            2   prompt and output do not fit the context
-    |- ModelError (ValueError)          3   a checkpoint that cannot be used
-    |  |- CheckpointError               3   missing, truncated, corrupt
-    |  |- UnsupportedModelError         3   an architecture that cannot generate text here
-    |  |- MismatchError                 3   target and draft (or tokenizer) do not belong together
-    |- CapacityError (RuntimeError)     1   out of KV blocks, queue full
-    |- NumericsError (RuntimeError)     1   NaN or infinite logits: the request fails, the engine goes on
-    |- StorageError (OSError)           4   a file or folder that cannot be written or read
-    |- GateError                        5   a measured value misses the bar that was asked for
+ForetokenError                      exit code
+|- InputError (ValueError)          2   a value the user gave: names the field, the value, the remedy
+|  |- ConfigError                   2   an unknown or contradictory option
+|  |- ContextLengthError            2   prompt and output do not fit the context
+|- ModelError (ValueError)          3   a checkpoint that cannot be used
+|  |- CheckpointError               3   missing, truncated, corrupt
+|  |- UnsupportedModelError         3   an architecture that cannot generate text here
+|  |- MismatchError                 3   target and draft (or tokenizer) do not belong together
+|- CapacityError (RuntimeError)     1   out of KV blocks, queue full
+|- NumericsError (RuntimeError)     1   NaN or infinite logits: the request fails, the engine goes on
+|- StorageError (OSError)           4   a file or folder that cannot be written or read
+|- GateError                        5   a measured value misses the bar that was asked for
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class LlamaCpp:
 
     def version(self) -> str:
         """What the program says about itself."""
-        found = re.search(r"version:\s*(.+)", _run([str(self.speculative), "--version"], check=False))
+        found = re.search(r"version:\s*(.+)", "\n".join(_run([str(self.speculative), "--version"])))
         return found.group(1).strip() if found else "unknown"
 
     def convert(self, checkpoint: Path, outtype: str) -> Path:
@@ -155,7 +155,7 @@ class LlamaBench:
         """
         depth = self.count(prompt.text)
         command = [str(self.programs.bench), "-m", str(self.target), "-p", "0", "-n", str(params.max_tokens), "-d", str(depth), "-r", "1"]
-        return parse_bench(_run([*command, "-t", str(self.threads), "-o", "json"]))
+        return parse_bench(_run([*command, "-t", str(self.threads), "-o", "json"])[0])
 
 
 def parse_bench(output: str) -> Answer:
@@ -192,8 +192,8 @@ class LlamaSpeculative:
         with tempfile.NamedTemporaryFile("wb", suffix=".txt") as file:
             file.write(prompt.text.encode())
             file.flush()
-            output = _run([str(self.programs.speculative), *self._arguments(file.name, prompt, params)], both=True)
-        return parse_speculative(output, prompt.text)
+            output, log = _run([str(self.programs.speculative), *self._arguments(file.name, prompt, params)])
+        return parse_speculative(output, log, prompt.text)
 
     def _arguments(self, file: str, prompt: Prompt, params: SamplingParams) -> list[str]:
         # The last draft may run past the limit.
@@ -209,17 +209,17 @@ class LlamaSpeculative:
         return [*arguments, "--spec-draft-n-min", "0", "--spec-draft-p-min", "0"]
 
 
-def parse_speculative(output: str, prompt: str) -> Answer:
-    """The answer that `llama-speculative-simple` tells of, its two streams one after the other.
+def parse_speculative(output: str, log: str, prompt: str) -> Answer:
+    """The answer that `llama-speculative-simple` prints, with the counts of its log (the error stream).
 
     Raises:
         ForetokenError: no result in the output.
     """
-    encoded = re.search(r"encoded\s+\d+ tokens in\s+([\d.]+) seconds", output)
-    decoded = re.search(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds", output)
-    drafted, accepted = re.search(r"n_drafted\s*=\s*(\d+)", output), re.search(r"n_accept\s*=\s*(\d+)", output)
+    encoded = re.search(r"encoded\s+\d+ tokens in\s+([\d.]+) seconds", log)
+    decoded = re.search(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds", log)
+    drafted, accepted = re.search(r"n_drafted\s*=\s*(\d+)", log), re.search(r"n_accept\s*=\s*(\d+)", log)
     if not (encoded and decoded and drafted and accepted):
-        raise ForetokenError(f"llama-speculative-simple gave no result: {output[-200:]!r}")
+        raise ForetokenError(f"llama-speculative-simple gave no result: {log[-200:]!r}")
     tokens, seconds, kept = int(decoded.group(1)), float(decoded.group(2)), int(accepted.group(1))
     steps = tokens - kept
     return Answer(
@@ -236,29 +236,22 @@ def parse_speculative(output: str, prompt: str) -> Answer:
     )
 
 
-_LOG_LINE = re.compile(r"^(?:\d+\.)+\d+ [A-Z] ", re.MULTILINE)
-
-
 def _text_of(output: str, prompt: str) -> str:
-    """What stands between the echoed prompt and the empty lines at the end; empty if the echo is not there."""
-    start = output.find(prompt)
-    if start < 0:
-        return ""
-    answer = output[start + len(prompt) :]
-    log = _LOG_LINE.search(answer)
-    return (answer[: log.start()] if log else answer).rstrip("\n")
+    """What follows the echo of the prompt, less the empty lines at the end; empty if there is no echo."""
+    _, echo, answer = output.partition(prompt)
+    return answer.rstrip("\n") if echo else ""
 
 
-def _run(command: list[str], both: bool = False, check: bool = True) -> str:
-    """Standard output of a program; with `both`, its error stream after it."""
+def _run(command: list[str]) -> tuple[str, str]:
+    """Standard output and error stream of a program that ended well."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ForetokenError(f"{Path(command[0]).name}: {error}") from error
     out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
-    if check and done.returncode != 0:
+    if done.returncode != 0:
         raise ForetokenError(f"{Path(command[0]).name} ended with code {done.returncode}: {' | '.join(err.strip().splitlines()[-3:])}")
-    return f"{out}\n{err}" if both or not check else out
+    return out, err
 
 
 def _token_count(checkpoint: Path) -> TokenCount:

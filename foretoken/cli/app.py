@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import warnings
 
-import click
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from foretoken.cli import bench, demo, generate, models, settings, train, widen
 from foretoken.errors import ForetokenError
@@ -29,6 +29,10 @@ app.add_typer(train.app, name="train")
 app.add_typer(settings.app, name="config")
 
 
+# The base of every usage error; typer has carried click inside since 0.26 and exports only this subclass.
+_USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
+
+
 def main() -> None:
     """Run a verb; a known error becomes one line on stderr and its exit code, Ctrl-C 130."""
     sys.exit(run(sys.argv[1:]))
@@ -41,18 +45,19 @@ def run(arguments: list[str]) -> int:
     def show_warning(message: Warning | str, *_: object, **__: object) -> None:
         errors.print(f"warning: {message}", style="yellow", markup=False)
 
-    warnings.showwarning = show_warning  # type: ignore[assignment]
+    warnings.showwarning = show_warning
     command = typer.main.get_command(app)
+    assert isinstance(command, TyperGroup)
     try:
         settings.check_environment(command)
         code = command.main(args=arguments, prog_name="foretoken", standalone_mode=False, default_map=settings.default_map(command))
         return int(code or 0)
-    except click.exceptions.Exit as stop:
-        return stop.exit_code
-    except click.UsageError as error:
+    except typer.Exit as stop:
+        return int(stop.exit_code)
+    except _USAGE_ERROR as error:
         error.show()
         return 2
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         errors.print("interrupted; nothing that was finished is lost", markup=False)
         return 130
     except ForetokenError as error:

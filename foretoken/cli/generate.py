@@ -9,8 +9,8 @@ from rich.console import Console
 
 from foretoken.cli.common import (
     DeviceOption,
-    DraftOption,
     DrafterOption,
+    DraftOption,
     DtypeOption,
     JsonOption,
     NumDraftOption,

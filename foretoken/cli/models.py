@@ -53,5 +53,3 @@ def _describe(name: str) -> dict[str, object]:
         return row | {"runs_on": f"not runnable: {error}"}
     millions = f"{config.num_parameters / 1e6:,.1f} M"
     return row | {"parameters": millions, "layers": config.num_layers, "context": config.max_context_tokens, "runs_on": "native decoder"}
-
-

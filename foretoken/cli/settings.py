@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from foretoken.errors import ConfigError, StorageError
 
@@ -33,6 +33,7 @@ def show(
 ) -> None:
     """Print every setting of every verb, as it would apply without flags."""
     root = context.find_root().command
+    assert isinstance(root, TyperGroup)
     rows = list(_resolved(root))
     if as_json:
         typer.echo(json.dumps({f"{verb}.{name}": {"value": value, "origin": source} for verb, name, value, source in rows}, default=str))
@@ -43,7 +44,7 @@ def show(
     Console().print(table)
 
 
-def default_map(root: click.Command) -> dict[str, Any]:
+def default_map(root: TyperGroup) -> dict[str, Any]:
     """Environment and `foretoken.toml` as click's map of defaults, the environment winning.
 
     Raises:
@@ -60,7 +61,7 @@ def default_map(root: click.Command) -> dict[str, Any]:
     return found
 
 
-def check_environment(root: click.Command) -> None:
+def check_environment(root: TyperGroup) -> None:
     """Refuse a `FORETOKEN_*` variable that no setting reads.
 
     Raises:
@@ -73,7 +74,7 @@ def check_environment(root: click.Command) -> None:
             raise ConfigError(variable, value, f"no setting of this name; did you mean {near[0]}?" if near else "no setting of this name; unset it")
 
 
-def _resolved(root: click.Command) -> Iterator[tuple[str, str, Any, str]]:
+def _resolved(root: TyperGroup) -> Iterator[tuple[str, str, Any, str]]:
     """(verb, setting, value, origin) of every option."""
     file = _read_file()
     _check_file(root, file)
@@ -90,21 +91,22 @@ def _resolved(root: click.Command) -> Iterator[tuple[str, str, Any, str]]:
             yield verb, name, option.default, "default"
 
 
-def _split(option: click.Parameter, value: str) -> Any:
-    return value.split(",") if option.multiple else value  # type: ignore[attr-defined]
+def _split(option: TyperOption, value: str) -> str | list[str]:
+    return value.split(",") if option.multiple else value
 
 
 def _variable(verb: str, name: str) -> str:
     return _PREFIX + "__".join([*verb.upper().split(), name.upper()])
 
 
-def _options(command: click.Command, verb: str = "") -> Iterator[tuple[str, str, click.Parameter]]:
-    if isinstance(command, click.Group):
+def _options(command: TyperGroup | TyperCommand, verb: str = "") -> Iterator[tuple[str, str, TyperOption]]:
+    if isinstance(command, TyperGroup):
         for name, child in command.commands.items():
+            assert isinstance(child, TyperGroup | TyperCommand)
             yield from _options(child, f"{verb} {name}".strip())
         return
     for parameter in command.params:
-        if parameter.param_type_name == "option" and parameter.name not in (None, "help", "as_json"):
+        if isinstance(parameter, TyperOption) and parameter.name not in (None, "help", "as_json"):
             yield verb, str(parameter.name), parameter
 
 
@@ -122,7 +124,7 @@ def _read_file() -> dict[str, Any]:
         raise StorageError(f"cannot read {path}: {error}") from error
 
 
-def _check_file(root: click.Command, file: dict[str, Any]) -> None:
+def _check_file(root: TyperGroup, file: dict[str, Any]) -> None:
     known: dict[str, set[str]] = {}
     for verb, name, _ in _options(root):
         known.setdefault(verb, set()).add(name)

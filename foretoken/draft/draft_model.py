@@ -115,9 +115,7 @@ def _choose(logits: Tensor, entries: list[BatchEntry], position: int) -> tuple[T
     if all(p.greedy for p in params):
         return logits.argmax(dim=-1), None
     law = target_probs(logits, params)
-    u = uniforms(
-        [entry.request.seed for entry in entries], Purpose.DRAFT, [entry.round_start for entry in entries], [position] * len(entries)
-    )
+    u = uniforms([entry.request.seed for entry in entries], Purpose.DRAFT, [entry.round_start for entry in entries], [position] * len(entries))
     return sample(law, torch.from_numpy(u).to(law.device)), law
 
 

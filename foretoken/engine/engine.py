@@ -43,13 +43,13 @@ class Engine:
         target: LanguageModel,
         drafters: DrafterGroup,
         tokenizer: Tokenizer | None = None,
-        limits: SchedulerConfig = SchedulerConfig(),
+        limits: SchedulerConfig | None = None,
         eos_token_ids: Sequence[int] | None = None,
     ) -> None:
         self.target, self.drafters, self.tokenizer = target, drafters, tokenizer
         self.eos_token_ids = frozenset(target.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.runner, self.controller = Runner(target), Controller()
-        self.scheduler = Scheduler(target, limits, self.controller.choose)
+        self.scheduler = Scheduler(target, limits or SchedulerConfig(), self.controller.choose)
         self.states: dict[int, RequestState] = {}
         self.stats = EngineStats()
         self._ids = itertools.count()
@@ -153,9 +153,7 @@ class Engine:
             state.stats.total_s = now - state.arrived_s
             new = len(state.origins) - start
             text = state.text.release(final=state.finish_reason is not None)
-            outputs.append(
-                StepOutput(state.request_id, tuple(state.tokens[-new:]), text, tuple(state.origins[start:]), state.finish_reason)
-            )
+            outputs.append(StepOutput(state.request_id, tuple(state.tokens[-new:]), text, tuple(state.origins[start:]), state.finish_reason))
             self._count(state, draft.lengths[b], verdict, b, new)
         self._book(now)
         return outputs

@@ -24,7 +24,9 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, spec: SpecC
             raise InputError("prompt", token, f"token ids must be whole numbers from 0 to {target.vocab_size - 1}")
     context = target.max_context_tokens
     if len(prompt_ids) >= context:
-        raise ContextLengthError("prompt", f"{len(prompt_ids)} tokens", f"the context holds {context} tokens; shorten the prompt to at most {context - 1}")
+        raise ContextLengthError(
+            "prompt", f"{len(prompt_ids)} tokens", f"the context holds {context} tokens; shorten the prompt to at most {context - 1}"
+        )
     if params.stop_strings and not has_text:
         raise InputError("stop", params.stop_strings, "stop strings need a tokenizer, and this model folder has none; leave `stop` out")
     if spec.num_draft != "auto" and spec.num_draft >= context:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 @dataclass
@@ -23,7 +24,8 @@ class BlockAllocator:
     """Hands out blocks of a fixed pool; free + used = total at all times."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        assert num_blocks > 0 and block_size > 0
+        assert num_blocks > 0
+        assert block_size > 0
         self.num_blocks, self.block_size = num_blocks, block_size
         self._references = [0] * num_blocks
         self._num_free = num_blocks
@@ -124,7 +126,7 @@ def slots_of(table: BlockTable, start: int, stop: int, block_size: int) -> range
         return range(0)
     first, last = start // block_size, (stop - 1) // block_size
     blocks = table.blocks[first : last + 1]
-    if all(b - a == 1 for a, b in zip(blocks, blocks[1:], strict=False)):
+    if all(b - a == 1 for a, b in pairwise(blocks)):
         base = blocks[0] * block_size - first * block_size
         return range(base + start, base + stop)
     return [table.blocks[i // block_size] * block_size + i % block_size for i in range(start, stop)]

@@ -55,6 +55,7 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, layer: int) -> Tensor:
+        """One layer over `x` [T, D]; `layer` is its number, which the cache needs."""
         query, key, value = self._qkv(self.input_norm(x), cos, sin)
         read = attention.attend(layer, query, key, value)  # [T, H, K]
         x = x + self.o_proj(read.reshape(x.shape[0], -1))
@@ -83,12 +84,10 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_embeddings:
-            self.lm_head.weight = self.embedding.weight
+            self.lm_head.weight = self.embedding.weight  # type: ignore[assignment]
         self._rotary: RotaryTable | None = None
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, attention: Attention, num_layers: int | None = None, taps: Sequence[int] = ()
-    ) -> Hidden:
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, num_layers: int | None = None, taps: Sequence[int] = ()) -> Hidden:
         """Run the first `num_layers` layers (all by default) over `tokens` [T] at `positions` [T].
 
         `taps` lists layer counts whose residual stream is wanted; 0 is the embedding.

@@ -26,6 +26,7 @@ class Linear(nn.Module):
         self._packed: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        """`x` [T, in] -> [T, out]."""
         if self._packed is None:
             assert self.weight is not None
             return F.linear(x, self.weight, self.bias)
@@ -43,7 +44,7 @@ class Linear(nn.Module):
 
 def can_pack() -> bool:
     """Whether this torch build and processor have the packed bf16 linear."""
-    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
 
 
 class RMSNorm(nn.Module):
@@ -55,6 +56,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """`x` [..., size], same shape back."""
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
@@ -67,6 +69,7 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """`x` [T, hidden] -> [T, hidden]."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         out: Tensor = self.down_proj(F.silu(gate) * up)
         return out

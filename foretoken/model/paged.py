@@ -28,9 +28,7 @@ class PagedModel:
         self.dtype, self._device = weight.dtype, weight.device
         self.allocator = BlockAllocator(num_slots // block_size, block_size)
         config = self.config
-        self.pool = KVPool(
-            config.num_layers, config.num_kv_heads, self.allocator.num_blocks * block_size, config.head_dim, self.dtype, self._device
-        )
+        self.pool = KVPool(config.num_layers, config.num_kv_heads, self.allocator.num_blocks * block_size, config.head_dim, self.dtype, self._device)
         self.tables: dict[int, BlockTable] = {}
 
     @property

@@ -19,8 +19,7 @@ from foretoken.core import Draft, Uniforms
 from foretoken.verify import draw
 
 _SORT_WHOLE = 1024  # columns up to which sorting a whole row costs less than selecting what needs sorting
-_COLD = 1e-6  # temperatures below this overflow float32 unless the row's maximum is taken off first
-_COLDEST = 1e-30  # any lower temperature gives the same law in float32
+_COLDEST = 1e-20  # a lower temperature gives the same law, but dividing by it may overflow float32
 
 
 def target_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -60,9 +59,7 @@ def _law(scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: fl
     """One law per row for rows that share their parameters: [R, V] -> [R, V]."""
     if temperature == 0.0:
         return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1)
-    if temperature < _COLD:
-        scores, temperature = scores - scores.amax(-1, keepdim=True), max(temperature, _COLDEST)
-    scores = scores / temperature
+    scores = scores / max(temperature, _COLDEST)
     if top_k > 0:
         kth = torch.topk(scores, min(top_k, scores.shape[-1])).values[..., -1:]
         scores = scores.masked_fill(scores < kth, -torch.inf)

@@ -57,6 +57,7 @@ def prepare(folder: Path, vocab_size: int = 4096) -> tuple[Tokenizer, Data]:
 def model_config(shape: Shape, tokenizer: Tokenizer, max_context_tokens: int = 2048) -> ModelConfig:
     """Llama configuration of `shape` for `tokenizer`."""
     end = tokenizer.token_to_id(END_OF_TEXT)
+    assert end is not None
     return ModelConfig(
         model_type="llama",
         vocab_size=tokenizer.get_vocab_size(),
@@ -91,7 +92,9 @@ def train_lm(
         teacher_decoder = load_decoder(teacher, dtype="float32", device=device, pack=False)
         teacher_decoder.requires_grad_(False)
         if teacher_decoder.config.vocab_size != tokenizer.get_vocab_size():
-            raise MismatchError(f"the teacher has {teacher_decoder.config.vocab_size} tokens, the corpus {tokenizer.get_vocab_size()}: use its --corpus")
+            raise MismatchError(
+                f"the teacher has {teacher_decoder.config.vocab_size} tokens, the corpus {tokenizer.get_vocab_size()}: use its --corpus"
+            )
     trainer = Trainer(decoder.to(device), data, config, out, teacher_decoder)
     result = trainer.run()
     folder = out / "model"

@@ -214,7 +214,9 @@ class Trainer:
             meta = json.loads(handle.metadata()["state"])
         for key in ("batch_tokens", "seed", "length"):
             if meta["config"][key] != getattr(self.config, key):
-                raise ConfigError(key, getattr(self.config, key), f"the run in {self.folder} was started with {meta['config'][key]}; use that or another folder")
+                raise ConfigError(
+                    key, getattr(self.config, key), f"the run in {self.folder} was started with {meta['config'][key]}; use that or another folder"
+                )
         tensors = load_file(path)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():

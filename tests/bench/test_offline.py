@@ -111,5 +111,5 @@ def test_bad_plot_file_is_refused_before_anything_runs(tmp_path):
 
 
 def test_options_have_defaults_for_all_but_the_target():
-    assert [f.name for f in fields(BenchOptions)][0] == "target"
+    assert fields(BenchOptions)[0].name == "target"
     assert BenchOptions("t", draft="d").num_threads >= 1

@@ -12,10 +12,14 @@ from foretoken.bench.workload import SLICES, read_prompts, slices
 from foretoken.errors import InputError, StorageError
 from foretoken.train.corpus import Corpus, Document, documents, is_held_out
 
-MODULE = '"""A module about shapes, with more than a few words to say about them."""\n\n\n' + "\n\n".join(
-    f'def area{i}(width, height):\n    """Return the area of rectangle number {i}."""\n    total = width * height\n    total += {i}\n    return total\n'
-    for i in range(40)
-)
+FUNCTION = """def area{i}(width, height):
+    \"\"\"Return the area of rectangle number {i}.\"\"\"
+    total = width * height
+    total += {i}
+    return total
+"""
+ABOUT = '"""A module about shapes, with more than a few words to say about them."""\n\n\n'
+MODULE = ABOUT + "\n\n".join(FUNCTION.format(i=i) for i in range(40))
 
 
 def corpus_of(name: str) -> Corpus:

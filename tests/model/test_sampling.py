@@ -82,6 +82,14 @@ def test_a_nearly_zero_temperature_is_the_argmax(temperature: float) -> None:
     assert law.tolist() == [[0, 1, 0, 0]]
 
 
+@pytest.mark.parametrize("vocab", [1, 50, 3000])
+def test_top_p_keeps_at_least_one_token(vocab: int) -> None:
+    for logits in (torch.zeros(1, vocab), torch.randn(1, vocab, generator=torch.Generator().manual_seed(3))):
+        law = target_probs(logits, [SamplingParams(temperature=1.0, top_p=1e-20)])
+        assert abs(float(law.sum()) - 1) < 1e-6
+        assert float(law[0, logits[0] == logits.max()].sum()) > 0
+
+
 def test_no_rows() -> None:
     assert target_probs(torch.empty(0, 5), []).shape == (0, 5)
     assert check_finite(torch.empty(0, 5)).shape == (0,)

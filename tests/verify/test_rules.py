@@ -203,6 +203,27 @@ def test_draw_never_takes_a_token_without_weight(weights: list[float], u: float)
             assert number * sum(weights) <= sum(weights[: token + 1]) + 1e-6
 
 
+def test_draw_gives_each_token_a_half_open_interval() -> None:
+    weights = torch.tensor([[0.0, 1.0, 0.0, 1.0, 2.0]]).expand(5, -1)
+    u = torch.tensor([0.0, 0.25 - 2.0**-54, 0.25, 0.5, 1 - 2.0**-53], dtype=torch.float64)
+    assert draw(weights, u).tolist() == [1, 1, 3, 4, 4]
+
+
+def test_draw_survives_a_prefix_sum_that_is_not_monotone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parallel prefix sum may rise at a token of weight zero, or fall at the end, in its last bits."""
+    sums = torch.tensor([[0.5, 0.5 + 2.0**-50, 1.0, 1.0]], dtype=torch.float64)
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: sums)
+    assert draw(torch.tensor([[0.5, 0.0, 0.5, 0.0]]), torch.tensor([0.5], dtype=torch.float64)).tolist() == [2]
+
+
+def test_a_token_without_mass_is_decided_by_the_target_alone() -> None:
+    laws = torch.tensor([[0.0, 0.0, 1.0]])
+    p = torch.tensor([[0.5, 0.0, 0.5], [1.0, 0.0, 0.0]])
+    for token, expected in ((0, 1.0), (1, 0.0)):
+        draft = Draft(torch.tensor([token]), (-1,), (0, 1), ("toy",), (True,), Mass(laws, (0, -1)))
+        assert REJECTION.accept_probabilities(draft, p).tolist() == [expected]
+
+
 def test_draw_takes_the_last_token_with_weight_when_the_number_is_too_large() -> None:
     weights = torch.tensor([[0.2, 0.8, 0.0], [0.0, 0.0, 0.0]])
     assert draw(weights, torch.tensor([1.0, 0.3], dtype=torch.float64)).tolist()[0] == 1

@@ -1,0 +1,96 @@
+"""`foretoken bench`: plain against speculative decoding, and against other engines."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foretoken.bench.offline import BenchOptions, run_bench
+from foretoken.bench.report import print_report
+from foretoken.bench.workload import SLICES
+from foretoken.cli.common import DeviceOption, DraftOption, DtypeOption, JsonOption, RuleOption, TargetOption
+from foretoken.errors import ConfigError
+
+_DEFAULT = BenchOptions(target="reference:target", draft="reference:draft")
+
+
+def bench(
+    target: TargetOption = "reference:target",
+    draft: DraftOption = None,
+    drafters: Annotated[str, typer.Option(help="Drafters to measure, separated by commas.")] = "draft_model,ngram",
+    num_drafts: Annotated[str, typer.Option(help="Numbers of guesses to measure, separated by commas; auto is one of them.")] = "3,5",
+    rule: RuleOption = "auto",
+    slices: Annotated[str, typer.Option(help=f"Kinds of text: {', '.join(SLICES)}; or all.")] = "all",
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with `prompt` and maybe `slice`, instead of --slices.")] = None,
+    prompts_per_slice: Annotated[int, typer.Option(help="Prompts of each slice.")] = _DEFAULT.prompts_per_slice,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = _DEFAULT.max_tokens,
+    repeats: Annotated[int, typer.Option(help="Times everything is measured; the median counts.")] = _DEFAULT.repeats,
+    warmup: Annotated[int, typer.Option(help="Answers of each setting that do not count, first.")] = _DEFAULT.warmup,
+    temperatures: Annotated[str, typer.Option(help="Temperatures, separated by commas.")] = "0,0.8",
+    stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="Let answers end early; by default all have the same length.")] = False,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    threads: Annotated[int | None, typer.Option(help="Threads for every engine; without it, torch's own number.")] = None,
+    peers: Annotated[bool, typer.Option("--peers", help="Also run transformers, and llama.cpp if FORETOKEN_LLAMA_CPP names its folder.")] = False,
+    peer_num_drafts: Annotated[str, typer.Option(help="Numbers of guesses the other engines are swept over.")] = "2,3,4,5,6,7,8",
+    plot: Annotated[Path | None, typer.Option(help="Draw the speedups into this .png or .svg file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for a dated result: raw JSON and a table.")] = None,
+    name: Annotated[str, typer.Option(help="End of the result's file name.")] = _DEFAULT.name,
+    seed: Annotated[int, typer.Option(help="Seed of the sampled answers.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure tokens per second, time per step and acceptance, everything interleaved in one run."""
+    names = _words(drafters)
+    if "draft_model" in names and draft is None and target == "reference:target":
+        draft = "reference:draft"
+    options = BenchOptions(
+        target=target,
+        draft=draft,
+        drafters=names,
+        num_drafts=tuple("auto" if word == "auto" else _whole("num_drafts", word) for word in _words(num_drafts)),
+        rule=rule,
+        slices=SLICES if slices == "all" else _words(slices),
+        prompts=prompts,
+        prompts_per_slice=prompts_per_slice,
+        max_tokens=max_tokens,
+        repeats=repeats,
+        warmup=warmup,
+        temperatures=tuple(_number("temperatures", word) for word in _words(temperatures)),
+        ignore_eos=not stop_at_eos,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        peers=peers,
+        peer_num_drafts=tuple(_whole("peer_num_drafts", word) for word in _words(peer_num_drafts)),
+        plot=plot,
+        out=out,
+        name=name,
+        seed=seed,
+    )
+    report = run_bench(options, command=shlex.join(["foretoken", *sys.argv[1:]]))
+    if not as_json:
+        print_report(report)
+    else:
+        typer.echo(report.json_line())
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _whole(field: str, word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise ConfigError(field, word, "must be whole numbers separated by commas") from None
+
+
+def _number(field: str, word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise ConfigError(field, word, "must be numbers separated by commas") from None

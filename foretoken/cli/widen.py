@@ -1,0 +1,40 @@
+"""`foretoken widen`: the same answers at the cost of a bigger model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from foretoken.bench.widen import widen as widen_checkpoint
+from foretoken.cli.common import JsonOption, print_json
+from foretoken.model.open import model_folder
+
+
+def widen(
+    out: Annotated[Path, typer.Option(help="Folder to write; it must not exist, or be empty.")],
+    to: Annotated[
+        str, typer.Option(help="About how many parameters: 50m, 150m, 500m, 1b, 3b, 8b; or hidden=..,intermediate=..,layers=..,heads=..,kv_heads=..")
+    ],
+    source: Annotated[str, typer.Option(help="The checkpoint to enlarge: a folder, a hub id, or reference:target.")] = "reference:target",
+    dtype: Annotated[str, typer.Option(help="Number format of the result.")] = "bfloat16",
+    seed: Annotated[int, typer.Option(help="Seed of the dead weights.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Enlarge a small checkpoint without changing its function, to measure real acceptance at a realistic cost.
+
+    The result is an ordinary Hugging Face folder. Say that it is widened beside every number that uses it.
+    """
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("writing parameters", total=None)
+        result = widen_checkpoint(model_folder(source), out, to, seed, lambda done, total: bar.update(task, completed=done, total=total), dtype)
+    if as_json:
+        print_json(
+            {"folder": str(out), "num_parameters": result.num_parameters, "dead_share": result.dead_share, "nonzero_share": result.nonzero_share}
+        )
+        return
+    typer.echo(f"{out}: {result.num_parameters / 1e6:,.0f} M parameters, {result.dead_share:.1%} of them dead, {result.nonzero_share:.1%} not zero")

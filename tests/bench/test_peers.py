@@ -1,0 +1,250 @@
+"""Other engines: transformers for real on tiny checkpoints, llama.cpp through recorded output and stand-in programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretoken.bench import llama_cpp, peers
+from foretoken.bench.llama_cpp import LlamaCpp, parse_bench, parse_speculative
+from foretoken.bench.measure import Setting
+from foretoken.bench.offline import BenchOptions, run_bench
+from foretoken.bench.workload import Prompt
+from foretoken.config import SamplingParams
+from foretoken.errors import ForetokenError, StorageError
+from foretoken.train.tokens import tokenizer_config, train_tokenizer
+from tests.bench.fakes import FakeLLM
+
+PROMPT = Prompt("p", "code", "def f(x):\n    '''Add\\n two'''\n")
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+
+# Recorded from llama.cpp 0.5.0-dev (commit 0c1e570); `draft:` holds statistics that are not read.
+SPECULATIVE = """
+
+def f(x):
+    '''Add\\n two'''
+    return x + 1
+
+
+
+"""
+LOG = """Read 30 bytes from binary file /tmp/p.txt
+0.00.017.748 I cmn          init: llama threadpool init, n_threads = 2
+0.18.882.620 I encoded   17 tokens in    1.212 seconds, speed:   14.029 t/s
+0.18.882.640 I decoded   36 tokens in   15.482 seconds, speed:    2.325 t/s
+0.18.882.652 I
+0.18.882.665 I n_draft   = 3
+0.18.882.677 I n_predict = 36
+0.18.882.689 I n_drafted = 29
+0.18.882.701 I n_accept  = 26
+0.18.882.713 I accept    = 89.655%
+0.18.882.726 I
+0.18.882.737 I draft:
+"""
+BENCH = """[
+  {
+    "build_commit": "0c1e570",
+    "n_threads": 2,
+    "n_prompt": 0,
+    "n_gen": 32,
+    "n_depth": 20,
+    "avg_ns": 67811300,
+    "avg_ts": 471.897752,
+    "samples_ts": [ 471.898 ]
+  }
+]"""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
+    """A random target and a smaller random draft with one tokenizer, in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = train_tokenizer(["def f(x):\n    return x + 1\n"] * 4, 300)
+    folders = []
+    for seed, (name, layers) in enumerate([("target", 2), ("draft", 1)]):
+        torch.manual_seed(seed)
+        folder = tmp_path_factory.mktemp("models") / name
+        shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 2}
+        config = LlamaConfig(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=256, bos_token_id=0, eos_token_id=0, **shape)
+        LlamaForCausalLM(config).save_pretrained(folder)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config()), encoding="utf-8")
+        folders.append(folder)
+    return folders[0], folders[1]
+
+
+@pytest.fixture(scope="module")
+def answers(checkpoints):
+    target, draft = checkpoints
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FORETOKEN_LLAMA_CPP", raising=False)
+        found, notes = peers.contenders(target, draft, "float32", "cpu", threads=1, num_drafts=(2, 4))
+    assert "FORETOKEN_LLAMA_CPP" in notes[0]
+    return {c.setting.name: c.answer(PROMPT, PARAMS) for c in found}
+
+
+def test_transformers_in_every_setting(answers):
+    assert list(answers) == [
+        "transformers",
+        "transformers-assisted-default",
+        "transformers-assisted-2",
+        "transformers-assisted-4",
+        "transformers-lookup-10",
+    ]
+    for answer in answers.values():
+        assert answer.num_emitted == len(answer.token_ids) == PARAMS.max_tokens
+        assert answer.token_ids == answers["transformers"].token_ids
+        assert answer.decode_s > 0
+        assert answer.ttft_s is not None
+
+
+def test_transformers_counts(answers):
+    plain = answers["transformers"]
+    assert (plain.num_steps, plain.decode_tokens, plain.num_accepted) == (12, 11, 0)
+    assisted = answers["transformers-assisted-2"]
+    assert assisted.num_steps + assisted.num_accepted == assisted.num_emitted
+    assert assisted.decode_steps == assisted.num_steps - 1
+
+
+def test_a_failing_transformers_is_an_error_of_ours(tmp_path):
+    library = peers.HuggingFace(tmp_path, None, "auto", "cpu")
+    with pytest.raises(ForetokenError, match="transformers failed"):
+        peers.Generate(Setting("transformers", "transformers"), library).answer(PROMPT, PARAMS)
+
+
+def test_recorded_speculative_output():
+    answer = parse_speculative(SPECULATIVE, LOG, PROMPT.text)
+    assert (answer.num_emitted, answer.num_drafted, answer.num_accepted, answer.num_steps) == (36, 29, 26, 10)
+    assert answer.decode_s == 15.482
+    assert answer.ttft_s == pytest.approx(1.212 + 1.5482)
+    assert answer.text == "    return x + 1"
+
+
+def test_recorded_bench_output():
+    answer = parse_bench(BENCH)
+    assert (answer.decode_tokens, answer.num_steps) == (32, 32)
+    assert answer.decode_tokens / answer.decode_s == pytest.approx(471.9, abs=0.1)
+
+
+@pytest.mark.parametrize("output", ["", "error: unknown argument", "[]", "[{}]", "decoded 3 tokens in 1.0 seconds"])
+def test_output_without_a_result_is_an_error(output):
+    with pytest.raises(ForetokenError, match="gave no result"):
+        parse_bench(output)
+    with pytest.raises(ForetokenError, match="gave no result"):
+        parse_speculative("x", output, "x")
+
+
+def test_output_without_the_prompts_echo_has_no_text():
+    assert parse_speculative(SPECULATIVE, LOG, "another prompt").text == ""
+
+
+def program(path: Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!{sys.executable}\nimport sys\n{body}\n", encoding="utf-8")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.fixture
+def llama(tmp_path) -> Path:
+    """A folder like llama.cpp's, whose programs note how they were called and print recorded results."""
+    root = tmp_path / "llama.cpp"
+    note = f"open({str(tmp_path / 'calls')!r}, 'a').write(repr(sys.argv[1:]) + '\\n')"
+    version = "if '--version' in sys.argv: print('version: 0.5.0-dev (build 1)', file=sys.stderr); raise SystemExit"
+    program(root / "build/bin/llama-bench", f"{note}\nprint({BENCH!r})")
+    program(root / "build/bin/llama-speculative-simple", f"{version}\n{note}\nprint({SPECULATIVE!r})\nprint({LOG!r}, file=sys.stderr)")
+    (root / "convert_hf_to_gguf.py").write_text(
+        f"import sys\nfrom conversion.base import TextModel\n{note}\n"
+        "open(sys.argv[sys.argv.index('--outfile') + 1], 'w').write(TextModel().get_vocab_base_pre(None))\n",
+        encoding="utf-8",
+    )
+    (root / "conversion").mkdir()
+    (root / "conversion/base.py").write_text(
+        "class TextModel:\n    def get_vocab_base_pre(self, tokenizer):\n        raise NotImplementedError\n", encoding="utf-8"
+    )
+    return root
+
+
+def test_a_whole_run_with_llama_cpp(llama, checkpoints, tmp_path, monkeypatch):
+    target, draft = checkpoints
+    monkeypatch.setenv("FORETOKEN_LLAMA_CPP", str(llama))
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps({"prompt": PROMPT.text}) + "\n", encoding="utf-8")
+    options = BenchOptions(
+        str(target), str(draft), prompts=prompts, num_drafts=(3,), max_tokens=4, repeats=1, warmup=0, peers=True, peer_num_drafts=(3,), threads=1
+    )
+    report = run_bench(options, FakeLLM())
+    rows = {row.setting: row for row in report.rows if row.temperature == 0.0}
+    assert {"plain", "transformers", "transformers-assisted-3", "llama.cpp", "llama.cpp-ngram", "llama.cpp-draft-3"} <= set(rows)
+    assert rows["llama.cpp-draft-3"].acceptance_rate == 26 / 29
+    assert report.versions["llama.cpp"].startswith("0.5.0-dev")
+    assert "plain / llama.cpp plain" in report.ratios["p"]
+    calls = (tmp_path / "calls").read_text(encoding="utf-8")
+    depth = llama_cpp._token_count(target)(PROMPT.text)
+    assert f"'-d', '{depth}'" in calls
+    assert "'--spec-draft-n-max', '3'" in calls
+    assert "'--ignore-eos'" in calls
+
+
+def test_conversion_is_kept_and_made_again_when_the_checkpoint_changes(llama, checkpoints, tmp_path):
+    programs, target = LlamaCpp.find(llama), checkpoints[0]
+    gguf = programs.convert(target, "f16")
+    assert gguf == target.parent / "target-f16.gguf"
+    assert gguf.read_text(encoding="utf-8") == "gpt-2"
+
+    def conversions() -> int:
+        return (tmp_path / "calls").read_text(encoding="utf-8").count("--outfile")
+
+    programs.convert(target, "f16")
+    assert conversions() == 1
+    os.utime(gguf, (0, 0))
+    programs.convert(target, "f16")
+    assert conversions() == 2
+
+
+def test_an_unknown_way_to_split_text_is_left_to_the_converter(llama, checkpoints, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    tokenizer = json.loads((checkpoints[0] / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": []}
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    with pytest.raises(ForetokenError, match="NotImplementedError"):
+        LlamaCpp.find(llama).convert(other, "bf16")
+    assert not list(tmp_path.glob("*.gguf"))
+
+
+def test_missing_programs_and_converter_are_named(llama, checkpoints, tmp_path):
+    with pytest.raises(StorageError, match="llama-bench"):
+        LlamaCpp.find(tmp_path / "nowhere")
+    (llama / "convert_hf_to_gguf.py").unlink()
+    with pytest.raises(StorageError, match="FORETOKEN_LLAMA_CPP_CONVERT"):
+        LlamaCpp.find(llama).convert(checkpoints[0], "q8_0")
+
+
+def test_the_converter_may_be_named(llama, monkeypatch, tmp_path):
+    (tmp_path / "mine.py").write_text("", encoding="utf-8")
+    monkeypatch.setenv("FORETOKEN_LLAMA_CPP_CONVERT", str(tmp_path / "mine.py"))
+    assert LlamaCpp.find(llama).converter == tmp_path / "mine.py"
+
+
+def test_a_failing_program_is_an_error_with_its_last_words(llama, checkpoints):
+    program(llama / "build/bin/llama-bench", "print('out of memory', file=sys.stderr)\nraise SystemExit(3)")
+    contender = llama_cpp.LlamaBench(Setting("llama.cpp", "llama.cpp"), LlamaCpp.find(llama), checkpoints[0], len, 1)
+    with pytest.raises(ForetokenError, match=r"code 3: out of memory"):
+        contender.answer(PROMPT, PARAMS)
+
+
+def test_a_program_that_hangs_is_given_up(monkeypatch, llama):
+    def hang(*args, **kwargs):
+        raise subprocess.TimeoutExpired("llama-bench", 1)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    with pytest.raises(ForetokenError, match="timed out"):
+        llama_cpp._run(["llama-bench"])

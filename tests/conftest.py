@@ -1,0 +1,66 @@
+"""Fixtures that many tests share: a tiny target with a related draft, and the audit after every test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from foretoken import LLM
+from tests.helpers import audit
+from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
+
+torch.set_num_threads(1)  # tiny matrices: a second thread costs more than it brings
+audit.watch()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` need a CUDA device."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def conserved() -> Iterator[None]:
+    """Blocks: free + used = total, and an idle engine holds nothing, after every test."""
+    yield
+    audit.check_all()
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Folders of a tiny `target` and a `draft` that guesses about half of its tokens: the target without its second layer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("pair")
+    tiny_checkpoint(folder / "target", "llama", num_hidden_layers=2, hidden_size=32)
+    target = AutoModelForCausalLM.from_pretrained(folder / "target")
+    with torch.no_grad():  # a second layer that matters less than the first: then its absence is no catastrophe
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            target.model.layers[1].get_submodule(name).weight.mul_(0.3)
+    target.save_pretrained(folder / "target")
+    draft = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "target", num_hidden_layers=1))
+    draft.load_state_dict({name: w for name, w in target.state_dict().items() if ".layers.1." not in name})
+    draft.save_pretrained(folder / "draft")
+    return SimpleNamespace(target=folder / "target", draft=folder / "draft")
+
+
+@pytest.fixture(scope="session")
+def text_pair(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The same with a tokenizer in both folders."""
+    folder = tmp_path_factory.mktemp("text_pair")
+    for name, layers in (("target", 2), ("draft", 1)):
+        tiny_checkpoint(folder / name, "llama", num_hidden_layers=layers, hidden_size=32, vocab_size=300)
+        tiny_tokenizer(folder / name, 300)
+    return SimpleNamespace(target=folder / "target", draft=folder / "draft")
+
+
+@pytest.fixture(scope="session")
+def llm(pair: SimpleNamespace) -> LLM:
+    """One engine for many tests, in float32, so that each test meets the used cache of the one before."""
+    return LLM(pair.target, dtype="float32", cache_tokens=8192)

@@ -1,0 +1,66 @@
+"""What must hold after every test: no block is lost, and nothing is kept for a request that is over."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.ngram import NgramDrafter
+from foretoken.engine.engine import Engine
+from foretoken.engine.llm import LLM
+from foretoken.model.paged import PagedModel
+from tests.helpers.scripted import ScriptedModel
+
+_seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+# What a drafter still keeps, by request; a new drafter adds a line.
+KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
+    NgramDrafter: lambda drafter: drafter._indexes,
+    DraftModelDrafter: lambda drafter: drafter._pending or open_sequences(drafter.model),
+}
+
+
+def watch() -> None:
+    """Remember every engine and paged model from now on."""
+    for kind in (Engine, PagedModel):
+
+        def remember(self: Any, *arguments: Any, _made: Callable[..., None] = kind.__init__, **options: Any) -> None:
+            _made(self, *arguments, **options)
+            _seen.add(self)
+
+        kind.__init__ = remember  # type: ignore[method-assign]
+
+
+def open_sequences(model: object) -> list[int]:
+    """Sequences that a model still holds."""
+    if isinstance(model, PagedModel):
+        return list(model.tables)
+    if isinstance(model, ScriptedModel):
+        return list(model.sequences)
+    return list(model._sequences)  # type: ignore[attr-defined]
+
+
+def check_all() -> None:
+    """Every model conserves its blocks; every idle engine holds nothing."""
+    for thing in list(_seen):
+        if isinstance(thing, PagedModel):
+            thing.check()
+        elif not thing.states:
+            check_idle(thing)
+
+
+def check_idle(engine: Engine | LLM) -> None:
+    """Nothing is left of any request: queue, caches, drafters."""
+    if isinstance(engine, LLM):
+        engine = engine.engine
+    assert not engine.states
+    assert not engine.has_work
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
+    assert not engine.scheduler._promised_tokens
+    assert not open_sequences(engine.target)
+    assert engine.target.num_free_tokens() == engine.target.capacity_tokens
+    for drafter in engine.drafters.drafters.values():
+        assert not KEPT_BY_DRAFTER[type(drafter)](drafter)

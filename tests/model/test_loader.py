@@ -1,0 +1,309 @@
+"""Checkpoints are read with little memory, written whole, and every broken one is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from foretoken.errors import CheckpointError, InputError, ModelError, StorageError, UnsupportedModelError
+from foretoken.model.architecture import check_causal, config_from_hf, config_to_hf
+from foretoken.model.decoder import Decoder
+from foretoken.model.loader import Weights, hf_state, load_decoder, read_config, resolve_folder, save_checkpoint
+from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, tiny_tokenizer, token_ids, transformers_logits, variant
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture
+def llama(made: Path, tmp_path: Path) -> Path:
+    """A copy that a test may break."""
+    shutil.copytree(made, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | changes))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
+    whole = load_decoder(tiny_checkpoint(tmp_path / "one", "qwen3"))
+    folder = tiny_checkpoint(tmp_path / "many", "qwen3", shard_size="30KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 3
+    for (name, one), (other_name, other) in zip(hf_state(whole), hf_state(load_decoder(folder)), strict=True):
+        assert name == other_name
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "expected"),
+    [
+        (torch.bfloat16, "auto", torch.bfloat16),
+        (torch.float32, "auto", torch.float32),
+        (torch.bfloat16, "float32", torch.float32),
+        (torch.float32, torch.float64, torch.float64),
+    ],
+)
+def test_dtype_is_the_checkpoints_or_the_one_asked_for(tmp_path: Path, stored: torch.dtype, asked: str | torch.dtype, expected: torch.dtype) -> None:
+    decoder = load_decoder(tiny_checkpoint(tmp_path, "llama", dtype=stored), dtype=asked, pack=False)
+    assert {parameter.dtype for parameter in decoder.parameters()} == {expected}
+    assert not any(parameter.requires_grad for parameter in decoder.parameters())
+
+
+def test_dtype_of_a_config_without_one_is_the_stored_one(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+    edit_config(folder, dtype=None, torch_dtype=None)
+    assert load_decoder(folder, pack=False).norm.weight.dtype == torch.bfloat16
+
+
+def test_an_unknown_dtype_is_refused(llama: Path) -> None:
+    with pytest.raises(InputError, match="choose one of auto, float32"):
+        load_decoder(llama, dtype="int8")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_config_survives_writing_and_reading(tmp_path: Path, name: str) -> None:
+    config = read_config(variant(tmp_path, name))
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+    assert Decoder(config).config.num_parameters == sum(p.numel() for p in Decoder(config).parameters())
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "llama-yarn-options", "mistral", "mistral-sliding", "qwen2-layer-types", "qwen3-tied-biases"])
+def test_a_saved_checkpoint_means_the_same_to_transformers(tmp_path: Path, name: str) -> None:
+    folder, ids = variant(tmp_path / "in", name), token_ids(100)
+    tiny_tokenizer(folder)
+    save_checkpoint(load_decoder(folder), read_config(folder), tmp_path / "out", tokenizer_folder=folder, dtype="float32")
+    torch.testing.assert_close(transformers_logits(tmp_path / "out", ids), transformers_logits(folder, ids), atol=1e-5, rtol=0)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+
+
+def test_saving_defaults_to_bfloat16_and_replaces_an_older_sharded_one(tmp_path: Path, llama: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "old", "llama", shard_size="30KB", seed=5)
+    save_checkpoint(dict(hf_state(load_decoder(llama))), read_config(llama), folder)
+    again = load_decoder(folder, pack=False)
+    assert again.norm.weight.dtype == torch.bfloat16
+    assert torch.equal(again.embedding.weight, load_decoder(llama).embedding.weight.bfloat16())
+
+
+def test_saving_where_nothing_can_be_written_is_a_storage_error(tmp_path: Path, llama: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot write the checkpoint"):
+        save_checkpoint(load_decoder(llama), read_config(llama), tmp_path / "file" / "out")
+
+
+def test_a_packed_decoder_is_not_written(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+    decoder = load_decoder(folder, pack=True)
+    if decoder.layers[0].qkv_proj.weight is not None:
+        pytest.skip("this machine does not pack")
+    with pytest.raises(ModelError, match="pack=False"):
+        save_checkpoint(decoder, decoder.config, tmp_path / "out")
+
+
+def test_peak_memory_is_about_one_copy(tmp_path: Path) -> None:
+    """In a process of its own: the peak while loading, over what was used before, against the weights."""
+    folder = tiny_checkpoint(
+        tmp_path, "llama", dtype=torch.bfloat16, vocab_size=1000, hidden_size=512, intermediate_size=2048, num_hidden_layers=24, head_dim=64
+    )
+    code = f"""
+import resource, torch
+from pathlib import Path
+from foretoken.model.loader import load_decoder
+torch.set_num_threads(1)
+load_decoder(Path({str(tmp_path.parent / "warm")!r}), pack=True)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+load_decoder(Path({str(folder)!r}), pack=True)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+    tiny_checkpoint(tmp_path.parent / "warm", "llama", dtype=torch.bfloat16)  # its kernels and libraries are in memory then
+    used = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()[-1])
+    weights = (folder / "model.safetensors").stat().st_size
+    assert weights > 150e6
+    assert used < 1.3 * weights
+
+
+# --- what is broken is named ---
+
+
+def test_a_missing_folder_and_a_file_are_told_apart(tmp_path: Path, llama: Path) -> None:
+    assert resolve_folder(str(llama)) == llama
+    for name in (str(tmp_path / "nowhere"), "./nowhere", "../no/where", tmp_path / "nowhere"):
+        with pytest.raises(CheckpointError, match="does not exist"):
+            resolve_folder(name)
+    with pytest.raises(CheckpointError, match="is a file"):
+        resolve_folder(llama / "config.json")
+
+
+def test_a_hub_id_is_fetched_without_pickles_and_its_failure_is_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    asked: list[Any] = []
+
+    def fetch(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, allow_patterns))
+        if name == "some/model":
+            return str(tmp_path)
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no such snapshot\nlong advice")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert resolve_folder("some/model", revision="main") == tmp_path
+    assert asked[0][:2] == ("some/model", "main")
+    assert not any(pattern.endswith((".bin", ".pt", "*")) for pattern in asked[0][2])
+    with pytest.raises(CheckpointError, match=r"'other/model' is neither a local folder nor .*: no such snapshot$"):
+        resolve_folder("other/model")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_config_that_is_not_json_is_named(llama: Path, name: str) -> None:
+    (llama / name).write_text("{")
+    with pytest.raises(CheckpointError, match=name):
+        read_config(llama)
+
+
+def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 500, -100])
+def test_a_truncated_file_is_named(llama: Path, keep: int) -> None:
+    file = llama / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated or corrupt"):
+        load_decoder(llama)
+
+
+def test_a_corrupt_header_is_named(llama: Path) -> None:
+    file = llama / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[8:20] = b"\xff" * 12
+    file.write_bytes(bytes(content))
+    with pytest.raises(CheckpointError, match="truncated or corrupt"):
+        load_decoder(llama)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, "llama", shard_size="30KB")
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"shard {shard.name} is missing"):
+        load_decoder(folder)
+
+
+def test_a_missing_tensor_is_named(llama: Path) -> None:
+    edit_tensors(llama, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+        load_decoder(llama)
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(llama: Path) -> None:
+    edit_config(llama, intermediate_size=80)
+    with pytest.raises(CheckpointError, match=r"gate_proj\.weight in .* has shape \[64, 48\]; config.json asks for \[80, 48\]"):
+        load_decoder(llama)
+
+
+def test_integer_weights_are_refused(llama: Path) -> None:
+    edit_tensors(llama, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight .* is stored as I8"):
+        load_decoder(llama)
+
+
+def test_unexpected_tensors_are_refused_and_harmless_ones_ignored(llama: Path) -> None:
+    edit_tensors(llama, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}))
+    load_decoder(llama)
+    edit_tensors(llama, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(48)}))
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias .* has no place"):
+        load_decoder(llama)
+
+
+def test_a_head_stored_beside_a_tied_embedding_is_ignored(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(97, 48)}))
+    decoder = load_decoder(folder)
+    assert decoder.lm_head.weight is decoder.embedding.weight
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
+def test_pickles_are_never_read(llama: Path, name: str) -> None:
+    (llama / "model.safetensors").rename(llama / name)
+    with pytest.raises(CheckpointError, match=f"only as pickle \\({name}\\).*convert it to safetensors"):
+        load_decoder(llama)
+
+
+def test_a_folder_without_weights_is_named(llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="holds neither"):
+        Weights(llama)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "'bert' is encoder-only"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' is encoder-decoder"),
+        ({"model_type": "whisper"}, "speech"),
+        ({"model_type": "novel", "is_encoder_decoder": True}, "'novel' is encoder-decoder"),
+    ],
+)
+def test_what_cannot_continue_text_is_refused_by_name(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_causal(raw)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act='gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModelError, "'gptq'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, UnsupportedModelError, "longrope"),
+        ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "partial_rotary_factor"),
+        ({"hidden_size": "wide"}, CheckpointError, "malformed"),
+        ({"num_key_value_heads": 3}, CheckpointError, "not a multiple"),
+        ({"model_type": None}, CheckpointError, "model_type"),
+    ],
+)
+def test_a_config_beyond_the_native_decoder_is_refused_by_name(llama: Path, changes: dict[str, Any], kind: type[Exception], message: str) -> None:
+    edit_config(llama, **changes)
+    with pytest.raises(kind, match=message):
+        read_config(llama)
+
+
+def test_end_tokens_of_the_generation_config_win(llama: Path) -> None:
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert read_config(llama).eos_token_ids == (5, 6)
+
+
+def test_families_defaults_are_transformers_own() -> None:
+    from transformers import AutoConfig
+
+    for family in ("llama", "mistral", "qwen2", "qwen3"):
+        shape = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 32}
+        full = AutoConfig.for_model(family, **shape).to_dict()
+        short = config_from_hf(shape | {"model_type": family, "dtype": full["dtype"]})
+        long = config_from_hf(full)
+        assert (short.num_kv_heads, short.head_dim, short.max_context_tokens) == (long.num_kv_heads, long.head_dim, long.max_context_tokens)
+        assert short.sliding_window == long.sliding_window
+        assert short.rope == long.rope
