@@ -12,7 +12,7 @@ All are frozen; lengths are properties. Index conventions, used everywhere:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -153,6 +153,11 @@ class Draft:
             mass=mass,
         )
 
+    def on(self, device: torch.device | str) -> Draft:
+        """The same draft with its tensors on `device`."""
+        mass = None if self.mass is None else replace(self.mass, laws=self.mass.laws.to(device))
+        return replace(self, tokens=self.tokens.to(device), mass=mass)
+
     def rows_of(self, requests: Sequence[int]) -> list[int]:
         """Rows (anchor, then nodes) of some requests, in the given order."""
         return [row for b in requests for row in range(self.anchor_row(b), self.anchor_row(b) + 1 + self.lengths[b])]
@@ -164,7 +169,11 @@ def empty_draft(num_requests: int, device: torch.device | str = "cpu") -> Draft:
 
 
 def merge_drafts(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]], device: torch.device | str = "cpu") -> Draft:
-    """One draft for the whole batch from drafts of disjoint sets of requests; `parts` hold (request indices, draft)."""
+    """One draft for the whole batch from drafts of disjoint sets of requests; `parts` hold (request indices, draft).
+
+    A drafter may work on another device than the target (a lookup has no reason to leave the CPU).
+    """
+    parts = [(requests, draft.on(device)) for requests, draft in parts]
     if len(parts) == 1 and tuple(parts[0][0]) == tuple(range(num_requests)):
         return parts[0][1]
     owner = {b: (part, local) for part, (requests, _) in enumerate(parts) for local, b in enumerate(requests)}

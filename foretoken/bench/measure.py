@@ -221,7 +221,8 @@ def _row(own: list[Sample], plain: list[Sample], name: str, prompts: Sequence[Pr
     ratios = [rate / plain_rates[repeat] for repeat, rate in rates.items() if plain_rates.get(repeat)]
     drafted, accepted, steps = _total(a.num_drafted for a in answers), _total(a.num_accepted for a in answers), _total(a.num_steps for a in answers)
     emitted = sum(a.num_emitted for a in answers)
-    differences = _differences(own, plain, prompts) if own[0].temperature == 0.0 and plain else None
+    comparable = own[0].temperature == 0.0 and bool(plain) and all(a.token_ids or a.text for a in answers)
+    differences = _differences(own, plain, prompts) if comparable else None
     ttfts = [a.ttft_s for a in answers if a.ttft_s is not None]
     return Row(
         setting=setting.name,
@@ -344,23 +345,24 @@ def _mismatch(one: Sequence[object], other: Sequence[object]) -> int | None:
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Per slice, greedy: foretoken over the other engines, each at its best setting; a missing engine has no entry."""
+    """Per slice, greedy: our plain and our best speculative speed over every kind of decoding of every engine.
+
+    A kind is plain or one drafter, taken at its best number of drafted tokens; plain is compared with plain alone.
+    """
     result: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(row.slice for row in rows):
         greedy = [row for row in rows if row.slice == name and row.temperature == 0.0]
-
-        def best(engine: str, speculative: bool, among: Sequence[Row] = greedy) -> float | None:
-            speeds = [r.tokens_per_s for r in among if r.engine == engine and (r.drafter is not None) == speculative]
-            return max(speeds, default=None)
-
+        best: dict[tuple[str, str | None], float] = {}
+        for row in greedy:
+            best[row.engine, row.drafter] = max(row.tokens_per_s, best.get((row.engine, row.drafter), 0.0))
+        plain = best.get((ENGINE, None))
+        speculative = max((speed for (engine, drafter), speed in best.items() if engine == ENGINE and drafter is not None), default=None)
         found: dict[str, float] = {}
-        for engine in dict.fromkeys(row.engine for row in greedy):
-            for own_kind, kind in ((False, False), (True, True), (True, False)):
-                own, other = best(ENGINE, own_kind), best(engine, kind)
-                if own and other and (engine, own_kind) != (ENGINE, kind):
-                    found[f"{_KIND[own_kind]} / {engine} {_KIND[kind]}"] = own / other
+        for (engine, drafter), speed in best.items():
+            other = f"{engine} {drafter or PLAIN}"
+            if plain and speed and engine != ENGINE and drafter is None:
+                found[f"plain / {other}"] = plain / speed
+            if speculative and speed and (engine != ENGINE or drafter is None):
+                found[f"speculative / {other}"] = speculative / speed
         result[name] = found
     return result
-
-
-_KIND = {False: "plain", True: "speculative"}

@@ -34,7 +34,7 @@ def contenders(
     library = HuggingFace(target, draft, dtype, device)
     found: list[Contender] = [Generate(Setting(TRANSFORMERS, TRANSFORMERS), library)]
     if draft is not None:
-        found.append(Generate(Setting(f"{TRANSFORMERS}-assisted-default", TRANSFORMERS, "assisted", "auto"), library))
+        found.append(Generate(Setting(f"{TRANSFORMERS}-assisted", TRANSFORMERS, "assisted", "auto"), library))
         found += [Generate(Setting(f"{TRANSFORMERS}-assisted-{n}", TRANSFORMERS, "assisted", n), library) for n in num_drafts]
     found.append(Generate(Setting(f"{TRANSFORMERS}-lookup-{_LOOKUP_TOKENS}", TRANSFORMERS, "lookup", _LOOKUP_TOKENS), library))
     if not os.environ.get("FORETOKEN_LLAMA_CPP"):
@@ -99,7 +99,10 @@ class HuggingFace:
 
     def _load(self, name: Path) -> CausalLM:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
         model: CausalLM = AutoModelForCausalLM.from_pretrained(name, dtype=self.dtype).to(self.device).eval()
         return model
 

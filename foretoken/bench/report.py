@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -26,19 +27,9 @@ from foretoken.bench.measure import ALL_SLICES, PLAIN, Row
 from foretoken.errors import InputError, StorageError
 
 _PLOT_SUFFIXES = (".png", ".svg")
-_COLUMNS = (
-    "setting",
-    "tok/s",
-    "min-max",
-    "speedup",
-    "accepted",
-    "tokens/step",
-    "step ms",
-    "draft + target + rest",
-    "first token",
-    "repeats",
-    "identical",
-)
+_COLUMNS = ("setting", "tok/s", "min-max", "speedup", "accepted", "tok/step", "ms/step", "draft+target+rest", "first token", "repeats", "same")
+# Below this the table would be cut to nothing; a narrower terminal wraps its lines instead.
+_MIN_WIDTH = 130
 
 
 @dataclass(frozen=True)
@@ -77,10 +68,12 @@ def _plain(value: object) -> object:
 def print_report(report: Report, console: Console | None = None) -> None:
     """Tables for a terminal, one per slice and temperature, then ratios, caveats and the files written."""
     console = console or Console()
+    if console.width < _MIN_WIDTH:
+        console.width = _MIN_WIDTH
     for (name, temperature), rows in _groups(report.rows).items():
-        table = Table(title=f"{name}, temperature {temperature:g}", title_justify="left")
+        table = Table(title=f"{name}, temperature {temperature:g}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for column in _COLUMNS:
-            table.add_column(column, justify="left" if column == "setting" else "right", no_wrap=column == "setting")
+            table.add_column(column, justify="left" if column == "setting" else "right", no_wrap=True)
         for row in rows:
             table.add_row(*_cells(row))
         console.print(table)
@@ -104,27 +97,32 @@ def _cells(row: Row) -> tuple[str, ...]:
     parts = (row.draft_ms_per_step, row.verify_ms_per_step, row.rest_ms_per_step)
     return (
         row.setting,
-        f"{row.tokens_per_s:.1f}",
-        f"{row.tokens_per_s_min:.1f}-{row.tokens_per_s_max:.1f}",
-        _shown(row.speedup, ".2f", "x"),
-        _shown(None if row.acceptance_rate is None else 100 * row.acceptance_rate, ".0f", " %"),
-        _shown(row.emitted_per_step, ".2f"),
-        _shown(row.step_ms, ".1f"),
-        "" if None in parts else " + ".join(_shown(part, ".1f") for part in parts),
-        _shown(row.ttft_s, ".2f", " s"),
-        _shown(None if row.repeated_4grams is None else 100 * row.repeated_4grams, ".0f", " %"),
+        _number(row.tokens_per_s),
+        f"{_number(row.tokens_per_s_min)}-{_number(row.tokens_per_s_max)}",
+        "" if row.speedup is None else f"{row.speedup:.2f}x",
+        _percent(row.acceptance_rate),
+        "" if row.emitted_per_step is None else f"{row.emitted_per_step:.2f}",
+        _number(row.step_ms),
+        "" if None in parts else "+".join(_number(part) for part in parts),
+        "" if row.ttft_s is None else f"{1e3 * row.ttft_s:.0f} ms",
+        _percent(row.repeated_4grams),
         _identical(row),
     )
+
+
+def _number(value: float | None) -> str:
+    """Three digits or so: what a measurement is worth."""
+    return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"
 
 
 def _identical(row: Row) -> str:
     if row.identical is None or (row.identical and row.setting == PLAIN):
         return ""
     return "yes" if row.identical else f"no ({len(row.differences)})"
-
-
-def _shown(value: float | None, form: str, unit: str = "") -> str:
-    return "" if value is None else f"{value:{form}}{unit}"
 
 
 def write_result(report: Report, folder: Path, name: str) -> Report:
@@ -164,7 +162,8 @@ def markdown(report: Report, raw: str | None = None) -> str:
         *([f"- raw numbers: [{raw}]({raw})"] if raw else []),
         "",
         "tok/s is the median over repeats of the tokens after the prompt's own pass; speedup is against `plain` on the same slice in the same run.",
-        "`repeats` is the share of 4-grams that an output had used before: loops flatter every drafter.",
+        "`repeats` is the share of 4-grams that an output had used before: loops flatter every drafter. `same` says whether all greedy outputs "
+        "equal plain decoding's.",
         "",
         *(f"- {caveat}" for caveat in report.caveats),
     ]
@@ -237,7 +236,7 @@ def write_plot(report: Report, path: Path) -> None:
     axes.set_xticks(range(len(names)), names)
     axes.set_ylabel("tokens per second")
     axes.set_title(f"temperature {lowest:g}, {report.machine.get('cpu', '')}", fontsize=9)
-    axes.legend(fontsize=7, ncols=2)
+    figure.legend(loc="outside lower center", fontsize=7, ncols=4)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
@@ -295,4 +294,4 @@ def is_widened(checkpoint: Path) -> bool:
         config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(config, dict) and any("widen" in key for key in config)
+    return isinstance(config, dict) and "widened" in config

@@ -37,7 +37,7 @@ def bench(
     threads: Annotated[int | None, typer.Option(help="Threads for every engine; without it, torch's own number.")] = None,
     peers: Annotated[bool, typer.Option("--peers", help="Also run transformers, and llama.cpp if FORETOKEN_LLAMA_CPP names its folder.")] = False,
     peer_num_drafts: Annotated[str, typer.Option(help="Numbers of guesses the other engines are swept over.")] = "2,3,4,5,6,7,8",
-    plot: Annotated[Path | None, typer.Option(help="Draw the speedups into this .png or .svg file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw tokens per second into this .png or .svg file.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for a dated result: raw JSON and a table.")] = None,
     name: Annotated[str, typer.Option(help="End of the result's file name.")] = _DEFAULT.name,
     seed: Annotated[int, typer.Option(help="Seed of the sampled answers.")] = 0,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretoken.core import Batch, BatchEntry, Draft, Mass, Request, Verdict
 from foretoken.model.interface import LanguageModel, Segment
-from foretoken.model.sampling import Purpose, sample, target_probs, uniforms
+from foretoken.model.sampling import Purpose, check_finite, sample, target_probs, uniforms
 
 _CATCH_UP_TOKENS = 512  # rows of a long prompt that the draft model takes in one forward
 
@@ -114,6 +114,8 @@ def _choose(logits: Tensor, entries: list[BatchEntry], position: int) -> tuple[T
     params = [entry.request.params for entry in entries]
     if all(p.greedy for p in params):
         return logits.argmax(dim=-1), None
+    # A draft that overflows guesses at random from here on: a law with NaN in it would reach the target's residual.
+    logits = torch.where(check_finite(logits)[:, None], logits, torch.zeros_like(logits))
     law = target_probs(logits, params)
     u = uniforms([entry.request.seed for entry in entries], Purpose.DRAFT, [entry.round_start for entry in entries], [position] * len(entries))
     return sample(law, torch.from_numpy(u).to(law.device)), law

@@ -62,7 +62,7 @@ class Engine:
         target = self._forward(batch, draft)
         verdict = self._verify(batch, draft, target)
         self._commit(batch, draft, target, verdict)
-        self._observe(batch, draft, verdict)
+        self._observe(batch, draft, target, verdict)
         return self._emit(batch, draft, target, verdict)
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, spec: SpecConfig) -> RequestState:
@@ -125,12 +125,14 @@ class Engine:
             self.target.commit(entry.request.request_id, len(entry.pending))
         self.drafters.commit(batch, draft, verdict, target.taps)
 
-    def _observe(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
+    def _observe(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
         self.controller.observe(batch, draft, verdict, self.states)
         clock, drafted = self._clock, max(1, draft.num_nodes)
         for b, entry in enumerate(batch.decoding):
             stats = self.states[entry.request.request_id].stats
             stats.num_steps += 1
+            rows = [draft.anchor_row(b), *(draft.anchor_row(b) + 1 + node for node in verdict.paths[b])]
+            stats.num_near_ties += sum(target.near_ties[row] for row in rows)
             stats.draft_s += (clock.proposed - clock.scheduled) * draft.lengths[b] / drafted
             stats.verify_s += (clock.verified - clock.proposed) * (1 + draft.lengths[b]) / draft.num_rows
 

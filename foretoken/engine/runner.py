@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foretoken.core import Batch, Draft
 from foretoken.model.interface import LanguageModel, Segment
-from foretoken.model.sampling import check_finite, target_probs
+from foretoken.model.sampling import check_finite, near_ties, target_probs
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class TargetOutput:
     probs: Tensor
     taps: dict[int, Tensor]
     broken: frozenset[int]  # indices into `batch.decoding` whose logits are not finite
+    near_ties: tuple[bool, ...]  # [R] greedy rows whose choice hangs on rounding
 
 
 class Runner:
@@ -55,4 +56,6 @@ class Runner:
             broken = frozenset(b for b in range(draft.num_requests) if not all(rows[row] for row in draft.rows_of([b])))
             # The neighbours go on; a broken request gets a harmless law, and its error when the step emits.
             logits = torch.where(finite[:, None], logits, torch.zeros_like(logits))
-        return TargetOutput(target_probs(logits, params), taps, broken)
+        ties = near_ties(logits).tolist() if any(p.greedy for p in params) else [False] * len(params)
+        near = tuple(tie and p.greedy for tie, p in zip(ties, params, strict=True))
+        return TargetOutput(target_probs(logits, params), taps, broken, near)

@@ -11,12 +11,15 @@ class RequestStats:
 
     A step's draft time is shared among the requests that drafted in it by their drafted tokens, its verify time (the
     target's forward and the rule) among all by their rows. `drafted_at` and `accepted_at` count by draft position.
+    `num_near_ties` counts greedy tokens whose two best logits were one rounding unit apart or less: only there can
+    16-bit arithmetic make a speculative answer differ from a plain one.
     """
 
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     num_emitted: int = 0
+    num_near_ties: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
     ttft_s: float = 0.0
@@ -66,6 +69,7 @@ class RequestStats:
             "num_drafted": self.num_drafted,
             "num_accepted": self.num_accepted,
             "num_emitted": self.num_emitted,
+            "num_near_ties": self.num_near_ties,
             "acceptance_rate": self.acceptance_rate,
             "draft_s": self.draft_s,
             "verify_s": self.verify_s,

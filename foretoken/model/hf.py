@@ -222,9 +222,12 @@ class TransformersModel:
     def _check_causal(self) -> None:
         """Change the last of four tokens: the logits before it must not move."""
         first, second = (
-            self._model(torch.tensor([[1, 2, 3, last]], device=self.device) % self.vocab_size, use_cache=False).logits[0, :3] for last in (4, 5)
+            self._model(torch.tensor([[1, 2, 3, last]], device=self.device) % self.vocab_size, use_cache=False).logits[0].float() for last in (4, 5)
         )
-        if not torch.allclose(first.float(), second.float(), atol=1e-2, rtol=1e-2):
+        change = (first - second).abs().amax(-1)  # [4]
+        # Rounding may move earlier rows a little where experts are batched; what a row really reads moves it far more.
+        noise = 1e-3 if self._model.dtype in (torch.float32, torch.float64) else 0.05
+        if change[:3].max() > noise * change[3]:
             name = self._model.config.model_type
             raise UnsupportedModelError(f"model_type={name!r} reads later tokens too: foretoken runs causal language models")
 

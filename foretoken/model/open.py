@@ -52,16 +52,16 @@ def open_model(folder: Path, dtype: str = "auto", device: str = "auto", cache_to
         except CheckpointError:
             raise
         except ValueError:  # a native family with an option the decoder lacks: transformers has it
-            return _open_in_transformers(folder, dtype, place)
+            return _open_in_transformers(folder, dtype, place, cache_tokens)
         decoder = load_decoder(folder, dtype=dtype, device=place)
         return PagedModel(decoder, _cache_tokens(config, decoder.norm.weight.dtype, cache_tokens))
-    return _open_in_transformers(folder, dtype, place)
+    return _open_in_transformers(folder, dtype, place, cache_tokens)
 
 
-def _open_in_transformers(folder: Path, dtype: str, device: torch.device) -> LanguageModel:
+def _open_in_transformers(folder: Path, dtype: str, device: torch.device, cache_tokens: int | None) -> LanguageModel:
     from foretoken.model.hf import TransformersModel  # imports transformers: seconds that a native model need not pay
 
-    return TransformersModel(folder, dtype, device)
+    return TransformersModel(folder, dtype, device, cache_tokens)
 
 
 def _cache_tokens(config: ModelConfig, dtype: torch.dtype, wanted: int | None) -> int:

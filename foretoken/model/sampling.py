@@ -50,6 +50,18 @@ def check_finite(logits: Tensor) -> Tensor:
     return torch.isfinite(logits.amax(-1))  # amax hands NaN on; a lone -inf is a masked token
 
 
+def near_ties(logits: Tensor) -> Tensor:
+    """Rows `[R]` bool whose two best logits lie within one rounding unit of their own number format.
+
+    Such a row's argmax may change with the number of rows computed at once, because sums are then rounded in another
+    order. Only 16-bit formats are looked at; in float32 and float64 the answer is False.
+    """
+    if logits.dtype not in (torch.bfloat16, torch.float16):
+        return torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+    best = logits.topk(2, dim=-1).values.float()  # [R, 2]
+    return best[:, 0] - best[:, 1] <= torch.finfo(logits.dtype).eps * best[:, 0].abs()
+
+
 def sample(probs: Tensor, u: Tensor) -> Tensor:
     """Draw one token per row: probabilities [B, V] (need not be normalised), uniforms [B] -> ids [B]."""
     return draw(probs, u)

@@ -323,7 +323,8 @@ class _WindowStream:
         if not self._held:
             return ""
         text = self._tokenizer.decode(self._settled + self._held)
-        if not certain and self._may_split and text.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD:
+        half = text.endswith(_REPLACEMENT) or text == self._settled_text
+        if half and self._may_split and not certain and len(self._held) < _MAX_HELD:
             return ""
         new = text[len(self._settled_text) :]
         self._settled = self._held[-1:]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rich.console import Console
 from tokenizers import Tokenizer
 
 from foretoken.errors import ConfigError, MismatchError, StorageError
@@ -39,6 +40,7 @@ def prepare(folder: Path, vocab_size: int = 4096) -> tuple[Tokenizer, Data]:
     """Tokenizer and token ids of the standard library, made once and kept in `folder`."""
     corpus_file = folder / "corpus.npz"
     if not corpus_file.exists():
+        Console(stderr=True).print("reading the standard library and learning its tokens: about half a minute", highlight=False)
         corpus = standard_library()
         tokenizer = train_tokenizer((d.text for d in corpus.train if d.slice == "code"), vocab_size)
         held_out = [d for d in corpus.held_out if d.slice == "code"]

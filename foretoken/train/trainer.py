@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -115,6 +116,7 @@ class Trainer:
         self._peak_rates = (config.matrix_rate, config.vector_rate)
         self.step, self.seconds = 0, 0.0
         self.device = next(model.parameters()).device
+        self._console = Console(stderr=True)
         self._loss: Callable[[Tensor], Tensor] = torch.compile(self._loss_of, dynamic=False) if config.compile else self._loss_of
         self._resume()
 
@@ -126,13 +128,12 @@ class Trainer:
             StorageError: the state cannot be written.
         """
         started, saved, before, loss = time.monotonic(), time.monotonic(), self.seconds, float("nan")
-        with _interruption() as interrupted:
+        with _interruption() as interrupted, self._progress() as show:
             while self.step < self.config.num_steps:
                 loss = self._train_step()
                 now = time.monotonic()
                 self.seconds = before + now - started
-                if self.step % self.config.report_every_steps == 0:
-                    self._report(loss)
+                show(loss)
                 if self.step % self.config.validate_every_steps == 0:
                     self._say(f"step {self.step}: held-out {self.bits_per_byte():.4f} bits per byte")
                 if interrupted.is_set():
@@ -174,6 +175,7 @@ class Trainer:
     def bits_per_byte(self, length: int = 1024) -> float:
         """Held-out loss in bits per byte of text, in consecutive windows of `length` tokens."""
         ids, total_nats = self.data.held_out.astype(np.int64), 0.0
+        length = min(length, self.model.config.max_context_tokens)
         with torch.autocast(self.device.type, torch.bfloat16):
             for start in range(0, len(ids) - 1, length):
                 window = torch.from_numpy(ids[start : start + length + 1])[None].to(self.device)
@@ -235,14 +237,28 @@ class Trainer:
         self.step, self.seconds = meta["step"], meta["seconds"]
         self._say(f"resumed at step {self.step} of {self.config.num_steps}")
 
-    def _report(self, loss: float) -> None:
-        done, total = self.step, self.config.num_steps
-        rate = done * self.config.batch_tokens / max(self.seconds, 1e-9)
-        left_s = (total - done) * self.config.batch_tokens / max(rate, 1e-9)
-        self._say(f"step {done}/{total} loss {loss:.4f} {rate:,.0f} tokens/s, about {left_s / 60:.0f} min left")
+    @contextmanager
+    def _progress(self) -> Iterator[Callable[[float], None]]:
+        """A function to call after every step: a bar on a terminal, elsewhere a line now and then."""
+        if self.config.compile and self.step < self.config.num_steps:
+            self._say("compiling the training step: the first one takes a minute or two")
+        columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as bar:
+            task = bar.add_task("training", total=self.config.num_steps, completed=self.step)
+
+            def show(loss: float) -> None:
+                done, total = self.step, self.config.num_steps
+                rate = done * self.config.batch_tokens / max(self.seconds, 1e-9)
+                line = f"loss {loss:.4f}, {rate:,.0f} tokens/s"
+                bar.update(task, completed=done, description=line)
+                if done % self.config.report_every_steps == 0 and not self._console.is_terminal:
+                    left_s = (total - done) * self.config.batch_tokens / max(rate, 1e-9)
+                    self._say(f"step {done}/{total} {line}, about {left_s / 60:.0f} min left")
+
+            yield show
 
     def _say(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def logits_of(model: Decoder, batch: Tensor) -> Tensor:

@@ -136,6 +136,10 @@ def test_text_alone_is_compared_as_far_as_both_go():
     assert row_of([plain, sample(PEER, replace(answer(ids=[]), text="def g(x)"))], "other").differences == ({"prompt": "a", "character": 4},)
 
 
+def test_an_engine_that_gives_neither_tokens_nor_text_is_not_called_identical():
+    assert row_of([sample(PLAIN, answer(ids=[1])), sample(PEER, answer(ids=[]))], "other").identical is None
+
+
 def test_sampled_outputs_are_not_compared():
     samples = [sample(s, answer(ids=[i]), temperature=0.8) for i, s in enumerate((PLAIN, SPEC))]
     assert row_of(samples, "ngram-3", temperature=0.8).identical is None
@@ -153,6 +157,6 @@ def test_ratios_compare_each_engine_at_its_best():
     assert ratios(summarise(samples, PROMPTS[:1]))["code"] == {
         "speculative / foretoken plain": 2.0,
         "plain / o plain": 2.0,
-        "speculative / o speculative": 2.0,
         "speculative / o plain": 4.0,
+        "speculative / o draft": 2.0,
     }

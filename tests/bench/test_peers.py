@@ -94,7 +94,7 @@ def answers(checkpoints):
 def test_transformers_in_every_setting(answers):
     assert list(answers) == [
         "transformers",
-        "transformers-assisted-default",
+        "transformers-assisted",
         "transformers-assisted-2",
         "transformers-assisted-4",
         "transformers-lookup-10",

@@ -113,7 +113,7 @@ def test_processor_without_proc(monkeypatch):
 
 
 def test_caveats_for_widened_checkpoints_and_a_busy_machine(tmp_path):
-    (tmp_path / "config.json").write_text('{"foretoken_widened": {"from": "x"}}', encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"widened": {"from": "x"}}', encoding="utf-8")
     assert is_widened(tmp_path)
     assert not is_widened(tmp_path / "missing")
     found = source_caveats(tmp_path, tmp_path, load=1e6)

@@ -63,4 +63,5 @@ def check_idle(engine: Engine | LLM) -> None:
     assert not open_sequences(engine.target)
     assert engine.target.num_free_tokens() == engine.target.capacity_tokens
     for drafter in engine.drafters.drafters.values():
-        assert not KEPT_BY_DRAFTER[type(drafter)](drafter)
+        inner = getattr(drafter, "inner", drafter)  # a `Watched` one
+        assert not KEPT_BY_DRAFTER[type(inner)](inner)

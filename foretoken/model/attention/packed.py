@@ -30,7 +30,8 @@ class PackedAttention:
             stop = min(start + _QUERY_CHUNK, length)
             rows = q[:, :, :, start:stop].reshape(batch * groups, -1, head_dim)  # [B*G, H/G * chunk, K]
             scores = torch.bmm(rows, k[:, :stop].transpose(1, 2)).view(batch * groups, per_group, stop - start, stop)
-            scores = scores.float().masked_fill(~self._visible(layer, start, stop, query.device), float("-inf"))
+            scores = scores if scores.dtype == torch.float64 else scores.float()
+            scores = scores.masked_fill(~self._visible(layer, start, stop, query.device), float("-inf"))
             weights = scores.softmax(-1).to(v.dtype).view(batch * groups, -1, stop)
             read.append(torch.bmm(weights, v[:, :stop]).view(batch, groups, per_group, stop - start, head_dim))
         return torch.cat(read, dim=3).permute(0, 3, 1, 2, 4).reshape(batch * length, heads, head_dim)

@@ -1,0 +1,287 @@
+"""What every drafter owes the engine. A new drafter joins with one line in `CASES`."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.config import DRAFTERS
+from foretoken.core import Batch, BatchEntry, Request
+from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.group import DrafterGroup, drafter_key
+from foretoken.draft.ngram import NgramDrafter
+from foretoken.engine.engine import Engine
+from foretoken.model.loader import load_decoder
+from foretoken.model.paged import PagedModel
+from tests.helpers.audit import check_idle
+from tests.helpers.checkpoints import tiny_checkpoint, token_ids
+from tests.helpers.scripted import ScriptedModel, recite
+from tests.helpers.watch import Watched, check_cache
+
+# drafter -> whether it needs a draft model
+CASES = {"draft_model": True, "ngram": False}
+
+NUM_TOKENS = 24
+# Of every length from one token on, some with repeats, so that a lookup finds something.
+PROMPTS = [token_ids(1 + i, seed=i) if i % 2 == 0 else token_ids(1 + i // 2, seed=i) * 3 for i in range(16)]
+LONG = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+Outputs = list[tuple[int, ...]]
+
+
+@pytest.fixture(params=CASES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def spec(name: str, pair: SimpleNamespace) -> functools.partial[SpecConfig]:
+    """`SpecConfig` of the drafter; `num_draft` is left to the test."""
+    return functools.partial(SpecConfig, name, str(pair.draft) if CASES[name] else None)
+
+
+@pytest.fixture
+def watched(llm: LLM, spec: functools.partial[SpecConfig], monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """The drafter of the shared engine, watched."""
+    return watch(llm, spec(), monkeypatch)
+
+
+def watch(llm: LLM, spec: SpecConfig, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    llm._prepare(spec)
+    key = drafter_key(spec)
+    assert key is not None
+    watched = Watched(llm._drafters.drafters[key], llm.target.vocab_size)
+    monkeypatch.setitem(llm._drafters.drafters, key, watched)
+    return watched
+
+
+@pytest.fixture(scope="module")
+def plain(llm: LLM) -> Outputs:
+    """Plain greedy answers, one prompt at a time."""
+    return [llm.generate([prompt], LONG)[0].token_ids for prompt in PROMPTS]
+
+
+def test_every_drafter_is_in_the_suite() -> None:
+    assert set(CASES) == set(DRAFTERS)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("num_draft", range(9))
+def test_greedy_equals_plain(
+    llm: LLM, pair: SimpleNamespace, watched: Watched, spec: functools.partial[SpecConfig], plain: Outputs, num_draft: int, batch: int
+) -> None:
+    """In batches mixed with plain requests, the other drafters, and other numbers of guesses."""
+    others = [SpecConfig(), *(SpecConfig(other, str(pair.draft) if CASES[other] else None, num_draft=3) for other in CASES)]
+    for start in range(0, len(PROMPTS) if batch > 1 else 3, batch):
+        chosen = range(start, start + batch)
+        specs = [spec(num_draft=num_draft) if i % 2 == 0 or batch == 1 else others[i // 2 % len(others)] for i in range(batch)]
+        outputs = llm.generate([PROMPTS[i] for i in chosen], LONG, specs)
+        assert [out.token_ids for out in outputs] == [plain[i] for i in chosen]
+        assert all(out.stats.num_drafted <= num_draft * out.stats.num_steps for out, one in zip(outputs, specs, strict=True) if one == spec())
+    if num_draft == 0:
+        assert all(out.stats.num_drafted == 0 for out in outputs[::2])
+    elif batch == 16:
+        assert watched.num_drafted > 0  # the test means something
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_sampled_drafts_keep_the_contract(llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], temperature: float) -> None:
+    """The laws sum to one, drawn tokens lie in their support, the drafter's state follows the text: checked by `Watched`."""
+    params = [SamplingParams(max_tokens=20, temperature=temperature, top_k=(0, 5)[i % 2], top_p=(1.0, 0.9)[i // 2 % 2], seed=i) for i in range(16)]
+    params[3] = SamplingParams(max_tokens=20)  # one greedy request among them
+    outputs = llm.generate(PROMPTS, params, spec(num_draft=4))
+    assert watched.num_drafted > 0
+    assert all(len(out.token_ids) <= 20 for out in outputs)
+
+
+def test_laws_of_a_draft_model_are_whole(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SpecConfig("draft_model", str(pair.draft), num_draft=3)
+    watched, sums = watch(llm, spec, monkeypatch), []
+    original = watched.inner.propose
+
+    def record(batch: Batch) -> object:
+        draft = original(batch)
+        if draft.mass is not None:
+            sums.append(draft.mass.laws.double().sum(-1))
+        return draft
+
+    monkeypatch.setattr(watched.inner, "propose", record)
+    llm.generate(PROMPTS[:4], SamplingParams(max_tokens=10, temperature=0.8, seed=1), spec)
+    torch.testing.assert_close(torch.cat(sums), torch.ones(len(torch.cat(sums)), dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+def test_eos_inside_the_draft(llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], plain: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any token may be the end: the answer is the plain one, cut right after it."""
+    for place in (2, 5, 9, 14):
+        for i in range(0, 16, 2):
+            eos = plain[i][place]
+            monkeypatch.setattr(llm.engine, "eos_token_ids", frozenset({eos}))
+            out = llm.generate([PROMPTS[i]], SamplingParams(max_tokens=NUM_TOKENS), spec(num_draft=6))[0]
+            assert out.token_ids == plain[i][: plain[i].index(eos) + 1]
+            assert out.finish_reason == "stop"
+
+
+def test_eos_inside_an_accepted_run(name: str) -> None:
+    """The target recites a text that the prompt holds already, so that every drafter guesses all of it, the end included."""
+    text = list(range(1, 21))
+    prompt = [*text, 1, 2]
+    said = recite(text[2:], len(prompt))
+    cut_runs = 0
+    for eos in text[2:]:
+        drafters = DrafterGroup(torch.device("cpu"))
+        inner = DraftModelDrafter(ScriptedModel(said, 30)) if CASES[name] else NgramDrafter()
+        drafters.drafters[name, None] = Watched(inner, 30)
+        engine = Engine(ScriptedModel(said, 30, [eos]), drafters)
+        state = engine.submit(prompt, SamplingParams(max_tokens=50), SpecConfig(name, num_draft=6))
+        while engine.has_work:
+            engine.step()
+        assert state.output_ids == list(range(3, eos + 1))
+        assert state.finish_reason == "stop"
+        assert state.stats.num_emitted == len(state.output_ids) == len(state.origins)
+        cut_runs += state.stats.num_accepted > sum(origin.kind == "accepted" for origin in state.origins)
+    assert cut_runs > 5  # the test means something: the round went on behind the end
+
+
+def test_context_end(name: str, tmp_path: Path) -> None:
+    """Up to the last position, with a draft whose own context ends before the target's."""
+    target = tiny_checkpoint(tmp_path / "target", "llama", num_hidden_layers=2, max_position_embeddings=24)
+    draft = tiny_checkpoint(tmp_path / "draft", "llama", num_hidden_layers=1, max_position_embeddings=17)
+    with LLM(target, cache_tokens=1024) as small:
+        prompts = [token_ids(n, seed=n) * r for n, r in ((1, 1), (3, 4), (16, 1), (11, 2), (23, 1))]
+        params = SamplingParams(max_tokens=100, ignore_eos=True)
+        expected = small.generate(prompts, params)
+        for num_draft in (1, 4, 8):
+            got = small.generate(prompts, params, SpecConfig(name, str(draft) if CASES[name] else None, num_draft=num_draft))
+            assert [out.token_ids for out in got] == [out.token_ids for out in expected]
+            assert all(out.finish_reason == "length" and len(out.prompt_ids) + len(out.token_ids) == 24 for out in got)
+        check_idle(small)
+
+
+def test_finish_and_abort_leave_nothing(llm: LLM, watched: Watched, spec: functools.partial[SpecConfig]) -> None:
+    """Abort after 0, 1, 2, ... steps, alone and while a neighbour goes on."""
+    for num_steps in range(6):
+        states = [llm.engine.submit(prompt, LONG, spec(num_draft=4)) for prompt in PROMPTS[4:7]]
+        for _ in range(num_steps):
+            llm.engine.step()
+        llm.engine.abort(states[1].request_id)
+        assert states[1].request_id not in watched.texts
+        llm.engine.step()
+        for state in states:
+            llm.engine.abort(state.request_id)
+        assert not watched.texts
+    llm.generate(PROMPTS[:3], LONG, spec(num_draft=4))
+    assert not watched.texts  # the fixture `conserved` looks at the drafter's own state
+
+
+def entry(request_id: int, prompt: list[int], num_draft: int, params: SamplingParams = LONG) -> BatchEntry:
+    request = Request(request_id, tuple(prompt), params, SpecConfig(), seed=request_id)
+    return BatchEntry(request, len(prompt) - 1, (prompt[-1],), True, num_draft)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_propose_gives_each_request_its_own_number(llm: LLM, watched: Watched, temperature: float) -> None:
+    """Zero included, in one call; a request that is not asked this time keeps its state."""
+    params = SamplingParams(temperature=temperature)
+    prompt = [5, 6, 7, 8] * 4
+    entries = [entry(100 + i, prompt, i % 4, params) for i in range(7)]
+    for one in entries:
+        watched.start(one.request)
+    draft = watched.propose(Batch(tuple(entries)))
+    assert draft.lengths == tuple(i % 4 for i in range(7))  # the text repeats: both drafters use all they may
+    again = watched.propose(Batch(tuple(entries[4:5])))
+    assert again.lengths == (0,)
+    for one in entries:
+        watched.finish(one.request.request_id)
+
+
+def test_a_draft_that_is_the_target_is_always_right(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An off-by-one in the draft's cache leaves the text right and lowers the acceptance: here it must be 100 %.
+
+    After every step the caches of target and draft are compared with a fresh run over the text.
+    """
+    spec = SpecConfig("draft_model", str(pair.target), num_draft=3)
+    with pytest.warns(UserWarning, match="drafting costs as much as decoding"):
+        llm._prepare(spec)
+    watched = watch(llm, spec, monkeypatch)
+    assert isinstance(watched.inner, DraftModelDrafter)
+
+    def audit(_: object) -> None:
+        for sequence, text in watched.texts.items():
+            assert llm.engine.states[sequence].tokens == text
+            assert llm.target.length(sequence) in (len(text) - 1, 0)  # I1; 0 while it waits
+            check_cache(llm.target, sequence, text)
+            check_cache(watched.inner.model, sequence, text)
+
+    params = [SamplingParams(max_tokens=17 + i, ignore_eos=True, temperature=(0.0, 1.0)[i % 2], seed=i) for i in range(6)]
+    specs = [SpecConfig("draft_model", str(pair.target), num_draft=1 + i) for i in range(6)]
+    outputs = llm.generate(PROMPTS[:6], params, specs, on_step=audit)
+    assert [out.stats.acceptance_rate for out in outputs] == [1.0] * 6
+    assert watched.num_full_rounds > 20
+    assert all(origin.kind != "residual" for out in outputs for origin in out.provenance)
+
+
+def test_caches_hold_the_text_after_rejections_too(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SpecConfig("draft_model", str(pair.draft), num_draft=4)
+    watched = watch(llm, spec, monkeypatch)
+
+    def audit(_: object) -> None:
+        for sequence, text in watched.texts.items():
+            check_cache(llm.target, sequence, text)
+            check_cache(watched.inner.model, sequence, text)
+
+    params = [SamplingParams(max_tokens=20, ignore_eos=True, temperature=(0.0, 0.7)[i % 2], seed=i) for i in range(6)]
+    outputs = llm.generate(PROMPTS[:6], params, spec, on_step=audit)
+    assert any(0 < out.stats.acceptance_rate < 1 for out in outputs)
+
+
+def engine_of(pair: SimpleNamespace, draft_slots: int) -> Engine:
+    target, draft = (PagedModel(load_decoder(folder), slots, 4) for folder, slots in ((pair.target, 4096), (pair.draft, draft_slots)))
+    drafters = DrafterGroup(target.device)
+    drafters.drafters["draft_model", "d"] = Watched(DraftModelDrafter(draft), target.vocab_size)
+    return Engine(target, drafters)
+
+
+@pytest.mark.parametrize("draft_slots", [4, 40, 80])
+def test_a_draft_without_room_drafts_less_and_changes_nothing(pair: SimpleNamespace, plain: Outputs, draft_slots: int) -> None:
+    engine = engine_of(pair, draft_slots)
+    states = [engine.submit(PROMPTS[i], LONG, SpecConfig("draft_model", "d", num_draft=5)) for i in range(8)]
+    while engine.has_work:
+        engine.step()
+    assert [tuple(state.output_ids) for state in states] == plain[:8]
+
+
+def test_a_long_prompt_reaches_the_draft_in_pieces(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.draft.draft_model._CATCH_UP_TOKENS", 7)
+    prompt = token_ids(50, seed=9)
+    expected = llm.generate([prompt], LONG)[0].token_ids
+    for length in (49, 50):  # 7 times 7, and one more
+        spec = SpecConfig("draft_model", str(pair.target), num_draft=2)
+        with pytest.MonkeyPatch.context() as patch:
+            watched = watch(llm, spec, patch)
+            out = llm.generate([prompt[:length]], LONG, spec)[0]
+            assert out.stats.acceptance_rate == 1.0
+            assert not watched.texts
+    assert out.token_ids == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_in_the_draft_model_does_not_reach_the_answer(temperature: float) -> None:
+    """The draft overflows now and then; the target's own answer stands."""
+    answer = [token % 7 + 1 for token in range(30)]
+
+    def broken(context: tuple[int, ...]) -> list[float]:
+        return [float("nan")] * 9 if len(context) % 3 == 0 else [8.0 * (token == context[-1] % 7 + 1) for token in range(9)]
+
+    drafters = DrafterGroup(torch.device("cpu"))
+    drafters.drafters["draft_model", "d"] = DraftModelDrafter(ScriptedModel(broken, 9))
+    sharp = recite(answer)
+    engine = Engine(ScriptedModel(lambda context: [60.0 * (token == sharp(context)) for token in range(9)], 9), drafters)
+    params = SamplingParams(max_tokens=30, temperature=temperature, seed=3)
+    states = [engine.submit([3], params, SpecConfig("draft_model", "d", num_draft=n)) for n in (1, 2, 4)]
+    while engine.has_work:
+        engine.step()
+    assert [state.output_ids for state in states] == [answer] * 3

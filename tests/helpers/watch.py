@@ -1,0 +1,109 @@
+"""A drafter that is watched: every call keeps the contract of `draft.base.Drafter`, or the test fails on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Batch, Draft, Request, Verdict
+from foretoken.draft.base import Drafter
+from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.ngram import NgramDrafter
+from foretoken.kv.blocks import slots_of
+from foretoken.model.interface import Segment
+from foretoken.model.paged import PagedModel
+
+
+class Watched:
+    """`inner` with checks around every call; `texts` is what it was told of every request."""
+
+    def __init__(self, inner: Drafter, vocab_size: int) -> None:
+        self.inner, self.name, self.vocab_size = inner, inner.name, vocab_size
+        self.texts: dict[int, list[int]] = {}
+        self.num_drafted = self.num_full_rounds = 0
+
+    def start(self, request: Request) -> None:
+        self.texts[request.request_id] = list(request.prompt_ids)
+        self.inner.start(request)
+
+    def propose(self, batch: Batch) -> Draft:
+        for entry in batch.decoding:
+            assert entry.round_start == len(self.texts[entry.request.request_id]), "the drafter missed a token"
+        draft = self.inner.propose(batch)
+        check_draft(draft, batch, self.name, self.vocab_size)
+        self.num_drafted += draft.num_nodes
+        return draft
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+        for b, entry in enumerate(batch.decoding):
+            self.texts[entry.request.request_id] += verdict.emitted(b)
+            self.num_full_rounds += 0 < draft.lengths[b] == len(verdict.accepted[b])
+        self.inner.commit(batch, draft, verdict, taps)
+        for b, entry in enumerate(batch.decoding):
+            sequence = entry.request.request_id
+            STATE_CHECKS[type(self.inner)](self.inner, sequence, self.texts[sequence], draft.lengths[b], len(verdict.accepted[b]))
+
+    def finish(self, request_id: int) -> None:
+        del self.texts[request_id]
+        self.inner.finish(request_id)
+
+
+def check_draft(draft: Draft, batch: Batch, name: str, vocab_size: int) -> None:
+    """Shape, limits, names and laws of a draft."""
+    entries = batch.decoding
+    assert draft.num_requests == len(entries)
+    assert all(0 <= token < vocab_size for token in draft.tokens.tolist())
+    for b, entry in enumerate(entries):
+        assert draft.lengths[b] <= entry.num_draft, "more than was asked for"
+        assert draft.drafters[b] == (name if draft.lengths[b] else None)
+        own = draft.parents[draft.offsets[b] : draft.offsets[b + 1]]
+        assert all(-1 <= parent < node for node, parent in enumerate(own)), "a parent comes before its child"
+    if draft.mass is None:
+        return
+    laws = draft.mass.laws
+    assert laws.dtype in (torch.float32, torch.float64)
+    assert bool((laws >= 0).all())
+    assert bool((laws.sum(-1) <= 1 + 1e-5).all())
+    assert len(draft.mass.law_of_row) == draft.num_rows
+    for node, sampled in enumerate(draft.sampled):
+        if sampled:
+            law = draft.mass.law_of_row[draft.parent_rows[node]]
+            assert law >= 0
+            assert laws[law, draft.tokens[node]] > 0, "a token outside the law it was drawn from"
+
+
+def check_ngram_state(drafter: NgramDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
+    """The index holds the whole text and nothing else."""
+    assert drafter._indexes[sequence].tokens == text
+
+
+def check_draft_model_state(drafter: DraftModelDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
+    """I1 and I3: cache and backlog are the text; after a round one token waits, or two when every guess was kept."""
+    length, pending = drafter.model.length(sequence), drafter._pending[sequence]
+    assert text[length:] == pending
+    if num_drafted:
+        assert len(pending) == (2 if num_accepted == num_drafted else 1)
+
+
+# A new drafter adds a line.
+STATE_CHECKS: dict[type, Callable[[Any, int, list[int], int, int], None]] = {
+    NgramDrafter: check_ngram_state,
+    DraftModelDrafter: check_draft_model_state,
+}
+
+
+def check_cache(model: PagedModel, sequence: int, text: list[int], tolerance: float = 1e-4) -> None:
+    """The cache of `sequence` holds exactly what a fresh run over its text would write."""
+    length = model.length(sequence)
+    if not length:
+        return
+    model.open(-7)
+    model.forward(torch.tensor(text[:length]), [Segment(-7, length, (), 0)])
+    model.commit(-7, length)
+    held, fresh = ([*slots_of(model.tables[s], 0, length, model.block_size)] for s in (sequence, -7))
+    for tensor in (*model.pool.keys, *model.pool.values):
+        torch.testing.assert_close(tensor[:, held], tensor[:, fresh], atol=tolerance, rtol=0)
+    model.close(-7)
