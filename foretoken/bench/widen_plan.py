@@ -18,7 +18,8 @@ class _Preset:
 
 
 PRESETS = {
-    "50m": _Preset(50_000_000, 768, 6),
+    "25m": _Preset(25_000_000, 768, 4),  # drafts: shallow and wide, since latency follows depth
+    "50m": _Preset(50_000_000, 1024, 4),
     "150m": _Preset(150_000_000, 1024, 12),
     "500m": _Preset(500_000_000, 1536, 16),
     "1b": _Preset(1_000_000_000, 2048, 16),

@@ -55,7 +55,7 @@ class Scheduler:
                 chunk = tuple(state.tokens[start : start + min(missing, budget)])
                 budget -= len(chunk)
                 whole = len(chunk) == missing
-                # The step that ends the prompt drafts nothing: the first token is not delayed by a drafter's own prefill.
+                # Drafts nothing: the first token is not delayed by a drafter's own prefill.
                 (decoding if whole else prompts).append(BatchEntry(state.request, start, chunk, whole, 0))
         return Batch((*decoding, *prompts))
 
@@ -80,5 +80,11 @@ class Scheduler:
             self._promised_tokens[state.request_id] = needed
 
     def _num_draft(self, state: RequestState) -> int:
-        """No more guesses than can still be used: the round itself emits one token of the target's own."""
+        """No more guesses than can still be used: the round itself emits one token of the target's own.
+
+        The first token is never drafted, also where the last chunk of the prompt is a single token and looks like a
+        decode step: neighbours decide where chunks end, and must not change what a request draws.
+        """
+        if not state.origins:
+            return 0
         return max(0, min(self._choose_num_draft(state), state.num_remaining - 1))

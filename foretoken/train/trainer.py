@@ -7,7 +7,6 @@ falls to zero over the last part of the run (warm-up, stable, decay).
 from __future__ import annotations
 
 import json
-import math
 import signal
 import threading
 import time
@@ -26,9 +25,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foretoken.errors import CheckpointError, ConfigError, StorageError
-from foretoken.model.attention.packed import PackedAttention
 from foretoken.model.decoder import Decoder
-from foretoken.train.losses import acceptance, cross_entropy, distillation
+from foretoken.train.evaluate import Agreement, agreement, bits_per_byte, logits_of
+from foretoken.train.losses import cross_entropy, distillation
 from foretoken.train.tokens import windows
 
 _STATE_WEIGHTS, _STATE_JSON = "state.safetensors", "state.json"
@@ -99,6 +98,7 @@ class Result:
     seconds: float
     loss_nats: float
     bits_per_byte: float
+    agreement: Agreement | None = None
 
 
 class Trainer:
@@ -143,7 +143,7 @@ class Trainer:
                     self.save()
                     saved = now
         self.save()
-        return Result(self.step, self.step * self.config.batch_tokens, self.seconds, loss, self.bits_per_byte())
+        return Result(self.step, self.step * self.config.batch_tokens, self.seconds, loss, self.bits_per_byte(), self.held_out_agreement())
 
     def _train_step(self) -> float:
         length = self.config.length_at(self.step)
@@ -171,25 +171,13 @@ class Trainer:
                 teacher_logits = logits_of(self.teacher, batch[:, :-1])
             return distillation(teacher_logits, logits)
 
-    @torch.no_grad()
-    def bits_per_byte(self, length: int = 1024) -> float:
-        """Held-out loss in bits per byte of text, in consecutive windows of `length` tokens."""
-        ids, total_nats = self.data.held_out.astype(np.int64), 0.0
-        length = min(length, self.model.config.max_context_tokens)
-        with torch.autocast(self.device.type, torch.bfloat16):
-            for start in range(0, len(ids) - 1, length):
-                window = torch.from_numpy(ids[start : start + length + 1])[None].to(self.device)
-                logits = logits_of(self.model, window[:, :-1])
-                total_nats += float(cross_entropy(logits, window[0, 1:])) * (window.shape[1] - 1)
-        return total_nats / math.log(2) / self.data.held_out_bytes
+    def bits_per_byte(self) -> float:
+        """Held-out loss in bits per byte of text."""
+        return bits_per_byte(self.model, self.data.held_out.tolist(), self.data.held_out_bytes)
 
-    @torch.no_grad()
-    def held_out_acceptance(self, rows: int = 32, length: int = 512) -> float:
-        """Mean alpha between teacher and model along held-out text: the acceptance of one sampled token."""
-        assert self.teacher is not None
-        batch = torch.from_numpy(windows(self.data.held_out, 0, rows, length, seed=1))[:, :-1].to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16):
-            return float(acceptance(logits_of(self.teacher, batch), logits_of(self.model, batch)).mean())
+    def held_out_agreement(self, tokens: int = 65_536) -> Agreement | None:
+        """How often the teacher would keep this model's guesses, along the first held-out tokens; None without a teacher."""
+        return None if self.teacher is None else agreement(self.teacher, self.model, self.data.held_out[:tokens].tolist())
 
     def save(self) -> None:
         """Write weights, optimiser state and step; the previous state survives an interruption half-way."""
@@ -259,14 +247,6 @@ class Trainer:
 
     def _say(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def logits_of(model: Decoder, batch: Tensor) -> Tensor:
-    """Logits `[B * S, V]` of `batch` [B, S]."""
-    rows, length = batch.shape
-    positions = torch.arange(length, device=batch.device).repeat(rows)
-    hidden = model(batch.reshape(-1), positions, PackedAttention(model.config, rows, length))
-    return model.logits(hidden.last)
 
 
 @contextmanager

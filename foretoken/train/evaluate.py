@@ -1,0 +1,63 @@
+"""How good a model is on text it never saw: bits per byte, and how often a draft would be kept along real text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.model.attention.packed import PackedAttention
+from foretoken.model.decoder import Decoder
+from foretoken.train.losses import acceptance, cross_entropy
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A draft against its target along real text: `sampled` is the mean of sum min(p, q), the chance that a sampled
+    guess is kept at temperature 1; `greedy` the share of positions whose two argmaxes are equal."""
+
+    tokens: int
+    sampled: float
+    greedy: float
+
+
+def logits_of(model: Decoder, batch: Tensor) -> Tensor:
+    """Logits `[B * S, V]` of `batch` [B, S]."""
+    rows, length = batch.shape
+    positions = torch.arange(length, device=batch.device).repeat(rows)
+    hidden = model(batch.reshape(-1), positions, PackedAttention(model.config, rows, length))
+    return model.logits(hidden.last)
+
+
+@torch.no_grad()
+def loss_nats(model: Decoder, ids: Sequence[int], length: int = 1024) -> float:
+    """Summed surprise of `ids` in nats, in consecutive windows of `length` tokens (the first token is given)."""
+    total, length = 0.0, min(length, model.config.max_context_tokens)
+    device = next(model.parameters()).device
+    with torch.autocast(device.type, torch.bfloat16):
+        for start in range(0, len(ids) - 1, length):
+            window = torch.tensor(ids[start : start + length + 1], device=device)
+            total += float(cross_entropy(logits_of(model, window[None, :-1]), window[1:])) * (len(window) - 1)
+    return total
+
+
+def bits_per_byte(model: Decoder, ids: Sequence[int], num_bytes: int) -> float:
+    """`loss_nats` in bits per byte of the text that `ids` encode."""
+    return loss_nats(model, ids) / math.log(2) / num_bytes
+
+
+@torch.no_grad()
+def agreement(target: Decoder, draft: Decoder, ids: Sequence[int], length: int = 1024) -> Agreement:
+    """Compare the two laws at every position of `ids`, in consecutive windows of `length` tokens."""
+    sampled, greedy, count = 0.0, 0, 0
+    length = min(length, target.config.max_context_tokens, draft.config.max_context_tokens)
+    for start in range(0, len(ids), length):
+        window = torch.tensor(ids[start : start + length])[None]
+        p, q = logits_of(target, window), logits_of(draft, window)
+        sampled += float(acceptance(p, q).sum())
+        greedy += int((p.argmax(-1) == q.argmax(-1)).sum())
+        count += window.shape[1]
+    return Agreement(count, sampled / count, greedy / count)
