@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
@@ -35,7 +35,7 @@ class SamplingParams:
     top_k: int = 0  # 0 = off
     min_p: float = 0.0
     seed: int | None = None
-    stop: str | tuple[str, ...] = ()
+    stop: str | Sequence[str] | None = ()
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -48,8 +48,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        elif not isinstance(self.stop, tuple):
-            object.__setattr__(self, "stop", tuple(self.stop))
+        elif self.stop is None or isinstance(self.stop, list | tuple):
+            object.__setattr__(self, "stop", tuple(self.stop or ()))
+        else:
+            raise InputError("stop", self.stop, "must be a text or a list of texts")
         _whole("max_tokens", self.max_tokens, low=1)
         _number("temperature", self.temperature, low=0.0, high=100.0)
         _number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
@@ -67,8 +69,8 @@ class SamplingParams:
         for name, value in neutral.items():
             if getattr(self, name) != value:
                 raise InputError(name, getattr(self, name), f"not supported yet; leave it at {value}")
-        for name in ("logit_bias", "logprobs"):
-            if getattr(self, name):
+        for name, absent in (("logit_bias", not self.logit_bias), ("logprobs", self.logprobs is None)):  # logprobs=0 asks for the token's own
+            if not absent:
                 raise InputError(name, getattr(self, name), "not supported yet; leave it out")
 
     @property
@@ -124,7 +126,7 @@ def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
 
 
 def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
         raise InputError(name, value, "must be a finite number")
     if value < low or value > high or (open_low and value == low):
         bracket = "(" if open_low else "["

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from foretoken.bench import peers
 from foretoken.bench.measure import PLAIN, Answer, Contender, Plan, Sample, Setting, measure, ratios, summarise
-from foretoken.bench.report import Report, check_name, check_plot, machine, source_caveats, versions, write_plot, write_result
+from foretoken.bench.report import Report, check_folder, check_name, check_plot, machine, source_caveats, versions, write_plot, write_result
 from foretoken.bench.workload import SLICES, Prompt, read_prompts, slices
 from foretoken.config import DRAFTERS, SamplingParams, SpecConfig
 from foretoken.core import StepOutput
@@ -67,6 +67,8 @@ class BenchOptions:
         for drafter in self.drafters:
             if drafter not in DRAFTERS:
                 raise ConfigError("drafters", drafter, f"choose from {', '.join(DRAFTERS)}")
+        if self.prompts is None and not self.slices:
+            raise InputError("slices", self.slices, f"give at least one of {', '.join(SLICES)}")
         if self.drafters and not self.num_drafts:
             raise InputError("num_drafts", self.num_drafts, "give at least one number of tokens to draft, or 'auto'")
         if any(number < 1 for number in self.peer_num_drafts):
@@ -223,6 +225,9 @@ def run_bench(options: BenchOptions, generator: Generator | None = None, command
     Raises:
         ForetokenError: a model that cannot be used, a file that cannot be written, or a failing engine.
     """
+    for folder in (options.out, options.plot.parent if options.plot else None):
+        if folder is not None:
+            check_folder(folder)
     prompts = read_prompts(options.prompts) if options.prompts else slices(options.slices, options.prompts_per_slice)
     plan = Plan(prompts, options.max_tokens, options.temperatures, options.repeats, options.warmup, options.seed, options.ignore_eos)
     torch.set_num_threads(options.num_threads)

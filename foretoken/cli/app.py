@@ -31,6 +31,7 @@ app.add_typer(settings.app, name="config")
 
 # The base of every usage error; typer has carried click inside since 0.26 and exports only this subclass.
 _USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
+_INTERRUPTED = 130
 
 
 def main() -> None:
@@ -51,6 +52,8 @@ def run(arguments: list[str]) -> int:
     try:
         settings.check_environment(command)
         code = command.main(args=arguments, prog_name="foretoken", standalone_mode=False, default_map=settings.default_map(command))
+        if code == _INTERRUPTED:  # typer makes an exit of Ctrl-C
+            raise KeyboardInterrupt
         return int(code or 0)
     except typer.Exit as stop:
         return int(stop.exit_code)
@@ -59,7 +62,7 @@ def run(arguments: list[str]) -> int:
         return 2
     except (typer.Abort, KeyboardInterrupt):
         errors.print("interrupted; nothing that was finished is lost", markup=False)
-        return 130
+        return _INTERRUPTED
     except ForetokenError as error:
         errors.print(f"error: {error}", style="red", markup=False)
         return error.exit_code

@@ -19,6 +19,7 @@ from foretoken.cli.generate import token_pieces
 from foretoken.cli.show import coloured, legend
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.engine.llm import LLM, GenerateOutput
+from foretoken.errors import ConfigError
 from foretoken.model.open import model_folder
 
 # Written for this demo, not taken from the training text.
@@ -51,6 +52,9 @@ def lookup(table, name, default=None):
 ''',
 }
 
+# A draft of a twentieth of its target, as published pairs have it.
+_DRAFT_SIZES = {"500m": "25m", "1b": "50m"}
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -69,16 +73,16 @@ def demo(
     num_draft: Annotated[int, typer.Option(help="Tokens guessed per step.")] = 5,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 96,
     repeats: Annotated[int, typer.Option(help="Times each answer is measured; the median counts.")] = 3,
-    to: Annotated[str, typer.Option(help="Widen the shipped model first to a realistic cost (150m, 500m, 1b), or none to run it as it is.")] = "500m",
+    to: Annotated[str, typer.Option(help="Widen the shipped pair first to a realistic cost: 500m or 1b, or none to run it as it is.")] = "500m",
     as_json: JsonOption = False,
 ) -> None:
     """Answer the same prompts plainly and speculatively, compare tokens and time on this machine."""
-    spec = SpecConfig(drafter=drafter, draft="reference:draft" if drafter == "draft_model" else None, num_draft=num_draft)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     with tempfile.TemporaryDirectory(prefix="foretoken-demo-") as scratch:
-        target = _target(to, Path(scratch))
-        with progress("loading the model"):
-            llm = LLM(str(target))
+        target, draft = _pair(to, Path(scratch))
+        spec = SpecConfig(drafter=drafter, draft=str(draft) if drafter == "draft_model" else None, num_draft=num_draft)
+        with progress("loading the models"):
+            llm = LLM(target, spec=spec)
         with llm:
             plain, speculative, answers = _measure(llm, params, spec, repeats)
             if not as_json:
@@ -94,16 +98,23 @@ def demo(
         f"[bold]{speedup:.2f}x[/], {same}. Median of {repeats} repeats on this machine, just now."
     )
     if to != "none":
-        Console().print(f"The model is the shipped one, widened to {to}: the same answers at the price of a bigger model.", style="dim")
+        Console().print(
+            f"Target and draft are the shipped ones widened to {to} and {_DRAFT_SIZES[to]}: the same answers at the price of bigger models.",
+            style="dim",
+        )
 
 
-def _target(to: str, scratch: Path) -> Path:
-    source = model_folder("reference:target")
+def _pair(to: str, scratch: Path) -> tuple[Path, Path]:
+    """Folders of target and draft, as shipped or both widened."""
+    target, draft = model_folder("reference:target"), model_folder("reference:draft")
     if to == "none":
-        return source
-    with progress(f"widening the shipped model to {to}"):
-        widen_checkpoint(source, scratch / "target", to)
-    return scratch / "target"
+        return target, draft
+    if to not in _DRAFT_SIZES:
+        raise ConfigError("to", to, f"choose one of {', '.join(_DRAFT_SIZES)}, or none")
+    with progress(f"widening the shipped pair to {to} and {_DRAFT_SIZES[to]}"):
+        widen_checkpoint(target, scratch / "target", to)
+        widen_checkpoint(draft, scratch / "draft", _DRAFT_SIZES[to])
+    return scratch / "target", scratch / "draft"
 
 
 def _measure(

@@ -116,11 +116,11 @@ def _path() -> Path:
 
 def _read_file() -> dict[str, Any]:
     path = _path()
-    if not path.exists():
+    if not path.exists() and "FORETOKEN_TOML" not in os.environ:
         return {}
     try:
-        return tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # broken TOML and broken UTF-8 are both ValueErrors
         raise StorageError(f"cannot read {path}: {error}") from error
 
 

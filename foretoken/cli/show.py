@@ -30,7 +30,7 @@ def coloured(pieces: Sequence[str], origins: Sequence[TokenOrigin]) -> Text:
 def marks(origins: Sequence[TokenOrigin]) -> str:
     """One character per token: + accepted, ! residual, * bonus, . plain; a space ends each step."""
     line = ""
-    for origin, following in zip(origins, [*origins[1:], None], strict=True):
+    for origin, following in zip(origins, [*origins[1:], None], strict=False):
         line += _MARKS[origin.kind] + (" " if following is None or following.step != origin.step else "")
     return line.rstrip()
 

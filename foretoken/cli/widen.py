@@ -17,7 +17,8 @@ from foretoken.model.open import model_folder
 def widen(
     out: Annotated[Path, typer.Option(help="Folder to write; it must not exist, or be empty.")],
     to: Annotated[
-        str, typer.Option(help="About how many parameters: 50m, 150m, 500m, 1b, 3b, 8b; or hidden=..,intermediate=..,layers=..,heads=..,kv_heads=..")
+        str,
+        typer.Option(help="About how many parameters: 25m, 50m, 150m, 500m, 1b, 3b, 8b; or hidden=..,intermediate=..,layers=..,heads=..,kv_heads=.."),
     ],
     source: Annotated[str, typer.Option(help="The checkpoint to enlarge: a folder, a hub id, or reference:target.")] = "reference:target",
     dtype: Annotated[str, typer.Option(help="Number format of the result.")] = "bfloat16",

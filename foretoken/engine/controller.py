@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from foretoken.core import Batch, Draft, Verdict
 from foretoken.engine.request import RequestState
 
@@ -19,9 +21,11 @@ class Controller:
             return 0
         return _AUTO_NUM_DRAFT[spec.drafter] if spec.num_draft == "auto" else spec.num_draft
 
-    def observe(self, batch: Batch, draft: Draft, verdict: Verdict, states: dict[int, RequestState]) -> None:
-        """Book drafted and accepted tokens by position."""
+    def observe(self, batch: Batch, draft: Draft, verdict: Verdict, broken: Collection[int], states: dict[int, RequestState]) -> None:
+        """Book drafted and accepted tokens by position; the verdict on a `broken` request means nothing."""
         for b, entry in enumerate(batch.decoding):
+            if b in broken:
+                continue
             depths: list[int] = []
             for node in range(draft.offsets[b], draft.offsets[b + 1]):
                 parent = draft.parents[node]

@@ -56,7 +56,9 @@ class Engine:
         self._clock = StepClock()
 
     def step(self) -> list[StepOutput]:
-        """Advance every running request by one round; what each of them emitted."""
+        """Advance every running request by one round; what each of them emitted. Nothing happens when there is no work."""
+        if not self.has_work:
+            return []
         batch = self._schedule()
         draft = self._propose(batch)
         target = self._forward(batch, draft)
@@ -126,7 +128,7 @@ class Engine:
         self.drafters.commit(batch, draft, verdict, target.taps)
 
     def _observe(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
-        self.controller.observe(batch, draft, verdict, self.states)
+        self.controller.observe(batch, draft, verdict, target.broken, self.states)
         clock, drafted = self._clock, max(1, draft.num_nodes)
         for b, entry in enumerate(batch.decoding):
             stats = self.states[entry.request.request_id].stats

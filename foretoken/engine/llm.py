@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class GenerateOutput:
-    """One answer: text (None-free: empty without a tokenizer), tokens, why it ended, what it cost, where each token came from."""
+    """One answer: its text (empty without a tokenizer), tokens, why it ended, what it cost, where each token came from."""
 
     prompt_ids: tuple[int, ...]
     text: str
@@ -62,10 +63,12 @@ class LLM:
                 raise ConfigError(name, value, "must be at least 1")
         self.spec = spec or SpecConfig()
         self._options = (dtype, device, cache_tokens)
+        self._closed = False
         self.folder = model_folder(str(model))
         self.tokenizer = load_tokenizer(self.folder)
         self.target: LanguageModel = open_model(self.folder, *self._options)
         self._drafters = DrafterGroup(self.target.device)
+        self._inboxes: dict[int, deque[StepOutput]] = {}  # of open streams
         limits = SchedulerConfig(max_batch_size, max_prompt_tokens)
         self.engine = Engine(self.target, self._drafters, self.tokenizer, limits, self._eos_token_ids())
         self._prepare(self.spec)
@@ -85,15 +88,16 @@ class LLM:
             InputError: a prompt or parameter that cannot be honoured; nothing was run.
         """
         batch: list[Prompt] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type, list-item]
-        each_params = _per_prompt("params", params or SamplingParams(), len(batch))
-        each_spec = _per_prompt("spec", spec or self.spec, len(batch))
+        each_params = _per_prompt("params", SamplingParams() if params is None else params, len(batch))
+        each_spec = _per_prompt("spec", self.spec if spec is None else spec, len(batch))
         states: list[RequestState] = []
         errors: dict[int, Exception] = {}
         try:
             for prompt, one_params, one_spec in zip(batch, each_params, each_spec, strict=True):
                 states.append(self._submit(prompt, one_params, one_spec))
+            own = {state.request_id for state in states}
             while any(state.finish_reason is None for state in states):
-                outputs = self.engine.step()
+                outputs = [output for output in self._step() if output.request_id in own]
                 errors |= {output.request_id: output.error for output in outputs if output.error is not None}
                 if on_step is not None:
                     on_step(outputs)
@@ -104,26 +108,41 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None) -> Iterator[StepOutput]:
         """Yield what each step adds to one answer; `str(piece)` is its text. Closing the iterator frees the request."""
-        state = self._submit(prompt, params or SamplingParams(), spec or self.spec)
+        engine, state = self.engine, self._submit(prompt, params or SamplingParams(), spec or self.spec)
+        inbox = self._inboxes[state.request_id] = deque()
         try:
-            while state.finish_reason is None:
-                for output in self.engine.step():
-                    if output.request_id == state.request_id:
-                        if output.error is not None:
-                            raise output.error
-                        yield output
+            while inbox or state.finish_reason is None:
+                if not inbox:
+                    self._step()
+                    continue
+                output = inbox.popleft()
+                if output.error is not None:
+                    raise output.error
+                yield output
         finally:
-            self.engine.abort(state.request_id)
+            del self._inboxes[state.request_id]
+            engine.abort(state.request_id)
+
+    def _step(self) -> list[StepOutput]:
+        """One step of the engine; what it gave to open streams waits in their inboxes, whoever asked for the step."""
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.request_id in self._inboxes:
+                self._inboxes[output.request_id].append(output)
+        return outputs
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` under the target's tokenizer."""
         return self._text_tokenizer("prompt", text).encode(text)
 
     def close(self) -> None:
-        """Drop every request and the models. The object cannot be used afterwards."""
+        """Drop every request and the models. The object cannot be used afterwards; closing again does nothing."""
+        if not hasattr(self, "engine"):
+            return
         for request_id in list(self.engine.states):
             self.engine.abort(request_id)
         self._drafters.drafters.clear()
+        self._closed = True
         del self.engine, self.target
 
     def __enter__(self) -> LLM:
@@ -133,6 +152,8 @@ class LLM:
         self.close()
 
     def _submit(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> RequestState:
+        if self._closed:
+            raise InputError("llm", str(self.folder), "was closed; open it again")
         self._prepare(spec)
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return self.engine.submit(ids, params, spec)
@@ -155,10 +176,11 @@ class LLM:
         return DraftModelDrafter(draft)
 
     def _eos_token_ids(self) -> tuple[int, ...]:
-        """The model's own end tokens, or the tokenizer's when config.json names none."""
-        if self.target.eos_token_ids or self.tokenizer is None or self.tokenizer.eos_token_id is None:
-            return self.target.eos_token_ids
-        return (self.tokenizer.eos_token_id,)
+        """The model's end tokens, or the tokenizer's when the model's own files name none."""
+        ids = self.target.eos_token_ids
+        if not ids and self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            return (self.tokenizer.eos_token_id,)
+        return ids
 
     def _text_tokenizer(self, field: str, value: object) -> Tokenizer:
         if self.tokenizer is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,8 +15,8 @@ class KVPool:
 
     def __init__(self, num_layers: int, num_kv_heads: int, num_slots: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (num_kv_heads, num_slots, head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]  # each [G, S, K]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.keys = [_zeros(shape, dtype, device) for _ in range(num_layers)]  # each [G, S, K]
+        self.values = [_zeros(shape, dtype, device) for _ in range(num_layers)]
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store `key` and `value` [T, G, K] in `slots` [T]."""
@@ -35,6 +37,13 @@ class KVPool:
         source, destination = torch.tensor(sources, device=device), torch.tensor(destinations, device=device)
         for tensor in (*self.keys, *self.values):
             tensor.index_copy_(1, destination, tensor.index_select(1, source))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that, on a CPU, take memory only where something is written: numpy's come untouched from the system, torch's do not."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -251,7 +251,7 @@ def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: t
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=wanted, trust_remote_code=False, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error:  # quantised ones need packages of their own
         if isinstance(error, UnsupportedModelError):
             raise
         raise CheckpointError(f"transformers cannot load the {model_type!r} model in {folder}: {error}") from error

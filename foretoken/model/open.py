@@ -15,8 +15,9 @@ from foretoken.model.paged import DEFAULT_BLOCK_SIZE, PagedModel
 
 REFERENCE_PREFIX = "reference:"
 _REFERENCE_FOLDER = Path(__file__).resolve().parent.parent / "reference"
-# A cache of this size is taken when the user names none: room for many short requests, small beside the weights.
+# When the user names no size: room for many short requests, and for one that fills the context if that is affordable.
 _DEFAULT_CACHE_BYTES = 512 * 1024**2
+_LONGEST_CACHE_BYTES = 4 * 1024**3  # address space; a CPU's cache takes memory only as it fills
 
 
 def model_folder(name: str) -> Path:
@@ -39,7 +40,7 @@ def reference_names() -> list[str]:
 
 
 def open_model(folder: Path, dtype: str = "auto", device: str = "auto", cache_tokens: int | None = None) -> LanguageModel:
-    """Load the checkpoint in `folder` with a cache of `cache_tokens` tokens (None: about 512 MB).
+    """Load the checkpoint in `folder` with a cache of `cache_tokens` tokens (None: 512 MB, or up to 4 GB to hold one whole context).
 
     Raises:
         CheckpointError, UnsupportedModelError: see `loader`.
@@ -54,7 +55,7 @@ def open_model(folder: Path, dtype: str = "auto", device: str = "auto", cache_to
         except ValueError:  # a native family with an option the decoder lacks: transformers has it
             return _open_in_transformers(folder, dtype, place, cache_tokens)
         decoder = load_decoder(folder, dtype=dtype, device=place)
-        return PagedModel(decoder, _cache_tokens(config, decoder.norm.weight.dtype, cache_tokens))
+        return PagedModel(decoder, _cache_tokens(config, decoder.norm.weight, cache_tokens))
     return _open_in_transformers(folder, dtype, place, cache_tokens)
 
 
@@ -64,12 +65,15 @@ def _open_in_transformers(folder: Path, dtype: str, device: torch.device, cache_
     return TransformersModel(folder, dtype, device, cache_tokens)
 
 
-def _cache_tokens(config: ModelConfig, dtype: torch.dtype, wanted: int | None) -> int:
+def _cache_tokens(config: ModelConfig, weight: torch.Tensor, wanted: int | None) -> int:
     if wanted is not None:
         if wanted < DEFAULT_BLOCK_SIZE:
             raise ConfigError("cache_tokens", wanted, f"must be at least one block of {DEFAULT_BLOCK_SIZE} tokens")
         return wanted
-    fits = _DEFAULT_CACHE_BYTES // bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    size = bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, weight.dtype)
+    most = _LONGEST_CACHE_BYTES if weight.device.type == "cpu" else min(_LONGEST_CACHE_BYTES, torch.cuda.mem_get_info(weight.device)[0] // 2)
+    context = -(-config.max_context_tokens // DEFAULT_BLOCK_SIZE) * DEFAULT_BLOCK_SIZE
+    fits = max(_DEFAULT_CACHE_BYTES, min(context * size, most)) // size
     return max(DEFAULT_BLOCK_SIZE, min(fits, 32 * config.max_context_tokens))
 
 
@@ -80,6 +84,10 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError("device", name, "use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError("device", name, "use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", name, "this machine has no CUDA device that torch can use; try device='cpu'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError("device", name, f"this machine has {torch.cuda.device_count()} CUDA devices, numbered from 0")
     return device

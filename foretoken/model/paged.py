@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -116,14 +117,20 @@ class PagedModel:
             past, stop = table.length, table.length + segment.num_rows
             positions.extend(row_positions(segment, past))
             slots.extend(slots_of(table, past, stop, self.block_size))
-            read = slots_of(table, 0, stop, self.block_size)
-            read_slots = read if isinstance(read, range) else torch.tensor(read, device=self._device)
-            readers.append(Reader(slice(first, len(positions)), read_slots, past, segment))
+            readers.append(Reader(slice(first, len(positions)), self._slots_to_read(table, stop), past, segment))
             wanted.extend(range(len(positions) - segment.num_logits, len(positions)))
         attention = PagedAttention(self.config, self.pool, torch.tensor(slots, device=self._device), readers)
         hidden = self.decoder(tokens, torch.tensor(positions, device=self._device), attention, taps=taps)
         rows = slice(None) if len(wanted) == len(positions) else torch.tensor(wanted, dtype=torch.int64, device=self._device)
         return ForwardOutput(self.decoder.logits(hidden.last[rows]), {layer: tap[rows] for layer, tap in hidden.taps.items()})
+
+    def _slots_to_read(self, table: BlockTable, stop: int) -> range | Tensor:
+        """Slots of the first `stop` tokens: a range when the blocks are neighbours, else gathered block by block."""
+        blocks = table.blocks[: -(-stop // self.block_size)]
+        if all(b - a == 1 for a, b in pairwise(blocks)):
+            return range(blocks[0] * self.block_size, blocks[0] * self.block_size + stop)
+        starts = torch.tensor(blocks, device=self._device) * self.block_size
+        return (starts[:, None] + torch.arange(self.block_size, device=self._device)).flatten()[:stop]
 
     def commit(self, sequence: int, num_pending: int, path: Sequence[int] = ()) -> None:
         """Keep the pending rows and the nodes of `path`; a scattered path is moved to consecutive slots."""

@@ -54,8 +54,9 @@ def agreement(target: Decoder, draft: Decoder, ids: Sequence[int], length: int =
     """Compare the two laws at every position of `ids`, in consecutive windows of `length` tokens."""
     sampled, greedy, count = 0.0, 0, 0
     length = min(length, target.config.max_context_tokens, draft.config.max_context_tokens)
+    device = next(target.parameters()).device
     for start in range(0, len(ids), length):
-        window = torch.tensor(ids[start : start + length])[None]
+        window = torch.tensor(ids[start : start + length], device=device)[None]
         p, q = logits_of(target, window), logits_of(draft, window)
         sampled += float(acceptance(p, q).sum())
         greedy += int((p.argmax(-1) == q.argmax(-1)).sum())

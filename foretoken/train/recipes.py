@@ -31,6 +31,13 @@ class Shape:
     num_kv_heads: int
     head_dim: int = 64
 
+    def __post_init__(self) -> None:
+        for name, size in asdict(self).items():
+            if size < 1:
+                raise ConfigError(name, size, "must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError("num_heads", self.num_heads, f"must be a multiple of num_kv_heads={self.num_kv_heads}")
+
 
 TARGET_SHAPE = Shape(hidden_size=256, intermediate_size=640, num_layers=8, num_heads=4, num_kv_heads=2)
 DRAFT_SHAPE = Shape(hidden_size=128, intermediate_size=384, num_layers=2, num_heads=2, num_kv_heads=1)
@@ -48,12 +55,17 @@ def prepare(folder: Path, vocab_size: int = 4096) -> tuple[Tokenizer, Data]:
             folder.mkdir(parents=True, exist_ok=True)
             tokenizer.save(str(folder / "tokenizer.json"))
             size = sum(len(d.text.encode()) for d in held_out)
-            np.savez(corpus_file, train=encode(tokenizer, corpus.train), held_out=encode(tokenizer, held_out), held_out_bytes=size)
+            partial = folder / "corpus.partial.npz"  # numpy wants the suffix; an interruption must not leave half a corpus
+            np.savez(partial, train=encode(tokenizer, corpus.train), held_out=encode(tokenizer, held_out), held_out_bytes=size)
+            partial.replace(corpus_file)
         except OSError as error:
             raise StorageError(f"cannot write the corpus to {folder}: {error}") from error
-    with np.load(corpus_file) as arrays:
-        data = Data(arrays["train"], arrays["held_out"], int(arrays["held_out_bytes"]))
-    return Tokenizer.from_file(str(folder / "tokenizer.json")), data
+    try:
+        with np.load(corpus_file) as arrays:
+            data = Data(arrays["train"], arrays["held_out"], int(arrays["held_out_bytes"]))
+        return Tokenizer.from_file(str(folder / "tokenizer.json")), data
+    except Exception as error:  # a broken file raises whatever numpy or tokenizers make of it
+        raise StorageError(f"the corpus in {folder} cannot be read ({error}); remove corpus.npz there to make it again") from error
 
 
 def model_config(shape: Shape, tokenizer: Tokenizer, max_context_tokens: int = 2048) -> ModelConfig:
@@ -83,11 +95,17 @@ def train_lm(
     Raises:
         ConfigError, MismatchError, StorageError; KeyboardInterrupt after the state is saved.
     """
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError("device", device, "use cpu, cuda or cuda:N")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("device", device, "this machine has no CUDA device that torch can use; use cpu")
-    tokens_folder = corpus or out
-    tokenizer, data = prepare(tokens_folder)
+    if corpus is not None and not (corpus / "corpus.npz").exists():
+        raise StorageError(f"{corpus} holds no corpus.npz: give the folder of a run, or leave the corpus out to make one")
+    tokenizer, data = prepare(corpus or out)
     decoder = Decoder(model_config(shape, tokenizer))
+    for name in ("length", "final_length"):
+        if getattr(config, name) > decoder.config.max_context_tokens:
+            raise ConfigError(name, getattr(config, name), f"must be at most the model's context of {decoder.config.max_context_tokens} tokens")
     decoder.initialise(config.seed)
     teacher_decoder = None
     if teacher is not None:

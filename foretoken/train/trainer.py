@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -58,6 +58,8 @@ class TrainConfig:
         for name in ("tokens", "batch_tokens", "length", "final_length"):
             if getattr(self, name) <= 0:
                 raise ConfigError(name, getattr(self, name), "must be positive")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError("seed", self.seed, "must lie between 0 and 2**63 - 1")
         if self.batch_tokens < max(self.length, self.final_length):
             raise ConfigError("batch_tokens", self.batch_tokens, "must hold at least one window of `final_length` tokens")
         for name in ("final_share", "decay_share"):
@@ -96,7 +98,7 @@ class Result:
     steps: int
     tokens: int
     seconds: float
-    loss_nats: float
+    loss_nats: float | None  # of the last step; None when an earlier call had already come to the end
     bits_per_byte: float
     agreement: Agreement | None = None
 
@@ -127,7 +129,8 @@ class Trainer:
             KeyboardInterrupt: it was interrupted; the state is saved.
             StorageError: the state cannot be written.
         """
-        started, saved, before, loss = time.monotonic(), time.monotonic(), self.seconds, float("nan")
+        started, saved, before = time.monotonic(), time.monotonic(), self.seconds
+        loss: float | None = None
         with _interruption() as interrupted, self._progress() as show:
             while self.step < self.config.num_steps:
                 loss = self._train_step()
@@ -200,8 +203,11 @@ class Trainer:
         path = self.folder / _STATE_WEIGHTS
         if not path.exists():
             return
-        with safe_open(path, framework="pt") as handle:
-            meta = json.loads(handle.metadata()["state"])
+        try:
+            with safe_open(path, framework="pt") as handle:
+                meta = json.loads(handle.metadata()["state"])
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is not a whole training state ({error}); remove it to start again") from error
         for key in ("batch_tokens", "seed", "length"):
             if meta["config"][key] != getattr(self.config, key):
                 raise ConfigError(

@@ -114,7 +114,7 @@ def test_laws_of_a_draft_model_are_whole(llm: LLM, pair: SimpleNamespace, monkey
     torch.testing.assert_close(torch.cat(sums), torch.ones(len(torch.cat(sums)), dtype=torch.float64), atol=1e-5, rtol=0)
 
 
-def test_eos_inside_the_draft(llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], plain: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eos_anywhere(llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], plain: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any token may be the end: the answer is the plain one, cut right after it."""
     for place in (2, 5, 9, 14):
         for i in range(0, 16, 2):

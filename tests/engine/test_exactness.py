@@ -80,7 +80,9 @@ def test_the_rule_by_name_is_the_rule_auto_takes(llm: LLM, pair: SimpleNamespace
         assert [out.token_ids for out in named] == reference[:4]
 
 
-SAMPLED = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=(0.7, 1.0, 0.0)[i % 3], top_p=(1.0, 0.9)[i % 2], seed=900 + i) for i in range(16)]
+SAMPLED = [
+    SamplingParams(max_tokens=16, ignore_eos=True, temperature=(0.7, 1.0, 0.0)[i % 3], top_p=(1.0, 0.9)[i % 2], seed=900 + i) for i in range(16)
+]
 
 
 def sampled_specs(draft: Path) -> list[SpecConfig]:
@@ -228,12 +230,12 @@ def power(bias: float, count: int) -> float:
 def test_sampled_law_through_the_whole_engine(narrow: SimpleNamespace) -> None:
     """The answers follow the exact law: both drafters and plain in mixed batches, eight tokens, several rounds each.
 
-    Power: a law of two neighbouring tokens that is off by 0.075 in total variation is seen with probability > 0.99 for
-    the draft model (4800 requests), by 0.125 for the lookup (1600). The broken rules below are off by more.
+    Power: a law of two neighbouring tokens that is off by 0.07 in total variation is seen with probability > 0.99 for
+    the draft model (4800 requests), by 0.12 for the lookup (1600). The broken rules below are off by 0.14 to 0.49.
     False alarms: 9 tests at 1e-5, so one set of seeds in 11 000; the seeds are fixed.
     """
-    assert power(0.075, NUM_MODEL) > 0.99
-    assert power(0.125, NUM_NGRAM) > 0.99
+    assert power(0.07, NUM_MODEL) > 0.99
+    assert power(0.12, NUM_NGRAM) > 0.99
     specs = [*model_specs(NUM_MODEL), *[SpecConfig("ngram", num_draft=3)] * NUM_NGRAM, *[SpecConfig()] * NUM_PLAIN]
     order = np.random.default_rng(0).permutation(len(specs))
     answers = np.empty((len(specs), LENGTH), dtype=np.int64)

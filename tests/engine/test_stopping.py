@@ -93,14 +93,12 @@ TEXTS = [
     "für 猫 und 😀😀, naïve 😀 end",
     "aaaaabaaab ababab abab",
 ]
+STOPS: list[str | tuple[str, ...]] = [(), "\n", "\n\n", "return", ("return 1", "list"), (" ", "def f"), "never"]
+STOPS += ["😀", ("😀😀", "猫 u"), "aab", ("abab", "bab"), ("aaab", "aab", "ab")]
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=["code", "characters", "repeats"])
-@pytest.mark.parametrize(
-    "stop",
-    [(), "\n\n", "return", ("return 1", "list"), "😀", ("😀😀", "猫 u"), "aab", ("abab", "bab"), ("aaab", "aab", "ab"), "never", (" ", "def f"), "\n"],
-    ids=repr,
-)
+@pytest.mark.parametrize("stop", STOPS, ids=repr)
 def test_stop_strings_cut_exactly(tokenizer: Tokenizer, text: str, stop: str | tuple[str, ...]) -> None:
     """Over one or several tokens and steps, several at once, overlapping, of multi-byte characters; any number of guesses."""
     ids, params = tokenizer.encode(text), SamplingParams(max_tokens=200, stop=stop)

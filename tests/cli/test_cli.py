@@ -1,0 +1,305 @@
+"""The command line: answers, marks, JSON, exit codes, and where each setting comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.cli.app import run
+from foretoken.cli.show import legend, marks
+from foretoken.core import TokenOrigin
+from tests.helpers.checkpoints import tiny_checkpoint
+
+Run = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture(autouse=True)
+def clean_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty working folder, no settings from outside, and the warnings hook back afterwards."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("FORETOKEN_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def foretoken(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run one command line in this process."""
+
+    def call(*arguments: object) -> SimpleNamespace:
+        capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return SimpleNamespace(code=code, out=out, err=err, lines=out.splitlines())
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def expected(pair: SimpleNamespace) -> list[int]:
+    with LLM(pair.target, cache_tokens=256) as llm:
+        return list(llm.generate([[5, 6, 7]], SamplingParams(max_tokens=12))[0].token_ids)
+
+
+# ---- generate
+
+
+def test_token_ids_in_and_out(foretoken: Run, pair: SimpleNamespace, expected: list[int]) -> None:
+    """A folder without a tokenizer."""
+    for drafting in ([], ["--drafter", "ngram"], ["--draft", pair.draft, "--num-draft", "3"], ["--drafter", "draft_model", "--draft", pair.draft]):
+        done = foretoken("generate", "--target", pair.target, "--prompt-ids", "5, 6,7", "--max-tokens", 12, *drafting)
+        assert done.code == 0
+        assert done.out.strip() == ",".join(map(str, expected))
+    assert re.search(r"12 tokens in \d+ steps, .* tokens/s, first token after .* s; \d+ of \d+ guesses kept \(\d+%\)", done.err)
+
+
+def test_the_last_line_is_one_json_object(foretoken: Run, pair: SimpleNamespace, expected: list[int]) -> None:
+    done = foretoken("generate", "-t", pair.target, "--prompt-ids", "5,6,7", "--max-tokens", 12, "--draft", pair.draft, "--num-draft", 4, "--json")
+    answer = json.loads(done.lines[-1])
+    assert answer["token_ids"] == expected
+    assert answer["finish_reason"] in ("length", "stop")
+    assert answer["stats"]["num_emitted"] == len(answer["provenance"]) == 12
+    assert {"num_steps", "num_drafted", "num_accepted", "acceptance_rate", "draft_s", "verify_s", "ttft_s", "tokens_per_s"} <= set(answer["stats"])
+    assert {kind for _, kind, _ in answer["provenance"]} <= {"accepted", "residual", "bonus", "plain"}
+    assert {drafter for drafter, kind, _ in answer["provenance"] if kind == "accepted"} <= {"draft_model"}
+
+
+def test_text_is_streamed_and_equals_the_library(foretoken: Run, text_pair: SimpleNamespace) -> None:
+    with LLM(text_pair.target, cache_tokens=256) as llm:
+        text = llm.generate(["the list"], SamplingParams(max_tokens=20, ignore_eos=True))[0].text
+    common = ["generate", "-t", text_pair.target, "-p", "the list", "--max-tokens", 20, "--ignore-eos"]
+    assert foretoken(*common).out == text + "\n"
+    assert json.loads(foretoken(*common, "--drafter", "ngram", "--json").lines[-1])["text"] == text
+    stop = text[len(text) // 2 :][:2]
+    assert foretoken(*common, "--stop", stop, "--stop", "never this").out == text[: text.find(stop)] + "\n"
+
+
+def test_sampling_flags_reach_the_engine(foretoken: Run, pair: SimpleNamespace) -> None:
+    params = SamplingParams(max_tokens=10, temperature=0.9, top_p=0.8, top_k=20, min_p=0.01, seed=11)
+    with LLM(pair.target, cache_tokens=256) as llm:
+        ids = llm.generate([[5, 6]], params, SpecConfig("draft_model", str(pair.draft), num_draft=2, rule="rejection"))[0].token_ids
+    flags = ["--temperature", 0.9, "--top-p", 0.8, "--top-k", 20, "--min-p", 0.01, "--seed", 11, "--draft", pair.draft, "--num-draft", 2]
+    done = foretoken("generate", "-t", pair.target, "--prompt-ids", "5,6", "--max-tokens", 10, *flags, "--rule", "rejection")
+    assert done.out.strip() == ",".join(map(str, ids))
+
+
+def test_show_marks_every_token_and_explains_the_marks(foretoken: Run, pair: SimpleNamespace) -> None:
+    common = ["generate", "-t", pair.target, "--prompt-ids", "5,6,7", "--max-tokens", 12, "--draft", pair.draft, "--num-draft", 3]
+    shown = foretoken(*common, "--show", "--json")
+    answer = json.loads(shown.lines[-1])
+    groups = next(line for line in shown.lines if line.startswith("by token, a group per step:")).split(": ")[1].split()
+    assert "".join(groups) == "".join({"accepted": "+", "residual": "!", "bonus": "*", "plain": "."}[kind] for _, kind, _ in answer["provenance"])
+    assert len(groups) == answer["stats"]["num_steps"]
+    for mark, kind, meaning in (
+        ("+", "accepted", "guessed by the drafter"),
+        ("!", "residual", "in place of"),
+        ("*", "bonus", "after every"),
+        (".", "plain", "nothing was"),
+    ):
+        line = next(line for line in shown.lines if line.startswith(f"{mark} {kind}"))
+        count = sum(one == kind for _, one, _ in answer["provenance"])
+        assert re.search(rf"\b{count} tokens  .*{meaning}", line)
+
+
+def test_marks_and_legend_by_hand() -> None:
+    origins = [TokenOrigin(None, "plain", 0), TokenOrigin("d", "accepted", 1), TokenOrigin("d", "accepted", 1), TokenOrigin(None, "bonus", 1)]
+    assert marks(origins) == ". ++*"
+    assert marks([]) == ""
+    assert re.search(r"\+ accepted +2 tokens", legend(origins).plain)
+
+
+# ---- exit codes
+
+
+def test_exit_codes_of_bad_input(foretoken: Run, pair: SimpleNamespace, text_pair: SimpleNamespace, tmp_path: Path) -> None:
+    """2 usage, 3 model or mismatch, 4 files; one line that names what is wrong; never a traceback."""
+    good = ["generate", "-t", pair.target, "--prompt-ids", "1"]
+    tiny_checkpoint(tmp_path / "bert", "bert")
+    cases = [
+        (2, ["generate", "-t", pair.target], "prompt=None: give either --prompt TEXT or --prompt-ids"),
+        (2, ["generate", "-t", pair.target, "-p", "x", "--prompt-ids", "1"], "give either --prompt TEXT or --prompt-ids"),
+        (2, ["generate", "-t", pair.target, "-p", ""], "prompt='': is empty"),
+        (2, ["generate", "-t", pair.target, "-p", "x"], "has no tokenizer; give token ids instead of text"),
+        (2, ["generate", "-t", pair.target, "--prompt-ids", "1,b"], "prompt_ids='1,b': must be whole numbers separated by commas"),
+        (2, ["generate", "-t", pair.target, "--prompt-ids", "97"], "prompt=97: token ids must be whole numbers from 0 to 96"),
+        (2, [*good, "--temperature", "nan"], "temperature=nan: must be a finite number"),
+        (2, [*good, "--temperature", "hot"], "Invalid value for '--temperature'"),
+        (2, [*good, "--num-draft", "x"], "num_draft='x': must be a whole number or auto"),
+        (2, [*good, "--drafter", "ngram", "--num-draft", "999"], "num_draft=999: must be smaller than the context"),
+        (2, [*good, "--drafter", "oracle"], "drafter='oracle': choose one of"),
+        (2, [*good, "--drafter", "draft_model"], "draft=None: drafter='draft_model' needs"),
+        (2, [*good, "--rule", "lucky"], "rule='lucky': choose one of"),
+        (2, [*good, "--wrong-flag"], "No such option: --wrong-flag"),
+        (2, ["frobnicate"], "No such command 'frobnicate'"),
+        (2, [*good, "--device", "toaster"], "device='toaster': use auto"),
+        (3, ["generate", "-t", tmp_path / "nowhere", "--prompt-ids", "1"], "nowhere"),
+        (3, ["generate", "-t", tmp_path / "bert", "--prompt-ids", "1"], "encoder-only"),
+        (3, [*good, "--draft", text_pair.draft], "has a vocabulary of 300 tokens, the target one of 97"),
+        (3, ["generate", "-t", "reference:nobody", "--prompt-ids", "1"], "is not part of the reference family"),
+    ]
+    for code, arguments, message in cases:
+        done = foretoken(*arguments)
+        assert (done.code, done.out) == (code, ""), arguments
+        assert message in re.sub(r"\s*\n[│ ]*", " ", done.err), done.err
+        assert "Traceback" not in done.err
+
+
+def test_a_warning_is_one_line(foretoken: Run, pair: SimpleNamespace, expected: list[int]) -> None:
+    done = foretoken("generate", "-t", pair.target, "--prompt-ids", "5,6,7", "--max-tokens", 12, "--draft", pair.target)
+    assert (done.code, done.out.strip()) == (0, ",".join(map(str, expected)))
+    assert re.search(r"^warning: the draft has .* drafting costs as much as decoding$", done.err, flags=re.MULTILINE)
+
+
+def test_an_interrupt_is_130(foretoken: Run, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "generate", interrupt)
+    done = foretoken("generate", "-t", pair.target, "--prompt-ids", "1")
+    assert (done.code, "interrupted" in done.err, "Traceback" in done.err) == (130, True, False)
+
+
+@pytest.mark.parametrize("verb", [[], ["generate"], ["models"], ["train"], ["train", "lm"], ["config"], ["config", "show"]], ids=" ".join)
+def test_help_is_0_and_says_something(foretoken: Run, verb: list[str]) -> None:
+    for flag in ("--help", "-h"):
+        done = foretoken(*verb, flag)
+        assert done.code == 0
+        assert "Usage: foretoken" in done.out
+
+
+def test_one_real_process(pair: SimpleNamespace, expected: list[int], tmp_path: Path) -> None:
+    """Exit code, stdout and stderr as a shell sees them."""
+    command = [sys.executable, "-c", "from foretoken.cli import main; main()", "generate", "-t", str(pair.target), "--max-tokens", "12", "--json"]
+    environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), **os.environ}
+    done = subprocess.run([*command, "--prompt-ids", "5,6,7"], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["token_ids"] == expected
+
+
+# ---- models
+
+
+def test_models_describes_folders(foretoken: Run, pair: SimpleNamespace, tmp_path: Path) -> None:
+    for name in ("gpt2", "bert"):
+        tiny_checkpoint(tmp_path / name, name)
+    done = foretoken("models", pair.target, tmp_path / "gpt2", tmp_path / "bert", tmp_path / "nowhere", "--json")
+    native, other, encoder, missing = json.loads(done.lines[-1])["models"]
+    assert (done.code, native["family"], native["layers"], native["context"], native["runs_on"]) == (0, "llama", 2, 256, "native decoder")
+    assert (other["family"], other["runs_on"]) == ("gpt2", "transformers (exact, slower)")
+    assert encoder["runs_on"].startswith("not runnable: ")
+    assert "encoder-only" in encoder["runs_on"]
+    assert missing["runs_on"].startswith("not runnable: ")
+    assert "native decoder" in foretoken("models", pair.target).out
+
+
+# ---- settings: flags > environment > file > defaults
+
+
+def origins(foretoken: Run) -> dict[str, dict[str, object]]:
+    done = foretoken("config", "show", "--origin", "--json")
+    assert done.code == 0, done.err
+    return json.loads(done.lines[-1])
+
+
+def test_who_wins(foretoken: Run, pair: SimpleNamespace, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def num_tokens(*flags: object) -> int:
+        return len(foretoken("generate", "-t", pair.target, "--prompt-ids", "5,6,7", "--ignore-eos", *flags).out.split(","))
+
+    assert num_tokens() == 128
+    assert origins(foretoken)["generate.max_tokens"] == {"value": 128, "origin": "default"}
+    (tmp_path / "foretoken.toml").write_text("[generate]\nmax_tokens = 4\n")
+    assert num_tokens() == 4
+    assert origins(foretoken)["generate.max_tokens"] == {"value": 4, "origin": "foretoken.toml"}
+    monkeypatch.setenv("FORETOKEN_GENERATE__MAX_TOKENS", "3")
+    assert num_tokens() == 3
+    assert origins(foretoken)["generate.max_tokens"] == {"value": "3", "origin": "FORETOKEN_GENERATE__MAX_TOKENS"}
+    assert num_tokens("--max-tokens", 2) == 2
+
+
+def test_every_kind_of_option_can_come_from_a_file(foretoken: Run, pair: SimpleNamespace, expected: list[int], tmp_path: Path) -> None:
+    """Text, number, switch, and a nested verb."""
+    (tmp_path / "foretoken.toml").write_text(
+        f'[generate]\ntarget = "{pair.target}"\nprompt_ids = "5,6,7"\nmax_tokens = 12\ndrafter = "ngram"\nshow = true\n[train.lm]\nseed = 7\n'
+    )
+    done = foretoken("generate")
+    assert done.code == 0
+    assert "by token, a group per step:" in done.out
+    assert origins(foretoken)["train lm.seed"] == {"value": 7, "origin": "foretoken.toml"}
+
+
+def test_lists_and_switches_from_the_environment(foretoken: Run, text_pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = ["generate", "-t", text_pair.target, "-p", "the list", "--max-tokens", 20]
+    monkeypatch.setenv("FORETOKEN_GENERATE__IGNORE_EOS", "true")
+    text = foretoken(*common).out.rstrip("\n")
+    monkeypatch.setenv("FORETOKEN_GENERATE__STOP", f"never this,{text[5:7]}")
+    assert foretoken(*common).out == text[: text.find(text[5:7])] + "\n"
+
+
+def test_another_file_by_name(foretoken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "foretoken.toml").write_text("[generate]\nmax_tokens = 4\n")
+    (tmp_path / "other.toml").write_text("[generate]\nmax_tokens = 5\n")
+    monkeypatch.setenv("FORETOKEN_TOML", str(tmp_path / "other.toml"))
+    assert origins(foretoken)["generate.max_tokens"] == {"value": 5, "origin": str(tmp_path / "other.toml")}
+
+
+def test_the_table_of_settings(foretoken: Run) -> None:
+    assert re.search(r"generate +. max_tokens +. 128 +. default", foretoken("config", "show", "--origin").out)
+    assert "default" not in foretoken("config", "show").out.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ("[generate]\nmax_token = 4\n", 2, "max_token=4: unknown setting of [generate] in foretoken.toml; did you mean 'max_tokens'?"),
+        ("[generat]\nmax_tokens = 4\n", 2, "max_tokens=4: unknown setting of [generat] in foretoken.toml"),
+        ("[train.lm]\nsed = 4\n", 2, "sed=4: unknown setting of [train.lm] in foretoken.toml; did you mean 'seed'?"),
+        ("max_tokens = 4\n", 2, "max_tokens=4: unknown setting of foretoken.toml"),
+        ("[generate\n", 4, "cannot read foretoken.toml"),
+        (b"[generate]\ntarget = '\xff'\n", 4, "cannot read foretoken.toml"),
+    ],
+    ids=["key", "verb", "nested", "no verb", "syntax", "bytes"],
+)
+def test_bad_settings_file(foretoken: Run, tmp_path: Path, text: str | bytes, code: int, message: str) -> None:
+    """Refused whatever verb runs: a setting that does nothing is a trap."""
+    (tmp_path / "foretoken.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    done = foretoken("models", tmp_path)
+    assert (done.code, done.out) == (code, "")
+    assert message in done.err
+
+
+def test_a_settings_file_that_is_not_there(foretoken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named on purpose, so its absence is an error."""
+    monkeypatch.setenv("FORETOKEN_TOML", str(tmp_path / "nowhere.toml"))
+    done = foretoken("models", tmp_path)
+    assert done.code == 4
+    assert "nowhere.toml" in done.err
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [("FORETOKEN_GENERATE__MAX_TOKEN", "did you mean FORETOKEN_GENERATE__MAX_TOKENS?"), ("FORETOKEN_" + "Q" * 40, "unset it")],
+)
+def test_an_unknown_variable_is_refused(foretoken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, hint: str) -> None:
+    monkeypatch.setenv(variable, "1")
+    done = foretoken("models", tmp_path)
+    assert done.code == 2
+    assert variable in done.err
+    assert hint in done.err
+
+
+def test_a_bad_value_in_a_file_is_a_usage_error(foretoken: Run, pair: SimpleNamespace, tmp_path: Path) -> None:
+    (tmp_path / "foretoken.toml").write_text('[generate]\nmax_tokens = "many"\n')
+    done = foretoken("generate", "-t", pair.target, "--prompt-ids", "1")
+    assert (done.code, done.out) == (2, "")
+    assert "Invalid value for '--max-tokens'" in done.err

@@ -1,0 +1,139 @@
+"""The shape of the package: who imports whom, which names are public, what is registered, which options exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from typer.core import TyperGroup, TyperOption
+
+import foretoken
+from foretoken import LLM, ForetokenError, SamplingParams, SpecConfig
+from foretoken.cli.app import app
+from foretoken.config import DRAFTERS, RULES
+from foretoken.engine.controller import _AUTO_NUM_DRAFT
+from foretoken.verify import RULES as IMPLEMENTED_RULES
+
+ROOT = Path(__file__).resolve().parents[1]
+OPTIONS_FILE = ROOT / "tests" / "cli_options.txt"
+
+
+def test_imports_point_one_way() -> None:
+    """The contracts in pyproject.toml."""
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+def test_starting_up_does_not_load_transformers() -> None:
+    """It takes seconds, and a native model needs nothing of it."""
+    code = "import sys, foretoken, foretoken.cli.app; print([name for name in ('transformers', 'matplotlib', 'scipy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_public_names() -> None:
+    """`__all__` is all there is: what is not listed is a module or private."""
+    public = {name for name, value in vars(foretoken).items() if not name.startswith("_") and type(value).__name__ != "module"}
+    assert public == set(foretoken.__all__)
+    assert list(foretoken.__all__) == sorted(foretoken.__all__, key=lambda name: (name != name.upper(), name))
+    errors = {kind.__name__ for kind in subclasses(ForetokenError)} | {"ForetokenError"}
+    assert errors <= public  # every error can be caught by name
+
+
+def subclasses(kind: type) -> Iterator[type]:
+    for child in kind.__subclasses__():
+        if child.__module__.startswith("foretoken."):
+            yield child
+            yield from subclasses(child)
+
+
+def test_exit_codes() -> None:
+    codes = {kind.__name__: kind.exit_code for kind in subclasses(ForetokenError)}
+    assert codes == {
+        "InputError": 2,
+        "ConfigError": 2,
+        "ContextLengthError": 2,
+        "ModelError": 3,
+        "CheckpointError": 3,
+        "UnsupportedModelError": 3,
+        "MismatchError": 3,
+        "CapacityError": 1,
+        "NumericsError": 1,
+        "StorageError": 4,
+        "GateError": 5,
+    }
+
+
+def table_rows(title: str) -> set[str]:
+    """First column of the table under a heading of docs/guarantees.md."""
+    text = (ROOT / "docs" / "guarantees.md").read_text()
+    section = text.split(f"## {title}\n")[1].split("\n## ")[0]
+    return set(re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE))
+
+
+def test_every_rule_is_implemented_and_documented() -> None:
+    names = set(RULES) - {"auto"}
+    assert set(IMPLEMENTED_RULES) == names == table_rows("Rules")
+    for name, rule in IMPLEMENTED_RULES.items():
+        assert rule.name == name
+        assert rule.lossless  # a lossy one must be refused without allow_lossy, which no rule needs yet
+
+
+def test_every_drafter_is_implemented_and_documented(llm: LLM, pair: object) -> None:
+    assert set(DRAFTERS) == table_rows("Drafters") == set(_AUTO_NUM_DRAFT)
+    for name in DRAFTERS:
+        spec = SpecConfig(name, str(pair.draft) if name == "draft_model" else None)  # type: ignore[attr-defined]
+        assert llm._make_drafter(spec).name == name
+
+
+def test_every_file_that_the_guarantees_name_exists() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs" / "guarantees.md").read_text())
+    assert len(named) > 10
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_fields_of_the_public_configs() -> None:
+    """Other programs set these by name."""
+    assert [field.name for field in dataclasses.fields(SpecConfig)] == ["drafter", "draft", "num_draft", "rule", "allow_lossy"]
+    assert {field.name for field in dataclasses.fields(SamplingParams)} == {
+        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "presence_penalty", "frequency_penalty"),
+        *("repetition_penalty", "logit_bias", "min_tokens", "n", "logprobs"),
+    }
+
+
+def options_of(command: object, verb: str = "foretoken") -> Iterator[str]:
+    """`verb --option` for every option, `verb ARGUMENT` for every argument."""
+    if isinstance(command, TyperGroup):
+        for name, child in command.commands.items():
+            yield from options_of(child, f"{verb} {name}")
+        return
+    for parameter in command.params:  # type: ignore[attr-defined]
+        names = [*parameter.opts, *parameter.secondary_opts] if isinstance(parameter, TyperOption) else [str(parameter.name).upper()]
+        yield from (f"{verb} {name}" for name in names if name not in ("--help", "-h"))
+
+
+def test_cli_options_are_those_on_the_list() -> None:
+    """A new, renamed or dropped option is a decision: then change tests/cli_options.txt with it."""
+    found = sorted(options_of(typer.main.get_command(app)))
+    listed = OPTIONS_FILE.read_text().splitlines()
+    assert found == listed, f"write the new list to {OPTIONS_FILE.name}:\n" + "\n".join(sorted(set(found) ^ set(listed)))
+
+
+@pytest.mark.parametrize("verb", ["demo", "generate", "bench", "widen", "models", "train lm"])
+def test_every_verb_speaks_json(verb: str) -> None:
+    assert f"foretoken {verb} --json" in OPTIONS_FILE.read_text().splitlines()
+
+
+def test_settings_of_generate_are_the_public_names() -> None:
+    """A field of the configs that can be set has a flag of the same name."""
+    flags = {line.split()[-1].removeprefix("--").replace("-", "_") for line in OPTIONS_FILE.read_text().splitlines() if " generate " in line}
+    params = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos"}
+    assert params | {"drafter", "draft", "num_draft", "rule"} <= flags
