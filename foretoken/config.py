@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeVar
 
 from foretoken.errors import ConfigError, InputError
 
-DrafterName = Literal["draft_model", "ngram"]
 DRAFTERS: tuple[str, ...] = ("draft_model", "ngram")
 RULES: tuple[str, ...] = ("auto", "greedy", "rejection")
 
@@ -59,7 +58,7 @@ class SamplingParams:
         _whole("top_k", self.top_k, low=0)
         if self.seed is not None:
             _whole("seed", self.seed, low=0, high=2**64 - 1)
-        for text in self.stop:
+        for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise InputError("stop", text, "each stop string must be a text of at least one character")
         self._refuse_unsupported()

@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foretoken.bench.widen_plan import Plan, plan
-from foretoken.errors import StorageError
+from foretoken.errors import InputError, StorageError
 from foretoken.model.architecture import ModelConfig, config_to_hf
 from foretoken.model.loader import INDEX, WEIGHTS, Weights, copy_tokenizer, parse_dtype, read_config
 
@@ -75,6 +75,8 @@ def widen(
         StorageError: `out` is in use or cannot be written, or the disk is too small.
         CheckpointError, UnsupportedModelError: the source cannot be read.
     """
+    if not 0 <= seed < 2**63:
+        raise InputError("seed", seed, "must lie between 0 and 2**63 - 1")
     config, stored = read_config(source), parse_dtype(dtype)
     target = plan(config, to)
     total = target.config.num_parameters

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_CACHE_LINE = 64
+
 
 class KVPool:
     """`keys` and `values`: one `[G, S, K]` tensor per layer (G key/value heads, S slots, K head_dim)."""
@@ -43,7 +45,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Zeros that, on a CPU, take memory only where something is written: numpy's come untouched from the system, torch's do not."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(size + _CACHE_LINE, dtype=np.uint8))
+    start = -raw.data_ptr() % _CACHE_LINE
+    return raw[start : start + size].view(dtype).view(shape)
 
 
 def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

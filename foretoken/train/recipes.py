@@ -15,6 +15,7 @@ from foretoken.errors import ConfigError, MismatchError, StorageError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder, save_checkpoint
+from foretoken.model.tokenizer import load_tokenizer
 from foretoken.train.corpus import standard_library
 from foretoken.train.tokens import END_OF_TEXT, encode, tokenizer_config, train_tokenizer
 from foretoken.train.trainer import Data, Result, TrainConfig, Trainer
@@ -115,6 +116,9 @@ def train_lm(
             raise MismatchError(
                 f"the teacher has {teacher_decoder.config.vocab_size} tokens, the corpus {tokenizer.get_vocab_size()}: use its --corpus"
             )
+        words = load_tokenizer(teacher)
+        if words is not None and words.vocabulary != tokenizer.get_vocab():
+            raise MismatchError(f"the teacher in {teacher} has another tokenizer than the corpus: use its --corpus")
     trainer = Trainer(decoder.to(device), data, config, out, teacher_decoder)
     result = trainer.run()
     folder = out / "model"
