@@ -123,6 +123,13 @@ class Draft:
         """Number of nodes of each request."""
         return tuple(stop - start for start, stop in zip(self.offsets, self.offsets[1:], strict=False))
 
+    def depths(self, request: int) -> list[int]:
+        """Depth of each node of `request`; a child of the committed text has depth 1."""
+        depths: list[int] = []
+        for parent in self.parents[self.offsets[request] : self.offsets[request + 1]]:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
     def anchor_row(self, request: int) -> int:
         """Row of the target's law right after the committed text of `request`."""
         return self.offsets[request] + request

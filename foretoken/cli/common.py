@@ -21,6 +21,7 @@ NumDraftOption = Annotated[str, typer.Option(help="How many tokens to guess per 
 RuleOption = Annotated[str, typer.Option(help="Which exact rule decides what stands: auto, greedy, rejection.")]
 DtypeOption = Annotated[str, typer.Option(help="Number format of the weights: auto (as stored), bfloat16, float16, float32, float64.")]
 DeviceOption = Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:N.")]
+CacheOption = Annotated[int | None, typer.Option(help="Tokens that the key/value cache holds; without it, enough for one whole context.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")]
 
 
@@ -32,6 +33,8 @@ def spec_config(drafter: str | None, draft: str | None, num_draft: str, rule: st
     """
     if draft is not None and drafter is None:
         drafter = "draft_model"
+    if drafter is None and num_draft != "auto":
+        raise ConfigError("num_draft", num_draft, "nobody guesses: name a --drafter or a --draft, or leave it out")
     number: Any = num_draft
     if num_draft != "auto":
         try:

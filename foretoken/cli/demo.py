@@ -17,7 +17,7 @@ from foretoken.bench.widen import widen as widen_checkpoint
 from foretoken.cli.common import JsonOption, print_json, progress
 from foretoken.cli.generate import token_pieces
 from foretoken.cli.show import coloured, legend
-from foretoken.config import SamplingParams, SpecConfig
+from foretoken.config import DRAFTERS, SamplingParams, SpecConfig
 from foretoken.engine.llm import LLM, GenerateOutput
 from foretoken.errors import ConfigError
 from foretoken.model.open import model_folder
@@ -77,6 +77,11 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Answer the same prompts plainly and speculatively, compare tokens and time on this machine."""
+    for field, value, low in (("max_tokens", max_tokens, 2), ("repeats", repeats, 1), ("num_draft", num_draft, 1)):
+        if value < low:
+            raise ConfigError(field, value, f"must be at least {low}")
+    if drafter not in DRAFTERS:
+        raise ConfigError("drafter", drafter, f"choose one of {', '.join(DRAFTERS)}")
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     with tempfile.TemporaryDirectory(prefix="foretoken-demo-") as scratch:
         target, draft = _pair(to, Path(scratch))

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from foretoken.cli.common import (
+    CacheOption,
     DeviceOption,
     DrafterOption,
     DraftOption,
@@ -46,6 +47,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    cache_tokens: CacheOption = None,
     show: Annotated[bool, typer.Option("--show", help="Mark each token by where it came from, with a legend.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -63,7 +65,7 @@ def generate(
     )
     spec = spec_config(drafter, draft, num_draft, rule)
     with progress(f"loading {target}"):
-        llm = LLM(target, spec=spec, dtype=dtype, device=device)
+        llm = LLM(target, spec=spec, dtype=dtype, device=device, cache_tokens=cache_tokens)
     with llm:
         stream_out = not show and not as_json and llm.tokenizer is not None
         output = llm.generate([ids], params, on_step=_print_pieces if stream_out else None)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,9 +13,9 @@ from rich.table import Table
 
 from foretoken.cli.common import JsonOption, print_json
 from foretoken.errors import ModelError
-from foretoken.model.architecture import NATIVE_MODEL_TYPES, check_causal, config_from_hf
+from foretoken.model.architecture import check_causal
 from foretoken.model.loader import read_raw_config
-from foretoken.model.open import model_folder, reference_names
+from foretoken.model.open import model_folder, native_config, reference_names
 
 
 def models(
@@ -22,8 +23,8 @@ def models(
     as_json: JsonOption = False,
 ) -> None:
     """List the models on this machine: the reference family, the hub's cache, or the folders given."""
-    names = list(folder or [*reference_names(), *_cached()])
-    rows = [_describe(name) for name in names]
+    named = [(name, model_folder(name)) for name in folder or reference_names()]
+    rows = [_describe(name, path) for name, path in [*named, *([] if folder else _cached())]]
     if as_json:
         print_json({"models": rows})
         return
@@ -33,23 +34,23 @@ def models(
     Console().print(table)
 
 
-def _cached() -> list[str]:
+def _cached() -> list[tuple[str, Path]]:
+    """Models in the hub's cache, each with its newest snapshot; nothing is downloaded."""
     try:
-        return sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
+        repos = [repo for repo in scan_cache_dir().repos if repo.repo_type == "model" and repo.revisions]
     except CacheNotFound:
         return []
+    return sorted((repo.repo_id, max(repo.revisions, key=lambda r: r.last_modified).snapshot_path) for repo in repos)
 
 
-def _describe(name: str) -> dict[str, object]:
+def _describe(name: str, folder: Path) -> dict[str, object]:
     row: dict[str, object] = {"model": name, "family": "", "parameters": "", "layers": "", "context": ""}
     try:
-        raw = read_raw_config(model_folder(name))
-        family = check_causal(raw)
-        row["family"] = family
-        if family not in NATIVE_MODEL_TYPES:
-            return row | {"runs_on": "transformers (exact, slower)"}
-        config = config_from_hf(raw)
+        row["family"] = check_causal(read_raw_config(folder))
+        config = native_config(folder)
     except ModelError as error:
         return row | {"runs_on": f"not runnable: {error}"}
+    if config is None:
+        return row | {"runs_on": "transformers (exact, slower)"}
     millions = f"{config.num_parameters / 1e6:,.1f} M"
     return row | {"parameters": millions, "layers": config.num_layers, "context": config.max_context_tokens, "runs_on": "native decoder"}

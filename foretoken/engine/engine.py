@@ -64,7 +64,7 @@ class Engine:
         target = self._forward(batch, draft)
         verdict = self._verify(batch, draft, target)
         self._commit(batch, draft, target, verdict)
-        self._observe(batch, draft, target, verdict)
+        self._observe(batch, draft, target)
         return self._emit(batch, draft, target, verdict)
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, spec: SpecConfig) -> RequestState:
@@ -127,40 +127,47 @@ class Engine:
             self.target.commit(entry.request.request_id, len(entry.pending))
         self.drafters.commit(batch, draft, verdict, target.taps)
 
-    def _observe(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
-        self.controller.observe(batch, draft, verdict, target.broken, self.states)
+    def _observe(self, batch: Batch, draft: Draft, target: TargetOutput) -> None:
+        """Share out the time the step took; a broken request's round does not count."""
         clock, drafted = self._clock, max(1, draft.num_nodes)
         for b, entry in enumerate(batch.decoding):
+            if b in target.broken:
+                continue
             stats = self.states[entry.request.request_id].stats
             stats.num_steps += 1
-            rows = [draft.anchor_row(b), *(draft.anchor_row(b) + 1 + node for node in verdict.paths[b])]
-            stats.num_near_ties += sum(target.near_ties[row] for row in rows)
             stats.draft_s += (clock.proposed - clock.scheduled) * draft.lengths[b] / drafted
             stats.verify_s += (clock.verified - clock.proposed) * (1 + draft.lengths[b]) / draft.num_rows
 
     def _emit(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> list[StepOutput]:
-        outputs = []
-        now = time.perf_counter()
+        outputs, now = [], time.perf_counter()
         for b, entry in enumerate(batch.decoding):
             state = self.states[entry.request.request_id]
-            if b in target.broken:
-                outputs.append(self._fail(state))
-                continue
-            first, start = not state.origins, len(state.origins)
-            for token, origin in zip(verdict.emitted(b), self._origins(state, draft, verdict, b), strict=True):
-                if state.append(token, origin):
-                    break
-            state.num_rounds += 1
-            state.stats.num_emitted = len(state.origins)
-            if first:
-                state.stats.ttft_s = now - state.arrived_s
-            state.stats.total_s = now - state.arrived_s
-            new = len(state.origins) - start
-            text = state.text.release(final=state.finish_reason is not None)
-            outputs.append(StepOutput(state.request_id, tuple(state.tokens[-new:]), text, tuple(state.origins[start:]), state.finish_reason))
-            self._count(state, draft.lengths[b], verdict, b, new)
+            outputs.append(self._fail(state) if b in target.broken else self._emit_one(state, draft, target, verdict, b, now))
+            if state.finish_reason is not None:
+                self._release(state)
         self._book(now)
         return outputs
+
+    def _emit_one(self, state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdict, b: int, now: float) -> StepOutput:
+        """Append what request `b` emitted, up to where its answer ends; only tokens before that point count as accepted."""
+        first = len(state.origins)
+        for token, origin in zip(verdict.emitted(b), self._origins(state, draft, verdict, b), strict=True):
+            if state.append(token, origin):
+                break
+        num_new = len(state.origins) - first
+        rows = [draft.anchor_row(b), *(draft.anchor_row(b) + 1 + node for node in verdict.paths[b])]
+        stats, num_kept = state.stats, min(num_new, len(verdict.accepted[b]))
+        stats.count_round(draft.depths(b), num_kept, num_new, sum(target.near_ties[row] for row in rows[:num_new]))
+        stats.total_s = now - state.arrived_s
+        if not first:
+            stats.ttft_s = stats.total_s
+        state.num_rounds += 1
+        self.stats.num_drafted += draft.lengths[b]
+        self.stats.num_accepted += num_kept
+        self.stats.num_emitted += num_new
+        self.stats.num_finished += state.finish_reason is not None
+        text = state.text.release(final=state.finish_reason is not None)
+        return StepOutput(state.request_id, tuple(state.tokens[-num_new:]), text, tuple(state.origins[first:]), state.finish_reason)
 
     def _origins(self, state: RequestState, draft: Draft, verdict: Verdict, b: int) -> list[TokenOrigin]:
         drafter = draft.drafters[b]
@@ -172,16 +179,7 @@ class Engine:
         error = NumericsError(f"request {state.request_id}: the target's logits are not finite at token {len(state.tokens)}")
         state.finish_reason = "error"
         self.stats.num_failed += 1
-        self._release(state)
         return StepOutput(state.request_id, (), state.text.release(final=True), (), "error", error)
-
-    def _count(self, state: RequestState, num_drafted: int, verdict: Verdict, b: int, num_emitted: int) -> None:
-        self.stats.num_drafted += num_drafted
-        self.stats.num_accepted += len(verdict.accepted[b])
-        self.stats.num_emitted += num_emitted
-        if state.finish_reason is not None:
-            self.stats.num_finished += 1
-            self._release(state)
 
     def _book(self, now: float) -> None:
         clock = self._clock

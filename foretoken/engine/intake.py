@@ -5,8 +5,62 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.errors import CapacityError, ContextLengthError, InputError
+from foretoken.errors import CapacityError, ConfigError, ContextLengthError, InputError
 from foretoken.model.interface import LanguageModel
+
+Prompt = str | Sequence[int]
+
+
+def as_prompts(prompts: object) -> list[Prompt]:
+    """One text, one list of ids, or a list of either, as a list of prompts; tensors and arrays of ids count as lists.
+
+    Raises:
+        InputError: anything else.
+    """
+    prompts = _plain(prompts)
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, list):
+        raise InputError("prompts", prompts, "give a text, a list of token ids, or a list of those")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]
+    batch: list[Prompt] = []
+    for prompt in map(_plain, prompts):
+        if not isinstance(prompt, str | list):
+            raise InputError("prompt", prompt, "give a text or a list of token ids")
+        batch.append(prompt)
+    return batch
+
+
+def _plain(value: object) -> object:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple | range) else value
+
+
+def check_limits(**limits: int | None) -> None:
+    """Every limit is a whole number of at least 1, or None where that is allowed.
+
+    Raises:
+        ConfigError: names the limit.
+    """
+    for name, value in limits.items():
+        if value is None and name == "cache_tokens":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(name, value, "must be a whole number of at least 1")
+
+
+def check_types(params: object, spec: object) -> None:
+    """What `generate` takes beside the prompt.
+
+    Raises:
+        InputError: not a `SamplingParams`, not a `SpecConfig`.
+    """
+    if not isinstance(params, SamplingParams):
+        raise InputError("params", params, "give SamplingParams, or a list with one for each prompt")
+    if not isinstance(spec, SpecConfig):
+        raise InputError("spec", spec, "give SpecConfig, or a list with one for each prompt")
 
 
 def check_request(prompt_ids: Sequence[int], params: SamplingParams, spec: SpecConfig, target: LanguageModel, has_text: bool) -> int:

@@ -16,6 +16,7 @@ from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.engine.engine import Engine
+from foretoken.engine.intake import Prompt, as_prompts, check_limits, check_types
 from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.engine.stats import RequestStats
@@ -23,8 +24,6 @@ from foretoken.errors import ConfigError, InputError, MismatchError
 from foretoken.model.interface import LanguageModel
 from foretoken.model.open import model_folder, open_model
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,7 @@ class LLM:
         max_batch_size: int = 16,
         max_prompt_tokens: int = 512,
     ) -> None:
-        for name, value in (("max_batch_size", max_batch_size), ("max_prompt_tokens", max_prompt_tokens)):
-            if value < 1:
-                raise ConfigError(name, value, "must be at least 1")
+        check_limits(max_batch_size=max_batch_size, max_prompt_tokens=max_prompt_tokens, cache_tokens=cache_tokens)
         self.spec = spec or SpecConfig()
         self._options = (dtype, device, cache_tokens)
         self._closed = False
@@ -87,7 +84,7 @@ class LLM:
         Raises:
             InputError: a prompt or parameter that cannot be honoured; nothing was run.
         """
-        batch: list[Prompt] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type, list-item]
+        batch = as_prompts(prompts)
         each_params = _per_prompt("params", SamplingParams() if params is None else params, len(batch))
         each_spec = _per_prompt("spec", self.spec if spec is None else spec, len(batch))
         states: list[RequestState] = []
@@ -108,7 +105,8 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None) -> Iterator[StepOutput]:
         """Yield what each step adds to one answer; `str(piece)` is its text. Closing the iterator frees the request."""
-        engine, state = self.engine, self._submit(prompt, params or SamplingParams(), spec or self.spec)
+        (one,) = as_prompts([prompt])
+        engine, state = self.engine, self._submit(one, params or SamplingParams(), spec or self.spec)
         inbox = self._inboxes[state.request_id] = deque()
         try:
             while inbox or state.finish_reason is None:
@@ -154,8 +152,9 @@ class LLM:
     def _submit(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> RequestState:
         if self._closed:
             raise InputError("llm", str(self.folder), "was closed; open it again")
+        check_types(params, spec)
         self._prepare(spec)
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         return self.engine.submit(ids, params, spec)
 
     def _prepare(self, spec: SpecConfig) -> None:
@@ -195,7 +194,10 @@ def check_pair(target: LanguageModel, target_text: Tokenizer | None, draft: Lang
         MismatchError: vocabulary size or a token differs; the first difference is named.
     """
     if target.vocab_size != draft.vocab_size:
-        raise MismatchError(f"draft {name!r} has a vocabulary of {draft.vocab_size} tokens, the target one of {target.vocab_size}")
+        raise MismatchError(
+            f"draft {name!r} has a vocabulary of {draft.vocab_size} tokens, the target one of {target.vocab_size} (padding included): "
+            "choose a draft made for this target"
+        )
     if target_text is not None and draft_text is not None:
         difference = target_text.same_vocabulary(draft_text)
         if difference is not None:
@@ -205,10 +207,6 @@ def check_pair(target: LanguageModel, target_text: Tokenizer | None, draft: Lang
             f"the draft has {draft.num_parameters:,} parameters, the target {target.num_parameters:,}: drafting costs as much as decoding",
             stacklevel=3,
         )
-
-
-def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 
 def _per_prompt(name: str, value: object, count: int) -> list:  # type: ignore[type-arg]

@@ -50,8 +50,8 @@ class RequestStats:
         """(drafted, accepted) counts at each place of the draft, first place first."""
         return tuple(zip(self.drafted_at, self.accepted_at, strict=True))
 
-    def count_draft(self, depths: list[int], num_accepted: int) -> None:
-        """Add one round: the depth of every drafted node (1 = first place) and how many were accepted."""
+    def count_round(self, depths: list[int], num_accepted: int, num_emitted: int, num_near_ties: int) -> None:
+        """Add one round: the depth of every drafted node (1 = first place), and what of it was emitted."""
         for depth in depths:
             while len(self.drafted_at) < depth:
                 self.drafted_at.append(0)
@@ -61,6 +61,8 @@ class RequestStats:
             self.accepted_at[place] += 1
         self.num_drafted += len(depths)
         self.num_accepted += num_accepted
+        self.num_emitted += num_emitted
+        self.num_near_ties += num_near_ties
 
     def as_dict(self) -> dict[str, float | int | list[list[int]]]:
         """Plain values under the public names, for JSON."""

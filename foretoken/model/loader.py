@@ -41,6 +41,7 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
 )
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
+_HUB_SKIPPED = ["consolidated*", "original/*"]  # the same weights once more, in their maker's own layout
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Tables that old checkpoints carry and every implementation computes afresh.
@@ -66,7 +67,7 @@ def resolve_folder(path_or_hub_id: str | Path, revision: str | None = None) -> P
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_HUB_PATTERNS))
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_SKIPPED))
     except Exception as error:  # network, access and cache errors of the hub have no common base
         offline = " (HF_HUB_OFFLINE is set)" if huggingface_hub.constants.HF_HUB_OFFLINE else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

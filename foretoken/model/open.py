@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from foretoken.errors import CheckpointError, ConfigError
+from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.kv.pool import bytes_per_token
 from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, check_causal, config_from_hf
 from foretoken.model.interface import LanguageModel
@@ -46,23 +46,34 @@ def open_model(folder: Path, dtype: str = "auto", device: str = "auto", cache_to
         CheckpointError, UnsupportedModelError: see `loader`.
     """
     place = _device(device)
+    config = native_config(folder)
+    if config is None:
+        from foretoken.model.hf import TransformersModel  # imports transformers: seconds that a native model need not pay
+
+        return TransformersModel(folder, dtype, place, cache_tokens)
+    decoder = load_decoder(folder, dtype=dtype, device=place)
+    return PagedModel(decoder, _cache_tokens(config, decoder.norm.weight, cache_tokens))
+
+
+def native_config(folder: Path) -> ModelConfig | None:
+    """The configuration if our own decoder runs the checkpoint, None if it is left to transformers.
+
+    Raises:
+        CheckpointError: the configuration cannot be read.
+        UnsupportedModelError: no causal language model, or a family that transformers does not know either.
+    """
     raw = read_raw_config(folder)
-    if check_causal(raw) in NATIVE_MODEL_TYPES:
+    family = check_causal(raw)
+    if family in NATIVE_MODEL_TYPES:
         try:
-            config = config_from_hf(raw)
-        except CheckpointError:
-            raise
-        except ValueError:  # a native family with an option the decoder lacks: transformers has it
-            return _open_in_transformers(folder, dtype, place, cache_tokens)
-        decoder = load_decoder(folder, dtype=dtype, device=place)
-        return PagedModel(decoder, _cache_tokens(config, decoder.norm.weight, cache_tokens))
-    return _open_in_transformers(folder, dtype, place, cache_tokens)
+            return config_from_hf(raw)
+        except UnsupportedModelError:  # an option the decoder lacks: transformers has it
+            return None
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-
-def _open_in_transformers(folder: Path, dtype: str, device: torch.device, cache_tokens: int | None) -> LanguageModel:
-    from foretoken.model.hf import TransformersModel  # imports transformers: seconds that a native model need not pay
-
-    return TransformersModel(folder, dtype, device, cache_tokens)
+    if family not in CONFIG_MAPPING_NAMES:
+        raise UnsupportedModelError(f"model_type={family!r} is known neither to foretoken nor to transformers")
+    return None
 
 
 def _cache_tokens(config: ModelConfig, weight: torch.Tensor, wanted: int | None) -> int:

@@ -71,11 +71,13 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"seed": 2**64}, "seed=18446744073709551616: must be at least 0 and at most 18446744073709551615"),
     ({"stop": ""}, "stop='': each stop string must be a text of at least one character"),
     ({"stop": ("a", 3)}, "stop=3: each stop string must be a text"),
+    ({"stop": 5}, "stop=5: must be a text or a list of texts"),
     ({"presence_penalty": 0.5}, "presence_penalty=0.5: not supported yet; leave it at 0.0"),
     ({"frequency_penalty": NOT_A_NUMBER}, "frequency_penalty=nan: not supported yet"),
     ({"repetition_penalty": 1.2}, "repetition_penalty=1.2: not supported yet; leave it at 1.0"),
     ({"logit_bias": {3: 1.0}}, "logit_bias={3: 1.0}: not supported yet; leave it out"),
     ({"logprobs": 5}, "logprobs=5: not supported yet"),
+    ({"logprobs": 0}, "logprobs=0: not supported yet"),  # it asks for the chosen token's own
     ({"min_tokens": 4}, "min_tokens=4: not supported yet"),
     ({"n": 2}, "n=2: not supported yet"),
 ]
@@ -86,6 +88,11 @@ def test_bad_sampling_values(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         SamplingParams(**values)
     assert (caught.value.field, caught.value.exit_code) == (next(iter(values)), 2)
+
+
+@pytest.mark.parametrize("stop", [None, (), [], "x", ("x",), ["x"]], ids=repr)
+def test_stop_in_every_form(stop: Any) -> None:
+    assert SamplingParams(stop=stop).stop_strings == (("x",) if stop else ())
 
 
 @pytest.mark.parametrize(

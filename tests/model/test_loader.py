@@ -167,8 +167,9 @@ def test_a_hub_id_is_fetched_without_pickles_and_its_failure_is_ours(monkeypatch
 
     asked: list[Any] = []
 
-    def fetch(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def fetch(name: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked.append((name, revision, allow_patterns))
+        assert "consolidated*" in ignore_patterns  # the same weights a second time
         if name == "some/model":
             return str(tmp_path)
         raise huggingface_hub.errors.LocalEntryNotFoundError("no such snapshot\nlong advice")
