@@ -1,6 +1,6 @@
 """Prompts to measure with, made from the held-out modules of the standard library.
 
-    code        source cut where a function begins; the answer is that function
+    code        source cut after a function's `def` line; the answer is its body
     docstring   a `def` line and the first words of its docstring
     edit        a function and the request to rename something in it; the answer mostly copies
     json        the index of a module, cut part-way
@@ -17,7 +17,7 @@ import json
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foretoken.errors import InputError, StorageError
@@ -57,7 +57,7 @@ def slices(names: Iterable[str] = SLICES, per_slice: int = 4, corpus: Corpus | N
     for name in names:
         if name not in _MAKERS:
             raise InputError("slices", name, f"choose from {', '.join(SLICES)}")
-        chosen = _spread(_MAKERS[name](held_out), per_slice)
+        chosen = [_without_trailing_space(prompt) for prompt in _spread(_MAKERS[name](held_out), per_slice)]
         if not chosen:
             raise InputError("slices", name, "the standard library here has no text for it; leave it out, or give prompts of your own")
         prompts.extend(chosen)
@@ -103,17 +103,23 @@ def _held_out_documents() -> list[Document]:
     return found
 
 
+def _without_trailing_space(prompt: Prompt) -> Prompt:
+    """White space at the cut belongs to the answer: tokens hold it together with what follows, so a prompt that ends
+    in it is one the model never saw."""
+    text = prompt.text.rstrip()
+    return replace(prompt, text=text, continuation=prompt.text[len(text) :] + (prompt.continuation or ""))
+
+
 def _is_test(name: str) -> bool:
     return any(part in ("test", "tests", "idle_test") or part.startswith("test_") for part in Path(name).parts)
 
 
 def _code(held_out: Sequence[Document]) -> Iterator[Prompt]:
     for document, node in _functions(held_out):
-        start = _offset(document.text, _first_line(node))
-        if start < _PROMPT_CHARS:
+        body = _offset(document.text, node.body[0].lineno)
+        if body < _PROMPT_CHARS:
             continue
-        answer = _rest(document.text, start, node)
-        yield Prompt(f"{document.name}:{node.name}", "code", _tail(document.text[:start], _PROMPT_CHARS), answer)
+        yield Prompt(f"{document.name}:{node.name}", "code", _tail(document.text[:body], _PROMPT_CHARS), _rest(document.text, body, node))
 
 
 def _docstring(held_out: Sequence[Document]) -> Iterator[Prompt]:

@@ -21,37 +21,49 @@ from foretoken.config import DRAFTERS, SamplingParams, SpecConfig
 from foretoken.engine.llm import LLM, GenerateOutput
 from foretoken.errors import ConfigError
 from foretoken.model.open import model_folder
+from foretoken.train.corpus import edit_prompt
 
-# Written for this demo, not taken from the training text.
+# Written for this demo, not taken from the training text, and chosen so that the answers end by themselves: a small
+# model left to write on falls into loops, and loops flatter every drafter.
 PROMPTS = {
-    "code": '''import os
-
-
-def count_lines(path, encoding="utf-8"):
-    """Return the number of lines in the file at path."""
-''',
-    "class": '''class Stack:
-    """A last-in, first-out container."""
-
-    def __init__(self, items=None):
-        self._items = list(items or [])
-
-    def push(self, item):
-''',
-    "edit": '''# Rename `name` to `key`.
-# Before:
-def lookup(table, name, default=None):
+    "edit a function": edit_prompt(
+        '''def lookup(table, name, default=None):
     """Return table[name], or default when name is missing."""
     if name not in table:
         if default is None:
             raise KeyError(name)
         return default
     value = table[name]
-    return value
-# After:
-''',
-}
+    return value''',
+        "name",
+        "key",
+    ).rstrip(),
+    "edit a method": edit_prompt(
+        '''def push(self, item):
+    """Put an item on top of the stack."""
+    if self.closed:
+        raise ValueError("the stack is closed")
+    self._items.append(item)
+    self._size += 1
+    return self._size''',
+        "push",
+        "append",
+    ).rstrip(),
+    "complete a class": '''class Version:
+    """A version number that can be compared."""
 
+    def __init__(self, major, minor):
+        self.major = major
+        self.minor = minor
+
+    def __eq__(self, other):
+        if not isinstance(other, Version):
+            return NotImplemented
+        return (self.major, self.minor) == (other.major, other.minor)
+
+    def __lt__(self, other):''',
+}
+_STOP = ("\n\n",)
 # A draft of a twentieth of its target, as published pairs have it.
 _DRAFT_SIZES = {"500m": "25m", "1b": "50m"}
 
@@ -72,7 +84,7 @@ def demo(
     drafter: Annotated[str, typer.Option(help="Who guesses: draft_model or ngram.")] = "draft_model",
     num_draft: Annotated[int, typer.Option(help="Tokens guessed per step.")] = 5,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 96,
-    repeats: Annotated[int, typer.Option(help="Times each answer is measured; the median counts.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Times each answer is measured; the median counts.")] = 5,
     to: Annotated[str, typer.Option(help="Widen the shipped pair first to a realistic cost: 500m or 1b, or none to run it as it is.")] = "500m",
     as_json: JsonOption = False,
 ) -> None:
@@ -82,7 +94,7 @@ def demo(
             raise ConfigError(field, value, f"must be at least {low}")
     if drafter not in DRAFTERS:
         raise ConfigError("drafter", drafter, f"choose one of {', '.join(DRAFTERS)}")
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=_STOP)
     with tempfile.TemporaryDirectory(prefix="foretoken-demo-") as scratch:
         target, draft = _pair(to, Path(scratch))
         spec = SpecConfig(drafter=drafter, draft=str(draft) if drafter == "draft_model" else None, num_draft=num_draft)
@@ -130,7 +142,7 @@ def _measure(
     speeds: tuple[list[float], list[float]] = ([], [])
     with progress("answering, plainly and speculatively in turn"):
         for ways in (SpecConfig(), spec):
-            llm.generate([PROMPTS["code"]], SamplingParams(max_tokens=8), spec=ways)
+            llm.generate([next(iter(PROMPTS.values()))], SamplingParams(max_tokens=8), spec=ways)
         for _ in range(repeats):
             tokens, seconds = [0, 0], [0.0, 0.0]
             for name, prompt in PROMPTS.items():

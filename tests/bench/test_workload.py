@@ -58,11 +58,17 @@ def test_the_choice_is_fixed_and_asking_for_more_keeps_the_first(prompts):
     assert slices(["json"], per_slice=2) == tuple(p for p in prompts if p.slice == "json")[:2]
 
 
-def test_code_continues_with_a_function(prompts):
+def test_code_continues_with_the_body_of_a_function(prompts):
     for prompt in prompts:
         if prompt.slice == "code":
-            assert prompt.continuation.lstrip().startswith(("def ", "@"))
-            assert prompt.text.endswith("\n")
+            head = prompt.text[prompt.text.rindex("def ") :]
+            ast.parse(f"{head} pass")
+            assert prompt.continuation.startswith("\n")
+
+
+def test_no_prompt_ends_in_white_space(prompts):
+    for prompt in prompts:
+        assert prompt.text == prompt.text.rstrip()
 
 
 def test_docstring_prompt_stops_inside_the_docstring(prompts):
@@ -77,11 +83,11 @@ def test_edit_asks_for_a_rename_of_code_that_is_given(prompts):
     for prompt in prompts:
         if prompt.slice == "edit":
             assert prompt.text.startswith("# Rename `")
-            assert prompt.text.endswith("\n# After:\n")
+            assert prompt.text.endswith("\n# After:")
             ast.parse(prompt.continuation)
             old, new = prompt.text.split("`")[1], prompt.text.split("`")[3]
-            before = prompt.text.partition("# Before:\n")[2].removesuffix("# After:\n")
-            assert before.replace(old, new) == prompt.continuation.replace(old, new)
+            before = prompt.text.partition("# Before:\n")[2].removesuffix("# After:")
+            assert before.replace(old, new) == prompt.continuation.removeprefix("\n").replace(old, new)
 
 
 def test_json_prompt_and_continuation_make_one_document(prompts):

@@ -85,6 +85,13 @@ def test_text_is_streamed_and_equals_the_library(foretoken: Run, text_pair: Simp
     assert foretoken(*common, "--stop", stop, "--stop", "never this").out == text[: text.find(stop)] + "\n"
 
 
+def test_cache_tokens_reach_the_engine(foretoken: Run, pair: SimpleNamespace) -> None:
+    common = ["generate", "-t", pair.target, "--prompt-ids", "5", "--ignore-eos", "--cache-tokens", 64, "--max-tokens"]
+    assert foretoken(*common, 63).code == 0
+    refused = foretoken(*common, 100)
+    assert (refused.code, "raise cache_tokens" in refused.err) == (1, True)
+
+
 def test_sampling_flags_reach_the_engine(foretoken: Run, pair: SimpleNamespace) -> None:
     params = SamplingParams(max_tokens=10, temperature=0.9, top_p=0.8, top_k=20, min_p=0.01, seed=11)
     with LLM(pair.target, cache_tokens=256) as llm:
@@ -135,7 +142,8 @@ def test_exit_codes_of_bad_input(foretoken: Run, pair: SimpleNamespace, text_pai
         (2, ["generate", "-t", pair.target, "--prompt-ids", "97"], "prompt=97: token ids must be whole numbers from 0 to 96"),
         (2, [*good, "--temperature", "nan"], "temperature=nan: must be a finite number"),
         (2, [*good, "--temperature", "hot"], "Invalid value for '--temperature'"),
-        (2, [*good, "--num-draft", "x"], "num_draft='x': must be a whole number or auto"),
+        (2, [*good, "--num-draft", 3], "num_draft='3': nobody guesses: name a --drafter or a --draft"),
+        (2, [*good, "--drafter", "ngram", "--num-draft", "x"], "num_draft='x': must be a whole number or auto"),
         (2, [*good, "--drafter", "ngram", "--num-draft", "999"], "num_draft=999: must be smaller than the context"),
         (2, [*good, "--drafter", "oracle"], "drafter='oracle': choose one of"),
         (2, [*good, "--drafter", "draft_model"], "draft=None: drafter='draft_model' needs"),
@@ -193,14 +201,14 @@ def test_one_real_process(pair: SimpleNamespace, expected: list[int], tmp_path: 
 def test_models_describes_folders(foretoken: Run, pair: SimpleNamespace, tmp_path: Path) -> None:
     for name in ("gpt2", "bert"):
         tiny_checkpoint(tmp_path / name, name)
-    done = foretoken("models", pair.target, tmp_path / "gpt2", tmp_path / "bert", tmp_path / "nowhere", "--json")
-    native, other, encoder, missing = json.loads(done.lines[-1])["models"]
+    done = foretoken("models", pair.target, tmp_path / "gpt2", tmp_path / "bert", "--json")
+    native, other, encoder = json.loads(done.lines[-1])["models"]
     assert (done.code, native["family"], native["layers"], native["context"], native["runs_on"]) == (0, "llama", 2, 256, "native decoder")
     assert (other["family"], other["runs_on"]) == ("gpt2", "transformers (exact, slower)")
     assert encoder["runs_on"].startswith("not runnable: ")
     assert "encoder-only" in encoder["runs_on"]
-    assert missing["runs_on"].startswith("not runnable: ")
     assert "native decoder" in foretoken("models", pair.target).out
+    assert foretoken("models", tmp_path / "nowhere").code == 3
 
 
 # ---- settings: flags > environment > file > defaults

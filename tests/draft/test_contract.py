@@ -142,8 +142,9 @@ def test_eos_inside_an_accepted_run(name: str) -> None:
         assert state.output_ids == list(range(3, eos + 1))
         assert state.finish_reason == "stop"
         assert state.stats.num_emitted == len(state.output_ids) == len(state.origins)
-        cut_runs += state.stats.num_accepted > sum(origin.kind == "accepted" for origin in state.origins)
-    assert cut_runs > 5  # the test means something: the round went on behind the end
+        assert state.stats.num_accepted == sum(origin.kind == "accepted" for origin in state.origins)
+        cut_runs += state.origins[-1].kind == "accepted"  # a whole round ends with a token of the target's own
+    assert cut_runs > 5  # the test means something
 
 
 def test_context_end(name: str, tmp_path: Path) -> None:
@@ -198,14 +199,13 @@ def test_propose_gives_each_request_its_own_number(llm: LLM, watched: Watched, t
         watched.finish(one.request.request_id)
 
 
+@pytest.mark.filterwarnings("ignore:the draft has")
 def test_a_draft_that_is_the_target_is_always_right(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """An off-by-one in the draft's cache leaves the text right and lowers the acceptance: here it must be 100 %.
 
     After every step the caches of target and draft are compared with a fresh run over the text.
     """
     spec = SpecConfig("draft_model", str(pair.target), num_draft=3)
-    with pytest.warns(UserWarning, match="drafting costs as much as decoding"):
-        llm._prepare(spec)
     watched = watch(llm, spec, monkeypatch)
     assert isinstance(watched.inner, DraftModelDrafter)
 
@@ -254,6 +254,7 @@ def test_a_draft_without_room_drafts_less_and_changes_nothing(pair: SimpleNamesp
     assert [tuple(state.output_ids) for state in states] == plain[:8]
 
 
+@pytest.mark.filterwarnings("ignore:the draft has")
 def test_a_long_prompt_reaches_the_draft_in_pieces(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.draft.draft_model._CATCH_UP_TOKENS", 7)
     prompt = token_ids(50, seed=9)

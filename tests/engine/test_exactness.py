@@ -140,6 +140,14 @@ def test_a_neighbour_that_leaves_early_changes_nothing(llm: LLM, pair: SimpleNam
     assert [tuple(states[i].output_ids) for i in range(1, 8, 2)] == [alone[i] for i in range(1, 8, 2)]
 
 
+@pytest.mark.filterwarnings("ignore:the draft has")
+def test_two_draft_models_in_one_batch(llm: LLM, pair: SimpleNamespace) -> None:
+    """Each request is judged by the laws of its own draft."""
+    specs = [SpecConfig("draft_model", str((pair.draft, pair.target)[i % 2]), num_draft=3) for i in range(8)]
+    expected = [llm.generate([PROMPTS[i]], SAMPLED[i], specs[i])[0].token_ids for i in range(8)]
+    assert [out.token_ids for out in llm.generate(PROMPTS[:8], SAMPLED[:8], specs)] == expected
+
+
 def test_seeds(llm: LLM, pair: SimpleNamespace) -> None:
     """The same seed repeats, another one does not, and without a seed each request draws its own."""
     spec = SpecConfig("draft_model", str(pair.draft), num_draft=3)

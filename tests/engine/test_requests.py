@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -157,6 +158,24 @@ def test_bad_requests_leave_nothing(
     check_idle(llm)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((5,), "prompts=5: give a text, a list of token ids, or a list of those"),
+        (({"prompt": [1]},), "prompts={'prompt'.*: give a text"),
+        (([[1], 5],), "prompt=5: give a text or a list of token ids"),
+        (([[1], None],), "prompt=None: give a text or a list of token ids"),
+        (([[1]], {"temperature": 1}), "params={'temperature': 1}: give SamplingParams"),
+        (([[1]], None, "ngram"), "spec='ngram': give SpecConfig"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, tuple) else "",
+)
+def test_things_of_the_wrong_kind(llm: LLM, arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        llm.generate(*arguments)
+    check_idle(llm)
+
+
 def test_a_long_bad_value_is_shortened() -> None:
     with pytest.raises(InputError) as caught:
         SpecConfig(drafter="x" * 10_000)
@@ -176,8 +195,8 @@ def test_a_request_that_can_never_fit_is_refused(pair: SimpleNamespace) -> None:
     [
         ({"cache_tokens": 3}, "cache_tokens=3: must be at least one block of 32 tokens"),
         ({"device": "toaster"}, "device='toaster': use auto, cpu, cuda or cuda:N"),
-        ({"max_batch_size": 0}, "max_batch_size=0: must be at least 1"),
-        ({"max_prompt_tokens": 0}, "max_prompt_tokens=0: must be at least 1"),
+        ({"max_batch_size": 0}, "max_batch_size=0: must be a whole number of at least 1"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens=0: must be a whole number of at least 1"),
         ({"spec": SpecConfig("draft_model")}, "draft=None: drafter='draft_model' needs"),
     ],
     ids=str,
@@ -461,8 +480,11 @@ def test_params_and_spec_per_prompt(llm: LLM, pair: SimpleNamespace) -> None:
 
 
 def test_shapes_of_prompts(llm: LLM) -> None:
-    """One list of ids is one prompt; no prompts give no answers."""
-    assert ids_of(llm.generate([1, 2, 3], LONG)) == ids_of(llm.generate([[1, 2, 3]], LONG)) == ids_of(llm.generate((1, 2, 3), LONG))
+    """One list of ids is one prompt, also as a tuple, tensor or array; no prompts give no answers."""
+    expected = ids_of(llm.generate([[1, 2, 3]], LONG))
+    for one in ([1, 2, 3], (1, 2, 3), torch.tensor([1, 2, 3]), torch.tensor([[1, 2, 3]]), [np.array([1, 2, 3])], [(1, 2, 3)], range(1, 4)):
+        assert ids_of(llm.generate(one, LONG)) == expected  # type: ignore[arg-type]
+    assert [token for piece in llm.stream(np.array([1, 2, 3]), LONG) for token in piece.token_ids] == list(expected[0])  # type: ignore[arg-type]
     assert llm.generate([], LONG) == []
     assert llm.generate([[1, 2]], LONG)[0].prompt_ids == (1, 2)
 

@@ -166,7 +166,9 @@ def test_tokens_after_the_cut_leave_no_trace(tokenizer: Tokenizer) -> None:
     state = speak(tokenizer, ids, SamplingParams(max_tokens=50, stop="d"), num_draft=8).state
     assert state.output_ids == ids[:4]
     assert state.stats.num_emitted == len(state.origins) == 4
-    assert state.stats.num_accepted > 3  # the rule had accepted more than may leave
+    assert (state.stats.num_drafted, state.stats.num_accepted) == (8, 3)  # the rule took all eight; three guesses left
+    assert state.stats.accepted_per_position == ((1, 1),) * 3 + ((1, 0),) * 5
+    assert [origin.kind for origin in state.origins] == ["plain", *["accepted"] * 3]
 
 
 @pytest.mark.parametrize("num_draft", [0, 4])
