@@ -30,6 +30,7 @@ def lm(
     shape: Annotated[str, typer.Option(help="target or draft (the reference sizes), or hidden,intermediate,layers,heads,kv_heads.")] = "target",
     teacher: Annotated[str | None, typer.Option(help="Distil from this model instead of learning from the text alone.")] = None,
     corpus: Annotated[Path | None, typer.Option(help="Folder of another run whose tokenizer and tokens to use.")] = None,
+    init: Annotated[str | None, typer.Option(help="Start from this model of the same shape instead of random weights.")] = None,
     batch_tokens: Annotated[int, typer.Option(help="Tokens per optimiser step.")] = _DEFAULT.batch_tokens,
     length: Annotated[int, typer.Option(help="Tokens per training window; the last part of the run uses longer ones.")] = _DEFAULT.length,
     seed: Annotated[int, typer.Option(help="Random seed of weights and data order.")] = 0,
@@ -39,7 +40,9 @@ def lm(
 ) -> None:
     """Train a small Llama-style model on the Python standard library that is on this machine."""
     config = dataclasses.replace(_DEFAULT, tokens=tokens, batch_tokens=batch_tokens, length=length, seed=seed, compile=compile_model)
-    result, folder = train_lm(out, _shape(shape), config, model_folder(teacher) if teacher else None, corpus, device)
+    result, folder = train_lm(
+        out, _shape(shape), config, model_folder(teacher) if teacher else None, corpus, model_folder(init) if init else None, device
+    )
     if as_json:
         print_json(dataclasses.asdict(result) | {"model": str(folder)})
     else:

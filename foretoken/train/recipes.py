@@ -86,12 +86,18 @@ def model_config(shape: Shape, tokenizer: Tokenizer, max_context_tokens: int = 2
 
 
 def train_lm(
-    out: Path, shape: Shape, config: TrainConfig, teacher: Path | None = None, corpus: Path | None = None, device: str = "cpu"
+    out: Path,
+    shape: Shape,
+    config: TrainConfig,
+    teacher: Path | None = None,
+    corpus: Path | None = None,
+    init: Path | None = None,
+    device: str = "cpu",
 ) -> tuple[Result, Path]:
     """Train a model of `shape`, or go on with the run in `out`; returns what it reached and the folder of the model.
 
     With `teacher` the model is distilled from that checkpoint, whose tokenizer must be the corpus's own. `corpus` names
-    the folder of a run whose tokenizer and tokens are used.
+    the folder of a run whose tokenizer and tokens are used, `init` a checkpoint of the same shape to start from.
 
     Raises:
         ConfigError, MismatchError, StorageError; KeyboardInterrupt after the state is saved.
@@ -108,17 +114,9 @@ def train_lm(
         if getattr(config, name) > decoder.config.max_context_tokens:
             raise ConfigError(name, getattr(config, name), f"must be at most the model's context of {decoder.config.max_context_tokens} tokens")
     decoder.initialise(config.seed)
-    teacher_decoder = None
-    if teacher is not None:
-        teacher_decoder = load_decoder(teacher, dtype="float32", device=device, pack=False)
-        teacher_decoder.requires_grad_(False)
-        if teacher_decoder.config.vocab_size != tokenizer.get_vocab_size():
-            raise MismatchError(
-                f"the teacher has {teacher_decoder.config.vocab_size} tokens, the corpus {tokenizer.get_vocab_size()}: use its --corpus"
-            )
-        words = load_tokenizer(teacher)
-        if words is not None and words.vocabulary != tokenizer.get_vocab():
-            raise MismatchError(f"the teacher in {teacher} has another tokenizer than the corpus: use its --corpus")
+    if init is not None:
+        decoder = _start_from(init, decoder.config)
+    teacher_decoder = None if teacher is None else _load_teacher(teacher, tokenizer, device)
     trainer = Trainer(decoder.to(device), data, config, out, teacher_decoder)
     result = trainer.run()
     folder = out / "model"
@@ -126,3 +124,25 @@ def train_lm(
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(), indent=2) + "\n")
     return result, folder
+
+
+def _start_from(folder: Path, config: ModelConfig) -> Decoder:
+    decoder = load_decoder(folder, dtype="float32", pack=False)
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    for name in sizes:
+        if getattr(decoder.config, name) != getattr(config, name):
+            raise MismatchError(
+                f"{folder} has {name}={getattr(decoder.config, name)}, this run {getattr(config, name)}: start from a model of the same shape"
+            )
+    return decoder.requires_grad_(True)
+
+
+def _load_teacher(folder: Path, tokenizer: Tokenizer, device: str) -> Decoder:
+    teacher = load_decoder(folder, dtype="float32", device=device, pack=False)
+    teacher.requires_grad_(False)
+    if teacher.config.vocab_size != tokenizer.get_vocab_size():
+        raise MismatchError(f"the teacher has {teacher.config.vocab_size} tokens, the corpus {tokenizer.get_vocab_size()}: use its --corpus")
+    words = load_tokenizer(folder)
+    if words is not None and words.vocabulary != tokenizer.get_vocab():
+        raise MismatchError(f"the teacher in {folder} has another tokenizer than the corpus: use its --corpus")
+    return teacher
