@@ -1,7 +1,6 @@
 """What a user may set: frozen dataclasses that check themselves.
 
-Every field is honoured exactly or refused by name. Fields that the public interface fixes but that this version does
-not implement yet are refused when they are set to anything but their neutral value.
+Every field is honoured exactly or refused by name.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from typing import Any, Literal, TypeVar
 from foretoken.errors import ConfigError, InputError
 
 DRAFTERS: tuple[str, ...] = ("draft_model", "ngram")
-RULES: tuple[str, ...] = ("auto", "greedy", "rejection")
+RULES: tuple[str, ...] = ("auto", "greedy", "rejection", "block", "coupled", "tree", "traversal", "typical")
+LOSSY_RULES: tuple[str, ...] = ("typical",)
 
 _Config = TypeVar("_Config")
 
@@ -24,8 +24,18 @@ _Config = TypeVar("_Config")
 class SamplingParams:
     """How to choose tokens, under the OpenAI names.
 
-    Temperature 0 takes the most likely token (lowest id on ties). The filters apply in the order temperature, top_k,
-    top_p, min_p, as in transformers. `seed=None` draws a fresh seed for each request.
+    Temperature 0 takes the most likely token (lowest id on ties). Everything applies at every position, drafted or not, in the
+    order of transformers: logit_bias, repetition_penalty, presence and frequency penalty, bad_words, min_tokens, structure;
+    then temperature, top_k, top_p, min_p. `seed=None` draws a fresh seed for each request.
+
+    - `repetition_penalty` looks at prompt and output, `presence_penalty` and `frequency_penalty` at the output alone.
+    - `bad_words` are texts (banned with and without a space before them) or lists of token ids.
+    - Before `min_tokens` no end token is drawn and no stop string ends the answer.
+    - `n` answers are drawn for one prompt; answer i > 0 has a seed of its own, derived from `seed`.
+    - `logprobs=k` reports the log-probability of every emitted token and of the k likeliest (0: of the token alone).
+      `logprobs_of="law"` means the law the token was drawn from (at temperature 0 that law before the argmax, at temperature
+      1), `"model"` the model's own softmax before anything above. `prompt_logprobs=k` is always the model's own.
+    - At most one of `json_schema`, `regex`, `grammar` (Lark syntax) holds the answer to a structure.
     """
 
     max_tokens: int = 64
@@ -40,9 +50,15 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str | Sequence[int]] = ()
     min_tokens: int = 0
     n: int = 1
     logprobs: int | None = None
+    logprobs_of: Literal["law", "model"] = "law"
+    prompt_logprobs: int | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -51,31 +67,71 @@ class SamplingParams:
             object.__setattr__(self, "stop", tuple(self.stop or ()))
         else:
             raise InputError("stop", self.stop, "must be a text or a list of texts")
-        _whole("max_tokens", self.max_tokens, low=1)
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise InputError("stop", text, "each stop string must be a text of at least one character")
+        self._check_law()
+        self._check_output()
+        self._check_structure()
+
+    def _check_law(self) -> None:
         _number("temperature", self.temperature, low=0.0, high=100.0)
         _number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _number("min_p", self.min_p, low=0.0, high=1.0)
         _whole("top_k", self.top_k, low=0)
+        _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _number("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, open_low=True)
+        bias = self.logit_bias
+        if bias is not None:
+            if not isinstance(bias, Mapping):
+                raise InputError("logit_bias", bias, "must map token ids to numbers")
+            for token, value in bias.items():
+                _whole("logit_bias", token, low=0)
+                _number(f"logit_bias[{token}]", value, low=-100.0, high=100.0)
+            object.__setattr__(self, "logit_bias", dict(bias))
+        if isinstance(self.bad_words, str) or not isinstance(self.bad_words, list | tuple):
+            raise InputError("bad_words", self.bad_words, "must be a list of texts or of lists of token ids")
+        for word in self.bad_words:
+            if not isinstance(word, str | list | tuple) or not word:
+                raise InputError("bad_words", word, "each must be a text or a list of token ids, and not empty")
+        object.__setattr__(self, "bad_words", tuple(w if isinstance(w, str) else tuple(w) for w in self.bad_words))
+
+    def _check_output(self) -> None:
+        _whole("max_tokens", self.max_tokens, low=1)
+        _whole("min_tokens", self.min_tokens, low=0)
+        if self.min_tokens > self.max_tokens:
+            raise InputError("min_tokens", self.min_tokens, f"must be at most max_tokens, {self.max_tokens}")
+        _whole("n", self.n, low=1, high=1024)
+        _flag("ignore_eos", self.ignore_eos)
         if self.seed is not None:
             _whole("seed", self.seed, low=0, high=2**64 - 1)
-        for text in self.stop_strings:
-            if not isinstance(text, str) or not text:
-                raise InputError("stop", text, "each stop string must be a text of at least one character")
-        self._refuse_unsupported()
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), low=0, high=1024)
+        if self.logprobs_of not in ("law", "model"):
+            raise InputError("logprobs_of", self.logprobs_of, "must be 'law' or 'model'")
 
-    def _refuse_unsupported(self) -> None:
-        neutral = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0, "n": 1}
-        for name, value in neutral.items():
-            if getattr(self, name) != value:
-                raise InputError(name, getattr(self, name), f"not supported yet; leave it at {value}")
-        for name, absent in (("logit_bias", not self.logit_bias), ("logprobs", self.logprobs is None)):  # logprobs=0 asks for the token's own
-            if not absent:
-                raise InputError(name, getattr(self, name), "not supported yet; leave it out")
+    def _check_structure(self) -> None:
+        given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InputError(given[1], getattr(self, given[1]), f"the answer has a structure already ({given[0]}); give one of the two")
+        if self.json_schema is not None and not isinstance(self.json_schema, str | Mapping):
+            raise InputError("json_schema", self.json_schema, "must be a schema as a dictionary or as JSON text")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise InputError(name, value, "must be a text of at least one character")
 
     @property
     def greedy(self) -> bool:
         """Whether the target's law is a point: the argmax."""
         return self.temperature == 0.0
+
+    @property
+    def structured(self) -> bool:
+        """Whether the answer must follow a schema, a regular expression or a grammar."""
+        return self.json_schema is not None or self.regex is not None or self.grammar is not None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -89,7 +145,13 @@ class SpecConfig:
     """Who drafts, how much, and which rule decides.
 
     `drafter=None` is plain decoding. `draft` is the draft model's folder or hub id. `num_draft="auto"` leaves the
-    number to the engine.
+    number to the engine. `rule="auto"` is greedy at temperature 0, coupled when the request has a seed, otherwise block for
+    sampled chains and tree for trees. Three ways to draft less, each exact because the mass handed over accounts for it:
+
+    - `draft_probability` a: at each position draft only with probability a (mass a * q, also where nothing was drafted);
+      "auto" lets the controller choose a from what drafting costs and gains.
+    - `min_confidence` c: stop before a position where the draft's likeliest token has less than c.
+    - `draft_top_k` k: draft from the k likeliest tokens of the draft only (0: from all).
     """
 
     drafter: str | None = None
@@ -97,16 +159,33 @@ class SpecConfig:
     num_draft: int | Literal["auto"] = "auto"
     rule: str = "auto"
     allow_lossy: bool = False
+    draft_probability: float | Literal["auto"] = 1.0
+    min_confidence: float = 0.0
+    draft_top_k: int = 0
 
     def __post_init__(self) -> None:
         if self.drafter is not None and self.drafter not in DRAFTERS:
             raise ConfigError("drafter", self.drafter, f"choose one of {', '.join(DRAFTERS)}, or None for plain decoding")
         if self.rule not in RULES:
             raise ConfigError("rule", self.rule, f"choose one of {', '.join(RULES)}")
+        _flag("allow_lossy", self.allow_lossy)
+        if self.rule in LOSSY_RULES and not self.allow_lossy:
+            raise ConfigError("rule", self.rule, "changes the target's law (lossy); set allow_lossy=True if that is what you want")
         if self.num_draft != "auto":
             _whole("num_draft", self.num_draft, low=0, high=1024)
         if self.draft is not None and self.drafter != "draft_model":
             raise ConfigError("draft", self.draft, f"only drafter='draft_model' takes a draft, not drafter={self.drafter!r}")
+        self._check_drafting_less()
+
+    def _check_drafting_less(self) -> None:
+        if self.draft_probability != "auto":
+            _number("draft_probability", self.draft_probability, low=0.0, high=1.0, open_low=True)
+        _number("min_confidence", self.min_confidence, low=0.0, high=1.0)
+        _whole("draft_top_k", self.draft_top_k, low=0)
+        for name, neutral in (("draft_probability", 1.0), ("min_confidence", 0.0), ("draft_top_k", 0)):
+            value = getattr(self, name)
+            if value != neutral and self.drafter != "draft_model":
+                raise ConfigError(name, value, f"needs a drafter that samples from a law (draft_model), not drafter={self.drafter!r}")
 
 
 def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
@@ -137,3 +216,8 @@ def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
         raise InputError(name, value, "must be a whole number")
     if value < low or (high is not None and value > high):
         raise InputError(name, value, f"must be at least {low}" + ("" if high is None else f" and at most {high}"))
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InputError(name, value, "must be True or False")

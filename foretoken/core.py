@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -37,12 +37,20 @@ class Request:
     seed: int
 
 
+class Processors(Protocol):
+    """What a request's own parameters make of logits, position by position: penalties, bias, bans, grammar."""
+
+    def adjust(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
+        """Logits `[n, V]` of rows that follow the committed text and `paths[i]` -> the same shape, processed. May share memory."""
+
+
 @dataclass(frozen=True)
 class BatchEntry:
     """One request's part in a step.
 
     `pending` are committed tokens whose K/V the target does not hold yet; the last one is the anchor. When `decodes`
-    is false the entry is a chunk of a longer prompt: nothing is drafted and no token comes out.
+    is false the entry is a chunk of a longer prompt: nothing is drafted and no token comes out. `processors` is None
+    for a request whose law depends on the logits, temperature and filters alone.
     """
 
     request: Request
@@ -50,6 +58,7 @@ class BatchEntry:
     pending: tuple[int, ...]
     decodes: bool
     num_draft: int  # most nodes the drafter may propose, 0 included
+    processors: Processors | None = None
 
     @property
     def round_start(self) -> int:
@@ -74,7 +83,9 @@ class Mass:
     """The laws that drafted tokens were drawn from, as sub-probability mass (`sum(mu) <= 1`).
 
     `laws` [M, V] float32; `law_of_row[r]` is the law from which a child of row r was, or could have been, sampled, -1
-    if none could. A deterministic child needs no law: its mass is 1 at its own token.
+    if none could. A deterministic child needs no law: its mass is 1 at its own token. A row with a law and no sampled
+    child had a draw that came to nothing. Several sampled children of one row were drawn without replacement, in the order of
+    the nodes: each from the row's law without its earlier sampled siblings, scaled back to the law's own sum.
     """
 
     laws: Tensor
@@ -122,6 +133,18 @@ class Draft:
     def lengths(self) -> tuple[int, ...]:
         """Number of nodes of each request."""
         return tuple(stop - start for start, stop in zip(self.offsets, self.offsets[1:], strict=False))
+
+    def is_chain(self, request: int) -> bool:
+        """Whether every node of `request` follows the one before it."""
+        return self.parents[self.offsets[request] : self.offsets[request + 1]] == tuple(range(-1, self.lengths[request] - 1))
+
+    def paths(self, request: int) -> list[tuple[int, ...]]:
+        """For every row of `request` (anchor, then nodes) the drafted tokens that lead to it, its own included."""
+        start, stop = self.offsets[request], self.offsets[request + 1]
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(self.tokens[start:stop].tolist(), self.parents[start:stop], strict=True):
+            paths.append((*paths[1 + parent], token))
+        return paths
 
     def depths(self, request: int) -> list[int]:
         """Depth of each node of `request`; a child of the committed text has depth 1."""
@@ -218,20 +241,30 @@ def merge_drafts(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]]
 
 @dataclass(frozen=True)
 class Uniforms:
-    """The random numbers a rule may use, each in [0, 1) float64: one test per node, one draw per request."""
+    """The random numbers a rule may use: one test per node and one draw per request, each in [0, 1) float64.
+
+    `race[b]` is Exp(1) noise for the rows of request b, one number per token, the same at every row of one absolute position
+    whoever drafted; None where the request's rule does not need it.
+    """
 
     accept: Tensor  # [N]
     next: Tensor  # [B]
+    race: tuple[Tensor | None, ...] = ()  # [B] of [rows, V]; () = nobody needs it
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What may stand: for each request the accepted path, then one token of the target."""
+    """What may stand: for each request the accepted path, then one token of the target.
+
+    `probabilities[b]` holds for every node of request b the probability with which its rule lets the walk go on from the
+    node's parent to it; None where the rule never had to know.
+    """
 
     paths: tuple[tuple[int, ...], ...]  # accepted nodes, root to leaf, counted inside the request
     accepted: tuple[tuple[int, ...], ...]  # their tokens
     next_tokens: tuple[int, ...]
     next_kinds: tuple[NextKind, ...]
+    probabilities: tuple[tuple[float | None, ...], ...] = ()
 
     def emitted(self, request: int) -> tuple[int, ...]:
         """Tokens that leave the round for one request: the accepted ones and the target's own."""
@@ -240,11 +273,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class TokenOrigin:
-    """Where one emitted token came from: the drafter (None = the target itself), how, and in which of the request's rounds."""
+    """Where one emitted token came from: the drafter (None = the target itself), how, and in which of the request's rounds.
+
+    `probability` is the chance that an accepted guess had of being accepted once its parent stood; None for the target's own
+    tokens, and under the coupled rule, which has no such number.
+    """
 
     drafter: str | None
     kind: TokenKind
     step: int
+    probability: float | None = None
 
 
 @dataclass(frozen=True)
