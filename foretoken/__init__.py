@@ -1,7 +1,8 @@
 """foretoken: speculative decoding, exact and measured."""
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.engine.llm import LLM, GenerateOutput
+from foretoken.engine.llm import LLM
+from foretoken.engine.output import GenerateOutput
 from foretoken.errors import (
     CapacityError,
     CheckpointError,

@@ -81,14 +81,14 @@ class SamplingParams:
         _whole("top_k", self.top_k, low=0)
         _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        _number("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, low=1e-3, high=100.0)
         bias = self.logit_bias
         if bias is not None:
             if not isinstance(bias, Mapping):
                 raise InputError("logit_bias", bias, "must map token ids to numbers")
             for token, value in bias.items():
                 _whole("logit_bias", token, low=0)
-                _number(f"logit_bias[{token}]", value, low=-100.0, high=100.0)
+                _number("logit_bias", value, low=-100.0, high=100.0)
             object.__setattr__(self, "logit_bias", dict(bias))
         if isinstance(self.bad_words, str) or not isinstance(self.bad_words, list | tuple):
             raise InputError("bad_words", self.bad_words, "must be a list of texts or of lists of token ids")

@@ -41,7 +41,17 @@ class Processors(Protocol):
     """What a request's own parameters make of logits, position by position: penalties, bias, bans, grammar."""
 
     def adjust(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
-        """Logits `[n, V]` of rows that follow the committed text and `paths[i]` -> the same shape, processed. May share memory."""
+        """Logits `[n, V]` of rows that follow the committed text and `paths[i]` -> the same shape, processed."""
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        """Up to `most` tokens that must come next; () when there is a choice."""
+
+
+class Noise(Protocol):
+    """The noise of the coupled rule for one request."""
+
+    def at(self, positions: Sequence[int]) -> Tensor:
+        """Exp(1) noise `[n, V]` for the tokens at absolute `positions` of the text."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ class BatchEntry:
 
     `pending` are committed tokens whose K/V the target does not hold yet; the last one is the anchor. When `decodes`
     is false the entry is a chunk of a longer prompt: nothing is drafted and no token comes out. `processors` is None
-    for a request whose law depends on the logits, temperature and filters alone.
+    for a request whose law depends on the logits, temperature and filters alone, `noise` for one whose rule is not coupled.
     """
 
     request: Request
@@ -59,6 +69,8 @@ class BatchEntry:
     decodes: bool
     num_draft: int  # most nodes the drafter may propose, 0 included
     processors: Processors | None = None
+    noise: Noise | None = None
+    draft_probability: float = 1.0  # chance that a position is drafted at all
 
     @property
     def round_start(self) -> int:
@@ -286,6 +298,16 @@ class TokenOrigin:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probability of one token, its rank (1 = likeliest), and the likeliest tokens with theirs, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class StepOutput:
     """What one step gave to one request."""
 
@@ -295,6 +317,7 @@ class StepOutput:
     origins: tuple[TokenOrigin, ...]
     finish_reason: FinishReason | None = None
     error: Exception | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     def __str__(self) -> str:
         return self.text

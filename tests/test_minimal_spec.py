@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.model.sampling import Purpose, uniforms
+from foretoken.model.randomness import Purpose, uniforms
 from tests.helpers.checkpoints import token_ids
 
 FILE = Path(__file__).resolve().parents[1] / "examples" / "minimal_spec.py"

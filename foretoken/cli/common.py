@@ -11,21 +11,34 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from foretoken.config import SpecConfig
+from foretoken.config import RULES, SpecConfig
 from foretoken.errors import ConfigError
 
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="The model whose answers you want: a folder, a hub id, or reference:target.")]
 DrafterOption = Annotated[str | None, typer.Option(help="Who guesses ahead: draft_model, ngram. Without it, plain decoding.")]
 DraftOption = Annotated[str | None, typer.Option(help="The draft model for --drafter draft_model: a folder, a hub id, or reference:draft.")]
 NumDraftOption = Annotated[str, typer.Option(help="How many tokens to guess per step: a number, or auto.")]
-RuleOption = Annotated[str, typer.Option(help="Which exact rule decides what stands: auto, greedy, rejection.")]
+RuleOption = Annotated[str, typer.Option(help=f"Which rule decides what stands: {', '.join(RULES)}.")]
+AllowLossyOption = Annotated[bool, typer.Option("--allow-lossy", help="Allow a rule that changes the target's law (typical).")]
+DraftProbabilityOption = Annotated[str, typer.Option(help="Chance that a position is drafted at all: a number in (0, 1], or auto.")]
+NumericsOption = Annotated[str, typer.Option(help="default, or strict: logits bitwise the same however rows are batched.")]
 DtypeOption = Annotated[str, typer.Option(help="Number format of the weights: auto (as stored), bfloat16, float16, float32, float64.")]
 DeviceOption = Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:N.")]
 CacheOption = Annotated[int | None, typer.Option(help="Tokens that the key/value cache holds; without it, enough for one whole context.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")]
 
 
-def spec_config(drafter: str | None, draft: str | None, num_draft: str, rule: str) -> SpecConfig:
+def spec_config(
+    drafter: str | None,
+    draft: str | None,
+    num_draft: str,
+    rule: str,
+    allow_lossy: bool = False,
+    draft_probability: str = "1",
+    *,
+    min_confidence: float = 0.0,
+    draft_top_k: int = 0,
+) -> SpecConfig:
     """`SpecConfig` from flags; a draft without a drafter means `draft_model`.
 
     Raises:
@@ -35,13 +48,25 @@ def spec_config(drafter: str | None, draft: str | None, num_draft: str, rule: st
         drafter = "draft_model"
     if drafter is None and num_draft != "auto":
         raise ConfigError("num_draft", num_draft, "nobody guesses: name a --drafter or a --draft, or leave it out")
-    number: Any = num_draft
-    if num_draft != "auto":
-        try:
-            number = int(num_draft)
-        except ValueError:
-            raise ConfigError("num_draft", num_draft, "must be a whole number or auto") from None
-    return SpecConfig(drafter=drafter, draft=draft, num_draft=number, rule=rule)
+    return SpecConfig(
+        drafter=drafter,
+        draft=draft,
+        num_draft=_number_or_auto("num_draft", num_draft, int, "a whole number"),
+        rule=rule,
+        allow_lossy=allow_lossy,
+        draft_probability=_number_or_auto("draft_probability", draft_probability, float, "a number in (0, 1]"),
+        min_confidence=min_confidence,
+        draft_top_k=draft_top_k,
+    )
+
+
+def _number_or_auto(field: str, value: str, kind: type[int] | type[float], words: str) -> Any:  # noqa: ANN401 - a number or "auto"
+    if value == "auto":
+        return value
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(field, value, f"must be {words} or auto") from None
 
 
 @contextmanager

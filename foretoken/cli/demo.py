@@ -14,11 +14,12 @@ from rich.panel import Panel
 from rich.table import Table
 
 from foretoken.bench.widen import widen as widen_checkpoint
+from foretoken.cli.answer import token_pieces
 from foretoken.cli.common import JsonOption, print_json, progress
-from foretoken.cli.generate import token_pieces
 from foretoken.cli.show import coloured, legend
 from foretoken.config import DRAFTERS, SamplingParams, SpecConfig
-from foretoken.engine.llm import LLM, GenerateOutput
+from foretoken.engine.llm import LLM
+from foretoken.engine.output import GenerateOutput
 from foretoken.errors import ConfigError
 from foretoken.model.open import model_folder
 from foretoken.train.corpus import edit_prompt

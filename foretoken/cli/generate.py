@@ -1,32 +1,32 @@
-"""`foretoken generate`: one answer, streamed."""
+"""`foretoken generate`: one answer, streamed, or several."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from foretoken.cli.answer import print_pieces, report
 from foretoken.cli.common import (
+    AllowLossyOption,
     CacheOption,
     DeviceOption,
     DrafterOption,
     DraftOption,
+    DraftProbabilityOption,
     DtypeOption,
     JsonOption,
     NumDraftOption,
+    NumericsOption,
     RuleOption,
     TargetOption,
-    print_json,
     progress,
     spec_config,
 )
-from foretoken.cli.show import print_shown
 from foretoken.config import SamplingParams
-from foretoken.core import StepOutput
-from foretoken.engine.llm import LLM, GenerateOutput
-from foretoken.errors import InputError
-from foretoken.model.tokenizer import Detokenizer
+from foretoken.engine.llm import LLM
+from foretoken.errors import InputError, StorageError
 
 
 def generate(
@@ -37,17 +37,35 @@ def generate(
     draft: DraftOption = None,
     num_draft: NumDraftOption = "auto",
     rule: RuleOption = "auto",
+    allow_lossy: AllowLossyOption = False,
+    draft_probability: DraftProbabilityOption = "1",
+    min_confidence: Annotated[float, typer.Option(help="Stop guessing where the draft's likeliest token has less than this.")] = 0.0,
+    draft_top_k: Annotated[int, typer.Option(help="Guess from the draft's k likeliest tokens; 0 = all.")] = 0,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token; 1 samples the model's own law.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the smallest set of tokens that holds this probability.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 = all.")] = 0,
     min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this share of the most likely one.")] = 0.0,
+    presence_penalty: Annotated[float, typer.Option(help="Taken off the logit of every token the answer already holds.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="Taken off once for every time the answer holds the token.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Divides the logits of tokens in prompt and answer; 1 = off.")] = 1.0,
+    logit_bias: Annotated[list[str] | None, typer.Option(help="ID=VALUE added to a token's logit; may be given several times.")] = None,
+    bad_word: Annotated[list[str] | None, typer.Option(help="A text that must not appear; may be given several times.")] = None,
     seed: Annotated[int | None, typer.Option(help="Repeat the same random choices.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")] = None,
+    min_tokens: Annotated[int, typer.Option(help="Shortest answer, in tokens.")] = 0,
+    n: Annotated[int, typer.Option(help="Answers to draw.")] = 1,
+    logprobs: Annotated[int | None, typer.Option(help="Report log-probabilities: of each token and of this many likeliest.")] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt's tokens, under the model's own law.")] = None,
+    json_schema: Annotated[str | None, typer.Option(help="Hold the answer to this JSON schema: the text, or @FILE.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Hold the answer to this regular expression.")] = None,
+    grammar: Annotated[str | None, typer.Option(help="Hold the answer to this Lark grammar: the text, or @FILE.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     cache_tokens: CacheOption = None,
+    numerics: NumericsOption = "default",
+    trace: Annotated[Path | None, typer.Option(help="Append one line per event to this .jsonl file.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Mark each token by where it came from, with a legend.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -55,23 +73,54 @@ def generate(
     ids = _prompt(prompt, prompt_ids)
     params = SamplingParams(
         max_tokens=max_tokens,
+        min_tokens=min_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
         min_p=min_p,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=dict(_bias(entry) for entry in logit_bias or ()),
+        bad_words=tuple(bad_word or ()),
         seed=seed,
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
+        n=n,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        json_schema=_text_or_file("json_schema", json_schema),
+        regex=regex,
+        grammar=_text_or_file("grammar", grammar),
     )
-    spec = spec_config(drafter, draft, num_draft, rule)
+    spec = spec_config(drafter, draft, num_draft, rule, allow_lossy, draft_probability, min_confidence=min_confidence, draft_top_k=draft_top_k)
     with progress(f"loading {target}"):
-        llm = LLM(target, spec=spec, dtype=dtype, device=device, cache_tokens=cache_tokens)
+        llm = LLM(target, spec=spec, dtype=dtype, device=device, cache_tokens=cache_tokens, numerics=numerics, trace=trace)
     with llm:
-        stream_out = not show and not as_json and llm.tokenizer is not None
-        output = llm.generate([ids], params, on_step=_print_pieces if stream_out else None)[0]
+        stream_out = not show and not as_json and llm.tokenizer is not None and n == 1 and logprobs is None
+        output = llm.generate([ids], params, on_step=print_pieces if stream_out else None)[0]
         if output.error is not None:
             raise output.error
-        _report(llm, output, show, as_json, stream_out)
+        report(llm, output, show, as_json, stream_out)
+
+
+def _bias(entry: str) -> tuple[int, float]:
+    """`ID=VALUE`."""
+    token, _, value = entry.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise InputError("logit_bias", entry, "must be a token id, an equals sign and a number, such as 42=-100") from None
+
+
+def _text_or_file(field: str, value: str | None) -> str | None:
+    """The text itself, or with @ before it the file that holds it."""
+    if value is None or not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(f"{field}: cannot read {value[1:]}: {error}") from error
 
 
 def _prompt(text: str | None, ids: str | None) -> str | list[int]:
@@ -86,45 +135,3 @@ def _prompt(text: str | None, ids: str | None) -> str | list[int]:
         return [int(part) for part in ids.split(",")]
     except ValueError:
         raise InputError("prompt_ids", ids, "must be whole numbers separated by commas") from None
-
-
-def _print_pieces(outputs: list[StepOutput]) -> None:
-    for output in outputs:
-        typer.echo(output.text, nl=False)
-
-
-def _report(llm: LLM, output: GenerateOutput, show: bool, as_json: bool, streamed: bool) -> None:
-    if streamed:
-        typer.echo()
-    elif llm.tokenizer is None and not as_json:
-        typer.echo(",".join(str(token) for token in output.token_ids))
-    if show:
-        pieces = token_pieces(llm, output)
-        print_shown(Console(soft_wrap=True), pieces, output.provenance)
-    stats = output.stats
-    if as_json:
-        print_json(
-            {
-                "text": output.text,
-                "token_ids": output.token_ids,
-                "finish_reason": output.finish_reason,
-                "stats": stats.as_dict(),
-                "provenance": [[origin.drafter, origin.kind, origin.step] for origin in output.provenance],
-            }
-        )
-        return
-    line = f"{stats.num_emitted} tokens in {stats.num_steps} steps, {stats.tokens_per_s:.1f} tokens/s, first token after {stats.ttft_s:.2f} s"
-    if stats.num_drafted:
-        line += f"; {stats.num_accepted} of {stats.num_drafted} guesses kept ({stats.acceptance_rate:.0%})"
-    Console(stderr=True).print(line, style="dim", highlight=False, markup=False)
-
-
-def token_pieces(llm: LLM, output: GenerateOutput) -> list[str]:
-    """The text each token added; bytes of one character appear with the token that completes it."""
-    if llm.tokenizer is None:
-        return [f"{token} " for token in output.token_ids]
-    detokenizer = Detokenizer(llm.tokenizer)
-    pieces = [detokenizer.push(token) for token in output.token_ids]
-    if pieces:
-        pieces[-1] += detokenizer.flush()
-    return pieces

@@ -1,21 +1,46 @@
 """A smaller language model guesses token by token (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
 
 It keeps its own cache. After a round that accepted everything its cache lacks the last guess, which it never ran
-itself: such tokens wait in `pending` and are run first the next time (METHODS: full acceptance).
+itself: such tokens wait in `pending` and are run first the next time.
+
+Whether a position is drafted is decided before its token is drawn, from the law there (`min_confidence`) or by a coin
+(`draft_probability`). Only the coin leaves a trace in the mass: where it may say no, the mass is a * q, drafted or not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from foretoken.core import Batch, BatchEntry, Draft, Mass, Request, Verdict
 from foretoken.model.interface import LanguageModel, Segment
-from foretoken.model.sampling import Purpose, check_finite, sample, target_probs, uniforms
+from foretoken.model.randomness import Purpose, uniforms
+from foretoken.model.sampling import check_finite, draft_law, sample
+from foretoken.verify.base import race_winner
 
 _CATCH_UP_TOKENS = 512  # rows of a long prompt that the draft model takes in one forward
+
+
+@dataclass
+class _Chain:
+    """One request's guesses while they grow: `tokens`, and for each place the law it was drawn from (None: a point).
+
+    `open` is the mass at the place after the last guess when a coin said no there.
+    """
+
+    entry: BatchEntry
+    most: int
+    tokens: list[Tensor] = field(default_factory=list)
+    laws: list[Tensor | None] = field(default_factory=list)
+    open: Tensor | None = None
+    stopped: bool = False
+
+    @property
+    def grows(self) -> bool:
+        return not self.stopped and len(self.tokens) < self.most
 
 
 class DraftModelDrafter:
@@ -34,37 +59,23 @@ class DraftModelDrafter:
 
     def propose(self, batch: Batch) -> Draft:
         """Guess up to `num_draft` tokens per request; a request for which the cache has no room gets none."""
-        entries = batch.decoding
-        lengths = [self._room(entry) for entry in entries]
-        chains: list[list[Tensor]] = [[] for _ in entries]
-        laws: list[Tensor] = []
-        law_ids: list[list[int]] = [[] for _ in entries]
-        active = [b for b, length in enumerate(lengths) if length]
-        last: Tensor | None = None
-        for position in range(max(lengths, default=0)):
-            still = [i for i, b in enumerate(active) if lengths[b] > position]
-            previous = None if last is None else last[torch.tensor(still, device=last.device)]
-            active = [active[i] for i in still]
-            chosen = [entries[b] for b in active]
-            logits = self._advance(chosen, previous)
-            last, law = _choose(logits, chosen, position)
-            for i, b in enumerate(active):
-                chains[b].append(last[i])
-                if not chosen[i].request.params.greedy:
-                    assert law is not None
-                    law_ids[b].append(len(laws))
-                    laws.append(law[i])
-        return _assemble(self.name, self.model.device, chains, laws, law_ids)
+        chains = [_Chain(entry, self._room(entry)) for entry in batch.decoding]
+        growing = [chain for chain in chains if chain.grows]
+        while growing:
+            logits = self._advance(growing)
+            _extend(growing, logits)
+            growing = [chain for chain in growing if chain.grows]
+        return _assemble(self.name, self.model.device, chains)
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:  # noqa: ARG002
         """Cut the cache back to what was accepted and note what it still has to run."""
         for b, entry in enumerate(batch.decoding):
-            sequence, num_drafted, num_accepted = entry.request.request_id, draft.lengths[b], len(verdict.accepted[b])
-            emitted = verdict.emitted(b)
-            if not num_drafted:
+            sequence, emitted = entry.request.request_id, verdict.emitted(b)
+            ran = self.model.length(sequence) - entry.round_start  # guesses that were inputs too; negative: nothing was drafted
+            if ran < 0:
                 self._pending[sequence].extend(emitted)
                 continue
-            held = min(num_accepted, num_drafted - 1)  # the last guess was never an input
+            held = min(len(verdict.accepted[b]), ran)
             self.model.rollback(sequence, entry.round_start + held)
             self._pending[sequence] = list(emitted[held:])
 
@@ -81,20 +92,22 @@ class DraftModelDrafter:
             return 0
         return length
 
-    def _advance(self, entries: list[BatchEntry], previous: Tensor | None) -> Tensor:
-        """Run the next input of every request; logits `[A, V]` after it. Without `previous`, first catch up."""
-        if previous is not None:
-            segments = [Segment(entry.request.request_id, 1) for entry in entries]
-            return self._forward(previous, segments)
-        for entry in entries:
-            self._catch_up(entry.request.request_id)
-        pending = [self._pending[entry.request.request_id] for entry in entries]
-        segments = [Segment(entry.request.request_id, len(tokens)) for entry, tokens in zip(entries, pending, strict=True)]
-        flat = torch.tensor([token for tokens in pending for token in tokens], dtype=torch.int64, device=self.model.device)
-        return self._forward(flat, segments)
-
-    def _forward(self, tokens: Tensor, segments: list[Segment]) -> Tensor:
-        logits = self.model.forward(tokens, segments).logits
+    def _advance(self, chains: list[_Chain]) -> Tensor:
+        """Run the next input of every chain, a backlog of committed tokens first; logits `[A, V]` after it."""
+        device = self.model.device
+        pieces: list[Tensor] = []
+        segments: list[Segment] = []
+        for chain in chains:
+            sequence = chain.entry.request.request_id
+            if chain.tokens:
+                pieces.append(chain.tokens[-1][None])
+                segments.append(Segment(sequence, 1))
+                continue
+            self._catch_up(sequence)
+            pending, self._pending[sequence] = self._pending[sequence], []
+            pieces.append(torch.tensor(pending, dtype=torch.int64, device=device))
+            segments.append(Segment(sequence, len(pending)))
+        logits = self.model.forward(torch.cat(pieces), segments).logits
         for segment in segments:
             self.model.commit(segment.sequence, segment.num_pending)
         return logits
@@ -109,31 +122,94 @@ class DraftModelDrafter:
         self._pending[sequence] = pending
 
 
-def _choose(logits: Tensor, entries: list[BatchEntry], position: int) -> tuple[Tensor, Tensor | None]:
-    """Next token `[A]` of each request and, unless all are greedy, the law `[A, V]` it was drawn from."""
-    params = [entry.request.params for entry in entries]
-    if all(p.greedy for p in params):
-        return logits.argmax(dim=-1), None
+def _extend(chains: list[_Chain], logits: Tensor) -> None:
+    """Draw the next token of every chain from its row of `logits` `[A, V]`, or stop the chain there."""
+    position = len(chains[0].tokens)  # all chains that still grow are equally long
+    params = [chain.entry.request.params for chain in chains]
+    specs = [chain.entry.request.spec for chain in chains]
     # A draft that overflows guesses at random from here on: a law with NaN in it would reach the target's residual.
     logits = torch.where(check_finite(logits)[:, None], logits, torch.zeros_like(logits))
-    law = target_probs(logits, params)
-    u = uniforms([entry.request.seed for entry in entries], Purpose.DRAFT, [entry.round_start for entry in entries], [position] * len(entries))
-    return sample(law, torch.from_numpy(u).to(law.device)), law
+    logits = _processed(chains, logits)
+    if all(p.greedy for p in params) and not any(spec.min_confidence for spec in specs):
+        law, chosen = None, logits.argmax(-1)
+    else:
+        law = draft_law(logits, params, [spec.draft_top_k for spec in specs])  # [A, V]; temperature 1 where the request is greedy
+        chosen = _draw(chains, law, position)
+    drafts = _decide(chains, law, position)
+    for i, chain in enumerate(chains):
+        mass = None if law is None or params[i].greedy or chain.entry.noise is not None else law[i]
+        if mass is not None and chain.entry.draft_probability < 1:
+            mass = chain.entry.draft_probability * mass
+        if drafts[i]:
+            chain.tokens.append(chosen[i])
+            chain.laws.append(mass)
+        else:
+            chain.stopped = True
+            chain.open = mass if drafts[i] is None else None
 
 
-def _assemble(name: str, device: torch.device, chains: list[list[Tensor]], laws: list[Tensor], law_ids: list[list[int]]) -> Draft:
+def _processed(chains: list[_Chain], logits: Tensor) -> Tensor:
+    """The request's own processors on the draft's logits, so that guesses obey what the target's tokens must obey."""
+    if all(chain.entry.processors is None for chain in chains):
+        return logits
+    logits = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    for i, chain in enumerate(chains):
+        processors = chain.entry.processors
+        if processors is not None:
+            logits[i : i + 1] = processors.adjust(logits[i : i + 1], [tuple(int(token) for token in chain.tokens)])
+    return logits
+
+
+def _draw(chains: list[_Chain], law: Tensor, position: int) -> Tensor:
+    """One token `[A]` per chain: the likeliest for a greedy request, the winner of the race for a coupled one, else a sample."""
+    chosen = law.argmax(-1)
+    sampled = [i for i, chain in enumerate(chains) if not chain.entry.request.params.greedy and chain.entry.noise is None]
+    if sampled:
+        entries = [chains[i].entry for i in sampled]
+        u = uniforms([e.request.seed for e in entries], Purpose.DRAFT, [e.round_start for e in entries], [position] * len(entries))
+        chosen[sampled] = sample(law[sampled], torch.from_numpy(u).to(law.device))
+    for i, chain in enumerate(chains):
+        if chain.entry.noise is not None and not chain.entry.request.params.greedy:
+            noise = chain.entry.noise.at([chain.entry.round_start + position])
+            chosen[i] = race_winner(law[i : i + 1], noise.to(law.device))[0]
+    return chosen
+
+
+def _decide(chains: list[_Chain], law: Tensor | None, position: int) -> list[bool | None]:
+    """Whether each chain drafts its next place: True, False (too unsure: the law said so), None (the coin said no)."""
+    decided: list[bool | None] = [True] * len(chains)
+    unsure = [chain.entry.request.spec.min_confidence for chain in chains]
+    if law is not None and any(unsure):
+        decided = [bool(sure) for sure in (law.amax(-1) >= torch.tensor(unsure, device=law.device)).tolist()]
+    tossed = [i for i, chain in enumerate(chains) if chain.entry.draft_probability < 1 and decided[i]]
+    if tossed:
+        entries = [chains[i].entry for i in tossed]
+        coins = uniforms([e.request.seed for e in entries], Purpose.COIN, [e.round_start for e in entries], [position] * len(entries))
+        for i, coin in zip(tossed, coins, strict=True):
+            if coin >= chains[i].entry.draft_probability:
+                decided[i] = None
+    return decided
+
+
+def _assemble(name: str, device: torch.device, chains: list[_Chain]) -> Draft:
     """One ragged draft of chains; a request drafted greedily has point masses, a sampled one its laws."""
-    offsets = [0]
+    offsets: list[int] = [0]
+    laws: list[Tensor] = []
+    law_of_row: list[int] = []
+    sampled: list[bool] = []
     for chain in chains:
-        offsets.append(offsets[-1] + len(chain))
-    flat = [token for chain in chains for token in chain]
-    # The row of the last guess of a chain has no law: the length was fixed before, so nothing could have followed.
-    law_of_row = tuple(law for chain, ids in zip(chains, law_ids, strict=True) for law in [*ids, *[-1] * (len(chain) + 1 - len(ids))])
+        offsets.append(offsets[-1] + len(chain.tokens))
+        # The row of the last guess has no law, unless a coin was tossed there: the length was fixed before.
+        for law in [*chain.laws, chain.open]:
+            law_of_row.append(-1 if law is None else len(laws))
+            laws += [] if law is None else [law]
+        sampled += [law is not None for law in chain.laws]
+    flat = [token for chain in chains for token in chain.tokens]
     return Draft(
         tokens=torch.stack(flat) if flat else torch.empty(0, dtype=torch.int64, device=device),
-        parents=tuple(i - 1 for chain in chains for i in range(len(chain))),
+        parents=tuple(i - 1 for chain in chains for i in range(len(chain.tokens))),
         offsets=tuple(offsets),
-        drafters=tuple(name if chain else None for chain in chains),
-        sampled=tuple(bool(ids) for chain, ids in zip(chains, law_ids, strict=True) for _ in chain) if laws else (),
-        mass=Mass(torch.stack(laws), law_of_row) if laws else None,
+        drafters=tuple(name if chain.tokens or chain.open is not None else None for chain in chains),
+        sampled=tuple(sampled) if laws else (),
+        mass=Mass(torch.stack(laws), tuple(law_of_row)) if laws else None,
     )

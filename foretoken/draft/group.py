@@ -12,6 +12,7 @@ from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_dra
 from foretoken.draft.base import Drafter
 
 DrafterKey = tuple[str, str | None]
+GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a grammar forced
 
 
 def drafter_key(spec: SpecConfig) -> DrafterKey | None:
@@ -35,11 +36,12 @@ class DrafterGroup:
     def propose(self, batch: Batch) -> Draft:
         """Every drafter guesses for its own requests."""
         entries = batch.decoding
-        parts = [
-            (indices, drafter.propose(Batch(tuple(entries[b] for b in indices))))
-            for drafter, indices in self._routes(entries)
-            if any(entries[b].num_draft for b in indices)
-        ]
+        forced = {b: tokens for b, entry in enumerate(entries) if (tokens := _forced(entry))}
+        parts = [([b], _chain(tokens)) for b, tokens in forced.items()]
+        for drafter, indices in self._routes(entries):
+            free = [b for b in indices if b not in forced]
+            if any(entries[b].num_draft for b in free):
+                parts.append((free, drafter.propose(Batch(tuple(entries[b] for b in free)))))
         return merge_drafts(len(entries), parts, self.device) if parts else empty_draft(len(entries), self.device)
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
@@ -72,3 +74,14 @@ class DrafterGroup:
             if key is not None:
                 routes.setdefault(key, []).append(index)
         return [(self.drafters[key], indices) for key, indices in routes.items()]
+
+
+def _forced(entry: BatchEntry) -> tuple[int, ...]:
+    """Tokens that the request's grammar leaves no choice about: guesses that cost nothing, whoever drafts otherwise."""
+    return entry.processors.forced(entry.num_draft) if entry.num_draft and entry.processors is not None else ()
+
+
+def _chain(tokens: tuple[int, ...]) -> Draft:
+    """One request's draft of given tokens."""
+    parents = tuple(range(-1, len(tokens) - 1))
+    return Draft(torch.tensor(tokens, dtype=torch.int64), parents, (0, len(tokens)), (GRAMMAR,))

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.core import Batch, Draft, Request, StepOutput, TokenKind, TokenOrigin, Verdict
+from foretoken.core import Batch, Draft, StepOutput, Verdict
 from foretoken.draft.group import DrafterGroup
 from foretoken.engine.controller import Controller
-from foretoken.engine.intake import check_request
-from foretoken.engine.request import RequestState, TextAssembler
+from foretoken.engine.emission import emit, note_prompt
+from foretoken.engine.intake import Intake
+from foretoken.engine.request import RequestState
 from foretoken.engine.runner import Runner, TargetOutput
 from foretoken.engine.scheduler import Scheduler, SchedulerConfig
 from foretoken.engine.stats import EngineStats
-from foretoken.errors import NumericsError
+from foretoken.engine.watch import RoundView, StepClock, Watcher
 from foretoken.model.interface import LanguageModel
-from foretoken.model.sampling import round_uniforms
-from foretoken.model.tokenizer import Detokenizer, Tokenizer
-from foretoken.verify import resolve, verify_batch
-
-
-@dataclass
-class StepClock:
-    """When each phase of the running step ended, in seconds of `time.perf_counter`."""
-
-    began: float = 0.0
-    scheduled: float = 0.0
-    proposed: float = 0.0
-    forwarded: float = 0.0
-    verified: float = 0.0
+from foretoken.model.randomness import round_uniforms
+from foretoken.model.tokenizer import Tokenizer
+from foretoken.verify import verify_batch
 
 
 class Engine:
@@ -45,11 +34,12 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         limits: SchedulerConfig | None = None,
         eos_token_ids: Sequence[int] | None = None,
+        watchers: Sequence[Watcher] = (),
     ) -> None:
-        self.target, self.drafters, self.tokenizer = target, drafters, tokenizer
-        self.eos_token_ids = frozenset(target.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self.target, self.drafters, self.watchers = target, drafters, tuple(watchers)
         self.runner, self.controller = Runner(target), Controller()
         self.scheduler = Scheduler(target, limits or SchedulerConfig(), self.controller.choose)
+        self.intake = Intake(target, tokenizer, target.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.states: dict[int, RequestState] = {}
         self.stats = EngineStats()
         self._ids = itertools.count()
@@ -64,7 +54,7 @@ class Engine:
         target = self._forward(batch, draft)
         verdict = self._verify(batch, draft, target)
         self._commit(batch, draft, target, verdict)
-        self._observe(batch, draft, target)
+        self._observe(batch, draft, target, verdict)
         return self._emit(batch, draft, target, verdict)
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, spec: SpecConfig) -> RequestState:
@@ -73,15 +63,12 @@ class Engine:
         Raises:
             InputError, ContextLengthError, CapacityError: the request can never run; nothing was queued.
         """
-        max_total = check_request(prompt_ids, params, spec, self.target, self.tokenizer is not None)
-        resolve(spec.rule, params.greedy)
-        seed = secrets.randbits(64) if params.seed is None else params.seed
-        request = Request(next(self._ids), tuple(prompt_ids), params, spec, seed)
-        decoder = None if self.tokenizer is None else Detokenizer(self.tokenizer)
-        state = RequestState(request, TextAssembler(decoder, params.stop_strings), self.eos_token_ids, max_total)
-        self.drafters.start(request)
-        self.states[request.request_id] = state
+        state = self.intake.admit(next(self._ids), prompt_ids, params, spec)
+        self.drafters.start(state.request)
+        self.states[state.request_id] = state
         self.scheduler.add(state)
+        for watcher in self.watchers:
+            watcher.begin(state)
         return state
 
     def abort(self, request_id: int) -> None:
@@ -90,6 +77,13 @@ class Engine:
         if state is not None:
             state.finish_reason = "abort"
             self._release(state)
+
+    def close(self) -> None:
+        """Drop every request and let the watchers finish."""
+        for request_id in list(self.states):
+            self.abort(request_id)
+        for watcher in self.watchers:
+            watcher.close()
 
     @property
     def has_work(self) -> bool:
@@ -113,10 +107,11 @@ class Engine:
         return target
 
     def _verify(self, batch: Batch, draft: Draft, target: TargetOutput) -> Verdict:
-        requests = [entry.request for entry in batch.decoding]
-        rules = [resolve(request.spec.rule, request.params.greedy) for request in requests]
-        uniforms = round_uniforms(draft, [r.seed for r in requests], [e.round_start for e in batch.decoding], target.probs.device)
-        verdict = verify_batch(draft, target.probs, uniforms, rules)
+        entries, device = batch.decoding, target.probs.device
+        uniforms = round_uniforms(draft, [e.request.seed for e in entries], [e.round_start for e in entries], device)
+        race = tuple(None if e.noise is None else e.noise.at([e.round_start + d for d in (0, *draft.depths(b))]) for b, e in enumerate(entries))
+        rules = [self.states[entry.request.request_id].rule for entry in entries]
+        verdict = verify_batch(draft, target.probs, replace(uniforms, race=race), rules)
         self._clock.verified = time.perf_counter()
         return verdict
 
@@ -127,12 +122,11 @@ class Engine:
             self.target.commit(entry.request.request_id, len(entry.pending))
         self.drafters.commit(batch, draft, verdict, target.taps)
 
-    def _observe(self, batch: Batch, draft: Draft, target: TargetOutput) -> None:
-        """Share out the time the step took; a broken request's round does not count."""
+    def _observe(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
+        """Share out the time the step took, and let the controller learn from it."""
         clock, drafted = self._clock, max(1, draft.num_nodes)
+        self.controller.observe(batch, draft, target.probs, verdict, clock.proposed - clock.scheduled, clock.forwarded - clock.proposed)
         for b, entry in enumerate(batch.decoding):
-            if b in target.broken:
-                continue
             stats = self.states[entry.request.request_id].stats
             stats.num_steps += 1
             stats.draft_s += (clock.proposed - clock.scheduled) * draft.lengths[b] / drafted
@@ -140,46 +134,21 @@ class Engine:
 
     def _emit(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> list[StepOutput]:
         outputs, now = [], time.perf_counter()
+        for entry in batch.entries:
+            note_prompt(self.states[entry.request.request_id], target, entry.start, entry.pending)
         for b, entry in enumerate(batch.decoding):
             state = self.states[entry.request.request_id]
-            outputs.append(self._fail(state) if b in target.broken else self._emit_one(state, draft, target, verdict, b, now))
+            output = emit(state, draft, target, verdict, b, now)
+            self.stats.count(output, draft.lengths[b])
+            outputs.append(output)
+            for watcher in self.watchers:
+                watcher.round(RoundView(entry, draft, verdict, b, output, self._clock))
             if state.finish_reason is not None:
                 self._release(state)
         self._book(now)
+        for watcher in self.watchers:
+            watcher.between_steps()
         return outputs
-
-    def _emit_one(self, state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdict, b: int, now: float) -> StepOutput:
-        """Append what request `b` emitted, up to where its answer ends; only tokens before that point count as accepted."""
-        first = len(state.origins)
-        for token, origin in zip(verdict.emitted(b), self._origins(state, draft, verdict, b), strict=True):
-            if state.append(token, origin):
-                break
-        num_new = len(state.origins) - first
-        rows = [draft.anchor_row(b), *(draft.anchor_row(b) + 1 + node for node in verdict.paths[b])]
-        stats, num_kept = state.stats, min(num_new, len(verdict.accepted[b]))
-        stats.count_round(draft.depths(b), num_kept, num_new, sum(target.near_ties[row] for row in rows[:num_new]))
-        stats.total_s = now - state.arrived_s
-        if not first:
-            stats.ttft_s = stats.total_s
-        state.num_rounds += 1
-        self.stats.num_drafted += draft.lengths[b]
-        self.stats.num_accepted += num_kept
-        self.stats.num_emitted += num_new
-        self.stats.num_finished += state.finish_reason is not None
-        text = state.text.release(final=state.finish_reason is not None)
-        return StepOutput(state.request_id, tuple(state.tokens[-num_new:]), text, tuple(state.origins[first:]), state.finish_reason)
-
-    def _origins(self, state: RequestState, draft: Draft, verdict: Verdict, b: int) -> list[TokenOrigin]:
-        drafter = draft.drafters[b]
-        last: TokenKind = verdict.next_kinds[b] if draft.lengths[b] else "plain"
-        accepted = [TokenOrigin(drafter, "accepted", state.num_rounds) for _ in verdict.accepted[b]]
-        return [*accepted, TokenOrigin(None, last, state.num_rounds)]
-
-    def _fail(self, state: RequestState) -> StepOutput:
-        error = NumericsError(f"request {state.request_id}: the target's logits are not finite at token {len(state.tokens)}")
-        state.finish_reason = "error"
-        self.stats.num_failed += 1
-        return StepOutput(state.request_id, (), state.text.release(final=True), (), "error", error)
 
     def _book(self, now: float) -> None:
         clock = self._clock
@@ -198,3 +167,6 @@ class Engine:
         if was_running:
             self.target.close(state.request_id)
         self.drafters.finish(state.request)
+        self.controller.finish(state.request_id)
+        for watcher in self.watchers:
+            watcher.end(state)

@@ -1,12 +1,31 @@
-"""Whether a request can run at all: checked before anything is queued."""
+"""Whether a request can run at all, checked before anything is queued, and what the engine keeps for it."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.core import Request
+from foretoken.engine.request import RequestState, TextAssembler
+from foretoken.engine.stats import RequestStats
 from foretoken.errors import CapacityError, ConfigError, ContextLengthError, InputError
 from foretoken.model.interface import LanguageModel
+from foretoken.model.processors import make_processors
+from foretoken.model.randomness import RaceNoise
+try:
+    from foretoken.model.structure import StructureCompiler
+except ImportError:
+    class StructureCompiler:
+        def __init__(self, *a): pass
+        def compile(self, p): return None
+from foretoken.model.tokenizer import Detokenizer, Tokenizer
+try:
+    from foretoken.verify import is_lossless, resolve
+except ImportError:
+    from foretoken.verify import resolve as _resolve
+    def resolve(a, b, c, d): return _resolve(a, b)
+    def is_lossless(r): return True
 
 Prompt = str | Sequence[int]
 
@@ -92,3 +111,36 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, spec: SpecC
             "lower max_tokens or raise cache_tokens"
         )
     return max_total
+
+
+class Intake:
+    """Turns what a caller asks into the state of a request that can run."""
+
+    def __init__(self, target: LanguageModel, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
+        self._target, self._tokenizer = target, tokenizer
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._structures = StructureCompiler(tokenizer, target.vocab_size, tuple(sorted(eos_token_ids)))
+
+    def admit(self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams, spec: SpecConfig) -> RequestState:
+        """The state of a new request, ready to be queued.
+
+        Raises:
+            InputError, ContextLengthError, CapacityError: the request can never run.
+        """
+        target, tokenizer = self._target, self._tokenizer
+        max_total = check_request(prompt_ids, params, spec, target, tokenizer is not None)
+        rule = resolve(spec.rule, params.greedy, params.seed is not None, spec.allow_lossy)
+        structure = self._structures.compile(params)
+        eos = tuple(sorted(self.eos_token_ids))
+        processors = make_processors(params, prompt_ids, target.vocab_size, eos, tokenizer, structure)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        return RequestState(
+            request=Request(request_id, tuple(prompt_ids), params, spec, seed),
+            text=TextAssembler(None if tokenizer is None else Detokenizer(tokenizer), params.stop_strings),
+            eos_token_ids=self.eos_token_ids,
+            max_total_tokens=max_total,
+            rule=rule,
+            processors=processors,
+            noise=RaceNoise(seed, target.vocab_size, target.device) if rule == "coupled" else None,
+            stats=RequestStats(rule=rule, lossy=not is_lossless(rule)),
+        )

@@ -5,39 +5,26 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.core import FinishReason, StepOutput, TokenOrigin
+from foretoken.core import StepOutput
 from foretoken.draft.base import Drafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.intake import Prompt, as_prompts, check_limits, check_types
+from foretoken.engine.output import GenerateOutput, collect, each_answer
 from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import SchedulerConfig
-from foretoken.engine.stats import RequestStats
+from foretoken.engine.trace import Trace
+from foretoken.engine.watch import Watcher
 from foretoken.errors import ConfigError, InputError, MismatchError
 from foretoken.model.interface import LanguageModel
 from foretoken.model.open import model_folder, open_model
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
-
-
-@dataclass(frozen=True)
-class GenerateOutput:
-    """One answer: its text (empty without a tokenizer), tokens, why it ended, what it cost, where each token came from."""
-
-    prompt_ids: tuple[int, ...]
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    stats: RequestStats
-    provenance: tuple[TokenOrigin, ...]
-    logprobs: None = None
-    error: Exception | None = None
 
 
 class LLM:
@@ -45,6 +32,9 @@ class LLM:
 
     `model` is a folder, a hub id, or `reference:target`. `spec` is the default for every request; `generate` and
     `stream` take another one per call or per prompt. A draft model is loaded when it is first named.
+
+    `numerics="strict"` makes the target's logits bitwise the same however rows are batched, at a price. `trace` names a file
+    that gets one line per event (docs/trace.md).
     """
 
     def __init__(
@@ -56,6 +46,8 @@ class LLM:
         cache_tokens: int | None = None,
         max_batch_size: int = 16,
         max_prompt_tokens: int = 512,
+        numerics: str = "default",
+        trace: str | Path | None = None,
     ) -> None:
         check_limits(max_batch_size=max_batch_size, max_prompt_tokens=max_prompt_tokens, cache_tokens=cache_tokens)
         self.spec = spec or SpecConfig()
@@ -63,11 +55,12 @@ class LLM:
         self._closed = False
         self.folder = model_folder(str(model))
         self.tokenizer = load_tokenizer(self.folder)
-        self.target: LanguageModel = open_model(self.folder, *self._options)
+        self.target: LanguageModel = open_model(self.folder, *self._options, **({"numerics": numerics} if "numerics" in __import__("inspect").signature(open_model).parameters else {}))
         self._drafters = DrafterGroup(self.target.device)
         self._inboxes: dict[int, deque[StepOutput]] = {}  # of open streams
         limits = SchedulerConfig(max_batch_size, max_prompt_tokens)
-        self.engine = Engine(self.target, self._drafters, self.tokenizer, limits, self._eos_token_ids())
+        watchers: list[Watcher] = [] if trace is None else [Trace(Path(trace))]
+        self.engine = Engine(self.target, self._drafters, self.tokenizer, limits, self._eos_token_ids(), watchers)
         self._prepare(self.spec)
 
     def generate(
@@ -88,24 +81,25 @@ class LLM:
         each_params = _per_prompt("params", SamplingParams() if params is None else params, len(batch))
         each_spec = _per_prompt("spec", self.spec if spec is None else spec, len(batch))
         states: list[RequestState] = []
-        errors: dict[int, Exception] = {}
         try:
             for prompt, one_params, one_spec in zip(batch, each_params, each_spec, strict=True):
-                states.append(self._submit(prompt, one_params, one_spec))
+                check_types(one_params, one_spec)
+                states += [self._submit(prompt, one, one_spec) for one in each_answer(one_params)]
             own = {state.request_id for state in states}
             while any(state.finish_reason is None for state in states):
                 outputs = [output for output in self._step() if output.request_id in own]
-                errors |= {output.request_id: output.error for output in outputs if output.error is not None}
                 if on_step is not None:
                     on_step(outputs)
         finally:
             for state in states:
                 self.engine.abort(state.request_id)
-        return [_output(state, errors.get(state.request_id)) for state in states]
+        return collect(states, [one.n for one in each_params])
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None) -> Iterator[StepOutput]:
         """Yield what each step adds to one answer; `str(piece)` is its text. Closing the iterator frees the request."""
         (one,) = as_prompts([prompt])
+        if params is not None and params.n > 1:
+            raise InputError("n", params.n, "a stream is one answer; open one stream per answer, or use generate")
         engine, state = self.engine, self._submit(one, params or SamplingParams(), spec or self.spec)
         inbox = self._inboxes[state.request_id] = deque()
         try:
@@ -137,8 +131,7 @@ class LLM:
         """Drop every request and the models. The object cannot be used afterwards; closing again does nothing."""
         if not hasattr(self, "engine"):
             return
-        for request_id in list(self.engine.states):
-            self.engine.abort(request_id)
+        self.engine.close()
         self._drafters.drafters.clear()
         self._closed = True
         del self.engine, self.target
@@ -215,16 +208,3 @@ def _per_prompt(name: str, value: object, count: int) -> list:  # type: ignore[t
     if len(value) != count:
         raise InputError(name, f"{len(value)} values", f"give one value, or one for each of the {count} prompts")
     return list(value)
-
-
-def _output(state: RequestState, error: Exception | None) -> GenerateOutput:
-    assert state.finish_reason is not None
-    return GenerateOutput(
-        prompt_ids=state.request.prompt_ids,
-        text=state.text.text,
-        token_ids=tuple(state.output_ids),
-        finish_reason=state.finish_reason,
-        stats=state.stats,
-        provenance=tuple(state.origins),
-        error=error,
-    )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from foretoken.core import FinishReason, Request, TokenOrigin
+from foretoken.core import FinishReason, Request, TokenLogprobs, TokenOrigin
 from foretoken.engine.stats import RequestStats
+from foretoken.model.processors import RequestProcessors
+from foretoken.model.randomness import RaceNoise
 
 
 class TextDecoder(Protocol):
@@ -26,6 +29,7 @@ class TextAssembler:
     def __init__(self, decoder: TextDecoder | None, stop_strings: tuple[str, ...]) -> None:
         self._decoder, self._stop_strings = decoder, stop_strings
         self._text, self._released = "", 0
+        self._passed = 0  # a stop string that begins before this came too early to count
         self._longest = max((len(s) for s in stop_strings), default=0)
 
     @property
@@ -33,13 +37,16 @@ class TextAssembler:
         """The answer so far, held-back characters included."""
         return self._text
 
-    def push(self, token_id: int) -> bool:
-        """Add a token; True when a stop string is complete. The text then ends right before it."""
-        return self._add(self._decoder.push(token_id)) if self._decoder is not None else False
+    def push(self, token_id: int, may_stop: bool = True) -> bool:
+        """Add a token; True when a stop string is complete. The text then ends right before it.
+
+        A stop string that is complete while the answer may not stop yet is text like any other.
+        """
+        return self._decoder is not None and self._add(self._decoder.push(token_id), may_stop)
 
     def finish(self, cut: bool) -> bool:
         """End of the answer; unless it was `cut` at a stop string, the last held-back bytes still join. True as in `push`."""
-        return False if cut or self._decoder is None else self._add(self._decoder.flush())
+        return False if cut or self._decoder is None else self._add(self._decoder.flush(), may_stop=True)
 
     def release(self, final: bool) -> str:
         """Text not handed out yet that can no longer become part of a stop string."""
@@ -48,9 +55,12 @@ class TextAssembler:
         self._released += len(piece)
         return piece
 
-    def _add(self, piece: str) -> bool:
-        searched = max(0, len(self._text) - self._longest + 1)
+    def _add(self, piece: str, may_stop: bool) -> bool:
+        searched = max(self._passed, len(self._text) - self._longest + 1)
         self._text += piece
+        if not may_stop:
+            self._passed = max(searched, *(place + 1 for s in self._stop_strings for place in occurrences(self._text, s, searched)), 0)
+            return False
         found = [place for place in (self._text.find(s, searched) for s in self._stop_strings) if place >= 0]
         if found:
             self._text = self._text[: min(found)]
@@ -64,20 +74,37 @@ class TextAssembler:
         return 0
 
 
+def occurrences(text: str, wanted: str, start: int) -> Iterator[int]:
+    """Every place from `start` on where `wanted` begins in `text`."""
+    place = text.find(wanted, start)
+    while place >= 0:
+        yield place
+        place = text.find(wanted, place + 1)
+
+
 @dataclass
 class RequestState:
-    """Everything the engine keeps for a request; `tokens` is prompt and output, `round` counts its decode rounds."""
+    """Everything the engine keeps for a request; `tokens` is prompt and output, `num_rounds` counts its decode rounds.
+
+    `rule` is a resolved name. `processors` and `noise` are None where the request's law needs neither.
+    """
 
     request: Request
     text: TextAssembler
     eos_token_ids: frozenset[int]
     max_total_tokens: int  # prompt and output together: max_tokens or the end of the context, whichever comes first
+    rule: str = "auto"
+    processors: RequestProcessors | None = None
+    noise: RaceNoise | None = None
     tokens: list[int] = field(default_factory=list)
     origins: list[TokenOrigin] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
     num_rounds: int = 0
     arrived_s: float = field(default_factory=time.perf_counter)
     finish_reason: FinishReason | None = None
+    error: Exception | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
@@ -100,14 +127,22 @@ class RequestState:
     def append(self, token: int, origin: TokenOrigin) -> FinishReason | None:
         """Add one emitted token; the reason if the answer ends with it.
 
-        An end-of-text token counts as a token but adds no text. A stop string wins over the length limit.
+        An end-of-text token counts as a token but adds no text. A stop string wins over the length limit; an answer whose
+        structure is complete ends there.
         """
+        params = self.request.params
         self.tokens.append(token)
         self.origins.append(origin)
-        if token in self.eos_token_ids and not self.request.params.ignore_eos:
+        if token in self.eos_token_ids and not params.ignore_eos:
             self.text.finish(cut=False)
             self.finish_reason = "stop"
-        elif self.text.push(token):
+            return self.finish_reason
+        if self.processors is not None:
+            self.processors.commit((token,))
+        if self.text.push(token, may_stop=len(self.output_ids) >= params.min_tokens):
+            self.finish_reason = "stop"
+        elif self.processors is not None and self.processors.finished:
+            self.text.finish(cut=False)
             self.finish_reason = "stop"
         elif self.num_remaining <= 0:
             self.finish_reason = "stop" if self.text.finish(cut=False) else "length"

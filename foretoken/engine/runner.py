@@ -8,19 +8,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretoken.core import Batch, Draft
+from foretoken.core import Batch, BatchEntry, Draft
 from foretoken.model.interface import LanguageModel, Segment
-from foretoken.model.sampling import check_finite, near_ties, target_probs
+from foretoken.model.sampling import check_finite, target_probs, tie_gaps
 
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """`probs` [R, V] float32 after all sampling parameters, `taps` by layer [R, D], and which requests came out broken."""
+    """What the target says of every row: R = B + N rows of the decoding entries, in the order of `core`.
+
+    `probs` [R, V] float32 is the law after all sampling parameters, `processed` [R, V] the logits after each request's
+    processors, `logits` [R, V] the model's own. `taps` by layer [R, D]. `prompt_logits` [n, V] by request, where prompt
+    log-probabilities were asked for: one row per pending token that is followed by another prompt token.
+    """
 
     probs: Tensor
+    processed: Tensor
+    logits: Tensor
     taps: dict[int, Tensor]
-    broken: frozenset[int]  # indices into `batch.decoding` whose logits are not finite
-    near_ties: tuple[bool, ...]  # [R] greedy rows whose choice hangs on rounding
+    broken: frozenset[int]  # rows whose logits are not finite; their law here means nothing
+    tie_gaps: tuple[float, ...]  # [R] gap of greedy rows whose choice hangs on rounding, infinity elsewhere
+    prompt_logits: dict[int, Tensor]
 
 
 class Runner:
@@ -34,28 +42,65 @@ class Runner:
         segments: list[Segment] = []
         pieces: list[Tensor] = []
         device = self.target.device
-        for b, entry in enumerate(batch.decoding):
-            nodes = slice(draft.offsets[b], draft.offsets[b + 1])
+        for b, entry in enumerate(batch.entries):
+            nodes = slice(draft.offsets[b], draft.offsets[b + 1]) if entry.decodes else slice(0, 0)
             parents = draft.parents[nodes]
-            segments.append(Segment(entry.request.request_id, len(entry.pending), parents, 1 + len(parents)))
+            num_logits = _num_prompt_rows(entry) + (1 + len(parents) if entry.decodes else 0)
+            segments.append(Segment(entry.request.request_id, len(entry.pending), parents, num_logits))
             pieces.append(torch.tensor(entry.pending, dtype=torch.int64, device=device))
             if parents:
                 pieces.append(draft.tokens[nodes].to(device))
-        for entry in batch.entries[len(batch.decoding) :]:
-            segments.append(Segment(entry.request.request_id, len(entry.pending), (), 0))
-            pieces.append(torch.tensor(entry.pending, dtype=torch.int64, device=device))
         output = self.target.forward(torch.cat(pieces), segments, self.taps)
-        return self._law(batch, draft, output.logits, output.taps)
+        logits, taps, prompt_logits = _split(batch, segments, output.logits, output.taps)
+        return self._law(batch, draft, logits, taps, prompt_logits)
 
-    def _law(self, batch: Batch, draft: Draft, logits: Tensor, taps: dict[int, Tensor]) -> TargetOutput:
-        params = [entry.request.params for b, entry in enumerate(batch.decoding) for _ in range(1 + draft.lengths[b])]
+    def _law(self, batch: Batch, draft: Draft, logits: Tensor, taps: dict[int, Tensor], prompt_logits: dict[int, Tensor]) -> TargetOutput:
         finite = check_finite(logits)
         broken: frozenset[int] = frozenset()
+        clean = logits
         if not bool(finite.all()):
-            rows = finite.tolist()
-            broken = frozenset(b for b in range(draft.num_requests) if not all(rows[row] for row in draft.rows_of([b])))
-            # The neighbours go on; a broken request gets a harmless law, and its error when the step emits.
-            logits = torch.where(finite[:, None], logits, torch.zeros_like(logits))
-        ties = near_ties(logits).tolist() if any(p.greedy for p in params) else [False] * len(params)
-        near = tuple(tie and p.greedy for tie, p in zip(ties, params, strict=True))
-        return TargetOutput(target_probs(logits, params), taps, broken, near)
+            broken = frozenset(row for row, fine in enumerate(finite.tolist()) if not fine)
+            # A broken row gets a harmless law; a request that would use it fails when the step emits, its neighbours go on.
+            clean = torch.where(finite[:, None], logits, torch.zeros_like(logits))
+        processed = _processed(batch, draft, clean)
+        params = [entry.request.params for b, entry in enumerate(batch.decoding) for _ in range(1 + draft.lengths[b])]
+        gaps = [torch.inf] * len(params)
+        if any(p.greedy for p in params):
+            gaps = [gap if p.greedy else torch.inf for gap, p in zip(tie_gaps(processed, logits.dtype).tolist(), params, strict=True)]
+        return TargetOutput(target_probs(processed, params), processed, logits, taps, broken, tuple(gaps), prompt_logits)
+
+
+def _num_prompt_rows(entry: BatchEntry) -> int:
+    """Rows of an entry whose logits tell the probability of a later prompt token, if anybody wants to know."""
+    if entry.request.params.prompt_logprobs is None or entry.start >= len(entry.request.prompt_ids):
+        return 0
+    return len(entry.pending) - entry.decodes
+
+
+def _split(batch: Batch, segments: Sequence[Segment], logits: Tensor, taps: dict[int, Tensor]) -> tuple[Tensor, dict[int, Tensor], dict[int, Tensor]]:
+    """The rows that decode, in order, their taps, and by request the rows that only serve prompt log-probabilities."""
+    counts = [_num_prompt_rows(entry) for entry in batch.entries]
+    if not any(counts):
+        return logits, taps, {}
+    prompt_logits: dict[int, Tensor] = {}
+    wanted: list[int] = []
+    first = 0
+    for entry, segment, count in zip(batch.entries, segments, counts, strict=True):
+        if count:
+            prompt_logits[entry.request.request_id] = logits[first : first + count]
+        wanted += range(first + count, first + segment.num_logits)
+        first += segment.num_logits
+    rows = torch.tensor(wanted, dtype=torch.int64, device=logits.device)
+    return logits[rows], {layer: tap[rows] for layer, tap in taps.items()}, prompt_logits
+
+
+def _processed(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
+    """Every request's own processors on its own rows: `[R, V]`, the input itself where nobody has any."""
+    owners = [(b, entry.processors) for b, entry in enumerate(batch.decoding) if entry.processors is not None]
+    if not owners:
+        return logits
+    processed = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    for b, processors in owners:
+        rows = slice(draft.anchor_row(b), draft.anchor_row(b) + 1 + draft.lengths[b])
+        processed[rows] = processors.adjust(processed[rows], draft.paths(b))
+    return processed

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foretoken.core import Batch, BatchEntry
+from foretoken.engine.controller import DraftPlan
 from foretoken.engine.request import RequestState
 from foretoken.model.interface import LanguageModel
 
@@ -26,8 +27,8 @@ class SchedulerConfig:
 class Scheduler:
     """First come, first served, under the limits of `SchedulerConfig` and the target's cache."""
 
-    def __init__(self, target: LanguageModel, config: SchedulerConfig, choose_num_draft: Callable[[RequestState], int]) -> None:
-        self.target, self.config, self._choose_num_draft = target, config, choose_num_draft
+    def __init__(self, target: LanguageModel, config: SchedulerConfig, choose: Callable[[RequestState], DraftPlan]) -> None:
+        self.target, self.config, self._choose = target, config, choose
         self.waiting: deque[RequestState] = deque()
         self.running: dict[int, RequestState] = {}
         self._promised_tokens: dict[int, int] = {}  # worst-case cache use of each running request
@@ -50,13 +51,13 @@ class Scheduler:
             start = self.target.length(state.request_id)
             missing = len(state.tokens) - start
             if missing == 1:
-                decoding.append(BatchEntry(state.request, start, (state.tokens[-1],), True, self._num_draft(state)))
+                decoding.append(self._entry(state, start, (state.tokens[-1],), True, self._plan(state)))
             elif budget > 0:
                 chunk = tuple(state.tokens[start : start + min(missing, budget)])
                 budget -= len(chunk)
                 whole = len(chunk) == missing
                 # Drafts nothing: the first token is not delayed by a drafter's own prefill.
-                (decoding if whole else prompts).append(BatchEntry(state.request, start, chunk, whole, 0))
+                (decoding if whole else prompts).append(self._entry(state, start, chunk, whole, DraftPlan(0)))
         return Batch((*decoding, *prompts))
 
     def remove(self, request_id: int) -> RequestState | None:
@@ -79,12 +80,16 @@ class Scheduler:
             self.running[state.request_id] = state
             self._promised_tokens[state.request_id] = needed
 
-    def _num_draft(self, state: RequestState) -> int:
+    def _entry(self, state: RequestState, start: int, pending: tuple[int, ...], decodes: bool, plan: DraftPlan) -> BatchEntry:
+        return BatchEntry(state.request, start, pending, decodes, plan.num_draft, state.processors, state.noise, plan.draft_probability)
+
+    def _plan(self, state: RequestState) -> DraftPlan:
         """No more guesses than can still be used: the round itself emits one token of the target's own.
 
         The first token is never drafted, also where the last chunk of the prompt is a single token and looks like a
         decode step: neighbours decide where chunks end, and must not change what a request draws.
         """
         if not state.origins:
-            return 0
-        return max(0, min(self._choose_num_draft(state), state.num_remaining - 1))
+            return DraftPlan(0)
+        plan = self._choose(state)
+        return replace(plan, num_draft=max(0, min(plan.num_draft, state.num_remaining - 1)))

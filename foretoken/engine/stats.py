@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from foretoken.core import StepOutput
+
 
 @dataclass
 class RequestStats:
@@ -12,14 +14,19 @@ class RequestStats:
     A step's draft time is shared among the requests that drafted in it by their drafted tokens, its verify time (the
     target's forward and the rule) among all by their rows. `drafted_at` and `accepted_at` count by draft position.
     `num_near_ties` counts greedy tokens whose two best logits were one rounding unit apart or less: only there can
-    16-bit arithmetic make a speculative answer differ from a plain one.
+    16-bit arithmetic make a speculative answer differ from a plain one; `near_tie_gap` is the widest such gap. `rule` is the
+    rule by its resolved name; where `lossy` is true the answer does not have the target's law.
     """
+
+    rule: str = "auto"
+    lossy: bool = False
 
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     num_emitted: int = 0
     num_near_ties: int = 0
+    near_tie_gap: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
     ttft_s: float = 0.0
@@ -50,8 +57,8 @@ class RequestStats:
         """(drafted, accepted) counts at each place of the draft, first place first."""
         return tuple(zip(self.drafted_at, self.accepted_at, strict=True))
 
-    def count_round(self, depths: list[int], num_accepted: int, num_emitted: int, num_near_ties: int) -> None:
-        """Add one round: the depth of every drafted node (1 = first place), and what of it was emitted."""
+    def count_round(self, depths: list[int], num_accepted: int, num_emitted: int, tie_gaps: list[float]) -> None:
+        """Add one round: the depth of every drafted node (1 = first place), what of it was emitted, gaps of its near ties."""
         for depth in depths:
             while len(self.drafted_at) < depth:
                 self.drafted_at.append(0)
@@ -62,16 +69,20 @@ class RequestStats:
         self.num_drafted += len(depths)
         self.num_accepted += num_accepted
         self.num_emitted += num_emitted
-        self.num_near_ties += num_near_ties
+        self.num_near_ties += len(tie_gaps)
+        self.near_tie_gap = max([self.near_tie_gap, *tie_gaps])
 
-    def as_dict(self) -> dict[str, float | int | list[list[int]]]:
+    def as_dict(self) -> dict[str, float | int | str | list[list[int]]]:
         """Plain values under the public names, for JSON."""
         return {
+            "rule": self.rule,
+            "lossy": self.lossy,
             "num_steps": self.num_steps,
             "num_drafted": self.num_drafted,
             "num_accepted": self.num_accepted,
             "num_emitted": self.num_emitted,
             "num_near_ties": self.num_near_ties,
+            "near_tie_gap": self.near_tie_gap,
             "acceptance_rate": self.acceptance_rate,
             "draft_s": self.draft_s,
             "verify_s": self.verify_s,
@@ -97,3 +108,11 @@ class EngineStats:
     target_s: float = 0.0
     rule_s: float = 0.0
     rest_s: float = 0.0
+
+    def count(self, output: StepOutput, num_drafted: int) -> None:
+        """Add what one round gave to one request; a failed round drafted nothing that counts."""
+        self.num_failed += output.finish_reason == "error"
+        self.num_finished += output.finish_reason in ("stop", "length")
+        self.num_drafted += num_drafted if output.error is None else 0
+        self.num_accepted += sum(origin.kind == "accepted" for origin in output.origins)
+        self.num_emitted += len(output.token_ids)

@@ -110,7 +110,7 @@ def test_laws_of_a_draft_model_are_whole(llm: LLM, pair: SimpleNamespace, monkey
         return draft
 
     monkeypatch.setattr(watched.inner, "propose", record)
-    llm.generate(PROMPTS[:4], SamplingParams(max_tokens=10, temperature=0.8, seed=1), spec)
+    llm.generate(PROMPTS[:4], SamplingParams(max_tokens=10, temperature=0.8), spec)
     torch.testing.assert_close(torch.cat(sums), torch.ones(len(torch.cat(sums)), dtype=torch.float64), atol=1e-5, rtol=0)
 
 
@@ -119,7 +119,7 @@ def test_eos_anywhere(llm: LLM, watched: Watched, spec: functools.partial[SpecCo
     for place in (2, 5, 9, 14):
         for i in range(0, 16, 2):
             eos = plain[i][place]
-            monkeypatch.setattr(llm.engine, "eos_token_ids", frozenset({eos}))
+            monkeypatch.setattr(llm.engine.intake, "eos_token_ids", frozenset({eos}))
             out = llm.generate([PROMPTS[i]], SamplingParams(max_tokens=NUM_TOKENS), spec(num_draft=6))[0]
             assert out.token_ids == plain[i][: plain[i].index(eos) + 1]
             assert out.finish_reason == "stop"

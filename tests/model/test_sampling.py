@@ -11,7 +11,8 @@ from transformers.generation.logits_process import MinPLogitsWarper, Temperature
 
 from foretoken.config import SamplingParams
 from foretoken.core import Draft, empty_draft
-from foretoken.model.sampling import Purpose, check_finite, philox4x32, round_uniforms, sample, target_probs, uniforms
+from foretoken.model.randomness import Purpose, philox4x32, round_uniforms, uniforms
+from foretoken.model.sampling import check_finite, sample, target_probs
 
 GRID = [
     SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
@@ -139,7 +140,7 @@ def test_uniforms_are_the_top_53_bits_of_the_block() -> None:
 
 def test_the_largest_number_is_below_one(monkeypatch: pytest.MonkeyPatch) -> None:
     ones = np.full((4, 1), 0xFFFFFFFF, dtype=np.uint64)
-    monkeypatch.setattr("foretoken.model.sampling.philox4x32", lambda counter, key: ones)
+    monkeypatch.setattr("foretoken.model.randomness.philox4x32", lambda counter, key: ones)
     assert uniforms([1], Purpose.DRAFT, [1], [1]).tolist() == [1 - 2.0**-53]
 
 

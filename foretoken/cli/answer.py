@@ -1,0 +1,81 @@
+"""Answers on a terminal or as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from foretoken.cli.common import print_json
+from foretoken.cli.show import print_shown
+from foretoken.core import StepOutput
+from foretoken.engine.llm import LLM
+from foretoken.engine.output import GenerateOutput
+from foretoken.model.tokenizer import Detokenizer
+
+
+def print_pieces(outputs: list[StepOutput]) -> None:
+    """Print what a step added, at once."""
+    for output in outputs:
+        typer.echo(output.text, nl=False)
+
+
+def report(llm: LLM, output: GenerateOutput, show: bool, as_json: bool, streamed: bool) -> None:
+    """The answers in the form that was asked for, and what the first one cost."""
+    if streamed:
+        typer.echo()
+    for choice in output.choices if show or not as_json else ():
+        _print_choice(llm, choice, show, streamed)
+    if as_json:
+        first, *others = (as_json_object(choice) for choice in output.choices)
+        print_json(first | ({"others": others} if others else {}))
+        return
+    stats = output.stats
+    line = f"{stats.num_emitted} tokens in {stats.num_steps} steps, {stats.tokens_per_s:.1f} tokens/s, first token after {stats.ttft_s:.2f} s"
+    if stats.num_drafted:
+        line += f"; {stats.num_accepted} of {stats.num_drafted} guesses kept ({stats.acceptance_rate:.0%})"
+    if stats.lossy:
+        line += f"; rule {stats.rule} is lossy: this is not the target's law"
+    Console(stderr=True).print(line, style="dim", highlight=False, markup=False)
+
+
+def as_json_object(output: GenerateOutput) -> dict[str, Any]:
+    """One answer as plain values."""
+    found: dict[str, Any] = {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "stats": output.stats.as_dict(),
+        "provenance": [[origin.drafter, origin.kind, origin.step] for origin in output.provenance],
+        "accept_probabilities": [origin.probability for origin in output.provenance],
+    }
+    if output.logprobs is not None:
+        found["logprobs"] = [asdict(entry) for entry in output.logprobs]
+    if output.prompt_logprobs is not None:
+        found["prompt_logprobs"] = [None if entry is None else asdict(entry) for entry in output.prompt_logprobs]
+    return found
+
+
+def _print_choice(llm: LLM, output: GenerateOutput, show: bool, streamed: bool) -> None:
+    if show:
+        print_shown(Console(soft_wrap=True), token_pieces(llm, output), output.provenance)
+    elif llm.tokenizer is None:
+        typer.echo(",".join(str(token) for token in output.token_ids))
+    elif not streamed:
+        typer.echo(output.text)
+    if output.logprobs is not None:
+        for piece, entry in zip(token_pieces(llm, output), output.logprobs, strict=True):
+            typer.echo(f"{entry.logprob:9.4f}  rank {entry.rank:<5d} {piece!r}")
+
+
+def token_pieces(llm: LLM, output: GenerateOutput) -> list[str]:
+    """The text each token added; bytes of one character appear with the token that completes it."""
+    if llm.tokenizer is None:
+        return [f"{token} " for token in output.token_ids]
+    detokenizer = Detokenizer(llm.tokenizer)
+    pieces = [detokenizer.push(token) for token in output.token_ids]
+    if pieces:
+        pieces[-1] += detokenizer.flush()
+    return pieces

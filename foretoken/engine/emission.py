@@ -1,0 +1,89 @@
+"""What a verdict gives to one request: tokens with their origin and log-probabilities, cut where the answer ends."""
+
+from __future__ import annotations
+
+from foretoken.core import Draft, StepOutput, TokenKind, TokenLogprobs, TokenOrigin, Verdict
+from foretoken.engine.request import RequestState
+from foretoken.engine.runner import TargetOutput
+from foretoken.errors import NumericsError
+from foretoken.model.logprobs import log_law, log_model, token_logprobs
+
+
+def emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdict, b: int, now: float) -> StepOutput:
+    """Append what request `b` emitted, up to where its answer ends; only tokens before that point count as accepted.
+
+    A request whose used rows are broken, or whose processors gave up, fails alone.
+    """
+    rows = _used_rows(draft, verdict, b)
+    error = _error(state, target, rows)
+    if error is not None:
+        return fail(state, error)
+    first = len(state.origins)
+    for token, origin in zip(verdict.emitted(b), _origins(state, draft, verdict, b), strict=True):
+        if state.append(token, origin):
+            break
+        if state.processors is not None and state.processors.error is not None:  # nothing may follow the token just appended
+            state.finish_reason, state.error = "error", state.processors.error
+            break
+    num_new = len(state.origins) - first
+    tokens = tuple(state.tokens[-num_new:])
+    logprobs = _logprobs(state, target, rows[:num_new], tokens)
+    state.logprobs += logprobs
+    gaps = [target.tie_gaps[row] for row in rows[:num_new] if target.tie_gaps[row] != float("inf")]
+    stats = state.stats
+    stats.count_round(draft.depths(b), min(num_new, len(verdict.accepted[b])), num_new, gaps)
+    stats.total_s = now - state.arrived_s
+    if not first:
+        stats.ttft_s = stats.total_s
+    state.num_rounds += 1
+    if state.noise is not None:
+        state.noise.forget(len(state.tokens))
+    text = state.text.release(final=state.finish_reason is not None)
+    return StepOutput(state.request_id, tokens, text, tuple(state.origins[first:]), state.finish_reason, state.error, logprobs)
+
+
+def fail(state: RequestState, error: Exception) -> StepOutput:
+    """End a request with an error; what it emitted before stays."""
+    state.finish_reason, state.error = "error", error
+    return StepOutput(state.request_id, (), state.text.release(final=True), (), "error", error)
+
+
+def note_prompt(state: RequestState, target: TargetOutput, start: int, pending: tuple[int, ...]) -> None:
+    """Keep the log-probabilities of the prompt tokens that follow `pending`, which begins at place `start` of the prompt."""
+    logits = target.prompt_logits.get(state.request_id)
+    if start == 0 and state.request.params.prompt_logprobs is not None and not state.prompt_logprobs:
+        state.prompt_logprobs.append(None)  # nothing stands before the first token
+    if logits is None or not len(logits):
+        return
+    assert state.request.params.prompt_logprobs is not None
+    followers = state.request.prompt_ids[start + 1 : start + 1 + len(logits)]
+    state.prompt_logprobs += token_logprobs(log_model(logits), followers, state.request.params.prompt_logprobs)
+    assert len(followers) == len(logits) <= len(pending)
+
+
+def _used_rows(draft: Draft, verdict: Verdict, b: int) -> list[int]:
+    """The rows whose laws the emitted tokens came from, in order."""
+    anchor = draft.anchor_row(b)
+    return [anchor, *(anchor + 1 + node for node in verdict.paths[b])]
+
+
+def _error(state: RequestState, target: TargetOutput, rows: list[int]) -> Exception | None:
+    if not target.broken.isdisjoint(rows):
+        return NumericsError(f"request {state.request_id}: the target's logits are not finite at token {len(state.tokens)}")
+    return None if state.processors is None else state.processors.error
+
+
+def _origins(state: RequestState, draft: Draft, verdict: Verdict, b: int) -> list[TokenOrigin]:
+    drafter, step = draft.drafters[b], state.num_rounds
+    nothing = not draft.lengths[b] and verdict.next_kinds[b] == "bonus"
+    last: TokenKind = "plain" if nothing else verdict.next_kinds[b]
+    chances = verdict.probabilities[b] if verdict.probabilities else (None,) * draft.lengths[b]
+    return [*(TokenOrigin(drafter, "accepted", step, chances[node]) for node in verdict.paths[b]), TokenOrigin(None, last, step)]
+
+
+def _logprobs(state: RequestState, target: TargetOutput, rows: list[int], tokens: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
+    params = state.request.params
+    if params.logprobs is None:
+        return ()
+    law = log_model(target.logits[rows]) if params.logprobs_of == "model" else log_law(target.processed[rows], [params] * len(rows))
+    return tuple(token_logprobs(law, tokens, params.logprobs))

@@ -1,0 +1,85 @@
+"""What happened, line by line, for tools that read it later: `trace.jsonl`. The schema stands in docs/trace.md."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from foretoken.engine.request import RequestState
+from foretoken.engine.watch import RoundView
+from foretoken.errors import StorageError
+
+SCHEMA = 1
+
+
+class Trace:
+    """Appends one JSON object per line to a file: `begin` and `end` of every request, `round` for every round of it.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = path.open("a", encoding="utf-8", buffering=1)  # whole lines, so that a crash loses none
+        except OSError as error:
+            raise StorageError(f"cannot write the trace {path}: {error}") from error
+
+    def begin(self, state: RequestState) -> None:
+        """A request was queued."""
+        request = state.request
+        self._write(
+            "begin",
+            state.request_id,
+            num_prompt_tokens=len(request.prompt_ids),
+            seed=request.seed,
+            drafter=request.spec.drafter,
+            draft=request.spec.draft,
+            rule=state.rule,
+            lossy=state.stats.lossy,
+            temperature=request.params.temperature,
+            max_tokens=request.params.max_tokens,
+        )
+
+    def round(self, view: RoundView) -> None:
+        """A round of one request: what was guessed, what stood with which probability, what was emitted."""
+        draft, verdict, output, clock, b = view.draft, view.verdict, view.output, view.clock, view.b
+        nodes = slice(draft.offsets[b], draft.offsets[b + 1])
+        chances = verdict.probabilities[b] if verdict.probabilities else (None,) * draft.lengths[b]
+        self._write(
+            "round",
+            output.request_id,
+            place=view.entry.round_start,
+            drafter=draft.drafters[b],
+            drafted=draft.tokens[nodes].tolist(),
+            parents=list(draft.parents[nodes]),
+            accepted=list(verdict.paths[b]),
+            probabilities=[None if chance is None else round(chance, 6) for chance in chances],
+            emitted=list(output.token_ids),
+            kinds=[origin.kind for origin in output.origins],
+            batch_size=draft.num_requests,
+            draft_s=round(clock.proposed - clock.scheduled, 6),
+            target_s=round(clock.forwarded - clock.proposed, 6),
+            rule_s=round(clock.verified - clock.forwarded, 6),
+        )
+
+    def end(self, state: RequestState) -> None:
+        """A request finished, failed or was dropped."""
+        error = None if state.error is None else str(state.error)
+        self._write("end", state.request_id, finish_reason=state.finish_reason, error=error, stats=state.stats.as_dict())
+
+    def between_steps(self) -> None:
+        """Nothing waits: every line is written at once."""
+
+    def close(self) -> None:
+        """Close the file; closing again does nothing."""
+        self._file.close()
+
+    def _write(self, event: str, request_id: int, **values: object) -> None:
+        line = {"schema": SCHEMA, "event": event, "time_s": round(time.time(), 6), "request": request_id, **values}
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except OSError as error:
+            raise StorageError(f"cannot write the trace {self.path}: {error}") from error

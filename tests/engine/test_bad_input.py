@@ -1,0 +1,254 @@
+"""Bad input: the right error, naming field, value and remedy, and nothing is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from foretoken import (
+    LLM,
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    ForetokenError,
+    GenerateOutput,
+    InputError,
+    MismatchError,
+    SamplingParams,
+    SpecConfig,
+)
+from foretoken.config import from_mapping
+from tests.helpers.audit import check_idle
+from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer, token_ids
+
+PROMPTS = [token_ids(3 + 2 * i, seed=70 + i) if i % 2 else token_ids(4 + i, seed=i) * 2 for i in range(8)]
+LONG = SamplingParams(max_tokens=16, ignore_eos=True)
+
+
+def ids_of(outputs: list[GenerateOutput]) -> list[tuple[int, ...]]:
+    return [out.token_ids for out in outputs]
+
+
+# ---- bad input: the right error, naming field, value and remedy, and nothing lost
+
+NOT_A_NUMBER, ENDLESS = float("nan"), float("inf")
+
+BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": NOT_A_NUMBER}, "temperature=nan: must be a finite number"),
+    ({"temperature": ENDLESS}, "temperature=inf: must be a finite number"),
+    ({"temperature": -0.1}, r"temperature=-0.1: must lie in \[0, 100\]"),
+    ({"temperature": 1e9}, r"temperature=1000000000.0: must lie in \[0, 100\]"),
+    ({"temperature": "hot"}, "temperature='hot': must be a finite number"),
+    ({"temperature": True}, "temperature=True: must be a finite number"),
+    ({"top_p": 0.0}, r"top_p=0.0: must lie in \(0, 1\]"),
+    ({"top_p": 1.1}, r"top_p=1.1: must lie in \(0, 1\]"),
+    ({"top_p": NOT_A_NUMBER}, "top_p=nan: must be a finite number"),
+    ({"min_p": -1e-9}, r"min_p=-1e-09: must lie in \[0, 1\]"),
+    ({"min_p": 2}, r"min_p=2: must lie in \[0, 1\]"),
+    ({"top_k": -1}, "top_k=-1: must be at least 0"),
+    ({"top_k": 2.5}, "top_k=2.5: must be a whole number"),
+    ({"max_tokens": 0}, "max_tokens=0: must be at least 1"),
+    ({"max_tokens": -3}, "max_tokens=-3: must be at least 1"),
+    ({"max_tokens": 1.0}, "max_tokens=1.0: must be a whole number"),
+    ({"seed": -1}, "seed=-1: must be at least 0"),
+    ({"seed": 2**64}, "seed=18446744073709551616: must be at least 0 and at most 18446744073709551615"),
+    ({"stop": ""}, "stop='': each stop string must be a text of at least one character"),
+    ({"stop": ("a", 3)}, "stop=3: each stop string must be a text"),
+    ({"stop": 5}, "stop=5: must be a text or a list of texts"),
+    ({"presence_penalty": 2.5}, r"presence_penalty=2.5: must lie in \[-2, 2\]"),
+    ({"frequency_penalty": NOT_A_NUMBER}, "frequency_penalty=nan: must be a finite number"),
+    ({"repetition_penalty": 0}, r"repetition_penalty=0: must lie in \[0.001, 100\]"),
+    ({"logit_bias": {3: 101}}, r"logit_bias=101: must lie in \[-100, 100\]"),
+    ({"logit_bias": {"3": 1.0}}, "logit_bias='3': must be a whole number"),
+    ({"logit_bias": [1]}, r"logit_bias=\[1\]: must map token ids to numbers"),
+    ({"bad_words": "no"}, "bad_words='no': must be a list"),
+    ({"bad_words": [""]}, "bad_words='': each must be a text or a list of token ids, and not empty"),
+    ({"logprobs": -1}, "logprobs=-1: must be at least 0"),
+    ({"logprobs": True}, "logprobs=True: must be a whole number"),
+    ({"logprobs_of": "raw"}, "logprobs_of='raw': must be 'law' or 'model'"),
+    ({"prompt_logprobs": 1.5}, "prompt_logprobs=1.5: must be a whole number"),
+    ({"min_tokens": 65}, "min_tokens=65: must be at most max_tokens, 64"),
+    ({"n": 0}, "n=0: must be at least 1"),
+    ({"ignore_eos": "no"}, "ignore_eos='no': must be True or False"),
+    ({"grammar": "b", "regex": "a"}, "grammar='b': the answer has a structure already"),
+    ({"regex": ""}, "regex='': must be a text of at least one character"),
+    ({"json_schema": 3}, "json_schema=3: must be a schema"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD_SAMPLING, ids=lambda value: str(value) if isinstance(value, dict) else "")
+def test_bad_sampling_values(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        SamplingParams(**values)
+    assert (caught.value.field, caught.value.exit_code) == (next(iter(values)), 2)
+
+
+@pytest.mark.parametrize("stop", [None, (), [], "x", ("x",), ["x"]], ids=repr)
+def test_stop_in_every_form(stop: Any) -> None:
+    assert SamplingParams(stop=stop).stop_strings == (("x",) if stop else ())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"drafter": "oracle"}, "drafter='oracle': choose one of draft_model, ngram, or None"),
+        ({"rule": "lucky"}, "rule='lucky': choose one of auto, greedy, rejection"),
+        ({"drafter": "ngram", "draft": "x"}, "draft='x': only drafter='draft_model' takes a draft"),
+        ({"draft": "x"}, "draft='x': only drafter='draft_model' takes a draft, not drafter=None"),
+        ({"num_draft": -1}, "num_draft=-1: must be at least 0"),
+        ({"num_draft": 100_000}, "num_draft=100000: must be at least 0 and at most 1024"),
+        ({"num_draft": "many"}, "num_draft='many': must be a whole number"),
+        ({"num_draft": 2.0}, "num_draft=2.0: must be a whole number"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_bad_spec_values(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        SpecConfig(**values)
+    assert (caught.value.field, caught.value.exit_code) == (list(values)[-1], 2)
+
+
+def test_unknown_options_name_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"temprature=0\.5: unknown option of SamplingParams; did you mean 'temperature'"):
+        from_mapping(SamplingParams, {"temprature": 0.5})
+    with pytest.raises(ConfigError, match="zzz=1: unknown option of SpecConfig; known options: drafter, draft, num_draft"):
+        from_mapping(SpecConfig, {"zzz": 1})
+    assert from_mapping(SpecConfig, {"drafter": "ngram", "num_draft": 3}) == SpecConfig("ngram", num_draft=3)
+
+
+BAD_REQUESTS: list[tuple[object, dict[str, Any], SpecConfig, type[ForetokenError], str]] = [
+    ([], {}, SpecConfig(), InputError, r"prompt=\[\]: is empty; give at least one token"),
+    ([5, 97], {}, SpecConfig(), InputError, "prompt=97: token ids must be whole numbers from 0 to 96"),
+    ([-1], {}, SpecConfig(), InputError, "prompt=-1: token ids must be whole numbers from 0 to 96"),
+    ([5, 2.0], {}, SpecConfig(), InputError, "prompt=2.0: token ids must be whole numbers"),
+    ([5, True], {}, SpecConfig(), InputError, "prompt=True: token ids must be whole numbers"),
+    ([5, None], {}, SpecConfig(), InputError, "prompt=None: token ids must be whole numbers"),
+    ([1] * 256, {}, SpecConfig(), ContextLengthError, "prompt='256 tokens': the context holds 256 tokens; shorten the prompt to at most 255"),
+    ([1], {"stop": "x"}, SpecConfig(), InputError, r"stop=\('x',\): stop strings need a tokenizer, and this model folder has none"),
+    ("text", {}, SpecConfig(), InputError, "prompt='text': .* has no tokenizer; give token ids instead of text"),
+    ([1], {}, SpecConfig("ngram", num_draft=256), InputError, "num_draft=256: must be smaller than the context of 256 tokens"),
+    ([1], {"temperature": 1.0}, SpecConfig("ngram", rule="greedy"), ConfigError, "rule='greedy': it would change the law at temperature > 0"),
+    ([1], {}, SpecConfig("draft_model"), ConfigError, "draft=None: drafter='draft_model' needs the folder or hub id of a draft model"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "params", "spec", "kind", "message"), BAD_REQUESTS, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize("how", ["generate", "stream"])
+def test_bad_requests_leave_nothing(
+    llm: LLM, prompt: Any, params: dict[str, Any], spec: SpecConfig, kind: type[ForetokenError], message: str, how: str
+) -> None:
+    """Alone, and as the second of three: then none of the three runs."""
+    sampling, free, looked_up = SamplingParams(**params), SamplingParams(), SpecConfig("ngram")
+
+    def ask() -> object:
+        if how == "stream":
+            return list(llm.stream(prompt, sampling, spec))
+        return llm.generate([[1, 2], prompt, [3]], [free, sampling, free], [looked_up, spec, looked_up])
+
+    with pytest.raises(kind, match=message):
+        ask()
+    check_idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((5,), "prompts=5: give a text, a list of token ids, or a list of those"),
+        (({"prompt": [1]},), "prompts={'prompt'.*: give a text"),
+        (([[1], 5],), "prompt=5: give a text or a list of token ids"),
+        (([[1], None],), "prompt=None: give a text or a list of token ids"),
+        (([[1]], {"temperature": 1}), "params={'temperature': 1}: give SamplingParams"),
+        (([[1]], None, "ngram"), "spec='ngram': give SpecConfig"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, tuple) else "",
+)
+def test_things_of_the_wrong_kind(llm: LLM, arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        llm.generate(*arguments)
+    check_idle(llm)
+
+
+def test_a_long_bad_value_is_shortened() -> None:
+    with pytest.raises(InputError) as caught:
+        SpecConfig(drafter="x" * 10_000)
+    assert len(str(caught.value)) < 250
+
+
+def test_a_request_that_can_never_fit_is_refused(pair: SimpleNamespace) -> None:
+    with LLM(pair.target, cache_tokens=64) as small:
+        with pytest.raises(CapacityError, match="may need 101 tokens and the cache holds 64; lower max_tokens or raise cache_tokens"):
+            small.generate([[1]], SamplingParams(max_tokens=100))
+        check_idle(small)
+        assert len(small.generate([[1]], SamplingParams(max_tokens=63, ignore_eos=True))[0].token_ids) == 63  # to the last slot
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_tokens": 3}, "cache_tokens=3: must be at least one block of 32 tokens"),
+        ({"device": "toaster"}, "device='toaster': use auto, cpu, cuda or cuda:N"),
+        ({"max_batch_size": 0}, "max_batch_size=0: must be a whole number of at least 1"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens=0: must be a whole number of at least 1"),
+        ({"spec": SpecConfig("draft_model")}, "draft=None: drafter='draft_model' needs"),
+    ],
+    ids=str,
+)
+def test_bad_engine_options(pair: SimpleNamespace, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(pair.target, **options)
+
+
+def test_cache_tokens_is_honoured_by_models_of_transformers_too(tmp_path: Path) -> None:
+    with LLM(tiny_checkpoint(tmp_path, "gpt2"), cache_tokens=48) as small:
+        assert small.target.capacity_tokens == 48
+
+
+def test_per_prompt_lists_must_fit(llm: LLM) -> None:
+    for values in ([LONG], [LONG] * 3, []):
+        with pytest.raises(InputError, match=f"params='{len(values)} values': give one value, or one for each of the 2 prompts"):
+            llm.generate([[1], [2]], values)
+    with pytest.raises(InputError, match="spec='3 values': give one value"):
+        llm.generate([[1], [2]], LONG, [SpecConfig()] * 3)
+    check_idle(llm)
+
+
+# ---- pairs that do not belong together
+
+
+@pytest.fixture(scope="module")
+def mismatched(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    folder = tmp_path_factory.mktemp("mismatched")
+    for name, vocab, texts in (("target", 300, ()), ("other-words", 300, ("zzzz yyyy xxxx " * 50,)), ("other-size", 280, ())):
+        tiny_checkpoint(folder / name, "llama", num_hidden_layers=2 if name == "target" else 1, hidden_size=32, vocab_size=vocab)
+        tiny_tokenizer(folder / name, vocab, texts)
+    return SimpleNamespace(**{path.name.replace("-", "_"): path for path in folder.iterdir()})
+
+
+def test_a_draft_of_another_vocabulary_is_refused(mismatched: SimpleNamespace) -> None:
+    with LLM(mismatched.target, cache_tokens=256) as target:
+        for _ in range(2):  # the failed attempt is not remembered as a drafter
+            with pytest.raises(MismatchError, match="has a vocabulary of 280 tokens, the target one of 300") as caught:
+                target.generate([[1]], spec=SpecConfig("draft_model", str(mismatched.other_size)))
+        assert (caught.value.exit_code, str(mismatched.other_size) in str(caught.value)) == (3, True)
+        assert len(target.generate([[1]], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+
+
+def test_a_draft_of_another_tokenizer_is_refused(mismatched: SimpleNamespace) -> None:
+    """Equal sizes are not enough: the first token that means something else is named."""
+    with pytest.raises(MismatchError, match=r"has another tokenizer than the target: .*token \d+ is '.+' here and '.+' there"):
+        LLM(mismatched.target, SpecConfig("draft_model", str(mismatched.other_words)), cache_tokens=256)
+
+
+def test_a_draft_as_large_as_the_target_is_warned_about(pair: SimpleNamespace) -> None:
+    with pytest.warns(UserWarning, match="parameters, the target .* drafting costs as much as decoding"):
+        LLM(pair.target, SpecConfig("draft_model", str(pair.target)), cache_tokens=256).close()
+
+
+def test_a_draft_that_does_not_exist(llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere"):
+        llm.generate([[1]], spec=SpecConfig("draft_model", str(tmp_path / "nowhere")))
+    check_idle(llm)

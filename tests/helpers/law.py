@@ -1,0 +1,118 @@
+"""The exact law of a tiny engine's answers, by enumeration of every text with transformers, and how to test answers against it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+from transformers import AutoModelForCausalLM
+from transformers.generation import logits_process as hf
+
+from foretoken import SamplingParams, SpecConfig
+from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.group import DrafterGroup
+from foretoken.draft.ngram import NgramDrafter
+from foretoken.engine.engine import Engine
+from foretoken.engine.scheduler import SchedulerConfig
+from foretoken.model.loader import load_decoder
+from foretoken.model.paged import PagedModel
+from tests.helpers.checkpoints import tiny_checkpoint
+
+VOCAB, LENGTH = 5, 5
+EOS = 4  # only ever banned (min_tokens): the answers go on after it
+PROMPT = [1, 2, 3, 1, 2]  # repeats, so that the lookup guesses
+WINDOWS = ((1, 2), (2, 3), (3, 4))  # places of neighbouring tokens; place 0 ends the prompt and is never drafted
+ALARM = 1e-5  # p-value below which one test fails
+
+
+def narrow_models(folder: Path) -> SimpleNamespace:
+    """A five-token target, a draft that ranks tokens in reverse, and the logits after every text of up to four tokens."""
+    shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tiny_checkpoint(folder, "llama", **shape, num_key_value_heads=1)
+    target, reverse = load_decoder(folder), load_decoder(folder)
+    with torch.no_grad():
+        reverse.lm_head.weight.neg_()
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    texts = torch.tensor(list(itertools.product(range(VOCAB), repeat=LENGTH - 1)))
+    contexts = torch.cat((torch.tensor(PROMPT).expand(len(texts), -1), texts), dim=1)
+    with torch.no_grad():
+        logits = oracle(contexts).logits.double()[:, len(PROMPT) - 1 :]  # [625, 5, V]
+    return SimpleNamespace(target=target, reverse=reverse, contexts=contexts, logits=logits)
+
+
+def exact_law(narrow: SimpleNamespace, params: SamplingParams) -> NDArray[np.float64]:
+    """Probability of every five-token answer, `[V] * 5`, with transformers' processors at every position."""
+    texts = narrow.contexts[:, len(PROMPT) :]
+    law = torch.ones(len(texts), VOCAB, dtype=torch.float64)
+    for place in range(LENGTH):
+        now = _warped(narrow.contexts[:, : len(PROMPT) + place], narrow.logits[:, place].clone(), params).softmax(-1)  # [625, V]
+        law = law * (now[range(len(texts)), texts[:, place], None] if place < LENGTH - 1 else now)
+    return law.reshape([VOCAB] * LENGTH).numpy()
+
+
+def _warped(contexts: torch.Tensor, scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    if params.logit_bias:
+        scores = hf.SequenceBiasLogitsProcessor([[[token], value] for token, value in params.logit_bias.items()])(contexts, scores)
+    if params.repetition_penalty != 1:
+        scores = hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(contexts, scores)
+    for row, text in enumerate(contexts[:, len(PROMPT) :].tolist()):
+        for token in set(text):
+            scores[row, token] -= params.presence_penalty + text.count(token) * params.frequency_penalty
+    if params.bad_words:
+        scores = hf.NoBadWordsLogitsProcessor([list(word) for word in params.bad_words], eos_token_id=-1)(contexts, scores)
+    if params.min_tokens:
+        scores = hf.MinNewTokensLengthLogitsProcessor(len(PROMPT), params.min_tokens, EOS)(contexts, scores)
+    scores = hf.TemperatureLogitsWarper(params.temperature)(contexts, scores)
+    if params.top_k:
+        scores = hf.TopKLogitsWarper(params.top_k)(contexts, scores)
+    if params.top_p < 1:
+        scores = hf.TopPLogitsWarper(params.top_p)(contexts, scores)
+    if params.min_p:
+        scores = hf.MinPLogitsWarper(params.min_p)(contexts, scores)
+    return scores
+
+
+def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None) -> Engine:
+    """An engine over the five-token models with both drafters."""
+    drafters = DrafterGroup(torch.device("cpu"))
+    drafters.drafters = {("draft_model", "reverse"): DraftModelDrafter(PagedModel(narrow.reverse, 2048, 16)), ("ngram", None): NgramDrafter()}
+    return Engine(PagedModel(narrow.target, 2048, 16), drafters, limits=limits or SchedulerConfig(64, 200), eos_token_ids=(EOS,))
+
+
+def sample_answers(narrow: SimpleNamespace, asked: Sequence[tuple[SamplingParams, SpecConfig]]) -> NDArray[np.int64]:
+    """The first tokens `[n, LENGTH]` of one request each, all through one engine, batches mixed by arrival."""
+    engine = narrow_engine(narrow)
+    states = [engine.submit(PROMPT, params, spec) for params, spec in asked]
+    while engine.has_work:
+        engine.step()
+    return np.array([state.output_ids[:LENGTH] for state in states])
+
+
+def p_values(answers: NDArray[np.int64], law: NDArray[np.float64]) -> list[float]:
+    """Pearson's chi-square of each window's pair of tokens against the exact law; cells too rare for it are put together."""
+    found = []
+    for window in WINDOWS:
+        expected = law.sum(tuple(place for place in range(LENGTH) if place not in window)).ravel() * len(answers)
+        counts = np.bincount(answers[:, window[0]] * VOCAB + answers[:, window[1]], minlength=VOCAB**2).astype(float)
+        assert not counts[expected == 0].any(), "a token that the law forbids"
+        rare = expected < 5
+        expected, counts = (np.append(cells[~rare], cells[rare].sum()) for cells in (expected, counts))
+        if expected[-1] < 1:
+            expected, counts = expected[:-1], counts[:-1]
+        found.append(float(stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue))
+    return found
+
+
+def power(bias: float, count: int, cells: int = VOCAB**2) -> float:
+    """Least probability that one window raises the alarm when its law is off by `bias` in total variation.
+
+    The noncentrality is count * sum(d^2 / p) >= count * (sum |d|)^2 = 4 * count * bias^2 by Cauchy-Schwarz.
+    """
+    freedom = cells - 1
+    return float(stats.ncx2.sf(stats.chi2.isf(ALARM, freedom), freedom, 4 * count * bias**2))
