@@ -32,6 +32,7 @@ class Setting:
     engine: str = ENGINE
     drafter: str | None = None
     num_draft: int | str | None = None
+    lossy: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Answer:
     """One setting's answer to one prompt; None where an engine does not tell.
 
     `decode_tokens` left the engine during the last `decode_s` seconds, in `decode_steps` target forwards: what was out
-    after the prompt's own pass is not counted. `draft_s` and `verify_s` lie within `decode_s`. `positions[i]` counts
+    after the prompt's own pass is not counted. `draft_s` and `verify_s` lie within `decode_s`, `rule_s` within `verify_s`. `positions[i]` counts
     (drafted, accepted) at the i-th place of a draft. `token_ids` is empty when only the text is known.
     """
 
@@ -55,6 +56,7 @@ class Answer:
     num_accepted: int | None = None
     draft_s: float | None = None
     verify_s: float | None = None
+    rule_s: float | None = None
     positions: tuple[tuple[int, int], ...] = ()
 
 
@@ -162,17 +164,19 @@ def _rotated(contenders: list[Contender], turn: int) -> list[Contender]:
 class Row:
     """One setting on one slice at one temperature.
 
-    Counters and `draft_s`, `verify_s` are sums over prompts and repeats. `tokens_per_s` counts the tokens after the
-    prompt's own pass; it is the median over repeats, beside its extremes. `speedup` is the ratio of that median to plain
-    decoding's on the same slice, its extremes those of the repeats compared one by one. `*_ms_per_step` are medians over
-    repeats. `repeated_4grams` is the share of 4-grams that an output had already used. `identical` says whether every
-    greedy output equals plain decoding's; `differences` lists where each one that does not leaves it first.
+    Counters and `draft_s`, `verify_s` are sums over prompts and repeats; `lossy` says that the rule changes the target's
+    law. `tokens_per_s` counts the tokens after the prompt's own pass; it is the median over repeats, beside its extremes.
+    `speedup` is the ratio of that median to plain decoding's on the same slice, its extremes those of the repeats compared
+    one by one. `*_ms_per_step` are medians over repeats, the rule's part of the verification's. `repeated_4grams` is the
+    share of 4-grams that an output had already used. `identical` says whether every greedy output equals plain decoding's;
+    `differences` lists where each one that does not leaves it first.
     """
 
     setting: str
     engine: str
     drafter: str | None
     num_draft: int | str | None
+    lossy: bool
     slice: str
     temperature: float
     num_prompts: int
@@ -196,6 +200,7 @@ class Row:
     step_ms: float | None
     draft_ms_per_step: float | None
     verify_ms_per_step: float | None
+    rule_ms_per_step: float | None
     rest_ms_per_step: float | None
     repeated_4grams: float | None
     identical: bool | None
@@ -229,6 +234,7 @@ def _row(own: list[Sample], plain: list[Sample], name: str, prompts: Sequence[Pr
         engine=setting.engine,
         drafter=setting.drafter,
         num_draft=setting.num_draft,
+        lossy=setting.lossy,
         slice=name,
         temperature=own[0].temperature,
         num_prompts=len({s.prompt_index for s in own}),
@@ -252,6 +258,7 @@ def _row(own: list[Sample], plain: list[Sample], name: str, prompts: Sequence[Pr
         step_ms=_ms_per_step(own, lambda a: a.decode_s),
         draft_ms_per_step=_ms_per_step(own, lambda a: a.draft_s),
         verify_ms_per_step=_ms_per_step(own, lambda a: a.verify_s),
+        rule_ms_per_step=_ms_per_step(own, lambda a: a.rule_s),
         rest_ms_per_step=_ms_per_step(own, _rest_s),
         repeated_4grams=repeated_ngrams([a.token_ids for a in answers]),
         identical=None if differences is None else not differences,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +19,11 @@ from foretoken.bench import peers
 from foretoken.bench.measure import PLAIN, Answer, Contender, Plan, Sample, Setting, measure, ratios, summarise
 from foretoken.bench.report import Report, check_folder, check_name, check_plot, machine, source_caveats, versions, write_plot, write_result
 from foretoken.bench.workload import SLICES, Prompt, read_prompts, slices
-from foretoken.config import DRAFTERS, SamplingParams, SpecConfig
+from foretoken.config import DRAFTERS, LOSSY_RULES, SamplingParams, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.errors import ConfigError, ForetokenError, InputError
 from foretoken.model.open import model_folder
+from foretoken.verify import resolve
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class BenchOptions:
     draft: str | None = None
     drafters: tuple[str, ...] = ("draft_model", "ngram")
     num_drafts: tuple[int | Literal["auto"], ...] = (3, 5)
-    rule: str = "auto"
+    rules: tuple[str, ...] = ("auto",)
+    allow_lossy: bool = False
     slices: tuple[str, ...] = SLICES
     prompts: Path | None = None
     prompts_per_slice: int = 2
@@ -67,6 +70,8 @@ class BenchOptions:
         for drafter in self.drafters:
             if drafter not in DRAFTERS:
                 raise ConfigError("drafters", drafter, f"choose from {', '.join(DRAFTERS)}")
+        for rule, temperature in itertools.product(self.rules, self.temperatures):
+            resolve(rule, greedy=temperature == 0, seeded=True, allow_lossy=self.allow_lossy)
         if self.prompts is None and not self.slices:
             raise InputError("slices", self.slices, f"give at least one of {', '.join(SLICES)}")
         if self.drafters and not self.num_drafts:
@@ -152,7 +157,7 @@ class _Watch:
         self.start = time.perf_counter()
         self.first_at: float | None = None
         self.num_first = 0
-        self.first_totals = (0.0, 0.0)
+        self.first_totals = (0.0, 0.0, 0.0)
 
     def on_step(self, outputs: list[StepOutput]) -> None:
         if self.first_at is None and any(output.token_ids for output in outputs):
@@ -160,10 +165,10 @@ class _Watch:
             self.num_first = sum(len(output.token_ids) for output in outputs)
             self.first_totals = self.totals()
 
-    def totals(self) -> tuple[float, float]:
-        """(draft, target and rule) seconds so far."""
+    def totals(self) -> tuple[float, float, float]:
+        """(draft, target and rule, rule alone) seconds so far."""
         stats = self.generator.engine.stats
-        return stats.draft_s, stats.target_s + stats.rule_s
+        return stats.draft_s, stats.target_s + stats.rule_s, stats.rule_s
 
 
 class Own:
@@ -187,7 +192,7 @@ class Own:
             raise output.error
         if watch.first_at is None:
             raise ForetokenError(f"{self.setting.name} gave no token for {prompt.name}")
-        draft_s, verify_s = watch.totals()
+        draft_s, verify_s, rule_s = watch.totals()
         return Answer(
             token_ids=tuple(output.token_ids),
             text=output.text,
@@ -201,18 +206,20 @@ class Own:
             num_accepted=output.stats.num_accepted,
             draft_s=draft_s - watch.first_totals[0],
             verify_s=verify_s - watch.first_totals[1],
+            rule_s=rule_s - watch.first_totals[2],
             positions=tuple(output.stats.accepted_per_position),
         )
 
 
 def own_contenders(options: BenchOptions, generator: Generator) -> list[Contender]:
-    """Plain decoding, then every drafter at every number of drafted tokens."""
+    """Plain decoding, then every drafter at every number of drafted tokens, under every rule."""
     contenders: list[Contender] = [Own(Setting(PLAIN), generator, SpecConfig())]
     for drafter in options.drafters:
         draft = options.draft if drafter == "draft_model" else None
-        for num_draft in options.num_drafts:
-            spec = SpecConfig(drafter=drafter, draft=draft, num_draft=num_draft, rule=options.rule)
-            contenders.append(Own(Setting(f"{drafter}-{num_draft}", drafter=drafter, num_draft=num_draft), generator, spec))
+        for num_draft, rule in itertools.product(options.num_drafts, options.rules):
+            spec = SpecConfig(drafter=drafter, draft=draft, num_draft=num_draft, rule=rule, allow_lossy=options.allow_lossy)
+            name = f"{drafter}-{num_draft}" + ("" if len(options.rules) == 1 else f" {rule}")
+            contenders.append(Own(Setting(name, drafter=drafter, num_draft=num_draft, lossy=rule in LOSSY_RULES), generator, spec))
     return contenders
 
 

@@ -97,7 +97,7 @@ def _groups(rows: Sequence[Row]) -> dict[tuple[str, float], list[Row]]:
 def _cells(row: Row) -> tuple[str, ...]:
     parts = (row.draft_ms_per_step, row.verify_ms_per_step, row.rest_ms_per_step)
     return (
-        row.setting,
+        row.setting + (" (lossy)" if row.lossy else ""),
         _number(row.tokens_per_s),
         f"{_number(row.tokens_per_s_min)}-{_number(row.tokens_per_s_max)}",
         "" if row.speedup is None else f"{row.speedup:.2f}x",

@@ -12,7 +12,8 @@ import typer
 from foretoken.bench.offline import BenchOptions, run_bench
 from foretoken.bench.report import print_report
 from foretoken.bench.workload import SLICES
-from foretoken.cli.common import DeviceOption, DraftOption, DtypeOption, JsonOption, RuleOption, TargetOption
+from foretoken.cli.common import AllowLossyOption, DeviceOption, DraftOption, DtypeOption, JsonOption, TargetOption
+from foretoken.config import RULES
 from foretoken.errors import ConfigError
 
 _DEFAULT = BenchOptions(target="reference:target", draft="reference:draft")
@@ -23,7 +24,8 @@ def bench(
     draft: DraftOption = None,
     drafters: Annotated[str, typer.Option(help="Drafters to measure, separated by commas.")] = "draft_model,ngram",
     num_drafts: Annotated[str, typer.Option(help="Numbers of guesses to measure, separated by commas; auto is one of them.")] = "3,5",
-    rule: RuleOption = "auto",
+    rule: Annotated[str, typer.Option(help=f"Rules to measure, separated by commas: {', '.join(RULES)}.")] = "auto",
+    allow_lossy: AllowLossyOption = False,
     slices: Annotated[str, typer.Option(help=f"Kinds of text: {', '.join(SLICES)}; or all.")] = "all",
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with `prompt` and maybe `slice`, instead of --slices.")] = None,
     prompts_per_slice: Annotated[int, typer.Option(help="Prompts of each slice.")] = _DEFAULT.prompts_per_slice,
@@ -52,7 +54,8 @@ def bench(
         draft=draft,
         drafters=names,
         num_drafts=tuple("auto" if word == "auto" else _whole("num_drafts", word) for word in _words(num_drafts)),
-        rule=rule,
+        rules=_words(rule),
+        allow_lossy=allow_lossy,
         slices=SLICES if slices == "all" else _words(slices),
         prompts=prompts,
         prompts_per_slice=prompts_per_slice,

@@ -62,7 +62,7 @@ class FakeLLM:
             piece = ids[out : out + max(1, num_draft)]
             out += len(piece)
             stats.num_steps += 1
-            stats.count_round(list(range(1, num_draft + 1)), len(piece) - 1, len(piece), 0)
+            stats.count_round(list(range(1, num_draft + 1)), len(piece) - 1, len(piece), [])
             on_step([StepOutput(0, tuple(piece), "", ())])
         return [FakeOutput("".join(chr(65 + i % 26) for i in ids), tuple(ids), stats)]
 

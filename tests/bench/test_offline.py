@@ -39,7 +39,7 @@ def test_a_failed_request_is_an_error():
 
 
 def test_every_drafter_meets_every_number_of_tokens():
-    chosen = options(drafters=("draft_model", "ngram"), num_drafts=(2, "auto"), draft="d", rule="greedy")
+    chosen = options(drafters=("draft_model", "ngram"), num_drafts=(2, "auto"), draft="d", rules=("greedy",), temperatures=(0.0,))
     contenders = own_contenders(chosen, FakeLLM())
     assert [c.setting.name for c in contenders] == ["plain", "draft_model-2", "draft_model-auto", "ngram-2", "ngram-auto"]
     assert [c.spec for c in contenders][1] == SpecConfig(drafter="draft_model", draft="d", num_draft=2, rule="greedy")
