@@ -34,14 +34,14 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         limits: SchedulerConfig | None = None,
         eos_token_ids: Sequence[int] | None = None,
-        watchers: Sequence[Watcher] = (),
     ) -> None:
-        self.target, self.drafters, self.watchers = target, drafters, tuple(watchers)
+        self.target, self.drafters = target, drafters
         self.runner, self.controller = Runner(target), Controller()
         self.scheduler = Scheduler(target, limits or SchedulerConfig(), self.controller.choose)
         self.intake = Intake(target, tokenizer, target.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.states: dict[int, RequestState] = {}
         self.stats = EngineStats()
+        self.watchers: list[Watcher] = []
         self._ids = itertools.count()
         self._clock = StepClock()
 

@@ -11,21 +11,11 @@ from foretoken.engine.request import RequestState, TextAssembler
 from foretoken.engine.stats import RequestStats
 from foretoken.errors import CapacityError, ConfigError, ContextLengthError, InputError
 from foretoken.model.interface import LanguageModel
-from foretoken.model.processors import make_processors
+from foretoken.model.processors import RequestProcessors, make_processors
 from foretoken.model.randomness import RaceNoise
-try:
-    from foretoken.model.structure import StructureCompiler
-except ImportError:
-    class StructureCompiler:
-        def __init__(self, *a): pass
-        def compile(self, p): return None
+from foretoken.model.structure import StructureCompiler
 from foretoken.model.tokenizer import Detokenizer, Tokenizer
-try:
-    from foretoken.verify import is_lossless, resolve
-except ImportError:
-    from foretoken.verify import resolve as _resolve
-    def resolve(a, b, c, d): return _resolve(a, b)
-    def is_lossless(r): return True
+from foretoken.verify import is_lossless, resolve
 
 Prompt = str | Sequence[int]
 
@@ -68,6 +58,16 @@ def check_limits(**limits: int | None) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(name, value, "must be a whole number of at least 1")
+
+
+def check_share(name: str, value: object) -> None:
+    """A share is a number from 0 to 1.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(name, value, "must be a number from 0 to 1")
 
 
 def check_types(params: object, spec: object) -> None:
@@ -130,17 +130,25 @@ class Intake:
         target, tokenizer = self._target, self._tokenizer
         max_total = check_request(prompt_ids, params, spec, target, tokenizer is not None)
         rule = resolve(spec.rule, params.greedy, params.seed is not None, spec.allow_lossy)
-        structure = self._structures.compile(params)
-        eos = tuple(sorted(self.eos_token_ids))
-        processors = make_processors(params, prompt_ids, target.vocab_size, eos, tokenizer, structure)
         seed = secrets.randbits(64) if params.seed is None else params.seed
+        request = Request(request_id, tuple(prompt_ids), params, spec, seed)
         return RequestState(
-            request=Request(request_id, tuple(prompt_ids), params, spec, seed),
+            request=request,
             text=TextAssembler(None if tokenizer is None else Detokenizer(tokenizer), params.stop_strings),
             eos_token_ids=self.eos_token_ids,
             max_total_tokens=max_total,
             rule=rule,
-            processors=processors,
+            processors=self.processors(request),
             noise=RaceNoise(seed, target.vocab_size, target.device) if rule == "coupled" else None,
             stats=RequestStats(rule=rule, lossy=not is_lossless(rule)),
         )
+
+    def processors(self, request: Request) -> RequestProcessors | None:
+        """What the request's parameters do to logits, as if nothing were emitted yet; None if they do nothing.
+
+        Raises:
+            InputError: tokens, texts or a structure that the target's vocabulary has no place for.
+        """
+        structure = self._structures.compile(request.params)
+        eos = tuple(sorted(self.eos_token_ids))
+        return make_processors(request.params, request.prompt_ids, self._target.vocab_size, eos, self._tokenizer, structure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -15,12 +16,13 @@ from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.intake import Prompt, as_prompts, check_limits, check_types
+from foretoken.engine.intake import Prompt, as_prompts, check_limits, check_share, check_types
 from foretoken.engine.output import GenerateOutput, collect, each_answer
 from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import SchedulerConfig
+from foretoken.engine.shadow import Shadow
+from foretoken.engine.stats import EngineStats
 from foretoken.engine.trace import Trace
-from foretoken.engine.watch import Watcher
 from foretoken.errors import ConfigError, InputError, MismatchError
 from foretoken.model.interface import LanguageModel
 from foretoken.model.open import model_folder, open_model
@@ -34,7 +36,8 @@ class LLM:
     `stream` take another one per call or per prompt. A draft model is loaded when it is first named.
 
     `numerics="strict"` makes the target's logits bitwise the same however rows are batched, at a price. `trace` names a file
-    that gets one line per event (docs/trace.md).
+    that gets one line per event (docs/trace.md). `shadow_rate` is the share of requests whose answers the target alone scores again
+    in the background; `stats.shadow` tells what it found, and a warning is raised when answers do not follow the target's law.
     """
 
     def __init__(
@@ -48,19 +51,25 @@ class LLM:
         max_prompt_tokens: int = 512,
         numerics: str = "default",
         trace: str | Path | None = None,
+        shadow_rate: float = 0.0,
     ) -> None:
+        check_share("shadow_rate", shadow_rate)
         check_limits(max_batch_size=max_batch_size, max_prompt_tokens=max_prompt_tokens, cache_tokens=cache_tokens)
         self.spec = spec or SpecConfig()
         self._options = (dtype, device, cache_tokens)
         self._closed = False
         self.folder = model_folder(str(model))
         self.tokenizer = load_tokenizer(self.folder)
-        self.target: LanguageModel = open_model(self.folder, *self._options, **({"numerics": numerics} if "numerics" in __import__("inspect").signature(open_model).parameters else {}))
+        self.target: LanguageModel = open_model(self.folder, *self._options, numerics=numerics)
         self._drafters = DrafterGroup(self.target.device)
         self._inboxes: dict[int, deque[StepOutput]] = {}  # of open streams
         limits = SchedulerConfig(max_batch_size, max_prompt_tokens)
-        watchers: list[Watcher] = [] if trace is None else [Trace(Path(trace))]
-        self.engine = Engine(self.target, self._drafters, self.tokenizer, limits, self._eos_token_ids(), watchers)
+        self.engine = Engine(self.target, self._drafters, self.tokenizer, limits, self._eos_token_ids())
+        if trace is not None:
+            self.engine.watchers.append(Trace(Path(trace)))
+        self._shadow = Shadow(self.target, shadow_rate, room=self.engine.scheduler, fresh_processors=self.engine.intake.processors)
+        if shadow_rate:
+            self.engine.watchers.append(self._shadow)
         self._prepare(self.spec)
 
     def generate(
@@ -122,6 +131,15 @@ class LLM:
             if output.request_id in self._inboxes:
                 self._inboxes[output.request_id].append(output)
         return outputs
+
+    @property
+    def stats(self) -> EngineStats:
+        """Totals over all requests so far."""
+        return replace(self.engine.stats, shadow=self._shadow.stats if self._shadow.rate else None)
+
+    def drain_shadow(self) -> None:
+        """Score again what the shadow follows and has not scored yet; without it that happens between later steps."""
+        self._shadow.drain()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` under the target's tokenizer."""

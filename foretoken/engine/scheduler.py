@@ -32,6 +32,7 @@ class Scheduler:
         self.waiting: deque[RequestState] = deque()
         self.running: dict[int, RequestState] = {}
         self._promised_tokens: dict[int, int] = {}  # worst-case cache use of each running request
+        self._loan: tuple[int, Callable[[], None]] | None = None  # cache lent to background work, and how to get it back
 
     def add(self, state: RequestState) -> None:
         """Queue a request."""
@@ -73,12 +74,29 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.config.max_batch_size:
             needed = self.worst_case_tokens(self.waiting[0])
-            if self.running and sum(self._promised_tokens.values()) + needed > self.target.capacity_tokens:
+            if self._loan is not None and not self._fits(needed):
+                self._loan[1]()  # who is waiting comes before work in the background
+            if self.running and not self._fits(needed):
                 return
             state = self.waiting.popleft()
             self.target.open(state.request_id)
             self.running[state.request_id] = state
             self._promised_tokens[state.request_id] = needed
+
+    def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:
+        """Lend cache that no request was promised until `give_back`; False if there is not so much. `reclaim` must give it back."""
+        if self._loan is not None or self.waiting or not self._fits(num_tokens):
+            return False
+        self._loan = (num_tokens, reclaim)
+        return True
+
+    def give_back(self) -> None:
+        """End the loan, if there is one."""
+        self._loan = None
+
+    def _fits(self, num_tokens: int) -> bool:
+        lent = 0 if self._loan is None else self._loan[0]
+        return sum(self._promised_tokens.values()) + lent + num_tokens <= self.target.capacity_tokens
 
     def _entry(self, state: RequestState, start: int, pending: tuple[int, ...], decodes: bool, plan: DraftPlan) -> BatchEntry:
         return BatchEntry(state.request, start, pending, decodes, plan.num_draft, state.processors, state.noise, plan.draft_probability)

@@ -93,9 +93,29 @@ class RequestStats:
         }
 
 
+@dataclass(frozen=True)
+class ShadowStats:
+    """What the shadow has found.
+
+    `num_requests` and `num_tokens` were counted, `num_waiting` are finished or still running. `e_value` grows without bound when
+    sampled tokens leave their laws, and reaches 1/alpha by chance with probability alpha at most, however long it runs. Of
+    `num_greedy_tokens`, `num_greedy_other` were not the argmax; `max_greedy_gap` is how far below it, in logits.
+    """
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_waiting: int = 0
+    e_value: float = 1.0
+    num_greedy_tokens: int = 0
+    num_greedy_other: int = 0
+    max_greedy_gap: float = 0.0
+    alarm: bool = False
+    message: str = ""
+
+
 @dataclass
 class EngineStats:
-    """Totals since the engine started."""
+    """Totals since the engine started; `shadow` is None where no share of the answers is scored again."""
 
     num_steps: int = 0
     num_finished: int = 0
@@ -108,6 +128,7 @@ class EngineStats:
     target_s: float = 0.0
     rule_s: float = 0.0
     rest_s: float = 0.0
+    shadow: ShadowStats | None = None
 
     def count(self, output: StepOutput, num_drafted: int) -> None:
         """Add what one round gave to one request; a failed round drafted nothing that counts."""

@@ -1,4 +1,4 @@
-"""What every rule shares: the interface, the draw from weights, the one residual law.
+"""What every rule shares: the interface, the draws from weights and from noise, the one residual law.
 
 A rule is split so that it can be proved. `accept_probabilities` and `next_law` are the probabilities of every branch, and
 `verify` only compares them with uniforms; a test can therefore sum over all branches with their exact weights.
@@ -7,28 +7,36 @@ A rule is split so that it can be proved. `accept_probabilities` and `next_law` 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from foretoken.core import Draft, NextKind, Uniforms, Verdict
+from foretoken.core import Draft, Uniforms, Verdict
+
+_CACHED_NUMBERS = 2**18  # 1 MB of float32
 
 
 class Rule(ABC):
     """Decides which drafted tokens stand; holds no model, cache, clock or generator.
 
     Generic in dtype: float32 in production, float64 where the mathematics is tested. A rule that is not `lossless`
-    changes the target's law and must never run unless the user asked for it by name.
+    changes the target's law and must never run unless the user asked for it by name. A rule that does not take trees
+    asserts that every request brings a chain. A rule that needs a race reads `Uniforms.race`.
     """
 
     name: ClassVar[str]
-    lossless: ClassVar[bool]
+    lossless: ClassVar[bool] = True
+    takes_trees: ClassVar[bool] = True
+    needs_race: ClassVar[bool] = False
 
     @abstractmethod
     def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
-        """Probability that each node is accepted given that its ancestors were: [R, V] target law -> [N]."""
+        """Probability that the walk goes on from each node's parent to it, given that it reached the parent: [R, V] -> [N].
+
+        The children of one row sum to at most 1; the rest ends the round at that row.
+        """
 
     @abstractmethod
     def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
@@ -51,6 +59,9 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     cumulative = weights.to(torch.float64).cumsum(-1)  # [B, V]
     # right=True: the first token whose cumulative weight EXCEEDS the point, so u = 0 skips leading zero weights.
     index = torch.searchsorted(cumulative, u.to(torch.float64).unsqueeze(-1) * cumulative[:, -1:], right=True)  # [B, 1]
+    found = index.clamp(max=weights.shape[-1] - 1)  # [B, 1]
+    if weights.device.type == "cpu" and bool((weights.gather(-1, found) > 0).all()):
+        return found.squeeze(-1)  # a sequential prefix sum is monotone: what follows cannot happen, and costs more than all before
     # A parallel prefix sum need not be monotone in its last bits, and rounding may point past the end: take the nearest
     # token at or after the index that has weight, else the last one that has.
     ids = torch.arange(weights.shape[-1], device=weights.device)  # [V]
@@ -59,33 +70,148 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     return torch.where(usable & (ids >= index), ids, last).amin(-1)
 
 
-def residual_law(draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
-    """Weights (p - mu)_+ left for the target at `rows` where nothing was accepted: -> [len(rows), V].
+def race_winner(law: Tensor, noise: Tensor) -> Tensor:
+    """The token that arrives first: law [n, V] (not normalised) and Exp(1) noise [n, V] -> argmin noise / law, ids [n].
+
+    Its law over the noise is `law` normalised. Weight zero never arrives; ties go to the lowest id.
+    """
+    # The inverse ratio needs no care for a weight of zero, and noise of exactly zero must not make it 0 / 0.
+    return (law / noise.clamp(min=torch.finfo(noise.dtype).tiny)).argmax(-1)
+
+
+def accept_ratio(weight: float, mass: float) -> float:
+    """min(1, weight / mass): how often a token drawn with `mass` may stand for `weight`; 0 where there is no weight."""
+    return weight / mass if weight < mass else float(weight > 0)
+
+
+def node_terms(draft: Draft, target_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """What the target and the law of its row give to every node's token: p(x) and mu(x), both [N]; mu = 1 for a deterministic guess."""
+    parent_rows = torch.tensor(draft.parent_rows, dtype=torch.int64, device=target_probs.device)
+    p = target_probs[parent_rows, draft.tokens]
+    if draft.mass is None:
+        return p, torch.ones_like(p)
+    mu = torch.ones(draft.num_nodes, dtype=draft.mass.laws.dtype, device=p.device)
+    nodes = [node for node, sampled in enumerate(draft.sampled) if sampled]
+    laws = [draft.mass.law_of_row[draft.parent_rows[node]] for node in nodes]
+    mu[nodes] = draft.mass.laws[laws, draft.tokens[nodes]]
+    return p, mu
+
+
+def take(rows_of: Tensor, rows: Sequence[int]) -> Tensor:
+    """Some rows of a matrix, [R, V] -> [len(rows), V]; a view, not a copy, when they follow one another. Do not write to it."""
+    if rows and tuple(rows) == tuple(range(rows[0], rows[0] + len(rows))):
+        return rows_of[rows[0] : rows[0] + len(rows)]
+    return rows_of[torch.tensor(rows, dtype=torch.int64, device=rows_of.device)]
+
+
+def left_over(weights: Tensor, scale: Sequence[float], mass: Tensor) -> Tensor:
+    """(scale * weights - mass)_+ row by row: [n, V], n numbers, [n, V] -> [n, V] in the dtype of `weights`."""
+    factor = torch.tensor(scale, dtype=weights.dtype, device=weights.device).unsqueeze(-1)  # [n, 1]
+    return (weights * factor).sub_(mass).clamp_(min=0)
+
+
+def rows_at_once(matrix: Tensor) -> int:
+    """How many rows of [n, V] to work on together: on a CPU as many as stay in its cache, elsewhere all."""
+    return max(1, _CACHED_NUMBERS // matrix.shape[-1]) if matrix.device.type == "cpu" else max(1, matrix.shape[0])
+
+
+def residual_law(draft: Draft, target_probs: Tensor, rows: Sequence[int], reach: Sequence[float] | None = None) -> Tensor:
+    """Weights (P p - mu)_+ left for the target at `rows` where nothing was accepted: -> [len(rows), V].
 
     mu is the law of the row when a child was, or could have been, sampled there; a point at its deterministic child;
-    zero when nothing could have been proposed. At most one child per row. Leviathan et al. 2023 (arXiv 2211.17192) for
-    mu = q; any sub-probability mu works the same way.
+    zero when nothing could have been proposed. At most one child per row. `reach[i]` is P at rows[i], 1 if not given.
+    Leviathan et al. 2023 (arXiv 2211.17192) for mu = q, P = 1; any sub-probability mu works the same way.
     """
-    at_rows = target_probs[torch.tensor(rows, dtype=torch.int64, device=target_probs.device)]  # [B, V]
+    at_rows = take(target_probs, rows)  # [B, V]
     laws = [draft.mass.law_of_row[row] if draft.mass is not None else -1 for row in rows]
     child_of_row = {row: node for node, row in enumerate(draft.parent_rows)}
-    weights = at_rows
+    weights = at_rows.clone()
     with_law = [b for b, law in enumerate(laws) if law >= 0]
-    if with_law and draft.mass is not None:
-        mu = draft.mass.laws[[laws[b] for b in with_law]]
-        weights = at_rows.clone()
-        weights[with_law] = (at_rows[with_law] - mu).clamp_(min=0).to(weights.dtype)
+    if draft.mass is not None:
+        scale = [1.0 if reach is None else reach[b] for b in with_law]
+        weights[with_law] = left_over(take(at_rows, with_law), scale, take(draft.mass.laws, [laws[b] for b in with_law]))
     fixed = [b for b, row in enumerate(rows) if laws[b] < 0 and row in child_of_row]
-    if fixed:
-        weights = weights.clone()
-        weights[fixed, draft.tokens[[child_of_row[rows[b]] for b in fixed]]] = 0
-    # p <= mu everywhere is reachable by rounding only; p itself is then as near as floating point gets.
-    empty = weights.sum(-1, keepdim=True) == 0
-    return torch.where(empty, at_rows, weights)
+    weights[fixed, draft.tokens[[child_of_row[rows[b]] for b in fixed]]] = 0
+    return or_target(weights, at_rows)
 
 
-def next_kinds(draft: Draft, rows: Sequence[int]) -> tuple[NextKind, ...]:
-    """ "bonus" where nothing stood at the row the walk stopped at (no child, no law), else "residual"."""
-    with_child = set(draft.parent_rows)
-    with_law = {row for row, law in enumerate(draft.mass.law_of_row) if law >= 0} if draft.mass is not None else set()
-    return tuple("residual" if row in with_child or row in with_law else "bonus" for row in rows)
+def or_target(weights: Tensor, at_rows: Tensor) -> Tensor:
+    """`weights` [B, V], or the target's law itself in a row where nothing is left.
+
+    Nothing left is reachable by rounding only; p itself is then as near as floating point gets.
+    """
+    return torch.where(weights.amax(-1, keepdim=True) > 0, weights, at_rows)
+
+
+def require_chains(draft: Draft, name: str) -> None:
+    """One mu per row is all that `name` can subtract, so siblings, or a law beside a deterministic child, are refused."""
+    for b in range(draft.num_requests):
+        assert draft.is_chain(b), f"{name} takes chains: a row has several children"
+    if draft.mass is not None:
+        sampled = draft.sampled or (False,) * draft.num_nodes
+        for node, row in enumerate(draft.parent_rows):
+            assert (draft.mass.law_of_row[row] >= 0) == sampled[node], "a row has a law exactly when its child was sampled from it"
+
+
+def open_rows(draft: Draft) -> set[int]:
+    """Rows where something was, or could have been, proposed: those with a child or a law."""
+    laws = draft.mass.law_of_row if draft.mass is not None else ()
+    return {*draft.parent_rows, *(row for row, law in enumerate(laws) if law >= 0)}
+
+
+def path_to(draft: Draft, request: int, node: int) -> tuple[int, ...]:
+    """Nodes of `request` from the root to `node`, counted inside the request; () for -1, its anchor."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(node)
+        node = draft.parents[draft.offsets[request] + node]
+    return tuple(reversed(path))
+
+
+def deepest_walk(draft: Draft, matches: Sequence[bool]) -> tuple[list[int], list[float]]:
+    """Where a walk stops that follows matching nodes as deep as they go: matches [N] -> (stop rows [B], steps [N]).
+
+    `steps[i]` is 1.0 where the walk, once at node i's parent, goes on to it: a match from which most matches follow; the
+    first of equals.
+    """
+    height = [0] * draft.num_rows  # [R] matches that can follow a row
+    chosen = [-1] * draft.num_rows  # [R] the node a walk goes on to
+    for b in range(draft.num_requests):
+        anchor = draft.anchor_row(b)
+        for node in reversed(range(draft.offsets[b], draft.offsets[b + 1])):
+            row, parent = anchor + 1 + node - draft.offsets[b], draft.parent_rows[node]
+            if matches[node] and height[row] + 1 >= height[parent]:
+                height[parent], chosen[parent] = height[row] + 1, node
+    stops = []
+    for b in range(draft.num_requests):
+        row = draft.anchor_row(b)
+        while chosen[row] >= 0:
+            row = draft.anchor_row(b) + 1 + chosen[row] - draft.offsets[b]
+        stops.append(row)
+    return stops, [float(chosen[row] == node) for node, row in enumerate(draft.parent_rows)]
+
+
+def verdict_at(
+    draft: Draft,
+    tokens: Sequence[int],
+    rows: Sequence[int],
+    next_tokens: Sequence[int],
+    probabilities: Sequence[float] | None,
+    proposed: Collection[int] | None = None,
+) -> Verdict:
+    """The verdict of walks that stop at `rows` [B]: host copies of the draft's tokens [N] and of `probabilities` [N] (None: not known).
+
+    The kind of the next token is "residual" at the rows in `proposed` (by default the draft's open rows), else "bonus".
+    """
+    proposed = open_rows(draft) if proposed is None else proposed
+    paths = [path_to(draft, b, row - draft.anchor_row(b) - 1) for b, row in enumerate(rows)]
+    return Verdict(
+        paths=tuple(paths),
+        accepted=tuple(tuple(tokens[draft.offsets[b] + node] for node in path) for b, path in enumerate(paths)),
+        next_tokens=tuple(next_tokens),
+        next_kinds=tuple("residual" if row in proposed else "bonus" for row in rows),
+        probabilities=tuple(
+            (None,) * length if probabilities is None else tuple(probabilities[start : start + length])
+            for start, length in zip(draft.offsets, draft.lengths, strict=False)
+        ),
+    )

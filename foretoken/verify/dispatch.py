@@ -9,46 +9,80 @@ from torch import Tensor
 
 from foretoken.core import Draft, NextKind, Uniforms, Verdict
 from foretoken.errors import ConfigError
-from foretoken.verify.base import Rule
+from foretoken.verify.base import Rule, take
+from foretoken.verify.block import BlockRule
+from foretoken.verify.coupled import CoupledRule
 from foretoken.verify.greedy import GreedyRule
 from foretoken.verify.rejection import RejectionRule
+from foretoken.verify.traversal import TraversalRule
+from foretoken.verify.tree import TreeRule
+from foretoken.verify.typical import TypicalRule
 
-RULES: dict[str, Rule] = {rule.name: rule for rule in (GreedyRule(), RejectionRule())}
+RULES: dict[str, Rule] = {
+    rule.name: rule for rule in (GreedyRule(), RejectionRule(), BlockRule(), CoupledRule(), TreeRule(), TraversalRule(), TypicalRule())
+}
 
 
-def resolve(rule_name: str, greedy: bool) -> str:
-    """Name of the rule to run: "auto" takes "greedy" when the target's law is a point (`greedy`), else "rejection".
+def resolve(rule_name: str, greedy: bool, seeded: bool = False, allow_lossy: bool = False) -> str:
+    """Name of the rule for a request: "auto" becomes "greedy" when the target's law is a point (`greedy`), "coupled" when the user gave
+    a seed (`seeded`), and else stays "auto": `verify_batch` then chooses by what was drafted.
 
     Raises:
-        ConfigError: an unknown rule, or "greedy" where the target's law is not a point.
+        ConfigError: an unknown rule, "greedy" where the target's law is not a point, or a lossy rule without `allow_lossy`.
     """
     if rule_name == "auto":
-        return "greedy" if greedy else "rejection"
+        return "greedy" if greedy else "coupled" if seeded else "auto"
     if rule_name not in RULES:
         raise ConfigError("rule", rule_name, f"choose one of auto, {', '.join(RULES)}")
     if rule_name == "greedy" and not greedy:
         raise ConfigError("rule", rule_name, "it would change the law at temperature > 0; use rule='auto' or set temperature=0")
+    if not is_lossless(rule_name) and not allow_lossy:
+        raise ConfigError("rule", rule_name, "changes the target's law (lossy); set allow_lossy=True if that is what you want, or use rule='auto'")
     return rule_name
 
 
+def needs_race(rule_name: str) -> bool:
+    """Whether a rule, by its resolved name, reads `Uniforms.race`."""
+    return rule_name != "auto" and RULES[rule_name].needs_race
+
+
+def is_lossless(rule_name: str) -> bool:
+    """Whether a rule, by its resolved name, keeps the target's law."""
+    return rule_name == "auto" or RULES[rule_name].lossless
+
+
+def rule_for(draft: Draft, request: int) -> str:
+    """What "auto" means for what was drafted: "block" for a chain with a sampled or missing guess, "rejection" for one without (as
+    good there, and cheaper), else "tree".
+
+    Lawful for drafters whose shape is known before anything is drawn, and for all that draw chains only. A drafter that branches
+    here or there depending on what it drew must be given a rule by name: then this choice would look at the draw.
+    """
+    sampled = draft.sampled or (False,) * draft.num_nodes
+    laws = draft.mass.law_of_row if draft.mass is not None else (-1,) * draft.num_rows
+    nodes = range(draft.offsets[request], draft.offsets[request + 1])
+    if not draft.is_chain(request) or any(laws[draft.parent_rows[node]] >= 0 and not sampled[node] for node in nodes):
+        return "tree"
+    return "block" if any(laws[row] >= 0 for row in draft.rows_of([request])) else "rejection"
+
+
 def verify_batch(draft: Draft, target_probs: Tensor, uniforms: Uniforms, rules: Sequence[str]) -> Verdict:
-    """Verify a batch whose requests may use different rules; `rules[b]` is a resolved name.
+    """Verify a batch whose requests may use different rules; `rules[b]` is a resolved name, "auto" included.
 
     Shapes as in `Rule.verify`; the verdict is in the order of the requests.
     """
     assert len(rules) == draft.num_requests
     groups: dict[str, list[int]] = {}
     for b, rule in enumerate(rules):
-        groups.setdefault(rule, []).append(b)
+        groups.setdefault(rule_for(draft, b) if rule == "auto" else rule, []).append(b)
     if len(groups) <= 1:
-        return RULES[rules[0] if rules else "greedy"].verify(draft, target_probs, uniforms)
-    outcome: dict[int, tuple[tuple[int, ...], tuple[int, ...], int, NextKind]] = {}
+        return RULES[next(iter(groups), "greedy")].verify(draft, target_probs, uniforms)
+    outcome: dict[int, tuple[tuple[int, ...], tuple[int, ...], int, NextKind, tuple[float | None, ...]]] = {}
     for rule, requests in groups.items():
         verdict = _verify_some(RULES[rule], draft, target_probs, uniforms, requests)
-        parts = zip(verdict.paths, verdict.accepted, verdict.next_tokens, verdict.next_kinds, strict=True)
+        parts = zip(verdict.paths, verdict.accepted, verdict.next_tokens, verdict.next_kinds, verdict.probabilities, strict=True)
         outcome.update(zip(requests, parts, strict=True))
-    paths, accepted, tokens, kinds = zip(*(outcome[b] for b in range(draft.num_requests)), strict=True)
-    return Verdict(paths, accepted, tokens, kinds)
+    return Verdict(*zip(*(outcome[b] for b in range(draft.num_requests)), strict=True))
 
 
 def _verify_some(rule: Rule, draft: Draft, target_probs: Tensor, uniforms: Uniforms, requests: list[int]) -> Verdict:
@@ -57,6 +91,6 @@ def _verify_some(rule: Rule, draft: Draft, target_probs: Tensor, uniforms: Unifo
     nodes = [node for b in requests for node in range(draft.offsets[b], draft.offsets[b + 1])]
     at_nodes = torch.tensor(nodes, dtype=torch.int64, device=device)
     at_requests = torch.tensor(requests, dtype=torch.int64, device=device)
-    rows = torch.tensor(draft.rows_of(requests), dtype=torch.int64, device=device)
-    own = Uniforms(uniforms.accept[at_nodes], uniforms.next[at_requests])
-    return rule.verify(draft.select(requests), target_probs[rows], own)
+    race = tuple(uniforms.race[b] for b in requests) if uniforms.race else ()
+    own = Uniforms(uniforms.accept[at_nodes], uniforms.next[at_requests], race)
+    return rule.verify(draft.select(requests), take(target_probs, draft.rows_of(requests)), own)

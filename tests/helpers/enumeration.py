@@ -7,6 +7,7 @@ answers. The rule under test then gives the weight of everything that can happen
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -54,14 +55,78 @@ def branches(program: Callable[[Choice], object]) -> Iterator[tuple[object, floa
 
 @dataclass(frozen=True)
 class Guess:
-    """One position of a draft: the token (None = nothing proposed) and the mass it came from (None = deterministic)."""
+    """One position of a chain: the token (None = nothing proposed) and the mass it came from (None = deterministic)."""
 
     token: int | None
     mu: np.ndarray | None = None
 
 
 Chain = tuple[Guess, ...]
-Drafter = Callable[[Choice, Tokens], Chain]
+
+
+@dataclass(frozen=True)
+class Spot:
+    """One row of a tree: the law of its draws (None = no draw was made) and its children, drawn or deterministic."""
+
+    mu: np.ndarray | None = None
+    children: "tuple[Child, ...]" = ()
+
+
+@dataclass(frozen=True)
+class Child:
+    token: int
+    sampled: bool = False
+    below: Spot = Spot()
+
+
+Drafter = Callable[[Choice, Tokens], Chain | Spot]
+
+
+def spot_of(guessed: Chain | Spot) -> Spot:
+    """A chain as the tree that it is; a guess without a token leaves its law at the row where it stood."""
+    if isinstance(guessed, Spot):
+        return guessed
+    if not guessed:
+        return Spot()
+    first, rest = guessed[0], guessed[1:]
+    assert first.token is not None or not rest, "nothing can follow a position without a token"
+    return Spot(first.mu, () if first.token is None else (Child(first.token, first.mu is not None, spot_of(rest)),))
+
+
+class Layout:
+    """The nodes of one tree level by level; row 0 is the anchor, row i + 1 node i. `spots`, `texts` and `paths` are by row."""
+
+    def __init__(self, root: Spot):
+        self.parents, self.tokens, self.sampled = [], [], []
+        self.spots, self.texts, self.paths = [root], [()], [()]
+        for row, spot in enumerate(self.spots):  # grows while it is read
+            for child in spot.children:
+                self.paths.append((*self.paths[row], len(self.tokens)))
+                self.texts.append((*self.texts[row], child.token))
+                self.parents.append(row - 1)
+                self.tokens.append(child.token)
+                self.sampled.append(child.sampled)
+                self.spots.append(child.below)
+        self._join_equal_guesses()
+
+    def _join_equal_guesses(self) -> None:
+        """`home` is the row that stands for each row: that of the first of equal deterministic guesses after one text.
+
+        `children` are the nodes after each home in the order of judgement, `drew` whether a law was used there.
+        """
+        self.home = list(range(len(self.spots)))
+        drawn, fixed = [[] for _ in self.spots], [{} for _ in self.spots]
+        for node, parent in enumerate(self.parents):
+            at = self.home[parent + 1]
+            if self.sampled[node]:
+                drawn[at].append(node)
+            else:
+                self.home[node + 1] = self.home[fixed[at].setdefault(self.tokens[node], node) + 1]
+        self.children = [[*drawn[row], *fixed[row].values()] for row in range(len(self.spots))]
+        self.drew = [any(self.spots[k].mu is not None for k, at in enumerate(self.home) if at == row) for row in range(len(self.spots))]
+
+    def post_order(self, row: int = 0) -> list[int]:
+        return [below for node in self.children[row] for below in self.post_order(node + 1)] + [row]
 
 
 @dataclass(frozen=True)
@@ -69,60 +134,59 @@ class Case:
     """One request of the enumeration: the committed text, what was drafted after it, and how probable that was."""
 
     context: Tokens
-    chain: Chain
+    guessed: Chain | Spot
     weight: float
 
-    @property
-    def tokens(self) -> Tokens:
-        return tuple(guess.token for guess in self.chain if guess.token is not None)
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout(spot_of(self.guessed))
 
 
 def cases_of(drafter: Drafter, contexts: Law) -> list[Case]:
     """Every draft the drafter can produce after every context."""
-    return [Case(s, chain, w * v) for s, w in contexts.items() for chain, v in branches(lambda choice, s=s: drafter(choice, s))]
+    return [Case(s, guessed, w * v) for s, w in contexts.items() for guessed, v in branches(lambda choice, s=s: drafter(choice, s))]
 
 
-def draft_of(chains: Sequence[Chain], vocab: int) -> Draft:
-    """The ragged draft of several chains, in float64; a guess without a token leaves its law at the row where it stood."""
+def draft_of(guesses: Sequence[Chain | Spot], vocab: int, layouts: Sequence[Layout] | None = None) -> Draft:
+    """The ragged draft of several chains or trees, in float64."""
     tokens, parents, offsets, sampled, laws, law_of_row = [], [], [0], [], [], []
-    for chain in chains:
-        assert all(guess.token is not None for guess in chain[:-1]), "nothing can follow a position without a token"
-        for i, guess in enumerate(chain):
-            laws += [] if guess.mu is None else [guess.mu]
-            law_of_row.append(-1 if guess.mu is None else len(laws) - 1)
-            if guess.token is not None:
-                tokens.append(guess.token)
-                parents.append(i - 1)
-                sampled.append(guess.mu is not None)
-        if not chain or chain[-1].token is not None:
-            law_of_row.append(-1)
+    for layout in layouts or [Layout(spot_of(guessed)) for guessed in guesses]:
+        for spot in layout.spots:
+            laws += [] if spot.mu is None else [spot.mu]
+            law_of_row.append(-1 if spot.mu is None else len(laws) - 1)
+        tokens += layout.tokens
+        parents += layout.parents
+        sampled += layout.sampled
         offsets.append(len(tokens))
     mass = Mass(torch.tensor(np.array(laws), dtype=torch.float64), tuple(law_of_row)) if laws else None
-    names = ("toy",) * len(chains)
+    names = ("toy",) * len(guesses)
     return Draft(torch.tensor(tokens, dtype=torch.int64), tuple(parents), tuple(offsets), names, tuple(sampled) if mass else (), mass)
 
 
 def target_rows(cases: Sequence[Case], target: Tables) -> torch.Tensor:
     """The target's law at every row of the batch of cases."""
-    return torch.tensor(np.array([target[c.context + c.tokens[:i]] for c in cases for i in range(len(c.tokens) + 1)]), dtype=torch.float64)
+    return torch.tensor(np.array([target[c.context + text] for c in cases for text in c.layout.texts]), dtype=torch.float64)
+
+
+def batch_of(cases: Sequence[Case], target: Tables) -> tuple[Draft, torch.Tensor]:
+    return draft_of([c.guessed for c in cases], len(target[()]), [c.layout for c in cases]), target_rows(cases, target)
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One thing that can happen to a case: `kept` tokens stand, then `next_token`, with the uniforms that lead there."""
+    """One thing that can happen to a case: the walk ends at `row`, then `next_token`, whose uniform lies in [low, high)."""
 
     case: int
-    kept: int
+    row: int
     next_token: int
     weight: float
-    low: float  # the next draw's uniform lies in [low, high)
+    low: float
     high: float
 
 
 def rule_branches(rule: Rule, cases: Sequence[Case], target: Tables) -> tuple[list[Branch], np.ndarray]:
     """Every branch of the rule on every case, from `accept_probabilities` and `next_law` only; and the former."""
-    vocab = len(target[()])
-    draft, probs = draft_of([c.chain for c in cases], vocab), target_rows(cases, target)
+    draft, probs = batch_of(cases, target)
     accept = rule.accept_probabilities(draft, probs).numpy()
     assert not np.isnan(accept).any()
     assert ((accept >= 0) & (accept <= 1)).all(), "an accept probability outside [0, 1]"
@@ -130,15 +194,27 @@ def rule_branches(rule: Rule, cases: Sequence[Case], target: Tables) -> tuple[li
     assert (laws >= 0).all(), "negative weights are not a law"
     found = []
     for c, case in enumerate(cases):
-        own = accept[draft.offsets[c] : draft.offsets[c + 1]]
-        for kept in range(len(own) + 1):
-            weight = case.weight * float(np.prod(own[:kept])) * (1.0 - own[kept] if kept < len(own) else 1.0)
-            if weight <= 0:
-                continue
-            law = laws[draft.anchor_row(c) + kept]
+        stops = stop_law(case.layout, accept[draft.offsets[c] : draft.offsets[c + 1]])
+        for row in np.flatnonzero(stops > 1e-14):
+            law = laws[draft.anchor_row(c) + row]
             edges = np.concatenate([[0.0], np.cumsum(law)]) / law.sum()
-            found += [Branch(c, kept, y, weight * law[y] / law.sum(), edges[y], edges[y + 1]) for y in np.flatnonzero(law)]
+            weight = case.weight * stops[row] / law.sum()
+            found += [Branch(c, int(row), int(y), weight * law[y], edges[y], edges[y + 1]) for y in np.flatnonzero(law)]
     return found, accept
+
+
+def stop_law(layout: Layout, accept: np.ndarray) -> np.ndarray:
+    """Where the walk ends: the probability of every row, from the probability of every step."""
+    reach = np.zeros(len(layout.spots))
+    reach[0] = 1.0
+    stops = np.zeros(len(layout.spots))
+    for row, children in enumerate(layout.children):
+        for node in children:
+            reach[node + 1] = reach[row] * accept[node]
+        stops[row] = reach[row] - sum(reach[node + 1] for node in children)
+        assert stops[row] > -1e-13, "the children of a row are accepted more than always"
+    assert all(accept[node] == 0 for node in range(len(accept)) if layout.home[node + 1] != node + 1), "a guess that was there already"
+    return stops
 
 
 def emitted_law(rule: Rule, cases: Sequence[Case], target: Tables) -> Law:
@@ -146,7 +222,7 @@ def emitted_law(rule: Rule, cases: Sequence[Case], target: Tables) -> Law:
     law: Law = {}
     for branch in rule_branches(rule, cases, target)[0]:
         case = cases[branch.case]
-        text = (*case.context, *case.tokens[: branch.kept], int(branch.next_token))
+        text = (*case.context, *case.layout.texts[branch.row], branch.next_token)
         law[text] = law.get(text, 0.0) + branch.weight
     return law
 
@@ -154,27 +230,79 @@ def emitted_law(rule: Rule, cases: Sequence[Case], target: Tables) -> Law:
 def check_decisions(rule: Rule, cases: Sequence[Case], target: Tables) -> int:
     """`verify` takes exactly the enumerated branch for uniforms just inside every threshold; returns how many were tried."""
     found, accept = rule_branches(rule, cases, target)
-    whole = draft_of([c.chain for c in cases], len(target[()]))
+    starts = np.cumsum([0, *(len(case.layout.tokens) for case in cases)])
     trials, tests, draws = [], [], []
     for branch in found:
         width = branch.high - branch.low
         if width < 1e-8:  # narrower than the rounding of its edges
             continue
-        own = accept[whole.offsets[branch.case] : whole.offsets[branch.case + 1]]
-        for edge in (branch.low + 1e-6 * width, branch.high - 1e-6 * width, *([0.0] if branch.low == 0 else [])):
-            trials.append(branch)
-            draws.append(edge)
-            tests += [a * (1 - 1e-12) if i < branch.kept else min(a * (1 + 1e-12), 1 - 2.0**-53) for i, a in enumerate(own)]
+        own = accept[starts[branch.case] : starts[branch.case + 1]]
+        layout = cases[branch.case].layout
+        judge = judge_upwards if rule.name in ("block", "traversal") else judge_downwards
+        inside = (branch.low + 1e-6 * width, branch.high - 1e-6 * width, *([0.0] if branch.low == 0 else []))
+        for edge, unjudged in zip(inside, (0.0, LAST, 0.5), strict=False):
+            numbers = judge(layout, own, branch.row, unjudged)
+            if numbers is not None:
+                trials.append(branch)
+                draws.append(edge)
+                tests += numbers
     repeated = [cases[branch.case] for branch in trials]
     uniforms = Uniforms(torch.tensor(tests, dtype=torch.float64), torch.tensor(draws, dtype=torch.float64))
-    verdict = rule.verify(draft_of([c.chain for c in repeated], len(target[()])), target_rows(repeated, target), uniforms)
+    verdict = rule.verify(*batch_of(repeated, target), uniforms)
     for b, (branch, case) in enumerate(zip(trials, repeated, strict=True)):
-        assert verdict.paths[b] == tuple(range(branch.kept)), "another path"
-        assert verdict.accepted[b] == case.tokens[: branch.kept], "other tokens"
+        layout = case.layout
+        assert verdict.paths[b] == layout.paths[branch.row], "another path"
+        assert verdict.accepted[b] == layout.texts[branch.row], "other tokens"
         assert verdict.next_tokens[b] == branch.next_token, "another next token"
-        expected = "bonus" if branch.kept == len(case.chain) else "residual"
+        expected = "residual" if layout.drew[branch.row] or layout.children[branch.row] else "bonus"
         assert verdict.next_kinds[b] == expected, f"next kind is {verdict.next_kinds[b]}, not {expected}"
+        for known, value in zip(verdict.probabilities[b], accept[starts[branch.case] : starts[branch.case + 1]], strict=True):
+            assert known is None or abs(known - value) < EXACT, "the verdict reports another probability"
     return len(trials)
+
+
+LAST = 1 - 2.0**-53  # the largest uniform
+
+
+def _beside(accepted: float, left: float, above: bool) -> float | None:
+    """A uniform just above or just below the threshold of a test that passes with `accepted` of what was `left` before it.
+
+    None where rounding blurs the threshold: both numbers are known to about 1e-16.
+    """
+    if left < 1e-6 or 0 < accepted < 1e-9:
+        return None
+    threshold = min(max(accepted, 0.0) / left, 1.0)
+    gap = 1e-15 / left + 1e-12 * threshold if threshold > 0 else 0.0
+    return min(threshold + gap, LAST) if above else threshold - gap
+
+
+def judge_downwards(layout: Layout, accept: np.ndarray, stop: int, unjudged: float) -> list[float] | None:
+    """Uniforms of a top-down walk that ends at `stop`: every node in turn is tested against what its elder siblings left."""
+    numbers: list[float | None] = [unjudged] * len(accept)
+    on_path = {layout.home[row] for row in (0, *(node + 1 for node in layout.paths[stop]))}
+    for row in on_path:
+        left = 1.0
+        for node in layout.children[row]:
+            chosen = node + 1 in on_path
+            numbers[node] = _beside(accept[node], left, above=not chosen)
+            if chosen:
+                break
+            left -= accept[node]
+    return None if None in numbers else numbers
+
+
+def judge_upwards(layout: Layout, accept: np.ndarray, stop: int, unjudged: float) -> list[float] | None:
+    """Uniforms of a bottom-up walk that ends at `stop`: every row before it in post-order is refused, it is not."""
+    numbers: list[float | None] = [unjudged] * len(accept)
+    stops, left = stop_law(layout, accept), 1.0
+    for row in layout.post_order():
+        if row == 0:
+            break
+        numbers[row - 1] = _beside(stops[row], left, above=row != stop)
+        if row == stop:
+            break
+        left -= stops[row]
+    return None if None in numbers else numbers
 
 
 def complete(law: Law, target: Tables, length: int) -> Law:

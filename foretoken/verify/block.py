@@ -1,0 +1,101 @@
+"""Block verification of chains: whole prefixes are judged, so a guess that came too often can be made up for later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Draft, Uniforms, Verdict
+from foretoken.verify.base import Rule, accept_ratio, draw, left_over, node_terms, require_chains, residual_law, rows_at_once, take, verdict_at
+
+
+class BlockRule(Rule):
+    """The longest prefix i with u_i < h_i stands, and the next token comes from (P_i p - mu)_+ at its row.
+
+    P_0 = 1, P_i = min(1, P_{i-1} p(x_i) / mu(x_i)); Z_i = sum (P_i p - mu)_+ over the row after x_i; h_i = Z_i / (Z_i + 1 - P_i),
+    for every i up to the drawn length. Sun et al. 2024 (arXiv 2403.10444), with any sub-probability mass mu in place of the
+    draft's law: it is their rule on the vocabulary and one more symbol, "nothing", that the target never says. Accepts the most
+    any lossless rule can on one drawn chain.
+    """
+
+    name = "block"
+    takes_trees = False
+
+    def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
+        """P(at least i stand) / P(at least i - 1 stand) at every node: -> [N]."""
+        require_chains(draft, self.name)
+        _, p, mu = _host_terms(draft, target_probs)
+        steps = _steps(draft, _bounds(draft, target_probs, p, _reach(draft, p, mu)))
+        return torch.tensor(steps, dtype=target_probs.dtype, device=target_probs.device)
+
+    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+        """(P p - mu)_+ at each row: -> [len(rows), V]."""
+        require_chains(draft, self.name)
+        _, p, mu = _host_terms(draft, target_probs)
+        reach = _reach(draft, p, mu)
+        return residual_law(draft, target_probs, rows, [reach[row] for row in rows])
+
+    def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
+        """Find the longest prefix that passes for every request, then draw from what its row still owes the target."""
+        require_chains(draft, self.name)
+        tokens, p, mu = _host_terms(draft, target_probs)
+        reach = _reach(draft, p, mu)
+        bounds = _bounds(draft, target_probs, p, reach)
+        numbers = uniforms.accept.tolist()
+        rows = []
+        for b, length in enumerate(draft.lengths):
+            start, anchor = draft.offsets[b], draft.anchor_row(b)
+            passing = (i for i in range(length, 0, -1) if numbers[start + i - 1] < bounds[anchor + i])
+            rows.append(anchor + next(passing, 0))
+        weights = residual_law(draft, target_probs, rows, [reach[row] for row in rows])
+        return verdict_at(draft, tokens, rows, draw(weights, uniforms.next).tolist(), _steps(draft, bounds))
+
+
+def _host_terms(draft: Draft, target_probs: Tensor) -> tuple[list[int], list[float], list[float]]:
+    """Tokens, p(x) and mu(x) of every node on the host, in one transfer (float64 holds every token id exactly)."""
+    p, mu = node_terms(draft, target_probs)
+    tokens, p_host, mu_host = torch.stack((draft.tokens.double(), p.double(), mu.double())).tolist()
+    return [int(token) for token in tokens], p_host, mu_host
+
+
+def _reach(draft: Draft, p: Sequence[float], mu: Sequence[float]) -> list[float]:
+    """P at every row: -> [R]."""
+    reach: list[float] = []
+    for b in range(draft.num_requests):
+        reach.append(1.0)
+        for node in range(draft.offsets[b], draft.offsets[b + 1]):
+            reach.append(accept_ratio(reach[-1] * p[node], mu[node]))
+    return reach
+
+
+def _bounds(draft: Draft, target_probs: Tensor, p: Sequence[float], reach: Sequence[float]) -> list[float]:
+    """h at every row, the chance that the walk stops there when it is asked to: -> [R]; 1 at every anchor."""
+    left = list(reach)  # [R] Z; all of P where nothing could have been proposed
+    sampled = draft.sampled or (False,) * draft.num_nodes
+    for node, row in enumerate(draft.parent_rows):
+        if not sampled[node]:
+            left[row] *= max(0.0, 1.0 - p[node])
+    if draft.mass is not None:
+        mass = draft.mass
+        rows = sorted((row for row, law in enumerate(mass.law_of_row) if law >= 0), key=mass.law_of_row.__getitem__)
+        size = rows_at_once(target_probs)
+        for some in (rows[i : i + size] for i in range(0, len(rows), size)):
+            owed = left_over(take(target_probs, some), [reach[row] for row in some], take(mass.laws, [mass.law_of_row[row] for row in some]))
+            for row, total in zip(some, owed.sum(-1, dtype=torch.float64).tolist(), strict=True):
+                left[row] = total
+    # Z + (1 - P), not Z + 1 - P: exactly Z at P = 1, so that the anchor never refuses.
+    return [z / (z + (1.0 - reached)) if z + (1.0 - reached) > 0 else 1.0 for z, reached in zip(left, reach, strict=True)]
+
+
+def _steps(draft: Draft, bounds: Sequence[float]) -> list[float]:
+    """P(at least i stand) / P(at least i - 1 stand) at every node, from the bounds of the rows: -> [N]."""
+    steps = [0.0] * draft.num_nodes
+    for b, length in enumerate(draft.lengths):
+        start, anchor, longer = draft.offsets[b], draft.anchor_row(b), 0.0
+        for i in range(length, 0, -1):
+            longer += (1.0 - longer) * bounds[anchor + i]  # at least i stand
+            shorter = longer + (1.0 - longer) * bounds[anchor + i - 1]
+            steps[start + i - 1] = longer / shorter if shorter > 0 else 0.0
+    return steps

@@ -1,0 +1,223 @@
+"""Running residuals over the children of a row: what the target still owes after each refused guess.
+
+The node rule that `tree` (top down) and `traversal` (bottom up) share. Of an ordered list of proposals, each with the mass it was
+drawn from given the earlier ones, guess k is judged by the residual that the guesses before it left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Draft
+from foretoken.verify.base import accept_ratio, left_over, node_terms, or_target, rows_at_once, take
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """What was proposed at one row, in the order in which it is judged: every draw, then the deterministic guesses."""
+
+    laws: tuple[int, ...]  # law of each draw, given the earlier draws from the same row
+    drawn: tuple[int, ...]  # the node of each draw, -1 where it came to nothing
+    fixed: tuple[int, ...]  # deterministic nodes
+
+    @property
+    def children(self) -> tuple[int, ...]:
+        """Nodes that a walk can go on to, in the order in which they are judged."""
+        return (*(node for node in self.drawn if node >= 0), *self.fixed)
+
+
+@dataclass(frozen=True)
+class FurtherLaw:
+    """One of the draft's laws without some tokens, scaled back to its own sum: what a later sibling was drawn from."""
+
+    law: int
+    without: tuple[int, ...]
+
+
+def read_proposals(draft: Draft, tokens: Sequence[int]) -> tuple[list[Proposals], list[FurtherLaw]]:
+    """The proposals at every row [R], from host tokens [N], and the laws they need besides the draft's M: law M + i is further law i.
+
+    Deterministic guesses of one row that say the same are one guess: what was proposed after any of them stands at the row of the
+    first. No walk reaches the rows of the others.
+    """
+    sampled = draft.sampled or (False,) * draft.num_nodes
+    law_of_row = draft.mass.law_of_row if draft.mass is not None else (-1,) * draft.num_rows
+    num_laws = draft.mass.laws.shape[0] if draft.mass is not None else 0
+    home = list(range(draft.num_rows))  # where the proposals of a row stand
+    draws: list[list[tuple[int, int]]] = [[] for _ in home]  # law and node, by the row they were drawn from
+    fixed: list[dict[int, int]] = [{} for _ in home]  # token -> node
+    further: list[FurtherLaw] = []
+    for node, (row, parent) in enumerate(zip(node_rows(draft), draft.parent_rows, strict=True)):
+        if not sampled[node]:
+            first = fixed[home[parent]].setdefault(tokens[node], node)
+            home[row] = home[row + first - node]
+            continue
+        law, earlier = law_of_row[parent], tuple(tokens[one] for _, one in draws[parent])
+        if earlier:
+            further.append(FurtherLaw(law, earlier))
+            law = num_laws + len(further) - 1
+        draws[parent].append((law, node))
+    gathered: list[list[tuple[int, int]]] = [[] for _ in home]
+    for row, law in enumerate(law_of_row):
+        # In the order of the rows: the place of a draw must not tell whether it came to something.
+        gathered[home[row]] += draws[row] or ([(law, -1)] if law >= 0 else [])
+    found = [
+        Proposals(tuple(law for law, _ in gathered[row]), tuple(node for _, node in gathered[row]), tuple(fixed[row].values()))
+        for row in range(draft.num_rows)
+    ]
+    return found, further
+
+
+def node_rows(draft: Draft) -> list[int]:
+    """The row of every node, [N]."""
+    return [row for b in range(draft.num_requests) for row in range(draft.anchor_row(b) + 1, draft.anchor_row(b) + 1 + draft.lengths[b])]
+
+
+class Residuals:
+    """The state of every row while its proposals are refused one by one; P is 1 for a top-down walk.
+
+    A row is entered with probability P and owes the law r = weights / total. Refusing a proposal of mass mu leaves
+    w = (P r - mu)_+ of sum Z, hence r = w / Z and P = Z / (Z + 1 - P). Weng et al. 2025 (arXiv 2505.12398); with P = 1 it is the
+    residual of recursive rejection sampling (Miao et al. 2024, arXiv 2305.09781). Several draws from one row are exact when their
+    number was fixed before the first of them, so a law whose sum is below 1 should have one draw only.
+    """
+
+    def __init__(self, draft: Draft, target_probs: Tensor) -> None:
+        self.draft, self.target_probs = draft, target_probs
+        p, mu = node_terms(draft, target_probs)
+        # float64 holds every token id exactly, so that one transfer brings all three.
+        tokens, self.weight, self.mass = torch.stack((draft.tokens.double(), p.double(), mu.double())).tolist()  # at the nodes' tokens
+        self.tokens = [int(token) for token in tokens]
+        self.proposals, further = read_proposals(draft, self.tokens)
+        self.rows = node_rows(draft)
+        self.laws = self._with_further_laws(further)
+        self.reach = [1.0] * draft.num_rows  # P
+        self.total = [1.0] * draft.num_rows
+        self.num_refused = [0] * draft.num_rows  # draws, of each row
+        self.step = [0.0] * draft.num_nodes  # min(1, P r(x) / mu(x)) when the node's turn comes
+        self._weights: dict[int, Tensor] = {}  # row -> [V] before its last draw; the target's own row if absent
+        self._last_scale: dict[int, float] = {}  # row -> P / total when its last draw was refused
+
+    @property
+    def open_rows(self) -> set[int]:
+        """Rows where something was, or could have been, proposed."""
+        return {row for row, one in enumerate(self.proposals) if one.drawn or one.fixed}
+
+    def _with_further_laws(self, further: Sequence[FurtherLaw]) -> Tensor:
+        """The draft's laws and the further ones, [M + len(further), V]; also sets `mass` of the nodes drawn from the latter."""
+        if self.draft.mass is None:
+            return self.target_probs[:0]
+        laws = self.draft.mass.laws
+        if not further:
+            return laws
+        whole = laws[[one.law for one in further]]  # [K, V]
+        places = [(k, token) for k, one in enumerate(further) for token in one.without]
+        rest = whole.clone()
+        rest[[k for k, _ in places], [token for _, token in places]] = 0
+        # Summed, not subtracted from the whole: after a likely token the rest is small and would be all rounding.
+        left = rest.sum(-1, keepdim=True, dtype=torch.float64)
+        rest *= torch.where(left > 0, whole.sum(-1, keepdim=True, dtype=torch.float64) / left, 0.0).to(rest.dtype)
+        late = [(node, law - laws.shape[0]) for one in self.proposals for node, law in zip(one.drawn, one.laws, strict=True) if law >= laws.shape[0]]
+        masses = rest[[k for _, k in late], self.draft.tokens[[node for node, _ in late]]].tolist()
+        for (node, _), mass in zip(late, masses, strict=True):
+            self.mass[node] = mass
+        return torch.cat((laws, rest))
+
+    def judge(self, bottom_up: bool) -> None:
+        """Set `step` of every node and, bottom up, `reach` of every row to the chance of ending there once its children are refused.
+
+        Top down every row counts as reached and only what some node needs is computed; bottom up a row is entered with its node's step.
+        """
+        ready = [self.draft.anchor_row(b) for b in range(self.draft.num_requests)] if bottom_up else list(range(self.draft.num_rows))
+        while ready:
+            waiting: list[int] = []
+            while ready:
+                row = ready.pop()
+                entered = []
+                drawn, fixed, k = self.proposals[row].drawn, self.proposals[row].fixed, self.num_refused[row]
+                if k < len(drawn):
+                    if drawn[k] >= 0:
+                        entered.append(self._enter(row, drawn[k]))
+                    if bottom_up or fixed or k + 1 < len(drawn):
+                        waiting.append(row)
+                else:
+                    for node in fixed:
+                        entered.append(self._enter(row, node))
+                        self._refuse_fixed(row, node)
+                if bottom_up:
+                    for node in entered:
+                        self.reach[self.rows[node]] = self.step[node]
+                    ready += [self.rows[node] for node in entered]
+            self._refuse_draw(waiting)
+            ready = waiting
+
+    def next_weights(self, rows: Sequence[int]) -> Tensor:
+        """What is owed at `rows` once all their proposals are refused: weights [len(rows), V]."""
+        at_rows = take(self.target_probs, rows)
+        weights = at_rows.clone()  # [B, V]
+        with_draw = [i for i, row in enumerate(rows) if self.proposals[row].drawn]
+        if with_draw:
+            chosen = [rows[i] for i in with_draw]
+            scales = [self._last_scale[row] if row in self._last_scale else self.reach[row] / self.total[row] for row in chosen]
+            laws = take(self.laws, [self.proposals[row].laws[-1] for row in chosen])
+            weights[with_draw] = left_over(self._owed(chosen), scales, laws)
+        places = [(i, self.tokens[node]) for i, row in enumerate(rows) for node in self.proposals[row].fixed]
+        weights[[i for i, _ in places], [token for _, token in places]] = 0
+        return or_target(weights, at_rows)
+
+    def _enter(self, row: int, node: int) -> int:
+        self.step[node] = accept_ratio(self.reach[row] * self.weight[node], self.mass[node] * self.total[row])
+        return node
+
+    def _refuse_fixed(self, row: int, node: int) -> None:
+        """Refuse a guess of mass 1: its token's weight goes; `_weights` keeps it until `next_weights`."""
+        left = max(0.0, self.total[row] - self.weight[node])
+        self._set_reach(row, self.reach[row] * left / self.total[row] if left > 0 else 0.0)
+        self.total[row] = left
+
+    def _refuse_draw(self, rows: Sequence[int]) -> None:
+        """Refuse the next draw of every given row, whether or not it came to something."""
+        law_of = {row: self.proposals[row].laws[self.num_refused[row]] for row in rows}
+        ordered = sorted(rows, key=law_of.__getitem__)  # laws that follow one another are read without a copy
+        size = rows_at_once(self.target_probs)
+        for some in (ordered[i : i + size] for i in range(0, len(ordered), size)):
+            scales = [self.reach[row] / self.total[row] for row in some]
+            left = left_over(self._owed(some), scales, take(self.laws, [law_of[row] for row in some]))
+            waiting = [(i, node) for i, row in enumerate(some) for node in self.proposals[row].children]
+            at_nodes = left[[i for i, _ in waiting], [self.tokens[node] for _, node in waiting]]
+            found = torch.cat((left.sum(-1, dtype=torch.float64), at_nodes.double())).tolist()
+            self._settle(some, scales, left, found[: len(some)], dict(zip(waiting, found[len(some) :], strict=True)))
+
+    def _owed(self, rows: Sequence[int]) -> Tensor:
+        """What `rows` owe before the last refusal that was not kept: weights [len(rows), V]. Do not write to it."""
+        if not any(row in self._weights for row in rows):
+            return take(self.target_probs, rows)
+        return torch.stack([self._weights.get(row, self.target_probs[row]) for row in rows])
+
+    def _settle(
+        self, rows: Sequence[int], scales: Sequence[float], left: Tensor, totals: Sequence[float], at_nodes: dict[tuple[int, int], float]
+    ) -> None:
+        """Take over a refusal at each of `rows` [n] that left the weights `left` [n, V] of sum `totals` [n]."""
+        # Below this a scale of 1 / total overflows. Nothing left is reachable by rounding only; then what was owed before stays.
+        enough = [total > torch.finfo(left.dtype).tiny for total in totals]
+        for i, row in enumerate(rows):
+            self.num_refused[row] += 1
+            self._set_reach(row, totals[i] if enough[i] else 0.0)
+            if self.num_refused[row] == len(self.proposals[row].drawn):
+                self._last_scale[row] = scales[i]  # most rows never need these weights again: they are made when the walk ends there
+            elif enough[i]:
+                self._weights[row] = left[i]
+            if enough[i]:
+                self.total[row] = totals[i]
+        for (i, node), weight in at_nodes.items():
+            if enough[i]:
+                self.weight[node] = weight
+
+    def _set_reach(self, row: int, left: float) -> None:
+        """P after a refusal that left the sum `left` of P r. Z + (1 - P), not Z + 1 - P: exactly Z at P = 1."""
+        whole = left + (1.0 - self.reach[row])
+        self.reach[row] = left / whole if whole > 0 else 1.0

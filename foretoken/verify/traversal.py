@@ -1,0 +1,71 @@
+"""Trees from the leaves to the root: a whole path is judged before its beginning is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Draft, Uniforms, Verdict
+from foretoken.verify.base import Rule, draw, verdict_at
+from foretoken.verify.siblings import Residuals
+
+
+class TraversalRule(Rule):
+    """The first node in post-order with u < P stands with its path, and the next token comes from what is left at it.
+
+    A node is entered with P = min(1, P r(x) / mu(x)) of its parent's row, after that row's earlier children; every refused child, and
+    every draw that came to nothing, takes its mass off P r. Weng et al. 2025 (arXiv 2505.12398), extended to any ordered proposals
+    of sub-probability mass. On a chain it is block verification, on one level the rule `tree`.
+    """
+
+    name = "traversal"
+
+    def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
+        """P(the accepted path goes through the node) / P(it goes through its parent): -> [N]."""
+        residuals = Residuals(draft, target_probs)
+        residuals.judge(bottom_up=True)
+        return torch.tensor(_shares(residuals), dtype=target_probs.dtype, device=target_probs.device)
+
+    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+        """What each row owes when all its children were refused: -> [len(rows), V]."""
+        residuals = Residuals(draft, target_probs)
+        residuals.judge(bottom_up=True)
+        return residuals.next_weights(rows)
+
+    def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
+        """Find the first node that passes in every request's tree, then draw from what its row still owes."""
+        residuals = Residuals(draft, target_probs)
+        residuals.judge(bottom_up=True)
+        numbers, rows = uniforms.accept.tolist(), []
+        for b in range(draft.num_requests):
+            anchor = draft.anchor_row(b)
+            rows.append(next(row for row in _post_order(residuals, anchor) if row == anchor or numbers[row - b - 1] < residuals.reach[row]))
+        next_tokens = draw(residuals.next_weights(rows), uniforms.next).tolist()
+        return verdict_at(draft, residuals.tokens, rows, next_tokens, _shares(residuals), residuals.open_rows)
+
+
+def _post_order(residuals: Residuals, anchor: int) -> list[int]:
+    """Rows below `anchor` in the order of judgement, children before parents, the anchor last."""
+    order, ahead = [], [anchor]
+    while ahead:
+        row = ahead.pop()
+        order.append(row)
+        ahead += [residuals.rows[node] for node in residuals.proposals[row].children]
+    return order[::-1]
+
+
+def _shares(residuals: Residuals) -> list[float]:
+    """The probability that the accepted path goes on from every node's parent to it, given that it reached the parent: -> [N]."""
+    shares = [0.0] * len(residuals.step)
+    stands = [0.0] * len(residuals.proposals)  # [R] the chance that something at or below the row does, once the walk is there
+    for row in reversed(range(len(residuals.proposals))):
+        children = residuals.proposals[row].children
+        for node in children:
+            shares[node] = (1.0 - stands[row]) * stands[residuals.rows[node]]
+            stands[row] += shares[node]
+        stands[row] += (1.0 - stands[row]) * residuals.reach[row]
+        for node in children:
+            shares[node] = shares[node] / stands[row] if stands[row] > 0 else 0.0
+    return shares

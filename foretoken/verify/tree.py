@@ -1,0 +1,66 @@
+"""The node rule of trees, top down: sampled guesses first, each against what the earlier ones left, then the deterministic ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Draft, Uniforms, Verdict
+from foretoken.verify.base import Rule, draw, verdict_at
+from foretoken.verify.siblings import Residuals
+
+
+class TreeRule(Rule):
+    """At a row with residual r = p: accept sampled child x iff u mu(x) < r(x), else r <- norm((r - mu)_+), also where a draw came
+    to nothing; then go on to a deterministic child x with r(x), else end with a token of r.
+
+    One sampled guess and the rest deterministic is greedy+1, several sampled ones are recursive rejection without replacement
+    (Yang et al. 2024, arXiv 2402.14160; Chen et al. 2024, arXiv 2402.12374), none is sample-and-compare; on a chain it is
+    token-level rejection. The deterministic children are tested one by one, each with its own number, against what the ones before
+    left: in law that is one draw y ~ r which they all share.
+    """
+
+    name = "tree"
+
+    def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
+        """Of every row's children in the order of judgement: the chance that the earlier ones fail and this one does not: -> [N]."""
+        residuals = Residuals(draft, target_probs)
+        residuals.judge(bottom_up=False)
+        return torch.tensor(_shares(residuals), dtype=target_probs.dtype, device=target_probs.device)
+
+    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+        """The residual of each row without its deterministic children: -> [len(rows), V]."""
+        residuals = Residuals(draft, target_probs)
+        residuals.judge(bottom_up=False)
+        return residuals.next_weights(rows)
+
+    def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
+        """Walk down every request's tree, then draw from what the row it stops at still owes."""
+        residuals = Residuals(draft, target_probs)
+        residuals.judge(bottom_up=False)
+        numbers, rows = uniforms.accept.tolist(), []
+        for b in range(draft.num_requests):
+            row = draft.anchor_row(b)
+            while (node := _first_passing(residuals, row, numbers)) >= 0:
+                row = residuals.rows[node]
+            rows.append(row)
+        next_tokens = draw(residuals.next_weights(rows), uniforms.next).tolist()
+        return verdict_at(draft, residuals.tokens, rows, next_tokens, _shares(residuals), residuals.open_rows)
+
+
+def _first_passing(residuals: Residuals, row: int, numbers: Sequence[float]) -> int:
+    """The first child of `row` whose test passes, -1 if none does."""
+    return next((node for node in residuals.proposals[row].children if numbers[node] < residuals.step[node]), -1)
+
+
+def _shares(residuals: Residuals) -> list[float]:
+    """The probability of every node's turn coming and going well, given that its row was reached: -> [N]."""
+    shares = [0.0] * len(residuals.step)
+    for proposals in residuals.proposals:
+        left = 1.0
+        for node in proposals.children:
+            shares[node] = left * residuals.step[node]
+            left -= shares[node]
+    return shares

@@ -1,0 +1,52 @@
+"""A lossy rule: accept what the target finds plausible, whether or not it would have said it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Draft, Uniforms, Verdict
+from foretoken.verify.base import Rule, deepest_walk, draw, take, verdict_at
+
+_EPSILON = 0.09  # a token likelier than this always stands
+_DELTA = 0.3  # and where the target is unsure, one likelier than this times exp(-entropy)
+
+
+class TypicalRule(Rule):
+    """Accept x where p(x) > min(0.09, 0.3 exp(-H(p))); the longest accepted path stands, the next token comes from p.
+
+    Typical acceptance of Cai et al. 2024 (Medusa, arXiv 2401.10774, section 2.3.1), with the constants its code generates with.
+    CHANGES THE LAW: what is emitted is plausible text, not a sample of the target's.
+    """
+
+    name = "typical"
+    lossless = False
+
+    def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
+        """1 where a walk along accepted nodes goes on to the node (of several: to the one that leads deepest), else 0: -> [N]."""
+        steps = deepest_walk(draft, _plausible(draft, target_probs).tolist())[1]
+        return torch.tensor(steps, dtype=target_probs.dtype, device=target_probs.device)
+
+    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:  # noqa: ARG002 - p whatever was drafted
+        """p at each row: -> [len(rows), V]."""
+        return take(target_probs, rows)
+
+    def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
+        """Choose the deepest path of plausible tokens of every request, then draw from the target's law after it."""
+        tokens, plausible = torch.stack((draft.tokens, _plausible(draft, target_probs).to(draft.tokens.dtype))).tolist()
+        rows, steps = deepest_walk(draft, plausible)
+        next_tokens = draw(take(target_probs, rows), uniforms.next).tolist()
+        return verdict_at(draft, tokens, rows, next_tokens, steps)
+
+
+def _plausible(draft: Draft, target_probs: Tensor) -> Tensor:
+    """Whether each node's token passes the test at its parent's row: -> bool [N]."""
+    rows = sorted(set(draft.parent_rows))
+    place = {row: i for i, row in enumerate(rows)}
+    entropy = torch.special.entr(take(target_probs, rows)).sum(-1)  # [rows with children]
+    bound = (_DELTA * torch.exp(-entropy)).clamp(max=_EPSILON)
+    at_node = torch.tensor([place[row] for row in draft.parent_rows], dtype=torch.int64, device=bound.device)
+    parent_rows = torch.tensor(draft.parent_rows, dtype=torch.int64, device=bound.device)
+    return target_probs[parent_rows, draft.tokens] > bound[at_node]

@@ -1,0 +1,167 @@
+"""An answer scored again: the same laws as a whole pass over the text, in pieces of any size, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.engine.rescoring import Rescoring, ScoredRows, rescore
+from foretoken.errors import CapacityError, NumericsError
+from foretoken.model.interface import LanguageModel, Segment
+from foretoken.model.processors import make_processors
+from foretoken.model.sampling import target_probs
+from tests.helpers.audit import open_sequences
+from tests.helpers.checkpoints import token_ids
+from tests.helpers.scripted import ScriptedModel
+
+PROMPT, OUTPUT = token_ids(9, seed=1), token_ids(14, seed=2)
+SAMPLED = SamplingParams(temperature=0.7, top_p=0.9)
+
+
+def whole(target: LanguageModel, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
+    """Logits `[n, V]` of the output tokens by one pass over the text."""
+    text = [*prompt, *output]
+    target.open(-7)
+    logits = target.forward(torch.tensor(text), [Segment(-7, len(text), (), len(output) + 1)]).logits[:-1]
+    target.close(-7)
+    return logits
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 8, 9, 10, 22, 23, 256])
+def test_any_size_of_pieces_gives_the_same_rows(llm: LLM, chunk: int) -> None:
+    """Also where the prompt ends inside a piece, or right at its end."""
+    parts = list(rescore(llm.target, PROMPT, OUTPUT, SAMPLED, chunk_tokens=chunk))
+    assert [place for part in parts for place in range(part.first, part.first + len(part.tokens))] == list(range(len(OUTPUT)))
+    assert torch.cat([part.tokens for part in parts]).tolist() == OUTPUT
+    expected = whole(llm.target, PROMPT, OUTPUT)
+    torch.testing.assert_close(torch.cat([part.logits for part in parts]), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.cat([part.laws for part in parts]), target_probs(expected, [SAMPLED] * len(OUTPUT)), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "rejection"])
+def test_the_log_probabilities_are_those_the_engine_reported(llm: LLM, pair: SimpleNamespace, rule: str) -> None:
+    """The engine computed them from rows of guesses, with the request's processors."""
+    params = SamplingParams(
+        max_tokens=24, temperature=0.0 if rule == "greedy" else 0.8, seed=5, ignore_eos=True, logprobs=0, repetition_penalty=1.3, presence_penalty=0.5
+    )
+    answer = llm.generate([PROMPT], params, SpecConfig("draft_model", str(pair.draft), num_draft=3, rule=rule))[0]
+    law = SamplingParams(temperature=1.0) if rule == "greedy" else params  # reported at temperature 1 where the law is a point
+    processors = make_processors(params, PROMPT, 97, ())
+    found = [
+        float(row[token].log())
+        for part in rescore(llm.target, PROMPT, answer.token_ids, law, processors, chunk_tokens=7)
+        for row, token in zip(part.laws, part.tokens, strict=True)
+    ]
+    assert found == pytest.approx([entry.logprob for entry in answer.logprobs], abs=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 256])
+def test_processors_see_the_answer_before_each_row(llm: LLM, chunk: int) -> None:
+    params = SamplingParams(temperature=1.0, frequency_penalty=0.5, min_tokens=6, bad_words=[OUTPUT[3:5]])
+    new = lambda: make_processors(params, PROMPT, 97, (3, 4))  # noqa: E731
+    parts = list(rescore(llm.target, PROMPT, OUTPUT, params, new(), chunk_tokens=chunk))
+    raw, processors = whole(llm.target, PROMPT, OUTPUT), new()
+    expected = processors.adjust(raw, [tuple(OUTPUT[:i]) for i in range(len(OUTPUT))])
+    found = torch.cat([part.logits for part in parts])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert found[:6, 3].max() == -torch.inf < found[6:, 3].min()
+    assert torch.cat([part.laws for part in parts])[4, OUTPUT[4]] == 0
+
+
+def test_an_answer_without_tokens_costs_nothing(llm: LLM) -> None:
+    assert list(rescore(llm.target, PROMPT, [], SAMPLED)) == []
+    one = list(rescore(llm.target, PROMPT[:1], OUTPUT[:1], SAMPLED))
+    assert [part.tokens.tolist() for part in one] == [OUTPUT[:1]]
+
+
+def test_pieces_between_the_steps_of_other_requests(llm: LLM) -> None:
+    """Neither the requests nor the scores notice each other."""
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=1, ignore_eos=True)
+    expected = llm.generate([PROMPT, OUTPUT], params)
+    rows = torch.cat([part.laws for part in rescore(llm.target, PROMPT, OUTPUT, SAMPLED)])
+    scoring, found = Rescoring(llm.target, PROMPT, OUTPUT, SAMPLED), []
+
+    def piece(_: object) -> None:
+        if scoring.num_remaining:
+            found.append(scoring.advance(2).laws)
+
+    again = llm.generate([PROMPT, OUTPUT], params, on_step=piece)
+    assert scoring.num_remaining == 0
+    assert [out.token_ids for out in again] == [out.token_ids for out in expected]
+    torch.testing.assert_close(torch.cat(found), rows, atol=1e-5, rtol=0)
+
+
+# ---- what is left behind
+
+
+def test_the_cache_is_free_when_the_iterator_is_left(llm: LLM) -> None:
+    pieces = rescore(llm.target, PROMPT, OUTPUT, SAMPLED, chunk_tokens=4)
+    next(pieces)
+    held = open_sequences(llm.target)
+    assert len(held) == 1
+    assert held[0] < 0
+    pieces.close()
+    assert open_sequences(llm.target) == []
+
+
+def test_no_room_is_an_error_that_holds_nothing() -> None:
+    model = ScriptedModel(lambda context: 1, vocab_size=5, capacity=10)
+    model.open(3)
+    model.forward(torch.tensor([1, 1, 1]), [Segment(3, 3)])
+    model.commit(3, 3)
+    scoring = Rescoring(model, [1, 2, 3, 4], [1] * 6, SAMPLED)
+    assert scoring.footprint_tokens == 9
+    scoring.advance(7)
+    with pytest.raises(CapacityError):
+        scoring.advance(2)
+    assert list(model.sequences) == [3]
+
+
+def test_broken_logits_are_an_error_that_holds_nothing() -> None:
+    model = ScriptedModel(lambda context: [float("nan")] * 5 if len(context) == 6 else 1, vocab_size=5)
+    with pytest.raises(NumericsError, match="output token 1 or a later one"):
+        list(rescore(model, [1, 2, 3, 4], [1] * 6, SAMPLED, chunk_tokens=2))
+    assert not model.sequences
+
+
+# ---- borders
+
+
+def rows_of(logits: list[float], token: int, rounding: float, **params: float) -> ScoredRows:
+    row, law = torch.tensor([logits]), SamplingParams(temperature=1.0, **params)
+    return ScoredRows(0, torch.tensor([token]), row, target_probs(row, [law]), torch.tensor([rounding]), torch.float32, law)
+
+
+@pytest.mark.parametrize(
+    ("logits", "token", "params", "least"),
+    [
+        ([3.0, 2.0, 1.9, 0.0], 2, {"top_k": 2}, 0.1),  # the next below the k-th
+        ([3.0, 2.0, 1.9, 0.0], 2, {"top_k": 1}, 1.1),
+        ([0.0, -2.2, -9.0, -9.0], 1, {"top_p": 0.9}, 0.0005),  # the first alone holds just a little more than 0.9
+        ([0.0, -2.0, -9.0, -9.0], 1, {"min_p": 0.15}, 0.103),  # exp(-2) = 0.135
+        ([1.0, 1.0, -torch.inf, 0.0], 2, {}, torch.inf),  # banned: no rounding brings it back
+    ],
+)
+def test_tokens_at_the_edge_of_a_filter(logits: list[float], token: int, params: dict[str, float], least: float) -> None:
+    """`least` is the rounding from which on the token may have been inside."""
+    assert rows_of(logits, token, 0.0, **params).laws[0, token] == 0
+    assert not rows_of(logits, token, min(0.98 * least, 100.0), **params).edges()[0]
+    if least < torch.inf:
+        assert rows_of(logits, token, 1.02 * least + 1e-3, **params).edges()[0]
+    assert not rows_of(logits, 0, 9.0, **params).edges()[0]  # inside anyway
+
+
+@pytest.mark.parametrize(("dtype", "units"), [("bfloat16", 4), ("float32", 64)])
+def test_rounding_is_counted_in_units_of_the_largest_logit(pair: SimpleNamespace, dtype: str, units: int) -> None:
+    with LLM(pair.target, dtype=dtype, cache_tokens=64) as llm:
+        (part,) = rescore(llm.target, PROMPT, OUTPUT, SAMPLED)
+        one_by_one = torch.cat([row.logits for row in rescore(llm.target, PROMPT, OUTPUT, SAMPLED, chunk_tokens=1)])
+    assert part.dtype == getattr(torch, dtype)
+    unit = torch.finfo(part.dtype).eps * part.logits.float().abs().amax(-1)
+    torch.testing.assert_close(part.rounding, units * unit)
+    assert ((part.logits.float() - one_by_one.float()).abs().amax(-1) <= part.rounding).all()

@@ -1,0 +1,120 @@
+"""Answers held to a structure, through the whole engine: valid, the same with and without drafts, forced tokens for free."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from foretoken import LLM, InputError, SamplingParams, SpecConfig
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["function", "class"]},
+        "lines": {"type": "integer", "maximum": 999},
+    },
+    "required": ["name", "kind", "lines"],
+    "additionalProperties": False,
+}
+DRAFT = "reference:draft"
+SPECS = [SpecConfig(), SpecConfig("draft_model", DRAFT, num_draft=4), SpecConfig("ngram", num_draft=6)]
+PROMPTS = ["def main():\n    return ", "class Parser:\n    "]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[LLM]:
+    with LLM("reference:target", dtype="float32", cache_tokens=4096) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", ["auto", "block", "tree"])
+def test_json_answers_are_valid(reference: LLM, temperature: float, rule: str) -> None:
+    """Every drafter; a seeded coupled or greedy answer is the plain one, and every guess kept was one the grammar allows."""
+    rule = "auto" if temperature == 0 else rule
+    params = SamplingParams(max_tokens=90, temperature=temperature, seed=4, json_schema=SCHEMA)
+    answers = []
+    for spec in SPECS:
+        outputs = reference.generate(PROMPTS, params, SpecConfig(spec.drafter, spec.draft, spec.num_draft, rule=rule))
+        for out in outputs:
+            assert out.error is None
+            if out.finish_reason == "stop":
+                value = json.loads(out.text)
+                assert set(value) == {"name", "kind", "lines"}
+                assert value["kind"] in ("function", "class")
+                assert isinstance(value["lines"], int)
+        answers.append([out.token_ids for out in outputs])
+    if rule == "auto":
+        assert answers[0] == answers[1] == answers[2]
+
+
+def test_forced_tokens_are_free_drafts(reference: LLM) -> None:
+    """With any drafter the grammar's own tokens are drafted and all kept; plain decoding stays plain."""
+    params = SamplingParams(max_tokens=90, json_schema=SCHEMA)
+    plain, drafted = (reference.generate([PROMPTS[0]], params, spec)[0] for spec in (SPECS[0], SPECS[2]))
+    assert drafted.token_ids == plain.token_ids
+    forced = [origin for origin in drafted.provenance if origin.drafter == "grammar"]
+    assert len(forced) >= 5
+    assert all(origin.kind == "plain" for origin in plain.provenance)
+    assert drafted.stats.num_steps < plain.stats.num_steps
+
+
+def test_regex_and_grammar(reference: LLM) -> None:
+    pattern = r"[a-c]{2,5}-[0-9]{3}(, [a-c]{2,5}-[0-9]{3}){0,2}"
+    grammar = 'start: item ("," item)*\nitem: "x" | "y" DIGIT\nDIGIT: /[0-9]/\n'
+    for spec in SPECS:
+        by_regex, by_grammar, free = reference.generate(
+            [PROMPTS[0]] * 3,
+            [
+                SamplingParams(max_tokens=40, temperature=1.0, seed=1, regex=pattern),
+                SamplingParams(max_tokens=12, temperature=1.0, seed=2, grammar=grammar),
+                SamplingParams(max_tokens=12),
+            ],
+            spec,
+        )
+        assert by_regex.finish_reason == "stop"
+        assert re.fullmatch(pattern, by_regex.text)
+        assert re.match(r"(x|y[0-9])(,(x|y[0-9]))*", by_grammar.text)
+        assert free.error is None
+
+
+def test_a_complete_answer_ends(reference: LLM) -> None:
+    """Nothing can follow: the answer ends without an end token, and so it does when end tokens are ignored."""
+    for ignore_eos in (False, True):
+        params = SamplingParams(max_tokens=30, regex="yes|no", ignore_eos=ignore_eos)
+        out = reference.generate([PROMPTS[0]], params)[0]
+        assert out.text in ("yes", "no")
+        assert out.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"regex": "("}, "regex"),
+        ({"json_schema": "{"}, "json_schema"),
+        ({"json_schema": {"type": 7}}, "json_schema"),
+        ({"grammar": "start: nothing"}, "grammar"),
+    ],
+    ids=str,
+)
+def test_a_broken_structure_is_refused_by_name(reference: LLM, values: dict, field: str) -> None:
+    with pytest.raises(InputError) as caught:
+        reference.generate([PROMPTS[0]], SamplingParams(**values))
+    assert caught.value.field == field
+    assert not reference.engine.has_work
+
+
+def test_structure_needs_a_tokenizer(llm: LLM) -> None:
+    with pytest.raises(InputError, match="regex"):
+        llm.generate([[1, 2]], SamplingParams(regex="a"))
+
+
+def test_penalties_and_bans_work_beside_a_structure(reference: LLM) -> None:
+    params = SamplingParams(max_tokens=60, temperature=1.0, seed=6, json_schema=SCHEMA, frequency_penalty=0.7, bad_words=["class"])
+    outputs = [reference.generate([PROMPTS[1]], params, spec)[0] for spec in SPECS]
+    assert len({out.token_ids for out in outputs}) == 1
+    assert "class" not in outputs[0].text
