@@ -109,7 +109,8 @@ class Draft:
     """Guesses for B requests, a tree each: `tokens` [N] int64, `parents` [N] counted inside the request (-1 = anchor).
 
     `sampled[i]` says that node i was drawn from its parent row's law in `mass`; otherwise it is a deterministic guess.
-    Parents come before their children. `drafters[b]` names who guessed for request b.
+    Parents come before their children. `drafters[b]` names who guessed for request b; where several did, `sources` [N] names
+    the author of every node (None: the request's drafter).
     """
 
     tokens: Tensor
@@ -118,12 +119,14 @@ class Draft:
     drafters: tuple[str | None, ...]
     sampled: tuple[bool, ...] = ()
     mass: Mass | None = None
+    sources: tuple[str | None, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.offsets[0] == 0
         assert self.offsets[-1] == len(self.parents) == self.tokens.shape[0]
         assert len(self.drafters) == self.num_requests
         assert not self.sampled or len(self.sampled) == self.num_nodes
+        assert not self.sources or len(self.sources) == self.num_nodes
         assert self.mass is not None or not any(self.sampled)
 
     @property
@@ -176,6 +179,13 @@ class Draft:
             self.anchor_row(b) + 1 + self.parents[node] for b in range(self.num_requests) for node in range(self.offsets[b], self.offsets[b + 1])
         )
 
+    def authors(self, request: int) -> list[str | None]:
+        """Who guessed each node of `request`."""
+        if not self.sources:
+            return [self.drafters[request]] * self.lengths[request]
+        own = self.sources[self.offsets[request] : self.offsets[request + 1]]
+        return [self.drafters[request] if source is None else source for source in own]
+
     def select(self, requests: Sequence[int]) -> Draft:
         """The draft of some requests only, in the given order, over the same laws."""
         nodes = [node for b in requests for node in range(self.offsets[b], self.offsets[b + 1])]
@@ -193,6 +203,7 @@ class Draft:
             drafters=tuple(self.drafters[b] for b in requests),
             sampled=tuple(self.sampled[node] for node in nodes) if self.sampled else (),
             mass=mass,
+            sources=tuple(self.sources[node] for node in nodes) if self.sources else (),
         )
 
     def on(self, device: torch.device | str) -> Draft:
@@ -224,6 +235,7 @@ def merge_drafts(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]]
     offsets: list[int] = [0]
     drafters: list[str | None] = []
     sampled: list[bool] = []
+    sources: list[str | None] = []
     laws = [draft.mass.laws for _, draft in parts if draft.mass is not None]
     law_base, base = [], 0
     for _, draft in parts:
@@ -242,13 +254,15 @@ def merge_drafts(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]]
         tokens.append(draft.tokens[nodes])
         parents.extend(draft.parents[nodes])
         sampled.extend(draft.sampled[nodes] if draft.sampled else [False] * draft.lengths[local])
+        sources.extend(draft.sources[nodes] if draft.sources else [None] * draft.lengths[local])
         offsets.append(offsets[-1] + draft.lengths[local])
         drafters.append(draft.drafters[local])
         rows = draft.rows_of([local])
         law_of_row.extend(-1 if draft.mass is None or draft.mass.law_of_row[r] < 0 else law_base[part] + draft.mass.law_of_row[r] for r in rows)
     flat = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64, device=device)
     mass = Mass(torch.cat(laws), tuple(law_of_row)) if laws else None
-    return Draft(flat, tuple(parents), tuple(offsets), tuple(drafters), tuple(sampled) if mass else (), mass)
+    mixed = tuple(sources) if any(source is not None for source in sources) else ()
+    return Draft(flat, tuple(parents), tuple(offsets), tuple(drafters), tuple(sampled) if mass else (), mass, mixed)
 
 
 @dataclass(frozen=True)

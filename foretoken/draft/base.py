@@ -7,11 +7,33 @@ sees the target's probabilities of the step it drafts for, and may always propos
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from foretoken.core import Batch, Draft, Request, Verdict
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """What the target's forward showed at the rows of a draft, R of them: `rows` are their places in the whole step's tensors."""
+
+    logits: Tensor  # [R_step, V] after each request's processors
+    rows: tuple[int, ...]
+    taps: Mapping[int, Tensor] = field(default_factory=dict)  # by layer, each [R_step, D]
+
+    def top_tokens(self, count: int) -> Tensor:
+        """The `count` likeliest tokens after every row, likeliest first: [R, count]."""
+        return self._own(self.logits).topk(min(count, self.logits.shape[-1]), dim=-1).indices
+
+    def tap(self, layer: int) -> Tensor:
+        """The residual stream after `layer` layers at every row: [R, D]."""
+        return self._own(self.taps[layer])
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return tensor[torch.tensor(self.rows, dtype=torch.int64, device=tensor.device)]
 
 
 class Drafter(Protocol):
@@ -27,8 +49,11 @@ class Drafter(Protocol):
     def propose(self, batch: Batch) -> Draft:
         """Guess for every decoding entry of `batch`, at most `entry.num_draft` nodes each; B segments, empty ones allowed."""
 
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
-        """Learn what the round emitted: `draft` and `verdict` are aligned with `batch.decoding`."""
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
+        """Learn what the round emitted: `draft`, `verdict` and `feedback` are aligned with `batch.decoding`.
+
+        A request's nodes may be somebody else's guesses (a grammar's): what counts is what was emitted.
+        """
 
     def finish(self, request_id: int) -> None:
         """Drop everything kept for a request."""

@@ -9,13 +9,13 @@ Whether a position is drafted is decided before its token is drawn, from the law
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from foretoken.core import Batch, BatchEntry, Draft, Mass, Request, Verdict
+from foretoken.draft.base import Feedback
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.randomness import Purpose, uniforms
 from foretoken.model.sampling import check_finite, draft_law, sample
@@ -67,7 +67,7 @@ class DraftModelDrafter:
             growing = [chain for chain in growing if chain.grows]
         return _assemble(self.name, self.model.device, chains)
 
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:  # noqa: ARG002
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
         """Cut the cache back to what was accepted and note what it still has to run."""
         for b, entry in enumerate(batch.decoding):
             sequence, emitted = entry.request.request_id, verdict.emitted(b)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
-from foretoken.draft.base import Drafter
+from foretoken.draft.base import Drafter, Feedback
 
 DrafterKey = tuple[str, str | None]
 GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a grammar forced
@@ -44,7 +43,7 @@ class DrafterGroup:
                 parts.append((free, drafter.propose(Batch(tuple(entries[b] for b in free)))))
         return merge_drafts(len(entries), parts, self.device) if parts else empty_draft(len(entries), self.device)
 
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         """Tell every drafter what its requests emitted."""
         entries = batch.decoding
         for drafter, indices in self._routes(entries):
@@ -54,8 +53,8 @@ class DrafterGroup:
                 next_tokens=tuple(verdict.next_tokens[b] for b in indices),
                 next_kinds=tuple(verdict.next_kinds[b] for b in indices),
             )
-            rows = torch.tensor(draft.rows_of(indices), device=self.device) if taps else None
-            drafter.commit(Batch(tuple(entries[b] for b in indices)), draft.select(indices), part, {k: tap[rows] for k, tap in taps.items()})
+            own = replace(feedback, rows=tuple(draft.rows_of(indices)))
+            drafter.commit(Batch(tuple(entries[b] for b in indices)), draft.select(indices), part, own)
 
     def finish(self, request: Request) -> None:
         """Let the request's drafter forget it."""

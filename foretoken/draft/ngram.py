@@ -6,12 +6,12 @@ index, and a draft that is as long as the match deserves. Costs nothing when not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from foretoken.core import Batch, Draft, Request, Verdict
+from foretoken.draft.base import Feedback
 
 _LONGEST, _SHORTEST = 6, 2  # n-gram sizes looked up; one single token in common is noise
 _MATCH_LIMIT = 32  # how far back a match is measured
@@ -78,7 +78,7 @@ class NgramDrafter:
             drafters=tuple(self.name if guess else None for guess in guesses),
         )
 
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:  # noqa: ARG002
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
         """Append what was emitted."""
         for b, entry in enumerate(batch.decoding):
             self._indexes[entry.request.request_id].extend(verdict.emitted(b))

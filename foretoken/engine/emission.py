@@ -32,6 +32,7 @@ def emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdi
     gaps = [target.tie_gaps[row] for row in rows[:num_new] if target.tie_gaps[row] != float("inf")]
     stats = state.stats
     stats.count_round(draft.depths(b), min(num_new, len(verdict.accepted[b])), num_new, gaps)
+    stats.count_authors(draft.authors(b), verdict.paths[b][:num_new])
     stats.total_s = now - state.arrived_s
     if not first:
         stats.ttft_s = stats.total_s
@@ -74,11 +75,11 @@ def _error(state: RequestState, target: TargetOutput, rows: list[int]) -> Except
 
 
 def _origins(state: RequestState, draft: Draft, verdict: Verdict, b: int) -> list[TokenOrigin]:
-    drafter, step = draft.drafters[b], state.num_rounds
+    authors, step = draft.authors(b), state.num_rounds
     nothing = not draft.lengths[b] and verdict.next_kinds[b] == "bonus"
     last: TokenKind = "plain" if nothing else verdict.next_kinds[b]
     chances = verdict.probabilities[b] if verdict.probabilities else (None,) * draft.lengths[b]
-    return [*(TokenOrigin(drafter, "accepted", step, chances[node]) for node in verdict.paths[b]), TokenOrigin(None, last, step)]
+    return [*(TokenOrigin(authors[node], "accepted", step, chances[node]) for node in verdict.paths[b]), TokenOrigin(None, last, step)]
 
 
 def _logprobs(state: RequestState, target: TargetOutput, rows: list[int], tokens: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:

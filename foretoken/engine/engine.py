@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import Batch, Draft, StepOutput, Verdict
+from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup
 from foretoken.engine.controller import Controller
 from foretoken.engine.emission import emit, note_prompt
@@ -120,7 +121,7 @@ class Engine:
             self.target.commit(entry.request.request_id, len(entry.pending), verdict.paths[b])
         for entry in batch.entries[len(batch.decoding) :]:
             self.target.commit(entry.request.request_id, len(entry.pending))
-        self.drafters.commit(batch, draft, verdict, target.taps)
+        self.drafters.commit(batch, draft, verdict, Feedback(target.processed, tuple(range(draft.num_rows)), target.taps))
 
     def _observe(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
         """Share out the time the step took, and let the controller learn from it."""

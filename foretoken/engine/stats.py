@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from foretoken.core import StepOutput
@@ -12,7 +13,8 @@ class RequestStats:
     """What one request cost and gained; times in seconds.
 
     A step's draft time is shared among the requests that drafted in it by their drafted tokens, its verify time (the
-    target's forward and the rule) among all by their rows. `drafted_at` and `accepted_at` count by draft position.
+    target's forward and the rule) among all by their rows. `drafted_at` and `accepted_at` count by draft position, `drafted_by`
+    and `accepted_by` by drafter.
     `num_near_ties` counts greedy tokens whose two best logits were one rounding unit apart or less: only there can
     16-bit arithmetic make a speculative answer differ from a plain one; `near_tie_gap` is the widest such gap. `rule` is the
     rule by its resolved name; where `lossy` is true the answer does not have the target's law.
@@ -33,6 +35,8 @@ class RequestStats:
     total_s: float = 0.0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    drafted_by: dict[str, int] = field(default_factory=dict)
+    accepted_by: dict[str, int] = field(default_factory=dict)
 
     @property
     def acceptance_rate(self) -> float:
@@ -72,7 +76,17 @@ class RequestStats:
         self.num_near_ties += len(tie_gaps)
         self.near_tie_gap = max([self.near_tie_gap, *tie_gaps])
 
-    def as_dict(self) -> dict[str, float | int | str | list[list[int]]]:
+    def count_authors(self, authors: Sequence[str | None], path: Sequence[int]) -> None:
+        """Add one round's guesses to their drafters' accounts: who guessed each node, and the nodes that were emitted."""
+        for author in authors:
+            if author is not None:
+                self.drafted_by[author] = self.drafted_by.get(author, 0) + 1
+        for node in path:
+            author = authors[node]
+            if author is not None:
+                self.accepted_by[author] = self.accepted_by.get(author, 0) + 1
+
+    def as_dict(self) -> dict[str, float | int | str | list[list[int]] | dict[str, int]]:
         """Plain values under the public names, for JSON."""
         return {
             "rule": self.rule,
@@ -89,6 +103,8 @@ class RequestStats:
             "ttft_s": self.ttft_s,
             "total_s": self.total_s,
             "tokens_per_s": self.tokens_per_s,
+            "drafted_by": self.drafted_by,
+            "accepted_by": self.accepted_by,
             "accepted_per_position": [list(pair) for pair in self.accepted_per_position],
         }
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -272,7 +273,7 @@ def test_shapes_of_prompts(llm: LLM) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_stats_add_up(llm: LLM, pair: SimpleNamespace, temperature: float) -> None:
     """Tokens, drafts and provenance tell the same story, per request and for the engine."""
-    before = Counter(vars(llm.engine.stats))
+    before = replace(llm.engine.stats)
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=temperature, seed=8)
     specs = [mixed_specs(pair)[i % 4] for i in range(8)]
     outputs = llm.generate(PROMPTS, params, specs)
@@ -280,7 +281,8 @@ def test_stats_add_up(llm: LLM, pair: SimpleNamespace, temperature: float) -> No
         stats, kinds = out.stats, Counter(origin.kind for origin in out.provenance)
         assert stats.num_emitted == len(out.token_ids) == len(out.provenance) == 20
         assert stats.num_accepted == kinds["accepted"] == sum(stats.accepted_at)
-        assert stats.num_drafted == sum(stats.drafted_at) >= stats.num_accepted
+        assert stats.num_drafted == sum(stats.drafted_at) == sum(stats.drafted_by.values()) >= stats.num_accepted
+        assert stats.accepted_by == Counter(origin.drafter for origin in out.provenance if origin.kind == "accepted")
         assert stats.num_steps == 20 - kinds["accepted"]  # every step emits one token of the target's own
         assert [origin.step for origin in out.provenance] == sorted(origin.step for origin in out.provenance)
         assert {origin.step for origin in out.provenance} == set(range(stats.num_steps))
@@ -296,12 +298,10 @@ def test_stats_add_up(llm: LLM, pair: SimpleNamespace, temperature: float) -> No
         assert stats.draft_s >= 0
         assert stats.verify_s > 0
         assert set(stats.as_dict()) >= {"num_steps", "num_drafted", "num_accepted", "num_emitted", "acceptance_rate", "draft_s", "verify_s", "ttft_s"}
-    after = Counter(vars(llm.engine.stats))
-    after.subtract(before)
-    assert after["num_emitted"] == sum(out.stats.num_emitted for out in outputs)
-    assert after["num_drafted"] == sum(out.stats.num_drafted for out in outputs)
-    assert after["num_accepted"] == sum(out.stats.num_accepted for out in outputs)
-    assert after["num_finished"] == len(outputs)
+    after = llm.engine.stats
+    for name in ("num_emitted", "num_drafted", "num_accepted"):
+        assert getattr(after, name) - getattr(before, name) == sum(getattr(out.stats, name) for out in outputs)
+    assert after.num_finished - before.num_finished == len(outputs)
 
 
 def test_provenance_by_hand() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,13 +17,11 @@ from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.core import Request
 from foretoken.engine.request import RequestState
 from foretoken.engine.shadow import Shadow
-from foretoken.model.processors import make_processors
 from foretoken.verify.rejection import RejectionRule
 from tests.helpers.audit import open_sequences
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.scripted import ScriptedModel
 
-VOCAB = 97
 PROMPTS = [token_ids(5 + i % 7, seed=i) for i in range(16)]
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, ignore_eos=True)
 
@@ -33,8 +32,7 @@ def watched(llm: LLM) -> Iterator[Callable[..., Shadow]]:
     made: list[Shadow] = []
 
     def watch(rate: float = 1.0, **options: object) -> Shadow:
-        fresh = lambda request: make_processors(request.params, request.prompt_ids, VOCAB, ())  # noqa: E731
-        made.append(Shadow(llm.target, rate, fresh_processors=fresh, **options))
+        made.append(Shadow(llm.target, rate, room=llm.engine.scheduler, fresh_processors=llm.engine.intake.processors, **options))
         llm.engine.watchers.append(made[-1])
         return made[-1]
 
@@ -47,7 +45,7 @@ def watched(llm: LLM) -> Iterator[Callable[..., Shadow]]:
 def specs(draft: Path) -> list[SpecConfig]:
     return [
         SpecConfig(),
-        SpecConfig("ngram", num_draft=4),
+        SpecConfig("ngram", num_draft=4, rule="rejection"),
         *(SpecConfig("draft_model", str(draft), num_draft=3, rule=rule) for rule in ("rejection", "block", "coupled")),
     ]
 
@@ -62,7 +60,8 @@ def test_a_sound_engine_raises_no_alarm(llm: LLM, pair: SimpleNamespace, watched
     ]
     chosen = specs(pair.draft)
     for turn in range(3):
-        llm.generate(PROMPTS, [params[(turn + i) % 3] for i in range(16)], [chosen[i % len(chosen)] for i in range(16)])
+        each = [replace(params[(turn + i) % 3], seed=100 * turn + i) for i in range(16)]
+        llm.generate(PROMPTS, each, [chosen[i % len(chosen)] for i in range(16)])
     found = shadow.drain()
     assert (found.num_requests, found.num_waiting, found.alarm, found.message) == (48, 0, False, "")
     assert found.num_tokens > 16 * (24 + 20)
@@ -86,7 +85,7 @@ def test_a_wrong_residual_is_found_while_the_engine_runs(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for turn in range(20):
-            llm.generate(PROMPTS, [SamplingParams(**{**vars(params), "seed": 16 * turn + i}) for i in range(16)], spec)
+            llm.generate(PROMPTS, [replace(params, seed=16 * turn + i) for i in range(16)], spec)
     shadow.drain()
     found = shadow.stats
     assert len(caught) == 1

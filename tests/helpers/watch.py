@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from foretoken.core import Batch, Draft, Request, Verdict
-from foretoken.draft.base import Drafter
+from foretoken.draft.base import Drafter, Feedback
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.kv.blocks import slots_of
@@ -37,11 +36,11 @@ class Watched:
         self.num_drafted += draft.num_nodes
         return draft
 
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Mapping[int, Tensor]) -> None:
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         for b, entry in enumerate(batch.decoding):
             self.texts[entry.request.request_id] += verdict.emitted(b)
             self.num_full_rounds += 0 < draft.lengths[b] == len(verdict.accepted[b])
-        self.inner.commit(batch, draft, verdict, taps)
+        self.inner.commit(batch, draft, verdict, feedback)
         for b, entry in enumerate(batch.decoding):
             sequence = entry.request.request_id
             STATE_CHECKS[type(self.inner)](self.inner, sequence, self.texts[sequence], draft.lengths[b], len(verdict.accepted[b]))
