@@ -44,7 +44,7 @@ class Processors(Protocol):
         """Logits `[n, V]` of rows that follow the committed text and `paths[i]` -> the same shape, processed."""
 
     def forced(self, most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that must come next; () when there is a choice."""
+        """Up to `most` tokens that spell text which must come next; () when there is a choice. Other spellings may be allowed too."""
 
 
 class Noise(Protocol):

@@ -76,8 +76,12 @@ class DrafterGroup:
 
 
 def _forced(entry: BatchEntry) -> tuple[int, ...]:
-    """Tokens that the request's grammar leaves no choice about: guesses that cost nothing, whoever drafts otherwise."""
-    return entry.processors.forced(entry.num_draft) if entry.num_draft and entry.processors is not None else ()
+    """Tokens whose text the request's grammar leaves no choice about: guesses that cost nothing, whoever drafts otherwise.
+
+    One alone is left to the drafter, which goes on behind it.
+    """
+    forced = entry.processors.forced(entry.num_draft) if entry.num_draft and entry.processors is not None else ()
+    return forced if len(forced) > 1 else ()
 
 
 def _chain(tokens: tuple[int, ...]) -> Draft:

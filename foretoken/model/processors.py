@@ -39,7 +39,7 @@ class Structure(Protocol):
         """Move on by emitted tokens."""
 
     def forced(self, most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that must come next; () when there is a choice."""
+        """Up to `most` tokens that spell text which must come next; () when there is a choice."""
 
 
 class RequestProcessors:
@@ -123,7 +123,7 @@ class RequestProcessors:
                 self._error = self._error or InputError("min_tokens", self._params.min_tokens, remedy)
 
     def forced(self, most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that must come next; () when there is a choice, or when the only token is banned."""
+        """Up to `most` tokens that spell text which must come next; () when there is a choice, or when the only token is banned."""
         tokens = self._structure.forced(most) if self._structure is not None else ()
         single = set(self._bad_words.single_ids.tolist()) if tokens else set()
         for length, token in enumerate(tokens):

@@ -109,8 +109,7 @@ class Structure:
         self._ended = False  # an end token was committed
         self._history: list[int] = []
         self._root: _Place | None = None  # the committed place, once it was needed
-        self._restarts = 0
-        self._suspect: set[tuple[int, ...]] = set()  # paths that failed once, perhaps on a lexer that others had ruined
+        self._restarts = 0  # the first one gives the answer a lexer of its own
         self._failed: dict[tuple[int, ...], InputError] = {}  # by path: where the grammar engine gives up for good
         self.error: InputError | None = None
 
@@ -137,7 +136,6 @@ class Structure:
             if self.error is not None:
                 return
             self._root = None
-            self._suspect.clear()
             self._failed = {path[1:]: error for path, error in self._failed.items() if path[:1] == (token,)}
             self.error = self._failed.get(())
             if self._ended or token in self._compiled.end_ids:
@@ -175,7 +173,7 @@ class Structure:
     def _walk(self, paths: Sequence[tuple[int, ...]]) -> list[_Place]:
         """The places behind the given paths; every part of a path is walked once."""
         if self._root is None:
-            self._root = self._compiled.end if self._ended else self._place(self._matcher.deep_copy(), ())
+            self._root = self._compiled.end if self._ended else self._place(self._matcher, ())
         places: dict[tuple[int, ...], _Place] = {(): self._root}
         for path in sorted(paths, key=len):
             known = len(path)
@@ -216,12 +214,11 @@ class Structure:
         return _Place(row, matcher)
 
     def _recover(self, broken: _BrokenMatcherError) -> None:
-        """Go on after a failure at one place: with a lexer of our own, and without the place if it fails there too."""
+        """Go on after a failure at one place: with a lexer of our own, and without the place if we had one already."""
         dead_end = DEAD_END in broken.complaint
-        if dead_end or broken.path in self._suspect:
+        if dead_end or self._restarts:
             self._failed[broken.path] = breakdown(self._compiled.field, self._compiled.value, broken.complaint)
             self.error = self._failed.get(())
-        self._suspect.add(broken.path)
         if not dead_end and self.error is None:
             self._restart(broken.complaint)
 
@@ -256,7 +253,8 @@ class StructureCompiler:
     def compile(self, params: SamplingParams) -> Structure | None:
         """The structure of a new answer, None if the request asks for none.
 
-        The first time a grammar is seen this takes some 60 ms, most of it for a process in which the grammar is tried.
+        The first time a grammar is seen this takes some 60 ms, most of it for a process in which the grammar is tried; a hostile
+        one keeps its caller waiting for `TRIAL_DEADLINE_S` once.
 
         Raises:
             InputError: the structure cannot be followed, here or by anybody; names the field, what is wrong and the remedy.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -84,6 +84,17 @@ class Tokenizer:
     def decoder(self) -> Mapping[str, Any]:
         """The tokenizer's decoder as `tokenizer.json` describes it; empty if unknown."""
         return self._backend.decoder()
+
+    @cached_property
+    def token_bytes(self) -> dict[int, bytes] | None:
+        """The bytes that each id writes, special tokens as they are spelt; None if the decoder does more than join its tokens.
+
+        What a decoder does at the ends of a text (SentencePiece drops the space in front) is not in here.
+        """
+        write = _token_writer(self.decoder)
+        if write is None:
+            return None
+        return {token_id: token.encode() if token_id in self.special_ids else write(token) for token, token_id in self.vocabulary.items()}
 
     @cached_property
     def chat_template(self) -> str | None:
@@ -270,6 +281,41 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:  # an added token, written as it is
+        return token.encode()
+
+
+def _token_writer(decoder: Mapping[str, Any]) -> Callable[[str], bytes] | None:
+    """What a decoder (as `tokenizer.json` describes it) makes of one token inside a text; None if that depends on others."""
+    steps = list(decoder.get("decoders", [])) if decoder.get("type") == "Sequence" else [decoder]
+    kinds = [step.get("type") for step in steps]
+    if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
+        return _byte_level
+    spaces: list[tuple[str, str]] = []  # text that stands for other text, a mark for the space above all
+    joined = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)  # what comes behind this step works on the whole text
+    for step in steps[:joined]:
+        if step.get("type") == "Metaspace":
+            spaces.append((step["replacement"], " "))
+        elif step.get("type") == "Replace" and "String" in step["pattern"]:
+            spaces.append((step["pattern"]["String"], step["content"]))
+        elif step.get("type") != "ByteFallback":
+            return None
+    if any(kind != "Strip" for kind in kinds[joined + 1 :]):
+        return None
+
+    def write(token: str) -> bytes:
+        if "ByteFallback" in kinds and _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        for mark, text in spaces:
+            token = token.replace(mark, text)
+        return token.encode()
+
+    return write
+
+
 class _ByteLevelStream:
     """Tokens are bytes: an incremental UTF-8 decoder knows by itself when a character is whole."""
 
@@ -277,11 +323,7 @@ class _ByteLevelStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int, token: str) -> str:  # noqa: ARG002 - the other stream decodes by id
-        try:
-            raw = bytes([_BYTE_OF[character] for character in token])
-        except KeyError:  # an added token, written as it is
-            raw = token.encode()
-        return self._utf8.decode(raw)
+        return self._utf8.decode(_byte_level(token))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

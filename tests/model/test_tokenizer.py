@@ -166,6 +166,64 @@ def test_the_cost_of_a_token_does_not_grow(by_kind: dict[str, Tokenizer], monkey
         monkeypatch.undo()
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "byte_level_in_sequence", "metaspace"])
+def test_a_text_is_made_of_its_tokens_bytes(by_kind: dict[str, Tokenizer], kind: str) -> None:
+    """Inside a text; at its beginning SentencePiece drops a space."""
+    tokenizer, generator = by_kind[kind], random.Random(1)
+    assert tokenizer.token_bytes is not None
+    assert tokenizer.token_bytes.keys() == set(tokenizer.vocabulary.values())
+    head = tokenizer.encode("a", add_special_tokens=False)
+    plain = [token_id for token_id in tokenizer.token_bytes if token_id not in tokenizer.special_ids]
+    for text in [*TEXTS, *(None,) * 200]:
+        ids = tokenizer.encode(text) if text else generator.choices(plain, k=5)
+        raw = b"".join(tokenizer.token_bytes[token_id] for token_id in head + ids if token_id not in tokenizer.special_ids)
+        if text or _is_utf8(raw):
+            assert tokenizer.decode(head + ids).lstrip(" ") == raw.decode().lstrip(" ")
+    assert all(tokenizer.token_bytes[token_id].decode() == tokenizer.token(token_id) for token_id in tokenizer.special_ids)
+
+
+def test_a_special_token_is_spelt_as_it_is(tmp_path: Path) -> None:
+    byte_fallback(tmp_path)
+    raw = Raw.from_file(str(tmp_path / "tokenizer.json"))
+    raw.add_special_tokens(["<|end▁of▁turn|>"])
+    tokenizer = save(raw, tmp_path)
+    assert tokenizer.token_bytes is not None
+    assert tokenizer.token_bytes[tokenizer.vocabulary["<|end▁of▁turn|>"]].decode() == "<|end▁of▁turn|>"
+
+
+def _is_utf8(raw: bytes) -> bool:
+    return "\ufffd" not in raw.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("kind", ["word_piece", "words_only"])
+def test_bytes_that_depend_on_the_neighbours_are_not_made_up(by_kind: dict[str, Tokenizer], kind: str) -> None:
+    assert by_kind[kind].token_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("decoder", "known"),
+    [
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]), True),
+        (decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback()]), True),
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)]), False),  # every token loses its space
+        (decoders.Sequence([decoders.Fuse(), decoders.Replace("▁▁", " ")]), False),  # a mark may lie across two tokens
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.Replace("d", "d"), decoders.ByteFallback()]), True),
+        (decoders.BPEDecoder(), False),
+        (decoders.CTC(), False),
+    ],
+    ids=str,
+)
+def test_only_decoders_that_join_tokens_say_what_each_writes(tmp_path: Path, decoder: Any, known: bool) -> None:
+    byte_fallback(tmp_path)
+    raw = Raw.from_file(str(tmp_path / "tokenizer.json"))
+    raw.decoder = decoder
+    tokenizer = save(raw, tmp_path)
+    assert (tokenizer.token_bytes is not None) == known
+    if known:
+        assert tokenizer.token_bytes[tokenizer.vocabulary["▁de"]] == b" de"
+        assert tokenizer.token_bytes[tokenizer.vocabulary["<0xE7>"]] == b"\xe7"
+
+
 def test_begin_token_comes_from_the_post_processor_only(by_kind: dict[str, Tokenizer]) -> None:
     tokenizer = by_kind["byte_fallback"]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
