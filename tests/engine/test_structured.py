@@ -53,12 +53,13 @@ def test_json_answers_are_valid(reference: LLM, temperature: float, rule: str) -
 
 
 def test_forced_tokens_are_free_drafts(reference: LLM) -> None:
-    """With any drafter the grammar's own tokens are drafted and all kept; plain decoding stays plain."""
+    """With any drafter the grammar's own text is drafted, and kept where the target spells it so; plain decoding stays plain."""
     params = SamplingParams(max_tokens=90, json_schema=SCHEMA)
     plain, drafted = (reference.generate([PROMPTS[0]], params, spec)[0] for spec in (SPECS[0], SPECS[2]))
     assert drafted.token_ids == plain.token_ids
     forced = [origin for origin in drafted.provenance if origin.drafter == "grammar"]
-    assert len(forced) >= 5
+    assert len(forced) >= 3
+    assert drafted.stats.accepted_by["grammar"] == len(forced) <= drafted.stats.drafted_by["grammar"]
     assert all(origin.kind == "plain" for origin in plain.provenance)
     assert drafted.stats.num_steps < plain.stats.num_steps
 
