@@ -12,7 +12,9 @@ from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, check_
 from foretoken.model.interface import LanguageModel
 from foretoken.model.loader import load_decoder, read_raw_config, resolve_folder
 from foretoken.model.paged import DEFAULT_BLOCK_SIZE, PagedModel
+from foretoken.model.strict import StrictModel
 
+NUMERICS = ("default", "strict")
 REFERENCE_PREFIX = "reference:"
 _REFERENCE_FOLDER = Path(__file__).resolve().parent.parent / "reference"
 # When the user names no size: room for many short requests, and for one that fills the context if that is affordable.
@@ -39,20 +41,29 @@ def reference_names() -> list[str]:
     return [REFERENCE_PREFIX + path.parent.name for path in sorted(_REFERENCE_FOLDER.glob("*/config.json"))]
 
 
-def open_model(folder: Path, dtype: str = "auto", device: str = "auto", cache_tokens: int | None = None) -> LanguageModel:
+def open_model(folder: Path, dtype: str = "auto", device: str = "auto", cache_tokens: int | None = None, numerics: str = "default") -> LanguageModel:
     """Load the checkpoint in `folder` with a cache of `cache_tokens` tokens (None: 512 MB, or up to 4 GB to hold one whole context).
+
+    `numerics` "strict" makes the logits of a position bitwise the same however its rows are batched, see `strict`.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `loader`.
+        ConfigError: an option that does not exist, or strict numerics of a model that runs through transformers.
     """
+    if numerics not in NUMERICS:
+        raise ConfigError("numerics", numerics, f"choose one of {', '.join(NUMERICS)}")
     place = _device(device)
     config = native_config(folder)
     if config is None:
+        if numerics == "strict":
+            remedy = f"{folder} runs through transformers, whose results depend on the batch; use numerics='default'"
+            raise ConfigError("numerics", numerics, f"{remedy}, or a checkpoint of {', '.join(NATIVE_MODEL_TYPES)}")
         from foretoken.model.hf import TransformersModel  # imports transformers: seconds that a native model need not pay
 
         return TransformersModel(folder, dtype, place, cache_tokens)
     decoder = load_decoder(folder, dtype=dtype, device=place)
-    return PagedModel(decoder, _cache_tokens(config, decoder.norm.weight, cache_tokens))
+    kind = StrictModel if numerics == "strict" else PagedModel
+    return kind(decoder, _cache_tokens(config, decoder.norm.weight, cache_tokens))
 
 
 def native_config(folder: Path) -> ModelConfig | None:

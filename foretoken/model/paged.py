@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -16,6 +17,16 @@ from foretoken.model.decoder import Decoder
 from foretoken.model.interface import ForwardOutput, Segment
 
 DEFAULT_BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The rows of one forward: position and slot of each, which ones want logits, and what each segment reads."""
+
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
+    readers: list[Reader] = field(default_factory=list)
 
 
 class PagedModel:
@@ -106,23 +117,31 @@ class PagedModel:
     @torch.inference_mode()
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
         """Run the flat `tokens` [T]; logits and taps of the rows each segment asks for."""
-        positions: list[int] = []
-        slots: list[int] = []
-        wanted: list[int] = []
-        readers: list[Reader] = []
-        for segment in segments:
-            table, first = self.tables[segment.sequence], len(positions)
-            if not self.reserve(segment.sequence, segment.num_rows):
-                raise CapacityError(f"out of KV blocks: {segment.num_rows} rows wanted, {self.num_free_tokens()} tokens free")
-            past, stop = table.length, table.length + segment.num_rows
-            positions.extend(row_positions(segment, past))
-            slots.extend(slots_of(table, past, stop, self.block_size))
-            readers.append(Reader(slice(first, len(positions)), self._slots_to_read(table, stop), past, segment))
-            wanted.extend(range(len(positions) - segment.num_logits, len(positions)))
-        attention = PagedAttention(self.config, self.pool, torch.tensor(slots, device=self._device), readers)
+        admission = self._admit(segments)
+        positions, wanted = admission.positions, admission.wanted
+        attention = PagedAttention(self.config, self.pool, torch.tensor(admission.slots, device=self._device), admission.readers)
         hidden = self.decoder(tokens, torch.tensor(positions, device=self._device), attention, taps=taps)
         rows = slice(None) if len(wanted) == len(positions) else torch.tensor(wanted, dtype=torch.int64, device=self._device)
         return ForwardOutput(self.decoder.logits(hidden.last[rows]), {layer: tap[rows] for layer, tap in hidden.taps.items()})
+
+    def _admit(self, segments: Sequence[Segment]) -> Admission:
+        """Make room for the rows of all segments.
+
+        Raises:
+            CapacityError: no room for them.
+        """
+        admission = Admission()
+        for segment in segments:
+            table, first = self.tables[segment.sequence], len(admission.positions)
+            if not self.reserve(segment.sequence, segment.num_rows):
+                raise CapacityError(f"out of KV blocks: {segment.num_rows} rows wanted, {self.num_free_tokens()} tokens free")
+            past, stop = table.length, table.length + segment.num_rows
+            admission.positions.extend(row_positions(segment, past))
+            admission.slots.extend(slots_of(table, past, stop, self.block_size))
+            last = len(admission.positions)
+            admission.readers.append(Reader(slice(first, last), self._slots_to_read(table, stop), past, segment))
+            admission.wanted.extend(range(last - segment.num_logits, last))
+        return admission
 
     def _slots_to_read(self, table: BlockTable, stop: int) -> range | Tensor:
         """Slots of the first `stop` tokens: a range when the blocks are neighbours, else gathered block by block."""

@@ -1,1 +1,1 @@
-"""Attention backends: `packed` for training, `paged` for the engine."""
+"""Attention backends: `packed` for training, `paged` for the engine, `strict` for the engine with strict numerics."""

@@ -1,0 +1,149 @@
+"""Attention whose result for a query depends on its text and position alone, to the last bit.
+
+A sum over keys is rounded in an order that follows the number of keys, so a query always sees the same number: all keys
+up to the next multiple of `KEY_BLOCK` after its position (from the multiple below where its window begins), gathered in
+the order of their positions. Query heads of one key group, and positions that see the same keys, are rows of one matrix
+product; as many rows as were proven to agree (`strict.prove`), down to one position per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.kv.pool import KVPool
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.attention.paged import Reader
+from foretoken.model.interface import Segment
+
+KEY_BLOCK = 64
+# CPU kernels take 1, 2-3, and 4 or more rows by different routes, and torch's attention takes 32 at a time.
+_ROW_STEP, _MOST_ROWS = 4, 32
+
+
+@dataclass(frozen=True)
+class Text:
+    """Rows that continue one text: `rows[i]` of the flat run stands at position `first + i`.
+
+    `slots` has the slot of every position up to the last row's, so a row reads the slots before and at its own position.
+    """
+
+    rows: Sequence[int]
+    first: int
+    slots: Tensor
+
+
+@dataclass(frozen=True)
+class _Read:
+    """One call: n positions of a text that see the same C keys."""
+
+    rows: Tensor  # [n]
+    slots: Tensor  # [C]
+    mask: Tensor  # [M, C], see `additive_mask`
+
+
+class StrictAttention:
+    """Writes the keys and values of rows `start` .. `start + len(write_slots)`, then reads text by text.
+
+    `attend` may be given more rows than that: the rest is padding, which is neither stored nor read and gets zeros.
+    """
+
+    def __init__(self, config: ModelConfig, pool: KVPool, start: int, write_slots: Tensor, texts: Sequence[Text], positions_per_call: int) -> None:
+        self.config, self.pool, self.start, self.write_slots = config, pool, start, write_slots
+        self.texts, self.positions_per_call = texts, positions_per_call
+        self._reads: dict[int | None, list[_Read]] = {}  # by window
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `decoder.Attention`."""
+        num_rows = len(self.write_slots)
+        self.pool.write(layer, self.write_slots, key[:num_rows], value[:num_rows])
+        window = self.config.window(layer)
+        if window not in self._reads:
+            self._reads[window] = [read for text in self.texts for read in self._plan(text, window, query)]
+        out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        for read in self._reads[window]:
+            keys, values = self.pool.read(layer, read.slots)  # [G, C, K]
+            out.index_copy_(0, read.rows, attend_together(query.index_select(0, read.rows), keys, values, read.mask))
+        return out
+
+    def _plan(self, text: Text, window: int | None, query: Tensor) -> Iterator[_Read]:
+        """The calls for those rows of `text` that are in this pass, each over positions with the same key range."""
+        stop = self.start + len(self.write_slots)
+        places = [(text.first + i, row - self.start) for i, row in enumerate(text.rows) if self.start <= row < stop]
+        for (low, high), members in groupby(places, lambda place: key_range(place[0], window)):
+            some = list(members)
+            for first in range(0, len(some), self.positions_per_call):
+                positions, rows = zip(*some[first : first + self.positions_per_call], strict=True)
+                # Slots after the last row may not be written yet: another key of the same text stands in for them, masked.
+                slots = text.slots[low : min(high, positions[-1] + 1)]
+                slots = torch.cat((slots, slots[:1].expand(high - low - len(slots))))
+                ago = torch.tensor(positions)[:, None] - torch.arange(low, high)  # [n, C]
+                seen = (ago >= 0) if window is None else (ago >= 0) & (ago < window)
+                yield _Read(torch.tensor(rows, device=query.device), slots, additive_mask(seen, self.config).to(query))
+
+
+def most_positions(config: ModelConfig) -> int:
+    """Positions that one call may hold at most."""
+    return max(1, _MOST_ROWS // (config.num_heads // config.num_kv_heads))
+
+
+def padded_rows(num_positions: int, config: ModelConfig) -> int:
+    """Rows of the matrix product for so many positions: a row per query head of a group, and up to a multiple of `_ROW_STEP`."""
+    return -(-num_positions * (config.num_heads // config.num_kv_heads) // _ROW_STEP) * _ROW_STEP
+
+
+def additive_mask(seen: Tensor, config: ModelConfig) -> Tensor:
+    """From what each position sees, bool [n, C], the float32 mask [M, C] of its rows and of the padding, which sees everything."""
+    rows = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf")).repeat_interleave(config.num_heads // config.num_kv_heads, dim=0)
+    return F.pad(rows, (0, 0, 0, padded_rows(len(seen), config) - len(rows)))
+
+
+def attend_together(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """`query` [n, H, K], `keys` and `values` [G, C, K], `mask` [M, C] -> [n, H, K]."""
+    num_positions, heads, head_dim = query.shape
+    groups, num_rows = keys.shape[0], num_positions * heads // keys.shape[0]
+    rows = query.new_zeros(groups, len(mask), head_dim)
+    rows[:, :num_rows] = query.view(num_positions, groups, -1, head_dim).transpose(0, 1).reshape(groups, num_rows, head_dim)
+    read = F.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=mask[None, None])[0, :, :num_rows]
+    return read.reshape(groups, num_positions, -1, head_dim).transpose(0, 1).reshape(num_positions, heads, head_dim)
+
+
+def key_range(position: int, window: int | None) -> tuple[int, int]:
+    """First and last (exclusive) key position that a query at `position` is computed over: multiples of `KEY_BLOCK`."""
+    low = 0 if window is None else max(0, position - window + 1) // KEY_BLOCK * KEY_BLOCK
+    return low, (position // KEY_BLOCK + 1) * KEY_BLOCK
+
+
+def texts_of(reader: Reader, device: torch.device, alone: bool = False) -> Iterator[Text]:
+    """The texts that a segment's rows belong to: one for a chain, for a tree one per leaf; with `alone`, one per row."""
+    slots = torch.arange(reader.slots.start, reader.slots.stop, device=device) if isinstance(reader.slots, range) else reader.slots
+    first_row = reader.rows.start
+    if reader.segment.is_chain and not alone:
+        yield Text(range(first_row, reader.rows.stop), reader.past, slots)
+        return
+    for line, own in _lines(reader.segment, alone):
+        new = torch.tensor(line, device=device) + reader.past
+        first = reader.past + len(line) - len(own)
+        yield Text([first_row + row for row in own], first, torch.cat((slots[: reader.past], slots[new])))
+
+
+def _lines(segment: Segment, alone: bool) -> Iterator[tuple[list[int], list[int]]]:
+    """Lines from the first new row to a leaf, each with the rows at its end that no earlier line has answered for."""
+    pending = segment.num_pending
+    above = [*range(-1, pending - 1), *(pending - 1 if parent < 0 else pending + parent for parent in segment.parents)]
+    taken: set[int] = set()
+    for row in reversed(range(segment.num_rows)):  # parents stand before their children
+        if row in taken:
+            continue
+        line = [row]
+        while above[line[-1]] >= 0:
+            line.append(above[line[-1]])
+        line.reverse()
+        own = [row] if alone else [other for other in line if other not in taken]
+        taken.update(own)
+        yield line, own

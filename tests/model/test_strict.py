@@ -1,0 +1,398 @@
+"""Strict numerics: every logit is bitwise what decoding one token after the other gives, however the rows are batched."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.errors import ConfigError
+from foretoken.kv.blocks import slots_of
+from foretoken.model import strict
+from foretoken.model.attention import strict as strict_attention
+from foretoken.model.attention.strict import key_range
+from foretoken.model.decoder import Decoder
+from foretoken.model.interface import LanguageModel, Segment
+from foretoken.model.layers import Linear
+from foretoken.model.loader import load_decoder
+from foretoken.model.open import open_model
+from foretoken.model.paged import PagedModel
+from foretoken.model.strict import Proven, StrictModel, cut, prove
+from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, token_ids
+from tests.model.test_paged import LEAF_PATHS, TREE, scatter
+
+BLOCK = 4
+LENGTH = 150  # crosses two key blocks
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# Every family; windows shorter and longer than a key block, on all layers and on some.
+CASES = {
+    "llama": {},
+    "llama-mqa": {},
+    "mistral-sliding": {},
+    "mistral": {"sliding_window": 70},
+    "qwen2": {},
+    "qwen2-layer-types": {},
+    "qwen3": {},
+}
+
+
+class Case:
+    """One checkpoint in one dtype with strict numerics, its text, and the logits that decoding token by token gives."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self.decoder: Decoder = load_decoder(folder, dtype=dtype)
+        self.proven = prove(self.decoder)
+        self.text = token_ids(LENGTH)
+        self.expected = self.plain(self.text)  # [LENGTH, V]
+
+    def model(self, num_slots: int = 1200) -> StrictModel:
+        """A strict model with an empty cache; what was proven of the decoder is not proven again."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(strict, "prove", lambda _: self.proven)
+            return StrictModel(self.decoder, num_slots, BLOCK)
+
+    def plain(self, text: Sequence[int]) -> Tensor:
+        """Logits `[len(text), V]`, one row per forward."""
+        model = self.model()
+        model.open(0)
+        return torch.cat([extend(model, 0, [token]) for token in text])
+
+
+def extend(model: PagedModel, sequence: int, tokens: Sequence[int]) -> Tensor:
+    """Run committed tokens, all logits wanted."""
+    out = model.forward(torch.tensor(tokens), [Segment(sequence, len(tokens), (), len(tokens))]).logits
+    model.commit(sequence, len(tokens))
+    return out
+
+
+def chain(num_guesses: int, sequence: int = 0) -> Segment:
+    """One pending token and a chain of guesses."""
+    return Segment(sequence, 1, tuple(range(-1, num_guesses - 1)), 1 + num_guesses)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """One thread, and afterwards what there was; `case` asks for two where it matters."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, int], Case]:
+    @functools.cache
+    def folder(name: str) -> Path:
+        family, overrides = VARIANTS[name]
+        return tiny_checkpoint(tmp_path_factory.mktemp(name), family, **(overrides | CASES[name]))
+
+    return functools.cache(lambda name, dtype, _threads: Case(folder(name), DTYPES[dtype]))
+
+
+@pytest.fixture(params=list(DTYPES))
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=[*((name, 1) for name in CASES), ("llama", 2), ("mistral", 2)], ids=lambda param: f"{param[0]}-{param[1]}")
+def case(request: pytest.FixtureRequest, one_thread: None, cases: Callable[[str, str, int], Case], dtype: str) -> Case:
+    name, threads = request.param
+    torch.set_num_threads(threads)
+    return cases(name, dtype, threads)
+
+
+@pytest.fixture(params=["llama", "mistral"])
+def some(request: pytest.FixtureRequest, one_thread: None, cases: Callable[[str, str, int], Case], dtype: str) -> Case:
+    """Without and with a window."""
+    return cases(request.param, dtype, 1)
+
+
+def ragged(model: PagedModel, text: Sequence[int], expected: Tensor, seed: int, num_rows: int = 500) -> int:
+    """Serve several sequences that all continue `text`, in random batches of prompt chunks, chains and trees.
+
+    Guesses follow the text for a while and are wrong from then on; what agrees is kept. Returns the rows that differ
+    from `expected`.
+    """
+    choose = random.Random(seed)
+    wrong = rows_seen = 0
+    for sequence in range(4):
+        model.open(sequence)
+    while rows_seen < num_rows:
+        tokens, segments, checks, commits = [], [], [], []
+        for sequence in choose.sample(range(4), choose.randint(1, 4)):
+            at = model.length(sequence)
+            if at > len(text) - 2:
+                model.rollback(sequence, at := choose.choice((0, 1, 63, 64, at // 2)))
+            pending = choose.choice((1, 1, 1, 2, choose.randint(1, 100))) if at else choose.randint(1, 130)
+            pending = min(pending, len(text) - at)
+            parents, right, nodes = (), [], []
+            if choose.random() < 0.7:
+                parents = tuple(range(-1, choose.randint(0, 16) - 1)) if choose.random() < 0.5 else TREE
+                line = range(len(parents)) if parents != TREE else choose.choice(LEAF_PATHS)
+                right = [*line][: min(choose.randint(0, len(line)), len(text) - at - pending)]
+                nodes = [(token + 1 + choose.randrange(90)) % 97 for token in range(len(parents))]
+                for depth, node in enumerate(right):
+                    nodes[node] = text[at + pending + depth]
+            segments.append(Segment(sequence, pending, parents, pending + len(parents)))
+            checks += [(len(tokens) + i, at + i) for i in range(pending)]
+            checks += [(len(tokens) + pending + node, at + pending + depth) for depth, node in enumerate(right)]
+            tokens += [*text[at : at + pending], *nodes]
+            commits.append((sequence, pending, right))
+        logits = model.forward(torch.tensor(tokens), segments).logits
+        rows, places = zip(*checks, strict=True)
+        wrong += int((logits[list(rows)] != expected[list(places)]).any(-1).sum())
+        rows_seen += len(rows)
+        for sequence, pending, right in commits:
+            model.commit(sequence, pending, right)
+    return wrong
+
+
+def test_random_ragged_batches(case: Case) -> None:
+    """Any neighbours, chunks, chains and trees, over adjacent and over scattered blocks."""
+    assert ragged(case.model(), case.text, case.expected, seed=1) == 0
+    model = case.model(2400)
+    scatter(model, 280)
+    assert ragged(model, case.text, case.expected, seed=2) == 0
+    assert isinstance(slots_of(model.tables[0], 0, model.length(0), BLOCK), list)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_default_numerics_fail_the_same_check(cases: Callable[[str, str, int], Case], name: str) -> None:
+    """The check can see: our default path does differ in the last bits."""
+    case = cases(name, "float32", 1)
+    model = PagedModel(case.decoder, 1200, BLOCK)
+    model.open(9)
+    expected = torch.cat([extend(model, 9, [token]) for token in case.text])
+    model.close(9)
+    assert ragged(model, case.text, expected, seed=0) > 0
+    torch.testing.assert_close(case.expected, expected, atol=1e-4, rtol=0)  # and yet both compute the same thing
+
+
+def test_verify_passes_of_every_size_around_the_edges_of_key_blocks(some: Case) -> None:
+    model = some.model()
+    model.open(0)
+    extend(model, 0, some.text[:130])
+    for start in (129, 128, 127, 126, 120, 66, 65, 64, 63, 62, 55, 1):
+        model.rollback(0, start)
+        for num_guesses in range(17):
+            tokens = some.text[start : start + 1 + num_guesses]
+            got = model.forward(torch.tensor(tokens), [chain(num_guesses)]).logits
+            assert torch.equal(got, some.expected[start : start + 1 + num_guesses]), (start, num_guesses)
+
+
+@pytest.mark.parametrize("past", [9, 59, 62, 64])
+@pytest.mark.parametrize("scattered", [False, True], ids=["one-piece", "scattered"])
+def test_every_node_of_a_tree_and_what_follows_it(some: Case, past: int, scattered: bool) -> None:
+    """Each node against plain decoding of its own path, in a tree that spans key blocks; then on along each path."""
+    nodes, after = token_ids(len(TREE), seed=2), token_ids(4, seed=3)
+    for path in LEAF_PATHS:
+        model = some.model()
+        if scattered:
+            scatter(model, 60)
+        model.open(0)
+        extend(model, 0, some.text[: past - 2])
+        got = model.forward(torch.tensor([*some.text[past - 2 : past], *nodes]), [Segment(0, 2, TREE, 2 + len(TREE))]).logits
+        expected = some.plain([*some.text[:past], *(nodes[node] for node in path), *after])
+        assert torch.equal(got[[0, 1, *(2 + node for node in path)]], expected[past - 2 : past + len(path)])
+        model.commit(0, 2, path)
+        assert torch.equal(extend(model, 0, after), expected[-len(after) :])
+        assert isinstance(slots_of(model.tables[0], 0, model.length(0), BLOCK), list) == scattered
+
+
+@pytest.mark.parametrize("chunk", [3, 63, 64, 65, 128, LENGTH])
+@pytest.mark.parametrize("num_neighbours", [0, 3])
+def test_prompt_chunks(some: Case, chunk: int, num_neighbours: int) -> None:
+    """Any chunking, alone or behind neighbours that push the rows to other places in the tiles."""
+    model = some.model(2400)
+    for sequence in range(num_neighbours + 1):
+        model.open(sequence)
+    for start in range(0, LENGTH, chunk):
+        piece = some.text[start : start + chunk]
+        others = [token_ids(1 + 5 * sequence, seed=start + sequence) for sequence in range(num_neighbours)]
+        segments = [Segment(1 + i, len(other), (), 1) for i, other in enumerate(others)]
+        flat = torch.tensor([token for other in [*others, piece] for token in other])
+        got = model.forward(flat, [*segments, Segment(0, len(piece), (), len(piece))]).logits
+        assert torch.equal(got[num_neighbours:], some.expected[start : start + chunk])
+        model.commit(0, len(piece))  # the neighbours begin anew
+
+
+def test_close_to_default_numerics(case: Case, dtype: str) -> None:
+    """Strict is not only equal to itself: float32 to rounding, 16 bits as close as two orders of summation are."""
+    model = PagedModel(case.decoder, 400, BLOCK)
+    model.open(0)
+    reference = extend(model, 0, case.text).float()
+    atol = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.25}[dtype]
+    torch.testing.assert_close(case.expected.float(), reference, atol=atol, rtol=0)
+    assert reference.std() > 0.3  # of which the tolerance is a small part
+
+
+def test_taps_and_row_choice(some: Case) -> None:
+    """Taps are strict too, and belong to the rows whose logits are wanted."""
+    layers, model = (0, 1, 3), some.model()
+    model._proven[1] = Proven((8, 64), 1)  # several tiles
+    model.open(0)
+    model.open(1)
+    whole = model.forward(torch.tensor(some.text), [Segment(0, LENGTH, (), 2)], layers)
+    assert torch.equal(whole.logits, some.expected[-2:])
+    extend(model, 1, some.text[:-2])
+    for i, token in enumerate(some.text[-2:]):
+        one = model.forward(torch.tensor([token]), [Segment(1, 1)], layers)
+        model.commit(1, 1)
+        assert all(torch.equal(one.taps[layer][0], whole.taps[layer][i]) for layer in layers)
+    none = model.forward(torch.tensor(some.text[:3]), [Segment(0, 3, (), 0)])
+    assert none.logits.shape == (0, model.vocab_size)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), 1e4])
+def test_slots_that_are_not_ours_or_not_written_yet_are_never_read(some: Case, monkeypatch: pytest.MonkeyPatch, poison: float) -> None:
+    model = some.model()
+    model._proven[1] = Proven((8,), some.proven.positions_per_call)  # many tiles: later rows are not written when earlier ones read
+    first_try = model._run
+    monkeypatch.setattr(model, "_run", lambda *args, alone=False: first_try(*args))  # no second one
+    scatter(model, 60)
+    model.open(0)
+    for start, stop in ((0, 60), (60, 66), (66, 110)):
+        kept = set(slots_of(model.tables[0], 0, model.length(0), BLOCK))
+        gone = [slot for slot in range(model.capacity_tokens) if slot not in kept]
+        for tensor in (*model.pool.keys, *model.pool.values):
+            tensor[:, gone] = poison
+        assert torch.equal(extend(model, 0, some.text[start:stop]), some.expected[start:stop])
+
+
+@pytest.mark.parametrize("parents", [(-1, 0, 1), (-1, -1, 0)], ids=["chain", "tree"])
+def test_a_guess_that_overflows_harms_only_itself(some: Case, parents: tuple[int, ...]) -> None:
+    """Token 96 gives NaN; as a guess it must not reach the rows before and beside it, which share its calls."""
+    model, weight = some.model(), some.decoder.embedding.weight
+    model.open(0)
+    extend(model, 0, some.text[:20])
+    kept = weight[96].clone()
+    weight[96] = float("nan")
+    try:
+        got = model.forward(torch.tensor([some.text[20], some.text[21], 96, 96]), [Segment(0, 1, parents, 4)]).logits
+        assert torch.equal(got[:2], some.expected[20:22])
+        assert bool(got[2:].isnan().all())
+    finally:
+        weight[96] = kept
+    model.commit(0, 1, (0,))
+    assert torch.equal(extend(model, 0, some.text[22:30]), some.expected[22:30])
+
+
+def test_greedy_decoding_in_bf16_is_the_same_with_and_without_guesses(cases: Callable[[str, str, int], Case]) -> None:
+    """Token for token over a long answer, whatever is guessed: half of the guesses are right."""
+    case, choose = cases("llama", "bfloat16", 1), random.Random(3)
+    model, plain = case.model(), [7]
+    model.open(0)
+    while len(plain) < 200:
+        plain.append(int(extend(model, 0, plain[-1:])[0].argmax()))
+    text = [7]
+    model.open(1)
+    while len(text) < 200:
+        count = choose.randint(0, 9)
+        guesses = [token if choose.random() < 0.8 else choose.randrange(97) for token in plain[len(text) : len(text) + count]]
+        answers = model.forward(torch.tensor([text[-1], *guesses]), [chain(len(guesses), 1)]).logits.argmax(-1).tolist()
+        right = next((i for i, guess in enumerate(guesses) if guess != answers[i]), len(guesses))
+        model.commit(1, 1, range(right))
+        text += answers[: right + 1]
+    assert text[:200] == plain
+
+
+# --- what is proven of a machine, and what happens when it is not so
+
+
+def broken_linear(monkeypatch: pytest.MonkeyPatch, error: Callable[[int], Tensor | float]) -> None:
+    """Add to every matrix product an error that follows from the number of rows."""
+    whole = Linear.forward
+    monkeypatch.setattr(Linear, "forward", lambda self, x: whole(self, x) * (1 + error(len(x))))
+
+
+def noisy_from(count: int) -> Callable[[int], float]:
+    return lambda num_rows: 0.01 * (num_rows >= count)
+
+
+def noisy_by_place(num_rows: int) -> Tensor:
+    return 0.01 * (torch.arange(num_rows)[:, None] == 7)
+
+
+@pytest.mark.parametrize(("error", "sizes"), [(noisy_from(48), (8, 16, 24, 32)), (noisy_from(9), (8,)), (noisy_by_place, (1,))])
+def test_sizes_that_disagree_are_not_used(
+    cases: Callable[[str, str, int], Case], monkeypatch: pytest.MonkeyPatch, error: Callable[[int], Tensor | float], sizes: tuple[int, ...]
+) -> None:
+    """On a machine whose kernels change with the number of rows, or with the place of a row, strict stays strict."""
+    case = cases("llama", "float32", 1)
+    broken_linear(monkeypatch, error)
+    proven = prove(case.decoder)
+    assert proven.sizes == sizes
+    model = StrictModel(case.decoder, 800, BLOCK)
+    assert model.proven == proven
+    model.open(9)
+    expected = torch.cat([extend(model, 9, [token]) for token in case.text])
+    model.close(9)
+    assert ragged(model, case.text, expected, seed=1, num_rows=200) == 0
+    model = case.model(800)
+    model._proven = {torch.get_num_threads(): Proven((8, 16, 64), 64)}  # had it been believed without proof
+    assert ragged(model, case.text, expected, seed=1, num_rows=200) > 0
+
+
+def broken_attention(monkeypatch: pytest.MonkeyPatch, error: Callable[[int, int], float]) -> None:
+    """Add to all attention an error that follows from the numbers of positions and of keys."""
+    whole = strict.attend_together
+    for module in (strict, strict_attention):
+        monkeypatch.setattr(module, "attend_together", lambda q, k, v, mask: whole(q, k, v, mask) * (1 + error(len(q), k.shape[1])))
+
+
+def test_positions_that_do_not_agree_get_a_call_each(cases: Callable[[str, str, int], Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases("llama", "float32", 1)
+    broken_attention(monkeypatch, lambda positions, _: 0.01 * (positions > 1))
+    assert prove(case.decoder).positions_per_call == 1
+    assert ragged(StrictModel(case.decoder, 800, BLOCK), case.text, case.expected, seed=1, num_rows=200) == 0
+    assert ragged(case.model(), case.text, case.expected, seed=1, num_rows=200) > 0  # had it been believed without proof
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "mistral-sliding"])
+def test_the_number_of_keys_follows_from_the_position(cases: Callable[[str, str, int], Case], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """With kernels that give other results for another number of keys, plain and batched decoding still agree."""
+    case = cases(name, "float32", 1)
+    broken_attention(monkeypatch, lambda _, keys: 0.001 * keys)
+    expected = case.plain(case.text)
+    assert not torch.equal(expected, case.expected)
+    assert ragged(case.model(), case.text, expected, seed=1, num_rows=300) == 0
+
+
+def test_a_new_number_of_threads_is_proven_anew(cases: Callable[[str, str, int], Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = StrictModel(cases("llama", "float32", 1).decoder, 400, BLOCK), []
+    monkeypatch.setattr(strict, "prove", lambda decoder: asked.append(torch.get_num_threads()) or Proven((8,), 64))
+    model.open(0)
+    for count in (1, 2, 1, 2):
+        torch.set_num_threads(count)
+        extend(model, 0, [1])
+    assert asked == [2]
+
+
+def test_tiles_by_hand() -> None:
+    sizes = (8, 16, 64)
+    assert [*cut(0, sizes)] == []
+    assert [*cut(1, sizes)] == [(0, 1, 8)]
+    assert [*cut(9, sizes)] == [(0, 9, 16)]
+    assert [*cut(200, sizes)] == [(0, 64, 64), (64, 128, 64), (128, 192, 64), (192, 200, 8)]
+    assert [*cut(3, (1,))] == [(0, 1, 1), (1, 2, 1), (2, 3, 1)]
+
+
+def test_key_ranges_by_hand() -> None:
+    assert [key_range(position, None) for position in (0, 63, 64, 128)] == [(0, 64), (0, 64), (0, 128), (0, 192)]
+    assert [key_range(position, 7) for position in (63, 69, 70, 130)] == [(0, 64), (0, 128), (64, 128), (64, 192)]
+
+
+def test_opening_by_name(tmp_path: Path) -> None:
+    native, other = tiny_checkpoint(tmp_path / "native", "llama"), tiny_checkpoint(tmp_path / "other", "gpt2")
+    opened: LanguageModel = open_model(native, cache_tokens=64, numerics="strict")
+    assert isinstance(opened, StrictModel)
+    assert type(open_model(native, cache_tokens=64)) is PagedModel
+    with pytest.raises(ConfigError, match=r"numerics='strict': .*other runs through transformers, .*use numerics='default'"):
+        open_model(other, numerics="strict")
+    with pytest.raises(ConfigError, match="numerics='exact': choose one of default, strict"):
+        open_model(native, numerics="exact")
