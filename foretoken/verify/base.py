@@ -7,7 +7,7 @@ A rule is split so that it can be proved. `accept_probabilities` and `next_law` 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
 
-_CACHED_NUMBERS = 2**18  # 1 MB of float32
+_CACHED_NUMBERS = 262_144  # 1 MB of float32
 
 
 class Rule(ABC):
@@ -97,6 +97,11 @@ def node_terms(draft: Draft, target_probs: Tensor) -> tuple[Tensor, Tensor]:
     return p, mu
 
 
+def host_lists(*parts: Tensor) -> list[list[int]]:
+    """Token ids of several tensors on the host, in one transfer."""
+    return [part.tolist() for part in torch.split(torch.cat(parts).cpu(), [part.shape[0] for part in parts])]
+
+
 def take(rows_of: Tensor, rows: Sequence[int]) -> Tensor:
     """Some rows of a matrix, [R, V] -> [len(rows), V]; a view, not a copy, when they follow one another. Do not write to it."""
     if rows and tuple(rows) == tuple(range(rows[0], rows[0] + len(rows))):
@@ -110,9 +115,12 @@ def left_over(weights: Tensor, scale: Sequence[float], mass: Tensor) -> Tensor:
     return (weights * factor).sub_(mass).clamp_(min=0)
 
 
-def rows_at_once(matrix: Tensor) -> int:
-    """How many rows of [n, V] to work on together: on a CPU as many as stay in its cache, elsewhere all."""
-    return max(1, _CACHED_NUMBERS // matrix.shape[-1]) if matrix.device.type == "cpu" else max(1, matrix.shape[0])
+def pieces(rows: Sequence[int], matrix: Tensor) -> Iterator[Sequence[int]]:
+    """`rows` of a matrix [R, V] in pieces that are worked on together: on a CPU as many as stay in its cache, elsewhere all."""
+    size = max(1, _CACHED_NUMBERS // matrix.shape[-1]) if matrix.device.type == "cpu" else len(rows)
+    while rows:
+        yield rows[:size]
+        rows = rows[size:]
 
 
 def residual_law(draft: Draft, target_probs: Tensor, rows: Sequence[int], reach: Sequence[float] | None = None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
-from foretoken.verify.base import Rule, accept_ratio, draw, left_over, node_terms, require_chains, residual_law, rows_at_once, take, verdict_at
+from foretoken.verify.base import Rule, accept_ratio, draw, left_over, node_terms, pieces, require_chains, residual_law, take, verdict_at
 
 
 class BlockRule(Rule):
@@ -56,7 +56,7 @@ class BlockRule(Rule):
 def _host_terms(draft: Draft, target_probs: Tensor) -> tuple[list[int], list[float], list[float]]:
     """Tokens, p(x) and mu(x) of every node on the host, in one transfer (float64 holds every token id exactly)."""
     p, mu = node_terms(draft, target_probs)
-    tokens, p_host, mu_host = torch.stack((draft.tokens.double(), p.double(), mu.double())).tolist()
+    tokens, p_host, mu_host = torch.stack((draft.tokens.double(), p, mu)).tolist()
     return [int(token) for token in tokens], p_host, mu_host
 
 
@@ -73,29 +73,27 @@ def _reach(draft: Draft, p: Sequence[float], mu: Sequence[float]) -> list[float]
 def _bounds(draft: Draft, target_probs: Tensor, p: Sequence[float], reach: Sequence[float]) -> list[float]:
     """h at every row, the chance that the walk stops there when it is asked to: -> [R]; 1 at every anchor."""
     left = list(reach)  # [R] Z; all of P where nothing could have been proposed
-    sampled = draft.sampled or (False,) * draft.num_nodes
     for node, row in enumerate(draft.parent_rows):
-        if not sampled[node]:
-            left[row] *= max(0.0, 1.0 - p[node])
+        left[row] *= max(0.0, 1.0 - p[node])  # as for a deterministic guess; a row with a law follows
     if draft.mass is not None:
-        mass = draft.mass
-        rows = sorted((row for row, law in enumerate(mass.law_of_row) if law >= 0), key=mass.law_of_row.__getitem__)
-        size = rows_at_once(target_probs)
-        for some in (rows[i : i + size] for i in range(0, len(rows), size)):
-            owed = left_over(take(target_probs, some), [reach[row] for row in some], take(mass.laws, [mass.law_of_row[row] for row in some]))
+        law_of_row = draft.mass.law_of_row
+        rows = sorted((row for row, law in enumerate(law_of_row) if law >= 0), key=law_of_row.__getitem__)  # laws in turn are read without a copy
+        for some in pieces(rows, target_probs):
+            owed = left_over(take(target_probs, some), [reach[row] for row in some], take(draft.mass.laws, [law_of_row[row] for row in some]))
             for row, total in zip(some, owed.sum(-1, dtype=torch.float64).tolist(), strict=True):
                 left[row] = total
-    # Z + (1 - P), not Z + 1 - P: exactly Z at P = 1, so that the anchor never refuses.
-    return [z / (z + (1.0 - reached)) if z + (1.0 - reached) > 0 else 1.0 for z, reached in zip(left, reach, strict=True)]
+    # Z + (1 - P), not Z + 1 - P: nothing is lost where P is nearly 1.
+    return [z / (z + (1.0 - reached)) if reached < 1 else 1.0 for z, reached in zip(left, reach, strict=True)]
 
 
 def _steps(draft: Draft, bounds: Sequence[float]) -> list[float]:
     """P(at least i stand) / P(at least i - 1 stand) at every node, from the bounds of the rows: -> [N]."""
-    steps = [0.0] * draft.num_nodes
+    steps: list[float] = []
     for b, length in enumerate(draft.lengths):
-        start, anchor, longer = draft.offsets[b], draft.anchor_row(b), 0.0
+        anchor, longer, own = draft.anchor_row(b), 0.0, []
         for i in range(length, 0, -1):
             longer += (1.0 - longer) * bounds[anchor + i]  # at least i stand
             shorter = longer + (1.0 - longer) * bounds[anchor + i - 1]
-            steps[start + i - 1] = longer / shorter if shorter > 0 else 0.0
+            own.append(longer / shorter if shorter > 0 else 0.0)
+        steps += reversed(own)
     return steps

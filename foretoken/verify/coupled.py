@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
-from foretoken.verify.base import Rule, deepest_walk, race_winner, take, verdict_at
+from foretoken.verify.base import Rule, deepest_walk, host_lists, race_winner, take, verdict_at
 
 
 class CoupledRule(Rule):
@@ -51,7 +51,7 @@ class CoupledRule(Rule):
             assert noise is not None, "the coupled rule needs the noise of every row"
             anchor = draft.anchor_row(b)
             winners.append(race_winner(target_probs[anchor : anchor + 1 + draft.lengths[b]], noise))
-        flat: list[int] = torch.cat((*winners, draft.tokens)).tolist()
-        best, tokens = flat[: draft.num_rows], flat[draft.num_rows :]
+        *own, tokens = host_lists(*winners, draft.tokens)
+        best = [token for one in own for token in one]
         rows = deepest_walk(draft, [tokens[node] == best[row] for node, row in enumerate(draft.parent_rows)])[0]
         return verdict_at(draft, tokens, rows, [best[row] for row in rows], None)

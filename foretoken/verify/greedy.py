@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
-from foretoken.verify.base import Rule, deepest_walk, take, verdict_at
+from foretoken.verify.base import Rule, deepest_walk, host_lists, take, verdict_at
 
 
 class GreedyRule(Rule):
@@ -32,7 +32,6 @@ class GreedyRule(Rule):
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:  # noqa: ARG002 - nothing is random
         """Choose the deepest path of argmax tokens of every request; the next token is the argmax after it."""
-        flat: list[int] = torch.cat((target_probs.argmax(-1), draft.tokens)).tolist()
-        best, tokens = flat[: draft.num_rows], flat[draft.num_rows :]
+        best, tokens = host_lists(target_probs.argmax(-1), draft.tokens)
         rows, steps = deepest_walk(draft, [tokens[node] == best[row] for node, row in enumerate(draft.parent_rows)])
         return verdict_at(draft, tokens, rows, [best[row] for row in rows], steps)

@@ -40,7 +40,7 @@ class RejectionRule(Rule):
         # No division: mu(x) may be tiny. float64 uniforms keep the product exact enough for float32 laws.
         passed = uniforms.accept * mu < p
         # float64 holds every token id exactly, so that one transfer brings all three.
-        tokens, passes, ratios = torch.stack((draft.tokens.double(), passed.double(), _ratios(p, mu).double())).tolist()
+        tokens, passes, ratios = torch.stack((draft.tokens.double(), passed, _ratios(p, mu))).tolist()
         rows = []
         for b, length in enumerate(draft.lengths):
             start = draft.offsets[b]
@@ -51,4 +51,4 @@ class RejectionRule(Rule):
 
 def _ratios(p: Tensor, mu: Tensor) -> Tensor:
     """min(1, p / mu), and 0 where p is 0 whatever mu: both [N] -> [N]."""
-    return torch.where(p < mu, p / mu, (p > 0).to(p.dtype))
+    return torch.where(p < mu, p / mu, p > 0)

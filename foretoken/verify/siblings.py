@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Draft
-from foretoken.verify.base import accept_ratio, left_over, node_terms, or_target, rows_at_once, take
+from foretoken.verify.base import accept_ratio, left_over, node_terms, or_target, pieces, take
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,20 @@ class Proposals:
     """What was proposed at one row, in the order in which it is judged: every draw, then the deterministic guesses."""
 
     laws: tuple[int, ...]  # law of each draw, given the earlier draws from the same row
-    drawn: tuple[int, ...]  # the node of each draw, -1 where it came to nothing
+    drawn: tuple[int | None, ...]  # the node of each draw, None where it came to nothing
     fixed: tuple[int, ...]  # deterministic nodes
 
     @property
     def children(self) -> tuple[int, ...]:
         """Nodes that a walk can go on to, in the order in which they are judged."""
-        return (*(node for node in self.drawn if node >= 0), *self.fixed)
+        return (*(node for node in self.drawn if node is not None), *self.fixed)
 
 
 @dataclass(frozen=True)
 class FurtherLaw:
-    """One of the draft's laws without some tokens, scaled back to its own sum: what a later sibling was drawn from."""
+    """One of the draft's laws without some tokens, scaled back to its own sum: what `node`, a later sibling, was drawn from."""
 
+    node: int
     law: int
     without: tuple[int, ...]
 
@@ -45,26 +46,28 @@ def read_proposals(draft: Draft, tokens: Sequence[int]) -> tuple[list[Proposals]
     first. No walk reaches the rows of the others.
     """
     sampled = draft.sampled or (False,) * draft.num_nodes
-    law_of_row = draft.mass.law_of_row if draft.mass is not None else (-1,) * draft.num_rows
-    num_laws = draft.mass.laws.shape[0] if draft.mass is not None else 0
+    law_of_row = draft.mass.law_of_row if draft.mass is not None else ()
     home = list(range(draft.num_rows))  # where the proposals of a row stand
-    draws: list[list[tuple[int, int]]] = [[] for _ in home]  # law and node, by the row they were drawn from
+    draws: list[list[tuple[int, int | None]]] = [[] for _ in home]  # law and node, by the row they were drawn from
     fixed: list[dict[int, int]] = [{} for _ in home]  # token -> node
+    drawn_tokens: list[tuple[int, ...]] = [() for _ in home]
     further: list[FurtherLaw] = []
     for node, (row, parent) in enumerate(zip(node_rows(draft), draft.parent_rows, strict=True)):
         if not sampled[node]:
             first = fixed[home[parent]].setdefault(tokens[node], node)
             home[row] = home[row + first - node]
             continue
-        law, earlier = law_of_row[parent], tuple(tokens[one] for _, one in draws[parent])
+        assert draft.mass is not None
+        law, earlier = law_of_row[parent], drawn_tokens[parent]
         if earlier:
-            further.append(FurtherLaw(law, earlier))
-            law = num_laws + len(further) - 1
+            further.append(FurtherLaw(node, law, earlier))
+            law = draft.mass.laws.shape[0] + len(further) - 1
         draws[parent].append((law, node))
-    gathered: list[list[tuple[int, int]]] = [[] for _ in home]
+        drawn_tokens[parent] = (*earlier, tokens[node])
+    gathered: list[list[tuple[int, int | None]]] = [[] for _ in home]
     for row, law in enumerate(law_of_row):
         # In the order of the rows: the place of a draw must not tell whether it came to something.
-        gathered[home[row]] += draws[row] or ([(law, -1)] if law >= 0 else [])
+        gathered[home[row]] += draws[row] or ([(law, None)] if law >= 0 else [])
     found = [
         Proposals(tuple(law for law, _ in gathered[row]), tuple(node for _, node in gathered[row]), tuple(fixed[row].values()))
         for row in range(draft.num_rows)
@@ -90,15 +93,16 @@ class Residuals:
         self.draft, self.target_probs = draft, target_probs
         p, mu = node_terms(draft, target_probs)
         # float64 holds every token id exactly, so that one transfer brings all three.
-        tokens, self.weight, self.mass = torch.stack((draft.tokens.double(), p.double(), mu.double())).tolist()  # at the nodes' tokens
+        tokens, self.weight, self.mass = torch.stack((draft.tokens.double(), p, mu)).tolist()  # at the nodes' tokens
         self.tokens = [int(token) for token in tokens]
         self.proposals, further = read_proposals(draft, self.tokens)
         self.rows = node_rows(draft)
-        self.laws = self._with_further_laws(further)
+        if draft.mass is not None:
+            self.laws = self._with_further_laws(draft.mass.laws, further)
         self.reach = [1.0] * draft.num_rows  # P
         self.total = [1.0] * draft.num_rows
         self.num_refused = [0] * draft.num_rows  # draws, of each row
-        self.step = [0.0] * draft.num_nodes  # min(1, P r(x) / mu(x)) when the node's turn comes
+        self.step: dict[int, float] = {}  # node -> min(1, P r(x) / mu(x)) when its turn comes
         self._weights: dict[int, Tensor] = {}  # row -> [V] before its last draw; the target's own row if absent
         self._last_scale: dict[int, float] = {}  # row -> P / total when its last draw was refused
 
@@ -107,24 +111,21 @@ class Residuals:
         """Rows where something was, or could have been, proposed."""
         return {row for row, one in enumerate(self.proposals) if one.drawn or one.fixed}
 
-    def _with_further_laws(self, further: Sequence[FurtherLaw]) -> Tensor:
-        """The draft's laws and the further ones, [M + len(further), V]; also sets `mass` of the nodes drawn from the latter."""
-        if self.draft.mass is None:
-            return self.target_probs[:0]
-        laws = self.draft.mass.laws
+    def _with_further_laws(self, laws: Tensor, further: Sequence[FurtherLaw]) -> Tensor:
+        """The draft's `laws` [M, V] and the further ones, [M + len(further), V]; also sets `mass` of the nodes drawn from the latter."""
         if not further:
             return laws
         whole = laws[[one.law for one in further]]  # [K, V]
-        places = [(k, token) for k, one in enumerate(further) for token in one.without]
         rest = whole.clone()
+        places = [(k, token) for k, one in enumerate(further) for token in one.without]
         rest[[k for k, _ in places], [token for _, token in places]] = 0
-        # Summed, not subtracted from the whole: after a likely token the rest is small and would be all rounding.
-        left = rest.sum(-1, keepdim=True, dtype=torch.float64)
-        rest *= torch.where(left > 0, whole.sum(-1, keepdim=True, dtype=torch.float64) / left, 0.0).to(rest.dtype)
-        late = [(node, law - laws.shape[0]) for one in self.proposals for node, law in zip(one.drawn, one.laws, strict=True) if law >= laws.shape[0]]
-        masses = rest[[k for _, k in late], self.draft.tokens[[node for node, _ in late]]].tolist()
-        for (node, _), mass in zip(late, masses, strict=True):
-            self.mass[node] = mass
+        # Summed, not subtracted from the whole: after a likely token the rest is small and would be all rounding. If nothing is left of
+        # a law, against the contract, zero times a finite number stays zero.
+        left = rest.sum(-1, keepdim=True, dtype=torch.float64).clamp_(min=torch.finfo(torch.float64).tiny)
+        rest *= whole.sum(-1, keepdim=True, dtype=torch.float64) / left
+        masses = rest[list(range(len(further))), [self.tokens[one.node] for one in further]].tolist()
+        for one, mass in zip(further, masses, strict=True):
+            self.mass[one.node] = mass
         return torch.cat((laws, rest))
 
     def judge(self, bottom_up: bool) -> None:
@@ -140,8 +141,8 @@ class Residuals:
                 entered = []
                 drawn, fixed, k = self.proposals[row].drawn, self.proposals[row].fixed, self.num_refused[row]
                 if k < len(drawn):
-                    if drawn[k] >= 0:
-                        entered.append(self._enter(row, drawn[k]))
+                    if (node := drawn[k]) is not None:
+                        entered.append(self._enter(row, node))
                     if bottom_up or fixed or k + 1 < len(drawn):
                         waiting.append(row)
                 else:
@@ -183,8 +184,7 @@ class Residuals:
         """Refuse the next draw of every given row, whether or not it came to something."""
         law_of = {row: self.proposals[row].laws[self.num_refused[row]] for row in rows}
         ordered = sorted(rows, key=law_of.__getitem__)  # laws that follow one another are read without a copy
-        size = rows_at_once(self.target_probs)
-        for some in (ordered[i : i + size] for i in range(0, len(ordered), size)):
+        for some in pieces(ordered, self.target_probs):
             scales = [self.reach[row] / self.total[row] for row in some]
             left = left_over(self._owed(some), scales, take(self.laws, [law_of[row] for row in some]))
             waiting = [(i, node) for i, row in enumerate(some) for node in self.proposals[row].children]

@@ -58,7 +58,7 @@ def _post_order(residuals: Residuals, anchor: int) -> list[int]:
 
 def _shares(residuals: Residuals) -> list[float]:
     """The probability that the accepted path goes on from every node's parent to it, given that it reached the parent: -> [N]."""
-    shares = [0.0] * len(residuals.step)
+    shares = [0.0] * len(residuals.rows)
     stands = [0.0] * len(residuals.proposals)  # [R] the chance that something at or below the row does, once the walk is there
     for row in reversed(range(len(residuals.proposals))):
         children = residuals.proposals[row].children

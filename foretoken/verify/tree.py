@@ -57,7 +57,7 @@ def _first_passing(residuals: Residuals, row: int, numbers: Sequence[float]) -> 
 
 def _shares(residuals: Residuals) -> list[float]:
     """The probability of every node's turn coming and going well, given that its row was reached: -> [N]."""
-    shares = [0.0] * len(residuals.step)
+    shares = [0.0] * len(residuals.rows)
     for proposals in residuals.proposals:
         left = 1.0
         for node in proposals.children:

@@ -35,7 +35,7 @@ class TypicalRule(Rule):
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """Choose the deepest path of plausible tokens of every request, then draw from the target's law after it."""
-        tokens, plausible = torch.stack((draft.tokens, _plausible(draft, target_probs).to(draft.tokens.dtype))).tolist()
+        tokens, plausible = torch.stack((draft.tokens, _plausible(draft, target_probs))).tolist()
         rows, steps = deepest_walk(draft, plausible)
         next_tokens = draw(take(target_probs, rows), uniforms.next).tolist()
         return verdict_at(draft, tokens, rows, next_tokens, steps)

@@ -1,0 +1,209 @@
+"""The checks that never fail by chance: greedy answers, repeated seeds, equal logits, conserved cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from foretoken.audit.report import Check, Result
+from foretoken.audit.session import Session
+from foretoken.config import SamplingParams, SpecConfig
+from foretoken.engine.drift import GreedyEvidence, weigh_greedy
+from foretoken.engine.output import GenerateOutput
+from foretoken.model.interface import LanguageModel, Segment
+from foretoken.model.randomness import RaceNoise
+
+_TEXTS = 4  # answers whose logits and seeds are compared; the checks on laws take all of them
+_OTHER_NUM_DRAFTS = (1, 7)
+
+
+def check_greedy(session: Session) -> list[Check]:
+    """Temperature 0: the speculative answer is the plain one, and every token is the target's own choice."""
+    params = SamplingParams(max_tokens=session.options.max_tokens, ignore_eos=True)
+    prompts = session.prompts[: session.options.num_prompts]
+    each = [params] * len(prompts)
+    outputs = session.answers(prompts, each, session.options.spec).outputs
+    chosen = GreedyEvidence()
+    for output in outputs:
+        for rows in session.rescore(output, params):
+            chosen += weigh_greedy(rows.logits, rows.tokens, rows.rounding)
+    found = f"{chosen.num_other} others, largest gap {chosen.max_gap:.2g}"
+    result: Result = "fail" if chosen.num_beyond else "pass"
+    checks = [Check("every token is the target's choice", "temperature 0", result, chosen.num_tokens, found, "0 beyond rounding")]
+    if session.options.spec.drafter is None:
+        return checks
+    plain = session.answers(prompts, each, SpecConfig()).outputs
+
+    def gap(i: int, place: int) -> tuple[float, float]:
+        logits, _, rounding = _row(session, outputs[i], params, place)
+        return abs(float(logits[plain[i].token_ids[place]] - logits[outputs[i].token_ids[place]])), rounding
+
+    return [_equality("the same answers as plain decoding", "temperature 0", plain, outputs, session.exact(), gap), *checks]
+
+
+def _equality(
+    name: str,
+    where: str,
+    base: Sequence[GenerateOutput],
+    again: Sequence[GenerateOutput],
+    exact: bool,
+    gap: Callable[[int, int], tuple[float, float]],
+) -> Check:
+    """Are two sets of answers equal? Unless `exact`, one may turn off where the two choices lie within rounding.
+
+    `gap(i, place)` is how far the choices of answers i lie apart there, and how far rounding could move them.
+    """
+    told, num_beyond = [], 0
+    for i, (one, other) in enumerate(zip(base, again, strict=True)):
+        place = first_difference(one.token_ids, other.token_ids)
+        if place is None:
+            continue
+        if place == min(len(one.token_ids), len(other.token_ids)):
+            told.append(f"one ends at token {place}")
+            num_beyond += 1
+            continue
+        apart, rounding = gap(i, place)
+        told.append(f"token {place}: {apart:.2g} apart, rounding explains {rounding:.2g}")
+        num_beyond += exact or not apart <= rounding
+    ties = len(told) - num_beyond
+    return Check(
+        name,
+        where,
+        "fail" if num_beyond else "pass",
+        sum(len(output.token_ids) for output in again),
+        f"{len(base) - len(told)} of {len(base)} equal" + (f", {ties} differ at near ties" if ties else ""),
+        "all equal" if exact else "all equal but for near ties",
+        detail=f"first differences at {'; '.join(told)}" if told else "",
+    )
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first place where two answers differ, None if they are equal."""
+    if tuple(one) == tuple(other):
+        return None
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _row(session: Session, output: GenerateOutput, params: SamplingParams, place: int) -> tuple[Tensor, Tensor, float]:
+    """Logits `[V]` and law `[V]` of one place of an answer, and the distance in logits that rounding explains there."""
+    for rows in session.rescore(output, params):
+        if rows.first <= place < rows.first + len(rows.tokens):
+            i = place - rows.first
+            return rows.logits[i].float(), rows.laws[i], float(rows.rounding[i])
+    raise AssertionError(f"place {place} is not in the answer")
+
+
+# ---- seeds
+
+
+def check_seeds(session: Session) -> list[Check]:
+    """A given seed repeats its answer: with the same settings always, under the coupled rule with any."""
+    options, name = session.options, "equal seeds, equal answers"
+    temperature = max(options.sampled)
+    prompts = session.prompts_in_turn(min(_TEXTS, options.num_prompts))
+    params = [
+        SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=options.seed + i, ignore_eos=True) for i in range(len(prompts))
+    ]
+    base = session.answers(prompts, params, options.spec).outputs
+
+    def compare(words: str, spec: SpecConfig, exact: bool, together: bool = True) -> Check:
+        again = session.answers(prompts, params, spec, together).outputs
+
+        def gap(i: int, place: int) -> tuple[float, float]:
+            """Distance in the race that decides under the coupled rule: noise over law, the least wins."""
+            _, law, rounding = _row(session, again[i], params[i], place)
+            assert params[i].seed is not None
+            noise = RaceNoise(params[i].seed or 0, len(law), law.device).at([len(again[i].prompt_ids) + place])[0]
+            keys = noise.log() - law.log()  # [V]
+            return abs(float(keys[base[i].token_ids[place]] - keys[again[i].token_ids[place]])), rounding / temperature
+
+        return _equality(name, f"temperature {temperature:g}, {words}", base, again, exact, gap)
+
+    checks = [compare("the same again", options.spec, exact=True)]
+    if options.spec.rule not in ("auto", "coupled"):
+        return checks
+    exact = session.exact()
+    checks.append(compare("one by one", options.spec, exact, together=False))
+    if options.spec.drafter is not None:
+        number = next(n for n in _OTHER_NUM_DRAFTS if n != options.spec.num_draft)
+        checks.append(compare(f"num_draft {number}", replace(options.spec, num_draft=number), exact))
+        checks.append(compare("plain decoding", SpecConfig(), exact))
+    return checks
+
+
+# ---- numbers
+
+
+def check_numerics(session: Session) -> list[Check]:
+    """The logits of a row computed alone, with guesses behind it, and beside another request: demanded equal only when strict."""
+    options, target = session.options, session.target
+    params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
+    prompts = session.prompts_in_turn(min(_TEXTS, options.num_prompts))
+    texts = [(output.prompt_ids, output.token_ids) for output in session.answers(prompts, [params] * len(prompts), SpecConfig()).outputs]
+    num_draft = options.spec.num_draft if options.spec.num_draft != "auto" and options.spec.num_draft > 0 else 4
+    single = [_decode(target, [text], 0)[0] for text in texts]
+    cases = {
+        f"{1 + num_draft} rows against 1": [_decode(target, [text], num_draft)[0] for text in texts],
+        f"{len(texts)} requests against 1": _decode(target, texts, 0),
+    }
+    strict = options.numerics == "strict"
+    checks = []
+    for where, found in cases.items():
+        pairs = list(zip(single, found, strict=True))
+        equal = all(torch.equal(one, other) for one, other in pairs)
+        apart = max(float((one.double() - other.double()).abs().max()) for one, other in pairs)
+        result: Result = "info" if not strict else "pass" if equal else "fail"
+        rows = sum(len(one) for one in single)
+        told = "bitwise equal" if equal else f"up to {apart:.2g} apart"
+        checks.append(Check("logits do not depend on the batch", where, result, rows, told, "bitwise equal" if strict else ""))
+    return checks
+
+
+def _decode(target: LanguageModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]], num_draft: int) -> list[Tensor]:
+    """Logits `[n, V]` of the answers of some texts, run side by side, each step one row and `num_draft` rows of guesses behind it.
+
+    The guesses are the text itself, so the rows of a verify pass are rows of the text.
+    """
+    sequences = [-1 - i for i in range(len(texts))]
+    found: list[list[Tensor]] = [[] for _ in texts]
+    opened = []
+    try:
+        for sequence, (prompt, _) in zip(sequences, texts, strict=True):
+            target.open(sequence)
+            opened.append(sequence)
+            if len(prompt) > 1:
+                target.forward(_ids(target, prompt[:-1]), [Segment(sequence, len(prompt) - 1, (), 0)])
+                target.commit(sequence, len(prompt) - 1)
+        length = min(len(answer) for _, answer in texts)
+        for start in range(0, length, 1 + num_draft):
+            count = min(1 + num_draft, length - start)
+            rows = [[prompt[-1], *answer][start : start + count] for prompt, answer in texts]
+            parents = tuple(range(-1, count - 2))
+            logits = target.forward(_ids(target, [token for row in rows for token in row]), [Segment(s, 1, parents, count) for s in sequences]).logits
+            for i, sequence in enumerate(sequences):
+                target.commit(sequence, 1, tuple(range(count - 1)))
+                found[i].append(logits[i * count : (i + 1) * count])
+    finally:
+        for sequence in opened:
+            target.close(sequence)
+    return [torch.cat(parts) for parts in found]
+
+
+def _ids(target: LanguageModel, tokens: Sequence[int]) -> Tensor:
+    return torch.tensor(tokens, dtype=torch.int64, device=target.device)
+
+
+# ---- memory
+
+
+def check_blocks(session: Session) -> list[Check]:
+    """After everything no cache is held: free is all."""
+    checks = []
+    for name, model in session.models():
+        free, total = model.num_free_tokens(), model.capacity_tokens
+        result: Result = "pass" if free == total and not session.llm.engine.has_work else "fail"
+        checks.append(Check("the cache is given back", name, result, 0, f"{free} of {total} tokens free", "all free"))
+    return checks

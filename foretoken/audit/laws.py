@@ -1,0 +1,83 @@
+"""The check of the law: do sampled tokens follow the target's own laws, told by the target alone, with a stated error rate?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from foretoken.audit.report import Check, Result
+from foretoken.audit.session import Session
+from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig
+from foretoken.engine.drift import Evidence, LawTest, law_tests, weigh
+from foretoken.model.randomness import Purpose, uniforms
+
+_PROBE_TOKENS = 16
+_WORDS = {
+    "surprisal": "law: as sharp as the target's",
+    "rank": "law: ranks of the tokens",
+    "guess": "law: no pull towards or from the guesses",
+}
+
+
+def rules_to_check(session: Session) -> list[str]:
+    """The rules by name that sampled requests of the audited settings may meet.
+
+    "auto" is coupled for a request with a seed; what it is without one depends on what is drafted, so that is tried out.
+    """
+    spec = session.options.spec
+    if spec.rule != "auto":
+        return [spec.rule]
+    if spec.drafter is None:
+        return ["coupled", "rejection"]
+    prompts = session.prompts[:2]
+    params = SamplingParams(max_tokens=min(_PROBE_TOKENS, session.options.max_tokens), temperature=session.options.sampled[0], ignore_eos=True)
+    rules = session.answers(prompts, [params] * len(prompts), spec).rules
+    unseeded = "tree" if "tree" in rules else min(rules, default="rejection")
+    return ["coupled", unseeded]
+
+
+def check_law(session: Session, temperature: float, rule: str, number: int, count: int) -> list[Check]:
+    """Sampled answers of one temperature and rule, check `number` of `count`: the chance of failure is shared out evenly."""
+    options = session.options
+    spec = replace(options.spec, rule=rule)
+    where = f"temperature {temperature:g}, {'plain' if spec.drafter is None else spec.drafter}, rule {rule}"
+    evidence = _evidence(session, temperature, spec, options.seed + number * options.num_prompts)
+    lossy = rule in LOSSY_RULES
+    possible: Result = "fail" if evidence.num_impossible else "pass"
+    edges = f", {evidence.num_edges} at the edge of a filter" if evidence.num_edges else ""
+    checks = [
+        Check(
+            "law: only tokens that may come",
+            where,
+            "not claimed" if lossy else possible,
+            evidence.num_tokens,
+            f"{evidence.num_impossible} impossible{edges}",
+            "0 impossible",
+        )
+    ]
+    return checks + [_check(test, where, lossy) for test in law_tests(evidence, options.alpha / count)]
+
+
+def _check(test: LawTest, where: str, lossy: bool) -> Check:
+    result: Result = "not claimed" if lossy else "undecided" if not test.conclusive else "pass" if test.passed else "fail"
+    chance = "p < 1e-15" if test.p_value < 1e-15 else f"p = {test.p_value:.2g}"
+    return Check(_WORDS[test.name], where, result, test.num_tokens, f"{test.statistic}, {chance}", f"p >= {test.level:.2g}", test.sees)
+
+
+def _evidence(session: Session, temperature: float, spec: SpecConfig, seed: int) -> Evidence:
+    options = session.options
+    params = [
+        SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=seed + i, ignore_eos=True) for i in range(options.num_prompts)
+    ]
+    run = session.answers(session.prompts_in_turn(options.num_prompts), params, spec)
+    total = Evidence()
+    for output, choice, noted in zip(run.outputs, params, run.guesses, strict=True):
+        guesses = session.draft_guesses(output, choice) or noted
+        for rows in session.rescore(output, choice):
+            places = range(rows.first, rows.first + len(rows.tokens))
+            assert choice.seed is not None
+            # The purpose keeps these numbers apart from all that chose the tokens.
+            noise = uniforms([choice.seed] * len(places), Purpose.SHADOW, places, [1] * len(places))
+            total += weigh(rows.laws, rows.tokens, np.asarray(noise), guesses[places.start : places.stop], rows.edges())
+    return total

@@ -1,0 +1,79 @@
+"""What an audit is asked to do, and the prompts it asks about."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from foretoken.config import SpecConfig
+from foretoken.errors import InputError, StorageError
+
+Prompt = str | list[int]
+REPORT_SUFFIXES = (".md", ".json")
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """Which models and settings to audit, and how long.
+
+    `num_prompts` answers of `max_tokens` tokens are drawn at each of `temperatures`, prompts taken in turn. `alpha` is the
+    chance that a sound engine fails any of the statistical checks. `seed` begins the seeds of the sampled answers.
+    """
+
+    target: str
+    spec: SpecConfig
+    num_prompts: int = 16
+    max_tokens: int = 128
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    seed: int = 0
+    numerics: str = "default"
+    dtype: str = "auto"
+    device: str = "auto"
+    cache_tokens: int | None = None
+    alpha: float = 1e-4
+
+    def __post_init__(self) -> None:
+        for field, low in (("num_prompts", 1), ("max_tokens", 2), ("seed", 0)):
+            if getattr(self, field) < low:
+                raise InputError(field, getattr(self, field), f"must be at least {low}")
+        if not self.temperatures:
+            raise InputError("temperatures", self.temperatures, "give at least one; 0 is greedy")
+
+    @property
+    def sampled(self) -> tuple[float, ...]:
+        """Temperatures above 0, each once."""
+        return tuple(dict.fromkeys(temperature for temperature in self.temperatures if temperature > 0))
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Prompts from a file: JSON lines with `prompt` (a text) or `prompt_ids`, or else one text per line.
+
+    A file is read as JSON lines when its name ends in .jsonl or its first line begins with a brace.
+
+    Raises:
+        StorageError: the file cannot be read.
+        InputError: a line that is not such an object, or no line at all.
+    """
+    try:
+        lines = [(number, line) for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1) if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(f"cannot read prompts from {path}: {error}") from error
+    if not lines:
+        raise InputError("prompts", str(path), "the file is empty; write one prompt a line")
+    if path.suffix.lower() != ".jsonl" and not lines[0][1].lstrip().startswith("{"):
+        return [line for _, line in lines]
+    return [_parse(f"{path}:{number}", line) for number, line in lines]
+
+
+def _parse(where: str, line: str) -> Prompt:
+    try:
+        item = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError("prompts", where, f"not JSON: {error}") from error
+    found = item.get("prompt", item.get("prompt_ids")) if isinstance(item, dict) else None
+    if isinstance(found, str) and found:
+        return found
+    if isinstance(found, list) and found and all(isinstance(token, int) and not isinstance(token, bool) for token in found):
+        return found
+    raise InputError("prompts", where, 'every line is an object with a text under "prompt" or token ids under "prompt_ids"')

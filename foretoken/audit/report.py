@@ -1,0 +1,164 @@
+"""What an audit found: for the eye, for programs, and to attach to a change request."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from foretoken.audit.plan import REPORT_SUFFIXES
+from foretoken.errors import InputError, StorageError
+
+Result = Literal["pass", "fail", "undecided", "not claimed", "info"]
+_COLUMNS = ("result", "check", "where", "tokens", "found", "demanded", "sees with probability 0.99")
+_STYLES: Mapping[str, str] = {"pass": "green", "fail": "bold red", "undecided": "yellow", "not claimed": "yellow", "info": "dim"}
+_MIN_WIDTH = 150  # below, the table would be cut to nothing; a narrower terminal wraps its lines instead
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    `found` is what was measured, `demanded` what it had to be, `sees` the smallest error that the check misses with probability
+    0.01 at most. "undecided" had too few tokens, "not claimed" is what a lossy rule never promised, "info" is told without a
+    verdict.
+    """
+
+    name: str
+    where: str
+    result: Result
+    num_tokens: int = 0
+    found: str = ""
+    demanded: str = ""
+    sees: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """All checks, with what is needed to judge and to repeat them."""
+
+    checks: tuple[Check, ...]
+    command: str
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+    options: Mapping[str, Any]
+    false_alarm_rate: float
+    date: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The checks that failed."""
+        return tuple(check for check in self.checks if check.result == "fail")
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in one line."""
+        count = {result: sum(check.result == result for check in self.checks) for result in _STYLES}
+        judged = count["pass"] + count["fail"]
+        text = f"FAIL: {count['fail']} of {judged} checks failed" if count["fail"] else f"PASS: {judged} checks"
+        if count["undecided"]:
+            text += f"; {count['undecided']} undecided for want of tokens"
+        if count["not claimed"]:
+            text += "; lossy rule: law not claimed"
+        return text
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        head = {"verdict": self.verdict, "passed": not self.failed, "checks": [asdict(check) for check in self.checks]}
+        return head | {name: getattr(self, name) for name in ("command", "date", "machine", "versions", "options", "false_alarm_rate")}
+
+
+def print_report(report: AuditReport, console: Console | None = None) -> None:
+    """Verdict and checks for a terminal."""
+    console = console or Console()
+    if console.width < _MIN_WIDTH:
+        console.width = _MIN_WIDTH
+    console.print(report.verdict, style="bold red" if report.failed else "bold green", highlight=False, markup=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in _COLUMNS:
+        table.add_column(column, justify="right" if column == "tokens" else "left")
+    for check in report.checks:
+        table.add_row(*_cells(check), style=None if check.result == "pass" else _STYLES[check.result])
+    console.print(table)
+    for line in _details(report.checks):
+        console.print(line, highlight=False, markup=False)
+
+
+def markdown(report: AuditReport) -> str:
+    """The report as a page: verdict, checks, what to know to repeat them."""
+    lines = [
+        f"# {report.verdict}",
+        "",
+        f"    {report.command}",
+        "",
+        f"| {' | '.join(_COLUMNS)} |",
+        "|" + "".join("---:|" if column == "tokens" else "---|" for column in _COLUMNS),
+        *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in _cells(check))} |" for check in report.checks),
+        "",
+        *(f"- {line}" for line in _details(report.checks)),
+        "",
+        f"A sound engine fails any of the statistical checks with probability {report.false_alarm_rate:g} at most; the other checks "
+        "never fail by chance.",
+        "",
+        f"- date: {report.date}",
+        f"- machine: {', '.join(f'{key} {value}' for key, value in report.machine.items())}",
+        f"- versions: {', '.join(f'{key} {value}' for key, value in report.versions.items())}",
+        f"- options: {json.dumps(report.options, default=str)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(check: Check) -> tuple[str, ...]:
+    return (check.result, check.name, check.where, str(check.num_tokens or ""), check.found, check.demanded, check.sees)
+
+
+def _details(checks: Sequence[Check]) -> list[str]:
+    return [f"{check.name} ({check.where}): {check.detail}" for check in checks if check.detail]
+
+
+def check_out(path: Path) -> None:
+    """Refuse a report file that could not be written, before minutes of work.
+
+    Raises:
+        InputError: an unknown suffix.
+        StorageError: the folder cannot be made or written.
+    """
+    if path.suffix.lower() not in REPORT_SUFFIXES:
+        raise InputError("out", str(path), f"the file name must end in {' or '.join(REPORT_SUFFIXES)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise StorageError(f"cannot write to {path.parent}: {error}") from error
+
+
+def write_report(report: AuditReport, path: Path) -> None:
+    """Write the report as its suffix says; the file appears whole or not at all.
+
+    Raises:
+        InputError: an unknown suffix.
+        StorageError: the file cannot be written.
+    """
+    check_out(path)
+    text = markdown(report) if path.suffix.lower() == ".md" else json.dumps(report.as_dict(), indent=1, default=str, allow_nan=False) + "\n"
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise StorageError(f"cannot write the report to {path}: {error}") from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)

@@ -1,0 +1,155 @@
+"""The engine under audit: answers in, answers scored again out, and what its drafter guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from foretoken.audit.plan import AuditOptions, Prompt
+from foretoken.config import SamplingParams, SpecConfig
+from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.group import drafter_key
+from foretoken.engine.drift import Guess
+from foretoken.engine.llm import LLM
+from foretoken.engine.output import GenerateOutput
+from foretoken.engine.request import RequestState
+from foretoken.engine.rescoring import ScoredRows, rescore
+from foretoken.engine.shadow import guess_of_law, guesses_of
+from foretoken.engine.watch import RoundView
+from foretoken.errors import InputError
+from foretoken.model.interface import LanguageModel
+from foretoken.verify.dispatch import rule_for
+
+_CHUNK_TOKENS = 256
+
+
+@dataclass
+class Recorder:
+    """Watches the engine: what was guessed for every token of every request, in order of arrival, and which rules "auto" means."""
+
+    guesses: dict[int, list[Guess | None]] = field(default_factory=dict)
+    rules: set[str] = field(default_factory=set)
+
+    def begin(self, state: RequestState) -> None:
+        """A request was queued."""
+        self.guesses[state.request_id] = []
+
+    def round(self, view: RoundView) -> None:
+        """Note one round."""
+        if view.draft.lengths[view.b]:
+            self.rules.add(rule_for(view.draft, view.b))
+        self.guesses[view.output.request_id] += guesses_of(view)
+
+    def end(self, state: RequestState) -> None:
+        """Nothing to note."""
+
+    def between_steps(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Answers in the order of their prompts, the guesses for each of their tokens, and the rules that "auto" would have taken."""
+
+    outputs: list[GenerateOutput]
+    guesses: list[list[Guess | None]]
+    rules: frozenset[str]
+
+
+class Session:
+    """An open engine with the audit's prompts as token ids, cut so that the answers fit behind them."""
+
+    def __init__(self, options: AuditOptions, prompts: Sequence[Prompt]) -> None:
+        self.options = options
+        # The only place that opens what is audited.
+        self.llm = LLM(
+            options.target,
+            spec=options.spec,
+            dtype=options.dtype,
+            device=options.device,
+            cache_tokens=options.cache_tokens,
+            numerics=options.numerics,
+        )
+        try:
+            self.prompts = self._encode(prompts)
+        except InputError:
+            self.llm.close()
+            raise
+
+    @property
+    def target(self) -> LanguageModel:
+        """The model whose laws count."""
+        return self.llm.target
+
+    @property
+    def draft(self) -> LanguageModel | None:
+        """The draft model, if the drafter is one."""
+        key = drafter_key(self.options.spec)
+        drafter = None if key is None else self.llm.engine.drafters.drafters.get(key)
+        return drafter.model if isinstance(drafter, DraftModelDrafter) else None
+
+    def models(self) -> Iterator[tuple[str, LanguageModel]]:
+        """Everything with a cache."""
+        yield "target", self.target
+        if self.draft is not None:
+            yield "draft", self.draft
+
+    def prompts_in_turn(self, count: int) -> list[list[int]]:
+        """`count` prompts, beginning again when there are fewer."""
+        return [self.prompts[i % len(self.prompts)] for i in range(count)]
+
+    def answers(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], spec: SpecConfig, together: bool = True) -> Run:
+        """Answers to prompts, in one batch or one by one.
+
+        Raises:
+            ForetokenError: an answer failed.
+        """
+        recorder, watchers = Recorder(), self.llm.engine.watchers
+        watchers.append(recorder)
+        try:
+            if together:
+                outputs = self.llm.generate(list(prompts), list(params), spec)
+            else:
+                outputs = [self.llm.generate([prompt], one, spec)[0] for prompt, one in zip(prompts, params, strict=True)]
+        finally:
+            watchers.remove(recorder)
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        return Run(outputs, list(recorder.guesses.values()), frozenset(recorder.rules))
+
+    def rescore(self, output: GenerateOutput, params: SamplingParams) -> Iterator[ScoredRows]:
+        """The target's own view of an answer."""
+        return rescore(self.target, output.prompt_ids, output.token_ids, params, chunk_tokens=_CHUNK_TOKENS)
+
+    def draft_guesses(self, output: GenerateOutput, params: SamplingParams) -> list[Guess | None] | None:
+        """The draft model's law at every drafted place of an answer, computed anew; None without a draft model that can hold it."""
+        if self.draft is None or len(output.prompt_ids) + len(output.token_ids) > self.draft.max_context_tokens:
+            return None
+        drafted = [origin.kind in ("accepted", "residual") for origin in output.provenance]
+        found: list[Guess | None] = []
+        for rows in rescore(self.draft, output.prompt_ids, output.token_ids, params, chunk_tokens=_CHUNK_TOKENS):
+            found += [guess_of_law(law) if drafted[rows.first + i] else None for i, law in enumerate(rows.laws)]
+        return found
+
+    def exact(self) -> bool:
+        """Whether every difference counts: numbers are wide, or the same however rows are batched."""
+        if self.options.numerics == "strict":
+            return True
+        (rows,) = rescore(self.target, self.prompts[0], [0], SamplingParams(temperature=1.0))
+        return rows.dtype not in (torch.bfloat16, torch.float16)
+
+    def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        most = self.target.max_context_tokens - self.options.max_tokens
+        if most < 1:
+            raise InputError("max_tokens", self.options.max_tokens, f"must be smaller than the context of {self.target.max_context_tokens} tokens")
+        if self.llm.tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
+            remedy = "this model folder has no tokenizer; give a file of JSON lines with token ids under prompt_ids"
+            raise InputError("prompts", next(prompt for prompt in prompts if isinstance(prompt, str)), remedy)
+        found = [self.llm.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        return [ids[-most:] for ids in found]

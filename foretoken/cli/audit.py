@@ -1,0 +1,107 @@
+"""`foretoken audit`: do this target, drafter and rule answer as the target alone would? A report to attach."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foretoken.audit.plan import AuditOptions, Prompt, read_prompts
+from foretoken.audit.report import check_out, print_report, write_report
+from foretoken.audit.run import run_audit
+from foretoken.bench.report import machine, versions
+from foretoken.bench.workload import SLICES, slices
+from foretoken.cli.common import (
+    AllowLossyOption,
+    CacheOption,
+    DeviceOption,
+    DrafterOption,
+    DraftOption,
+    DraftProbabilityOption,
+    DtypeOption,
+    JsonOption,
+    NumDraftOption,
+    NumericsOption,
+    RuleOption,
+    TargetOption,
+    progress,
+    spec_config,
+)
+from foretoken.errors import ConfigError, GateError
+
+
+def audit(
+    target: TargetOption = "reference:target",
+    drafter: DrafterOption = None,
+    draft: DraftOption = None,
+    num_draft: NumDraftOption = "auto",
+    rule: RuleOption = "auto",
+    allow_lossy: AllowLossyOption = False,
+    draft_probability: DraftProbabilityOption = "1",
+    min_confidence: Annotated[float, typer.Option(help="Stop guessing where the draft's likeliest token has less than this.")] = 0.0,
+    draft_top_k: Annotated[int, typer.Option(help="Guess from the draft's k likeliest tokens; 0 = all.")] = 0,
+    prompts: Annotated[Path | None, typer.Option(help="A prompt per line, or JSON lines with `prompt` or `prompt_ids`.")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Answers at each temperature; prompts are taken in turn.")] = 16,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
+    temperatures: Annotated[str, typer.Option(help="Temperatures, separated by commas.")] = "0,0.8",
+    seed: Annotated[int, typer.Option(help="First seed of the sampled answers.")] = 0,
+    numerics: NumericsOption = "default",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    cache_tokens: CacheOption = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report into this .md or .json file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check greedy equality, the law of sampled tokens, seeds, logits and cache; exit code 5 if anything fails."""
+    if target == "reference:target" and drafter is None and draft is None:
+        draft = "reference:draft"
+    spec = spec_config(drafter, draft, num_draft, rule, allow_lossy, draft_probability, min_confidence=min_confidence, draft_top_k=draft_top_k)
+    options = AuditOptions(
+        target=target,
+        spec=spec,
+        num_prompts=num_prompts,
+        max_tokens=max_tokens,
+        temperatures=_numbers(temperatures),
+        seed=seed,
+        numerics=numerics,
+        dtype=dtype,
+        device=device,
+        cache_tokens=cache_tokens,
+    )
+    if out is not None:
+        check_out(out)
+    texts = _own_prompts(num_prompts) if prompts is None else read_prompts(prompts)
+    with progress("auditing") as status:
+        report = run_audit(
+            options,
+            texts,
+            shlex.join(["foretoken", *sys.argv[1:]]),
+            machine(),
+            versions(),
+            tell=lambda words: None if status is None else status.update(f"auditing: {words}"),
+        )
+    if out is not None:
+        write_report(report, out)
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), default=str, allow_nan=False))
+    else:
+        print_report(report)
+    if report.failed:
+        raise GateError("audit failed: " + "; ".join(dict.fromkeys(f"{check.name} ({check.where})" for check in report.failed)))
+
+
+def _own_prompts(count: int) -> list[Prompt]:
+    """Prompts of every kind that the bench measures with."""
+    found: list[Prompt] = [prompt.text for prompt in slices(per_slice=-(-min(count, 50) // len(SLICES)))]
+    return found[:count]
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in text.split(",") if word.strip())
+    except ValueError:
+        raise ConfigError("temperatures", text, "must be numbers separated by commas") from None

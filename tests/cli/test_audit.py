@@ -1,0 +1,141 @@
+"""`foretoken audit`: its report, its exit codes, and whole files or none."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from foretoken.audit import run as run_module
+from foretoken.cli.app import run
+from foretoken.verify.rejection import RejectionRule
+from tests.helpers.checkpoints import token_ids
+
+Run = Callable[..., SimpleNamespace]
+SHORT = ["--num-prompts", 4, "--max-tokens", 16, "--dtype", "float32", "--cache-tokens", 2048]
+
+
+@pytest.fixture(autouse=True)
+def clean_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("FORETOKEN_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setenv("COLUMNS", "250")
+
+
+@pytest.fixture
+def foretoken(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run one command line in this process."""
+
+    def call(*arguments: object) -> SimpleNamespace:
+        capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return SimpleNamespace(code=code, out=out, err=err, lines=out.splitlines())
+
+    return call
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "ids.jsonl"
+    path.write_text("".join(json.dumps({"prompt_ids": token_ids(4 + i, seed=i)}) + "\n" for i in range(4)))
+    return path
+
+
+def test_a_sound_pair(foretoken: Run, pair: SimpleNamespace, prompts: Path) -> None:
+    done = foretoken("audit", "-t", pair.target, "--draft", pair.draft, "--num-draft", 3, "--prompts", prompts, *SHORT, "--out", "new/report.md")
+    assert done.code == 0, done.err
+    assert done.lines[0].startswith("PASS: ")
+    page = Path("new/report.md").read_text()
+    assert page.splitlines()[0] == f"# {done.lines[0]}"
+    assert re.search(r"- versions: .*torch \d", page)
+    assert "rule coupled" in page
+    assert "rule block" in page
+
+
+def test_json_is_the_last_line_and_a_file(foretoken: Run, pair: SimpleNamespace, prompts: Path) -> None:
+    done = foretoken(
+        *("audit", "-t", pair.target, "--drafter", "ngram", "--prompts", prompts, *SHORT, "--temperatures", "0.9", "--json", "--out", "report.json")
+    )
+    found = json.loads(done.lines[-1])
+    assert (done.code, len(done.lines), found["passed"]) == (0, 1, True)
+    assert json.loads(Path("report.json").read_text()) == found
+    assert found["options"]["spec"]["drafter"] == "ngram"
+    assert {"name", "where", "result", "num_tokens", "found", "demanded", "sees", "detail"} == set(found["checks"][0])
+    assert found["command"].startswith("foretoken ")
+    assert "cores" in found["machine"]
+
+
+def test_a_model_with_a_tokenizer_needs_no_file(foretoken: Run, text_pair: SimpleNamespace) -> None:
+    assert foretoken("audit", "-t", text_pair.target, *SHORT, "--temperatures", "0").code == 0
+    Path("prompts.txt").write_text("the list\nof a class\n")
+    done = foretoken("audit", "-t", text_pair.target, "--draft", text_pair.draft, "--prompts", "prompts.txt", *SHORT, "--json")
+    assert (done.code, json.loads(done.lines[-1])["passed"]) == (0, True)
+
+
+def test_what_fails_is_exit_code_5_and_still_reported(foretoken: Run, pair: SimpleNamespace, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RejectionRule, "next_law", lambda self, draft, probs, rows: probs[list(rows)])
+    common = ["audit", "-t", pair.target, "--draft", pair.draft, "--num-draft", 3, "--rule", "rejection", "--prompts", prompts, "--dtype", "float32"]
+    done = foretoken(*common, "--temperatures", "0.5", "--num-prompts", 48, "--max-tokens", 40, "--cache-tokens", 4096, "--json", "--out", "r.md")
+    found = json.loads(done.lines[-1])
+    assert (done.code, found["passed"]) == (5, False)
+    assert "error: audit failed: law: no pull towards or from the guesses (temperature 0.5, draft_model, rule rejection)" in done.err
+    assert Path("r.md").read_text().startswith("# FAIL: 1 of ")
+
+
+def test_a_lossy_rule(foretoken: Run, pair: SimpleNamespace, prompts: Path) -> None:
+    common = ["audit", "-t", pair.target, "--draft", pair.draft, "--rule", "typical", "--prompts", prompts, *SHORT]
+    refused = foretoken(*common)
+    assert (refused.code, "set allow_lossy=True" in refused.err) == (2, True)
+    done = foretoken(*common, "--allow-lossy")
+    assert done.code == 0
+    assert "lossy rule: law not claimed" in done.lines[0]
+
+
+def test_bad_input_is_refused_before_anything_is_loaded(
+    foretoken: Run, pair: SimpleNamespace, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "Session", None)
+    cases = [
+        (2, ["--out", "report.txt"], "must end in .md or .json"),
+        (2, ["--temperatures", "warm"], "temperatures='warm': must be numbers separated by commas"),
+        (2, ["--temperatures", ""], "give at least one; 0 is greedy"),
+        (2, ["--num-prompts", 0], "num_prompts=0: must be at least 1"),
+        (2, ["--num-draft", 3], "nobody guesses"),
+        (4, ["--prompts", "nowhere.txt"], "cannot read prompts from nowhere.txt"),
+    ]
+    for code, arguments, message in cases:
+        done = foretoken("audit", "-t", pair.target, *arguments)
+        assert (done.code, done.out) == (code, ""), arguments
+        assert message in done.err
+
+
+def test_bad_settings_of_the_engine(foretoken: Run, pair: SimpleNamespace, prompts: Path) -> None:
+    cases = [
+        (2, [], "has no tokenizer; give a file of JSON lines"),
+        (2, ["--prompts", prompts, "--rule", "greedy"], "it would change the law at temperature > 0"),
+        (2, ["--prompts", prompts, "--numerics", "odd"], "numerics='odd'"),
+        (3, ["-t", "nowhere"], "nowhere"),
+    ]
+    for code, arguments, message in cases:
+        done = foretoken("audit", "-t", pair.target, *SHORT, *arguments)
+        assert (done.code, done.out) == (code, ""), (arguments, done.err)
+        assert message in done.err
+
+
+def test_an_interrupt_leaves_no_file(foretoken: Run, pair: SimpleNamespace, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "check_numerics", interrupt)
+    done = foretoken("audit", "-t", pair.target, "--prompts", prompts, *SHORT, "--out", "report.md")
+    assert (done.code, done.out, "Traceback" in done.err) == (130, "", False)
+    assert os.listdir() == ["ids.jsonl"]
