@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -97,8 +97,8 @@ def node_terms(draft: Draft, target_probs: Tensor) -> tuple[Tensor, Tensor]:
     return p, mu
 
 
-def host_lists(*parts: Tensor) -> list[list[int]]:
-    """Token ids of several tensors on the host, in one transfer."""
+def host_lists(*parts: Tensor) -> list[Any]:
+    """Vectors as lists on the host, in one transfer; numbers of different types take the widest."""
     return [part.tolist() for part in torch.split(torch.cat(parts).cpu(), [part.shape[0] for part in parts])]
 
 

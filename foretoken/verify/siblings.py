@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Draft
-from foretoken.verify.base import accept_ratio, left_over, node_terms, or_target, pieces, take
+from foretoken.verify.base import accept_ratio, host_lists, left_over, node_terms, or_target, pieces, take
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Residuals:
         with_draw = [i for i, row in enumerate(rows) if self.proposals[row].drawn]
         if with_draw:
             chosen = [rows[i] for i in with_draw]
-            scales = [self._last_scale[row] if row in self._last_scale else self.reach[row] / self.total[row] for row in chosen]
+            scales = [self._last_scale[row] if row in self._last_scale else 1.0 / self.total[row] for row in chosen]  # P is 1 top down
             laws = take(self.laws, [self.proposals[row].laws[-1] for row in chosen])
             weights[with_draw] = left_over(self._owed(chosen), scales, laws)
         places = [(i, self.tokens[node]) for i, row in enumerate(rows) for node in self.proposals[row].fixed]
@@ -176,7 +176,7 @@ class Residuals:
 
     def _refuse_fixed(self, row: int, node: int) -> None:
         """Refuse a guess of mass 1: its token's weight goes; `_weights` keeps it until `next_weights`."""
-        left = max(0.0, self.total[row] - self.weight[node])
+        left = self.total[row] - self.weight[node]
         self._set_reach(row, self.reach[row] * left / self.total[row] if left > 0 else 0.0)
         self.total[row] = left
 
@@ -189,8 +189,8 @@ class Residuals:
             left = left_over(self._owed(some), scales, take(self.laws, [law_of[row] for row in some]))
             waiting = [(i, node) for i, row in enumerate(some) for node in self.proposals[row].children]
             at_nodes = left[[i for i, _ in waiting], [self.tokens[node] for _, node in waiting]]
-            found = torch.cat((left.sum(-1, dtype=torch.float64), at_nodes.double())).tolist()
-            self._settle(some, scales, left, found[: len(some)], dict(zip(waiting, found[len(some) :], strict=True)))
+            totals, found = host_lists(left.sum(-1, dtype=torch.float64), at_nodes)
+            self._settle(some, scales, left, totals, dict(zip(waiting, found, strict=True)))
 
     def _owed(self, rows: Sequence[int]) -> Tensor:
         """What `rows` owe before the last refusal that was not kept: weights [len(rows), V]. Do not write to it."""
