@@ -76,10 +76,18 @@ def test_a_place_behind_where_it_was_lost_comes_first() -> None:
     assert one.chain(2) == []  # the end of the prediction
 
 
+def test_a_longer_agreement_comes_before_a_nearer_place() -> None:
+    one = alone([10, 11, 12, 13, 14, 15, 1, 2, 9, 2, 3, 8, 1, 2, 3, 4, 80])
+    one.emit(10, 11, 12, 13, 14, 15, 99, 1, 2)
+    assert one.chain(1) == [9]
+    one.emit(3)
+    assert one.chain(2) == [4, 80]
+
+
 def test_a_wrong_place_does_not_count_as_progress() -> None:
     """The pair (1, 2) leads far ahead by mistake; what comes next is found all the same, before that place."""
     body = TEXT[:100]
-    one = alone([*body, 901, 902, 903])
+    one = alone([*body, 901, 902, 903, body[30], body[31], 904])
     one.emit(*body[:20], 901, 902)
     assert one.chain(1) == [903]
     one.emit(body[30], body[31])
