@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from foretoken.errors import ConfigError, InputError
 
-DRAFTERS: tuple[str, ...] = ("draft_model", "ngram")
+DRAFTERS: tuple[str, ...] = ("draft_model", "ngram", "suffix", "recycling", "predicted")
 RULES: tuple[str, ...] = ("auto", "greedy", "rejection", "block", "coupled", "tree", "traversal", "typical")
 LOSSY_RULES: tuple[str, ...] = ("typical",)
 
@@ -152,6 +152,9 @@ class SpecConfig:
       "auto" lets the controller choose a from what drafting costs and gains.
     - `min_confidence` c: stop before a position where the draft's likeliest token has less than c.
     - `draft_top_k` k: draft from the k likeliest tokens of the draft only (0: from all).
+
+    `prediction` is the text (or token ids) that drafter `predicted` expects. Drafter `suffix` also guesses from the text file
+    `corpus` and from finished answers of the same `tenant` (the empty name is one too), never from another's.
     """
 
     drafter: str | None = None
@@ -162,6 +165,9 @@ class SpecConfig:
     draft_probability: float | Literal["auto"] = 1.0
     min_confidence: float = 0.0
     draft_top_k: int = 0
+    prediction: str | Sequence[int] | None = None
+    corpus: str | None = None
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         if self.drafter is not None and self.drafter not in DRAFTERS:
@@ -176,6 +182,25 @@ class SpecConfig:
         if self.draft is not None and self.drafter != "draft_model":
             raise ConfigError("draft", self.draft, f"only drafter='draft_model' takes a draft, not drafter={self.drafter!r}")
         self._check_drafting_less()
+        self._check_texts()
+
+    def _check_texts(self) -> None:
+        if self.prediction is not None:
+            if self.drafter != "predicted":
+                raise ConfigError("prediction", self.prediction, f"only drafter='predicted' takes it, not drafter={self.drafter!r}")
+            if not isinstance(self.prediction, str | list | tuple) or not self.prediction:
+                raise ConfigError("prediction", self.prediction, "must be a text or a list of token ids, and not empty")
+            if not isinstance(self.prediction, str):
+                object.__setattr__(self, "prediction", tuple(self.prediction))
+        elif self.drafter == "predicted":
+            raise ConfigError("prediction", None, "drafter='predicted' needs the text that you expect")
+        if self.corpus is not None and (not isinstance(self.corpus, str) or not self.corpus):
+            raise ConfigError("corpus", self.corpus, "must be the name of a text file")
+        if not isinstance(self.tenant, str):
+            raise ConfigError("tenant", self.tenant, "must be a text")
+        for name in ("corpus", "tenant"):
+            if getattr(self, name) and self.drafter != "suffix":
+                raise ConfigError(name, getattr(self, name), f"only drafter='suffix' takes it, not drafter={self.drafter!r}")
 
     def _check_drafting_less(self) -> None:
         if self.draft_probability != "auto":

@@ -35,6 +35,7 @@ class Request:
     params: SamplingParams
     spec: SpecConfig
     seed: int
+    prediction_ids: tuple[int, ...] = ()  # what the caller expects, if anything
 
 
 class Processors(Protocol):
@@ -71,6 +72,7 @@ class BatchEntry:
     processors: Processors | None = None
     noise: Noise | None = None
     draft_probability: float = 1.0  # chance that a position is drafted at all
+    takes_trees: bool = True  # whether the request's rule judges more than chains
 
     @property
     def round_start(self) -> int:

@@ -16,9 +16,10 @@ from typer.core import TyperGroup, TyperOption
 import foretoken
 from foretoken import LLM, ForetokenError, SamplingParams, SpecConfig
 from foretoken.cli.app import app
-from foretoken.config import DRAFTERS, RULES
+from foretoken.config import DRAFTERS, LOSSY_RULES, RULES
 from foretoken.engine.controller import _AUTO_NUM_DRAFT
 from foretoken.verify import RULES as IMPLEMENTED_RULES
+from tests.helpers.specs import spec_of
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS_FILE = ROOT / "tests" / "cli_options.txt"
@@ -84,14 +85,13 @@ def test_every_rule_is_implemented_and_documented() -> None:
     assert set(IMPLEMENTED_RULES) == names == table_rows("Rules")
     for name, rule in IMPLEMENTED_RULES.items():
         assert rule.name == name
-        assert rule.lossless  # a lossy one must be refused without allow_lossy, which no rule needs yet
+        assert rule.lossless == (name not in LOSSY_RULES)
 
 
 def test_every_drafter_is_implemented_and_documented(llm: LLM, pair: object) -> None:
     assert set(DRAFTERS) == table_rows("Drafters") == set(_AUTO_NUM_DRAFT)
     for name in DRAFTERS:
-        spec = SpecConfig(name, str(pair.draft) if name == "draft_model" else None)  # type: ignore[attr-defined]
-        assert llm._make_drafter(spec).name == name
+        assert llm._make_drafter(spec_of(name, pair.draft)).name == name  # type: ignore[attr-defined]
 
 
 def test_every_file_that_the_guarantees_name_exists() -> None:
@@ -102,10 +102,14 @@ def test_every_file_that_the_guarantees_name_exists() -> None:
 
 def test_fields_of_the_public_configs() -> None:
     """Other programs set these by name."""
-    assert [field.name for field in dataclasses.fields(SpecConfig)] == ["drafter", "draft", "num_draft", "rule", "allow_lossy"]
+    assert [field.name for field in dataclasses.fields(SpecConfig)] == [
+        *("drafter", "draft", "num_draft", "rule", "allow_lossy", "draft_probability", "min_confidence", "draft_top_k"),
+        *("prediction", "corpus", "tenant"),
+    ]
     assert {field.name for field in dataclasses.fields(SamplingParams)} == {
         *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "presence_penalty", "frequency_penalty"),
-        *("repetition_penalty", "logit_bias", "min_tokens", "n", "logprobs"),
+        *("repetition_penalty", "logit_bias", "bad_words", "min_tokens", "n", "logprobs", "logprobs_of", "prompt_logprobs"),
+        *("json_schema", "regex", "grammar"),
     }
 
 
@@ -136,4 +140,4 @@ def test_settings_of_generate_are_the_public_names() -> None:
     """A field of the configs that can be set has a flag of the same name."""
     flags = {line.split()[-1].removeprefix("--").replace("-", "_") for line in OPTIONS_FILE.read_text().splitlines() if " generate " in line}
     params = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos"}
-    assert params | {"drafter", "draft", "num_draft", "rule"} <= flags
+    assert params | {"drafter", "draft", "num_draft", "rule", "prediction", "corpus"} <= flags

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -172,12 +172,20 @@ class _Watch:
 
 
 class Own:
-    """A setting of foretoken itself."""
+    """A setting of foretoken itself. What a drafter must be given for each answer is added to `spec` by `spec_for`."""
 
     def __init__(self, setting: Setting, generator: Generator, spec: SpecConfig) -> None:
         self.setting = setting
         self.generator = generator
         self.spec = spec
+        self._num_answers = 0
+
+    def spec_for(self, prompt: Prompt) -> SpecConfig:
+        """`predicted` gets the prompt's prediction; `suffix` a tenant per answer, or repeats would guess from themselves."""
+        self._num_answers += 1
+        if self.setting.drafter == "predicted":
+            return replace(self.spec, drafter="predicted", prediction=prompt.prediction)
+        return replace(self.spec, tenant=f"{self.setting.name} {self._num_answers}") if self.setting.drafter == "suffix" else self.spec
 
     def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
         """Answer one prompt alone; the clock runs outside the engine.
@@ -186,7 +194,7 @@ class Own:
             ForetokenError: the engine failed, or gave no token.
         """
         watch = _Watch(self.generator)
-        output = self.generator.generate([prompt.text], params, spec=self.spec, on_step=watch.on_step)[0]
+        output = self.generator.generate([prompt.text], params, spec=self.spec_for(prompt), on_step=watch.on_step)[0]
         stop = time.perf_counter()
         if isinstance(output.error, ForetokenError):
             raise output.error
@@ -217,10 +225,23 @@ def own_contenders(options: BenchOptions, generator: Generator) -> list[Contende
     for drafter in options.drafters:
         draft = options.draft if drafter == "draft_model" else None
         for num_draft, rule in itertools.product(options.num_drafts, options.rules):
-            spec = SpecConfig(drafter=drafter, draft=draft, num_draft=num_draft, rule=rule, allow_lossy=options.allow_lossy)
+            named = None if drafter == "predicted" else drafter  # that one cannot be named before its prediction is known
+            spec = SpecConfig(drafter=named, draft=draft, num_draft=num_draft, rule=rule, allow_lossy=options.allow_lossy)
             name = f"{drafter}-{num_draft}" + ("" if len(options.rules) == 1 else f" {rule}")
             contenders.append(Own(Setting(name, drafter=drafter, num_draft=num_draft, lossy=rule in LOSSY_RULES), generator, spec))
     return contenders
+
+
+def check_predictions(options: BenchOptions, prompts: Sequence[Prompt]) -> None:
+    """Drafter `predicted` can be measured only where every prompt says what to expect.
+
+    Raises:
+        ConfigError: names the first prompt that does not.
+    """
+    missing = next((prompt.name for prompt in prompts if prompt.prediction is None), None)
+    if "predicted" in options.drafters and missing is not None:
+        remedy = "measure it on the slice edit alone, or on your own prompts with a `prediction` each"
+        raise ConfigError("drafters", "predicted", f"prompt {missing} carries no prediction; {remedy}")
 
 
 def run_bench(options: BenchOptions, generator: Generator | None = None, command: str = "foretoken bench") -> Report:
@@ -236,10 +257,13 @@ def run_bench(options: BenchOptions, generator: Generator | None = None, command
         if folder is not None:
             check_folder(folder)
     prompts = read_prompts(options.prompts) if options.prompts else slices(options.slices, options.prompts_per_slice)
+    check_predictions(options, prompts)
     plan = Plan(prompts, options.max_tokens, options.temperatures, options.repeats, options.warmup, options.seed, options.ignore_eos)
     torch.set_num_threads(options.num_threads)
     target, draft = _folders(options, given=generator is not None)
     caveats = source_caveats(target, draft, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
+    if "recycling" in options.drafters:
+        caveats.append("recycling keeps its matrix from answer to answer, so that repeats find what earlier ones left there.")
     with ExitStack() as stack:
         contenders = own_contenders(options, generator or _open(options, stack))
         if options.peers:

@@ -30,17 +30,18 @@ _CONTEXT_CHARS = 500
 # An answer should be able to fill about 128 tokens, so texts that end sooner are left out where there is a choice.
 _ANSWER_CHARS = 450
 _DOC_WORDS = 3
-_AFTER = "\n# After:\n"
+_BEFORE, _AFTER = "\n# Before:\n", "\n# After:\n"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked, and the text that really followed there (None when nobody knows)."""
+    """What is asked, the text that really followed there (None when nobody knows), and what one would expect (for `predicted`)."""
 
     name: str
     slice: str
     text: str
     continuation: str | None = None
+    prediction: str | None = None
 
 
 def slices(names: Iterable[str] = SLICES, per_slice: int = 4, corpus: Corpus | None = None) -> tuple[Prompt, ...]:
@@ -65,7 +66,7 @@ def slices(names: Iterable[str] = SLICES, per_slice: int = 4, corpus: Corpus | N
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """Prompts from a file of JSON lines, each with `prompt` and, if wanted, `slice` and `name`.
+    """Prompts from a file of JSON lines, each with `prompt` and, if wanted, `slice`, `name` and `prediction`.
 
     Raises:
         StorageError: the file cannot be read.
@@ -89,7 +90,10 @@ def _parse(path: Path, number: int, line: str) -> Prompt:
     text = item.get("prompt") if isinstance(item, dict) else None
     if not isinstance(text, str) or not text:
         raise InputError("prompts", f"{path}:{number}", 'every line is an object with a non-empty text under "prompt"')
-    return Prompt(str(item.get("name", f"{path.stem}:{number}")), str(item.get("slice", path.stem)), text)
+    prediction = item.get("prediction")
+    if prediction is not None and (not isinstance(prediction, str) or not prediction):
+        raise InputError("prompts", f"{path}:{number}", '"prediction" must be a text of at least one character')
+    return Prompt(str(item.get("name", f"{path.stem}:{number}")), str(item.get("slice", path.stem)), text, prediction=prediction)
 
 
 def _held_out_documents() -> list[Document]:
@@ -107,7 +111,9 @@ def _without_trailing_space(prompt: Prompt) -> Prompt:
     """White space at the cut belongs to the answer: tokens hold it together with what follows, so a prompt that ends
     in it is one the model never saw."""
     text = prompt.text.rstrip()
-    return replace(prompt, text=text, continuation=prompt.text[len(text) :] + (prompt.continuation or ""))
+    space = prompt.text[len(text) :]
+    prediction = None if prompt.prediction is None else space + prompt.prediction
+    return replace(prompt, text=text, continuation=space + (prompt.continuation or ""), prediction=prediction)
 
 
 def _is_test(name: str) -> bool:
@@ -145,7 +151,7 @@ def _edit(held_out: Sequence[Document]) -> Iterator[Prompt]:
     for number, document in enumerate(held_out):
         head, found, answer = document.text.partition(_AFTER)
         if document.slice == "edit" and found and len(head) <= 2 * _PROMPT_CHARS:
-            yield Prompt(f"{document.name}:edit{number}", "edit", head + found, answer)
+            yield Prompt(f"{document.name}:edit{number}", "edit", head + found, answer, prediction=head.partition(_BEFORE)[2] + "\n")
 
 
 def _json(held_out: Sequence[Document]) -> Iterator[Prompt]:

@@ -13,7 +13,7 @@ from foretoken.bench.offline import BenchOptions, run_bench
 from foretoken.bench.report import print_report
 from foretoken.bench.workload import SLICES
 from foretoken.cli.common import AllowLossyOption, DeviceOption, DraftOption, DtypeOption, JsonOption, TargetOption
-from foretoken.config import RULES
+from foretoken.config import DRAFTERS, RULES
 from foretoken.errors import ConfigError
 
 _DEFAULT = BenchOptions(target="reference:target", draft="reference:draft")
@@ -22,12 +22,12 @@ _DEFAULT = BenchOptions(target="reference:target", draft="reference:draft")
 def bench(
     target: TargetOption = "reference:target",
     draft: DraftOption = None,
-    drafters: Annotated[str, typer.Option(help="Drafters to measure, separated by commas.")] = "draft_model,ngram",
+    drafters: Annotated[str, typer.Option(help=f"Drafters to measure, separated by commas: {', '.join(DRAFTERS)}.")] = "draft_model,ngram",
     num_drafts: Annotated[str, typer.Option(help="Numbers of guesses to measure, separated by commas; auto is one of them.")] = "3,5",
     rule: Annotated[str, typer.Option(help=f"Rules to measure, separated by commas: {', '.join(RULES)}.")] = "auto",
     allow_lossy: AllowLossyOption = False,
     slices: Annotated[str, typer.Option(help=f"Kinds of text: {', '.join(SLICES)}; or all.")] = "all",
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines with `prompt` and maybe `slice`, instead of --slices.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with `prompt` and maybe `slice` and `prediction`, instead of --slices.")] = None,
     prompts_per_slice: Annotated[int, typer.Option(help="Prompts of each slice.")] = _DEFAULT.prompts_per_slice,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = _DEFAULT.max_tokens,
     repeats: Annotated[int, typer.Option(help="Times everything is measured; the median counts.")] = _DEFAULT.repeats,

@@ -11,11 +11,11 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from foretoken.config import RULES, SpecConfig
+from foretoken.config import DRAFTERS, RULES, SpecConfig
 from foretoken.errors import ConfigError
 
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="The model whose answers you want: a folder, a hub id, or reference:target.")]
-DrafterOption = Annotated[str | None, typer.Option(help="Who guesses ahead: draft_model, ngram. Without it, plain decoding.")]
+DrafterOption = Annotated[str | None, typer.Option(help=f"Who guesses ahead: {', '.join(DRAFTERS)}. Without it, plain decoding.")]
 DraftOption = Annotated[str | None, typer.Option(help="The draft model for --drafter draft_model: a folder, a hub id, or reference:draft.")]
 NumDraftOption = Annotated[str, typer.Option(help="How many tokens to guess per step: a number, or auto.")]
 RuleOption = Annotated[str, typer.Option(help=f"Which rule decides what stands: {', '.join(RULES)}.")]
@@ -38,14 +38,17 @@ def spec_config(
     *,
     min_confidence: float = 0.0,
     draft_top_k: int = 0,
+    prediction: str | None = None,
+    corpus: str | None = None,
 ) -> SpecConfig:
-    """`SpecConfig` from flags; a draft without a drafter means `draft_model`.
+    """`SpecConfig` from flags; a draft, a prediction or a corpus without a drafter names the one that takes it.
 
     Raises:
         ConfigError: a value that no drafter or rule takes.
     """
-    if draft is not None and drafter is None:
-        drafter = "draft_model"
+    if drafter is None:
+        takers = {"draft_model": draft, "predicted": prediction, "suffix": corpus}
+        drafter = next((name for name, given in takers.items() if given is not None), None)
     if drafter is None and num_draft != "auto":
         raise ConfigError("num_draft", num_draft, "nobody guesses: name a --drafter or a --draft, or leave it out")
     return SpecConfig(
@@ -57,6 +60,8 @@ def spec_config(
         draft_probability=_number_or_auto("draft_probability", draft_probability, float, "a number in (0, 1]"),
         min_confidence=min_confidence,
         draft_top_k=draft_top_k,
+        prediction=prediction,
+        corpus=corpus,
     )
 
 

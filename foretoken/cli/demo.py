@@ -65,6 +65,7 @@ PROMPTS = {
     def __lt__(self, other):''',
 }
 _STOP = ("\n\n",)
+_FREE_STANDING = tuple(name for name in DRAFTERS if name != "predicted")  # that one needs the answer beforehand
 # A draft of a twentieth of its target, as published pairs have it.
 _DRAFT_SIZES = {"500m": "25m", "1b": "50m"}
 
@@ -82,7 +83,7 @@ class Timing:
 
 
 def demo(
-    drafter: Annotated[str, typer.Option(help="Who guesses: draft_model or ngram.")] = "draft_model",
+    drafter: Annotated[str, typer.Option(help=f"Who guesses: {', '.join(_FREE_STANDING)}.")] = "draft_model",
     num_draft: Annotated[int, typer.Option(help="Tokens guessed per step.")] = 5,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 96,
     repeats: Annotated[int, typer.Option(help="Times each answer is measured; the median counts.")] = 5,
@@ -93,8 +94,8 @@ def demo(
     for field, value, low in (("max_tokens", max_tokens, 2), ("repeats", repeats, 1), ("num_draft", num_draft, 1)):
         if value < low:
             raise ConfigError(field, value, f"must be at least {low}")
-    if drafter not in DRAFTERS:
-        raise ConfigError("drafter", drafter, f"choose one of {', '.join(DRAFTERS)}")
+    if drafter not in _FREE_STANDING:
+        raise ConfigError("drafter", drafter, f"choose one of {', '.join(_FREE_STANDING)}")
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=_STOP)
     with tempfile.TemporaryDirectory(prefix="foretoken-demo-") as scratch:
         target, draft = _pair(to, Path(scratch))

@@ -41,6 +41,8 @@ def generate(
     draft_probability: DraftProbabilityOption = "1",
     min_confidence: Annotated[float, typer.Option(help="Stop guessing where the draft's likeliest token has less than this.")] = 0.0,
     draft_top_k: Annotated[int, typer.Option(help="Guess from the draft's k likeliest tokens; 0 = all.")] = 0,
+    prediction: Annotated[str | None, typer.Option(help="The answer you expect, for --drafter predicted: the text, or @FILE.")] = None,
+    corpus: Annotated[str | None, typer.Option(help="A text file to guess from, for --drafter suffix.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token; 1 samples the model's own law.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the smallest set of tokens that holds this probability.")] = 1.0,
@@ -93,7 +95,18 @@ def generate(
         regex=regex,
         grammar=_text_or_file("grammar", grammar),
     )
-    spec = spec_config(drafter, draft, num_draft, rule, allow_lossy, draft_probability, min_confidence=min_confidence, draft_top_k=draft_top_k)
+    spec = spec_config(
+        drafter,
+        draft,
+        num_draft,
+        rule,
+        allow_lossy,
+        draft_probability,
+        min_confidence=min_confidence,
+        draft_top_k=draft_top_k,
+        prediction=_text_or_file("prediction", prediction),
+        corpus=corpus,
+    )
     with progress(f"loading {target}"):
         llm = LLM(target, spec=spec, dtype=dtype, device=device, cache_tokens=cache_tokens, numerics=numerics, trace=trace)
     with llm:

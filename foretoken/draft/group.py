@@ -10,13 +10,13 @@ from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
 from foretoken.draft.base import Drafter, Feedback
 
-DrafterKey = tuple[str, str | None]
+DrafterKey = tuple[str, str | None]  # the name, and the draft model or corpus it works with
 GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a grammar forced
 
 
 def drafter_key(spec: SpecConfig) -> DrafterKey | None:
-    """Which drafter serves `spec`: its name and, for a draft model, which one; None for plain decoding."""
-    return None if spec.drafter is None else (spec.drafter, spec.draft)
+    """Which drafter serves `spec`: its name and which draft model or corpus; None for plain decoding."""
+    return None if spec.drafter is None else (spec.drafter, spec.draft or spec.corpus)
 
 
 class DrafterGroup:

@@ -12,7 +12,7 @@ from foretoken.core import Batch, Draft, Verdict
 from foretoken.engine.request import RequestState
 
 # A draft model pays for every guess, a lookup for none; both stay below the rows that a CPU verifies at the price of one.
-_AUTO_NUM_DRAFT = {"draft_model": 4, "ngram": 8}
+_AUTO_NUM_DRAFT = {"draft_model": 4, "ngram": 8, "suffix": 8, "recycling": 7, "predicted": 12}
 _CANDIDATES = (0.25, 0.5, 0.75, 1.0)  # draft probabilities that "auto" chooses from
 _MEMORY = 0.9  # weight of the past when a new observation comes in
 _WARM_ROUNDS = 4  # rounds at full probability before "auto" trusts its estimates

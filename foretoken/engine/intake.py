@@ -131,7 +131,7 @@ class Intake:
         max_total = check_request(prompt_ids, params, spec, target, tokenizer is not None)
         rule = resolve(spec.rule, params.greedy, params.seed is not None, spec.allow_lossy)
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        request = Request(request_id, tuple(prompt_ids), params, spec, seed)
+        request = Request(request_id, tuple(prompt_ids), params, spec, seed, self._prediction(spec))
         return RequestState(
             request=request,
             text=TextAssembler(None if tokenizer is None else Detokenizer(tokenizer), params.stop_strings),
@@ -152,3 +152,16 @@ class Intake:
         structure = self._structures.compile(request.params)
         eos = tuple(sorted(self.eos_token_ids))
         return make_processors(request.params, request.prompt_ids, self._target.vocab_size, eos, self._tokenizer, structure)
+
+    def _prediction(self, spec: SpecConfig) -> tuple[int, ...]:
+        """Token ids of the text that the caller expects."""
+        if spec.prediction is None:
+            return ()
+        if isinstance(spec.prediction, str):
+            if self._tokenizer is None:
+                raise InputError("prediction", spec.prediction, "this model folder has no tokenizer; give token ids")
+            return tuple(self._tokenizer.encode(spec.prediction, add_special_tokens=False))
+        for token in spec.prediction:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._target.vocab_size:
+                raise InputError("prediction", token, f"token ids must be whole numbers from 0 to {self._target.vocab_size - 1}")
+        return tuple(spec.prediction)

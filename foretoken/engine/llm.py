@@ -15,6 +15,9 @@ from foretoken.draft.base import Drafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.draft.ngram import NgramDrafter
+from foretoken.draft.predicted import PredictedDrafter
+from foretoken.draft.recycling import RecyclingDrafter
+from foretoken.draft.suffix import SuffixDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.intake import Prompt, as_prompts, check_limits, check_share, check_types
 from foretoken.engine.output import GenerateOutput, collect, each_answer
@@ -23,7 +26,7 @@ from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.engine.shadow import Shadow
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.trace import Trace
-from foretoken.errors import ConfigError, InputError, MismatchError
+from foretoken.errors import ConfigError, InputError, MismatchError, StorageError
 from foretoken.model.interface import LanguageModel
 from foretoken.model.open import model_folder, open_model
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
@@ -177,6 +180,12 @@ class LLM:
     def _make_drafter(self, spec: SpecConfig) -> Drafter:
         if spec.drafter == "ngram":
             return NgramDrafter()
+        if spec.drafter == "predicted":
+            return PredictedDrafter()
+        if spec.drafter == "recycling":
+            return RecyclingDrafter(self.target.vocab_size)
+        if spec.drafter == "suffix":
+            return SuffixDrafter(() if spec.corpus is None else self._corpus(spec.corpus))
         assert spec.drafter == "draft_model"
         if spec.draft is None:
             raise ConfigError("draft", None, "drafter='draft_model' needs the folder or hub id of a draft model")
@@ -184,6 +193,14 @@ class LLM:
         draft = open_model(folder, *self._options)
         check_pair(self.target, self.tokenizer, draft, load_tokenizer(folder), spec.draft)
         return DraftModelDrafter(draft)
+
+    def _corpus(self, path: str) -> list[int]:
+        """Token ids of a text file to guess from."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise StorageError(f"corpus: cannot read {path}: {error}") from error
+        return self._text_tokenizer("corpus", path).encode(text, add_special_tokens=False)
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         """The model's end tokens, or the tokenizer's when the model's own files name none."""

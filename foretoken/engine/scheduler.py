@@ -14,6 +14,7 @@ from foretoken.core import Batch, BatchEntry
 from foretoken.engine.controller import DraftPlan
 from foretoken.engine.request import RequestState
 from foretoken.model.interface import LanguageModel
+from foretoken.verify import takes_trees
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,17 @@ class Scheduler:
         return sum(self._promised_tokens.values()) + lent + num_tokens <= self.target.capacity_tokens
 
     def _entry(self, state: RequestState, start: int, pending: tuple[int, ...], decodes: bool, plan: DraftPlan) -> BatchEntry:
-        return BatchEntry(state.request, start, pending, decodes, plan.num_draft, state.processors, state.noise, plan.draft_probability)
+        return BatchEntry(
+            state.request,
+            start,
+            pending,
+            decodes,
+            plan.num_draft,
+            state.processors,
+            state.noise,
+            plan.draft_probability,
+            takes_trees(state.rule),
+        )
 
     def _plan(self, state: RequestState) -> DraftPlan:
         """No more guesses than can still be used: the round itself emits one token of the target's own.

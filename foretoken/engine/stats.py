@@ -57,6 +57,16 @@ class RequestStats:
         return self.num_emitted / self.total_s if self.total_s > 0 else 0.0
 
     @property
+    def accepted_prediction_tokens(self) -> int:
+        """Tokens of `SpecConfig.prediction` that stand in the answer because they were drafted (OpenAI's name)."""
+        return self.accepted_by.get("predicted", 0)
+
+    @property
+    def rejected_prediction_tokens(self) -> int:
+        """Tokens of `SpecConfig.prediction` that were drafted and do not stand in the answer."""
+        return self.drafted_by.get("predicted", 0) - self.accepted_prediction_tokens
+
+    @property
     def accepted_per_position(self) -> tuple[tuple[int, int], ...]:
         """(drafted, accepted) counts at each place of the draft, first place first."""
         return tuple(zip(self.drafted_at, self.accepted_at, strict=True))
@@ -105,6 +115,8 @@ class RequestStats:
             "tokens_per_s": self.tokens_per_s,
             "drafted_by": self.drafted_by,
             "accepted_by": self.accepted_by,
+            "accepted_prediction_tokens": self.accepted_prediction_tokens,
+            "rejected_prediction_tokens": self.rejected_prediction_tokens,
             "accepted_per_position": [list(pair) for pair in self.accepted_per_position],
         }
 

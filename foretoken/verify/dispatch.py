@@ -46,6 +46,11 @@ def needs_race(rule_name: str) -> bool:
     return rule_name != "auto" and RULES[rule_name].needs_race
 
 
+def takes_trees(rule_name: str) -> bool:
+    """Whether a rule, by its resolved name, judges drafts that are not chains."""
+    return rule_name == "auto" or RULES[rule_name].takes_trees
+
+
 def is_lossless(rule_name: str) -> bool:
     """Whether a rule, by its resolved name, keeps the target's law."""
     return rule_name == "auto" or RULES[rule_name].lossless

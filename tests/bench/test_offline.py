@@ -9,6 +9,7 @@ import pytest
 
 from foretoken.bench.measure import Setting
 from foretoken.bench.offline import BenchOptions, Own, own_contenders, run_bench
+from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.errors import ConfigError, ForetokenError, InputError
 from tests.bench.fakes import PROMPTS, FakeLLM
@@ -44,6 +45,28 @@ def test_every_drafter_meets_every_number_of_tokens():
     assert [c.setting.name for c in contenders] == ["plain", "draft_model-2", "draft_model-auto", "ngram-2", "ngram-auto"]
     assert [c.spec for c in contenders][1] == SpecConfig(drafter="draft_model", draft="d", num_draft=2, rule="greedy")
     assert [c.spec for c in contenders][4] == SpecConfig(drafter="ngram", num_draft="auto", rule="greedy")
+
+
+def test_predicted_gets_each_prompts_own_prediction():
+    """Only where every prompt has one; elsewhere it is refused before anything runs."""
+    prompts = [Prompt(name, "edit", f"text of {name}", prediction=f"expected of {name}") for name in "ab"]
+    (_, contender) = own_contenders(options(drafters=("predicted",)), llm := FakeLLM())
+    for prompt in prompts:
+        contender.answer(prompt, PARAMS)
+    assert [call[2].prediction for call in llm.calls] == ["expected of a", "expected of b"]
+    assert {call[2].drafter for call in llm.calls} == {"predicted"}
+    with pytest.raises(ConfigError, match="carries no prediction"):
+        run_bench(options(drafters=("predicted",), slices=("edit", "code")), FakeLLM())
+    report = run_bench(options(drafters=("predicted", "recycling"), slices=("edit",)), FakeLLM())
+    assert {row.setting for row in report.rows} == {"plain", "predicted-3", "recycling-3"}
+    assert any("recycling keeps its matrix" in caveat for caveat in report.caveats)
+
+
+def test_suffix_never_guesses_from_an_answer_to_the_same_prompt():
+    (_, contender) = own_contenders(options(drafters=("suffix",)), llm := FakeLLM())
+    for _ in range(3):
+        contender.answer(PROMPTS[0], PARAMS)
+    assert len({call[2].tenant for call in llm.calls}) == 3
 
 
 def test_a_whole_run():

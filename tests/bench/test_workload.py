@@ -88,6 +88,7 @@ def test_edit_asks_for_a_rename_of_code_that_is_given(prompts):
             old, new = prompt.text.split("`")[1], prompt.text.split("`")[3]
             before = prompt.text.partition("# Before:\n")[2].removesuffix("# After:")
             assert before.replace(old, new) == prompt.continuation.removeprefix("\n").replace(old, new)
+            assert prompt.prediction.replace(old, new) == prompt.continuation.replace(old, new)  # one expects the code as given
 
 
 def test_json_prompt_and_continuation_make_one_document(prompts):

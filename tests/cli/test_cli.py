@@ -85,6 +85,27 @@ def test_text_is_streamed_and_equals_the_library(foretoken: Run, text_pair: Simp
     assert foretoken(*common, "--stop", stop, "--stop", "never this").out == text[: text.find(stop)] + "\n"
 
 
+def test_predictions_and_a_corpus(foretoken: Run, text_pair: SimpleNamespace, tmp_path: Path) -> None:
+    """A text or a file that names its drafter by itself; the answer stays, the account tells what the prediction was worth."""
+    common = ["generate", "-t", text_pair.target, "-p", "ab ab", "--max-tokens", 20, "--ignore-eos", "--json"]
+    plain = json.loads(foretoken(*common).lines[-1])
+    file = tmp_path / "expected.txt"
+    file.write_text(plain["text"][:1] + " and on")
+    for given in (["--prediction", "wrong"], ["--prediction", f"@{file}"], ["--drafter", "suffix"], ["--corpus", file]):
+        answer = json.loads(foretoken(*common, *given).lines[-1])
+        assert answer["token_ids"] == plain["token_ids"]
+    assert json.loads(foretoken(*common, "--prediction", f"@{file}").lines[-1])["stats"]["rejected_prediction_tokens"] > 0
+    for arguments, code, message in (
+        (["--prediction", "@nowhere"], 4, "prediction: cannot read nowhere"),
+        (["--corpus", "nowhere"], 4, "corpus: cannot read nowhere"),
+        (["--drafter", "predicted"], 2, "prediction=None: drafter='predicted' needs the text"),
+        (["--drafter", "ngram", "--prediction", "x"], 2, "only drafter='predicted' takes it"),
+    ):
+        done = foretoken(*common, *arguments)
+        assert done.code == code
+        assert message in done.err
+
+
 def test_cache_tokens_reach_the_engine(foretoken: Run, pair: SimpleNamespace) -> None:
     common = ["generate", "-t", pair.target, "--prompt-ids", "5", "--ignore-eos", "--cache-tokens", 64, "--max-tokens"]
     assert foretoken(*common, 63).code == 0

@@ -14,17 +14,18 @@ from foretoken.config import DRAFTERS
 from foretoken.core import Batch, BatchEntry, Request
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
-from foretoken.draft.ngram import NgramDrafter
+from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.engine.engine import Engine
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import tiny_checkpoint, token_ids
 from tests.helpers.scripted import ScriptedModel, recite
+from tests.helpers.specs import bare_drafter, spec_of
 from tests.helpers.watch import Watched, check_cache
 
-# drafter -> whether it needs a draft model
-CASES = {"draft_model": True, "ngram": False}
+CASES = ("draft_model", "ngram", "suffix", "recycling", "predicted")
+TREES = ("ngram", "suffix", "recycling")
 
 NUM_TOKENS = 24
 # Of every length from one token on, some with repeats, so that a lookup finds something.
@@ -39,9 +40,9 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def spec(name: str, pair: SimpleNamespace) -> functools.partial[SpecConfig]:
-    """`SpecConfig` of the drafter; `num_draft` is left to the test."""
-    return functools.partial(SpecConfig, name, str(pair.draft) if CASES[name] else None)
+def spec(name: str, pair: SimpleNamespace, request: pytest.FixtureRequest) -> functools.partial[SpecConfig]:
+    """`SpecConfig` of the drafter; `num_draft` is left to the test. What is predicted stands in one of the plain answers."""
+    return functools.partial(spec_of, name, pair.draft, request.getfixturevalue("plain")[4] if name == "predicted" else ())
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_greedy_equals_plain(
     llm: LLM, pair: SimpleNamespace, watched: Watched, spec: functools.partial[SpecConfig], plain: Outputs, num_draft: int, batch: int
 ) -> None:
     """In batches mixed with plain requests, the other drafters, and other numbers of guesses."""
-    others = [SpecConfig(), *(SpecConfig(other, str(pair.draft) if CASES[other] else None, num_draft=3) for other in CASES)]
+    others = [SpecConfig(), *(spec_of(other, pair.draft, plain[2], num_draft=3) for other in CASES)]
     for start in range(0, len(PROMPTS) if batch > 1 else 3, batch):
         chosen = range(start, start + batch)
         specs = [spec(num_draft=num_draft) if i % 2 == 0 or batch == 1 else others[i // 2 % len(others)] for i in range(batch)]
@@ -86,6 +87,18 @@ def test_greedy_equals_plain(
         assert all(out.stats.num_drafted == 0 for out in outputs[::2])
     elif batch == 16:
         assert watched.num_drafted > 0  # the test means something
+
+
+@pytest.mark.parametrize("rule", ["auto", "rejection", "block"])
+def test_trees_where_the_rule_takes_them_and_chains_elsewhere(
+    llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], name: str, plain: Outputs, rule: str
+) -> None:
+    """Two turns, so that a store and a matrix know something; that no chain rule is handed a tree is checked by `Watched`."""
+    for _ in range(2):
+        outputs = llm.generate(PROMPTS, LONG, spec(num_draft=6, rule=rule))
+        assert [out.token_ids for out in outputs] == plain
+    assert (watched.num_trees > 0) == (rule == "auto" and name in TREES)
+    assert sum(out.stats.num_accepted for out in outputs) > 0
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
@@ -133,18 +146,25 @@ def test_eos_inside_an_accepted_run(name: str) -> None:
     cut_runs = 0
     for eos in text[2:]:
         drafters = DrafterGroup(torch.device("cpu"))
-        inner = DraftModelDrafter(ScriptedModel(said, 30)) if CASES[name] else NgramDrafter()
-        drafters.drafters[name, None] = Watched(inner, 30)
+        spec = spec_of(name, "d", text[2:], num_draft=6)
+        drafters.drafters[drafter_key(spec)] = Watched(bare_drafter(name, ScriptedModel(said, 30), 30), 30)
         engine = Engine(ScriptedModel(said, 30, [eos]), drafters)
-        state = engine.submit(prompt, SamplingParams(max_tokens=50), SpecConfig(name, num_draft=6))
-        while engine.has_work:
-            engine.step()
+        if name == "recycling":  # its matrix knows the text once it was said
+            engine.submit(prompt, SamplingParams(max_tokens=len(text) - 2, ignore_eos=True), spec)
+            run(engine)
+        state = engine.submit(prompt, SamplingParams(max_tokens=50), spec)
+        run(engine)
         assert state.output_ids == list(range(3, eos + 1))
         assert state.finish_reason == "stop"
         assert state.stats.num_emitted == len(state.output_ids) == len(state.origins)
         assert state.stats.num_accepted == sum(origin.kind == "accepted" for origin in state.origins)
         cut_runs += state.origins[-1].kind == "accepted"  # a whole round ends with a token of the target's own
     assert cut_runs > 5  # the test means something
+
+
+def run(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
 
 
 def test_context_end(name: str, tmp_path: Path) -> None:
@@ -156,7 +176,7 @@ def test_context_end(name: str, tmp_path: Path) -> None:
         params = SamplingParams(max_tokens=100, ignore_eos=True)
         expected = small.generate(prompts, params)
         for num_draft in (1, 4, 8):
-            got = small.generate(prompts, params, SpecConfig(name, str(draft) if CASES[name] else None, num_draft=num_draft))
+            got = small.generate(prompts, params, spec_of(name, draft, expected[1].token_ids, num_draft=num_draft))
             assert [out.token_ids for out in got] == [out.token_ids for out in expected]
             assert all(out.finish_reason == "length" and len(out.prompt_ids) + len(out.token_ids) == 24 for out in got)
         check_idle(small)
@@ -179,20 +199,25 @@ def test_finish_and_abort_leave_nothing(llm: LLM, watched: Watched, spec: functo
 
 
 def entry(request_id: int, prompt: list[int], num_draft: int, params: SamplingParams = LONG) -> BatchEntry:
-    request = Request(request_id, tuple(prompt), params, SpecConfig(), seed=request_id)
+    request = Request(request_id, tuple(prompt), params, SpecConfig(), request_id, (5, 6, 7, 8))
     return BatchEntry(request, len(prompt) - 1, (prompt[-1],), True, num_draft)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_propose_gives_each_request_its_own_number(llm: LLM, watched: Watched, temperature: float) -> None:
-    """Zero included, in one call; a request that is not asked this time keeps its state."""
+    """Zero included, in one call; a request that is not asked this time keeps its state.
+
+    The text repeats, so that every drafter uses all it may.
+    """
     params = SamplingParams(temperature=temperature)
     prompt = [5, 6, 7, 8] * 4
+    if isinstance(watched.inner, RecyclingDrafter):
+        watched.inner.successors[[5, 6, 7, 8], 0] = [6, 7, 8, 5]
     entries = [entry(100 + i, prompt, i % 4, params) for i in range(7)]
     for one in entries:
         watched.start(one.request)
     draft = watched.propose(Batch(tuple(entries)))
-    assert draft.lengths == tuple(i % 4 for i in range(7))  # the text repeats: both drafters use all they may
+    assert draft.lengths == tuple(i % 4 for i in range(7))
     again = watched.propose(Batch(tuple(entries[4:5])))
     assert again.lengths == (0,)
     for one in entries:

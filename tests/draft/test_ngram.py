@@ -2,128 +2,108 @@
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretoken import SamplingParams, SpecConfig
-from foretoken.core import Batch, BatchEntry, Request, Verdict, empty_draft
-from foretoken.draft.ngram import NgramDrafter, NgramIndex
+from foretoken.core import Batch, BatchEntry, Request
+from foretoken.draft.ngram import LEAST_ESTIMATE, NgramDrafter
+from tests.draft.test_matches import scan
+from tests.helpers.rounds import Alone
 
-LONGEST, SHORTEST, LIMIT = 6, 2, 32
-texts = st.lists(st.integers(0, 2), max_size=60)  # three tokens: matches of every length
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=40)  # fewer places than are kept
 
 
-def scan(text: list[int]) -> tuple[int, int]:
-    """Longest suffix of at most six tokens that stood before, most recent place first; then how far back the match goes."""
-    for size in range(LONGEST, SHORTEST - 1, -1):
-        for place in range(len(text) - 1, size - 1, -1):  # the text's own end (place = len) is no match
-            if len(text) >= size and text[place - size : place] == text[-size:]:
-                length = size
-                while length < LIMIT and length < place and text[place - 1 - length] == text[-1 - length]:
-                    length += 1
-                return place, length
-    return -1, 0
+def twin(text: list[int], num_draft: int) -> list[int]:
+    """The chain: of all places that agree longest, step by step what most of those that said the same so far say, the latest
+    first, while it is likely enough."""
+    places = scan(text, text, num_draft)
+    longest = max((length for length, _ in places), default=0)
+    following = [tokens for length, tokens in places if length == longest]
+    guess: list[int] = []
+    estimate = 1.0
+    while following and len(guess) < num_draft:
+        token, count = Counter(tokens[len(guess)] for tokens in following).most_common(1)[0]
+        estimate *= count / (len(following) + 1 / longest)
+        if estimate < LEAST_ESTIMATE:
+            break
+        following = [tokens for tokens in following if tokens[len(guess)] == token]
+        guess.append(token)
+    return guess
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(texts)
-def test_index_equals_scan(text: list[int]) -> None:
-    assert NgramIndex(text).match() == scan(text)
+@given(texts, st.integers(0, 12))
+def test_guess_equals_the_twin(text: list[int], num_draft: int) -> None:
+    assert Alone(NgramDrafter(), text, takes_trees=False).chain(num_draft) == twin(text, num_draft)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(texts, st.data())
-def test_growing_in_pieces_equals_indexing_at_once(text: list[int], data: st.DataObject) -> None:
-    cut = data.draw(st.integers(0, len(text)))
-    index = NgramIndex(text[:cut])
-    index.match()  # looking does not change anything
-    index.extend(text[cut:])
-    assert index.tokens == text
-    assert index.match() == scan(text)
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(texts, st.integers(0, 12))
-def test_guess_equals_the_twin(text: list[int], num_draft: int) -> None:
-    place, length = scan(text)
-    written, guess = list(text), []
-    while length and len(guess) < min(num_draft, length):  # copy token by token, reading what was copied before
-        guess.append(written[place + len(guess)])
-        written.append(guess[-1])
-    assert guess_of(text, num_draft) == guess
-
-
-def guess_of(text: list[int], num_draft: int) -> list[int]:
-    drafter = NgramDrafter()
-    if not text:
-        return []
-    request = Request(0, tuple(text), SamplingParams(), SpecConfig(), 0)
-    drafter.start(request)
-    return drafter.propose(Batch((BatchEntry(request, len(text) - 1, (text[-1],), True, num_draft),))).tokens.tolist()
+@given(texts, texts, st.integers(1, 8))
+def test_what_was_emitted_is_looked_up_like_the_prompt(prompt: list[int], answer: list[int], num_draft: int) -> None:
+    alone = Alone(NgramDrafter(), prompt, takes_trees=False)
+    alone.emit(*answer)
+    assert alone.chain(num_draft) == twin([*prompt, *answer], num_draft)
 
 
 @pytest.mark.parametrize(
     ("text", "num_draft", "guess"),
     [
-        ([1, 2, 3, 4, 1, 2], 5, [3, 4]),  # a match of two earns two guesses
-        ([1, 2, 3, 4, 5, 1, 2, 3], 5, [4, 5, 1]),  # of three, three
+        ([1, 2, 3, 4, 1, 2], 5, [3, 4, 1, 2, 3]),  # on through the text's own end
         ([1, 2, 3, 4, 5, 1, 2, 3], 1, [4]),  # never more than asked
-        ([1, 2, 3, 9, 1, 2, 4, 9, 1, 2], 1, [4]),  # the most recent place
+        ([1, 2, 3, 9, 1, 2, 4, 9, 1, 2], 1, [4]),  # said once each: the most recent place
+        ([1, 2, 3, 9, 1, 2, 3, 7, 1, 2, 4, 9, 1, 2], 1, [3]),  # said more often
         ([7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2], 3, [3, 8, 1]),  # a longer match beats a more recent one
         ([5, 1, 2, 3, 4], 4, []),  # no match
         ([1, 2, 3, 1], 4, []),  # one token in common is noise
         ([1, 2], 4, []),  # the end of the text is no match for itself
         ([1], 4, []),
-        ([1, 1, 1], 4, [1, 1]),  # a run overlaps itself and goes on
-        ([1, 2, 1, 2, 1, 2], 8, [1, 2, 1, 2]),  # a loop continues past the end of the text
+        ([1, 1, 1], 4, [1, 1, 1, 1]),  # a run overlaps itself and goes on
     ],
 )
 def test_by_hand(text: list[int], num_draft: int, guess: list[int]) -> None:
-    assert guess_of(text, num_draft) == guess
+    assert Alone(NgramDrafter(), text, takes_trees=False).chain(num_draft) == guess
 
 
-def test_the_draft_grows_with_the_match_up_to_the_limit() -> None:
+def test_the_draft_grows_with_the_match() -> None:
     unit = list(range(100))
-    lengths = [len(guess_of([*unit, *unit[:seen]], 1000)) for seen in (0, 1, 2, 3, 6, 7, 20, 32, 33, 60)]
-    assert lengths == [0, 0, 2, 3, 6, 7, 20, 32, 32, 32]
+    lengths = [len(Alone(NgramDrafter(), [*unit, *unit[:seen]]).chain(1000)) for seen in (0, 1, 2, 3, 6, 12, 20, 32, 60)]
+    assert lengths[:2] == [0, 0]
+    assert lengths == sorted(lengths)
+    assert 3 < lengths[2] < 8 < 20 < lengths[-1] < 100
 
 
-def test_no_match_is_an_empty_draft_and_touches_nothing() -> None:
-    drafter = NgramDrafter()
-    requests = [Request(i, tuple(range(10 * i, 10 * i + 5)), SamplingParams(), SpecConfig(), 0) for i in range(3)]
-    for request in requests:
-        drafter.start(request)
-    batch = Batch(tuple(BatchEntry(r, 4, (r.prompt_ids[-1],), True, 4) for r in requests))
-    draft = drafter.propose(batch)
-    assert (draft.num_nodes, draft.lengths, draft.drafters, draft.mass) == (0, (0, 0, 0), (None, None, None), None)
+def test_a_tree_where_places_disagree_and_a_chain_for_rules_that_take_chains() -> None:
+    text = [1, 2, 3, 4, 9, 1, 2, 5, 6, 8, 1, 2]
+    draft = Alone(NgramDrafter(), text).guess(4)
+    assert draft.paths(0) == [(), (5,), (3,), (5, 6), (3, 4)]
+    assert Alone(NgramDrafter(), text, takes_trees=False).chain(4) == [5, 6, 8]
+
+
+def test_no_match_is_an_empty_draft() -> None:
+    draft = Alone(NgramDrafter(), range(5)).guess(4)
+    assert (draft.num_nodes, draft.lengths, draft.drafters, draft.mass) == (0, (0,), (None,), None)
 
 
 def test_requests_do_not_see_each_others_text() -> None:
     drafter = NgramDrafter()
-    requests = [Request(0, (1, 2, 3, 4), SamplingParams(), SpecConfig(), 0), Request(1, (9, 1, 2), SamplingParams(), SpecConfig(), 0)]
-    for request in requests:
-        drafter.start(request)
-    batch = Batch(tuple(BatchEntry(r, len(r.prompt_ids) - 1, r.prompt_ids[-1:], True, 4) for r in requests))
-    assert drafter.propose(batch).num_nodes == 0
-    drafter.commit(batch, empty_draft(2), Verdict(((), ()), ((), ()), (1, 3), ("bonus", "bonus")), {})
-    drafter.finish(0)
-    drafter.start(Request(0, (5, 6), SamplingParams(), SpecConfig(), 0))  # the number is used again: nothing is left of the first
-    assert drafter._indexes[0].tokens == [5, 6]
-    assert drafter._indexes[1].tokens == [9, 1, 2, 3]
+    first, second = Alone(drafter, (1, 2, 3, 4), 0), Alone(drafter, (9, 1, 2), 1)
+    assert second.chain(4) == []
+    first.finish()
+    again = Alone(drafter, (3, 1, 2), 0)  # the number is used again: nothing is left of the first
+    assert again.chain(4) == []
 
 
 def test_several_requests_are_laid_out_in_order() -> None:
     drafter = NgramDrafter()
-    texts = [[1, 2, 3, 1, 2], [4, 5], [6, 7, 6, 7, 6, 7]]
-    requests = [Request(i, tuple(text), SamplingParams(), SpecConfig(), 0) for i, text in enumerate(texts)]
+    requests = [Request(i, text, SamplingParams(), SpecConfig(), 0) for i, text in enumerate([(1, 2, 3, 1, 2), (4, 5), (6, 7, 6, 7, 6, 7)])]
     for request in requests:
         drafter.start(request)
     draft = drafter.propose(Batch(tuple(BatchEntry(r, len(r.prompt_ids) - 1, r.prompt_ids[-1:], True, 3) for r in requests)))
-    assert draft.offsets == (0, 2, 2, 5)
-    assert torch.equal(draft.tokens, torch.tensor([3, 1, 6, 7, 6]))
-    assert draft.parents == tuple(itertools.chain(range(-1, 1), range(-1, 2)))
+    assert draft.offsets == (0, 3, 3, 6)
+    assert draft.tokens.tolist() == [3, 1, 2, 6, 7, 6]
+    assert draft.parents == (-1, 0, 1, -1, 0, 1)
     assert draft.drafters == ("ngram", None, "ngram")

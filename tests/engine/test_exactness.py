@@ -20,11 +20,13 @@ Answers = list[tuple[int, ...]]
 
 
 def all_specs(draft: Path) -> list[SpecConfig]:
-    """Both drafters with every number of guesses, and plain."""
+    """Every drafter with every number of guesses, and plain; those that ask no model draft trees."""
     return [
         SpecConfig(),
         *(SpecConfig("draft_model", str(draft), num_draft=n) for n in range(9)),
         *(SpecConfig("ngram", num_draft=n) for n in range(9)),
+        *(SpecConfig(name, num_draft=n) for name in ("suffix", "recycling") for n in (1, 2, 4, 7, 12)),
+        *(SpecConfig("predicted", prediction=PROMPTS[4] * 2, num_draft=n) for n in (1, 3, 8)),
         SpecConfig("ngram"),
         SpecConfig("draft_model", str(draft)),
     ]

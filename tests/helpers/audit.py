@@ -8,6 +8,9 @@ from typing import Any
 
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.ngram import NgramDrafter
+from foretoken.draft.predicted import PredictedDrafter
+from foretoken.draft.recycling import RecyclingDrafter
+from foretoken.draft.suffix import SuffixDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.llm import LLM
 from foretoken.model.paged import PagedModel
@@ -18,6 +21,9 @@ _seen: weakref.WeakSet[Any] = weakref.WeakSet()
 # What a drafter still keeps, by request; a new drafter adds a line.
 KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
     NgramDrafter: lambda drafter: drafter._indexes,
+    SuffixDrafter: lambda drafter: drafter._indexes or drafter._requests,
+    PredictedDrafter: lambda drafter: drafter._cursors,
+    RecyclingDrafter: lambda drafter: None,  # the matrix is everybody's
     DraftModelDrafter: lambda drafter: drafter._pending or open_sequences(drafter.model),
 }
 

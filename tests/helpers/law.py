@@ -18,6 +18,9 @@ from foretoken import SamplingParams, SpecConfig
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.group import DrafterGroup
 from foretoken.draft.ngram import NgramDrafter
+from foretoken.draft.predicted import PredictedDrafter
+from foretoken.draft.recycling import RecyclingDrafter
+from foretoken.draft.suffix import SuffixDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.model.loader import load_decoder
@@ -79,9 +82,15 @@ def _warped(contexts: torch.Tensor, scores: torch.Tensor, params: SamplingParams
 
 
 def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None) -> Engine:
-    """An engine over the five-token models with both drafters."""
+    """An engine over the five-token models with every drafter."""
     drafters = DrafterGroup(torch.device("cpu"))
-    drafters.drafters = {("draft_model", "reverse"): DraftModelDrafter(PagedModel(narrow.reverse, 2048, 16)), ("ngram", None): NgramDrafter()}
+    drafters.drafters = {
+        ("draft_model", "reverse"): DraftModelDrafter(PagedModel(narrow.reverse, 2048, 16)),
+        ("ngram", None): NgramDrafter(),
+        ("suffix", None): SuffixDrafter(),
+        ("recycling", None): RecyclingDrafter(VOCAB),
+        ("predicted", None): PredictedDrafter(),
+    }
     return Engine(PagedModel(narrow.target, 2048, 16), drafters, limits=limits or SchedulerConfig(64, 200), eos_token_ids=(EOS,))
 
 

@@ -11,6 +11,9 @@ from foretoken.core import Batch, Draft, Request, Verdict
 from foretoken.draft.base import Drafter, Feedback
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.ngram import NgramDrafter
+from foretoken.draft.predicted import PredictedDrafter
+from foretoken.draft.recycling import NUM_RANKS, RecyclingDrafter
+from foretoken.draft.suffix import SuffixDrafter
 from foretoken.kv.blocks import slots_of
 from foretoken.model.interface import Segment
 from foretoken.model.paged import PagedModel
@@ -22,7 +25,7 @@ class Watched:
     def __init__(self, inner: Drafter, vocab_size: int) -> None:
         self.inner, self.name, self.vocab_size = inner, inner.name, vocab_size
         self.texts: dict[int, list[int]] = {}
-        self.num_drafted = self.num_full_rounds = 0
+        self.num_drafted = self.num_full_rounds = self.num_trees = 0
 
     def start(self, request: Request) -> None:
         self.texts[request.request_id] = list(request.prompt_ids)
@@ -34,6 +37,7 @@ class Watched:
         draft = self.inner.propose(batch)
         check_draft(draft, batch, self.name, self.vocab_size)
         self.num_drafted += draft.num_nodes
+        self.num_trees += sum(not draft.is_chain(b) for b in range(draft.num_requests))
         return draft
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
@@ -41,6 +45,8 @@ class Watched:
             self.texts[entry.request.request_id] += verdict.emitted(b)
             self.num_full_rounds += 0 < draft.lengths[b] == len(verdict.accepted[b])
         self.inner.commit(batch, draft, verdict, feedback)
+        if isinstance(self.inner, RecyclingDrafter):
+            check_matrix(self.inner, batch, draft, verdict, feedback)
         for b, entry in enumerate(batch.decoding):
             sequence = entry.request.request_id
             STATE_CHECKS[type(self.inner)](self.inner, sequence, self.texts[sequence], draft.lengths[b], len(verdict.accepted[b]))
@@ -60,6 +66,9 @@ def check_draft(draft: Draft, batch: Batch, name: str, vocab_size: int) -> None:
         assert draft.drafters[b] == (name if draft.lengths[b] else None)
         own = draft.parents[draft.offsets[b] : draft.offsets[b + 1]]
         assert all(-1 <= parent < node for node, parent in enumerate(own)), "a parent comes before its child"
+        assert entry.takes_trees or draft.is_chain(b), "the rule takes chains only"
+        siblings = list(zip(own, draft.tokens[draft.offsets[b] : draft.offsets[b + 1]].tolist(), strict=True))
+        assert len(set(siblings)) == len(siblings), "one guess stands twice"
     if draft.mass is None:
         return
     laws = draft.mass.laws
@@ -74,9 +83,38 @@ def check_draft(draft: Draft, batch: Batch, name: str, vocab_size: int) -> None:
             assert laws[law, draft.tokens[node]] > 0, "a token outside the law it was drawn from"
 
 
-def check_ngram_state(drafter: NgramDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
+def check_index_state(drafter: NgramDrafter | SuffixDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
     """The index holds the whole text and nothing else."""
-    assert drafter._indexes[sequence].tokens == text
+    index = drafter._indexes[sequence]
+    assert index.end(index.num_tokens) == text
+
+
+def check_predicted_state(drafter: PredictedDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
+    """The cursor has seen the end of the text."""
+    recent = drafter._cursors[sequence]._recent
+    assert recent == tuple(text[len(text) - len(recent) :])
+
+
+def check_recycling_state(drafter: RecyclingDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
+    """Nothing is kept for a request; `check_matrix` looks at the rest."""
+
+
+def check_matrix(drafter: RecyclingDrafter, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
+    """After a round every token of a row is followed by what the target found likeliest there: in the last request's deepest
+    accepted row that holds it, or if none does in any of its rows."""
+    tops = feedback.logits[list(feedback.rows)].topk(NUM_RANKS, dim=-1).indices.tolist()
+    tokens = draft.tokens.tolist()
+    expected: dict[int, list[list[int]]] = {}
+    for b, entry in enumerate(batch.decoding):
+        first = draft.offsets[b] + b
+        own = {entry.pending[-1]: [tops[first]]}
+        for node in range(draft.lengths[b]):
+            own.setdefault(tokens[draft.offsets[b] + node], []).append(tops[first + 1 + node])
+        own[entry.pending[-1]] = [tops[first]]
+        own.update({token: [tops[first + 1 + node]] for token, node in zip(verdict.accepted[b], verdict.paths[b], strict=True)})
+        expected.update(own)
+    for token, allowed in expected.items():
+        assert drafter.successors[token].tolist() in allowed
 
 
 def check_draft_model_state(drafter: DraftModelDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
@@ -89,7 +127,10 @@ def check_draft_model_state(drafter: DraftModelDrafter, sequence: int, text: lis
 
 # A new drafter adds a line.
 STATE_CHECKS: dict[type, Callable[[Any, int, list[int], int, int], None]] = {
-    NgramDrafter: check_ngram_state,
+    NgramDrafter: check_index_state,
+    SuffixDrafter: check_index_state,
+    PredictedDrafter: check_predicted_state,
+    RecyclingDrafter: check_recycling_state,
     DraftModelDrafter: check_draft_model_state,
 }
 

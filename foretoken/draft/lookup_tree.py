@@ -1,0 +1,74 @@
+"""From places that agree with a text's end to guesses: how likely each continuation is, and which of them to draft."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from foretoken.core import Draft
+from foretoken.draft.matches import NO_TOKEN
+
+
+@dataclass(frozen=True)
+class LookupTree:
+    """Guesses as a tree: `tokens`, `parents` (-1 = the text's end), and `score`, the expected number that will be accepted."""
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    score: float = 0.0
+
+
+EMPTY = LookupTree()
+
+
+def grow_tree(following: Sequence[Sequence[int]], budget: int, branching: int, doubt: float, least: float) -> LookupTree:
+    """The `budget` likeliest nodes over the continuations `following` [m][d] of equally good places, latest first.
+
+    A node's estimate is its parent's times the share of the parent's places that say it, where `doubt` places more might have
+    said something else. A node has at most `branching` children; what is less likely than `least` is left out. Of tokens said
+    equally often the one at the latest place comes first. Best-first growth is optimal here, because no child is likelier than
+    its parent.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    score, serial = 0.0, 0
+    heap: list[tuple[float, int, int, int, list[int], int]] = []
+
+    def push(rows: list[int], parent: int, depth: int, estimate: float) -> None:
+        nonlocal serial
+        if depth >= len(following[0]):
+            return
+        said = Counter(following[row][depth] for row in rows)  # in the order of the places, which most_common keeps on ties
+        said.pop(NO_TOKEN, None)
+        for token, count in said.most_common(branching):
+            chance = estimate * count / (len(rows) + doubt)
+            if chance >= least:
+                heapq.heappush(heap, (-chance, serial, parent, token, [row for row in rows if following[row][depth] == token], depth))
+                serial += 1
+
+    if budget > 0 and following:
+        push(list(range(len(following))), -1, 0, 1.0)
+    while heap and len(tokens) < budget:
+        negative, _, parent, token, rows, depth = heapq.heappop(heap)
+        tokens.append(token)
+        parents.append(parent)
+        score -= negative
+        push(rows, len(tokens) - 1, depth + 1, -negative)
+    return LookupTree(tuple(tokens), tuple(parents), score)
+
+
+def assemble(name: str, trees: Sequence[LookupTree]) -> Draft:
+    """One ragged draft of deterministic guesses, a tree per request."""
+    offsets = [0]
+    for tree in trees:
+        offsets.append(offsets[-1] + len(tree.tokens))
+    return Draft(
+        tokens=torch.tensor([token for tree in trees for token in tree.tokens], dtype=torch.int64),
+        parents=tuple(parent for tree in trees for parent in tree.parents),
+        offsets=tuple(offsets),
+        drafters=tuple(name if tree.tokens else None for tree in trees),
+    )

@@ -1,0 +1,92 @@
+"""Predicted text: the caller expects an answer much like a given one, and the draft follows it.
+
+OpenAI's `prediction`. A cursor walks along the prediction while the answer agrees. Where it does not, the cursor waits, and
+takes up again where the prediction agrees with the last words of the answer: behind the place where it was lost first,
+since an answer that changed a line goes on after it. What it takes up it trusts little at first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
+from foretoken.draft.base import Feedback
+from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble
+
+_ANCHOR_TOKENS = (4, 3, 2)  # lengths of agreement that take the cursor up again, best first
+_SURE_TOKENS = 6  # agreement that a chance hit does not reach: from there on the prediction is trusted wholly
+_LOST = -1
+
+
+class Cursor:
+    """Where the answer stands in the prediction."""
+
+    def __init__(self, prediction: tuple[int, ...]) -> None:
+        self._prediction = prediction
+        self._stops: dict[tuple[int, ...], list[int]] = {}  # tokens -> places right behind them, in order
+        for size in _ANCHOR_TOKENS:
+            for stop in range(size, len(prediction) + 1):
+                self._stops.setdefault(prediction[stop - size : stop], []).append(stop)
+        self._recent: tuple[int, ...] = ()  # the last tokens of the answer
+        self._at = 0  # the place expected next
+        self._agreed = _SURE_TOKENS  # tokens before it that agreed; the start is what the caller claims
+        self._left_at = 0  # where the answer surely was when it left the prediction
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Follow the answer by `tokens`."""
+        for token in tokens:
+            self._recent = (*self._recent[1 - _ANCHOR_TOKENS[0] :], token)
+            if self._at != _LOST and self._prediction[self._at : self._at + 1] == (token,):
+                self._at += 1
+                self._agreed += 1
+            else:
+                self._leave()
+
+    def ahead(self, most: int) -> tuple[int, ...]:
+        """What the prediction says next; after it was lost no more than twice what agreed since."""
+        if self._at == _LOST:
+            return ()
+        return self._prediction[self._at : self._at + (most if self._agreed >= _SURE_TOKENS else min(most, 2 * self._agreed))]
+
+    def _leave(self) -> None:
+        """The answer left the prediction: take up again behind the last sure place, or else nearest before it."""
+        if self._at != _LOST and self._agreed >= _SURE_TOKENS:
+            self._left_at = self._at
+        self._at, self._agreed = _LOST, 0
+        for size in _ANCHOR_TOKENS:
+            stops = self._stops.get(self._recent[-size:])
+            if stops:
+                self._at = stops[min(bisect_left(stops, self._left_at), len(stops) - 1)]
+                self._agreed = size
+                return
+
+
+class PredictedDrafter:
+    """Deterministic guesses from `SpecConfig.prediction`; the mass is a point at each guess."""
+
+    name = "predicted"
+
+    def __init__(self) -> None:
+        self._cursors: dict[int, Cursor] = {}
+
+    def start(self, request: Request) -> None:
+        """Index the prediction."""
+        self._cursors[request.request_id] = Cursor(request.prediction_ids)
+
+    def propose(self, batch: Batch) -> Draft:
+        """The next tokens of the prediction, `num_draft` at most; nothing while the answer has left it."""
+        return assemble(self.name, [self._guess(entry) for entry in batch.decoding])
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
+        """Follow the answer."""
+        for b, entry in enumerate(batch.decoding):
+            self._cursors[entry.request.request_id].advance(verdict.emitted(b))
+
+    def finish(self, request_id: int) -> None:
+        """Drop the prediction."""
+        del self._cursors[request_id]
+
+    def _guess(self, entry: BatchEntry) -> LookupTree:
+        ahead = self._cursors[entry.request.request_id].ahead(entry.num_draft) if entry.num_draft else ()
+        return LookupTree(ahead, tuple(range(-1, len(ahead) - 1)), float(len(ahead))) if ahead else EMPTY

@@ -1,0 +1,108 @@
+"""Token recycling: the target's own runner-up tokens of earlier steps are guesses for later ones.
+
+Luo et al. 2024 (arXiv 2408.08696): a matrix keeps for every token the tokens that the target found likeliest after it the last
+time; guesses are a tree of ranks over that matrix. The tree is not a fixed one: it holds the likeliest paths, by how often
+each rank was right so far, as many nodes as the round may draft.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
+from foretoken.draft.base import Feedback
+from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble
+
+NUM_RANKS = 8
+_UNKNOWN = -1
+_LEAST_CHANCE = 0.02  # a path less likely than this is not worth a row of the target
+_PRIOR_HITS = np.array([40, 10, 6, 4, 3, 2, 2, 1], dtype=np.float64)  # of a hundred tries: what ranks are worth before anything is known
+_PRIOR_TRIES = 100
+_MOST_TRIES = 2000  # then old texts count half
+
+
+class RecyclingDrafter:
+    """Deterministic trees from one matrix that all requests share: of a text it keeps what last followed each single token."""
+
+    name = "recycling"
+
+    def __init__(self, vocab_size: int) -> None:
+        self.successors = np.full((vocab_size, NUM_RANKS), _UNKNOWN, dtype=np.int32)  # [V, 8], likeliest first
+        self._hits, self._tries = _PRIOR_HITS.copy(), _PRIOR_TRIES
+
+    @property
+    def chances(self) -> tuple[float, ...]:
+        """How often the token of each rank was the one emitted."""
+        return tuple((self._hits / self._tries).tolist())
+
+    def start(self, request: Request) -> None:
+        """Nothing to keep: a round starts from the last committed token."""
+
+    def propose(self, batch: Batch) -> Draft:
+        """The likeliest paths through the matrix, from the last committed token on."""
+        return assemble(self.name, [self._guess(entry) for entry in batch.decoding])
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
+        """Take over the target's likeliest tokens after every row, guessed rows included.
+
+        Where a token stands in several rows the deepest accepted one wins: it is the latest that the text really holds.
+        """
+        top = feedback.top_tokens(NUM_RANKS).cpu().numpy()  # [R, 8]
+        tokens = draft.tokens.tolist()
+        for b, entry in enumerate(batch.decoding):
+            rows = [entry.pending[-1], *tokens[draft.offsets[b] : draft.offsets[b + 1]]]
+            kept = [0, *(1 + node for node in verdict.paths[b])]
+            self._learn_ranks([rows[row] for row in kept], verdict.emitted(b))
+            for row in (*(row for row in range(len(rows)) if row not in kept), *kept):
+                self.successors[rows[row], : top.shape[1]] = top[draft.anchor_row(b) + row]
+
+    def finish(self, request_id: int) -> None:
+        """Nothing to forget; the matrix stays."""
+
+    def _learn_ranks(self, before: Sequence[int], emitted: Sequence[int]) -> None:
+        """Count at which rank each emitted token stood."""
+        for token, successor in zip(before, emitted, strict=True):
+            self._tries += 1
+            self._hits += self.successors[token] == successor
+        if self._tries > _MOST_TRIES:
+            self._hits, self._tries = self._hits / 2, self._tries // 2
+
+    def _guess(self, entry: BatchEntry) -> LookupTree:
+        if not entry.num_draft:
+            return EMPTY
+        return grow_ranks(self.successors, entry.pending[-1], self.chances, entry.num_draft, NUM_RANKS if entry.takes_trees else 1)
+
+
+def grow_ranks(successors: NDArray[np.int32], anchor: int, chances: Sequence[float], budget: int, branching: int) -> LookupTree:
+    """The `budget` likeliest paths from `anchor` when the token of rank r is right with `chances[r]`, best first.
+
+    Best-first over (next sibling, first child), after DDTree (`liranringel/ddtree`). Only the best rank counts where a node may
+    have a single child.
+    """
+    order = sorted(range(len(chances)), key=lambda rank: -chances[rank])
+    tokens: list[int] = []
+    parents: list[int] = []
+    score = 0.0
+    heap: list[tuple[float, int, int, list[tuple[float, int]], int]] = []  # (-chance, age, parent, siblings, place among them)
+
+    def push(parent: int, before: float, siblings: list[tuple[float, int]], place: int) -> None:
+        if place < len(siblings) and before * siblings[place][0] >= _LEAST_CHANCE:
+            heapq.heappush(heap, (-before * siblings[place][0], len(tokens), parent, siblings, place))
+
+    def children(token: int) -> list[tuple[float, int]]:
+        row = successors[token].tolist()
+        return [(chances[rank], row[rank]) for rank in order if row[rank] != _UNKNOWN][:branching]
+
+    push(-1, 1.0, children(anchor), 0)
+    while heap and len(tokens) < budget:
+        negative, _, parent, siblings, place = heapq.heappop(heap)
+        tokens.append(siblings[place][1])
+        parents.append(parent)
+        score -= negative
+        push(parent, -negative / siblings[place][0], siblings, place + 1)
+        push(len(tokens) - 1, -negative, children(tokens[-1]), 0)
+    return LookupTree(tuple(tokens), tuple(parents), score)

@@ -1,0 +1,143 @@
+"""Suffix lookup: what followed the last words in this text, in earlier answers of the same tenant, and in a corpus of one's own.
+
+After SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975; `snowflakedb/ArcticInference`): for several lengths of agreement the
+continuations of all places that agree that far form a tree of counts; the tree with the highest score, the expected
+number of accepted tokens, is drafted. Places are looked up in an index instead of a suffix tree, the latest few dozen of them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
+from foretoken.draft.base import Feedback
+from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble, grow_tree
+from foretoken.draft.matches import MATCH_LIMIT, MOST_PLACES, NO_TOKEN, Matches, MatchIndex
+from foretoken.draft.ngram import BRANCHING, LEAST_ESTIMATE
+
+_LENGTHS_TRIED = 3  # longest lengths of agreement that are compared
+_NUM_SEGMENTS = 4  # a store forgets a quarter at a time
+DEFAULT_STORE_TOKENS = 1 << 18
+
+
+class SharedStore:
+    """Finished answers of one tenant, the oldest forgotten first, in quarters; at most `most_tokens`."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self._segment_tokens = max(2, most_tokens // _NUM_SEGMENTS)
+        self._segments: deque[MatchIndex] = deque()
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Keep a text."""
+        for start in range(0, len(tokens), self._segment_tokens - 1):
+            piece = [*tokens[start : start + self._segment_tokens - 1], NO_TOKEN]
+            if not self._segments or self._segments[-1].num_tokens + len(piece) > self._segment_tokens:
+                self._segments.append(MatchIndex())
+                if len(self._segments) > _NUM_SEGMENTS:
+                    self._segments.popleft()
+            self._segments[-1].extend(piece)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens held."""
+        return sum(segment.num_tokens for segment in self._segments)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory, roughly."""
+        return sum(segment.num_bytes for segment in self._segments)
+
+    def matches(self, end: Sequence[int], depth: int) -> list[Matches]:
+        """The latest places, the youngest segment first."""
+        found: list[Matches] = []
+        for segment in reversed(self._segments):
+            missing = MOST_PLACES - sum(map(len, found))
+            matches = segment.matches(end, depth, missing) if missing > 0 else None
+            if matches is not None:
+                found.append(matches)
+        return found
+
+
+class SuffixDrafter:
+    """Deterministic trees from counts; the mass is a point at each guess.
+
+    A finished request's answer enters the store of its tenant (`SpecConfig.tenant`), never another's. `corpus` is a text of token
+    ids that everybody may be guessed from. Each store keeps `store_tokens`, all together `most_tokens`: the tenant unused
+    longest is forgotten first.
+    """
+
+    name = "suffix"
+
+    def __init__(self, corpus: Sequence[int] = (), store_tokens: int = DEFAULT_STORE_TOKENS, most_tokens: int = 4 * DEFAULT_STORE_TOKENS) -> None:
+        self._indexes: dict[int, MatchIndex] = {}
+        self._requests: dict[int, Request] = {}
+        self._stores: OrderedDict[str, SharedStore] = OrderedDict()  # by tenant, used last at the end
+        self._store_tokens, self._most_tokens = min(store_tokens, most_tokens), most_tokens
+        self._corpus = MatchIndex([*corpus, NO_TOKEN] if corpus else ())
+
+    def start(self, request: Request) -> None:
+        """Index the prompt."""
+        self._indexes[request.request_id] = MatchIndex(request.prompt_ids)
+        self._requests[request.request_id] = request
+        if request.spec.tenant in self._stores:
+            self._stores.move_to_end(request.spec.tenant)
+
+    def propose(self, batch: Batch) -> Draft:
+        """The tree with the most expected accepted tokens, over all sources and lengths of agreement."""
+        return assemble(self.name, [self._guess(entry) for entry in batch.decoding])
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
+        """Append what was emitted."""
+        for b, entry in enumerate(batch.decoding):
+            self._indexes[entry.request.request_id].extend(verdict.emitted(b))
+
+    def finish(self, request_id: int) -> None:
+        """Move the answer, with the words before it, into the store of its tenant."""
+        index, request = self._indexes.pop(request_id), self._requests.pop(request_id)
+        num_answer = index.num_tokens - len(request.prompt_ids)
+        if not num_answer:
+            return
+        store = self._stores.setdefault(request.spec.tenant, SharedStore(self._store_tokens))
+        store.add(index.end(num_answer + min(MATCH_LIMIT, len(request.prompt_ids))))
+        self._stores.move_to_end(request.spec.tenant)
+        while self.num_stored_tokens > self._most_tokens:
+            self._stores.popitem(last=False)
+
+    @property
+    def num_stored_tokens(self) -> int:
+        """Tokens of finished requests held, over all tenants."""
+        return sum(store.num_tokens for store in self._stores.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of everything held, roughly."""
+        return self._corpus.num_bytes + sum(store.num_bytes for store in self._stores.values()) + sum(own.num_bytes for own in self._indexes.values())
+
+    def _guess(self, entry: BatchEntry) -> LookupTree:
+        if not entry.num_draft:
+            return EMPTY
+        index, depth = self._indexes[entry.request.request_id], entry.num_draft
+        end = index.end()
+        own, fixed = index.matches(end, depth), self._corpus.matches(end, depth)
+        store = self._stores.get(entry.request.spec.tenant)
+        others = [*(store.matches(end, depth) if store is not None else ()), *([fixed] if fixed is not None else ())]
+        trees = [
+            tree
+            for found in ([own] if own is not None else [], others)
+            if found
+            for tree in _trees(_together(found), depth, BRANCHING if entry.takes_trees else 1)
+        ]
+        return max(trees, key=lambda tree: tree.score, default=EMPTY)  # on a tie the request's own text, and the longer agreement
+
+
+def _trees(matches: Matches, budget: int, branching: int) -> list[LookupTree]:
+    """One tree per length of agreement, longest first: a longer one knows more, a shorter one has seen more."""
+    lengths = np.unique(matches.lengths)[::-1][:_LENGTHS_TRIED].tolist()
+    return [grow_tree(matches.following[matches.lengths >= length].tolist(), budget, branching, 1 / length, LEAST_ESTIMATE) for length in lengths]
+
+
+def _together(found: Sequence[Matches]) -> Matches:
+    return Matches(np.concatenate([one.lengths for one in found]), np.concatenate([one.following for one in found]))

@@ -1,0 +1,172 @@
+"""Suffix lookup against a twin that enumerates all places and counts; what is kept, for whom, and how much of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foretoken import LLM, ConfigError, SamplingParams, SpecConfig, StorageError
+from foretoken.draft.matches import MATCH_LIMIT, NO_TOKEN
+from foretoken.draft.ngram import LEAST_ESTIMATE
+from foretoken.draft.suffix import SharedStore, SuffixDrafter
+from tests.draft.test_matches import brute_force, scan
+from tests.helpers.checkpoints import token_ids
+from tests.helpers.rounds import Alone
+
+ACME, OTHER = SpecConfig("suffix", tenant="acme"), SpecConfig("suffix", tenant="other")
+texts = st.lists(st.integers(0, 1), min_size=1, max_size=20)  # two tokens: two branches are all there are
+
+
+def tell(drafter: SuffixDrafter, prompt: Sequence[int], answer: Sequence[int], spec: SpecConfig = ACME) -> None:
+    """A whole request: its answer enters the store."""
+    one = Alone(drafter, prompt, 1000, spec)
+    one.emit(*answer)
+    one.finish()
+
+
+def twin_score(text: list[int], stored: list[list[int]], num_draft: int) -> float:
+    """The most expected accepted tokens over the text itself or all stored ones, and over the three longest agreements."""
+    joined = [token for one in stored for token in (*one, NO_TOKEN)]
+    best = 0.0
+    for places in (scan(text, text, num_draft), scan(joined, text, num_draft)):
+        for length in sorted({length for length, _ in places}, reverse=True)[:3]:
+            following = [tokens for agreed, tokens in places if agreed >= length]
+            following = [cut(tokens) for tokens in following]
+            best = max(best, brute_force(following, num_draft, 2, 1 / length, LEAST_ESTIMATE))
+    return best
+
+
+def cut(tokens: list[int]) -> list[int]:
+    """Up to the end of the stored text; what is behind it counts as nothing."""
+    end = tokens.index(NO_TOKEN) if NO_TOKEN in tokens else len(tokens)
+    return [*tokens[:end], *[NO_TOKEN] * (len(tokens) - end)]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(texts, st.lists(texts, max_size=2), st.integers(1, 6))
+def test_the_tree_has_the_best_score_of_all(text: list[int], answers: list[list[int]], num_draft: int) -> None:
+    drafter = SuffixDrafter()
+    for answer in answers:
+        tell(drafter, (9,), answer)
+    one = Alone(drafter, text, 0, ACME)
+    tree = drafter._guess(one.batch(num_draft).entries[0])
+    assert tree.score == pytest.approx(twin_score(text, [[9, *answer] for answer in answers], num_draft))
+
+
+def test_a_longer_agreement_beats_a_shorter_one_and_many_places_beat_few() -> None:
+    drafter = SuffixDrafter()
+    for answer in ([1, 2, 3, 4, 5, 6, 7, 50, 51, 52], *[[60 + i, 6, 7, 40 + i, 41] for i in range(4)]):
+        tell(drafter, (9,), answer)
+    assert Alone(drafter, (1, 2, 3, 4, 5, 6, 7), 0, ACME, takes_trees=False).chain(3) == [50, 51, 52]  # the short one says four things
+    for i in range(20):
+        tell(drafter, (9,), [70 + i, 6, 7, 30, 31, 32])
+    assert Alone(drafter, (8, 5, 6, 7), 1, ACME, takes_trees=False).chain(3) == [30, 31, 32]  # three agree once, two agree twenty times
+
+
+def test_tenants_never_see_each_others_text() -> None:
+    drafter = SuffixDrafter()
+    tell(drafter, (9,), [1, 2, 3, 4, 5])
+    for number, (spec, guess) in enumerate(((ACME, [3, 4, 5]), (OTHER, []), (SpecConfig("suffix"), []))):
+        assert Alone(drafter, (8, 1, 2), number, spec).chain(3) == guess
+    tell(drafter, (9,), [1, 2, 7, 7, 7], SpecConfig("suffix"))  # the nameless one is a tenant too
+    assert Alone(drafter, (8, 1, 2), 7, OTHER).chain(3) == []
+    assert Alone(drafter, (8, 1, 2), 8, ACME).chain(3) == [3, 4, 5]
+
+
+def test_a_running_request_is_seen_by_nobody() -> None:
+    drafter = SuffixDrafter()
+    running = Alone(drafter, (9, 1, 2), 0, ACME)
+    running.emit(3, 4, 5)
+    other = Alone(drafter, (8, 1, 2), 1, ACME)
+    assert other.chain(2) == []
+    running.finish()
+    assert other.chain(2) == [3, 4]
+
+
+def test_answers_are_kept_and_prompts_are_not() -> None:
+    """But for the words before the answer, which lead to its first tokens."""
+    drafter = SuffixDrafter()
+    tell(drafter, range(100), [500, 501])
+    assert drafter.num_stored_tokens == MATCH_LIMIT + 2 + 1  # and what ends a text
+    assert Alone(drafter, (98, 99), 0, ACME).chain(3) == [500, 501]
+    assert Alone(drafter, (5, 6), 1, ACME).chain(3) == []
+    Alone(drafter, (1, 2, 3), 2, ACME).finish()  # aborted before it said anything
+    assert drafter.num_stored_tokens == MATCH_LIMIT + 3
+
+
+def test_a_store_forgets_the_oldest_and_stays_small() -> None:
+    store, held = SharedStore(400), []
+    for i in range(100):
+        store.add([1000 + 30 * i + place for place in range(30)])
+        held.append(store.num_tokens)
+    assert max(held) <= 400
+    assert held[-1] > 200
+    assert store.num_bytes < 400 * 500
+    assert store.matches([1000, 1001], 1) == []
+    (last,) = store.matches([1000 + 30 * 99, 1001 + 30 * 99], 3)
+    assert last.following.tolist() == [[1002 + 30 * 99, 1003 + 30 * 99, 1004 + 30 * 99]]
+    store.add(range(5000))  # longer than all of it
+    assert store.num_tokens <= 400
+
+
+def test_all_stores_together_stay_small_and_the_tenant_unused_longest_goes() -> None:
+    drafter = SuffixDrafter(store_tokens=100, most_tokens=250)
+    for i in range(20):
+        tell(drafter, (9,), range(1, 90), SpecConfig("suffix", tenant=f"t{i}"))
+        assert drafter.num_stored_tokens <= 250
+        keep = Alone(drafter, (1, 2), 0, SpecConfig("suffix", tenant="t0"))  # asks again and again
+        assert keep.chain(1) == [3]
+        keep.finish()
+    assert list(drafter._stores) == ["t19", "t0"]
+
+
+def test_a_corpus_is_everybodys() -> None:
+    drafter = SuffixDrafter(corpus=[1, 2, 3, 4, 5])
+    assert Alone(drafter, (9, 1, 2), 0, ACME).chain(8) == [3, 4, 5]  # and ends where it ends
+    assert Alone(drafter, (9, 3, 4), 1, OTHER).chain(8) == [5]
+    assert Alone(drafter, (9, 4, 5), 2, OTHER).chain(8) == []
+    assert drafter.num_bytes > 0
+
+
+def test_corpus_and_tenants_through_the_engine(text_pair: SimpleNamespace, tmp_path: Path) -> None:
+    """A tenant's second request finds the first one's answer, another's does not; the file is read as the tokenizer sees it."""
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    with LLM(text_pair.target, dtype="float32", cache_tokens=512) as llm:
+        plain = llm.generate(["ab cd"], params)[0]
+        steps = {}
+        for turn, tenant in enumerate(("a", "a", "b", "b")):
+            out = llm.generate(["ab cd"], params, SpecConfig("suffix", tenant=tenant))[0]
+            assert out.token_ids == plain.token_ids
+            steps[turn] = out.stats.num_steps
+        assert steps[1] < steps[0] == steps[2] > steps[3] == steps[1]
+        file = tmp_path / "corpus.txt"
+        file.write_text("ab cd ab ce ab cd")
+        out = llm.generate(["ab cd"], params, SpecConfig("suffix", corpus=str(file), tenant="c"))[0]
+        assert out.token_ids == plain.token_ids
+        index = llm._drafters.drafters["suffix", str(file)]._corpus
+        assert index.end(index.num_tokens) == [*llm.encode("ab cd ab ce ab cd"), NO_TOKEN]
+        for bad in (tmp_path / "none.txt", tmp_path):
+            with pytest.raises(StorageError, match="corpus"):
+                llm.generate(["ab"], params, SpecConfig("suffix", corpus=str(bad)))
+
+
+def test_two_answers_of_one_prompt_through_the_shared_engine(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3)
+    first, second = (llm.generate([token_ids(8, seed=5)], params, SpecConfig("suffix", tenant="twice"))[0] for _ in range(2))
+    assert first.token_ids == second.token_ids
+    assert second.stats.num_steps < first.stats.num_steps
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"drafter": "ngram", "corpus": "x"}, {"drafter": "ngram", "tenant": "x"}, {"corpus": ""}, {"corpus": 5}, {"tenant": 5}],
+    ids=str,
+)
+def test_wrong_options_are_refused_by_name(values: dict) -> None:
+    with pytest.raises(ConfigError, match="corpus" if "corpus" in values else "tenant"):
+        SpecConfig(**({"drafter": "suffix"} | values))

@@ -1,0 +1,32 @@
+"""What each drafter must be given, so that a test can go over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from foretoken import SpecConfig
+from foretoken.draft.base import Drafter
+from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.ngram import NgramDrafter
+from foretoken.draft.predicted import PredictedDrafter
+from foretoken.draft.recycling import RecyclingDrafter
+from foretoken.draft.suffix import SuffixDrafter
+from foretoken.model.interface import LanguageModel
+
+# Tokens that some tests' answers hold and others' do not: a prediction may be wrong.
+PREDICTION = tuple(range(3, 60))
+
+
+def spec_of(name: str, draft: Path | str | None, prediction: Sequence[int] = PREDICTION, **options: object) -> SpecConfig:
+    """`SpecConfig` of a drafter with the options it cannot do without."""
+    needed = {"draft_model": {"draft": str(draft)}, "predicted": {"prediction": tuple(prediction)}}
+    return SpecConfig(name, **needed.get(name, {}), **options)
+
+
+def bare_drafter(name: str, draft: LanguageModel, vocab_size: int) -> Drafter:
+    """A drafter outside an `LLM`."""
+    made = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "predicted": PredictedDrafter}
+    if name == "draft_model":
+        return DraftModelDrafter(draft)
+    return RecyclingDrafter(vocab_size) if name == "recycling" else made[name]()
