@@ -96,7 +96,7 @@ def test_sampled_token_for_token_with_the_engines_numbers(minimal: ModuleType, l
     kept = 0
     for seed, prompt in enumerate(PROMPTS):
         params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.8, seed=seed)
-        first, *rest = rounds_of(llm, prompt, params, SpecConfig("draft_model", str(pair.draft), num_draft=num_draft))
+        first, *rest = rounds_of(llm, prompt, params, SpecConfig("draft_model", str(pair.draft), num_draft=num_draft, rule="rejection"))
         text = prompt + first
         for expected in rest:
             limit = min(num_draft, 20 - (len(text) - len(prompt)) - 1)

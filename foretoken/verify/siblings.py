@@ -187,10 +187,10 @@ class Residuals:
         for some in pieces(ordered, self.target_probs):
             scales = [self.reach[row] / self.total[row] for row in some]
             left = left_over(self._owed(some), scales, take(self.laws, [law_of[row] for row in some]))
-            waiting = [(i, node) for i, row in enumerate(some) for node in self.proposals[row].children]
-            at_nodes = left[[i for i, _ in waiting], [self.tokens[node] for _, node in waiting]]
+            nodes = [(i, node) for i, row in enumerate(some) for node in self.proposals[row].children]
+            at_nodes = left[[i for i, _ in nodes], [self.tokens[node] for _, node in nodes]]
             totals, found = host_lists(left.sum(-1, dtype=torch.float64), at_nodes)
-            self._settle(some, scales, left, totals, dict(zip(waiting, found, strict=True)))
+            self._settle(some, scales, left, totals, {node: weight for (_, node), weight in zip(nodes, found, strict=True)})
 
     def _owed(self, rows: Sequence[int]) -> Tensor:
         """What `rows` owe before the last refusal that was not kept: weights [len(rows), V]. Do not write to it."""
@@ -198,24 +198,21 @@ class Residuals:
             return take(self.target_probs, rows)
         return torch.stack([self._weights.get(row, self.target_probs[row]) for row in rows])
 
-    def _settle(
-        self, rows: Sequence[int], scales: Sequence[float], left: Tensor, totals: Sequence[float], at_nodes: dict[tuple[int, int], float]
-    ) -> None:
+    def _settle(self, rows: Sequence[int], scales: Sequence[float], left: Tensor, totals: Sequence[float], at_nodes: dict[int, float]) -> None:
         """Take over a refusal at each of `rows` [n] that left the weights `left` [n, V] of sum `totals` [n]."""
-        # Below this a scale of 1 / total overflows. Nothing left is reachable by rounding only; then what was owed before stays.
-        enough = [total > torch.finfo(left.dtype).tiny for total in totals]
         for i, row in enumerate(rows):
             self.num_refused[row] += 1
-            self._set_reach(row, totals[i] if enough[i] else 0.0)
-            if self.num_refused[row] == len(self.proposals[row].drawn):
+            self._set_reach(row, totals[i])
+            last = self.num_refused[row] == len(self.proposals[row].drawn)
+            if last:
                 self._last_scale[row] = scales[i]  # most rows never need these weights again: they are made when the walk ends there
-            elif enough[i]:
+            if totals[i] <= torch.finfo(left.dtype).tiny:
+                continue  # reachable by rounding only, and 1 / total would overflow: what was owed before stays
+            if not last:
                 self._weights[row] = left[i]
-            if enough[i]:
-                self.total[row] = totals[i]
-        for (i, node), weight in at_nodes.items():
-            if enough[i]:
-                self.weight[node] = weight
+            self.total[row] = totals[i]
+            for node in self.proposals[row].children:
+                self.weight[node] = at_nodes[node]
 
     def _set_reach(self, row: int, left: float) -> None:
         """P after a refusal that left the sum `left` of P r. Z + (1 - P), not Z + 1 - P: exactly Z at P = 1."""

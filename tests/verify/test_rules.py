@@ -96,13 +96,18 @@ def test_sums_over_the_vocabulary_are_taken_in_float64(rule: str) -> None:
     assert verdict.probabilities[0][0] == pytest.approx(left / (left + 1 - reach), rel=1e-9)
 
 
-def test_a_residual_too_small_to_divide_by_is_nothing() -> None:
-    """After the first of two draws 1e-40 is left: its inverse is no float32."""
-    law, p = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.5, 0.5, 1e-40]]).expand(3, -1).contiguous()
-    draft = Draft(torch.tensor([0, 1]), (-1, -1), (0, 2), ("toy",), (True, True), Mass(law, (0, -1, -1)))
+@pytest.mark.parametrize("rest", [1e-40, 0.0])
+def test_a_residual_too_small_to_divide_by_is_nothing(rest: float) -> None:
+    """After the first of two draws next to nothing is left, and its inverse is no float32: what was owed before stays."""
+    law, p = torch.tensor([[0.5, 0.25, 0.25, 0.0]]), torch.tensor([[0.5, 0.25, 0.25, rest]]).expand(4, -1).contiguous()
+    draft = Draft(torch.tensor([0, 1, 3]), (-1, -1, -1), (0, 3), ("toy",), (True, True, False), Mass(law, (0, -1, -1, -1)))
     for rule in (RULES["tree"], RULES["traversal"]):
-        assert rule.accept_probabilities(draft, p).tolist() == [1.0, 0.0]
+        assert rule.accept_probabilities(draft, p).tolist() == [1.0, 0.0, 0.0]
         assert bool(torch.isfinite(rule.next_law(draft, p, [0, 1, 2])).all())
+    for bottom_up in (False, True):
+        residuals = Residuals(draft, p)
+        residuals.judge(bottom_up)
+        assert residuals.step == {0: 1.0, 1: 0.5, 2: pytest.approx(rest, abs=1e-39)}
 
 
 def test_a_later_sibling_outside_its_law_is_decided_by_the_target_alone() -> None:
