@@ -18,8 +18,6 @@ from foretoken.config import SamplingParams
 from foretoken.errors import InputError
 from foretoken.model.tokenizer import Tokenizer
 
-_LEAST_REPETITION_PENALTY = 1e-6  # dividing by less could overflow float32, here or with a low temperature later
-
 
 class Structure(Protocol):
     """Holds one answer to a schema, a regular expression or a grammar; knows the tokens committed so far."""
@@ -254,13 +252,11 @@ def make_processors(
 
     Raises:
         InputError: a token of logit_bias or bad_words outside the vocabulary, a bad word that is a text where there is no tokenizer
-            or that encodes to nothing, a repetition_penalty so small that logits would overflow.
+            or that encodes to nothing.
     """
     for token in params.logit_bias or ():
         if token >= vocab_size:
             raise InputError("logit_bias", token, f"token ids go from 0 to {vocab_size - 1}")
-    if params.repetition_penalty < _LEAST_REPETITION_PENALTY:
-        raise InputError("repetition_penalty", params.repetition_penalty, f"must be at least {_LEAST_REPETITION_PENALTY:g}, or logits overflow")
     words = {ids for word in params.bad_words for ids in _spellings(word, vocab_size, tokenizer)}
     end_ids = {token for token in eos_token_ids if token < vocab_size} if params.min_tokens else set()
     penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0

@@ -70,7 +70,7 @@ def test_json_is_the_last_line_and_a_file(foretoken: Run, pair: SimpleNamespace,
     assert json.loads(Path("report.json").read_text()) == found
     assert found["options"]["spec"]["drafter"] == "ngram"
     assert {"name", "where", "result", "num_tokens", "found", "demanded", "sees", "detail"} == set(found["checks"][0])
-    assert found["command"].startswith("foretoken ")
+    assert found["command"].startswith("foretoken")
     assert "cores" in found["machine"]
 
 

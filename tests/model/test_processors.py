@@ -471,8 +471,8 @@ class TestMaking:
 
     def test_a_repetition_penalty_that_would_overflow(self) -> None:
         with pytest.raises(InputError, match="repetition_penalty"):
-            make_processors(SamplingParams(repetition_penalty=1e-40), (1,), V, ENDS)
-        processors = make_processors(SamplingParams(repetition_penalty=1e-6, temperature=1e-9), (1,), 3, ())
+            SamplingParams(repetition_penalty=1e-40)
+        processors = make_processors(SamplingParams(repetition_penalty=1e-3, temperature=1e-9), (1,), 3, ())
         law = target_probs(processors.adjust(torch.tensor([[1.0, 2.0, 3.0]]), [()]), [SamplingParams(temperature=1e-9)])
         assert law.tolist() == [[0, 1, 0]]
 
