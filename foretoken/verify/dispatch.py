@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from foretoken.core import Draft, NextKind, Uniforms, Verdict
@@ -63,12 +62,14 @@ def rule_for(draft: Draft, request: int) -> str:
     Lawful for drafters whose shape is known before anything is drawn, and for all that draw chains only. A drafter that branches
     here or there depending on what it drew must be given a rule by name: then this choice would look at the draw.
     """
-    sampled = draft.sampled or (False,) * draft.num_nodes
-    laws = draft.mass.law_of_row if draft.mass is not None else (-1,) * draft.num_rows
-    nodes = range(draft.offsets[request], draft.offsets[request + 1])
-    if not draft.is_chain(request) or any(laws[draft.parent_rows[node]] >= 0 and not sampled[node] for node in nodes):
+    if not draft.is_chain(request):
         return "tree"
-    return "block" if any(laws[row] >= 0 for row in draft.rows_of([request])) else "rejection"
+    if draft.mass is None:
+        return "rejection"
+    sampled, law_of_row = draft.sampled or (False,) * draft.num_nodes, draft.mass.law_of_row
+    if any(law_of_row[draft.parent_rows[node]] >= 0 and not sampled[node] for node in range(draft.offsets[request], draft.offsets[request + 1])):
+        return "tree"  # a draw came to nothing beside a deterministic guess
+    return "block" if any(law_of_row[row] >= 0 for row in draft.rows_of([request])) else "rejection"
 
 
 def verify_batch(draft: Draft, target_probs: Tensor, uniforms: Uniforms, rules: Sequence[str]) -> Verdict:
@@ -92,10 +93,7 @@ def verify_batch(draft: Draft, target_probs: Tensor, uniforms: Uniforms, rules: 
 
 def _verify_some(rule: Rule, draft: Draft, target_probs: Tensor, uniforms: Uniforms, requests: list[int]) -> Verdict:
     """One rule on some requests of the batch, with their own rows and uniforms."""
-    device = target_probs.device
     nodes = [node for b in requests for node in range(draft.offsets[b], draft.offsets[b + 1])]
-    at_nodes = torch.tensor(nodes, dtype=torch.int64, device=device)
-    at_requests = torch.tensor(requests, dtype=torch.int64, device=device)
     race = tuple(uniforms.race[b] for b in requests) if uniforms.race else ()
-    own = Uniforms(uniforms.accept[at_nodes], uniforms.next[at_requests], race)
+    own = Uniforms(uniforms.accept[nodes], uniforms.next[requests], race)
     return rule.verify(draft.select(requests), take(target_probs, draft.rows_of(requests)), own)

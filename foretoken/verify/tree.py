@@ -43,16 +43,16 @@ class TreeRule(Rule):
         numbers, rows = uniforms.accept.tolist(), []
         for b in range(draft.num_requests):
             row = draft.anchor_row(b)
-            while (node := _first_passing(residuals, row, numbers)) >= 0:
+            while (node := _first_passing(residuals, row, numbers)) is not None:
                 row = residuals.rows[node]
             rows.append(row)
         next_tokens = draw(residuals.next_weights(rows), uniforms.next).tolist()
         return verdict_at(draft, residuals.tokens, rows, next_tokens, _shares(residuals), residuals.open_rows)
 
 
-def _first_passing(residuals: Residuals, row: int, numbers: Sequence[float]) -> int:
-    """The first child of `row` whose test passes, -1 if none does."""
-    return next((node for node in residuals.proposals[row].children if numbers[node] < residuals.step[node]), -1)
+def _first_passing(residuals: Residuals, row: int, numbers: Sequence[float]) -> int | None:
+    """The first child of `row` whose test passes, None if none does."""
+    return next((node for node in residuals.proposals[row].children if numbers[node] < residuals.step[node]), None)
 
 
 def _shares(residuals: Residuals) -> list[float]:

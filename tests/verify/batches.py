@@ -65,9 +65,9 @@ def random_batch(seed: int, tree: bool = False) -> tuple[Draft, torch.Tensor, Un
     following = np.where(rng.random(len(offsets) - 1) < 0.3, 1 - 2.0**-53, rng.random(len(offsets) - 1))
     dtype = torch.float32 if rng.random() < 0.5 else torch.float64
     mass = Mass(torch.tensor(np.array(laws), dtype=dtype), tuple(law_of_row)) if laws else None
-    draft = Draft(
-        torch.tensor(tokens, dtype=torch.int64), tuple(parents), tuple(offsets), ("toy",) * (len(offsets) - 1), tuple(sampled) if laws else (), mass
-    )
+    marks = tuple(sampled) if any(sampled) or (laws and rng.random() < 0.5) else ()
+    names = ("toy",) * (len(offsets) - 1)
+    draft = Draft(torch.tensor(tokens, dtype=torch.int64), tuple(parents), tuple(offsets), names, marks, mass)
     for b in range(draft.num_requests):  # what follows one text has one law
         first: dict[tuple[int, ...], int] = {}
         for row, text in enumerate(draft.paths(b), start=draft.anchor_row(b)):

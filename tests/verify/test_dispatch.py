@@ -33,6 +33,10 @@ def test_resolve_refuses(name: str, value: str) -> None:
     assert "auto" in caught.value.remedy
 
 
+def test_nobody_is_seeded_by_default() -> None:
+    assert resolve("auto", greedy=False) == "auto"
+
+
 def test_a_lossy_rule_runs_only_where_it_was_allowed() -> None:
     assert resolve("typical", greedy=False, allow_lossy=True) == "typical"
     with pytest.raises(ConfigError, match="lossy"):
@@ -65,5 +69,7 @@ def test_auto_is_settled_by_what_was_drafted() -> None:
     assert rule_for(draft((-1, 0), none, (-1, -1, 0)), 1) == "block"
     assert rule_for(draft((-1, 0), (False, False), (0, -1, -1)), 1) == "tree"  # a missing draw beside a deterministic child
     assert rule_for(draft((-1, 0), (False, True), (-1, 0, -1)), 0) == "rejection"
+    unmarked = Draft(torch.zeros(2, dtype=torch.int64), (-1, 0), (0, 2), ("toy",), (), Mass(laws, (-1, 0, -1)))  # all deterministic
+    assert rule_for(unmarked, 0) == "tree"
     unequal = Draft(torch.zeros(2, dtype=torch.int64), (-1, -1), (0, 2), ("toy",))
     assert rule_for(unequal, 0) == "tree"

@@ -52,6 +52,21 @@ def test_branch_weights_are_laws(rule: str, tree: bool, seed: int) -> None:
 @QUICK
 @given(st.integers(0, 2**32))
 @pytest.mark.parametrize(("rule", "tree"), ANY)
+def test_nothing_is_written_to_and_rows_may_be_asked_for_in_any_order(rule: str, tree: bool, seed: int) -> None:
+    draft, probs, uniforms = random_batch(seed, tree)
+    laws, race = () if draft.mass is None else (draft.mass.laws,), uniforms.race
+    before = [part.clone() for part in (probs, draft.tokens, uniforms.accept, uniforms.next, *laws, *race)]
+    RULES[rule].verify(draft, probs, uniforms)
+    RULES[rule].accept_probabilities(draft, probs)
+    whole = RULES[rule].next_law(draft, probs, range(draft.num_rows))
+    rows = [int(row) for row in np.random.default_rng(seed).permutation(draft.num_rows)[: 1 + seed % draft.num_rows]]
+    assert torch.equal(RULES[rule].next_law(draft, probs, rows), whole[rows])
+    assert all(torch.equal(part, old) for part, old in zip((probs, draft.tokens, uniforms.accept, uniforms.next, *laws, *race), before, strict=True))
+
+
+@QUICK
+@given(st.integers(0, 2**32))
+@pytest.mark.parametrize(("rule", "tree"), ANY)
 def test_a_request_does_not_depend_on_its_neighbours(rule: str, tree: bool, seed: int) -> None:
     draft, probs, uniforms = random_batch(seed, tree)
     whole = RULES[rule].verify(draft, probs, uniforms)

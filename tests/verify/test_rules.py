@@ -232,6 +232,14 @@ def test_draw_gives_each_token_a_half_open_interval() -> None:
     assert draw(weights, u).tolist() == [1, 1, 3, 4, 4]
 
 
+def test_draw_sums_in_float64() -> None:
+    """A hundred thousand float32 weights of 1e-9 behind a weight of 1: each on its own is lost in a float32 sum."""
+    weights = torch.full((1, 100_001), 1e-9)
+    weights[0, 0] = 1.0
+    assert abs(int(draw(weights, torch.tensor([1 - 5e-5], dtype=torch.float64))) - 50_000) < 10
+    assert int(draw(torch.tensor([[1.0, 2.0**-40]]), torch.tensor([1 - 2.0**-42], dtype=torch.float64))) == 1
+
+
 def test_draw_survives_a_prefix_sum_that_is_not_monotone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parallel prefix sum may rise at a token of weight zero, or fall at the end, in its last bits."""
     sums = torch.tensor([[0.5, 0.5 + 2.0**-50, 1.0, 1.0]], dtype=torch.float64)

@@ -21,6 +21,9 @@ def test_typical_accepts_what_is_plausible() -> None:
     for p, token, expected in ((law, 1, 1.0), (law, 2, 0.0), (flat, 2, 1.0)):
         draft = Draft(torch.tensor([token]), (-1,), (0, 1), ("toy",))
         assert RULES["typical"].accept_probabilities(draft, torch.stack((p, p))).tolist() == [expected]
+    edge = torch.tensor([0.91, 0.09], dtype=torch.float64)  # as likely as it must be exceeded
+    draft = Draft(torch.tensor([1]), (-1,), (0, 1), ("toy",))
+    assert RULES["typical"].accept_probabilities(draft, torch.stack((edge, edge))).tolist() == [0.0]
     wide = torch.full((20,), 0.04, dtype=torch.float64)
     wide[0] = 1 - wide[1:].sum()  # 0.24, and 19 tokens of 0.04 < 0.09
     assert 0.3 * float(torch.exp((wide * wide.log()).sum())) < 0.04
