@@ -48,6 +48,7 @@ _LEFT_ALONE = {  # keywords that are no formulas
     "device",  # noticed on a machine with an accelerator only: tests/verify/test_device.py
 }
 NO_REASON = "NOT EXPLAINED"
+_MOST_BYTES = 4 * 2**30
 
 _SWAPPED_BINARY = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Pow: ast.Mult}
 _SWAPPED_COMPARISON: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
@@ -254,6 +255,7 @@ def judge(mutant: Mutant | None, limit_s: int) -> tuple[str, float]:
     child = os.fork()
     if child == 0:
         resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+        resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))  # an endless loop may fill the memory first
         _run_tests(mutant)
     _, status, usage = os.wait4(child, 0)
     code = os.waitstatus_to_exitcode(status)
