@@ -14,6 +14,13 @@ from typing import Any, Literal, TypeVar
 from foretoken.errors import ConfigError, InputError
 
 DRAFTERS: tuple[str, ...] = ("draft_model", "ngram", "suffix", "recycling", "predicted")
+COMPOSITES: tuple[str, ...] = ()  # drafters that work with other drafters
+# What a part given by its name takes over from the configuration around it.
+FIELDS_OF: Mapping[str, tuple[str, ...]] = {
+    "draft_model": ("draft", "draft_probability", "min_confidence", "draft_top_k"),
+    "suffix": ("corpus", "tenant"),
+    "predicted": ("prediction",),
+}
 RULES: tuple[str, ...] = ("auto", "greedy", "rejection", "block", "coupled", "tree", "traversal", "typical")
 LOSSY_RULES: tuple[str, ...] = ("typical",)
 
@@ -155,6 +162,9 @@ class SpecConfig:
 
     `prediction` is the text (or token ids) that drafter `predicted` expects. Drafter `suffix` also guesses from the text file
     `corpus` and from finished answers of the same `tenant` (the empty name is one too), never from another's.
+
+    `parts` are the drafters that a composite drafter works with: names, or configurations of their own; a name takes over what is
+    set here (`draft`, `corpus`, ...).
     """
 
     drafter: str | None = None
@@ -168,10 +178,12 @@ class SpecConfig:
     prediction: str | Sequence[int] | None = None
     corpus: str | None = None
     tenant: str = ""
+    parts: Sequence[str | SpecConfig] = ()
 
     def __post_init__(self) -> None:
         if self.drafter is not None and self.drafter not in DRAFTERS:
             raise ConfigError("drafter", self.drafter, f"choose one of {', '.join(DRAFTERS)}, or None for plain decoding")
+        self._expand_parts()
         if self.rule not in RULES:
             raise ConfigError("rule", self.rule, f"choose one of {', '.join(RULES)}")
         _flag("allow_lossy", self.allow_lossy)
@@ -179,15 +191,41 @@ class SpecConfig:
             raise ConfigError("rule", self.rule, "changes the target's law (lossy); set allow_lossy=True if that is what you want")
         if self.num_draft != "auto":
             _whole("num_draft", self.num_draft, low=0, high=1024)
-        if self.draft is not None and self.drafter != "draft_model":
-            raise ConfigError("draft", self.draft, f"only drafter='draft_model' takes a draft, not drafter={self.drafter!r}")
+        if self.draft is not None:
+            self._needs("draft", "draft_model")
         self._check_drafting_less()
         self._check_texts()
 
+    @property
+    def leaves(self) -> frozenset[str]:
+        """Names of the simple drafters at work: the drafter itself, or those that its parts come down to."""
+        if not self.parts:
+            return frozenset() if self.drafter is None else frozenset({self.drafter})
+        return frozenset(name for part in self.parts if isinstance(part, SpecConfig) for name in part.leaves)
+
+    def _needs(self, field: str, drafter: str) -> None:
+        """Refuse `field` where `drafter` is not at work."""
+        if drafter not in self.leaves:
+            raise ConfigError(field, getattr(self, field), f"only drafter={drafter!r} takes it, not drafter={self.drafter!r}")
+
+    def _expand_parts(self) -> None:
+        """Make every part a configuration: one given by name takes over the fields that its drafter reads."""
+        if self.parts and self.drafter not in COMPOSITES:
+            raise ConfigError("parts", self.parts, f"drafter={self.drafter!r} has no parts; composite drafters: {', '.join(COMPOSITES) or 'none'}")
+        if isinstance(self.parts, str) or not isinstance(self.parts, list | tuple):
+            raise ConfigError("parts", self.parts, "must be a list of drafters")
+        parts: list[SpecConfig] = []
+        for part in self.parts:
+            if not isinstance(part, str | SpecConfig):
+                raise ConfigError("parts", part, "each must be the name of a drafter or a SpecConfig")
+            parts.append(SpecConfig(part, **{name: getattr(self, name) for name in FIELDS_OF.get(part, ())}) if isinstance(part, str) else part)
+            if parts[-1].drafter is None:
+                raise ConfigError("parts", part, "names no drafter")
+        object.__setattr__(self, "parts", tuple(parts))
+
     def _check_texts(self) -> None:
         if self.prediction is not None:
-            if self.drafter != "predicted":
-                raise ConfigError("prediction", self.prediction, f"only drafter='predicted' takes it, not drafter={self.drafter!r}")
+            self._needs("prediction", "predicted")
             if not isinstance(self.prediction, str | list | tuple) or not self.prediction:
                 raise ConfigError("prediction", self.prediction, "must be a text or a list of token ids, and not empty")
             if not isinstance(self.prediction, str):
@@ -199,8 +237,8 @@ class SpecConfig:
         if not isinstance(self.tenant, str):
             raise ConfigError("tenant", self.tenant, "must be a text")
         for name in ("corpus", "tenant"):
-            if getattr(self, name) and self.drafter != "suffix":
-                raise ConfigError(name, getattr(self, name), f"only drafter='suffix' takes it, not drafter={self.drafter!r}")
+            if getattr(self, name):
+                self._needs(name, "suffix")
 
     def _check_drafting_less(self) -> None:
         if self.draft_probability != "auto":
@@ -209,7 +247,7 @@ class SpecConfig:
         _whole("draft_top_k", self.draft_top_k, low=0)
         for name, neutral in (("draft_probability", 1.0), ("min_confidence", 0.0), ("draft_top_k", 0)):
             value = getattr(self, name)
-            if value != neutral and self.drafter != "draft_model":
+            if value != neutral and "draft_model" not in self.leaves:
                 raise ConfigError(name, value, f"needs a drafter that samples from a law (draft_model), not drafter={self.drafter!r}")
 
 

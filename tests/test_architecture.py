@@ -91,7 +91,7 @@ def test_every_rule_is_implemented_and_documented() -> None:
 def test_every_drafter_is_implemented_and_documented(llm: LLM, pair: object) -> None:
     assert set(DRAFTERS) == table_rows("Drafters") == set(_AUTO_NUM_DRAFT)
     for name in DRAFTERS:
-        assert llm._make_drafter(spec_of(name, pair.draft)).name == name  # type: ignore[attr-defined]
+        assert llm._factory.make(spec_of(name, pair.draft)).name == name  # type: ignore[attr-defined]
 
 
 def test_every_file_that_the_guarantees_name_exists() -> None:
@@ -105,6 +105,7 @@ def test_fields_of_the_public_configs() -> None:
     assert [field.name for field in dataclasses.fields(SpecConfig)] == [
         *("drafter", "draft", "num_draft", "rule", "allow_lossy", "draft_probability", "min_confidence", "draft_top_k"),
         *("prediction", "corpus", "tenant"),
+        *("parts",),
     ]
     assert {field.name for field in dataclasses.fields(SamplingParams)} == {
         *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "presence_penalty", "frequency_penalty"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 
 import torch
@@ -10,13 +11,15 @@ from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
 from foretoken.draft.base import Drafter, Feedback
 
-DrafterKey = tuple[str, str | None]  # the name, and the draft model or corpus it works with
+DrafterKey = tuple[Hashable, ...]  # the name, and what else tells one instance from another
 GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a grammar forced
 
 
 def drafter_key(spec: SpecConfig) -> DrafterKey | None:
-    """Which drafter serves `spec`: its name and which draft model or corpus; None for plain decoding."""
-    return None if spec.drafter is None else (spec.drafter, spec.draft or spec.corpus)
+    """Which drafter serves `spec`: its name, the draft model or corpus it works with, its parts; None for plain decoding."""
+    if spec.drafter is None:
+        return None
+    return (spec.drafter, spec.draft, spec.corpus, *(drafter_key(part) for part in spec.parts if isinstance(part, SpecConfig)))
 
 
 class DrafterGroup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,13 +10,8 @@ from types import TracebackType
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
-from foretoken.draft.base import Drafter
-from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
-from foretoken.draft.ngram import NgramDrafter
-from foretoken.draft.predicted import PredictedDrafter
-from foretoken.draft.recycling import RecyclingDrafter
-from foretoken.draft.suffix import SuffixDrafter
+from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.engine import Engine
 from foretoken.engine.intake import Prompt, as_prompts, check_limits, check_share, check_types
 from foretoken.engine.output import GenerateOutput, collect, each_answer
@@ -26,7 +20,7 @@ from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.engine.shadow import Shadow
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.trace import Trace
-from foretoken.errors import ConfigError, InputError, MismatchError, StorageError
+from foretoken.errors import InputError
 from foretoken.model.interface import LanguageModel
 from foretoken.model.open import model_folder, open_model
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
@@ -59,12 +53,13 @@ class LLM:
         check_share("shadow_rate", shadow_rate)
         check_limits(max_batch_size=max_batch_size, max_prompt_tokens=max_prompt_tokens, cache_tokens=cache_tokens)
         self.spec = spec or SpecConfig()
-        self._options = (dtype, device, cache_tokens)
+        options = ModelOptions(dtype, device, cache_tokens)
         self._closed = False
         self.folder = model_folder(str(model))
         self.tokenizer = load_tokenizer(self.folder)
-        self.target: LanguageModel = open_model(self.folder, *self._options, numerics=numerics)
+        self.target: LanguageModel = open_model(self.folder, dtype, device, cache_tokens, numerics)
         self._drafters = DrafterGroup(self.target.device)
+        self._factory = DrafterFactory(self.folder, self.target, self.tokenizer, options)
         self._inboxes: dict[int, deque[StepOutput]] = {}  # of open streams
         limits = SchedulerConfig(max_batch_size, max_prompt_tokens)
         self.engine = Engine(self.target, self._drafters, self.tokenizer, limits, self._eos_token_ids())
@@ -175,32 +170,7 @@ class LLM:
         """Load the drafter that `spec` names, once."""
         key = drafter_key(spec)
         if key is not None and key not in self._drafters.drafters:
-            self._drafters.drafters[key] = self._make_drafter(spec)
-
-    def _make_drafter(self, spec: SpecConfig) -> Drafter:
-        if spec.drafter == "ngram":
-            return NgramDrafter()
-        if spec.drafter == "predicted":
-            return PredictedDrafter()
-        if spec.drafter == "recycling":
-            return RecyclingDrafter(self.target.vocab_size)
-        if spec.drafter == "suffix":
-            return SuffixDrafter(() if spec.corpus is None else self._corpus(spec.corpus))
-        assert spec.drafter == "draft_model"
-        if spec.draft is None:
-            raise ConfigError("draft", None, "drafter='draft_model' needs the folder or hub id of a draft model")
-        folder = model_folder(spec.draft)
-        draft = open_model(folder, *self._options)
-        check_pair(self.target, self.tokenizer, draft, load_tokenizer(folder), spec.draft)
-        return DraftModelDrafter(draft)
-
-    def _corpus(self, path: str) -> list[int]:
-        """Token ids of a text file to guess from."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise StorageError(f"corpus: cannot read {path}: {error}") from error
-        return self._text_tokenizer("corpus", path).encode(text, add_special_tokens=False)
+            self._drafters.drafters[key] = self._factory.make(spec)
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         """The model's end tokens, or the tokenizer's when the model's own files name none."""
@@ -213,28 +183,6 @@ class LLM:
         if self.tokenizer is None:
             raise InputError(field, value, f"{self.folder} has no tokenizer; give token ids instead of text")
         return self.tokenizer
-
-
-def check_pair(target: LanguageModel, target_text: Tokenizer | None, draft: LanguageModel, draft_text: Tokenizer | None, name: str) -> None:
-    """Refuse a draft whose tokens mean something else than the target's; warn about one that cannot pay.
-
-    Raises:
-        MismatchError: vocabulary size or a token differs; the first difference is named.
-    """
-    if target.vocab_size != draft.vocab_size:
-        raise MismatchError(
-            f"draft {name!r} has a vocabulary of {draft.vocab_size} tokens, the target one of {target.vocab_size} (padding included): "
-            "choose a draft made for this target"
-        )
-    if target_text is not None and draft_text is not None:
-        difference = target_text.same_vocabulary(draft_text)
-        if difference is not None:
-            raise MismatchError(f"draft {name!r} has another tokenizer than the target: {difference}")
-    if draft.num_parameters >= target.num_parameters:
-        warnings.warn(
-            f"the draft has {draft.num_parameters:,} parameters, the target {target.num_parameters:,}: drafting costs as much as decoding",
-            stacklevel=3,
-        )
 
 
 def _per_prompt(name: str, value: object, count: int) -> list:  # type: ignore[type-arg]

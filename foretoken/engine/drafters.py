@@ -1,0 +1,101 @@
+"""From a configuration to a drafter: one line per name in `_MAKERS`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from foretoken.config import SpecConfig
+from foretoken.draft.base import Drafter
+from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.ngram import NgramDrafter
+from foretoken.draft.predicted import PredictedDrafter
+from foretoken.draft.recycling import RecyclingDrafter
+from foretoken.draft.suffix import SuffixDrafter
+from foretoken.errors import ConfigError, InputError, MismatchError, StorageError
+from foretoken.model.interface import LanguageModel
+from foretoken.model.open import model_folder, open_model
+from foretoken.model.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How models are loaded: the target's own options hold for its drafts."""
+
+    dtype: str = "auto"
+    device: str = "auto"
+    cache_tokens: int | None = None
+
+
+class DrafterFactory:
+    """Makes the drafters of one target."""
+
+    def __init__(self, folder: Path, target: LanguageModel, tokenizer: Tokenizer | None, options: ModelOptions) -> None:
+        self.folder, self.target, self.tokenizer, self.options = folder, target, tokenizer, options
+
+    def make(self, spec: SpecConfig) -> Drafter:
+        """A new drafter for `spec`, whose `drafter` is set.
+
+        Raises:
+            ConfigError: something that the drafter needs is missing.
+            CheckpointError, UnsupportedModelError, MismatchError: the draft model cannot be loaded, or is not made for this target.
+            StorageError: a file cannot be read.
+        """
+        assert spec.drafter is not None
+        return _MAKERS[spec.drafter](self, spec)
+
+    def corpus(self, path: str) -> list[int]:
+        """Token ids of a text file to guess from."""
+        if self.tokenizer is None:
+            raise InputError("corpus", path, f"{self.folder} has no tokenizer to read a text with")
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise StorageError(f"corpus: cannot read {path}: {error}") from error
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _draft_model(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
+    if spec.draft is None:
+        raise ConfigError("draft", None, "drafter='draft_model' needs the folder or hub id of a draft model")
+    folder, options = model_folder(spec.draft), factory.options
+    draft = open_model(folder, options.dtype, options.device, options.cache_tokens)
+    check_pair(factory.target, factory.tokenizer, draft, load_tokenizer(folder), spec.draft)
+    return DraftModelDrafter(draft)
+
+
+def _suffix(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
+    return SuffixDrafter(() if spec.corpus is None else factory.corpus(spec.corpus))
+
+
+_MAKERS: Mapping[str, Callable[[DrafterFactory, SpecConfig], Drafter]] = {
+    "draft_model": _draft_model,
+    "ngram": lambda _factory, _spec: NgramDrafter(),
+    "suffix": _suffix,
+    "recycling": lambda factory, _spec: RecyclingDrafter(factory.target.vocab_size),
+    "predicted": lambda _factory, _spec: PredictedDrafter(),
+}
+
+
+def check_pair(target: LanguageModel, target_text: Tokenizer | None, draft: LanguageModel, draft_text: Tokenizer | None, name: str) -> None:
+    """Refuse a draft whose tokens mean something else than the target's; warn about one that cannot pay.
+
+    Raises:
+        MismatchError: vocabulary size or a token differs; the first difference is named.
+    """
+    if target.vocab_size != draft.vocab_size:
+        raise MismatchError(
+            f"draft {name!r} has a vocabulary of {draft.vocab_size} tokens, the target one of {target.vocab_size} (padding included): "
+            "choose a draft made for this target"
+        )
+    if target_text is not None and draft_text is not None:
+        difference = target_text.same_vocabulary(draft_text)
+        if difference is not None:
+            raise MismatchError(f"draft {name!r} has another tokenizer than the target: {difference}")
+    if draft.num_parameters >= target.num_parameters:
+        warnings.warn(
+            f"the draft has {draft.num_parameters:,} parameters, the target {target.num_parameters:,}: drafting costs as much as decoding",
+            stacklevel=3,
+        )
