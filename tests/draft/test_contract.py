@@ -21,7 +21,7 @@ from foretoken.model.paged import PagedModel
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import tiny_checkpoint, token_ids
 from tests.helpers.scripted import ScriptedModel, recite
-from tests.helpers.specs import bare_drafter, spec_of
+from tests.helpers.specs import bare_drafter, key_of, spec_of
 from tests.helpers.watch import Watched, check_cache
 
 CASES = ("draft_model", "ngram", "suffix", "recycling", "predicted")
@@ -266,7 +266,7 @@ def test_caches_hold_the_text_after_rejections_too(llm: LLM, pair: SimpleNamespa
 def engine_of(pair: SimpleNamespace, draft_slots: int) -> Engine:
     target, draft = (PagedModel(load_decoder(folder), slots, 4) for folder, slots in ((pair.target, 4096), (pair.draft, draft_slots)))
     drafters = DrafterGroup(target.device)
-    drafters.drafters["draft_model", "d"] = Watched(DraftModelDrafter(draft), target.vocab_size)
+    drafters.drafters[key_of("draft_model", "d")] = Watched(DraftModelDrafter(draft), target.vocab_size)
     return Engine(target, drafters)
 
 
@@ -303,7 +303,7 @@ def test_nan_in_the_draft_model_does_not_reach_the_answer(temperature: float) ->
         return [float("nan")] * 9 if len(context) % 3 == 0 else [8.0 * (token == context[-1] % 7 + 1) for token in range(9)]
 
     drafters = DrafterGroup(torch.device("cpu"))
-    drafters.drafters["draft_model", "d"] = DraftModelDrafter(ScriptedModel(broken, 9))
+    drafters.drafters[key_of("draft_model", "d")] = DraftModelDrafter(ScriptedModel(broken, 9))
     sharp = recite(answer)
     engine = Engine(ScriptedModel(lambda context: [60.0 * (token == sharp(context)) for token in range(9)], 9), drafters)
     params = SamplingParams(max_tokens=30, temperature=temperature, seed=3)

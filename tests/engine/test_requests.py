@@ -29,6 +29,7 @@ from foretoken.engine.scheduler import SchedulerConfig
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.scripted import ScriptedModel, recite
+from tests.helpers.specs import key_of
 
 PROMPTS = [token_ids(3 + 2 * i, seed=70 + i) if i % 2 else token_ids(4 + i, seed=i) * 2 for i in range(8)]
 LONG = SamplingParams(max_tokens=16, ignore_eos=True)
@@ -59,7 +60,7 @@ def test_broken_logits_fail_their_request_only(bad: float, temperature: float) -
     """Also when the broken row is that of a guess deep in the draft: nothing of that round leaves."""
     drafters = DrafterGroup(torch.device("cpu"))
     guess = ScriptedModel(lambda context: (context[-1] + 1) % 7, 20)
-    drafters.drafters = {("ngram", None): NgramDrafter(), ("draft_model", "d"): DraftModelDrafter(guess)}
+    drafters.drafters = {key_of("ngram"): NgramDrafter(), key_of("draft_model", "d"): DraftModelDrafter(guess)}
     specs = [SpecConfig(), SpecConfig("ngram"), SpecConfig("draft_model", "d", num_draft=4)]
 
     def run(target: ScriptedModel) -> dict[int, list[StepOutput]]:
@@ -308,7 +309,7 @@ def test_provenance_by_hand() -> None:
     """The draft knows the first two tokens after the anchor, then errs, then knows four."""
     said, guessed = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 0, 5, 6, 7, 8, 9]
     drafters = DrafterGroup(torch.device("cpu"))
-    drafters.drafters["draft_model", "d"] = DraftModelDrafter(ScriptedModel(recite(guessed), 10))
+    drafters.drafters[key_of("draft_model", "d")] = DraftModelDrafter(ScriptedModel(recite(guessed), 10))
     engine = Engine(ScriptedModel(recite(said), 10), drafters)
     state = engine.submit([0], SamplingParams(max_tokens=9), SpecConfig("draft_model", "d", num_draft=4))
     while engine.has_work:

@@ -21,6 +21,7 @@ from foretoken.engine.request import RequestState, TextAssembler
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers.checkpoints import END_OF_TEXT, tiny_tokenizer
 from tests.helpers.scripted import ScriptedModel, recite
+from tests.helpers.specs import key_of
 
 VOCAB, PROMPT = 300, [65, 66, 67]
 
@@ -50,7 +51,7 @@ def speak(tokenizer: Tokenizer, ids: Sequence[int], params: SamplingParams, num_
     said = recite(ids, len(PROMPT), eos)
     guessed = [(token + 1) % VOCAB if wrong_every and i % wrong_every == wrong_every - 1 else token for i, token in enumerate(ids)]
     drafters = DrafterGroup(torch.device("cpu"))
-    drafters.drafters["draft_model", "d"] = DraftModelDrafter(ScriptedModel(recite(guessed, len(PROMPT), eos), VOCAB))
+    drafters.drafters[key_of("draft_model", "d")] = DraftModelDrafter(ScriptedModel(recite(guessed, len(PROMPT), eos), VOCAB))
     engine = Engine(ScriptedModel(said, VOCAB, [eos]), drafters, tokenizer)
     state = engine.submit(PROMPT, params, SpecConfig("draft_model", "d", num_draft=num_draft))
     steps = []

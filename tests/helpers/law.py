@@ -26,6 +26,7 @@ from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from tests.helpers.checkpoints import tiny_checkpoint
+from tests.helpers.specs import key_of
 
 VOCAB, LENGTH = 5, 5
 EOS = 4  # only ever banned (min_tokens): the answers go on after it
@@ -85,11 +86,11 @@ def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None
     """An engine over the five-token models with every drafter."""
     drafters = DrafterGroup(torch.device("cpu"))
     drafters.drafters = {
-        ("draft_model", "reverse"): DraftModelDrafter(PagedModel(narrow.reverse, 2048, 16)),
-        ("ngram", None): NgramDrafter(),
-        ("suffix", None): SuffixDrafter(),
-        ("recycling", None): RecyclingDrafter(VOCAB),
-        ("predicted", None): PredictedDrafter(),
+        key_of("draft_model", "reverse"): DraftModelDrafter(PagedModel(narrow.reverse, 2048, 16)),
+        key_of("ngram"): NgramDrafter(),
+        key_of("suffix"): SuffixDrafter(),
+        key_of("recycling"): RecyclingDrafter(VOCAB),
+        key_of("predicted"): PredictedDrafter(),
     }
     return Engine(PagedModel(narrow.target, 2048, 16), drafters, limits=limits or SchedulerConfig(64, 200), eos_token_ids=(EOS,))
 

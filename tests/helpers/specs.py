@@ -8,6 +8,7 @@ from pathlib import Path
 from foretoken import SpecConfig
 from foretoken.draft.base import Drafter
 from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.group import DrafterKey, drafter_key
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
@@ -22,6 +23,13 @@ def spec_of(name: str, draft: Path | str | None, prediction: Sequence[int] = PRE
     """`SpecConfig` of a drafter with the options it cannot do without."""
     needed = {"draft_model": {"draft": str(draft)}, "predicted": {"prediction": tuple(prediction)}}
     return SpecConfig(name, **needed.get(name, {}), **options)
+
+
+def key_of(name: str, draft: str | None = None) -> DrafterKey:
+    """Where a `DrafterGroup` keeps the drafter."""
+    key = drafter_key(spec_of(name, draft))
+    assert key is not None
+    return key
 
 
 def bare_drafter(name: str, draft: LanguageModel, vocab_size: int) -> Drafter:
