@@ -129,7 +129,7 @@ def test_the_matrix_follows_the_target_through_the_engine(llm: LLM, pair: Simple
     spec = SpecConfig("recycling", num_draft=7)
     llm._prepare(spec)
     watched = Watched(RecyclingDrafter(llm.target.vocab_size), llm.target.vocab_size)
-    monkeypatch.setitem(llm._drafters.drafters, ("recycling", None), watched)
+    monkeypatch.setitem(llm._drafters.drafters, key_of("recycling"), watched)
     prompts = [token_ids(5 + i, seed=i) for i in range(8)]
     params = [SamplingParams(max_tokens=30, ignore_eos=True, temperature=(0.0, 0.8)[i % 2], seed=i) for i in range(8)]
     specs = [spec if i % 4 else SpecConfig("draft_model", str(pair.draft), num_draft=3) for i in range(8)]
