@@ -20,6 +20,7 @@ from foretoken.draft.base import Feedback
 from foretoken.draft.recycling import _LEAST_CHANCE, NUM_RANKS, RecyclingDrafter, grow_ranks
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.rounds import Alone
+from tests.helpers.specs import key_of
 from tests.helpers.watch import Watched
 
 VOCAB = 20

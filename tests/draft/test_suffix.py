@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretoken import LLM, ConfigError, SamplingParams, SpecConfig, StorageError
+from foretoken.draft.group import drafter_key
 from foretoken.draft.matches import MATCH_LIMIT, NO_TOKEN
 from foretoken.draft.ngram import LEAST_ESTIMATE
 from foretoken.draft.suffix import SharedStore, SuffixDrafter
@@ -148,7 +149,7 @@ def test_corpus_and_tenants_through_the_engine(text_pair: SimpleNamespace, tmp_p
         file.write_text("ab cd ab ce ab cd")
         out = llm.generate(["ab cd"], params, SpecConfig("suffix", corpus=str(file), tenant="c"))[0]
         assert out.token_ids == plain.token_ids
-        index = llm._drafters.drafters["suffix", str(file)]._corpus
+        index = llm._drafters.drafters[drafter_key(SpecConfig("suffix", corpus=str(file)))]._corpus
         assert index.end(index.num_tokens) == [*llm.encode("ab cd ab ce ab cd"), NO_TOKEN]
         for bad in (tmp_path / "none.txt", tmp_path):
             with pytest.raises(StorageError, match="corpus"):
