@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ class DrafterGroup:
     def __init__(self, device: torch.device) -> None:
         self.drafters: dict[DrafterKey, Drafter] = {}
         self.device = device
+        self.spent_s: dict[DrafterKey, float] = {}  # what each drafter took in the last round, proposing and committing
 
     def start(self, request: Request) -> None:
         """Hand a new request to its drafter, if it has one."""
@@ -40,16 +42,20 @@ class DrafterGroup:
         entries = batch.decoding
         forced = {b: tokens for b, entry in enumerate(entries) if (tokens := _forced(entry))}
         parts = [([b], _chain(tokens)) for b, tokens in forced.items()]
-        for drafter, indices in self._routes(entries):
+        self.spent_s = {}
+        for key, indices in self._routes(entries):
             free = [b for b in indices if b not in forced]
             if any(entries[b].num_draft for b in free):
-                parts.append((free, drafter.propose(Batch(tuple(entries[b] for b in free)))))
+                began = time.perf_counter()
+                parts.append((free, self.drafters[key].propose(Batch(tuple(entries[b] for b in free)))))
+                self.spent_s[key] = time.perf_counter() - began
         return merge_drafts(len(entries), parts, self.device) if parts else empty_draft(len(entries), self.device)
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         """Tell every drafter what its requests emitted."""
         entries = batch.decoding
-        for drafter, indices in self._routes(entries):
+        for key, indices in self._routes(entries):
+            began = time.perf_counter()
             part = Verdict(
                 paths=tuple(verdict.paths[b] for b in indices),
                 accepted=tuple(verdict.accepted[b] for b in indices),
@@ -57,7 +63,8 @@ class DrafterGroup:
                 next_kinds=tuple(verdict.next_kinds[b] for b in indices),
             )
             own = replace(feedback, rows=tuple(draft.rows_of(indices)))
-            drafter.commit(Batch(tuple(entries[b] for b in indices)), draft.select(indices), part, own)
+            self.drafters[key].commit(Batch(tuple(entries[b] for b in indices)), draft.select(indices), part, own)
+            self.spent_s[key] = self.spent_s.get(key, 0.0) + time.perf_counter() - began
 
     def finish(self, request: Request) -> None:
         """Let the request's drafter forget it."""
@@ -69,13 +76,13 @@ class DrafterGroup:
         key = drafter_key(request.spec)
         return None if key is None else self.drafters[key]
 
-    def _routes(self, entries: tuple[BatchEntry, ...]) -> list[tuple[Drafter, list[int]]]:
+    def _routes(self, entries: tuple[BatchEntry, ...]) -> list[tuple[DrafterKey, list[int]]]:
         routes: dict[DrafterKey, list[int]] = {}
         for index, entry in enumerate(entries):
             key = drafter_key(entry.request.spec)
             if key is not None:
                 routes.setdefault(key, []).append(index)
-        return [(self.drafters[key], indices) for key, indices in routes.items()]
+        return list(routes.items())
 
 
 def _forced(entry: BatchEntry) -> tuple[int, ...]:

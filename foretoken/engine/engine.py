@@ -38,7 +38,7 @@ class Engine:
     ) -> None:
         self.target, self.drafters = target, drafters
         self.runner, self.controller = Runner(target), Controller()
-        self.scheduler = Scheduler(target, limits or SchedulerConfig(), self.controller.choose)
+        self.scheduler = Scheduler(target, limits or SchedulerConfig(), self.controller.plan)
         self.intake = Intake(target, tokenizer, target.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.states: dict[int, RequestState] = {}
         self.stats = EngineStats()
@@ -126,7 +126,7 @@ class Engine:
     def _observe(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
         """Share out the time the step took, and let the controller learn from it."""
         clock, drafted = self._clock, max(1, draft.num_nodes)
-        self.controller.observe(batch, draft, target.probs, verdict, clock.proposed - clock.scheduled, clock.forwarded - clock.proposed)
+        self.controller.observe(batch, draft, target.probs, verdict, self.drafters.spent_s, clock.verified - clock.proposed)
         for b, entry in enumerate(batch.decoding):
             stats = self.states[entry.request.request_id].stats
             stats.num_steps += 1

@@ -7,7 +7,7 @@ meets a full cache. Long prompts are taken in chunks, so that running requests k
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from foretoken.core import Batch, BatchEntry
@@ -28,8 +28,8 @@ class SchedulerConfig:
 class Scheduler:
     """First come, first served, under the limits of `SchedulerConfig` and the target's cache."""
 
-    def __init__(self, target: LanguageModel, config: SchedulerConfig, choose: Callable[[RequestState], DraftPlan]) -> None:
-        self.target, self.config, self._choose = target, config, choose
+    def __init__(self, target: LanguageModel, config: SchedulerConfig, plan: Callable[[Sequence[RequestState]], Sequence[DraftPlan]]) -> None:
+        self.target, self.config, self._plan = target, config, plan
         self.waiting: deque[RequestState] = deque()
         self.running: dict[int, RequestState] = {}
         self._promised_tokens: dict[int, int] = {}  # worst-case cache use of each running request
@@ -46,21 +46,22 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next batch: every running request that decodes, then prompt chunks, in order of arrival."""
         self._admit()
-        decoding: list[BatchEntry] = []
+        anchors: list[RequestState] = []
+        lasts: list[BatchEntry] = []
         prompts: list[BatchEntry] = []
         budget = self.config.max_prompt_tokens
         for state in self.running.values():
             start = self.target.length(state.request_id)
             missing = len(state.tokens) - start
             if missing == 1:
-                decoding.append(self._entry(state, start, (state.tokens[-1],), True, self._plan(state)))
+                anchors.append(state)
             elif budget > 0:
                 chunk = tuple(state.tokens[start : start + min(missing, budget)])
                 budget -= len(chunk)
                 whole = len(chunk) == missing
                 # Drafts nothing: the first token is not delayed by a drafter's own prefill.
-                (decoding if whole else prompts).append(self._entry(state, start, chunk, whole, DraftPlan(0)))
-        return Batch((*decoding, *prompts))
+                (lasts if whole else prompts).append(self._entry(state, start, chunk, whole, DraftPlan(0)))
+        return Batch((*self._decode_entries(anchors), *lasts, *prompts))
 
     def remove(self, request_id: int) -> RequestState | None:
         """Take a request out, running or waiting; None if it is unknown."""
@@ -112,13 +113,15 @@ class Scheduler:
             takes_trees(state.rule),
         )
 
-    def _plan(self, state: RequestState) -> DraftPlan:
+    def _decode_entries(self, states: Sequence[RequestState]) -> list[BatchEntry]:
         """No more guesses than can still be used: the round itself emits one token of the target's own.
 
         The first token is never drafted, also where the last chunk of the prompt is a single token and looks like a
         decode step: neighbours decide where chunks end, and must not change what a request draws.
         """
-        if not state.origins:
-            return DraftPlan(0)
-        plan = self._choose(state)
-        return replace(plan, num_draft=max(0, min(plan.num_draft, state.num_remaining - 1)))
+        entries = []
+        for state, plan in zip(states, self._plan(states) if states else (), strict=True):
+            most = state.num_remaining - 1 if state.origins else 0
+            plan = replace(plan, num_draft=max(0, min(plan.num_draft, most)))
+            entries.append(self._entry(state, len(state.tokens) - 1, (state.tokens[-1],), True, plan))
+        return entries

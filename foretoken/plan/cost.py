@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 
 _EXACT_COUNTS = 16  # counts up to here are told apart, larger ones in steps of about an eighth
@@ -58,5 +57,5 @@ class CostTable:
 def _bucket(count: int) -> int:
     if count <= _EXACT_COUNTS:
         return count
-    step = 2 ** max(0, math.floor(math.log2(count)) - 3)
+    step = 1 << (count.bit_length() - 4)
     return round(count / step) * step

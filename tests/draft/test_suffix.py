@@ -141,7 +141,7 @@ def test_corpus_and_tenants_through_the_engine(text_pair: SimpleNamespace, tmp_p
         plain = llm.generate(["ab cd"], params)[0]
         steps = {}
         for turn, tenant in enumerate(("a", "a", "b", "b")):
-            out = llm.generate(["ab cd"], params, SpecConfig("suffix", tenant=tenant))[0]
+            out = llm.generate(["ab cd"], params, SpecConfig("suffix", num_draft=8, tenant=tenant))[0]
             assert out.token_ids == plain.token_ids
             steps[turn] = out.stats.num_steps
         assert steps[1] < steps[0] == steps[2] > steps[3] == steps[1]
