@@ -3,13 +3,19 @@
 A slot holds one token's keys and values; a block is `block_size` neighbouring slots. Blocks are reference-counted so
 that a fork shares its past; a shared block is copied before anyone writes into it. Blocks of one sequence are kept
 adjacent where that is free of charge: an unbroken run can be read without a gather.
+
+A full block whose text was published stays readable when nobody holds it any more, until its place is needed: a later sequence
+that begins with the same text adopts it (`prefix`). Such blocks count as free; the one unused longest is given away first.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+
+from foretoken.kv.prefix import PrefixIndex, PrefixStats
 
 
 @dataclass
@@ -29,10 +35,13 @@ class BlockAllocator:
         self.num_blocks, self.block_size = num_blocks, block_size
         self._references = [0] * num_blocks
         self._num_free = num_blocks
+        self._index = PrefixIndex(block_size)
+        self._kept: OrderedDict[int, None] = OrderedDict()  # published blocks that nobody holds, unused longest first
+        self.prefix_stats = PrefixStats()
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds."""
+        """Blocks nobody holds, kept ones included."""
         return self._num_free
 
     @property
@@ -52,6 +61,9 @@ class BlockAllocator:
         shared = [i for i in range(first_written, len(table.blocks)) if self._references[table.blocks[i]] > 1]
         if max(needed, 0) + len(shared) > self._num_free:
             return None
+        for block in table.blocks[first_written:]:
+            if self._references[block] == 1:
+                self._index.remove(block)  # its text is about to change
         copies = []
         for index in shared:
             copy = self._take(after=table.blocks[index - 1] if index else None)
@@ -70,12 +82,35 @@ class BlockAllocator:
             self._references[block] += 1
         return child
 
+    def adopt(self, table: BlockTable, salt: str, tokens: Sequence[int]) -> int:
+        """Begin an empty `table` with known blocks of `tokens`, as many as there are but not all of it; the number of tokens it now holds.
+
+        The last token is left to be run: its row is what the first new token comes from.
+        """
+        assert not table.blocks
+        size = self.block_size
+        found = self._index.find(salt, tokens[: max(0, len(tokens) - 1) // size * size])
+        for block in found:
+            self._num_free -= self._references[block] == 0
+            self._references[block] += 1
+            self._kept.pop(block, None)
+        table.blocks.extend(found)
+        table.length = len(found) * size
+        self.prefix_stats.num_looked_up_tokens += len(tokens)
+        self.prefix_stats.num_found_tokens += table.length
+        return table.length
+
+    def publish(self, table: BlockTable, salt: str, tokens: Sequence[int]) -> None:
+        """Let later sequences adopt the full blocks of `table`, which holds the beginning of `tokens`."""
+        full = min(table.length, len(tokens)) // self.block_size
+        self._index.add(salt, tokens[: full * self.block_size], table.blocks[:full])
+
     def rollback(self, table: BlockTable, length: int) -> None:
         """Forget everything after `length` tokens and give back the blocks that are empty now."""
         assert 0 <= length <= table.length
         table.length = length
         keep = -(-length // self.block_size)
-        for block in table.blocks[keep:]:
+        for block in reversed(table.blocks[keep:]):  # of a kept text the end is given away first
             self._drop(block)
         del table.blocks[keep:]
 
@@ -92,23 +127,27 @@ class BlockAllocator:
                 held[block] += 1
         assert held == self._references, "a block is leaked or freed twice"
         assert self.num_used + self.num_free == self.num_blocks
+        assert all(not self._references[block] and block in self._index for block in self._kept)
 
     def _take(self, after: int | None) -> int:
-        """A free block: the next neighbour of `after` if possible, else the middle of the longest free run."""
-        if after is not None and after + 1 < self.num_blocks and not self._references[after + 1]:
-            block = after + 1
+        """A free block: the next neighbour of `after` if possible, else the middle of the longest free run; kept blocks only for want of others."""
+        neighbour = None if after is None or after + 1 == self.num_blocks or self._references[after + 1] else after + 1
+        if self._num_free > len(self._kept):
+            block = neighbour if neighbour is not None and neighbour not in self._kept else self._roomiest()
         else:
-            block = self._roomiest()
+            block = self._kept.popitem(last=False)[0]
+            self._index.remove(block)
+            self.prefix_stats.num_evicted_blocks += 1
         self._references[block] = 1
         self._num_free -= 1
         return block
 
     def _roomiest(self) -> int:
         """Start of the pool if it is all free, else the middle of the longest free run, so that neighbours can grow."""
-        assert self._num_free
+        assert self._num_free > len(self._kept)
         best_start, best_length, start = 0, 0, 0
         for block in range(self.num_blocks + 1):
-            if block == self.num_blocks or self._references[block]:
+            if block == self.num_blocks or self._references[block] or block in self._kept:
                 if block - start > best_length:
                     best_start, best_length = start, block - start
                 start = block + 1
@@ -117,7 +156,10 @@ class BlockAllocator:
     def _drop(self, block: int) -> None:
         assert self._references[block] > 0, "freeing a free block"
         self._references[block] -= 1
-        self._num_free += self._references[block] == 0
+        if self._references[block] == 0:
+            self._num_free += 1
+            if block in self._index:
+                self._kept[block] = None
 
 
 def slots_of(table: BlockTable, start: int, stop: int, block_size: int) -> range | list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from foretoken.kv.blocks import BlockAllocator, BlockTable, slots_of
 
@@ -173,6 +173,7 @@ class Twin(RuleBasedStateMachine):
         self.memory: list[int | None] = [None] * (9 * SIZE)
         self.tables: dict[int, BlockTable] = {}
         self.texts: dict[int, list[int]] = {}
+        self.published: list[tuple[str, list[int]]] = []
         self.count = 0  # every token ever written is another one: a stale slot cannot look right
 
     def new(self, table: BlockTable, text: list[int]) -> int:
@@ -215,6 +216,23 @@ class Twin(RuleBasedStateMachine):
         length = int(share * len(self.texts[sequence]))
         self.allocator.rollback(self.tables[sequence], length)
         del self.texts[sequence][length:]
+
+    @rule(sequence=sequences, salt=st.sampled_from("ab"))
+    def publish(self, sequence: int, salt: str) -> None:
+        self.allocator.publish(self.tables[sequence], salt, self.texts[sequence])
+        self.published.append((salt, list(self.texts[sequence])))
+
+    @precondition(lambda self: self.published)
+    @rule(target=sequences, data=st.data())
+    def adopt(self, data: st.DataObject) -> int:
+        """Begin with a text that was published once, or with its beginning; what is found must still stand in memory."""
+        salt, text = data.draw(st.sampled_from(self.published))
+        wanted = [*text[: data.draw(st.integers(0, len(text)))], 0]
+        table = BlockTable()
+        length = self.allocator.adopt(table, salt, wanted)
+        assert length == table.length < len(wanted)
+        assert length % SIZE == 0
+        return self.new(table, wanted[:length])
 
     @rule(target=sequences, sequence=consumes(sequences))
     def free(self, sequence: int) -> object:

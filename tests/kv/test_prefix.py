@@ -1,0 +1,96 @@
+"""Prefix reuse: what is found is what was published, tenants never meet, and room is made from what was unused longest."""
+
+from __future__ import annotations
+
+from foretoken.kv.blocks import BlockAllocator, BlockTable
+
+SIZE = 4
+TEXT = list(range(100, 120))
+
+
+def hold(allocator: BlockAllocator, text: list[int], salt: str = "") -> BlockTable:
+    """A sequence that ran `text` and published it."""
+    table = BlockTable()
+    assert allocator.reserve(table, len(text)) == []
+    table.length = len(text)
+    allocator.publish(table, salt, text)
+    return table
+
+
+def adopt(allocator: BlockAllocator, text: list[int], salt: str = "") -> BlockTable:
+    table = BlockTable()
+    allocator.adopt(table, salt, text)
+    return table
+
+
+def test_a_running_text_is_shared_and_a_finished_one_is_kept() -> None:
+    allocator = BlockAllocator(16, SIZE)
+    first = hold(allocator, TEXT[:10])
+    second = adopt(allocator, TEXT)
+    assert (second.length, second.blocks) == (8, first.blocks[:2])  # full blocks only
+    assert allocator.num_used == 3
+    allocator.free(first)
+    allocator.free(second)
+    assert allocator.num_free == 16
+    third = adopt(allocator, TEXT[:9])
+    assert third.length == 8
+    assert allocator.num_used == 2
+    allocator.check([third])
+    assert allocator.prefix_stats.num_found_tokens == 16
+    assert allocator.prefix_stats.hit_rate == 16 / 29
+
+
+def test_the_last_token_is_always_left_to_run() -> None:
+    allocator = BlockAllocator(16, SIZE)
+    hold(allocator, TEXT[:8])
+    assert [adopt(allocator, TEXT[:n]).length for n in (0, 1, 4, 5, 8, 9)] == [0, 0, 0, 4, 4, 8]
+
+
+def test_salts_never_meet() -> None:
+    allocator = BlockAllocator(16, SIZE)
+    hold(allocator, TEXT, salt="one")
+    assert adopt(allocator, TEXT, salt="two").length == 0
+    assert adopt(allocator, TEXT).length == 0
+    assert adopt(allocator, TEXT, salt="one").length == 16
+
+
+def test_a_block_counts_with_all_that_stands_before_it() -> None:
+    """The same four tokens after another beginning are another block."""
+    allocator = BlockAllocator(16, SIZE)
+    hold(allocator, [1, 1, 1, 1, 5, 5, 5, 5])
+    assert adopt(allocator, [2, 2, 2, 2, 5, 5, 5, 5, 0]).length == 0
+    hold(allocator, [2, 2, 2, 2, 6, 6, 6, 6])
+    assert adopt(allocator, [2, 2, 2, 2, 5, 5, 5, 5, 0]).length == 4
+
+
+def test_what_was_unused_longest_makes_room_its_end_first() -> None:
+    allocator = BlockAllocator(6, SIZE)
+    for salt in "ab":
+        allocator.free(hold(allocator, TEXT[:12], salt))
+    new = BlockTable()
+    assert allocator.reserve(new, 2 * SIZE) == []
+    assert adopt(allocator, TEXT, "b").length == 12
+    assert adopt(allocator, TEXT, "a").length == 4
+    assert allocator.prefix_stats.num_evicted_blocks == 2
+
+
+def test_a_block_that_is_written_again_is_forgotten() -> None:
+    """A draft's cache rolls back committed guesses: what stood there must not be found under its old text."""
+    allocator = BlockAllocator(8, SIZE)
+    table = hold(allocator, TEXT[:8])
+    allocator.rollback(table, 6)
+    assert adopt(allocator, TEXT).length == 8  # nothing was written yet
+    allocator = BlockAllocator(8, SIZE)
+    table = hold(allocator, TEXT[:8])
+    allocator.rollback(table, 6)
+    assert allocator.reserve(table, 1) == []
+    assert adopt(allocator, TEXT).length == 4
+
+
+def test_two_that_ran_the_same_text_at_once() -> None:
+    """The first block that was published stays the known one; the other is an ordinary block."""
+    allocator = BlockAllocator(8, SIZE)
+    one, two = hold(allocator, TEXT[:8]), hold(allocator, TEXT[:8])
+    assert adopt(allocator, TEXT).blocks == one.blocks
+    allocator.free(two)
+    assert allocator.num_free == 6
