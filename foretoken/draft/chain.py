@@ -1,0 +1,130 @@
+"""Chains drawn token by token from the logits of a model: what every drafter that samples from a law does with them.
+
+Whether a position is drafted is decided before its token is drawn, from the law there (`min_confidence`) or by a coin
+(`draft_probability`). Only the coin leaves a trace in the mass: where it may say no, the mass is a * q, drafted or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foretoken.core import BatchEntry, Draft, Mass
+from foretoken.model.randomness import Purpose, uniforms
+from foretoken.model.sampling import check_finite, draft_law, sample
+from foretoken.verify.base import race_winner
+
+
+@dataclass
+class Chain:
+    """One request's guesses while they grow: `tokens`, and for each place the law it was drawn from (None: a point).
+
+    `open` is the mass at the place after the last guess when a coin said no there.
+    """
+
+    entry: BatchEntry
+    most: int
+    tokens: list[Tensor] = field(default_factory=list)
+    laws: list[Tensor | None] = field(default_factory=list)
+    open: Tensor | None = None
+    stopped: bool = False
+
+    @property
+    def grows(self) -> bool:
+        """Whether another place may be drafted."""
+        return not self.stopped and len(self.tokens) < self.most
+
+
+def extend(chains: list[Chain], logits: Tensor) -> None:
+    """Draw the next token of every chain from its row of `logits` `[A, V]`, or stop the chain there."""
+    position = len(chains[0].tokens)  # all chains that still grow are equally long
+    params = [chain.entry.request.params for chain in chains]
+    specs = [chain.entry.request.spec for chain in chains]
+    # A draft that overflows guesses at random from here on: a law with NaN in it would reach the target's residual.
+    logits = torch.where(check_finite(logits)[:, None], logits, torch.zeros_like(logits))
+    logits = _processed(chains, logits)
+    if all(p.greedy for p in params) and not any(spec.min_confidence for spec in specs):
+        law, chosen = None, logits.argmax(-1)
+    else:
+        law = draft_law(logits, params, [spec.draft_top_k for spec in specs])  # [A, V]; temperature 1 where the request is greedy
+        chosen = _draw(chains, law, position)
+    drafts = _decide(chains, law, position)
+    for i, chain in enumerate(chains):
+        mass = None if law is None or params[i].greedy or chain.entry.noise is not None else law[i]
+        if mass is not None and chain.entry.draft_probability < 1:
+            mass = chain.entry.draft_probability * mass
+        if drafts[i]:
+            chain.tokens.append(chosen[i])
+            chain.laws.append(mass)
+        else:
+            chain.stopped = True
+            chain.open = mass if drafts[i] is None else None
+
+
+def _processed(chains: list[Chain], logits: Tensor) -> Tensor:
+    """The request's own processors on the draft's logits, so that guesses obey what the target's tokens must obey."""
+    if all(chain.entry.processors is None for chain in chains):
+        return logits
+    logits = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    for i, chain in enumerate(chains):
+        processors = chain.entry.processors
+        if processors is not None:
+            logits[i : i + 1] = processors.adjust(logits[i : i + 1], [tuple(int(token) for token in chain.tokens)])
+    return logits
+
+
+def _draw(chains: list[Chain], law: Tensor, position: int) -> Tensor:
+    """One token `[A]` per chain: the likeliest for a greedy request, the winner of the race for a coupled one, else a sample."""
+    chosen = law.argmax(-1)
+    sampled = [i for i, chain in enumerate(chains) if not chain.entry.request.params.greedy and chain.entry.noise is None]
+    if sampled:
+        entries = [chains[i].entry for i in sampled]
+        u = uniforms([e.request.seed for e in entries], Purpose.DRAFT, [e.round_start for e in entries], [position] * len(entries))
+        chosen[sampled] = sample(law[sampled], torch.from_numpy(u).to(law.device))
+    for i, chain in enumerate(chains):
+        if chain.entry.noise is not None and not chain.entry.request.params.greedy:
+            noise = chain.entry.noise.at([chain.entry.round_start + position])
+            chosen[i] = race_winner(law[i : i + 1], noise.to(law.device))[0]
+    return chosen
+
+
+def _decide(chains: list[Chain], law: Tensor | None, position: int) -> list[bool | None]:
+    """Whether each chain drafts its next place: True, False (too unsure: the law said so), None (the coin said no)."""
+    decided: list[bool | None] = [True] * len(chains)
+    unsure = [chain.entry.request.spec.min_confidence for chain in chains]
+    if law is not None and any(unsure):
+        decided = [bool(sure) for sure in (law.amax(-1) >= torch.tensor(unsure, device=law.device)).tolist()]
+    tossed = [i for i, chain in enumerate(chains) if chain.entry.draft_probability < 1 and decided[i]]
+    if tossed:
+        entries = [chains[i].entry for i in tossed]
+        coins = uniforms([e.request.seed for e in entries], Purpose.COIN, [e.round_start for e in entries], [position] * len(entries))
+        for i, coin in zip(tossed, coins, strict=True):
+            if coin >= chains[i].entry.draft_probability:
+                decided[i] = None
+    return decided
+
+
+def assemble(name: str, device: torch.device, chains: list[Chain]) -> Draft:
+    """One ragged draft of chains; a request drafted greedily has point masses, a sampled one its laws."""
+    offsets: list[int] = [0]
+    laws: list[Tensor] = []
+    law_of_row: list[int] = []
+    sampled: list[bool] = []
+    for chain in chains:
+        offsets.append(offsets[-1] + len(chain.tokens))
+        # The row of the last guess has no law, unless a coin was tossed there: the length was fixed before.
+        for law in [*chain.laws, chain.open]:
+            law_of_row.append(-1 if law is None else len(laws))
+            laws += [] if law is None else [law]
+        sampled += [law is not None for law in chain.laws]
+    flat = [token for chain in chains for token in chain.tokens]
+    return Draft(
+        tokens=torch.stack(flat) if flat else torch.empty(0, dtype=torch.int64, device=device),
+        parents=tuple(i - 1 for chain in chains for i in range(len(chain.tokens))),
+        offsets=tuple(offsets),
+        drafters=tuple(name if chain.tokens or chain.open is not None else None for chain in chains),
+        sampled=tuple(sampled) if laws else (),
+        mass=Mass(torch.stack(laws), tuple(law_of_row)) if laws else None,
+    )
