@@ -7,7 +7,6 @@ each rank was right so far, as many nodes as the round may draft.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,10 +15,10 @@ from numpy.typing import NDArray
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble
+from foretoken.draft.tree import grow_best_first
 
 NUM_RANKS = 8
 _UNKNOWN = -1
-_LEAST_CHANCE = 0.02  # a path less likely than this is not worth a row of the target
 _PRIOR_HITS = np.array([40, 10, 6, 4, 3, 2, 2, 1], dtype=np.float64)  # of a hundred tries: what ranks are worth before anything is known
 _PRIOR_TRIES = 100
 _MOST_TRIES = 2000  # then old texts count half
@@ -80,29 +79,13 @@ class RecyclingDrafter:
 def grow_ranks(successors: NDArray[np.int32], anchor: int, chances: Sequence[float], budget: int, branching: int) -> LookupTree:
     """The `budget` likeliest paths from `anchor` when the token of rank r is right with `chances[r]`, best first.
 
-    Best-first over (next sibling, first child), after DDTree (`liranringel/ddtree`). Only the best rank counts where a node may
-    have a single child.
+    Only the best rank counts where a node may have a single child.
     """
     order = sorted(range(len(chances)), key=lambda rank: -chances[rank])
-    tokens: list[int] = []
-    parents: list[int] = []
-    score = 0.0
-    heap: list[tuple[float, int, int, list[tuple[float, int]], int]] = []  # (-chance, age, parent, siblings, place among them)
 
-    def push(parent: int, before: float, siblings: list[tuple[float, int]], place: int) -> None:
-        if place < len(siblings) and before * siblings[place][0] >= _LEAST_CHANCE:
-            heapq.heappush(heap, (-before * siblings[place][0], len(tokens), parent, siblings, place))
-
-    def children(token: int) -> list[tuple[float, int]]:
+    def children(_: int, token: int) -> list[tuple[float, int]]:
         row = successors[token].tolist()
         return [(chances[rank], row[rank]) for rank in order if row[rank] != _UNKNOWN][:branching]
 
-    push(-1, 1.0, children(anchor), 0)
-    while heap and len(tokens) < budget:
-        negative, _, parent, siblings, place = heapq.heappop(heap)
-        tokens.append(siblings[place][1])
-        parents.append(parent)
-        score -= negative
-        push(parent, -negative / siblings[place][0], siblings, place + 1)
-        push(len(tokens) - 1, -negative, children(tokens[-1]), 0)
-    return LookupTree(tuple(tokens), tuple(parents), score)
+    nodes = grow_best_first(children(-1, anchor), children, budget)
+    return LookupTree(tuple(node.token for node in nodes), tuple(node.parent for node in nodes), sum(node.estimate for node in nodes))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.core import Draft, Verdict
 from foretoken.draft.base import Feedback
-from foretoken.draft.recycling import _LEAST_CHANCE, NUM_RANKS, RecyclingDrafter, grow_ranks
+from foretoken.draft.recycling import NUM_RANKS, RecyclingDrafter, grow_ranks
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.rounds import Alone
 from tests.helpers.specs import key_of
@@ -94,7 +94,7 @@ def paths_of(successors: np.ndarray, anchor: int, chances: list[float], depth: i
             for rank in ranks:
                 token = int(successors[token, rank]) if token >= 0 else -1
                 estimate *= chances[rank]
-            if token >= 0 and estimate >= _LEAST_CHANCE * (1 + 1e-9):
+            if token >= 0:
                 found.append(estimate)
     return sorted(found, reverse=True)
 
