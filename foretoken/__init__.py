@@ -1,6 +1,7 @@
 """foretoken: speculative decoding, exact and measured."""
 
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.engine.async_engine import AsyncEngine, Ticket
 from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput
 from foretoken.errors import (
@@ -8,12 +9,14 @@ from foretoken.errors import (
     CheckpointError,
     ConfigError,
     ContextLengthError,
+    EngineError,
     ForetokenError,
     GateError,
     InputError,
     MismatchError,
     ModelError,
     NumericsError,
+    OverloadedError,
     StorageError,
     UnsupportedModelError,
 )
@@ -22,10 +25,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "CapacityError",
     "CheckpointError",
     "ConfigError",
     "ContextLengthError",
+    "EngineError",
     "ForetokenError",
     "GateError",
     "GenerateOutput",
@@ -33,8 +38,10 @@ __all__ = [
     "MismatchError",
     "ModelError",
     "NumericsError",
+    "OverloadedError",
     "SamplingParams",
     "SpecConfig",
     "StorageError",
+    "Ticket",
     "UnsupportedModelError",
 ]

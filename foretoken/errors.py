@@ -8,7 +8,9 @@ ForetokenError                      exit code
 |  |- CheckpointError               3   missing, truncated, corrupt
 |  |- UnsupportedModelError         3   an architecture that cannot generate text here
 |  |- MismatchError                 3   target and draft (or tokenizer) do not belong together
-|- CapacityError (RuntimeError)     1   out of KV blocks, queue full
+|- CapacityError (RuntimeError)     1   out of KV blocks
+|  |- OverloadedError               1   the queue is full: come again later
+|- EngineError (RuntimeError)       1   a step broke down: what ran in it failed, the engine goes on
 |- NumericsError (RuntimeError)     1   NaN or infinite logits: the request fails, the engine goes on
 |- StorageError (OSError)           4   a file or folder that cannot be written or read
 |- GateError                        5   a measured value misses the bar that was asked for
@@ -65,7 +67,15 @@ class MismatchError(ModelError):
 
 
 class CapacityError(ForetokenError, RuntimeError):
-    """No room: out of KV blocks, or a full queue."""
+    """No room: out of KV blocks."""
+
+
+class OverloadedError(CapacityError):
+    """The queue is full; the same request may succeed later."""
+
+
+class EngineError(ForetokenError, RuntimeError):
+    """A step of the engine broke down; the requests that ran in it are lost, others are not."""
 
 
 class NumericsError(ForetokenError, RuntimeError):

@@ -66,6 +66,8 @@ def test_exit_codes() -> None:
         "UnsupportedModelError": 3,
         "MismatchError": 3,
         "CapacityError": 1,
+        "OverloadedError": 1,
+        "EngineError": 1,
         "NumericsError": 1,
         "StorageError": 4,
         "GateError": 5,

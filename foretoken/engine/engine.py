@@ -12,7 +12,7 @@ from foretoken.core import Batch, Draft, StepOutput, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup
 from foretoken.engine.controller import Controller
-from foretoken.engine.emission import emit, note_prompt
+from foretoken.engine.emission import emit, fail, note_prompt
 from foretoken.engine.intake import Intake
 from foretoken.engine.request import RequestState
 from foretoken.engine.runner import Runner, TargetOutput
@@ -78,6 +78,15 @@ class Engine:
         if state is not None:
             state.finish_reason = "abort"
             self._release(state)
+
+    def fail_running(self, error: Exception) -> list[StepOutput]:
+        """After a step that raised: end every request that ran in it with `error`; those that wait go on."""
+        outputs = []
+        for state in list(self.scheduler.running.values()):
+            outputs.append(fail(state, error))
+            self.stats.count(outputs[-1], 0)
+            self._release(state)
+        return outputs
 
     def close(self) -> None:
         """Drop every request and let the watchers finish."""

@@ -68,7 +68,7 @@ class LLM:
         self._shadow = Shadow(self.target, shadow_rate, room=self.engine.scheduler, fresh_processors=self.engine.intake.processors)
         if shadow_rate:
             self.engine.watchers.append(self._shadow)
-        self._prepare(self.spec)
+        self.prepare(self.spec)
 
     def generate(
         self,
@@ -91,10 +91,10 @@ class LLM:
         try:
             for prompt, one_params, one_spec in zip(batch, each_params, each_spec, strict=True):
                 check_types(one_params, one_spec)
-                states += [self._submit(prompt, one, one_spec) for one in each_answer(one_params)]
+                states += [self.submit(prompt, one, one_spec) for one in each_answer(one_params)]
             own = {state.request_id for state in states}
             while any(state.finish_reason is None for state in states):
-                outputs = [output for output in self._step() if output.request_id in own]
+                outputs = [output for output in self.step() if output.request_id in own]
                 if on_step is not None:
                     on_step(outputs)
         finally:
@@ -107,12 +107,12 @@ class LLM:
         (one,) = as_prompts([prompt])
         if params is not None and params.n > 1:
             raise InputError("n", params.n, "a stream is one answer; open one stream per answer, or use generate")
-        engine, state = self.engine, self._submit(one, params or SamplingParams(), spec or self.spec)
+        engine, state = self.engine, self.submit(one, params or SamplingParams(), spec or self.spec)
         inbox = self._inboxes[state.request_id] = deque()
         try:
             while inbox or state.finish_reason is None:
                 if not inbox:
-                    self._step()
+                    self.step()
                     continue
                 output = inbox.popleft()
                 if output.error is not None:
@@ -122,7 +122,7 @@ class LLM:
             del self._inboxes[state.request_id]
             engine.abort(state.request_id)
 
-    def _step(self) -> list[StepOutput]:
+    def step(self) -> list[StepOutput]:
         """One step of the engine; what it gave to open streams waits in their inboxes, whoever asked for the step."""
         outputs = self.engine.step()
         for output in outputs:
@@ -158,15 +158,20 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> RequestState:
+    def submit(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> RequestState:
+        """Queue one answer, for callers that run the steps themselves.
+
+        Raises:
+            InputError, ContextLengthError, CapacityError: the request can never run; nothing was queued.
+        """
         if self._closed:
             raise InputError("llm", str(self.folder), "was closed; open it again")
         check_types(params, spec)
-        self._prepare(spec)
+        self.prepare(spec)
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         return self.engine.submit(ids, params, spec)
 
-    def _prepare(self, spec: SpecConfig) -> None:
+    def prepare(self, spec: SpecConfig) -> None:
         """Load the drafter that `spec` names, once."""
         key = drafter_key(spec)
         if key is not None and key not in self._drafters.drafters:

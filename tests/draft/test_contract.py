@@ -52,7 +52,7 @@ def watched(llm: LLM, spec: functools.partial[SpecConfig], monkeypatch: pytest.M
 
 
 def watch(llm: LLM, spec: SpecConfig, monkeypatch: pytest.MonkeyPatch) -> Watched:
-    llm._prepare(spec)
+    llm.prepare(spec)
     key = drafter_key(spec)
     assert key is not None
     watched = Watched(llm._drafters.drafters[key], llm.target.vocab_size)

@@ -128,7 +128,7 @@ def test_chains_take_the_best_rank_only() -> None:
 def test_the_matrix_follows_the_target_through_the_engine(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees of rejected and accepted rows, batches mixed with a draft model: checked after every round by `Watched`."""
     spec = SpecConfig("recycling", num_draft=7)
-    llm._prepare(spec)
+    llm.prepare(spec)
     watched = Watched(RecyclingDrafter(llm.target.vocab_size), llm.target.vocab_size)
     monkeypatch.setitem(llm._drafters.drafters, key_of("recycling"), watched)
     prompts = [token_ids(5 + i, seed=i) for i in range(8)]
