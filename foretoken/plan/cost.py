@@ -11,9 +11,14 @@ _OPTIMISM = 48  # counts never tried are taken to cost one forty-eighth of a ste
 
 
 class CostTable:
-    """Seconds by count: moving averages where something was measured, straight lines between, a flat guess beyond."""
+    """Seconds by count: moving averages where something was measured, straight lines between.
 
-    def __init__(self) -> None:
+    Outside of what was measured a target's step is taken to cost nearly the same for any count (`grows` False: weights are read once
+    for all rows), a drafter's as much again for every further guess (`grows` True: one after the other).
+    """
+
+    def __init__(self, grows: bool = False) -> None:
+        self._grows = grows
         self._counts: list[int] = []  # ascending
         self._seconds: dict[int, float] = {}
         self._weights: dict[int, int] = {}
@@ -41,10 +46,10 @@ class CostTable:
         place = bisect_left(self._counts, count)
         if place == len(self._counts):
             last = self._counts[-1]
-            return self._seconds[last] * (1 + (count - last) / _OPTIMISM)
+            return self._seconds[last] * (count / last if self._grows else 1 + (count - last) / _OPTIMISM)
         above = self._counts[place]
         if above == count or place == 0:
-            return self._seconds[above] / (1 + (above - count) / _OPTIMISM)
+            return self._seconds[above] * (count / above if self._grows else 1 / (1 + (above - count) / _OPTIMISM))
         below = self._counts[place - 1]
         share = (count - below) / (above - below)
         return (1 - share) * self._seconds[below] + share * self._seconds[above]

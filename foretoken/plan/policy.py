@@ -14,8 +14,8 @@ from foretoken.plan.cost import CostTable
 from foretoken.plan.survival import Survival
 
 MOST_NUM_DRAFT = 24  # guesses per request and round that are considered where the caller leaves the number open
-_PROBE_SHARE = 0.02  # of the time goes into trying again what did not pay
-_PROBE_NUM_DRAFT = 2
+_PROBE_SHARE = 0.015  # of the time goes into trying again what did not pay
+_PROBE_NUM_DRAFT = 1
 _MOST_CREDIT_STEPS = 4  # saved up at most, in steps of the target
 _PLAIN_EVERY = 128  # steps after which a step without guesses is measured again
 
@@ -70,7 +70,7 @@ class BudgetPolicy:
 
     def observe_draft(self, drafter: Hashable, longest: int, draft_s: float) -> None:
         """Take in what a drafter took in a round in which `longest` guesses were the most that a request was given."""
-        self.draft_cost.setdefault(drafter, CostTable()).observe(longest, draft_s)
+        self.draft_cost.setdefault(drafter, CostTable(grows=True)).observe(longest, draft_s)
 
     def observe_round(self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], gained: bool) -> None:
         """Take in which guesses of a request stood: for each place the chance of being emitted; `gained`: at least one was."""

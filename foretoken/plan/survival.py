@@ -7,9 +7,13 @@ budget cut off); a node behind a rejected one was offered and not emitted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-_KEEP = 0.93  # weight of the past per round: about the last fourteen rounds count
+_KEEP = 0.98  # weight of the past per round: about the last fifty rounds count
+_KEEP_RECENT = 0.8  # of the short memory, about five rounds, that tells when the text has changed
+_CHANGE = 0.45  # difference between the two that is no chance
+_FORGET = 0.1  # what is left of the past then
 _PRIOR_ROUNDS = 3.0  # what the prior is worth against rounds that were seen
 _FIRST_CHANCE = 0.6  # of a first guess, before anything is known
 _MOST_PLACES = 128
@@ -23,6 +27,7 @@ class Survival:
         self._offered: list[float] = []  # rounds in which the place was within the budget
         self._drafted: list[float] = []  # ... and something was guessed there
         self._emitted: list[float] = []  # ... and was emitted
+        self._recent = -1.0  # emitted guesses per round of late, as a share of those offered
 
     def observe(self, num_offered: int, chances: Sequence[float]) -> None:
         """Take in a round with a budget of `num_offered` in which the guesses were emitted with `chances`, in their order."""
@@ -30,11 +35,24 @@ class Survival:
         while len(self._offered) < num_offered:
             for counts in (self._offered, self._drafted, self._emitted):
                 counts.append(0.0)
+        self._note_change(num_offered, chances)
+        for counts in (self._offered, self._drafted, self._emitted):  # also of places not offered: they may be tried again some day
+            counts[:] = [_KEEP * count for count in counts]
         for place in range(num_offered):
-            drafted = place < len(chances)
-            self._offered[place] = _KEEP * self._offered[place] + 1.0
-            self._drafted[place] = _KEEP * self._drafted[place] + drafted
-            self._emitted[place] = _KEEP * self._emitted[place] + (chances[place] if drafted else 0.0)
+            self._offered[place] += 1.0
+            self._drafted[place] += place < len(chances)
+            self._emitted[place] += chances[place] if place < len(chances) else 0.0
+
+    def _note_change(self, num_offered: int, chances: Sequence[float]) -> None:
+        """Forget most of the past when the first place has been doing far better or far worse of late."""
+        first = chances[0] if chances else 0.0
+        if not num_offered:
+            return
+        self._recent = first if self._recent < 0 else _KEEP_RECENT * self._recent + (1 - _KEEP_RECENT) * first
+        known = self._emitted[0] / self._offered[0] if self._offered[0] else self._recent
+        if abs(self._recent - known) > _CHANGE:
+            for counts in (self._offered, self._drafted, self._emitted):
+                counts[:] = [_FORGET * count for count in counts]
 
     def shares(self, num_places: int) -> tuple[list[float], list[float]]:
         """For each of the first places: the share of rounds in which something is guessed there, and in which it is emitted.
@@ -60,8 +78,8 @@ class Survival:
 
 
 def _continued(values: Sequence[float], first: float) -> float:
-    """The next value of a sequence that falls at its last rate; `first` where it begins."""
+    """The next value of a sequence of products that goes on at its mean rate; `first` where it begins."""
     if not values:
         return first
-    before = values[-2] if len(values) > 1 else 1.0
-    return values[-1] * min(1.0, values[-1] / before) if before > 0 else 0.0
+    last: float = values[-1]
+    return last * math.pow(last, 1 / len(values))
