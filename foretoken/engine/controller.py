@@ -71,7 +71,8 @@ class Controller:
             longest[key] = max(longest.get(key, 0), entry.num_draft)
             if GRAMMAR not in draft.authors(b):  # somebody else's guesses
                 chances = _emission_chances(draft, verdict, b)
-                self.policy.observe_round(entry.request.request_id, key, entry.num_draft, chances, bool(verdict.paths[b]))
+                parents = draft.parents[draft.offsets[b] : draft.offsets[b + 1]]
+                self.policy.observe_round(entry.request.request_id, key, entry.num_draft, chances, bool(verdict.paths[b]), parents)
         for key, count in longest.items():
             self.policy.observe_draft(key, count, draft_s.get(key, 0.0))
         self._learn_probabilities(batch, draft, target_probs, verdict, sum(draft_s.values()), target_s)

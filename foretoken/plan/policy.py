@@ -16,6 +16,8 @@ from foretoken.plan.survival import Survival
 MOST_NUM_DRAFT = 24  # guesses per request and round that are considered where the caller leaves the number open
 _PROBE_SHARE = 0.015  # of the time goes into trying again what did not pay
 _PROBE_NUM_DRAFT = 1
+_PATIENCE = 3
+_MOST_DEBT_STEPS = 3
 _MOST_CREDIT_STEPS = 4  # saved up at most, in steps of the target
 _PLAIN_EVERY = 128  # steps after which a step without guesses is measured again
 
@@ -46,9 +48,11 @@ class BudgetPolicy:
         self.draft_cost: dict[Hashable, CostTable] = {}  # seconds of a drafter by its longest draft
         self._by_drafter: dict[Hashable, Survival] = {}
         self._by_request: dict[int, Survival] = {}
-        self._retrying: set[int] = set()  # requests whose last trial gained something
+        self._patience: dict[int, int] = {}  # trials that a request still gets for nothing since one of them gained
         self._untried: dict[int, int] = {}  # rounds since a request last guessed
-        self._credit_s = 0.0
+        self._on_trial: set[int] = set()
+        self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
+        self._token_s = 0.0  # what a token takes without guesses
         self._steps_since_plain = 0
 
     def plan(self, wishes: Sequence[Wish]) -> list[int]:
@@ -58,8 +62,11 @@ class BudgetPolicy:
         if not open_places or self.target_cost.is_empty or self._steps_since_plain >= _PLAIN_EVERY:
             return [option.at_least for option in options]  # what guesses gain is told by a step without
         budgets = list(choose_budgets(options, 0, self.target_cost.seconds, self._draft_s).budgets)
-        for b in self._trials(wishes, options, budgets, open_places):
+        trials = self._trials(wishes, options, budgets, open_places)
+        for b in trials:
             budgets[b] = min(_PROBE_NUM_DRAFT, wishes[b].most)
+        self._on_trial = {wishes[b].request_id for b in trials}
+        self._token_s = self.target_cost.seconds(len(wishes)) / len(wishes)
         return budgets
 
     def observe_step(self, num_rows: int, num_nodes: int, target_s: float) -> None:
@@ -72,17 +79,21 @@ class BudgetPolicy:
         """Take in what a drafter took in a round in which `longest` guesses were the most that a request was given."""
         self.draft_cost.setdefault(drafter, CostTable(grows=True)).observe(longest, draft_s)
 
-    def observe_round(self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], gained: bool) -> None:
-        """Take in which guesses of a request stood: for each place the chance of being emitted; `gained`: at least one was."""
+    def observe_round(
+        self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], gained: bool, parents: Sequence[int] = ()
+    ) -> None:
+        """Take in which guesses of a request stood: for each place the chance of being emitted; `gained`: at least one was.
+
+        `parents` are the guesses that they follow (-1 none), a chain where it is left out.
+        """
         prior = self._by_drafter.setdefault(drafter, Survival())
         own = self._by_request.setdefault(request_id, Survival(prior))
         for survival in (own, prior):
-            survival.observe(num_offered, chances)
+            survival.observe(num_offered, chances, parents)
         self._untried[request_id] = 0
-        if gained:
-            self._retrying.add(request_id)
-        else:
-            self._retrying.discard(request_id)
+        if request_id in self._on_trial:
+            self._credit_s += sum(chances) * self._token_s
+        self._patience[request_id] = _PATIENCE if gained else max(0, self._patience.get(request_id, 0) - 1)
 
     def observe_rest(self, request_id: int) -> None:
         """Take in a round in which a request was given no guess."""
@@ -92,7 +103,7 @@ class BudgetPolicy:
         """Forget a request."""
         self._by_request.pop(request_id, None)
         self._untried.pop(request_id, None)
-        self._retrying.discard(request_id)
+        self._patience.pop(request_id, None)
 
     def _option(self, wish: Wish) -> Option:
         if wish.drafter is None or not wish.most:
@@ -114,9 +125,9 @@ class BudgetPolicy:
                 continue
             loss_s = self._draft_s(options[b].drafter, _PROBE_NUM_DRAFT)
             loss_s += max(0.0, self.target_cost.seconds(rows + _PROBE_NUM_DRAFT) - self.target_cost.seconds(rows))
-            if wishes[b].request_id in self._retrying:
-                chosen.append(b)
-            elif loss_s <= self._credit_s:
+            # A trial that gained is followed by others at once, on credit: whether it pays again should be known soon.
+            overdraft_s = _MOST_DEBT_STEPS * self.target_cost.seconds(rows) if self._patience.get(wishes[b].request_id, 0) else 0.0
+            if loss_s <= self._credit_s + overdraft_s:
                 self._credit_s -= loss_s
                 chosen.append(b)
         return chosen

@@ -117,4 +117,4 @@ def test_a_finished_request_is_forgotten() -> None:
         policy.finish(b)
     assert not policy._by_request
     assert not policy._untried
-    assert not policy._retrying
+    assert not policy._patience
