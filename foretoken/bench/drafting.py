@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from foretoken.config import COMPOSITES, FIELDS_OF, SpecConfig, check_option, known_drafters
+from foretoken.config import FIELDS_OF, SpecConfig, check_option, known_drafters
 from foretoken.errors import ConfigError
 
 EVERY = "all"
@@ -19,6 +20,9 @@ _GIVEN_BY_BENCH = {
     "tenant": "every answer gets its own",
     "allow_lossy": "set it for the whole run",
 }
+# What a configuration may be given for each answer, and the ways to be given as little as possible of it.
+_STAND_INS: Mapping[str, str] = {"draft": "a draft", "prediction": "a prediction", "tenant": "a tenant"}
+_BASES: tuple[tuple[str, ...], ...] = ((), ("draft",), ("prediction",), ("draft", "prediction"))
 _TRUTHS = {"true": True, "false": False}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
@@ -45,13 +49,43 @@ class DrafterChoice:
         """The value of `field`, if this choice sets it."""
         return dict(self.fields).get(field)
 
-    def reads(self, field: str) -> bool:
-        """Whether this drafter, or a part of it, takes `field` from the configuration."""
-        return any(field in FIELDS_OF.get(leaf, ()) for leaf in self._leaves())
+    @cached_property
+    def takes(self) -> frozenset[str]:
+        """Which of draft, prediction and tenant its configuration takes, given or not."""
+        return frozenset(field for field in _STAND_INS if self._refusal({*self._base, field}) is None)
 
-    def needs(self, field: str) -> bool:
-        """Whether it reads `field` and was not given it."""
-        return self.own(field) is None and self.reads(field)
+    @cached_property
+    def needs(self) -> frozenset[str]:
+        """What it cannot do without and was not given: without it the configuration is refused, or a model to load is missing."""
+        reads = {field for leaf in self.leaves for field in FIELDS_OF.get(leaf, ())}
+        return frozenset(field for field in ("draft", "prediction") if self.own(field) is None and (field in self._base or field in reads))
+
+    @cached_property
+    def leaves(self) -> frozenset[str]:
+        """Names of the simple drafters at work when it gets no more than it needs."""
+        return self.spec(allow_lossy=True, **{field: _STAND_INS[field] for field in self._base}).leaves
+
+    def check(self) -> None:
+        """Refuse options that this drafter does not take.
+
+        Raises:
+            ConfigError: names the option.
+        """
+        errors = [error for given in _BASES if (error := self._refusal(given)) is not None]
+        if len(errors) == len(_BASES):
+            raise next((error for error in errors if error.field in dict(self.fields)), errors[0])
+
+    @cached_property
+    def _base(self) -> frozenset[str]:
+        """The least of draft and prediction with which the configuration is accepted."""
+        return next((frozenset(given) for given in _BASES if self._refusal(given) is None), frozenset())
+
+    def _refusal(self, given: Collection[str]) -> ConfigError | None:
+        try:
+            self.spec(allow_lossy=True, **{field: _STAND_INS[field] for field in given})
+        except ConfigError as error:
+            return error
+        return None
 
     def spec(self, **given: object) -> SpecConfig:
         """The configuration with these options; of `given`, what is None is left out, and the options win.
@@ -61,16 +95,6 @@ class DrafterChoice:
         """
         values: dict[str, Any] = {key: value for key, value in given.items() if value is not None} | dict(self.fields)
         return SpecConfig(drafter=self.name, **values)
-
-    def _leaves(self) -> frozenset[str]:
-        if self.name not in COMPOSITES:
-            return frozenset({self.name})
-        if self.own("parts"):
-            return frozenset(part for part in dict(self.fields)["parts"])
-        try:
-            return self.spec().leaves
-        except ConfigError:  # it cannot be had without what a part needs; `spec` says so in time
-            return frozenset()
 
 
 def parse_drafters(texts: Sequence[str]) -> tuple[DrafterChoice, ...]:
@@ -100,15 +124,8 @@ def _parse(text: str) -> DrafterChoice:
         check_option(SpecConfig, field, value)
         found[field] = _value(field, value)
     choice = DrafterChoice(name, tuple(found.items()))
-    if found:
-        _try_options(choice)
+    choice.check()
     return choice
-
-
-def _try_options(choice: DrafterChoice) -> None:
-    """Options that this drafter does not take are refused before anything is loaded."""
-    stand_ins = {"draft": "draft", "prediction": "prediction"}
-    choice.spec(**{field: value for field, value in stand_ins.items() if choice.needs(field)}, allow_lossy=True)
 
 
 def _value(field: str, text: str) -> Any:  # noqa: ANN401 - whatever SpecConfig holds there

@@ -30,6 +30,8 @@ from foretoken.errors import ConfigError, ForetokenError, InputError
 from foretoken.model.open import model_folder
 from foretoken.verify import resolve
 
+_LEARNERS = ("recycling", "early_exit")  # of all requests together, as far as these drafters exist
+
 
 @dataclass(frozen=True)
 class BenchOptions:
@@ -84,7 +86,7 @@ class BenchOptions:
         if any(number < 1 for number in self.peer_num_drafts):
             raise InputError("peer_num_drafts", self.peer_num_drafts, "each must be at least 1")
         for choice in self.choices:
-            if choice.required and choice.needs("draft") and self.draft is None:
+            if choice.required and "draft" in choice.needs and self.draft is None:
                 raise ConfigError("draft", None, f"drafter {choice.name} needs a draft; give its folder, or leave {choice.name} out of the drafters")
         check_kinds(self.peer_drafters)
         check_name(self.name)
@@ -254,7 +256,7 @@ def own_contenders(options: BenchOptions, generator: Generator, prompts: Sequenc
     found: dict[Setting, Contender] = {Setting(PLAIN): Own(Setting(PLAIN), generator, lambda _prediction, _tenant: SpecConfig())}
     notes: list[str] = []
     for choice in options.choices:
-        if choice.needs("draft") and options.draft is None:
+        if "draft" in choice.needs and options.draft is None:
             notes.append(f"{choice.name} was not measured: it needs a draft, and none was given.")
             continue
         where = _slices_of(choice, prompts)
@@ -280,7 +282,7 @@ def _slices_of(choice: DrafterChoice, prompts: Sequence[Prompt]) -> tuple[str, .
     """Where the drafter can run: one that needs a prediction on slices that have one in every prompt; None for everywhere."""
     names = dict.fromkeys(prompt.slice for prompt in prompts)
     able = tuple(name for name in names if all(prompt.prediction is not None for prompt in prompts if prompt.slice == name))
-    return able if choice.needs("prediction") and len(able) < len(names) else None
+    return able if "prediction" in choice.needs and len(able) < len(names) else None
 
 
 def _sweep(choice: DrafterChoice, options: BenchOptions, generator: Generator, where: tuple[str, ...] | None) -> list[Own]:
@@ -297,7 +299,7 @@ def _sweep(choice: DrafterChoice, options: BenchOptions, generator: Generator, w
             num_draft=num_draft,
             lossy=rule in LOSSY_RULES,
             options=choice.options,
-            free=not choice.reads("draft") and not choice.reads("prediction"),
+            free=choice.own("draft") is None and (options.draft is None or "draft" not in choice.takes) and "prediction" not in choice.takes,
             slices=where,
             optional=not choice.required,
         )
@@ -306,11 +308,11 @@ def _sweep(choice: DrafterChoice, options: BenchOptions, generator: Generator, w
 
 
 def _drafting(choice: DrafterChoice, draft: str | None, **fixed: object) -> Callable[[str | None, str], SpecConfig]:
-    """The configuration for one answer: what the drafter reads of draft, prediction and tenant, and nothing that it would refuse."""
+    """The configuration for one answer: what the drafter takes of draft, prediction and tenant."""
 
     def spec(prediction: str | None, tenant: str) -> SpecConfig:
         given = {"draft": draft, "prediction": prediction, "tenant": tenant}
-        return choice.spec(**fixed, **{field: value for field, value in given.items() if choice.reads(field)})
+        return choice.spec(**fixed, **{field: value for field, value in given.items() if field in choice.takes})
 
     return spec
 
@@ -332,8 +334,9 @@ def run_bench(options: BenchOptions, generator: Generator | None = None, command
     target, draft = _folders(options, given=generator is not None)
     caveats = source_caveats(target, draft, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
     caveats.extend(notes)
-    if any(choice.name == "recycling" for choice in options.choices):
-        caveats.append("recycling keeps its matrix from answer to answer, so that repeats find what earlier ones left there.")
+    learning = [name for name in _LEARNERS if any(name in choice.leaves for choice in options.choices)]
+    if learning:
+        caveats.append(f"{' and '.join(learning)}: what was learned stays from answer to answer, so that repeats find what earlier ones left there.")
     with ExitStack() as stack:
         generator = generator or _open(options, stack)
         prompts, notes = fit(prompts, lambda text: len(generator.encode(text)), generator.target.max_context_tokens - options.max_tokens)

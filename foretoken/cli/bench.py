@@ -57,7 +57,7 @@ def bench(
 ) -> None:
     """Measure tokens per second, time per step and acceptance, everything interleaved in one run."""
     names = _words(drafters)
-    if draft is None and target == "reference:target" and any(choice.needs("draft") for choice in parse_drafters(names)):
+    if draft is None and target == "reference:target" and any("draft" in choice.needs for choice in parse_drafters(names)):
         draft = "reference:draft"
     options = BenchOptions(
         target=target,

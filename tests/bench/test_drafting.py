@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from foretoken import config
@@ -30,7 +28,8 @@ def test_options_become_fields_of_their_kind():
     assert choice.spec() == SpecConfig("draft_model", draft="DIR", num_draft=3, rule="block", min_confidence=0.4, draft_top_k=5)
     assert choice.label == "draft_model(draft_top_k=5;min_confidence=0.4;draft=DIR)"
     assert (choice.own("num_draft"), choice.own("corpus")) == (3, None)
-    assert not choice.needs("draft")
+    assert "draft" not in choice.needs
+    assert "draft" in choice.takes
     (auto,) = parse_drafters(["draft_model:draft_probability=auto;num_draft=auto"])
     assert auto.spec(draft="d") == SpecConfig("draft_model", draft="d", draft_probability="auto")
     (share,) = parse_drafters(["draft_model:draft_probability=0.5"])
@@ -56,15 +55,30 @@ def test_lists_truths_and_fixed_words(monkeypatch):
     assert DrafterChoice("x", (("a", (2, 3)), ("b", True))).options == "a=2+3;b=true"
 
 
-def test_what_a_drafter_reads_follows_the_registry(monkeypatch):
-    model, ngram, predicted = parse_drafters(["draft_model", "ngram", "predicted"])
-    assert [choice.needs("draft") for choice in (model, ngram, predicted)] == [True, False, False]
-    assert [choice.needs("prediction") for choice in (model, ngram, predicted)] == [False, False, True]
-    monkeypatch.setattr(drafting, "COMPOSITES", ("ngram",))
-    both = replace(ngram, fields=(("parts", ("draft_model", "predicted")),))
-    assert both.needs("draft")
-    assert both.needs("prediction")
-    assert not ngram.needs("draft")
+def test_what_a_drafter_takes_is_what_its_configuration_accepts():
+    found = {choice.name: choice for choice in parse_drafters(["draft_model", "ngram", "predicted", "suffix"])}
+    assert {name: set(choice.takes) for name, choice in found.items()} == {
+        "draft_model": {"draft"},
+        "ngram": set(),
+        "predicted": {"prediction"},
+        "suffix": {"tenant"},
+    }
+    assert {name: set(choice.needs) for name, choice in found.items()} == {
+        "draft_model": {"draft"},
+        "ngram": set(),
+        "predicted": {"prediction"},
+        "suffix": set(),
+    }
+
+
+def test_a_composite_needs_what_its_parts_need(monkeypatch):
+    monkeypatch.setattr(config, "COMPOSITES", ("ngram",))
+    (both,) = parse_drafters(["ngram:parts=draft_model+predicted"])
+    assert both.needs == {"draft", "prediction"}
+    assert both.leaves == {"draft_model", "predicted"}
+    assert both.label == "ngram(parts=draft_model+predicted)"
+    (one,) = parse_drafters(["ngram:parts=recycling+suffix"])
+    assert (one.needs, one.takes) == (frozenset(), {"tenant"})
 
 
 @pytest.mark.parametrize(

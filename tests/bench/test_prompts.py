@@ -136,7 +136,7 @@ def test_missing_files(tmp_path):
     with pytest.raises(StorageError, match="none"):
         read_prompts(tmp_path / "none.jsonl")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(StorageError, match="no .json"):
+    with pytest.raises(StorageError, match=r"no \.json"):
         read_prompts(tmp_path / "empty")
 
 
