@@ -16,15 +16,15 @@ from foretoken.bench.compare import drafter_table
 from foretoken.bench.measure import Row
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-# Fields that results from before they existed lack.
-_LATER = {"options": "", "counterpart": None, "free": False}
+# Fields that results from before they existed lack; others of these are None there.
+_LATER = {"options": "", "free": False, "lossy": False}
 
 
 def rows_of(report: dict[str, Any]) -> list[Row]:
     """The rows of a raw result."""
     lists = {"acceptance_per_position", "differences"}
     names = [field.name for field in dataclasses.fields(Row)]
-    known = [_LATER | row for row in report["rows"]]
+    known = [dict.fromkeys(names) | _LATER | row for row in report["rows"]]
     return [Row(**{name: tuple(row[name]) if name in lists else row[name] for name in names}) for row in known]
 
 
