@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeVar
 from foretoken.errors import ConfigError, InputError
 
 DRAFTERS: tuple[str, ...] = ("draft_model", "ngram", "suffix", "recycling", "predicted")
-_ADDED: list[str] = []  # names of drafters from outside, in the order in which they came
 COMPOSITES: tuple[str, ...] = ()  # drafters that work with other drafters
 # What a part given by its name takes over from the configuration around it.
 FIELDS_OF: Mapping[str, tuple[str, ...]] = {
@@ -250,6 +249,9 @@ class SpecConfig:
             value = getattr(self, name)
             if value != neutral and "draft_model" not in self.leaves:
                 raise ConfigError(name, value, f"needs a drafter that samples from a law (draft_model), not drafter={self.drafter!r}")
+
+
+_ADDED: list[str] = []  # names of drafters from outside, in the order in which they came
 
 
 def known_drafters() -> tuple[str, ...]:

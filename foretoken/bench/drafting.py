@@ -98,7 +98,7 @@ class DrafterChoice:
 
 
 def parse_drafters(texts: Sequence[str]) -> tuple[DrafterChoice, ...]:
-    """The drafters that `texts` name; `all` stands for every drafter that is registered and not named otherwise.
+    """The drafters that `texts` name; `all` stands for every registered drafter that is not named without options.
 
     Raises:
         ConfigError: an unknown drafter or option, or a value of the wrong kind.
@@ -106,7 +106,7 @@ def parse_drafters(texts: Sequence[str]) -> tuple[DrafterChoice, ...]:
     named = [_parse(text) for text in texts if text != EVERY]
     if EVERY not in texts:
         return tuple(dict.fromkeys(named))
-    others = [DrafterChoice(name, required=False) for name in known_drafters() if all(choice.name != name for choice in named)]
+    others = [DrafterChoice(name, required=False) for name in known_drafters() if DrafterChoice(name) not in named]
     return (*dict.fromkeys(named), *others)
 
 

@@ -30,7 +30,12 @@ from foretoken.errors import ConfigError, ForetokenError, InputError
 from foretoken.model.open import model_folder
 from foretoken.verify import resolve
 
-_LEARNERS = ("recycling", "early_exit")  # of all requests together, as far as these drafters exist
+# What to know about a drafter's numbers, alone or as a part of another.
+_CAVEATS = {
+    "recycling": "recycling keeps its matrix from answer to answer, so that repeats find what earlier ones left there.",
+    "early_exit": "early_exit keeps what it learned of its layers from answer to answer, where they are left to auto.",
+    "lookahead": "lookahead has the target run probes beside its guesses: their cost is in its times, they are no drafted tokens.",
+}
 
 
 @dataclass(frozen=True)
@@ -334,9 +339,7 @@ def run_bench(options: BenchOptions, generator: Generator | None = None, command
     target, draft = _folders(options, given=generator is not None)
     caveats = source_caveats(target, draft, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
     caveats.extend(notes)
-    learning = [name for name in _LEARNERS if any(name in choice.leaves for choice in options.choices)]
-    if learning:
-        caveats.append(f"{' and '.join(learning)}: what was learned stays from answer to answer, so that repeats find what earlier ones left there.")
+    caveats.extend(text for name, text in _CAVEATS.items() if any(name in choice.leaves for choice in options.choices))
     with ExitStack() as stack:
         generator = generator or _open(options, stack)
         prompts, notes = fit(prompts, lambda text: len(generator.encode(text)), generator.target.max_context_tokens - options.max_tokens)

@@ -21,6 +21,8 @@ def test_who_is_named_is_required_and_not_twice_in_all():
     found = parse_drafters(["ngram", "all", "ngram"])
     assert [choice.name for choice in found] == ["ngram", *(name for name in DRAFTERS if name != "ngram")]
     assert [choice.required for choice in found] == [True] + [False] * (len(DRAFTERS) - 1)
+    found = parse_drafters(["all", "ngram:num_draft=3"])  # with options it is another setting
+    assert [choice.name for choice in found] == ["ngram", *DRAFTERS]
 
 
 def test_options_become_fields_of_their_kind():
