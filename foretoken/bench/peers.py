@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -120,6 +121,11 @@ class HuggingFace:
         return self._load(self.names[0])
 
     @cached_property
+    def own_settings(self) -> Any:  # noqa: ANN401 - a transformers GenerationConfig
+        """How the target generates unless told otherwise, from before anything was told."""
+        return copy.deepcopy(self.target.generation_config)
+
+    @cached_property
     def draft(self) -> CausalLM:
         """The draft's model."""
         assert self.names[1] is not None
@@ -204,6 +210,7 @@ class Generate:
         from transformers import GenerationConfig
 
         options: dict[str, Any] = {"max_new_tokens": params.max_tokens, "do_sample": False}
+        model.generation_config = copy.deepcopy(self.library.own_settings)
         if params.ignore_eos:
             # An argument of None would be filled from the model's own settings, so the end is taken out there.
             model.generation_config.eos_token_id = None
@@ -216,10 +223,7 @@ class Generate:
         elif self.setting.drafter == "lookup":
             options["prompt_lookup_num_tokens"] = self.setting.num_draft
         elif self.setting.drafter == "early_exit":
-            # The model is its own assistant, whose settings it therefore carries; every other way takes none from there.
-            kept = GenerationConfig(eos_token_id=model.generation_config.eos_token_id, pad_token_id=0)
-            self._fix_length(kept)
-            model.generation_config = kept
+            self._fix_length(model.generation_config)  # the model is its own assistant, and carries an assistant's settings
             options["assistant_early_exit"] = int(self.setting.options.removeprefix(_LAYER))
         return options
 

@@ -115,6 +115,19 @@ def test_transformers_counts(answers):
     assert early.num_steps + early.num_accepted == early.num_emitted
 
 
+def test_one_way_leaves_nothing_behind_for_the_next(checkpoints):
+    """The model carries what early exit is told, and may have settings of its own that change its text."""
+    library = peers.HuggingFace(checkpoints[0], None, "float32", "cpu")
+    library.target.generation_config.repetition_penalty = 1.5
+    plain = peers.Generate(Setting("transformers", "transformers"), library)
+    early = Setting("early", "transformers", "early_exit", 2, options="layer=1")
+    before = plain.answer(PROMPT, PARAMS)
+    assert peers.Generate(early, library).answer(PROMPT, PARAMS).token_ids == before.token_ids
+    assert library.target.generation_config.num_assistant_tokens == 2
+    assert plain.answer(PROMPT, PARAMS).token_ids == before.token_ids
+    assert library.target.generation_config.num_assistant_tokens != 2
+
+
 def test_each_way_knows_which_drafter_of_ours_it_is_like(checkpoints):
     found, _ = peers.contenders(*checkpoints, "float32", "cpu", threads=1, num_drafts=(2,), kinds=("lookup", "early_exit"))
     settings = {c.setting.name: c.setting for c in found}
