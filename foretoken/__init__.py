@@ -2,6 +2,7 @@
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.engine.async_engine import AsyncEngine, Ticket
+from foretoken.engine.drafters import add_drafter
 from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput
 from foretoken.errors import (
@@ -44,4 +45,5 @@ __all__ = [
     "StorageError",
     "Ticket",
     "UnsupportedModelError",
+    "add_drafter",
 ]

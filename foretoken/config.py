@@ -181,8 +181,8 @@ class SpecConfig:
     parts: Sequence[str | SpecConfig] = ()
 
     def __post_init__(self) -> None:
-        if self.drafter is not None and self.drafter not in DRAFTERS:
-            raise ConfigError("drafter", self.drafter, f"choose one of {', '.join(DRAFTERS)}, or None for plain decoding")
+        if self.drafter is not None and self.drafter not in known_drafters():
+            raise ConfigError("drafter", self.drafter, f"choose one of {', '.join(known_drafters())}, or None for plain decoding")
         self._expand_parts()
         if self.rule not in RULES:
             raise ConfigError("rule", self.rule, f"choose one of {', '.join(RULES)}")
@@ -251,19 +251,48 @@ class SpecConfig:
                 raise ConfigError(name, value, f"needs a drafter that samples from a law (draft_model), not drafter={self.drafter!r}")
 
 
+_ADDED: list[str] = []  # names of drafters from outside, in the order in which they came
+
+
+def known_drafters() -> tuple[str, ...]:
+    """Every name that `SpecConfig.drafter` may have: our own drafters, then those added by `foretoken.add_drafter`."""
+    return (*DRAFTERS, *_ADDED)
+
+
+def know_drafter(name: str) -> None:
+    """Let `SpecConfig` take the name of a drafter from outside.
+
+    Raises:
+        ConfigError: the name is one of ours, or not an identifier.
+    """
+    if name in DRAFTERS or not isinstance(name, str) or not name.isidentifier():
+        raise ConfigError("name", name, f"choose an identifier that is none of {', '.join(DRAFTERS)}")
+    if name not in _ADDED:
+        _ADDED.append(name)
+
+
 def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
     """Build a config from a mapping; an unknown key is an error that names the nearest known one.
 
     Raises:
         ConfigError: unknown key.
     """
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for key, value in values.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
-            raise ConfigError(key, value, f"unknown option of {kind.__name__}; {hint}")
+        check_option(kind, key, value)
     return kind(**values)
+
+
+def check_option(kind: type, key: str, value: object) -> None:
+    """Refuse an option that the configuration `kind` does not have.
+
+    Raises:
+        ConfigError: names the nearest option that exists.
+    """
+    known = [field.name for field in fields(kind)]
+    if key not in known:
+        near = difflib.get_close_matches(key, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+        raise ConfigError(key, value, f"unknown option of {kind.__name__}; {hint}")
 
 
 def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:

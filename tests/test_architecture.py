@@ -95,6 +95,11 @@ def test_every_drafter_is_implemented_and_documented(llm: LLM, pair: object) -> 
         assert llm._factory.make(spec_of(name, pair.draft)).name == name  # type: ignore[attr-defined]
 
 
+def test_every_drafter_is_on_the_page_that_helps_to_choose() -> None:
+    text = (ROOT / "docs" / "drafters.md").read_text()
+    assert set(DRAFTERS) <= set(re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE))
+
+
 def test_every_file_that_the_guarantees_name_exists() -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs" / "guarantees.md").read_text())
     assert len(named) > 10

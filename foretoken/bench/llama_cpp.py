@@ -5,7 +5,8 @@ It is found through two settings of the environment:
     FORETOKEN_LLAMA_CPP          folder with the programs llama-bench and llama-speculative-simple
     FORETOKEN_LLAMA_CPP_CONVERT  convert_hf_to_gguf.py; not needed where it lies in a folder above the programs
 
-The copies (GGUF files) are made once and kept next to the checkpoints.
+The copies (GGUF files) are made once and kept next to the checkpoints. llama-lookup and llama-lookahead take part where they were
+built, and each `--spec-type` where the programs know it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +33,65 @@ _TIMEOUT_S = 1800
 _GGUF_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _DEFAULT_BATCH = 2048
 
+_COLOUR = re.compile(r"\033\[[0-9;]*m")  # lookahead prints accepted tokens in colour, asked or not
+
 TokenCount = Callable[[str], int]
 
 
-def contenders(programs_at: Path, target: Path, draft: Path | None, dtype: str, threads: int, num_drafts: Sequence[int]) -> list[Contender]:
-    """Plain decoding, its own n-gram lookup, and a draft model at every number of drafted tokens.
+@dataclass(frozen=True)
+class Kind:
+    """A way of llama.cpp to speculate: which program, with which arguments at n drafted tokens (None: as the program comes).
+
+    `swept` says whether n can be set. `emits_first` says that the prompt's own pass gave the first of the tokens it counts.
+    """
+
+    name: str
+    arguments: Callable[[int | None], tuple[str, ...]]
+    program: str = "llama-speculative-simple"
+    counterpart: str = "ngram"
+    swept: bool = True
+    emits_first: bool = False
+
+
+def _lookup_of(kind: str) -> Callable[[int | None], tuple[str, ...]]:
+    """Swept, it looks up the last 4 tokens: its own 12 and 48 drafted ones rarely match in a short answer."""
+
+    def arguments(n: int | None) -> tuple[str, ...]:
+        return ("--spec-type", kind) + (() if n is None else (f"--spec-{kind}-size-n", "4", f"--spec-{kind}-size-m", str(n)))
+
+    return arguments
+
+
+def _hashed(n: int | None) -> tuple[str, ...]:
+    """Swept, it looks up the last 16 tokens, the least that it takes without a warning, and drafts whatever it finds."""
+    own = () if n is None else ("--spec-ngram-mod-n-match", "16", "--spec-ngram-mod-n-min", "0", "--spec-ngram-mod-n-max", str(n))
+    return ("--spec-type", "ngram-mod", *own)
+
+
+def _draft_simple(n: int | None) -> tuple[str, ...]:
+    own = () if n is None else ("--spec-draft-n-max", str(n), "--spec-draft-n-min", "0", "--spec-draft-p-min", "0")
+    return ("--spec-type", "draft-simple", *own)
+
+
+_DRAFT = "draft-simple"
+_KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind(_DRAFT, _draft_simple, counterpart="draft_model"),
+        *(Kind(name, _lookup_of(name)) for name in ("ngram-simple", "ngram-map-k", "ngram-map-k4v")),
+        Kind("ngram-mod", _hashed),
+        Kind("ngram-cache", lambda _n: ("--spec-type", "ngram-cache"), swept=False),
+        Kind("lookup", lambda n: () if n is None else ("--spec-draft-n-max", str(n)), "llama-lookup", emits_first=True),
+        Kind("lookahead", lambda _n: (), "llama-lookahead", counterpart="lookahead", swept=False),
+    )
+}
+KINDS = tuple(_KINDS)
+
+
+def contenders(
+    programs_at: Path, target: Path, draft: Path | None, dtype: str, threads: int, num_drafts: Sequence[int], kinds: Sequence[str] = KINDS
+) -> tuple[list[Contender], list[str]]:
+    """Plain decoding, and each kind as it comes and at every number of drafted tokens; a note for kinds that are not here.
 
     Raises:
         StorageError: programs, converter or checkpoint are missing.
@@ -44,15 +101,26 @@ def contenders(programs_at: Path, target: Path, draft: Path | None, dtype: str, 
     outtype = _GGUF_TYPES.get(_dtype_of(target) if dtype == "auto" else dtype, "bf16")
     count = _token_count(target)
     target_gguf = programs.convert(target, outtype)
-    found: list[Contender] = [
-        LlamaBench(Setting(LLAMA_CPP, LLAMA_CPP), programs, target_gguf, count, threads),
-        LlamaSpeculative(Setting(f"{LLAMA_CPP}-ngram", LLAMA_CPP, "ngram", "auto"), programs, (target_gguf, None), count, threads),
-    ]
-    if draft is not None:
-        ggufs = (target_gguf, programs.convert(draft, outtype))
-        for n in num_drafts:
-            found.append(LlamaSpeculative(Setting(f"{LLAMA_CPP}-draft-{n}", LLAMA_CPP, "draft-simple", n), programs, ggufs, count, threads))
-    return found
+    found: list[Contender] = [LlamaBench(Setting(LLAMA_CPP, LLAMA_CPP), programs, target_gguf, count, threads)]
+    missing: list[str] = []
+    wanted = [_KINDS[name] for name in KINDS if name in kinds and (name != _DRAFT or draft is not None)]
+    for kind in wanted:
+        if not programs.has(kind):
+            missing.append(kind.name)
+            continue
+        draft_gguf = programs.convert(draft, outtype) if kind.name == _DRAFT and draft is not None else None
+        for n in (None, *num_drafts) if kind.swept else (None,):
+            setting = Setting(
+                name=f"{LLAMA_CPP}-{kind.name}" + ("" if n is None else f"-{n}"),
+                engine=LLAMA_CPP,
+                drafter=kind.name,
+                num_draft="auto" if n is None else n,
+                counterpart=kind.counterpart,
+                free=draft_gguf is None,
+            )
+            found.append(LlamaSpeculative(setting, kind, programs, (target_gguf, draft_gguf), count, threads))
+    notes = [f"llama.cpp was not measured with {', '.join(missing)}: this build has no such program or --spec-type."] if missing else []
+    return found, notes
 
 
 class LlamaCpp:
@@ -79,6 +147,23 @@ class LlamaCpp:
         named = os.environ.get("FORETOKEN_LLAMA_CPP_CONVERT")
         near = [Path(named)] if named else [above / "convert_hf_to_gguf.py" for above in (place, *place.resolve().parents[:4])]
         return cls(bench, speculative, next((path for path in near if path.is_file()), None))
+
+    def program(self, name: str) -> Path:
+        """Where a program lies, or would."""
+        return self.speculative.with_name(name)
+
+    def has(self, kind: Kind) -> bool:
+        """Whether the kind's program was built, and knows its `--spec-type`."""
+        if not self.program(kind.program).is_file():
+            return False
+        arguments = kind.arguments(None)
+        return not arguments or arguments[1] in self.spec_types
+
+    @cached_property
+    def spec_types(self) -> frozenset[str]:
+        """The kinds of speculation that the program names in its help."""
+        listed = re.search(r"--spec-type\s+(\S+)", "\n".join(_run([str(self.speculative), "--help"])))
+        return frozenset(listed.group(1).split(",")) if listed else frozenset()
 
     def version(self) -> str:
         """What the program says about itself."""
@@ -173,10 +258,19 @@ def parse_bench(output: str) -> Answer:
 
 
 class LlamaSpeculative:
-    """llama.cpp's speculative decoding, with a draft model or with its own n-gram lookup."""
+    """One of llama.cpp's ways to speculate."""
 
-    def __init__(self, setting: Setting, programs: LlamaCpp, ggufs: tuple[Path, Path | None], count: TokenCount, threads: int) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        kind: Kind,
+        programs: LlamaCpp,
+        ggufs: tuple[Path, Path | None],
+        count: TokenCount,
+        threads: int,
+    ) -> None:
         self.setting = setting
+        self.kind = kind
         self.programs = programs
         self.target, self.draft = ggufs
         self.count = count
@@ -192,25 +286,24 @@ class LlamaSpeculative:
         with tempfile.NamedTemporaryFile("wb", suffix=".txt") as file:
             file.write(prompt.text.encode())
             file.flush()
-            output, log = _run([str(self.programs.speculative), *self._arguments(file.name, prompt, params)])
-        return parse_speculative(output, log, prompt.text)
+            output, log = _run([str(self.programs.program(self.kind.program)), *self._arguments(file.name, prompt, params)])
+        return parse_speculative(output, log, prompt.text, self.kind.emits_first)
 
     def _arguments(self, file: str, prompt: Prompt, params: SamplingParams) -> list[str]:
         # The last draft may run past the limit.
         context = self.count(prompt.text) + params.max_tokens + 64
         arguments = ["-m", str(self.target), "-bf", file, "--no-escape", "--temp", "0", "-n", str(params.max_tokens)]
         # The program takes no prompt longer than its batch.
-        arguments += ["-c", str(context), "-b", str(max(context, _DEFAULT_BATCH)), "-t", str(self.threads), "-td", str(self.threads)]
+        arguments += ["-c", str(context), "-b", str(max(context, _DEFAULT_BATCH)), "-t", str(self.threads)]
         if params.ignore_eos:
             arguments.append("--ignore-eos")
-        if self.draft is None:
-            return [*arguments, "--spec-type", "ngram-simple"]
-        arguments += ["-md", str(self.draft), "--spec-type", "draft-simple", "--spec-draft-n-max", str(self.setting.num_draft)]
-        return [*arguments, "--spec-draft-n-min", "0", "--spec-draft-p-min", "0"]
+        if self.draft is not None:
+            arguments += ["-md", str(self.draft), "-td", str(self.threads)]
+        return [*arguments, *self.kind.arguments(self.setting.num_draft if isinstance(self.setting.num_draft, int) else None)]
 
 
-def parse_speculative(output: str, log: str, prompt: str) -> Answer:
-    """The answer that `llama-speculative-simple` prints, with the counts of its log (the error stream).
+def parse_speculative(output: str, log: str, prompt: str, emits_first: bool = False) -> Answer:
+    """The answer that a speculating program prints, with the counts of its log (the error stream); lookahead drafts no fixed number.
 
     Raises:
         ForetokenError: no result in the output.
@@ -218,27 +311,28 @@ def parse_speculative(output: str, log: str, prompt: str) -> Answer:
     encoded = re.search(r"encoded\s+\d+ tokens in\s+([\d.]+) seconds", log)
     decoded = re.search(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds", log)
     drafted, accepted = re.search(r"n_drafted\s*=\s*(\d+)", log), re.search(r"n_accept\s*=\s*(\d+)", log)
-    if not (encoded and decoded and drafted and accepted):
-        raise ForetokenError(f"llama-speculative-simple gave no result: {log[-200:]!r}")
+    if not (encoded and decoded and accepted):
+        raise ForetokenError(f"llama.cpp gave no result: {log[-200:]!r}")
     tokens, seconds, kept = int(decoded.group(1)), float(decoded.group(2)), int(accepted.group(1))
-    steps = tokens - kept
+    first = int(emits_first)
+    steps = tokens - kept - first
     return Answer(
         token_ids=(),
         text=_text_of(output, prompt),
         num_emitted=tokens,
-        decode_tokens=tokens,
+        decode_tokens=tokens - first,
         decode_s=seconds,
-        ttft_s=float(encoded.group(1)) + seconds / max(1, steps),
-        num_steps=steps,
+        ttft_s=float(encoded.group(1)) + (0.0 if emits_first else seconds / max(1, steps)),
+        num_steps=steps + first,
         decode_steps=steps,
-        num_drafted=int(drafted.group(1)),
+        num_drafted=None if drafted is None else int(drafted.group(1)),
         num_accepted=kept,
     )
 
 
 def _text_of(output: str, prompt: str) -> str:
     """What follows the echo of the prompt, less the empty lines at the end; empty if there is no echo."""
-    _, echo, answer = output.partition(prompt)
+    _, echo, answer = _COLOUR.sub("", output).partition(prompt)
     return answer.rstrip("\n") if echo else ""
 
 

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams
-from foretoken.errors import ForetokenError
+from foretoken.errors import ForetokenError, InputError, ModelError, StorageError
 
 ENGINE = "foretoken"
 PLAIN = "plain"
@@ -26,13 +26,27 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to decode: an engine, who drafts (None = plain decoding), and how much."""
+    """One way to decode: an engine, who drafts (None = plain decoding), and how much.
+
+    `options` are those of the drafter as they were written. `counterpart` is the drafter of ours that another engine's way is like.
+    `free` drafters need nothing but the target and the text: no draft model, no prediction. `slices` limits where the setting is
+    measured (None: everywhere). An `optional` setting that cannot be used here is left out with a note.
+    """
 
     name: str
     engine: str = ENGINE
     drafter: str | None = None
     num_draft: int | str | None = None
     lossy: bool = False
+    options: str = ""
+    counterpart: str | None = None
+    free: bool = False
+    slices: tuple[str, ...] | None = None
+    optional: bool = False
+
+    def runs_on(self, prompt: Prompt) -> bool:
+        """Whether it is measured on this prompt."""
+        return self.slices is None or prompt.slice in self.slices
 
 
 @dataclass(frozen=True)
@@ -110,9 +124,13 @@ class Plan:
         """Other engines run greedily only: their sampling orders differ, and so would the texts that are timed."""
         return tuple(t for t in self.temperatures if setting.engine == ENGINE or t == 0.0)
 
+    def places_of(self, setting: Setting) -> tuple[int, ...]:
+        """Numbers of the prompts that it is measured on."""
+        return tuple(index for index, prompt in enumerate(self.prompts) if setting.runs_on(prompt))
+
     def num_runs(self, settings: Iterable[Setting]) -> int:
         """Answers that a whole run takes, warm-up included."""
-        return sum(len(self.temperatures_of(s)) * (self.repeats * len(self.prompts) + self.warmup) for s in settings)
+        return sum(len(self.temperatures_of(s)) * (self.repeats * len(self.places_of(s)) + self.warmup) for s in settings)
 
 
 Progress = Callable[[str], None]
@@ -121,6 +139,7 @@ Progress = Callable[[str], None]
 def measure(contenders: Sequence[Contender], plan: Plan, progress: Progress = lambda _: None) -> tuple[list[Sample], list[str]]:
     """Run the plan; return the samples, and a note for every other engine that failed and was left out.
 
+    A setting of our own is left out only if it is optional and what it needs is missing or does not fit.
     `progress` is called with a setting's name before each answer.
 
     Raises:
@@ -135,19 +154,22 @@ def measure(contenders: Sequence[Contender], plan: Plan, progress: Progress = la
         try:
             return contender.answer(plan.prompts[index], plan.params(temperature, index, repeat))
         except ForetokenError as error:
-            if contender.setting.engine == ENGINE:
+            unusable = contender.setting.optional and isinstance(error, InputError | ModelError | StorageError)
+            if contender.setting.engine == ENGINE and not unusable:
                 raise
             notes.append(f"{contender.setting.name} was left out: {error}")
             active.remove(contender)
             return None
 
     for contender in list(active):
-        for temperature, index in itertools.product(plan.temperatures_of(contender.setting), range(plan.warmup)):
+        own = plan.places_of(contender.setting)
+        for temperature, turn in itertools.product(plan.temperatures_of(contender.setting), range(plan.warmup)):
             if contender in active:
-                run(contender, index % len(plan.prompts), temperature, 0)
+                run(contender, own[turn % len(own)], temperature, 0)
     places = itertools.product(range(plan.repeats), plan.temperatures, range(len(plan.prompts)))
     for turn, (repeat, temperature, index) in enumerate(places):
-        for contender in _rotated([c for c in active if temperature in plan.temperatures_of(c.setting)], turn):
+        here = [c for c in active if temperature in plan.temperatures_of(c.setting) and c.setting.runs_on(plan.prompts[index])]
+        for contender in _rotated(here, turn):
             answer = run(contender, index, temperature, repeat)
             if answer is not None:
                 samples.append(Sample(contender.setting, index, plan.prompts[index].slice, temperature, repeat, answer))
@@ -177,6 +199,9 @@ class Row:
     drafter: str | None
     num_draft: int | str | None
     lossy: bool
+    options: str
+    counterpart: str | None
+    free: bool
     slice: str
     temperature: float
     num_prompts: int
@@ -208,7 +233,7 @@ class Row:
 
 
 def summarise(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> tuple[Row, ...]:
-    """One row per temperature, slice and setting; with several slices, one over all of them as well."""
+    """One row per temperature, slice and setting; with several slices, one over all of them as well, where a setting ran on all."""
     rows: list[Row] = []
     names = list(dict.fromkeys(prompt.slice for prompt in prompts))
     for temperature in dict.fromkeys(sample.temperature for sample in samples):
@@ -216,7 +241,8 @@ def summarise(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> tuple[Row
             chosen = [s for s in samples if s.temperature == temperature and name in (s.slice, ALL_SLICES)]
             plain = [s for s in chosen if s.setting.name == PLAIN]
             for setting in sorted({s.setting for s in chosen}, key=[s.setting for s in samples].index):
-                rows.append(_row([s for s in chosen if s.setting == setting], plain, name, prompts))
+                if name != ALL_SLICES or all(setting.runs_on(prompt) for prompt in prompts):
+                    rows.append(_row([s for s in chosen if s.setting == setting], plain, name, prompts))
     return tuple(rows)
 
 
@@ -235,6 +261,9 @@ def _row(own: list[Sample], plain: list[Sample], name: str, prompts: Sequence[Pr
         drafter=setting.drafter,
         num_draft=setting.num_draft,
         lossy=setting.lossy,
+        options=setting.options,
+        counterpart=setting.counterpart,
+        free=setting.free,
         slice=name,
         temperature=own[0].temperature,
         num_prompts=len({s.prompt_index for s in own}),
@@ -349,27 +378,3 @@ def _mismatch(one: Sequence[object], other: Sequence[object]) -> int | None:
         if left != right:
             return place
     return None if len(one) == len(other) else min(len(one), len(other))
-
-
-def ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Per slice, greedy: our plain and our best speculative speed over every kind of decoding of every engine.
-
-    A kind is plain or one drafter, taken at its best number of drafted tokens; plain is compared with plain alone.
-    """
-    result: dict[str, dict[str, float]] = {}
-    for name in dict.fromkeys(row.slice for row in rows):
-        greedy = [row for row in rows if row.slice == name and row.temperature == 0.0]
-        best: dict[tuple[str, str | None], float] = {}
-        for row in greedy:
-            best[row.engine, row.drafter] = max(row.tokens_per_s, best.get((row.engine, row.drafter), 0.0))
-        plain = best.get((ENGINE, None))
-        speculative = max((speed for (engine, drafter), speed in best.items() if engine == ENGINE and drafter is not None), default=None)
-        found: dict[str, float] = {}
-        for (engine, drafter), speed in best.items():
-            other = f"{engine} {drafter or PLAIN}"
-            if plain and speed and engine != ENGINE and drafter is None:
-                found[f"plain / {other}"] = plain / speed
-            if speculative and speed and (engine != ENGINE or drafter is None):
-                found[f"speculative / {other}"] = speculative / speed
-        result[name] = found
-    return result

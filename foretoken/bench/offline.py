@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -16,23 +16,37 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foretoken.bench import peers
-from foretoken.bench.measure import PLAIN, Answer, Contender, Plan, Sample, Setting, measure, ratios, summarise
+from foretoken.bench.compare import ratios
+from foretoken.bench.drafting import DrafterChoice, parse_drafters
+from foretoken.bench.measure import PLAIN, Answer, Contender, Plan, Sample, Setting, measure, summarise
+from foretoken.bench.peers import EVERY as EVERY_KIND
+from foretoken.bench.peers import check_kinds
+from foretoken.bench.prompts import ALL, choose, fit, read_prompts
 from foretoken.bench.report import Report, check_folder, check_name, check_plot, machine, source_caveats, versions, write_plot, write_result
-from foretoken.bench.workload import SLICES, Prompt, read_prompts, slices
-from foretoken.config import DRAFTERS, LOSSY_RULES, SamplingParams, SpecConfig
+from foretoken.bench.workload import SLICES, Prompt, slices
+from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.errors import ConfigError, ForetokenError, InputError
 from foretoken.model.open import model_folder
 from foretoken.verify import resolve
+
+# What to know about a drafter's numbers, alone or as a part of another.
+_CAVEATS = {
+    "recycling": "recycling keeps its matrix from answer to answer, so that repeats find what earlier ones left there.",
+    "early_exit": "early_exit keeps what it learned of its layers from answer to answer, where they are left to auto.",
+    "lookahead": "lookahead has the target run probes beside its guesses: their cost is in its times, they are no drafted tokens.",
+}
 
 
 @dataclass(frozen=True)
 class BenchOptions:
     """What to measure, and where the result goes.
 
-    Plain decoding is always measured: it is the baseline. `prompts` is a file of JSON lines that replaces `slices`.
-    `peer_num_drafts` are the draft lengths that other engines are swept over. `out` is a folder for a dated result,
-    `name` the end of its file name, `plot` a .png or .svg file. `threads=None` leaves torch's own number.
+    Plain decoding is always measured: it is the baseline. `drafters` are names, with options behind a colon if wanted (`drafting`), or
+    `all`. `prompts` is a file or folder (`prompts`) instead of the library's texts; `slices` then says which kinds of them.
+    `peer_drafters` are the kinds of speculative decoding to run in other engines, `peer_num_drafts` the draft lengths that these are
+    swept over. `out` is a folder for a dated result, `name` the end of its file name, `plot` a .png or .svg file. `threads=None`
+    leaves torch's own number.
     """
 
     target: str
@@ -41,7 +55,7 @@ class BenchOptions:
     num_drafts: tuple[int | Literal["auto"], ...] = (3, 5)
     rules: tuple[str, ...] = ("auto",)
     allow_lossy: bool = False
-    slices: tuple[str, ...] = SLICES
+    slices: tuple[str, ...] = (ALL,)
     prompts: Path | None = None
     prompts_per_slice: int = 2
     max_tokens: int = 128
@@ -53,6 +67,7 @@ class BenchOptions:
     device: str = "auto"
     threads: int | None = None
     peers: bool = False
+    peer_drafters: tuple[str, ...] = (EVERY_KIND,)
     peer_num_drafts: tuple[int, ...] = (2, 3, 4, 5, 6, 7, 8)
     plot: Path | None = None
     out: Path | None = None
@@ -67,22 +82,26 @@ class BenchOptions:
             raise InputError("threads", self.threads, "must be at least 1; leave it out for torch's own number")
         if not self.temperatures:
             raise InputError("temperatures", self.temperatures, "give at least one; 0 is greedy")
-        for drafter in self.drafters:
-            if drafter not in DRAFTERS:
-                raise ConfigError("drafters", drafter, f"choose from {', '.join(DRAFTERS)}")
         for rule, temperature in itertools.product(self.rules, self.temperatures):
             resolve(rule, greedy=temperature == 0, seeded=True, allow_lossy=self.allow_lossy)
-        if self.prompts is None and not self.slices:
-            raise InputError("slices", self.slices, f"give at least one of {', '.join(SLICES)}")
+        if not self.slices:
+            raise InputError("slices", self.slices, f"give at least one of {', '.join(SLICES)}, or {ALL}")
         if self.drafters and not self.num_drafts:
             raise InputError("num_drafts", self.num_drafts, "give at least one number of tokens to draft, or 'auto'")
         if any(number < 1 for number in self.peer_num_drafts):
             raise InputError("peer_num_drafts", self.peer_num_drafts, "each must be at least 1")
-        if "draft_model" in self.drafters and self.draft is None:
-            raise ConfigError("draft", self.draft, "drafter draft_model needs a draft; give its folder, or leave draft_model out of the drafters")
+        for choice in self.choices:
+            if choice.required and "draft" in choice.needs and self.draft is None:
+                raise ConfigError("draft", None, f"drafter {choice.name} needs a draft; give its folder, or leave {choice.name} out of the drafters")
+        check_kinds(self.peer_drafters)
         check_name(self.name)
         if self.plot is not None:
             check_plot(self.plot)
+
+    @property
+    def choices(self) -> tuple[DrafterChoice, ...]:
+        """The drafters to measure."""
+        return parse_drafters(self.drafters)
 
     @property
     def num_threads(self) -> int:
@@ -134,8 +153,24 @@ class HasTotals(Protocol):
     def stats(self) -> Totals: ...  # noqa: D102
 
 
+class HasContext(Protocol):
+    """A target whose context ends somewhere."""
+
+    @property
+    def max_context_tokens(self) -> int: ...  # noqa: D102
+
+
 class Generator(Protocol):
     """The part of `foretoken.LLM` that the bench uses."""
+
+    @property
+    def target(self) -> HasContext:
+        """Prompts are cut to what it can take."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt."""
+        ...
 
     @property
     def engine(self) -> HasTotals:
@@ -172,20 +207,18 @@ class _Watch:
 
 
 class Own:
-    """A setting of foretoken itself. What a drafter must be given for each answer is added to `spec` by `spec_for`."""
+    """A setting of foretoken itself. `drafting` makes the configuration of one answer from the prompt's prediction and a tenant."""
 
-    def __init__(self, setting: Setting, generator: Generator, spec: SpecConfig) -> None:
+    def __init__(self, setting: Setting, generator: Generator, drafting: Callable[[str | None, str], SpecConfig]) -> None:
         self.setting = setting
         self.generator = generator
-        self.spec = spec
+        self.drafting = drafting
         self._num_answers = 0
 
     def spec_for(self, prompt: Prompt) -> SpecConfig:
-        """`predicted` gets the prompt's prediction; `suffix` a tenant per answer, or repeats would guess from themselves."""
+        """A tenant per answer, or repeats would guess from themselves."""
         self._num_answers += 1
-        if self.setting.drafter == "predicted":
-            return replace(self.spec, drafter="predicted", prediction=prompt.prediction)
-        return replace(self.spec, tenant=f"{self.setting.name} {self._num_answers}") if self.setting.drafter == "suffix" else self.spec
+        return self.drafting(prompt.prediction, f"{self.setting.name} {self._num_answers}")
 
     def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
         """Answer one prompt alone; the clock runs outside the engine.
@@ -219,29 +252,74 @@ class Own:
         )
 
 
-def own_contenders(options: BenchOptions, generator: Generator) -> list[Contender]:
-    """Plain decoding, then every drafter at every number of drafted tokens, under every rule."""
-    contenders: list[Contender] = [Own(Setting(PLAIN), generator, SpecConfig())]
-    for drafter in options.drafters:
-        draft = options.draft if drafter == "draft_model" else None
-        for num_draft, rule in itertools.product(options.num_drafts, options.rules):
-            named = None if drafter == "predicted" else drafter  # that one cannot be named before its prediction is known
-            spec = SpecConfig(drafter=named, draft=draft, num_draft=num_draft, rule=rule, allow_lossy=options.allow_lossy)
-            name = f"{drafter}-{num_draft}" + ("" if len(options.rules) == 1 else f" {rule}")
-            contenders.append(Own(Setting(name, drafter=drafter, num_draft=num_draft, lossy=rule in LOSSY_RULES), generator, spec))
-    return contenders
-
-
-def check_predictions(options: BenchOptions, prompts: Sequence[Prompt]) -> None:
-    """Drafter `predicted` can be measured only where every prompt says what to expect.
+def own_contenders(options: BenchOptions, generator: Generator, prompts: Sequence[Prompt]) -> tuple[list[Contender], list[str]]:
+    """Plain decoding, then every drafter at every number of drafted tokens, under every rule; a note where something was left out.
 
     Raises:
-        ConfigError: names the first prompt that does not.
+        ConfigError: a drafter that was asked for by name can run on no prompt, or its options contradict each other.
     """
-    missing = next((prompt.name for prompt in prompts if prompt.prediction is None), None)
-    if "predicted" in options.drafters and missing is not None:
-        remedy = "measure it on the slice edit alone, or on your own prompts with a `prediction` each"
-        raise ConfigError("drafters", "predicted", f"prompt {missing} carries no prediction; {remedy}")
+    found: dict[Setting, Contender] = {Setting(PLAIN): Own(Setting(PLAIN), generator, lambda _prediction, _tenant: SpecConfig())}
+    notes: list[str] = []
+    for choice in options.choices:
+        if "draft" in choice.needs and options.draft is None:
+            notes.append(f"{choice.name} was not measured: it needs a draft, and none was given.")
+            continue
+        where = _slices_of(choice, prompts)
+        if where == ():
+            remedy = "measure it on the slice edit, or on your own prompts with a `prediction` each"
+            if choice.required:
+                raise ConfigError("drafters", choice.label, f"the prompts carry no prediction; {remedy}")
+            notes.append(f"{choice.name} was not measured: no prompt carries a prediction.")
+            continue
+        if where is not None:
+            left_out = dict.fromkeys(prompt.slice for prompt in prompts if prompt.slice not in where)
+            notes.append(f"{choice.label} was not measured on {', '.join(left_out)}: these prompts carry no prediction.")
+        try:
+            found |= {contender.setting: contender for contender in _sweep(choice, options, generator, where)}
+        except ConfigError as error:
+            if choice.required:
+                raise
+            notes.append(f"{choice.name} was not measured: {error}")
+    return list(found.values()), notes
+
+
+def _slices_of(choice: DrafterChoice, prompts: Sequence[Prompt]) -> tuple[str, ...] | None:
+    """Where the drafter can run: one that needs a prediction on slices that have one in every prompt; None for everywhere."""
+    names = dict.fromkeys(prompt.slice for prompt in prompts)
+    able = tuple(name for name in names if all(prompt.prediction is not None for prompt in prompts if prompt.slice == name))
+    return able if "prediction" in choice.needs and len(able) < len(names) else None
+
+
+def _sweep(choice: DrafterChoice, options: BenchOptions, generator: Generator, where: tuple[str, ...] | None) -> list[Own]:
+    """One contender per number of guesses and rule, or for those that the choice itself names."""
+    num_drafts = options.num_drafts if choice.own("num_draft") is None else (choice.own("num_draft"),)
+    rules = options.rules if choice.own("rule") is None else (choice.own("rule"),)
+    found = []
+    for num_draft, rule in itertools.product(num_drafts, rules):
+        drafting = _drafting(choice, options.draft, num_draft=num_draft, rule=rule, allow_lossy=options.allow_lossy)
+        drafting("a prediction", "a tenant")  # what contradicts each other is refused before anything runs
+        setting = Setting(
+            name=f"{choice.label}-{num_draft}" + ("" if rules == options.rules and len(rules) == 1 else f" {rule}"),
+            drafter=choice.name,
+            num_draft=num_draft,
+            lossy=rule in LOSSY_RULES,
+            options=choice.options,
+            free=choice.own("draft") is None and (options.draft is None or "draft" not in choice.takes) and "prediction" not in choice.takes,
+            slices=where,
+            optional=not choice.required,
+        )
+        found.append(Own(setting, generator, drafting))
+    return found
+
+
+def _drafting(choice: DrafterChoice, draft: str | None, **fixed: object) -> Callable[[str | None, str], SpecConfig]:
+    """The configuration for one answer: what the drafter takes of draft, prediction and tenant."""
+
+    def spec(prediction: str | None, tenant: str) -> SpecConfig:
+        given = {"draft": draft, "prediction": prediction, "tenant": tenant}
+        return choice.spec(**fixed, **{field: value for field, value in given.items() if field in choice.takes})
+
+    return spec
 
 
 def run_bench(options: BenchOptions, generator: Generator | None = None, command: str = "foretoken bench") -> Report:
@@ -256,16 +334,19 @@ def run_bench(options: BenchOptions, generator: Generator | None = None, command
     for folder in (options.out, options.plot.parent if options.plot else None):
         if folder is not None:
             check_folder(folder)
-    prompts = read_prompts(options.prompts) if options.prompts else slices(options.slices, options.prompts_per_slice)
-    check_predictions(options, prompts)
-    plan = Plan(prompts, options.max_tokens, options.temperatures, options.repeats, options.warmup, options.seed, options.ignore_eos)
+    prompts, notes = _prompts(options)
     torch.set_num_threads(options.num_threads)
     target, draft = _folders(options, given=generator is not None)
     caveats = source_caveats(target, draft, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
-    if "recycling" in options.drafters:
-        caveats.append("recycling keeps its matrix from answer to answer, so that repeats find what earlier ones left there.")
+    caveats.extend(notes)
+    caveats.extend(text for name, text in _CAVEATS.items() if any(name in choice.leaves for choice in options.choices))
     with ExitStack() as stack:
-        contenders = own_contenders(options, generator or _open(options, stack))
+        generator = generator or _open(options, stack)
+        prompts, notes = fit(prompts, lambda text: len(generator.encode(text)), generator.target.max_context_tokens - options.max_tokens)
+        caveats.extend(notes)
+        plan = Plan(prompts, options.max_tokens, options.temperatures, options.repeats, options.warmup, options.seed, options.ignore_eos)
+        contenders, notes = own_contenders(options, generator, prompts)
+        caveats.extend(notes)
         if options.peers:
             others, notes = peers.contenders(
                 target=target,
@@ -274,6 +355,7 @@ def run_bench(options: BenchOptions, generator: Generator | None = None, command
                 device=options.device,
                 threads=options.num_threads,
                 num_drafts=options.peer_num_drafts,
+                kinds=options.peer_drafters,
             )
             contenders.extend(others)
             caveats.extend(notes)
@@ -289,6 +371,12 @@ def run_bench(options: BenchOptions, generator: Generator | None = None, command
     return write_result(report, options.out, options.name) if options.out is not None else report
 
 
+def _prompts(options: BenchOptions) -> tuple[tuple[Prompt, ...], list[str]]:
+    if options.prompts is not None:
+        return choose(read_prompts(options.prompts), options.slices, options.prompts_per_slice)
+    return slices(SLICES if ALL in options.slices else options.slices, options.prompts_per_slice), []
+
+
 def _folders(options: BenchOptions, given: bool) -> tuple[Path, Path | None]:
     if given:
         return Path(options.target), None if options.draft is None else Path(options.draft)
@@ -298,8 +386,7 @@ def _folders(options: BenchOptions, given: bool) -> tuple[Path, Path | None]:
 def _open(options: BenchOptions, stack: ExitStack) -> Generator:
     from foretoken import LLM
 
-    spec = SpecConfig(drafter="draft_model", draft=options.draft) if "draft_model" in options.drafters else SpecConfig()
-    llm = LLM(options.target, spec=spec, dtype=options.dtype, device=options.device)
+    llm = LLM(options.target, dtype=options.dtype, device=options.device)
     stack.callback(llm.close)
     return llm
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -15,37 +18,71 @@ from foretoken.bench import llama_cpp
 from foretoken.bench.measure import Answer, Contender, Setting
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams
-from foretoken.errors import ForetokenError
+from foretoken.errors import ForetokenError, InputError
 
 TRANSFORMERS = "transformers"
+EVERY = "all"
+# Ways to speculate, by engine: `lookup` is transformers' prompt lookup, `early_exit` its first layers as the draft.
+_TRANSFORMERS_KINDS = ("assisted", "lookup", "early_exit")
+KINDS: tuple[str, ...] = (*_TRANSFORMERS_KINDS, *llama_cpp.KINDS)
+_COUNTERPARTS = {"assisted": "draft_model", "lookup": "ngram", "early_exit": "early_exit"}
 # What the documentation of transformers suggests for prompt lookup.
 _LOOKUP_TOKENS = 10
+_LAYER = "layer="
+
+
+def check_kinds(kinds: Sequence[str]) -> None:
+    """Refuse a way to speculate that no other engine has.
+
+    Raises:
+        InputError: names it.
+    """
+    for kind in kinds:
+        if kind not in (*KINDS, EVERY):
+            raise InputError("peer_drafters", kind, f"choose from {', '.join(KINDS)}, or {EVERY}")
 
 
 def contenders(
-    target: Path, draft: Path | None, dtype: str, device: str, threads: int, num_drafts: Sequence[int]
+    target: Path, draft: Path | None, dtype: str, device: str, threads: int, num_drafts: Sequence[int], kinds: Sequence[str] = (EVERY,)
 ) -> tuple[list[Contender], list[str]]:
     """Every setting of the other engines on the checkpoints in two folders, and a note for each engine that is not here.
 
     Raises:
         ForetokenError: llama.cpp is asked for but incomplete, or a checkpoint cannot be converted for it.
     """
-    notes: list[str] = []
-    library = HuggingFace(target, draft, dtype, device)
-    found: list[Contender] = [Generate(Setting(TRANSFORMERS, TRANSFORMERS), library)]
-    if draft is not None:
-        found.append(Generate(Setting(f"{TRANSFORMERS}-assisted", TRANSFORMERS, "assisted", "auto"), library))
-        found += [Generate(Setting(f"{TRANSFORMERS}-assisted-{n}", TRANSFORMERS, "assisted", n), library) for n in num_drafts]
-    found.append(Generate(Setting(f"{TRANSFORMERS}-lookup-{_LOOKUP_TOKENS}", TRANSFORMERS, "lookup", _LOOKUP_TOKENS), library))
+    kinds = KINDS if EVERY in kinds else kinds
+    found: list[Contender] = [*_transformers(HuggingFace(target, draft, dtype, device), num_drafts, kinds)]
     if not os.environ.get("FORETOKEN_LLAMA_CPP"):
-        notes.append("llama.cpp was not measured: FORETOKEN_LLAMA_CPP does not name the folder of its programs.")
-        return found, notes
-    found.extend(llama_cpp.contenders(Path(os.environ["FORETOKEN_LLAMA_CPP"]), target, draft, dtype, threads, num_drafts))
+        return found, ["llama.cpp was not measured: FORETOKEN_LLAMA_CPP does not name the folder of its programs."]
+    programs = Path(os.environ["FORETOKEN_LLAMA_CPP"])
+    others, notes = llama_cpp.contenders(programs, target, draft, dtype, threads, num_drafts, kinds)
     notes.append(
         "llama.cpp reads its checkpoint anew for every answer (not timed); its plain speed is llama-bench's at the same depth, its first-token "
         "time the prompt's pass and one average step; it may run past the token limit by the end of a draft, and what it emitted is what counts."
     )
-    return found, notes
+    return [*found, *others], notes
+
+
+def _transformers(library: HuggingFace, num_drafts: Sequence[int], kinds: Sequence[str]) -> list[Contender]:
+    """Plain decoding and its ways to speculate, each at its own default and at every number of drafted tokens."""
+    settings = [Setting(TRANSFORMERS, TRANSFORMERS)]
+    wanted = [kind for kind in _TRANSFORMERS_KINDS if kind in kinds and (kind != "assisted" or library.names[1] is not None)]
+    for kind in wanted:
+        numbers: list[int | str] = list(dict.fromkeys((*num_drafts, _LOOKUP_TOKENS))) if kind == "lookup" else ["auto", *num_drafts]
+        for options, number in itertools.product(_exits(library.names[0]) if kind == "early_exit" else ("",), numbers):
+            name = "-".join(filter(None, (TRANSFORMERS, kind, options, "" if number == "auto" else str(number))))
+            free = kind != "assisted"
+            settings.append(Setting(name, TRANSFORMERS, kind, number, options=options, counterpart=_COUNTERPARTS[kind], free=free))
+    return [Generate(setting, library) for setting in settings]
+
+
+def _exits(target: Path) -> tuple[str, ...]:
+    """After which layer early exit is tried: a quarter (as LayerSkip does) and half of them; none in a model of one layer."""
+    try:
+        layers = int(json.loads((target / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
+    return tuple(f"{_LAYER}{layer}" for layer in dict.fromkeys((layers // 4, layers // 2)) if 0 < layer < layers)
 
 
 class CausalLM(Protocol):
@@ -82,6 +119,11 @@ class HuggingFace:
     def target(self) -> CausalLM:
         """The target's model."""
         return self._load(self.names[0])
+
+    @cached_property
+    def own_settings(self) -> Any:  # noqa: ANN401 - a transformers GenerationConfig
+        """How the target generates unless told otherwise, from before anything was told."""
+        return copy.deepcopy(self.target.generation_config)
 
     @cached_property
     def draft(self) -> CausalLM:
@@ -168,6 +210,7 @@ class Generate:
         from transformers import GenerationConfig
 
         options: dict[str, Any] = {"max_new_tokens": params.max_tokens, "do_sample": False}
+        model.generation_config = copy.deepcopy(self.library.own_settings)
         if params.ignore_eos:
             # An argument of None would be filled from the model's own settings, so the end is taken out there.
             model.generation_config.eos_token_id = None
@@ -175,14 +218,20 @@ class Generate:
         if self.setting.drafter == "assisted":
             draft = self.library.draft
             draft.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id, pad_token_id=0)
-            if self.setting.num_draft != "auto":
-                draft.generation_config.num_assistant_tokens = self.setting.num_draft
-                draft.generation_config.num_assistant_tokens_schedule = "constant"
-                draft.generation_config.assistant_confidence_threshold = 0.0
+            self._fix_length(draft.generation_config)
             options["assistant_model"] = draft
         elif self.setting.drafter == "lookup":
             options["prompt_lookup_num_tokens"] = self.setting.num_draft
+        elif self.setting.drafter == "early_exit":
+            self._fix_length(model.generation_config)  # the model is its own assistant, and carries an assistant's settings
+            options["assistant_early_exit"] = int(self.setting.options.removeprefix(_LAYER))
         return options
+
+    def _fix_length(self, config: Any) -> None:  # noqa: ANN401 - a transformers GenerationConfig
+        if self.setting.num_draft != "auto":
+            config.num_assistant_tokens = self.setting.num_draft
+            config.num_assistant_tokens_schedule = "constant"
+            config.assistant_confidence_threshold = 0.0
 
 
 def versions() -> dict[str, str]:

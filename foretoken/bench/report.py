@@ -22,15 +22,20 @@ from typing import Any
 import torch
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from foretoken.bench.compare import SUMMARY_NOTE, against_peer, by_position, summary
 from foretoken.bench.measure import ALL_SLICES, PLAIN, Row
 from foretoken.errors import InputError, StorageError
 
 _PLOT_SUFFIXES = (".png", ".svg")
-_COLUMNS = ("setting", "tok/s", "min-max", "speedup", "accepted", "tok/step", "ms/step", "draft+target+rest", "first token", "repeats", "same")
-# Below this the table would be cut to nothing; a narrower terminal wraps its lines instead.
-_MIN_WIDTH = 130
+_COLUMNS = (
+    *("setting", "tok/s", "min-max", "speedup", "accepted", "by position", "tok/step", "ms/step", "draft+target+rest", "first token"),
+    *("repeats", "same", "vs peer"),
+)
+# Widest table that is printed whole; a narrower terminal wraps its lines instead of cutting columns to nothing.
+_MOST_WIDTH = 400
 
 
 @dataclass(frozen=True)
@@ -69,15 +74,15 @@ def _plain(value: object) -> object:
 def print_report(report: Report, console: Console | None = None) -> None:
     """Tables for a terminal, one per slice and temperature, then ratios, caveats and the files written."""
     console = console or Console()
-    if console.width < _MIN_WIDTH:
-        console.width = _MIN_WIDTH
     for (name, temperature), rows in _groups(report.rows).items():
         table = Table(title=f"{name}, temperature {temperature:g}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for column in _COLUMNS:
             table.add_column(column, justify="left" if column == "setting" else "right", no_wrap=True)
         for row in rows:
-            table.add_row(*_cells(row))
-        console.print(table)
+            table.add_row(*map(escape, _cells(row, rows)))
+        _print_whole(table, console)
+    for temperature in dict.fromkeys(row.temperature for row in report.rows):
+        _print_summary(summary(report.rows, temperature), temperature, console)
     for name, found in report.ratios.items():
         if found:
             console.print(f"{name}: " + ", ".join(f"{key} {value:.2f}x" for key, value in found.items()), highlight=False)
@@ -87,6 +92,24 @@ def print_report(report: Report, console: Console | None = None) -> None:
         console.print(f"written: {file}", highlight=False, markup=False)
 
 
+def _print_summary(lines: list[list[str]], temperature: float, console: Console) -> None:
+    if not lines:
+        return
+    table = Table(title=f"summary, temperature {temperature:g}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in lines[0]:
+        table.add_column(heading, justify="left" if heading == lines[0][0] else "right", no_wrap=True)
+    for line in lines[1:]:
+        table.add_row(*map(escape, line))
+    _print_whole(table, console)
+    console.print(SUMMARY_NOTE, highlight=False, markup=False)
+
+
+def _print_whole(table: Table, console: Console) -> None:
+    needed = console.measure(table, options=console.options.update(max_width=_MOST_WIDTH)).maximum
+    console.width = max(console.width, needed)
+    console.print(table)
+
+
 def _groups(rows: Sequence[Row]) -> dict[tuple[str, float], list[Row]]:
     groups: dict[tuple[str, float], list[Row]] = {}
     for row in rows:
@@ -94,7 +117,8 @@ def _groups(rows: Sequence[Row]) -> dict[tuple[str, float], list[Row]]:
     return groups
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
+    peer = against_peer(row, rows)
     parts = (row.draft_ms_per_step, row.verify_ms_per_step, row.rest_ms_per_step)
     return (
         row.setting + (" (lossy)" if row.lossy else ""),
@@ -102,12 +126,14 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{_number(row.tokens_per_s_min)}-{_number(row.tokens_per_s_max)}",
         "" if row.speedup is None else f"{row.speedup:.2f}x",
         _percent(row.acceptance_rate),
+        by_position(row),
         "" if row.emitted_per_step is None else f"{row.emitted_per_step:.2f}",
         _number(row.step_ms),
         "" if None in parts else "+".join(_number(part) for part in parts),
         "" if row.ttft_s is None else f"{1e3 * row.ttft_s:.0f} ms",
         _percent(row.repeated_4grams),
         _identical(row),
+        "" if peer is None else f"{peer[0]:.2f}x {peer[1]}",
     )
 
 
@@ -164,20 +190,30 @@ def markdown(report: Report, raw: str | None = None) -> str:
         "",
         "tok/s is the median over repeats of the tokens after the prompt's own pass; speedup is against `plain` on the same slice in the same run.",
         "`repeats` is the share of 4-grams that an output had used before: loops flatter every drafter. `same` says whether all greedy outputs "
-        "equal plain decoding's.",
+        "equal plain decoding's. `by position` is the per cent accepted at the 1st, 2nd, ... guess; `vs peer` compares with "
+        "the fastest other engine that drafts the same way.",
         "",
         *(f"- {caveat}" for caveat in report.caveats),
     ]
     for (name, temperature), rows in _groups(report.rows).items():
         lines += ["", f"## {name}, temperature {temperature:g}", "", f"| {' | '.join(_COLUMNS)} |", "|---" + "|---:" * (len(_COLUMNS) - 1) + "|"]
-        lines += [f"| {' | '.join(_cells(row))} |" for row in rows]
+        lines += [f"| {' | '.join(_cells(row, rows))} |" for row in rows]
         places = [f"{row.setting} {' '.join(f'{share:.2f}' for share in row.acceptance_per_position)}" for row in rows if row.acceptance_per_position]
         if places:
             lines += ["", f"Accepted by position: {'; '.join(places)}."]
         lines += _difference_lines(rows)
         if temperature == 0.0 and report.ratios.get(name):
             lines += ["", "Ratios: " + ", ".join(f"{key} {value:.2f}x" for key, value in report.ratios[name].items()) + "."]
+    for temperature in dict.fromkeys(row.temperature for row in report.rows):
+        lines += _summary_lines(summary(report.rows, temperature), temperature)
     return "\n".join(lines) + "\n"
+
+
+def _summary_lines(lines: list[list[str]], temperature: float) -> list[str]:
+    if not lines:
+        return []
+    head, *body = [f"| {' | '.join(line)} |" for line in lines]
+    return ["", f"## Summary, temperature {temperature:g}", "", SUMMARY_NOTE, "", head, "|---" + "|---:" * (len(lines[0]) - 1) + "|", *body]
 
 
 def _difference_lines(rows: Sequence[Row]) -> list[str]:

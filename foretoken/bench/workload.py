@@ -13,14 +13,13 @@ depends on the library alone: no randomness, and nothing from its test suite, wh
 from __future__ import annotations
 
 import ast
-import json
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from foretoken.errors import InputError, StorageError
+from foretoken.errors import InputError
 from foretoken.train.corpus import HELD_OUT_MODULES, Corpus, Document, documents
 
 SLICES: tuple[str, ...] = ("code", "docstring", "edit", "json", "text")
@@ -58,42 +57,11 @@ def slices(names: Iterable[str] = SLICES, per_slice: int = 4, corpus: Corpus | N
     for name in names:
         if name not in _MAKERS:
             raise InputError("slices", name, f"choose from {', '.join(SLICES)}")
-        chosen = [_without_trailing_space(prompt) for prompt in _spread(_MAKERS[name](held_out), per_slice)]
+        chosen = [without_trailing_space(prompt) for prompt in _spread(_MAKERS[name](held_out), per_slice)]
         if not chosen:
             raise InputError("slices", name, "the standard library here has no text for it; leave it out, or give prompts of your own")
         prompts.extend(chosen)
     return tuple(prompts)
-
-
-def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """Prompts from a file of JSON lines, each with `prompt` and, if wanted, `slice`, `name` and `prediction`.
-
-    Raises:
-        StorageError: the file cannot be read.
-        InputError: a line that is not such an object, or no line at all.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise StorageError(f"cannot read prompts from {path}: {error}") from error
-    prompts = [_parse(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not prompts:
-        raise InputError("prompts", str(path), 'the file is empty; write one {"prompt": "..."} a line')
-    return tuple(prompts)
-
-
-def _parse(path: Path, number: int, line: str) -> Prompt:
-    try:
-        item = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError("prompts", f"{path}:{number}", f"not JSON: {error}") from error
-    text = item.get("prompt") if isinstance(item, dict) else None
-    if not isinstance(text, str) or not text:
-        raise InputError("prompts", f"{path}:{number}", 'every line is an object with a non-empty text under "prompt"')
-    prediction = item.get("prediction")
-    if prediction is not None and (not isinstance(prediction, str) or not prediction):
-        raise InputError("prompts", f"{path}:{number}", '"prediction" must be a text of at least one character')
-    return Prompt(str(item.get("name", f"{path.stem}:{number}")), str(item.get("slice", path.stem)), text, prediction=prediction)
 
 
 def _held_out_documents() -> list[Document]:
@@ -107,7 +75,7 @@ def _held_out_documents() -> list[Document]:
     return found
 
 
-def _without_trailing_space(prompt: Prompt) -> Prompt:
+def without_trailing_space(prompt: Prompt) -> Prompt:
     """White space at the cut belongs to the answer: tokens hold it together with what follows, so a prompt that ends
     in it is one the model never saw."""
     text = prompt.text.rstrip()
@@ -222,10 +190,15 @@ def _tail(text: str, limit: int) -> str:
 
 def _spread(prompts: Iterable[Prompt], count: int) -> list[Prompt]:
     """The first `count` prompts, one module after the other; long answers and then a fixed hash decide the order."""
-    modules: dict[str, list[Prompt]] = {}
-    for prompt in sorted(prompts, key=lambda p: (len(p.continuation or "") < _ANSWER_CHARS, zlib.crc32(p.name.encode()), p.name)):
-        modules.setdefault(prompt.name.split(":")[0], []).append(prompt)
-    turns = max((len(members) for members in modules.values()), default=0)
-    ranked = [members[turn] for turn in range(turns) for members in modules.values() if turn < len(members)]
+    ranked = in_turns(sorted(prompts, key=lambda p: (len(p.continuation or "") < _ANSWER_CHARS, zlib.crc32(p.name.encode()), p.name)))
     ranked.sort(key=lambda p: len(p.continuation or "") < _ANSWER_CHARS)  # stable: keeps the turns
     return ranked[:count]
+
+
+def in_turns(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """The prompts one source after the other, where a source is what stands before the colon of a name."""
+    sources: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        sources.setdefault(prompt.name.split(":")[0], []).append(prompt)
+    turns = max((len(members) for members in sources.values()), default=0)
+    return [members[turn] for turn in range(turns) for members in sources.values() if turn < len(members)]

@@ -9,7 +9,10 @@ from typing import Annotated
 
 import typer
 
+from foretoken.bench.drafting import parse_drafters
 from foretoken.bench.offline import BenchOptions, run_bench
+from foretoken.bench.peers import EVERY, KINDS
+from foretoken.bench.prompts import ALL
 from foretoken.bench.report import print_report
 from foretoken.bench.workload import SLICES
 from foretoken.cli.common import AllowLossyOption, DeviceOption, DraftOption, DtypeOption, JsonOption, TargetOption
@@ -22,12 +25,18 @@ _DEFAULT = BenchOptions(target="reference:target", draft="reference:draft")
 def bench(
     target: TargetOption = "reference:target",
     draft: DraftOption = None,
-    drafters: Annotated[str, typer.Option(help=f"Drafters to measure, separated by commas: {', '.join(DRAFTERS)}.")] = "draft_model,ngram",
+    drafters: Annotated[
+        str,
+        typer.Option(help=f"Drafters, separated by commas: {', '.join(DRAFTERS)}; or all. NAME:field=value;field=value sets options of one."),
+    ] = "draft_model,ngram",
     num_drafts: Annotated[str, typer.Option(help="Numbers of guesses to measure, separated by commas; auto is one of them.")] = "3,5",
     rule: Annotated[str, typer.Option(help=f"Rules to measure, separated by commas: {', '.join(RULES)}.")] = "auto",
     allow_lossy: AllowLossyOption = False,
-    slices: Annotated[str, typer.Option(help=f"Kinds of text: {', '.join(SLICES)}; or all.")] = "all",
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines with `prompt` and maybe `slice` and `prediction`, instead of --slices.")] = None,
+    slices: Annotated[str, typer.Option(help=f"Kinds of text: {', '.join(SLICES)} (or those of --prompts); or all.")] = ALL,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="File or folder of prompts: JSON lines with `prompt` and maybe `slice` and `prediction`, or public evaluation sets."),
+    ] = None,
     prompts_per_slice: Annotated[int, typer.Option(help="Prompts of each slice.")] = _DEFAULT.prompts_per_slice,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = _DEFAULT.max_tokens,
     repeats: Annotated[int, typer.Option(help="Times everything is measured; the median counts.")] = _DEFAULT.repeats,
@@ -38,6 +47,7 @@ def bench(
     device: DeviceOption = "auto",
     threads: Annotated[int | None, typer.Option(help="Threads for every engine; without it, torch's own number.")] = None,
     peers: Annotated[bool, typer.Option("--peers", help="Also run transformers, and llama.cpp if FORETOKEN_LLAMA_CPP names its folder.")] = False,
+    peer_drafters: Annotated[str, typer.Option(help=f"Which of the other engines' ways to speculate to run: {', '.join(KINDS)}; or all.")] = EVERY,
     peer_num_drafts: Annotated[str, typer.Option(help="Numbers of guesses the other engines are swept over.")] = "2,3,4,5,6,7,8",
     plot: Annotated[Path | None, typer.Option(help="Draw tokens per second into this .png or .svg file.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for a dated result: raw JSON and a table.")] = None,
@@ -47,7 +57,7 @@ def bench(
 ) -> None:
     """Measure tokens per second, time per step and acceptance, everything interleaved in one run."""
     names = _words(drafters)
-    if "draft_model" in names and draft is None and target == "reference:target":
+    if draft is None and target == "reference:target" and any("draft" in choice.needs for choice in parse_drafters(names)):
         draft = "reference:draft"
     options = BenchOptions(
         target=target,
@@ -56,7 +66,7 @@ def bench(
         num_drafts=tuple("auto" if word == "auto" else _whole("num_drafts", word) for word in _words(num_drafts)),
         rules=_words(rule),
         allow_lossy=allow_lossy,
-        slices=SLICES if slices == "all" else _words(slices),
+        slices=_words(slices),
         prompts=prompts,
         prompts_per_slice=prompts_per_slice,
         max_tokens=max_tokens,
@@ -68,6 +78,7 @@ def bench(
         device=device,
         threads=threads,
         peers=peers,
+        peer_drafters=_words(peer_drafters),
         peer_num_drafts=tuple(_whole("peer_num_drafts", word) for word in _words(peer_num_drafts)),
         plot=plot,
         out=out,

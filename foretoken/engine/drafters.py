@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from foretoken.config import SpecConfig
+from foretoken.config import SpecConfig, know_drafter
 from foretoken.draft.base import Drafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.ngram import NgramDrafter
@@ -70,13 +70,27 @@ def _suffix(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
     return SuffixDrafter(() if spec.corpus is None else factory.corpus(spec.corpus))
 
 
-_MAKERS: Mapping[str, Callable[[DrafterFactory, SpecConfig], Drafter]] = {
+Maker = Callable[[DrafterFactory, SpecConfig], Drafter]
+_MAKERS: dict[str, Maker] = {
     "draft_model": _draft_model,
     "ngram": lambda _factory, _spec: NgramDrafter(),
     "suffix": _suffix,
     "recycling": lambda factory, _spec: RecyclingDrafter(factory.target.vocab_size),
     "predicted": lambda _factory, _spec: PredictedDrafter(),
 }
+
+
+def add_drafter(name: str, make: Maker) -> None:
+    """Make a drafter of your own known to `SpecConfig` and every `LLM` of this process, under `name`.
+
+    `make(factory, spec)` gives a new drafter for one target: `factory.target` and `factory.tokenizer` are the target's. It is called
+    once per `LLM` and kind of `spec`; adding a name again replaces the maker for what is made from then on.
+
+    Raises:
+        ConfigError: the name is one of foretoken's own drafters, or not an identifier.
+    """
+    know_drafter(name)
+    _MAKERS[name] = make
 
 
 def check_pair(target: LanguageModel, target_text: Tokenizer | None, draft: LanguageModel, draft_text: Tokenizer | None, name: str) -> None:

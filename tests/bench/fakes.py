@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 from foretoken.bench.measure import Answer, Row, Sample, Setting, summarise
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.engine.stats import EngineStats, RequestStats
-from foretoken.errors import ForetokenError
+from foretoken.errors import ForetokenError, MismatchError
 
 PROMPTS = (Prompt("a", "code", "abc"), Prompt("b", "code", "bcd"), Prompt("c", "edit", "cde"))
 
@@ -38,14 +39,21 @@ class FakeLLM:
 
     wrong_at: int | None = None
     fails: bool = False
+    unusable: str | None = None  # a drafter that cannot be made
+    target: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(max_context_tokens=4096))
     engine: FakeEngine = field(default_factory=FakeEngine)
     calls: list[tuple[str, SamplingParams, SpecConfig]] = field(default_factory=list)
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
 
     def generate(
         self, prompts: list[str], params: SamplingParams, *, spec: SpecConfig, on_step: Callable[[list[StepOutput]], None]
     ) -> Sequence[FakeOutput]:
         (prompt,) = prompts
         self.calls.append((prompt, params, spec))
+        if spec.drafter is not None and spec.drafter == self.unusable:
+            raise MismatchError("another tokenizer")
         if self.fails:
             return [FakeOutput("", (), RequestStats(), ForetokenError("broken"))]
         num_draft = 0 if spec.drafter is None else int(spec.num_draft)

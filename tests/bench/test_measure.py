@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from foretoken.bench.measure import ALL_SLICES, Plan, Sample, Setting, measure, ratios, repeated_ngrams, summarise
-from foretoken.errors import ForetokenError
+from foretoken.bench.measure import ALL_SLICES, Plan, Sample, Setting, measure, repeated_ngrams, summarise
+from foretoken.errors import ConfigError, ForetokenError, MismatchError, NumericsError, StorageError
 from tests.bench.fakes import PROMPTS, Scripted, answer
 
 PLAIN, SPEC = Setting("plain"), Setting("ngram-3", drafter="ngram", num_draft=3)
@@ -151,12 +151,28 @@ def test_several_slices_get_a_row_over_all_of_them():
     assert {r.slice for r in summarise(samples[:1], PROMPTS[:1])} == {"code"}
 
 
-def test_ratios_compare_each_engine_at_its_best():
-    others = [(Setting("o", "o"), 2.0), (Setting("o-3", "o", "draft", 3), 1.25), (Setting("o-5", "o", "draft", 5), 1.0)]
-    samples = [sample(setting, answer(10, seconds)) for setting, seconds in [(PLAIN, 1.0), (SPEC, 0.5), *others]]
-    assert ratios(summarise(samples, PROMPTS[:1]))["code"] == {
-        "speculative / foretoken plain": 2.0,
-        "plain / o plain": 2.0,
-        "speculative / o plain": 4.0,
-        "speculative / o draft": 2.0,
-    }
+def test_a_setting_may_be_measured_on_some_slices_only():
+    """Then it warms up there, has no row over all slices, and is compared with plain on the same prompts."""
+    part = Setting("predicted-3", drafter="predicted", num_draft=3, slices=("edit",))
+    plan = replace(PLAN, temperatures=(0.0,), warmup=2)
+    own = Scripted(part, [answer(10, 0.5)])
+    seen: list[str] = []
+    samples, notes = measure([Scripted(PLAIN, [answer(10, 1.0)]), own], plan, seen.append)
+    assert not notes
+    assert {entry[1] for entry in own.log} == {"c"}
+    assert len(own.log) == 2 + 2 == seen.count("predicted-3")
+    assert len(seen) == plan.num_runs([PLAIN, part])
+    assert [(row.slice, row.speedup) for row in summarise(samples, PROMPTS) if row.setting == "predicted-3"] == [("edit", 2.0)]
+
+
+def test_an_optional_setting_is_left_out_when_what_it_needs_does_not_fit():
+    """Never because of a failure of ours: a part of `all` hides no bug."""
+    optional = Setting("draft_model-3", drafter="draft_model", optional=True)
+    for error in (MismatchError("another tokenizer"), ConfigError("draft", None, "needs one"), StorageError("no file")):
+        samples, notes = measure([Scripted(PLAIN, [answer()]), Scripted(optional, [error])], PLAN)
+        assert {s.setting.name for s in samples} == {"plain"}
+        assert notes == [f"draft_model-3 was left out: {error}"]
+        with pytest.raises(type(error)):
+            measure([Scripted(replace(optional, optional=False), [error])], PLAN)
+    with pytest.raises(NumericsError):
+        measure([Scripted(optional, [NumericsError("nan")])], PLAN)

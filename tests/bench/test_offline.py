@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
 from foretoken.bench.measure import Setting
 from foretoken.bench.offline import BenchOptions, Own, own_contenders, run_bench
 from foretoken.bench.workload import Prompt
-from foretoken.config import SamplingParams, SpecConfig
-from foretoken.errors import ConfigError, ForetokenError, InputError
+from foretoken.config import DRAFTERS, SamplingParams, SpecConfig
+from foretoken.errors import ConfigError, ForetokenError, InputError, MismatchError
 from tests.bench.fakes import PROMPTS, FakeLLM
 
 PARAMS = SamplingParams(max_tokens=12)
-SPEC = SpecConfig(drafter="ngram", num_draft=3)
+
+
+def ngram_3(prediction: str | None, tenant: str) -> SpecConfig:
+    return SpecConfig(drafter="ngram", num_draft=3)
 
 
 def options(**values) -> BenchOptions:
@@ -24,7 +28,7 @@ def options(**values) -> BenchOptions:
 
 
 def test_the_prompts_own_pass_is_kept_apart():
-    answer = Own(Setting("ngram-3"), FakeLLM(), SPEC).answer(PROMPTS[0], PARAMS)
+    answer = Own(Setting("ngram-3"), FakeLLM(), ngram_3).answer(PROMPTS[0], PARAMS)
     # Four steps of three tokens; the first one, with the prompt in it, does not count.
     assert (answer.num_emitted, answer.decode_tokens, answer.num_steps, answer.decode_steps) == (12, 9, 4, 3)
     assert (answer.draft_s, answer.verify_s) == (3 * 3.0, 3 * 12.0)
@@ -36,34 +40,90 @@ def test_the_prompts_own_pass_is_kept_apart():
 
 def test_a_failed_request_is_an_error():
     with pytest.raises(ForetokenError, match="broken"):
-        Own(Setting("ngram-3"), FakeLLM(fails=True), SPEC).answer(PROMPTS[0], PARAMS)
+        Own(Setting("ngram-3"), FakeLLM(fails=True), ngram_3).answer(PROMPTS[0], PARAMS)
+
+
+def contenders_of(chosen: BenchOptions, prompts=PROMPTS) -> list[Own]:
+    return own_contenders(chosen, FakeLLM(), prompts)[0]
 
 
 def test_every_drafter_meets_every_number_of_tokens():
     chosen = options(drafters=("draft_model", "ngram"), num_drafts=(2, "auto"), draft="d", rules=("greedy",), temperatures=(0.0,))
-    contenders = own_contenders(chosen, FakeLLM())
+    contenders = contenders_of(chosen)
     assert [c.setting.name for c in contenders] == ["plain", "draft_model-2", "draft_model-auto", "ngram-2", "ngram-auto"]
-    assert [c.spec for c in contenders][1] == SpecConfig(drafter="draft_model", draft="d", num_draft=2, rule="greedy")
-    assert [c.spec for c in contenders][4] == SpecConfig(drafter="ngram", num_draft="auto", rule="greedy")
+    specs = [c.spec_for(PROMPTS[0]) for c in contenders]
+    assert specs[1] == SpecConfig(drafter="draft_model", draft="d", num_draft=2, rule="greedy")
+    assert specs[4] == SpecConfig(drafter="ngram", num_draft="auto", rule="greedy")
+    assert [c.setting.free for c in contenders] == [False, False, False, True, True]
+
+
+def test_each_set_of_options_is_a_setting_of_its_own():
+    drafters = ("draft_model", "draft_model:draft_top_k=5", "ngram:num_draft=9", "ngram:rule=tree;num_draft=9", "ngram", "ngram")
+    contenders = contenders_of(options(drafters=drafters, draft="d", num_drafts=(3,)))
+    assert [c.setting.name for c in contenders[1:]] == [
+        "draft_model-3",
+        "draft_model(draft_top_k=5)-3",
+        "ngram-9",
+        "ngram-9 tree",
+        "ngram-3",
+    ]
+    assert contenders[2].spec_for(PROMPTS[0]) == SpecConfig("draft_model", draft="d", num_draft=3, draft_top_k=5)
+    assert contenders[4].spec_for(PROMPTS[0]).rule == "tree"
+    assert (contenders[2].setting.drafter, contenders[2].setting.options) == ("draft_model", "draft_top_k=5")
 
 
 def test_predicted_gets_each_prompts_own_prediction():
-    """Only where every prompt has one; elsewhere it is refused before anything runs."""
     prompts = [Prompt(name, "edit", f"text of {name}", prediction=f"expected of {name}") for name in "ab"]
-    (_, contender) = own_contenders(options(drafters=("predicted",)), llm := FakeLLM())
+    (_, contender), notes = own_contenders(options(drafters=("predicted",)), llm := FakeLLM(), prompts)
+    assert not notes
     for prompt in prompts:
         contender.answer(prompt, PARAMS)
     assert [call[2].prediction for call in llm.calls] == ["expected of a", "expected of b"]
     assert {call[2].drafter for call in llm.calls} == {"predicted"}
-    with pytest.raises(ConfigError, match="carries no prediction"):
-        run_bench(options(drafters=("predicted",), slices=("edit", "code")), FakeLLM())
-    report = run_bench(options(drafters=("predicted", "recycling"), slices=("edit",)), FakeLLM())
-    assert {row.setting for row in report.rows} == {"plain", "predicted-3", "recycling-3"}
+
+
+def test_predicted_runs_where_every_prompt_has_a_prediction():
+    """Elsewhere it is left out with a note; nowhere is an error, unless it is only part of `all`."""
+    report = run_bench(options(drafters=("predicted", "recycling"), slices=("edit", "code")), FakeLLM())
+    assert {row.slice for row in report.rows if row.setting == "predicted-3"} == {"edit"}
+    assert {row.slice for row in report.rows if row.setting == "recycling-3"} == {"edit", "code", "all"}
+    assert "predicted was not measured on code: these prompts carry no prediction." in report.caveats
     assert any("recycling keeps its matrix" in caveat for caveat in report.caveats)
+    with pytest.raises(ConfigError, match="carry no prediction"):
+        run_bench(options(drafters=("predicted",), slices=("code",)), FakeLLM())
+    some = [*PROMPTS, Prompt("d", "code", "x", prediction="y")]  # one prompt of a slice is not enough
+    with pytest.raises(ConfigError, match="carry no prediction"):
+        own_contenders(options(drafters=("predicted",)), FakeLLM(), some)
+
+
+def test_all_drafters_are_those_of_the_registry():
+    """What lacks something is left out with a note."""
+    contenders, notes = own_contenders(options(drafters=("all",), num_drafts=(2,)), FakeLLM(), PROMPTS)
+    assert {"ngram", "suffix", "recycling"} <= {c.setting.drafter for c in contenders} < {*DRAFTERS, None}
+    assert any("draft_model was not measured: it needs a draft" in note for note in notes)
+    assert any("predicted was not measured" in note for note in notes)
+    prompts = [Prompt("a", "edit", "x", prediction="y")]
+    contenders, notes = own_contenders(options(drafters=("all",), num_drafts=(2,), draft="d"), FakeLLM(), prompts)
+    assert {c.setting.drafter for c in contenders} == {*DRAFTERS, None}
+    assert not notes
+
+
+def test_a_drafter_that_cannot_be_made_is_left_out_of_all_and_fails_by_name():
+    report = run_bench(options(drafters=("all",), draft="d"), FakeLLM(unusable="draft_model"))
+    assert any(caveat == "draft_model-3 was left out: another tokenizer" for caveat in report.caveats)
+    assert "draft_model-3" not in {row.setting for row in report.rows}
+    with pytest.raises(MismatchError):
+        run_bench(options(drafters=("draft_model",), draft="d"), FakeLLM(unusable="draft_model"))
+
+
+def test_prompts_are_cut_to_the_targets_context():
+    report = run_bench(options(), llm := FakeLLM(target=SimpleNamespace(max_context_tokens=512)))
+    assert {len(call[0]) for call in llm.calls if len(call[0]) >= 500} == {500}
+    assert any("Cut in the middle to 500 tokens" in caveat for caveat in report.caveats)
 
 
 def test_suffix_never_guesses_from_an_answer_to_the_same_prompt():
-    (_, contender) = own_contenders(options(drafters=("suffix",)), llm := FakeLLM())
+    (_, contender), _ = own_contenders(options(drafters=("suffix",)), llm := FakeLLM(), PROMPTS)
     for _ in range(3):
         contender.answer(PROMPTS[0], PARAMS)
     assert len({call[2].tenant for call in llm.calls}) == 3
@@ -94,11 +154,14 @@ def test_a_difference_is_reported_and_not_hidden():
 
 def test_own_prompts_replace_the_slices(tmp_path):
     path = tmp_path / "mine.jsonl"
-    path.write_text('{"prompt": "hello"}\n', encoding="utf-8")
+    path.write_text('{"prompt": "hello"}\n' * 3, encoding="utf-8")
     llm = FakeLLM()
-    report = run_bench(options(prompts=path), llm)
+    report = run_bench(options(prompts=path, slices=("all",), prompts_per_slice=2), llm)
+    assert "Prompts measured (prompts_per_slice=2): mine 2 of 3." in report.caveats
     assert {row.slice for row in report.rows} == {"mine"}
     assert {call[0] for call in llm.calls} == {"hello"}
+    with pytest.raises(InputError, match="the prompts have mine"):
+        run_bench(options(prompts=path), llm)
 
 
 def test_plot_and_dated_result_are_written(tmp_path):
@@ -113,6 +176,9 @@ def test_plot_and_dated_result_are_written(tmp_path):
     ("values", "error", "named"),
     [
         ({"drafters": ("oracle",)}, ConfigError, "oracle"),
+        ({"drafters": ("ngram:draft_topk=1",)}, ConfigError, "draft_top_k"),
+        ({"slices": ()}, InputError, "slices"),
+        ({"peer_drafters": ("magic",)}, InputError, "magic"),
         ({"drafters": ("draft_model",)}, ConfigError, "draft"),
         ({"num_drafts": ()}, InputError, "num_drafts"),
         ({"temperatures": ()}, InputError, "temperatures"),

@@ -94,10 +94,9 @@ def answers(checkpoints):
 def test_transformers_in_every_setting(answers):
     assert list(answers) == [
         "transformers",
-        "transformers-assisted",
-        "transformers-assisted-2",
-        "transformers-assisted-4",
-        "transformers-lookup-10",
+        *("transformers-assisted", "transformers-assisted-2", "transformers-assisted-4"),
+        *("transformers-lookup-2", "transformers-lookup-4", "transformers-lookup-10"),
+        *("transformers-early_exit-layer=1", "transformers-early_exit-layer=1-2", "transformers-early_exit-layer=1-4"),
     ]
     for answer in answers.values():
         assert answer.num_emitted == len(answer.token_ids) == PARAMS.max_tokens
@@ -112,6 +111,37 @@ def test_transformers_counts(answers):
     assisted = answers["transformers-assisted-2"]
     assert assisted.num_steps + assisted.num_accepted == assisted.num_emitted
     assert assisted.decode_steps == assisted.num_steps - 1
+    early = answers["transformers-early_exit-layer=1-2"]
+    assert early.num_steps + early.num_accepted == early.num_emitted
+
+
+def test_one_way_leaves_nothing_behind_for_the_next(checkpoints):
+    """The model carries what early exit is told, and may have settings of its own that change its text."""
+    library = peers.HuggingFace(checkpoints[0], None, "float32", "cpu")
+    library.target.generation_config.repetition_penalty = 1.5
+    plain = peers.Generate(Setting("transformers", "transformers"), library)
+    early = Setting("early", "transformers", "early_exit", 2, options="layer=1")
+    before = plain.answer(PROMPT, PARAMS)
+    assert peers.Generate(early, library).answer(PROMPT, PARAMS).token_ids == before.token_ids
+    assert library.target.generation_config.num_assistant_tokens == 2
+    assert plain.answer(PROMPT, PARAMS).token_ids == before.token_ids
+    assert library.target.generation_config.num_assistant_tokens != 2
+
+
+def test_each_way_knows_which_drafter_of_ours_it_is_like(checkpoints):
+    found, _ = peers.contenders(*checkpoints, "float32", "cpu", threads=1, num_drafts=(2,), kinds=("lookup", "early_exit"))
+    settings = {c.setting.name: c.setting for c in found}
+    assert "transformers-assisted" not in settings
+    early = settings["transformers-early_exit-layer=1-2"]
+    assert (early.drafter, early.counterpart, early.options, early.num_draft) == ("early_exit", "early_exit", "layer=1", 2)
+    assert (settings["transformers-lookup-2"].counterpart, settings["transformers-lookup-2"].free) == ("ngram", True)
+
+
+def test_early_exit_is_tried_at_a_quarter_and_half_of_the_layers(tmp_path):
+    for layers, expected in ((8, ("layer=2", "layer=4")), (3, ("layer=1",)), (1, ())):
+        (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": layers}), encoding="utf-8")
+        assert peers._exits(tmp_path) == expected
+    assert peers._exits(tmp_path / "nowhere") == ()
 
 
 def test_a_failing_transformers_is_an_error_of_ours(tmp_path):
@@ -142,6 +172,18 @@ def test_output_without_a_result_is_an_error(output):
         parse_speculative("x", output, "x")
 
 
+def test_recorded_lookup_and_lookahead_output():
+    """The first counted token of llama-lookup came out of the prompt's own pass; llama-lookahead drafts no number and prints in colour."""
+    answer = parse_speculative(SPECULATIVE, LOG, PROMPT.text, emits_first=True)
+    assert (answer.num_emitted, answer.decode_tokens, answer.num_steps, answer.decode_steps) == (36, 35, 10, 9)
+    assert answer.ttft_s == 1.212
+    log = "\n".join(line for line in LOG.splitlines() if "n_drafted" not in line)
+    coloured = SPECULATIVE.replace("return", "\033[0;96mreturn\033[0m")
+    answer = parse_speculative(coloured, log, PROMPT.text)
+    assert answer.num_drafted is None
+    assert answer.text == "    return x + 1"
+
+
 def test_output_without_the_prompts_echo_has_no_text():
     assert parse_speculative(SPECULATIVE, LOG, "another prompt").text == ""
 
@@ -159,7 +201,9 @@ def llama(tmp_path) -> Path:
     note = f"open({str(tmp_path / 'calls')!r}, 'a').write(repr(sys.argv[1:]) + '\\n')"
     version = "if '--version' in sys.argv: print('version: 0.5.0-dev (build 1)', file=sys.stderr); raise SystemExit"
     program(root / "build/bin/llama-bench", f"{note}\nprint({BENCH!r})")
-    program(root / "build/bin/llama-speculative-simple", f"{version}\n{note}\nprint({SPECULATIVE!r})\nprint({LOG!r}, file=sys.stderr)")
+    types = "if '--help' in sys.argv: print('--spec-type none,draft-simple,ngram-simple,ngram-map-k,ngram-mod,ngram-cache  list'); raise SystemExit"
+    program(root / "build/bin/llama-lookup", f"{note}\nprint({SPECULATIVE!r})\nprint({LOG!r}, file=sys.stderr)")
+    program(root / "build/bin/llama-speculative-simple", f"{version}\n{types}\n{note}\nprint({SPECULATIVE!r})\nprint({LOG!r}, file=sys.stderr)")
     (root / "convert_hf_to_gguf.py").write_text(
         f"import sys\nfrom conversion.base import TextModel\n{note}\n"
         "open(sys.argv[sys.argv.index('--outfile') + 1], 'w').write(TextModel().get_vocab_base_pre(None))\n",
@@ -182,14 +226,23 @@ def test_a_whole_run_with_llama_cpp(llama, checkpoints, tmp_path, monkeypatch):
     )
     report = run_bench(options, FakeLLM())
     rows = {row.setting: row for row in report.rows if row.temperature == 0.0}
-    assert {"plain", "transformers", "transformers-assisted-3", "llama.cpp", "llama.cpp-ngram", "llama.cpp-draft-3"} <= set(rows)
-    assert rows["llama.cpp-draft-3"].acceptance_rate == 26 / 29
+    assert {name for name in rows if name.startswith("llama.cpp")} == {
+        "llama.cpp",
+        "llama.cpp-ngram-cache",
+        *(f"llama.cpp-{kind}{n}" for kind in ("draft-simple", "ngram-simple", "ngram-map-k", "ngram-mod", "lookup") for n in ("", "-3")),
+    }
+    assert any("llama.cpp was not measured with ngram-map-k4v, lookahead" in caveat for caveat in report.caveats)
+    assert report.ratios["p"]["best free / llama.cpp best n-gram"] > 0
+    assert rows["llama.cpp-draft-simple-3"].acceptance_rate == 26 / 29
     assert report.versions["llama.cpp"].startswith("0.5.0-dev")
     assert "plain / llama.cpp plain" in report.ratios["p"]
     calls = (tmp_path / "calls").read_text(encoding="utf-8")
     depth = llama_cpp._token_count(target)(PROMPT.text)
     assert f"'-d', '{depth}'" in calls
-    assert "'--spec-draft-n-max', '3'" in calls
+    assert "'--spec-draft-n-max', '3', '--spec-draft-n-min', '0'" in calls
+    assert "'--spec-type', 'ngram-simple', '--spec-ngram-simple-size-n', '4', '--spec-ngram-simple-size-m', '3'" in calls
+    assert "'--spec-type', 'ngram-mod', '--spec-ngram-mod-n-match', '16', '--spec-ngram-mod-n-min', '0', '--spec-ngram-mod-n-max', '3'" in calls
+    assert "'--spec-type', 'ngram-map-k']" in calls  # as the program comes
     assert "'--ignore-eos'" in calls
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from foretoken.bench.measure import ratios
+from foretoken.bench.compare import ratios
 from foretoken.bench.report import Report, check_plot, is_widened, machine, markdown, print_report, source_caveats, versions, write_plot, write_result
 from foretoken.errors import InputError, StorageError
 from tests.bench.fakes import rows
@@ -40,8 +40,26 @@ def test_the_table_shows_every_setting_and_the_caveats():
     out = io.StringIO()
     print_report(report(files=("x.json",)), Console(file=out, width=200))
     text = out.getvalue()
-    for wanted in ("ngram-3", "2.00x", "code, temperature 0", "note: widened [bold]", "written: x.json", "yes"):
+    for wanted in (
+        "ngram-3",
+        "2.00x",
+        "code, temperature 0",
+        "note: widened [bold]",
+        "written: x.json",
+        "yes",
+        "by position",
+        "summary, temperature 0",
+    ):
         assert wanted in text
+    assert "2.00x 2.00 (3)" in text
+
+
+def test_no_column_is_cut_however_narrow_the_terminal():
+    out = io.StringIO()
+    long = tuple(replace(r, setting=r.setting + "(" + "x" * 40 + ")[bold]", acceptance_per_position=(0.5,) * 9) for r in report().rows)
+    print_report(report(rows=long), Console(file=out, width=60))
+    assert "…" not in out.getvalue()
+    assert "x)[bold]" in out.getvalue()  # what looks like markup is text
 
 
 def test_a_difference_shows_in_table_and_page():
@@ -60,8 +78,13 @@ def test_page_has_command_machine_caveats_and_one_table_per_slice():
     page = markdown(report(), "raw.json")
     for wanted in ("    foretoken bench", "cpu test", "torch 2", "- widened", "## code, temperature 0", "## all, temperature 0", "(raw.json)"):
         assert wanted in page
-    lines = [line for line in page.splitlines() if line.startswith("|")]
-    assert len({line.count("|") for line in lines}) == 1
+    tables, _, short = page.partition("## Summary, temperature 0")
+    for part in (tables, short):
+        lines = [line for line in part.splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in lines}) == 1
+    assert "| ngram | 2.00x 2.00 (3) | 2.00x 2.00 (3) | 2.00x 2.00 (3) |" in short
+    one_slice = tuple(r for r in report().rows if r.slice == "code")
+    assert "Summary" not in markdown(report(rows=one_slice))
 
 
 def test_results_of_one_day_do_not_overwrite_each_other(tmp_path):

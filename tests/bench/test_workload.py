@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.bench.workload import SLICES, read_prompts, slices
-from foretoken.errors import InputError, StorageError
+from foretoken.bench.workload import SLICES, slices
+from foretoken.errors import InputError
 from foretoken.train.corpus import Corpus, Document, documents, is_held_out
 
 FUNCTION = """def area{i}(width, height):
@@ -111,24 +111,3 @@ def test_a_module_that_does_not_parse_is_passed_over():
 def test_unknown_slice_is_named():
     with pytest.raises(InputError, match="poems"):
         slices(["poems"])
-
-
-def test_prompts_from_a_file(tmp_path):
-    path = tmp_path / "mine.jsonl"
-    path.write_text('{"prompt": "one"}\n\n{"prompt": "two", "slice": "chat", "name": "second"}\n', encoding="utf-8")
-    first, second = read_prompts(path)
-    assert (first.text, first.slice, first.name, first.continuation) == ("one", "mine", "mine:1", None)
-    assert (second.text, second.slice, second.name) == ("two", "chat", "second")
-
-
-@pytest.mark.parametrize(("content", "named"), [("not json", ":1"), ('{"prompt": "a"}\n{"prompt": ""}', ":2"), ("[1]", ":1"), ("", "empty")])
-def test_bad_prompt_files_say_where(tmp_path, content, named):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(InputError, match=named):
-        read_prompts(path)
-
-
-def test_missing_prompt_file(tmp_path):
-    with pytest.raises(StorageError, match="none"):
-        read_prompts(tmp_path / "none.jsonl")

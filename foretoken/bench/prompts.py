@@ -1,0 +1,228 @@
+"""Prompts from files: JSON lines of one's own, and the public evaluation sets as they are published.
+
+    keys of an object                          known from       slice
+    prompt [slice, name, prediction]           one's own        `slice`, or the file's name
+    category, turns                            Spec-Bench       chat (MT-Bench's eight), translation, summarisation, qa, math, retrieval
+    prompt, entry_point, canonical_solution    HumanEval        code
+    text, code                                 MBPP             code
+    instruction, input, output                 EditEval         edit; the input is the prediction (chat where there is none)
+    question, answers, prompt                  documents + QA   retrieval
+    question, answer                           GSM8K            math
+    conversations [tools]                      tool calls       json; cut before the first call, without one passed over
+
+A text is continued as it stands: no chat template is put around it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from foretoken.bench.workload import Prompt, in_turns, without_trailing_space
+from foretoken.errors import InputError, StorageError
+
+ALL = "all"
+_SUFFIXES = (".json", ".jsonl")
+_MOST_CUTS = 50
+_HEAD_SHARE = 0.25  # of a cut prompt: its beginning holds the task, its end the question
+_SLICE_OF_CATEGORY = {
+    **dict.fromkeys(("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"), "chat"),
+    "summarization": "summarisation",
+    "math_reasoning": "math",
+    "rag": "retrieval",
+}
+_SPEAKERS = {"human": "User", "gpt": "Assistant", "function_call": "Call", "observation": "Result", "system": "System"}
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One object of a file, and where it stands."""
+
+    path: Path
+    number: int
+    values: Mapping[str, Any]
+
+    @property
+    def place(self) -> str:
+        return f"{self.path}:{self.number}"
+
+    def text(self, key: str, may_be_empty: bool = False) -> str:
+        value = self.values.get(key)
+        if not isinstance(value, str) or not (value or may_be_empty):
+            raise InputError("prompts", self.place, f'"{key}" must be a text' + ("" if may_be_empty else " of at least one character"))
+        return value
+
+    def name(self, key: str | None = None, group: str = "") -> str:
+        number = self.values.get(key, self.number) if key else self.number
+        return f"{self.path.stem}{group}:{str(number).rsplit('/', 1)[-1]}"
+
+
+def read_prompts(path: Path) -> tuple[Prompt, ...]:
+    """Every prompt of a file, or of all .json and .jsonl files below a folder; each object tells its format by its keys.
+
+    Raises:
+        StorageError: a file cannot be read, or the folder holds none.
+        InputError: an object that is in none of the formats, or no prompt at all.
+    """
+    files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES) if path.is_dir() else [path]
+    if not files:
+        raise StorageError(f"no .json or .jsonl file below {path}")
+    prompts = [prompt for file in files for item in _items(file) if (prompt := _prompt(item)) is not None]
+    if not prompts:
+        raise InputError("prompts", str(path), 'holds no prompt; write one {"prompt": "..."} a line')
+    return tuple(prompts)
+
+
+def choose(prompts: Sequence[Prompt], slices: Sequence[str], per_slice: int) -> tuple[tuple[Prompt, ...], list[str]]:
+    """At most `per_slice` prompts of every wanted slice, taken in turn from its files and categories; a note on what was left out.
+
+    Raises:
+        InputError: a slice that no prompt belongs to.
+    """
+    found = dict.fromkeys(prompt.slice for prompt in prompts)
+    for name in slices:
+        if name != ALL and name not in found:
+            raise InputError("slices", name, f"the prompts have {', '.join(found)}; or take {ALL}")
+    wanted = list(found) if ALL in slices else list(dict.fromkeys(slices))
+    chosen: list[Prompt] = []
+    counts: list[str] = []
+    for name in wanted:
+        own = [prompt for prompt in prompts if prompt.slice == name]
+        chosen += in_turns(own)[:per_slice]
+        if len(own) > per_slice:
+            counts.append(f"{name} {per_slice} of {len(own)}")
+    notes = [f"Prompts measured (prompts_per_slice={per_slice}): {', '.join(counts)}."] if counts else []
+    return tuple(chosen), notes
+
+
+def fit(prompts: Sequence[Prompt], count: Callable[[str], int], room: int) -> tuple[tuple[Prompt, ...], list[str]]:
+    """Prompts of at most `room` tokens by `count`: what is too long loses its middle, and a note says so.
+
+    Raises:
+        InputError: no prompt can be that short.
+    """
+    if room < 1:
+        raise InputError("max_tokens", f"{room} tokens are left for a prompt", "ask for shorter answers than the target's context")
+    fitted: list[Prompt] = []
+    cut: list[str] = []
+    for prompt in prompts:
+        text = _cut(prompt.text, count, room)
+        fitted.append(prompt if text == prompt.text else replace(prompt, text=text))
+        if text != prompt.text:
+            cut.append(prompt.name)
+    notes = [f"Cut in the middle to {room} tokens, to fit the target's context with the answer: {', '.join(cut)}."] if cut else []
+    return tuple(fitted), notes
+
+
+def _cut(text: str, count: Callable[[str], int], room: int) -> str:
+    keep, shorter = len(text), text
+    for _ in range(_MOST_CUTS):
+        length = count(shorter)
+        if length <= room:
+            return shorter
+        keep = min(keep - 1, int(keep * room / length))
+        if keep < 1:
+            break
+        head = int(keep * _HEAD_SHARE)
+        shorter = text[:head] + text[len(text) - (keep - head) :]
+    raise InputError("prompts", text, f"cannot be cut to {room} tokens; ask for shorter answers")
+
+
+def _items(path: Path) -> Iterator[_Item]:
+    """The objects of a file: one a line, or one list of all."""
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(f"cannot read prompts from {path}: {error}") from error
+    if content.lstrip().startswith("["):
+        pieces = [(1, content)]
+    else:
+        pieces = [(number, line) for number, line in enumerate(content.split("\n"), start=1) if line.strip()]
+    for number, piece in pieces:
+        try:
+            values = json.loads(piece)
+        except json.JSONDecodeError as error:
+            raise InputError("prompts", f"{path}:{number}", f"not JSON: {error}") from error
+        listed = list(enumerate(values, start=1)) if isinstance(values, list) else [(number, values)]
+        for place, value in listed:
+            if not isinstance(value, dict):
+                raise InputError("prompts", f"{path}:{place}", f"must be an object with the keys of one of these formats: {_known()}")
+            yield _Item(path, place, value)
+
+
+def _prompt(item: _Item) -> Prompt | None:
+    for keys, make in _FORMATS:
+        if all(key in item.values for key in keys):
+            return make(item)
+    raise InputError("prompts", item.place, f"has the keys {', '.join(item.values)}; known formats: {_known()}")
+
+
+def _known() -> str:
+    return "; ".join(" + ".join(keys) for keys, _ in _FORMATS)
+
+
+def _own(item: _Item) -> Prompt:
+    prediction = item.text("prediction") if item.values.get("prediction") is not None else None
+    name, slice_name = item.values.get("name", item.name()), item.values.get("slice", item.path.stem)
+    return Prompt(str(name), str(slice_name), item.text("prompt"), prediction=prediction)
+
+
+def _spec_bench(item: _Item) -> Prompt:
+    category, turns = item.text("category"), item.values["turns"]
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
+        raise InputError("prompts", item.place, '"turns" must be a list of texts; the first one is the prompt')
+    return Prompt(item.name("question_id", f"/{category}"), _SLICE_OF_CATEGORY.get(category, category), turns[0].rstrip())
+
+
+def _human_eval(item: _Item) -> Prompt:
+    return without_trailing_space(Prompt(item.name("task_id"), "code", item.text("prompt"), item.text("canonical_solution")))
+
+
+def _mbpp(item: _Item) -> Prompt:
+    tests = item.values.get("test_list")
+    lines = [item.text("text"), *(str(test) for test in tests)] if isinstance(tests, list) else [item.text("text")]
+    return Prompt(item.name("task_id"), "code", '"""\n' + "\n".join(lines) + '\n"""', "\n" + item.text("code").replace("\r\n", "\n"))
+
+
+def _edit(item: _Item) -> Prompt:
+    before, after = item.text("input", may_be_empty=True), item.text("output")
+    if not before.strip():  # nothing to edit: an instruction alone, as in Alpaca's format
+        return Prompt(item.name("task_id"), "chat", item.text("instruction").rstrip(), f"\n{after}")
+    text = f"# {item.text('instruction').strip()}\n# Before:\n{before}\n# After:"
+    return Prompt(item.name("task_id"), "edit", text, f"\n{after}", prediction=f"\n{before}\n")
+
+
+def _documents(item: _Item) -> Prompt:
+    return Prompt(item.name("id"), "retrieval", item.text("prompt").rstrip())
+
+
+def _gsm8k(item: _Item) -> Prompt:
+    return Prompt(item.name(), "math", f"Question: {item.text('question').strip()}\nAnswer:", f" {item.text('answer')}")
+
+
+def _tool_call(item: _Item) -> Prompt | None:
+    turns = item.values["conversations"]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns):
+        raise InputError("prompts", item.place, '"conversations" must be a list of objects with "from" and "value"')
+    call = next((place for place, turn in enumerate(turns) if turn.get("from") == "function_call"), None)
+    if call is None:
+        return None
+    lines = [f"Functions: {item.values['tools']}"] if item.values.get("tools") else []
+    lines += [f"{_SPEAKERS.get(str(turn.get('from')), str(turn.get('from')))}: {turn['value'].strip()}" for turn in turns[:call]]
+    return Prompt(item.name(), "json", "\n".join([*lines, "Call:"]), f" {turns[call]['value']}")
+
+
+# The first entry whose keys are all there decides, so an entry comes before those that ask for fewer of its keys.
+_FORMATS: tuple[tuple[tuple[str, ...], Callable[[_Item], Prompt | None]], ...] = (
+    (("prompt", "entry_point", "canonical_solution"), _human_eval),
+    (("question", "answers", "prompt"), _documents),
+    (("prompt",), _own),
+    (("category", "turns"), _spec_bench),
+    (("instruction", "input", "output"), _edit),
+    (("text", "code"), _mbpp),
+    (("question", "answer"), _gsm8k),
+    (("conversations",), _tool_call),
+)
