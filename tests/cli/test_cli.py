@@ -94,7 +94,7 @@ def test_predictions_and_a_corpus(foretoken: Run, text_pair: SimpleNamespace, tm
     for given in (["--prediction", "wrong"], ["--prediction", f"@{file}"], ["--drafter", "suffix"], ["--corpus", file]):
         answer = json.loads(foretoken(*common, *given).lines[-1])
         assert answer["token_ids"] == plain["token_ids"]
-    assert json.loads(foretoken(*common, "--prediction", f"@{file}").lines[-1])["stats"]["rejected_prediction_tokens"] > 0
+    assert json.loads(foretoken(*common, "--prediction", f"@{file}", "--num-draft", 6).lines[-1])["stats"]["rejected_prediction_tokens"] > 0
     for arguments, code, message in (
         (["--prediction", "@nowhere"], 4, "prediction: cannot read nowhere"),
         (["--corpus", "nowhere"], 4, "corpus: cannot read nowhere"),
