@@ -98,14 +98,18 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Number of weights, tied embeddings counted once."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return self.num_layers * self.num_layer_parameters + embeddings + self.hidden_size
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Number of weights of one layer."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = 2 * self.hidden_size * (q + kv)
         bias = (q + 2 * kv) * self.qkv_bias + self.hidden_size * self.o_bias
         bias += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
         norms = 2 * self.hidden_size + 2 * self.head_dim * self.qk_norm
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + bias + norms
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+        return attention + 3 * self.hidden_size * self.intermediate_size + bias + norms
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:

@@ -92,13 +92,19 @@ class Decoder(nn.Module):
 
         `taps` lists layer counts whose residual stream is wanted; 0 is the embedding.
         """
-        x = self.embedding(tokens)  # [T, D]
+        layers = range(self.config.num_layers if num_layers is None else num_layers)
+        return self.run(self.embedding(tokens), positions, attention, layers, taps)
+
+    def run(self, x: Tensor, positions: Tensor, attention: Attention, layers: Sequence[int], taps: Sequence[int] = ()) -> Hidden:
+        """Run some `layers`, in ascending order, over the residual stream `x` [T, D]; tap `l` is what layer `l` gets, or layer `l - 1` gives."""
         cos, sin = self.rotary.at(positions)
-        kept = {0: x} if 0 in taps else {}
-        for index in range(self.config.num_layers if num_layers is None else num_layers):
+        kept: dict[int, Tensor] = {}
+        for index in layers:
+            if index in taps:
+                kept[index] = x
             x = self.layers[index](x, cos, sin, attention, index)
-            if index + 1 in taps:
-                kept[index + 1] = x
+        if layers and layers[-1] + 1 in taps:
+            kept[layers[-1] + 1] = x
         return Hidden(x, kept)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """What the engine and the drafters ask of any language model: rows in, logits out, and a past that can be cut back.
 
 Two implementations: `paged.PagedModel` (our decoder over a block-table cache) and `hf.TransformersModel` (any other
-causal model of transformers). A sequence is known by a number that its owner chooses.
+causal model of transformers). A sequence is known by a number that its owner chooses. Only the first can also run some of its
+layers (`EarlyExitModel`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -111,3 +112,43 @@ class LanguageModel(Protocol):
 
     def rollback(self, sequence: int, length: int) -> None:
         """Forget everything after the first `length` tokens."""
+
+
+@dataclass(frozen=True)
+class EarlySegment:
+    """New rows of one sequence that run only some layers: behind its past and the `offset` rows that have run so before them.
+
+    Rows run early beyond `offset` are forgotten first: a chain of guesses may be taken up again anywhere, or begun anew at 0.
+    """
+
+    sequence: int
+    offset: int
+    num_rows: int
+    num_logits: int = 1
+
+
+@runtime_checkable
+class EarlyExitModel(LanguageModel, Protocol):
+    """A language model that can draft for itself: it runs some of its layers over rows that its next `forward` will verify.
+
+    Keys and values go where that `forward` will want them. What the leading layers computed for a row is not computed again when
+    `forward` meets the same token at the same place behind the same rows; whatever else it meets, it runs in full.
+    """
+
+    def forward_early(self, tokens: Tensor, segments: Sequence[EarlySegment], layers: Sequence[int]) -> Tensor:
+        """Run `layers` (ascending, not all of them), final norm and head over `tokens` [T]: logits `[R, V]` of the rows wanted.
+
+        Nothing is committed. The next `forward`, `commit`, `rollback` or `close` of a sequence forgets its early rows.
+
+        Raises:
+            CapacityError: no room for the rows.
+        """
+
+    def exit_logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[R, V]` of what the final norm and the head make of a residual stream `hidden` [R, D]: a tap of any layer."""
+
+    def head_cost(self) -> float:
+        """What final norm and head cost, in layers: the ratio of their weights."""
+
+    def fork(self, sequence: int, child: int) -> None:
+        """Open `child` with the committed past of `sequence`."""

@@ -13,8 +13,9 @@ from foretoken.errors import CapacityError, InputError
 from foretoken.kv.blocks import BlockAllocator, BlockTable, slots_of
 from foretoken.kv.pool import KVPool
 from foretoken.model.attention.paged import PagedAttention, Reader, row_positions
-from foretoken.model.decoder import Decoder
-from foretoken.model.interface import ForwardOutput, Segment
+from foretoken.model.decoder import Decoder, Hidden
+from foretoken.model.early import EarlyRows, Join, first_missing, joins_of, waiting_rows, without
+from foretoken.model.interface import EarlySegment, ForwardOutput, Segment
 
 DEFAULT_BLOCK_SIZE = 32
 
@@ -30,7 +31,7 @@ class Admission:
 
 
 class PagedModel:
-    """See `interface.LanguageModel`; `num_slots` tokens of cache are shared by all sequences."""
+    """See `interface.EarlyExitModel`; `num_slots` tokens of cache are shared by all sequences."""
 
     def __init__(self, decoder: Decoder, num_slots: int, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
         if num_slots < block_size:
@@ -42,6 +43,7 @@ class PagedModel:
         config = self.config
         self.pool = KVPool(config.num_layers, config.num_kv_heads, self.allocator.num_blocks * block_size, config.head_dim, self.dtype, self._device)
         self.tables: dict[int, BlockTable] = {}
+        self._early: dict[int, EarlyRows] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -85,6 +87,7 @@ class PagedModel:
 
     def close(self, sequence: int) -> None:
         """Forget a sequence and give back its blocks."""
+        self._early.pop(sequence, None)
         self.allocator.free(self.tables.pop(sequence))
 
     def length(self, sequence: int) -> int:
@@ -118,24 +121,69 @@ class PagedModel:
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
         """Run the flat `tokens` [T]; logits and taps of the rows each segment asks for."""
         admission = self._admit(segments)
-        positions, wanted = admission.positions, admission.wanted
-        attention = PagedAttention(self.config, self.pool, torch.tensor(admission.slots, device=self._device), admission.readers)
-        hidden = self.decoder(tokens, torch.tensor(positions, device=self._device), attention, taps=taps)
-        rows = slice(None) if len(wanted) == len(positions) else torch.tensor(wanted, dtype=torch.int64, device=self._device)
+        early = [self._early.pop(segment.sequence, None) for segment in segments]
+        hidden = self._through(tokens, admission, joins_of(tokens, admission.readers, early, taps), taps)
+        rows = self._wanted(admission)
         return ForwardOutput(self.decoder.logits(hidden.last[rows]), {layer: tap[rows] for layer, tap in hidden.taps.items()})
 
-    def _admit(self, segments: Sequence[Segment]) -> Admission:
-        """Make room for the rows of all segments.
+    @torch.inference_mode()
+    def forward_early(self, tokens: Tensor, segments: Sequence[EarlySegment], layers: Sequence[int]) -> Tensor:
+        """See `interface.EarlyExitModel`."""
+        depth = first_missing(layers)
+        assert depth < self.num_layers
+        admission = self._admit([Segment(early.sequence, early.num_rows, (), early.num_logits) for early in segments], [e.offset for e in segments])
+        positions = torch.tensor(admission.positions, device=self._device)
+        attention = PagedAttention(self.config, self.pool, torch.tensor(admission.slots, device=self._device), admission.readers)
+        shared = self.decoder(tokens, positions, attention, num_layers=depth).last  # [T, D]: what a full pass computes too
+        for early, reader in zip(segments, admission.readers, strict=True):
+            before = self._early.get(early.sequence) if early.offset else None
+            self._early[early.sequence] = EarlyRows.following(before, early.offset, depth, tokens[reader.rows], shared[reader.rows])
+        last = self.decoder.run(shared, positions, attention, layers[depth:]).last
+        return self.decoder.logits(last[self._wanted(admission)])
+
+    def exit_logits(self, hidden: Tensor) -> Tensor:
+        """See `interface.EarlyExitModel`."""
+        with torch.inference_mode():
+            return self.decoder.logits(hidden)
+
+    def head_cost(self) -> float:
+        """See `interface.EarlyExitModel`."""
+        return self.config.vocab_size * self.config.hidden_size / self.config.num_layer_parameters
+
+    def _through(self, tokens: Tensor, admission: Admission, joins: Sequence[Join], taps: Sequence[int]) -> Hidden:
+        """All layers over all rows `tokens` [T]; rows that ran early begin where they stopped."""
+        positions, slots = (torch.tensor(numbers, device=self._device) for numbers in (admission.positions, admission.slots))
+        x = self.decoder.embedding(tokens)  # [T, D]
+        for join in joins:
+            x[join.rows] = join.hidden
+        depths = sorted({0, *(join.depth for join in joins)})
+        for first, last in pairwise(depths):
+            rows, readers = without(admission.readers, waiting_rows(joins, first))
+            if rows:
+                active = torch.tensor(rows, device=self._device)
+                attention = PagedAttention(self.config, self.pool, slots[active], readers)
+                x = x.index_copy(0, active, self.decoder.run(x[active], positions[active], attention, range(first, last)).last)
+        attention = PagedAttention(self.config, self.pool, slots, admission.readers)
+        return self.decoder.run(x, positions, attention, range(depths[-1], self.num_layers), taps)
+
+    def _wanted(self, admission: Admission) -> slice | Tensor:
+        """The rows whose logits somebody reads."""
+        if len(admission.wanted) == len(admission.positions):
+            return slice(None)
+        return torch.tensor(admission.wanted, dtype=torch.int64, device=self._device)
+
+    def _admit(self, segments: Sequence[Segment], offsets: Sequence[int] | None = None) -> Admission:
+        """Make room for the rows of all segments, each `offsets` rows behind what is committed.
 
         Raises:
             CapacityError: no room for them.
         """
         admission = Admission()
-        for segment in segments:
+        for segment, offset in zip(segments, offsets or [0] * len(segments), strict=True):
             table, first = self.tables[segment.sequence], len(admission.positions)
-            if not self.reserve(segment.sequence, segment.num_rows):
+            if not self.reserve(segment.sequence, offset + segment.num_rows):
                 raise CapacityError(f"out of KV blocks: {segment.num_rows} rows wanted, {self.num_free_tokens()} tokens free")
-            past, stop = table.length, table.length + segment.num_rows
+            past, stop = table.length + offset, table.length + offset + segment.num_rows
             admission.positions.extend(row_positions(segment, past))
             admission.slots.extend(slots_of(table, past, stop, self.block_size))
             last = len(admission.positions)
@@ -153,6 +201,7 @@ class PagedModel:
 
     def commit(self, sequence: int, num_pending: int, path: Sequence[int] = ()) -> None:
         """Keep the pending rows and the nodes of `path`; a scattered path is moved to consecutive slots."""
+        self._early.pop(sequence, None)
         table = self.tables[sequence]
         base = table.length + num_pending
         scattered = [(node, place) for place, node in enumerate(path) if node != place]
@@ -164,8 +213,10 @@ class PagedModel:
 
     def rollback(self, sequence: int, length: int) -> None:
         """Forget everything after the first `length` tokens."""
+        self._early.pop(sequence, None)
         self.allocator.rollback(self.tables[sequence], length)
 
     def check(self) -> None:
-        """Assert that every block is free or held by an open sequence."""
+        """Assert that every block is free or held by an open sequence, and nothing is kept of others."""
+        assert self._early.keys() <= self.tables.keys()
         self.allocator.check(list(self.tables.values()))
