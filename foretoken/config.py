@@ -13,13 +13,15 @@ from typing import Any, Literal, TypeVar
 
 from foretoken.errors import ConfigError, InputError
 
-DRAFTERS: tuple[str, ...] = ("draft_model", "ngram", "suffix", "recycling", "predicted")
+DRAFTERS: tuple[str, ...] = ("draft_model", "ngram", "suffix", "recycling", "predicted", "early_exit")
+SAMPLERS: tuple[str, ...] = ("draft_model", "early_exit")  # drafters that draw from a law
 COMPOSITES: tuple[str, ...] = ()  # drafters that work with other drafters
 # What a part given by its name takes over from the configuration around it.
 FIELDS_OF: Mapping[str, tuple[str, ...]] = {
     "draft_model": ("draft", "draft_probability", "min_confidence", "draft_top_k"),
     "suffix": ("corpus", "tenant"),
     "predicted": ("prediction",),
+    "early_exit": ("exit_layer", "skip_layers", "draft_probability", "min_confidence", "draft_top_k"),
 }
 RULES: tuple[str, ...] = ("auto", "greedy", "rejection", "block", "coupled", "tree", "traversal", "typical")
 LOSSY_RULES: tuple[str, ...] = ("typical",)
@@ -163,6 +165,9 @@ class SpecConfig:
     `prediction` is the text (or token ids) that drafter `predicted` expects. Drafter `suffix` also guesses from the text file
     `corpus` and from finished answers of the same `tenant` (the empty name is one too), never from another's.
 
+    Drafter `early_exit` is the target itself without some of its layers: its first `exit_layer` ones, or all but `skip_layers`
+    (numbers from 0). "auto" learns from the answers how many, or which, give the most tokens per cost, and how far to guess.
+
     `parts` are the drafters that a composite drafter works with: names, or configurations of their own; a name takes over what is
     set here (`draft`, `corpus`, ...).
     """
@@ -178,6 +183,8 @@ class SpecConfig:
     prediction: str | Sequence[int] | None = None
     corpus: str | None = None
     tenant: str = ""
+    exit_layer: int | Literal["auto"] = "auto"
+    skip_layers: Sequence[int] | Literal["auto"] | None = None
     parts: Sequence[str | SpecConfig] = ()
 
     def __post_init__(self) -> None:
@@ -195,6 +202,7 @@ class SpecConfig:
             self._needs("draft", "draft_model")
         self._check_drafting_less()
         self._check_texts()
+        self._check_layers()
 
     @property
     def leaves(self) -> frozenset[str]:
@@ -247,8 +255,25 @@ class SpecConfig:
         _whole("draft_top_k", self.draft_top_k, low=0)
         for name, neutral in (("draft_probability", 1.0), ("min_confidence", 0.0), ("draft_top_k", 0)):
             value = getattr(self, name)
-            if value != neutral and "draft_model" not in self.leaves:
-                raise ConfigError(name, value, f"needs a drafter that samples from a law (draft_model), not drafter={self.drafter!r}")
+            if value != neutral and self.leaves.isdisjoint(SAMPLERS):
+                raise ConfigError(name, value, f"needs a drafter that samples from a law ({', '.join(SAMPLERS)}), not drafter={self.drafter!r}")
+
+    def _check_layers(self) -> None:
+        if self.exit_layer != "auto":
+            _whole("exit_layer", self.exit_layer, low=1)
+            self._needs("exit_layer", "early_exit")
+        if self.skip_layers is None:
+            return
+        self._needs("skip_layers", "early_exit")
+        if self.exit_layer != "auto":
+            raise ConfigError("skip_layers", self.skip_layers, f"stop early (exit_layer={self.exit_layer}) or leave layers out, not both")
+        if self.skip_layers == "auto":
+            return
+        if isinstance(self.skip_layers, str) or not isinstance(self.skip_layers, list | tuple) or not self.skip_layers:
+            raise ConfigError("skip_layers", self.skip_layers, "must be 'auto' or a list of layer numbers, and not empty")
+        for layer in self.skip_layers:
+            _whole("skip_layers", layer, low=0)
+        object.__setattr__(self, "skip_layers", tuple(sorted(set(self.skip_layers))))
 
 
 _ADDED: list[str] = []  # names of drafters from outside, in the order in which they came

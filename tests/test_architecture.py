@@ -111,6 +111,7 @@ def test_fields_of_the_public_configs() -> None:
     assert [field.name for field in dataclasses.fields(SpecConfig)] == [
         *("drafter", "draft", "num_draft", "rule", "allow_lossy", "draft_probability", "min_confidence", "draft_top_k"),
         *("prediction", "corpus", "tenant"),
+        *("exit_layer", "skip_layers"),
         *("parts",),
     ]
     assert {field.name for field in dataclasses.fields(SamplingParams)} == {

@@ -40,14 +40,17 @@ def spec_config(
     draft_top_k: int = 0,
     prediction: str | None = None,
     corpus: str | None = None,
+    exit_layer: str = "auto",
+    skip_layers: str | None = None,
 ) -> SpecConfig:
-    """`SpecConfig` from flags; a draft, a prediction or a corpus without a drafter names the one that takes it.
+    """`SpecConfig` from flags; a draft, a prediction, a corpus or layers without a drafter name the one that takes them.
 
     Raises:
         ConfigError: a value that no drafter or rule takes.
     """
     if drafter is None:
-        takers = {"draft_model": draft, "predicted": prediction, "suffix": corpus}
+        layers = skip_layers if exit_layer == "auto" else exit_layer
+        takers = {"draft_model": draft, "predicted": prediction, "suffix": corpus, "early_exit": layers}
         drafter = next((name for name, given in takers.items() if given is not None), None)
     if drafter is None and num_draft != "auto":
         raise ConfigError("num_draft", num_draft, "nobody guesses: name a --drafter or a --draft, or leave it out")
@@ -62,7 +65,16 @@ def spec_config(
         draft_top_k=draft_top_k,
         prediction=prediction,
         corpus=corpus,
+        exit_layer=_number_or_auto("exit_layer", exit_layer, int, "a whole number"),
+        skip_layers=skip_layers if skip_layers is None or skip_layers == "auto" else _layers(skip_layers),
     )
+
+
+def _layers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError("skip_layers", text, "must be layer numbers separated by commas, or auto") from None
 
 
 def _number_or_auto(field: str, value: str, kind: type[int] | type[float], words: str) -> Any:  # noqa: ANN401 - a number or "auto"

@@ -43,6 +43,8 @@ def generate(
     draft_top_k: Annotated[int, typer.Option(help="Guess from the draft's k likeliest tokens; 0 = all.")] = 0,
     prediction: Annotated[str | None, typer.Option(help="The answer you expect, for --drafter predicted: the text, or @FILE.")] = None,
     corpus: Annotated[str | None, typer.Option(help="A text file to guess from, for --drafter suffix.")] = None,
+    exit_layer: Annotated[str, typer.Option(help="Layers that draft, for --drafter early_exit: a number, or auto.")] = "auto",
+    skip_layers: Annotated[str | None, typer.Option(help="Layers to draft without, for --drafter early_exit: 2,3,5, or auto.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token; 1 samples the model's own law.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the smallest set of tokens that holds this probability.")] = 1.0,
@@ -106,6 +108,8 @@ def generate(
         draft_top_k=draft_top_k,
         prediction=_text_or_file("prediction", prediction),
         corpus=corpus,
+        exit_layer=exit_layer,
+        skip_layers=skip_layers,
     )
     with progress(f"loading {target}"):
         llm = LLM(target, spec=spec, dtype=dtype, device=device, cache_tokens=cache_tokens, numerics=numerics, trace=trace)

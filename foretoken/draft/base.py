@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -57,3 +57,11 @@ class Drafter(Protocol):
 
     def finish(self, request_id: int) -> None:
         """Drop everything kept for a request."""
+
+
+@runtime_checkable
+class Taps(Protocol):
+    """A drafter that looks at the residual stream of the rows it guessed for."""
+
+    def taps(self) -> tuple[int, ...]:
+        """Asked between `propose` and the target's forward: layers whose taps the feedback should hold this round."""

@@ -10,7 +10,7 @@ import torch
 
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
-from foretoken.draft.base import Drafter, Feedback
+from foretoken.draft.base import Drafter, Feedback, Taps
 
 DrafterKey = tuple[Hashable, ...]  # the name, and what else tells one instance from another
 GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a grammar forced
@@ -50,6 +50,10 @@ class DrafterGroup:
                 parts.append((free, self.drafters[key].propose(Batch(tuple(entries[b] for b in free)))))
                 self.spent_s[key] = time.perf_counter() - began
         return merge_drafts(len(entries), parts, self.device) if parts else empty_draft(len(entries), self.device)
+
+    def taps(self) -> tuple[int, ...]:
+        """Layers whose residual stream some drafter wants from the round's forward."""
+        return tuple(sorted({layer for drafter in self.drafters.values() if isinstance(drafter, Taps) for layer in drafter.taps()}))
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         """Tell every drafter what its requests emitted."""

@@ -10,12 +10,14 @@ from pathlib import Path
 from foretoken.config import SpecConfig, know_drafter
 from foretoken.draft.base import Drafter
 from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.draft.suffix import SuffixDrafter
 from foretoken.errors import ConfigError, InputError, MismatchError, StorageError
-from foretoken.model.interface import LanguageModel
+from foretoken.model.architecture import NATIVE_MODEL_TYPES
+from foretoken.model.interface import EarlyExitModel, LanguageModel
 from foretoken.model.open import model_folder, open_model
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
 
@@ -66,6 +68,13 @@ def _draft_model(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
     return DraftModelDrafter(draft)
 
 
+def _early_exit(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
+    if not isinstance(factory.target, EarlyExitModel):
+        reason = f"{factory.folder} runs through transformers, which cannot stop between two layers"
+        raise ConfigError("drafter", spec.drafter, f"{reason}; choose another drafter, or a checkpoint of {', '.join(NATIVE_MODEL_TYPES)}")
+    return EarlyExitDrafter(factory.target)
+
+
 def _suffix(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
     return SuffixDrafter(() if spec.corpus is None else factory.corpus(spec.corpus))
 
@@ -77,6 +86,7 @@ _MAKERS: dict[str, Maker] = {
     "suffix": _suffix,
     "recycling": lambda factory, _spec: RecyclingDrafter(factory.target.vocab_size),
     "predicted": lambda _factory, _spec: PredictedDrafter(),
+    "early_exit": _early_exit,
 }
 
 

@@ -112,7 +112,7 @@ class Engine:
         return draft
 
     def _forward(self, batch: Batch, draft: Draft) -> TargetOutput:
-        target = self.runner.forward(batch, draft)
+        target = self.runner.forward(batch, draft, self.drafters.taps())
         self._clock.forwarded = time.perf_counter()
         return target
 

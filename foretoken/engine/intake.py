@@ -102,6 +102,7 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, spec: SpecC
         )
     if params.stop_strings and not has_text:
         raise InputError("stop", params.stop_strings, "stop strings need a tokenizer, and this model folder has none; leave `stop` out")
+    check_layers(spec, target.num_layers)
     if spec.num_draft != "auto" and spec.num_draft >= context:
         raise InputError("num_draft", spec.num_draft, f"must be smaller than the context of {context} tokens")
     max_total = min(len(prompt_ids) + params.max_tokens, context)
@@ -111,6 +112,29 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, spec: SpecC
             "lower max_tokens or raise cache_tokens"
         )
     return max_total
+
+
+def check_layers(spec: SpecConfig, num_layers: int) -> None:
+    """Whether the layers that a draft is to run, or its parts are, exist in the target.
+
+    Raises:
+        ConfigError: a layer that is not there, or no layer to do without.
+    """
+    for part in spec.parts:
+        if isinstance(part, SpecConfig):
+            check_layers(part, num_layers)
+    if spec.drafter != "early_exit":
+        return
+    least = 3 if spec.skip_layers == "auto" else 2
+    if num_layers < least:
+        raise ConfigError("drafter", spec.drafter, f"the target has {num_layers} layers, and a draft with fewer needs at least {least}")
+    if spec.exit_layer != "auto" and spec.exit_layer >= num_layers:
+        raise ConfigError("exit_layer", spec.exit_layer, f"must be less than the target's {num_layers} layers")
+    if spec.skip_layers is not None and spec.skip_layers != "auto":
+        if max(spec.skip_layers) >= num_layers:
+            raise ConfigError("skip_layers", spec.skip_layers, f"the target's layers are numbered 0 to {num_layers - 1}")
+        if len(spec.skip_layers) == num_layers:
+            raise ConfigError("skip_layers", spec.skip_layers, "leaves no layer to draft with")
 
 
 class Intake:

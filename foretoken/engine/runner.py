@@ -34,11 +34,11 @@ class TargetOutput:
 class Runner:
     """Lays a batch and its draft out as one flat run of tokens for the target."""
 
-    def __init__(self, target: LanguageModel, taps: Sequence[int] = ()) -> None:
-        self.target, self.taps = target, tuple(taps)
+    def __init__(self, target: LanguageModel) -> None:
+        self.target = target
 
-    def forward(self, batch: Batch, draft: Draft) -> TargetOutput:
-        """Run every pending token and every guess; answer for the decoding entries' rows."""
+    def forward(self, batch: Batch, draft: Draft, taps: Sequence[int] = ()) -> TargetOutput:
+        """Run every pending token and every guess; answer for the decoding entries' rows, `taps` included."""
         segments: list[Segment] = []
         pieces: list[Tensor] = []
         device = self.target.device
@@ -50,9 +50,9 @@ class Runner:
             pieces.append(torch.tensor(entry.pending, dtype=torch.int64, device=device))
             if parents:
                 pieces.append(draft.tokens[nodes].to(device))
-        output = self.target.forward(torch.cat(pieces), segments, self.taps)
-        logits, taps, prompt_logits = _split(batch, segments, output.logits, output.taps)
-        return self._law(batch, draft, logits, taps, prompt_logits)
+        output = self.target.forward(torch.cat(pieces), segments, taps)
+        logits, tapped, prompt_logits = _split(batch, segments, output.logits, output.taps)
+        return self._law(batch, draft, logits, tapped, prompt_logits)
 
     def _law(self, batch: Batch, draft: Draft, logits: Tensor, taps: dict[int, Tensor], prompt_logits: dict[int, Tensor]) -> TargetOutput:
         finite = check_finite(logits)

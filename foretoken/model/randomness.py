@@ -28,6 +28,7 @@ class Purpose(IntEnum):
     RACE = 4  # the noise of the coupled rule
     SAMPLE = 5  # the seeds of further answers to one prompt
     SHADOW = 6  # which finished requests are scored again
+    SEARCH = 7  # which neighbour a search tries next
 
 
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)

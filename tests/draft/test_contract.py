@@ -13,9 +13,12 @@ from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.config import DRAFTERS
 from foretoken.core import Batch, BatchEntry, Request
 from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
+from foretoken.draft.layer_choice import ExitChoice
 from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.engine.engine import Engine
+from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from tests.helpers.audit import check_idle
@@ -24,7 +27,7 @@ from tests.helpers.scripted import ScriptedModel, recite
 from tests.helpers.specs import bare_drafter, key_of, spec_of
 from tests.helpers.watch import Watched, check_cache
 
-CASES = ("draft_model", "ngram", "suffix", "recycling", "predicted")
+CASES = ("draft_model", "ngram", "suffix", "recycling", "predicted", "early_exit")
 TREES = ("ngram", "suffix", "recycling")
 
 NUM_TOKENS = 24
@@ -147,8 +150,9 @@ def test_eos_inside_an_accepted_run(name: str) -> None:
     for eos in text[2:]:
         drafters = DrafterGroup(torch.device("cpu"))
         spec = spec_of(name, "d", text[2:], num_draft=6)
-        drafters.drafters[drafter_key(spec)] = Watched(bare_drafter(name, ScriptedModel(said, 30), 30), 30)
-        engine = Engine(ScriptedModel(said, 30, [eos]), drafters)
+        target = ScriptedModel(said, 30, [eos])
+        drafters.drafters[drafter_key(spec)] = Watched(bare_drafter(name, target if name == "early_exit" else ScriptedModel(said, 30), 30), 30)
+        engine = Engine(target, drafters)
         if name == "recycling":  # its matrix knows the text once it was said
             engine.submit(prompt, SamplingParams(max_tokens=len(text) - 2, ignore_eos=True), spec)
             run(engine)
@@ -204,7 +208,7 @@ def entry(request_id: int, prompt: list[int], num_draft: int, params: SamplingPa
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_propose_gives_each_request_its_own_number(llm: LLM, watched: Watched, temperature: float) -> None:
+def test_propose_gives_each_request_its_own_number(llm: LLM, watched: Watched, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zero included, in one call; a request that is not asked this time keeps its state.
 
     The text repeats, so that every drafter uses all it may.
@@ -214,14 +218,22 @@ def test_propose_gives_each_request_its_own_number(llm: LLM, watched: Watched, t
     if isinstance(watched.inner, RecyclingDrafter):
         watched.inner.successors[[5, 6, 7, 8], 0] = [6, 7, 8, 5]
     entries = [entry(100 + i, prompt, i % 4, params) for i in range(7)]
+    if isinstance(watched.inner, EarlyExitDrafter):
+        monkeypatch.setattr(watched.inner, "exits", ExitChoice(2, 0.1))  # knows no reason to draft less
     for one in entries:
         watched.start(one.request)
+        if isinstance(watched.inner, EarlyExitDrafter):  # drafts in the target's cache
+            llm.target.open(one.request.request_id)
+            llm.target.forward(torch.tensor(prompt[:-1]), [Segment(one.request.request_id, len(prompt) - 1, (), 0)])
+            llm.target.commit(one.request.request_id, len(prompt) - 1)
     draft = watched.propose(Batch(tuple(entries)))
     assert draft.lengths == tuple(i % 4 for i in range(7))
     again = watched.propose(Batch(tuple(entries[4:5])))
     assert again.lengths == (0,)
     for one in entries:
         watched.finish(one.request.request_id)
+        if isinstance(watched.inner, EarlyExitDrafter):
+            llm.target.close(one.request.request_id)
 
 
 @pytest.mark.filterwarnings("ignore:the draft has")

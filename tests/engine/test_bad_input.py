@@ -95,7 +95,7 @@ def test_stop_in_every_form(stop: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"drafter": "oracle"}, "drafter='oracle': choose one of draft_model, ngram, suffix, recycling, predicted, or None"),
+        ({"drafter": "oracle"}, "drafter='oracle': choose one of draft_model, ngram, suffix, recycling, predicted, early_exit, or None"),
         ({"rule": "lucky"}, "rule='lucky': choose one of auto, greedy, rejection"),
         ({"drafter": "ngram", "draft": "x"}, "draft='x': only drafter='draft_model' takes a draft"),
         ({"draft": "x"}, "draft='x': only drafter='draft_model' takes a draft, not drafter=None"),
@@ -103,6 +103,15 @@ def test_stop_in_every_form(stop: Any) -> None:
         ({"num_draft": 100_000}, "num_draft=100000: must be at least 0 and at most 1024"),
         ({"num_draft": "many"}, "num_draft='many': must be a whole number"),
         ({"num_draft": 2.0}, "num_draft=2.0: must be a whole number"),
+        ({"drafter": "early_exit", "exit_layer": 0}, "exit_layer=0: must be at least 1"),
+        ({"drafter": "early_exit", "exit_layer": "first"}, "exit_layer='first': must be a whole number"),
+        ({"drafter": "ngram", "exit_layer": 2}, "exit_layer=2: only drafter='early_exit' takes it"),
+        ({"drafter": "ngram", "skip_layers": "auto"}, "skip_layers='auto': only drafter='early_exit' takes it"),
+        ({"drafter": "early_exit", "skip_layers": ()}, r"skip_layers=\(\): must be 'auto' or a list of layer numbers, and not empty"),
+        ({"drafter": "early_exit", "skip_layers": "3"}, "skip_layers='3': must be 'auto' or a list of layer numbers"),
+        ({"drafter": "early_exit", "skip_layers": (1, -1)}, "skip_layers=-1: must be at least 0"),
+        ({"drafter": "early_exit", "exit_layer": 2, "skip_layers": (1,)}, r"skip_layers=\(1,\): stop early \(exit_layer=2\) or leave layers out"),
+        ({"drafter": "suffix", "draft_top_k": 2}, r"draft_top_k=2: needs a drafter that samples from a law \(draft_model, early_exit\)"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -121,6 +130,10 @@ def test_unknown_options_name_the_nearest() -> None:
 
 
 BAD_REQUESTS: list[tuple[object, dict[str, Any], SpecConfig, type[ForetokenError], str]] = [
+    ([5], {}, SpecConfig("early_exit", exit_layer=2), ConfigError, "exit_layer=2: must be less than the target's 2 layers"),
+    ([5], {}, SpecConfig("early_exit", skip_layers=[2]), ConfigError, r"skip_layers=\(2,\): the target's layers are numbered 0 to 1"),
+    ([5], {}, SpecConfig("early_exit", skip_layers=[1, 0]), ConfigError, r"skip_layers=\(0, 1\): leaves no layer to draft with"),
+    ([5], {}, SpecConfig("early_exit", skip_layers="auto"), ConfigError, "the target has 2 layers, and a draft with fewer needs at least 3"),
     ([], {}, SpecConfig(), InputError, r"prompt=\[\]: is empty; give at least one token"),
     ([5, 97], {}, SpecConfig(), InputError, "prompt=97: token ids must be whole numbers from 0 to 96"),
     ([-1], {}, SpecConfig(), InputError, "prompt=-1: token ids must be whole numbers from 0 to 96"),

@@ -30,6 +30,9 @@ def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
         SpecConfig("draft_model", draft, num_draft=4, draft_probability=0.5),
         SpecConfig("draft_model", draft, num_draft=6, min_confidence=0.2, draft_top_k=5),
         SpecConfig("draft_model", draft, draft_probability="auto"),
+        *(SpecConfig("early_exit", exit_layer=1, num_draft=n) for n in (1, 3, 8)),
+        SpecConfig("early_exit", skip_layers=[0], num_draft=3),
+        SpecConfig("early_exit", num_draft=4),
     ]
 
 

@@ -27,8 +27,11 @@ def all_specs(draft: Path) -> list[SpecConfig]:
         *(SpecConfig("ngram", num_draft=n) for n in range(9)),
         *(SpecConfig(name, num_draft=n) for name in ("suffix", "recycling") for n in (1, 2, 4, 7, 12)),
         *(SpecConfig("predicted", prediction=PROMPTS[4] * 2, num_draft=n) for n in (1, 3, 8)),
+        *(SpecConfig("early_exit", exit_layer=1, num_draft=n) for n in (1, 2, 4, 7)),
+        SpecConfig("early_exit", skip_layers=[0], num_draft=3),
         SpecConfig("ngram"),
         SpecConfig("draft_model", str(draft)),
+        SpecConfig("early_exit"),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -88,6 +89,20 @@ def test_every_rule_has_the_law(narrow: SimpleNamespace) -> None:
     parts = np.split(shuffled_answers(narrow, asked), len(groups))
     for name, part in zip(groups, parts, strict=True):
         assert min(p_values(part, law)) > ALARM, name
+
+
+def test_a_target_that_drafts_for_itself_has_the_law(tmp_path: Path) -> None:
+    """Exits, skipped layers, coins and stops side by side, so that rows of one verify pass begin at different layers."""
+    deep = narrow_models(tmp_path, num_layers=3)
+    layers = ({"exit_layer": 1}, {"exit_layer": 2}, {"skip_layers": (1,)}, {"skip_layers": (0, 2)})
+    rules = ("block", "rejection", "tree", "coupled")
+    less = ({}, {"draft_probability": 0.6}, {"min_confidence": 0.3}, {"draft_top_k": 3})
+    specs = [SpecConfig("early_exit", num_draft=1 + i % 3, rule=rules[i % 4], **layers[i // 4 % 4], **less[i // 16 % 4]) for i in range(NUM_REQUESTS)]
+    automatic = [SpecConfig("early_exit", num_draft=3, rule=rules[i % 3], skip_layers=(None, "auto")[i % 2]) for i in range(NUM_REQUESTS // 2)]
+    asked = [pair for some in (specs, automatic) for pair in zip(seeded(BASE, len(some)), some, strict=True)]
+    law = exact_law(deep, BASE)
+    for part in np.split(shuffled_answers(deep, asked), [NUM_REQUESTS]):
+        assert min(p_values(part, law)) > ALARM
 
 
 def test_every_sampling_parameter_has_the_law(narrow: SimpleNamespace) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
@@ -25,6 +26,7 @@ KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
     PredictedDrafter: lambda drafter: drafter._cursors,
     RecyclingDrafter: lambda drafter: None,  # the matrix is everybody's
     DraftModelDrafter: lambda drafter: drafter._pending or open_sequences(drafter.model),
+    EarlyExitDrafter: lambda drafter: drafter._recent,
 }
 
 

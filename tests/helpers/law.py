@@ -16,6 +16,7 @@ from transformers.generation import logits_process as hf
 
 from foretoken import SamplingParams, SpecConfig
 from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterGroup
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
@@ -35,9 +36,9 @@ WINDOWS = ((1, 2), (2, 3), (3, 4))  # places of neighbouring tokens; place 0 end
 ALARM = 1e-5  # p-value below which one test fails
 
 
-def narrow_models(folder: Path) -> SimpleNamespace:
+def narrow_models(folder: Path, num_layers: int = 1) -> SimpleNamespace:
     """A five-token target, a draft that ranks tokens in reverse, and the logits after every text of up to four tokens."""
-    shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": num_layers, "num_attention_heads": 2}
     tiny_checkpoint(folder, "llama", **shape, num_key_value_heads=1)
     target, reverse = load_decoder(folder), load_decoder(folder)
     with torch.no_grad():
@@ -84,15 +85,16 @@ def _warped(contexts: torch.Tensor, scores: torch.Tensor, params: SamplingParams
 
 def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None) -> Engine:
     """An engine over the five-token models with every drafter."""
-    drafters = DrafterGroup(torch.device("cpu"))
+    drafters, target = DrafterGroup(torch.device("cpu")), PagedModel(narrow.target, 2048, 16)
     drafters.drafters = {
         key_of("draft_model", "reverse"): DraftModelDrafter(PagedModel(narrow.reverse, 2048, 16)),
         key_of("ngram"): NgramDrafter(),
         key_of("suffix"): SuffixDrafter(),
         key_of("recycling"): RecyclingDrafter(VOCAB),
         key_of("predicted"): PredictedDrafter(),
+        key_of("early_exit"): EarlyExitDrafter(target),
     }
-    return Engine(PagedModel(narrow.target, 2048, 16), drafters, limits=limits or SchedulerConfig(64, 200), eos_token_ids=(EOS,))
+    return Engine(target, drafters, limits=limits or SchedulerConfig(64, 200), eos_token_ids=(EOS,))
 
 
 def sample_answers(narrow: SimpleNamespace, asked: Sequence[tuple[SamplingParams, SpecConfig]]) -> NDArray[np.int64]:

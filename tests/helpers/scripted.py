@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import CapacityError
-from foretoken.model.interface import ForwardOutput, Segment
+from foretoken.model.interface import EarlySegment, ForwardOutput, Segment
 
 Context = tuple[int, ...]
 Script = Callable[[Context], "int | Sequence[float]"]  # the next token, or the logits
@@ -22,7 +22,7 @@ def recite(tokens: Sequence[int], prompt_length: int = 1, after: int = 0) -> Scr
 class ScriptedModel:
     """A `LanguageModel` without weights; `sequences` holds the committed tokens of every open sequence."""
 
-    num_layers = 0
+    num_layers = 2
     device = torch.device("cpu")
 
     def __init__(
@@ -32,6 +32,7 @@ class ScriptedModel:
         self.max_context_tokens, self.capacity_tokens, self.num_parameters = max_context, capacity, num_parameters
         self.sequences: dict[int, list[int]] = {}
         self._rows: dict[int, list[int]] = {}  # of the last forward
+        self._early: dict[int, tuple[int, ...]] = {}  # rows of the last `forward_early` calls
         self.num_forwards = 0
 
     def open(self, sequence: int) -> None:
@@ -72,7 +73,27 @@ class ScriptedModel:
         self._rows = {segment.sequence: own for segment, own in zip(segments, rows, strict=True)}
         return ForwardOutput(torch.stack(logits) if logits else torch.empty(0, self.vocab_size), {})
 
+    def forward_early(self, tokens: Tensor, segments: Sequence[EarlySegment], layers: Sequence[int]) -> Tensor:
+        """The first layers know the script too."""
+        flat, logits = tokens.tolist(), []
+        for segment in segments:
+            own, flat = flat[: segment.num_rows], flat[segment.num_rows :]
+            before = (*self.sequences[segment.sequence], *self._early.get(segment.sequence, ())[: segment.offset])
+            self._early[segment.sequence] = (*before[self.length(segment.sequence) :], *own)
+            logits += [self._logits((*before, *own[: i + 1])) for i in range(segment.num_rows)][segment.num_rows - segment.num_logits :]
+        return torch.stack(logits)
+
+    def exit_logits(self, hidden: Tensor) -> Tensor:
+        raise AssertionError("a script has no residual stream")
+
+    def head_cost(self) -> float:
+        return 1.0
+
+    def fork(self, sequence: int, child: int) -> None:
+        self.sequences[child] = list(self.sequences[sequence])
+
     def commit(self, sequence: int, num_pending: int, path: Sequence[int] = ()) -> None:
+        self._early.pop(sequence, None)
         rows = self._rows[sequence]
         self.sequences[sequence].extend([*rows[:num_pending], *(rows[num_pending + node] for node in path)])
 

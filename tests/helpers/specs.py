@@ -8,21 +8,22 @@ from pathlib import Path
 from foretoken import SpecConfig
 from foretoken.draft.base import Drafter
 from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterKey, drafter_key
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.draft.suffix import SuffixDrafter
-from foretoken.model.interface import LanguageModel
+from foretoken.model.interface import EarlyExitModel, LanguageModel
 
 # Tokens that some tests' answers hold and others' do not: a prediction may be wrong.
 PREDICTION = tuple(range(3, 60))
 
 
 def spec_of(name: str, draft: Path | str | None, prediction: Sequence[int] = PREDICTION, **options: object) -> SpecConfig:
-    """`SpecConfig` of a drafter with the options it cannot do without."""
-    needed = {"draft_model": {"draft": str(draft)}, "predicted": {"prediction": tuple(prediction)}}
-    return SpecConfig(name, **needed.get(name, {}), **options)
+    """`SpecConfig` of a drafter with the options it cannot do without; `early_exit` never gives up guessing."""
+    needed = {"draft_model": {"draft": str(draft)}, "predicted": {"prediction": tuple(prediction)}, "early_exit": {"exit_layer": 1}}
+    return SpecConfig(name, **needed.get(name, {}) | options)
 
 
 def key_of(name: str, draft: str | None = None) -> DrafterKey:
@@ -37,4 +38,7 @@ def bare_drafter(name: str, draft: LanguageModel, vocab_size: int) -> Drafter:
     made = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "predicted": PredictedDrafter}
     if name == "draft_model":
         return DraftModelDrafter(draft)
+    if name == "early_exit":  # `draft` is the target itself
+        assert isinstance(draft, EarlyExitModel)
+        return EarlyExitDrafter(draft)
     return RecyclingDrafter(vocab_size) if name == "recycling" else made[name]()

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from foretoken.core import Batch, Draft, Request, Verdict
-from foretoken.draft.base import Drafter, Feedback
+from foretoken.draft.base import Drafter, Feedback, Taps
 from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import NUM_RANKS, RecyclingDrafter
@@ -39,6 +40,9 @@ class Watched:
         self.num_drafted += draft.num_nodes
         self.num_trees += sum(not draft.is_chain(b) for b in range(draft.num_requests))
         return draft
+
+    def taps(self) -> tuple[int, ...]:
+        return self.inner.taps() if isinstance(self.inner, Taps) else ()
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         for b, entry in enumerate(batch.decoding):
@@ -125,6 +129,12 @@ def check_draft_model_state(drafter: DraftModelDrafter, sequence: int, text: lis
         assert len(pending) == (2 if num_accepted == num_drafted else 1)
 
 
+def check_early_exit_state(drafter: EarlyExitDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
+    """Nothing ran early that the target still holds, and its cache is the text without the anchor."""
+    assert drafter.target.length(sequence) == len(text) - 1
+    assert sequence not in getattr(drafter.target, "_early", {})
+
+
 # A new drafter adds a line.
 STATE_CHECKS: dict[type, Callable[[Any, int, list[int], int, int], None]] = {
     NgramDrafter: check_index_state,
@@ -132,6 +142,7 @@ STATE_CHECKS: dict[type, Callable[[Any, int, list[int], int, int], None]] = {
     PredictedDrafter: check_predicted_state,
     RecyclingDrafter: check_recycling_state,
     DraftModelDrafter: check_draft_model_state,
+    EarlyExitDrafter: check_early_exit_state,
 }
 
 
