@@ -85,7 +85,8 @@ class SkipSearch:
     """A set of layers to leave out, found by trying neighbours of the best so far on text that was generated already (SWIFT, 2410.06916).
 
     A trial runs the best set and a neighbour over the same recent rows and keeps the one with the greater expected speed. There is a
-    trial every eighth round, `NUM_TRIALS` in all; after that the best set alone is measured, every 64th round.
+    trial every eighth round, or as soon after as there is text enough, `NUM_TRIALS` in all; after that the best set alone is measured,
+    every 64th round.
     """
 
     num_layers: int
@@ -93,7 +94,7 @@ class SkipSearch:
     skipped: frozenset[int] = field(init=False)
     agreement: Agreement = field(default_factory=Agreement)
     num_trials: int = 0
-    _rounds: int = 0
+    _rounds: int = 0  # since the last trial
 
     def __post_init__(self) -> None:
         self.skipped = first_skips(self.num_layers)
@@ -109,12 +110,13 @@ class SkipSearch:
         return self.layers(), best_num_draft(self.agreement.rate, self._cost(self.skipped), self.num_layers + self.head, most)
 
     def tries(self) -> bool:
-        """Begin a round; whether a trial is due after it."""
+        """End a round; whether a trial is due."""
         self._rounds += 1
-        return self._rounds % (_TRIAL_EVERY if self.num_trials < NUM_TRIALS else _LATER_EVERY) == 0
+        return self._rounds >= (_TRIAL_EVERY if self.num_trials < NUM_TRIALS else _LATER_EVERY)
 
     def trial(self, agree: Callable[[tuple[int, ...]], Sequence[float]], most: int) -> None:
         """Learn from rows of finished text: `agree(layers)` tells for each whether a draft of these layers would have said what was said."""
+        self._rounds = 0
         known = agree(self.layers())
         self.agreement.add(known)
         if self.num_trials >= NUM_TRIALS:
