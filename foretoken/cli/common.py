@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -66,11 +66,13 @@ def spec_config(
         prediction=prediction,
         corpus=corpus,
         exit_layer=_number_or_auto("exit_layer", exit_layer, int, "a whole number"),
-        skip_layers=skip_layers if skip_layers is None or skip_layers == "auto" else _layers(skip_layers),
+        skip_layers=None if skip_layers is None else _layers(skip_layers),
     )
 
 
-def _layers(text: str) -> list[int]:
+def _layers(text: str) -> list[int] | Literal["auto"]:
+    if text == "auto":
+        return "auto"
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
