@@ -19,7 +19,8 @@ _PROBE_NUM_DRAFT = 1
 _PATIENCE = 3
 _MOST_DEBT_STEPS = 3
 _MOST_CREDIT_STEPS = 4  # saved up at most, in steps of the target
-_PLAIN_EVERY = 128  # steps after which a step without guesses is measured again
+_FIRST_PLAIN = 4  # steps after which a step without guesses is measured for the first time
+_PLAIN_EVERY = 128  # ... and again
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,13 @@ class BudgetPolicy:
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
         self._token_s = 0.0  # what a token takes without guesses
         self._steps_since_plain = 0
+        self._plain_seen = False
 
     def plan(self, wishes: Sequence[Wish]) -> list[int]:
         """Guesses for each request of the next round."""
         options = [self._option(wish) for wish in wishes]
         open_places = [b for b, wish in enumerate(wishes) if wish.is_open and wish.drafts]
-        if not open_places or self.target_cost.is_empty or self._steps_since_plain >= _PLAIN_EVERY:
+        if not open_places or self._steps_since_plain >= (_PLAIN_EVERY if self._plain_seen else _FIRST_PLAIN):
             return [option.at_least for option in options]  # what guesses gain is told by a step without
         budgets = list(choose_budgets(options, 0, self.target_cost.seconds, self._draft_s).budgets)
         trials = self._trials(wishes, options, budgets, open_places)
@@ -74,6 +76,7 @@ class BudgetPolicy:
         self.target_cost.observe(num_rows, target_s)
         self._credit_s = min(self._credit_s + _PROBE_SHARE * target_s, _MOST_CREDIT_STEPS * target_s)
         self._steps_since_plain = self._steps_since_plain + 1 if num_nodes else 0
+        self._plain_seen |= not num_nodes
 
     def observe_draft(self, drafter: Hashable, longest: int, draft_s: float) -> None:
         """Take in what a drafter took in a round in which `longest` guesses were the most that a request was given."""
