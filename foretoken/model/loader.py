@@ -25,7 +25,7 @@ from foretoken.errors import CheckpointError, InputError, ModelError, StorageErr
 from foretoken.model.architecture import ModelConfig, config_from_hf, config_to_hf
 from foretoken.model.decoder import Decoder, DecoderLayer
 from foretoken.model.layers import Embedding, Linear, RMSNorm
-from foretoken.model.quant import check_quant, quantise, quantise_rows
+from foretoken.model.quant import Quantiser, check_quant
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -257,11 +257,13 @@ def load_decoder(
     """
     config, weights = read_config(folder), Weights(folder)
     target, place = parse_dtype(dtype, _stored_dtype(folder, weights)), torch.device(device)
+    quantiser = None
     if quant is not None:
         check_quant(quant, target, place)
+        quantiser = Quantiser(quant, target)
     with torch.device("meta"):
         decoder = Decoder(config)
-    filler = _Filler(weights, target, place, pack, quant)
+    filler = _Filler(weights, target, place, pack, quantiser)
     filler.embedding(decoder.embedding, "model.embed_tokens", config)
     for index, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)
@@ -290,8 +292,8 @@ def _stored_dtype(folder: Path, weights: Weights) -> torch.dtype:
 class _Filler:
     """Fills the modules of a decoder on the meta device, one matrix at a time."""
 
-    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device, pack: bool, quant: str | None) -> None:
-        self.weights, self.dtype, self.device, self.pack, self.quant = weights, dtype, device, pack, quant
+    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device, pack: bool, quantiser: Quantiser | None) -> None:
+        self.weights, self.dtype, self.device, self.pack, self.quantiser = weights, dtype, device, pack, quantiser
         self.seen: set[str] = set()
 
     def merged(self, names: list[str], *shapes: tuple[int, ...]) -> nn.Parameter:
@@ -305,19 +307,28 @@ class _Filler:
             start += shape[0]
         return nn.Parameter(full, requires_grad=False)
 
+    def mapped(self, names: list[str], *shapes: tuple[int, ...]) -> list[Tensor]:
+        """The tensors as they are stored, for the quantiser."""
+        self.seen.update(names)
+        return [self.weights.read(name, shape) for name, shape in zip(names, shapes, strict=True)]
+
     def linear(self, module: Linear, names: list[str], rows: list[int]) -> None:
-        module.weight = self.merged([f"{name}.weight" for name in names], *((count, module.in_features) for count in rows))
+        weights, shapes = [f"{name}.weight" for name in names], [(count, module.in_features) for count in rows]
         if module.bias is not None:
             module.bias = self.merged([f"{name}.bias" for name in names], *((count,) for count in rows))
-        if self.quant is not None:
-            module.hold(quantise(module.weight, self.quant))
-        elif self.pack:
+        if self.quantiser is not None:
+            module.hold(self.quantiser.matrix(self.mapped(weights, *shapes)))
+            return
+        module.weight = self.merged(weights, *shapes)
+        if self.pack:
             module.pack()
 
     def embedding(self, module: Embedding, name: str, config: ModelConfig) -> None:
-        module.weight = self.merged([f"{name}.weight"], (config.vocab_size, config.hidden_size))
-        if self.quant is not None:
-            module.hold(quantise_rows(module.weight))
+        shape = (config.vocab_size, config.hidden_size)
+        if self.quantiser is not None:
+            module.hold(self.quantiser.table(self.mapped([f"{name}.weight"], shape)))
+        else:
+            module.weight = self.merged([f"{name}.weight"], shape)
 
     def norm(self, module: RMSNorm, name: str) -> None:
         module.weight = self.merged([f"{name}.weight"], tuple(module.weight.shape))

@@ -13,6 +13,7 @@ Scales are rounded to the activations' format before codes are chosen, because t
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -27,7 +28,9 @@ ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 
 GROUPS = (64, 32)  # inputs that share an int4 scale; the first that divides the input size
 _ROW_MULTIPLE = 16  # the int4 kernel's output rows
-# Output rows that are converted at a time. A multiple of 64, the widest block of the int4 layout, so that pieces fit together.
+# Rows that are quantised at a time: a multiple of 64, the widest block of the int4 layout, so that pieces fit together.
+_BLOCK_ROWS = 256
+# Rows of an int8 matrix that are turned back into numbers at a time: what the processor's own caches hold.
 _CHUNK_ROWS = 512
 # From here on a prompt's rows are cheaper against weights turned back into numbers: the int8 kernel's time grows with every row.
 _MANY_ROWS = 24
@@ -103,57 +106,89 @@ def check_quant(kind: str, dtype: torch.dtype, device: torch.device) -> None:
         raise InputError("weights", kind, f"does not go with dtype={name!r}; take bfloat16, float16 or float32 for one of them")
 
 
-def quantise(weight: Tensor, kind: str) -> QuantWeight:
-    """`weight` [N, K] on the CPU in the format `kind`; its dtype, one of `ACTIVATIONS`, is that of the rows to come.
+class Quantiser:
+    """Turns matrices into codes of the format `kind`, for activations in `dtype`.
 
-    Needs the memory of the result and of some hundred rows in float32.
+    A matrix comes as `pieces`, 2-D tensors of equal width whose rows follow one another; they may be views of a mapped file. They
+    are converted some rows at a time in memory that is used again: besides the codes little is allocated, and nothing that would
+    leave holes between matrices when it goes.
     """
-    assert kind in QUANTISED
-    assert weight.dtype in ACTIVATIONS
-    group = next((size for size in GROUPS if weight.shape[1] % size == 0), None)
-    return quantise_rows(weight) if kind == "int8" or group is None else _int4(weight, group)
+
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+        assert kind in QUANTISED
+        assert dtype in ACTIVATIONS
+        self.kind, self.dtype = kind, dtype
+        self._full, self._stored = torch.empty(0), torch.empty(0, dtype=torch.int32)
+
+    def matrix(self, pieces: Sequence[Tensor]) -> QuantWeight:
+        """All pieces [n, K] as one matrix [N, K]."""
+        group = next((size for size in GROUPS if pieces[0].shape[1] % size == 0), None)
+        return self.table(pieces) if self.kind == "int8" or group is None else self._int4(pieces, group)
+
+    def table(self, pieces: Sequence[Tensor]) -> Int8Weight:
+        """All pieces [n, K] as one matrix [N, K] in int8, whose rows can be read too."""
+        codes = torch.empty(sum(map(len, pieces)), pieces[0].shape[1], dtype=torch.int8)
+        scales = torch.empty(len(codes), dtype=self.dtype)
+        for start, block in self._blocks(pieces):
+            rows = slice(start, start + len(block))
+            scales[rows] = row_codes(block, self.dtype)
+            codes[rows] = block
+        return Int8Weight(codes, scales)
+
+    def _int4(self, pieces: Sequence[Tensor], group: int) -> Int4Weight:
+        num_rows, width = sum(map(len, pieces)), pieces[0].shape[1]
+        padded = -(-num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        packed = torch.empty(padded, width // 2, dtype=torch.uint8)
+        grid = torch.zeros(width // group, padded, 2, dtype=self.dtype)
+        self._stored = _grown(self._stored, _BLOCK_ROWS * width)
+        for start, block in self._blocks(pieces):
+            grid[:, start : start + len(block), 0] = group_codes(block, group, self.dtype).T
+            stop = min(start + _BLOCK_ROWS, padded)
+            stored = self._stored[: (stop - start) * width].view(-1, width)
+            stored[: len(block)] = block.add_(8)
+            stored[len(block) :] = 8  # the code of 0
+            packed[start:stop] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(stored, 1)
+        return Int4Weight(packed, grid, num_rows, group)
+
+    def _blocks(self, pieces: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """(first row, the rows in float32), `_BLOCK_ROWS` at a time, each valid until the next."""
+        width, start, filled = pieces[0].shape[1], 0, 0
+        self._full = _grown(self._full, _BLOCK_ROWS * width)
+        block = self._full[: _BLOCK_ROWS * width].view(_BLOCK_ROWS, width)
+        for piece in pieces:
+            taken = 0
+            while taken < len(piece):
+                count = min(len(piece) - taken, _BLOCK_ROWS - filled)
+                block[filled : filled + count] = piece[taken : taken + count]
+                taken, filled = taken + count, filled + count
+                if filled == _BLOCK_ROWS:
+                    yield start, block
+                    start, filled = start + filled, 0
+        if filled:
+            yield start, block[:filled]
 
 
-def quantise_rows(weight: Tensor) -> Int8Weight:
-    """`weight` [N, K] in int8, whose rows can be read too."""
-    codes = torch.empty_like(weight, dtype=torch.int8)
-    scales = weight.new_empty(len(weight))
-    for start in range(0, len(weight), _CHUNK_ROWS):
-        rows = slice(start, start + _CHUNK_ROWS)
-        codes[rows], scales[rows] = row_codes(weight[rows])
-    return Int8Weight(codes, scales)
+def row_codes(full: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn the rows of `full` [N, K] float32, in place, into codes in -127..127; the scales [N] that go with them, in `dtype`."""
+    scales = _scales(torch.linalg.vector_norm(full, float("inf"), dim=1) / 127, dtype)
+    full.div_(scales[:, None].float()).round_().clamp_(-127, 127)
+    return scales
 
 
-def _int4(weight: Tensor, group: int) -> Int4Weight:
-    num_rows, width = weight.shape
-    padded = -(-num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
-    packed = torch.empty(padded, width // 2, dtype=torch.uint8)
-    grid = weight.new_zeros(width // group, padded, 2)
-    for start in range(0, num_rows, _CHUNK_ROWS):
-        codes, scales = group_codes(weight[start : start + _CHUNK_ROWS], group)  # [n, K], [n, K / group]
-        stored = F.pad(codes + 8, (0, 0, 0, -len(codes) % _ROW_MULTIPLE), value=8)
-        packed[start : start + len(stored)] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(stored, 1)
-        grid[:, start : start + len(codes), 0] = scales.T
-    return Int4Weight(packed, grid, num_rows, group)
-
-
-def row_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes [N, K] int8 in -127..127, scales [N]) with `weight` [N, K] close to `codes * scales[:, None]`."""
-    full = weight.float()
-    scales = _scales(full.abs().amax(1) / 127, weight.dtype)
-    return (full / scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8), scales
-
-
-def group_codes(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """(codes [N, K] int32 in -8..7, scales [N, K / group]) with every group of `weight` [N, K] close to its codes times its scale."""
-    full = weight.float().view(len(weight), -1, group)  # [N, K / group, group]
-    extreme = full.gather(2, full.abs().argmax(2, keepdim=True))  # [N, K / group, 1], with its sign
-    scales = _scales(extreme / -8, weight.dtype)
-    codes = (full / scales.float()).round().clamp(-8, 7)
-    return codes.flatten(1).to(torch.int32), scales[..., 0]
+def group_codes(full: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """Turn every group of `full` [N, K] float32, in place, into codes in -8..7; the scales [N, K / group] that go with them, in `dtype`."""
+    groups = full.view(len(full), -1, group)
+    low, high = groups.amin(2), groups.amax(2)
+    scales = _scales(torch.where(high > -low, high, low) / -8, dtype)
+    groups.div_(scales[..., None].float()).round_().clamp_(-8, 7)
+    return scales
 
 
 def _scales(wanted: Tensor, dtype: torch.dtype) -> Tensor:
     """`wanted` rounded to `dtype`; 1 where nothing is left of it, since all codes are 0 there."""
     scales = wanted.to(dtype)
     return torch.where(scales == 0, torch.ones_like(scales), scales)
+
+
+def _grown(buffer: Tensor, size: int) -> Tensor:
+    return buffer if buffer.numel() >= size else buffer.new_empty(size)
