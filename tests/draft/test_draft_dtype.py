@@ -25,7 +25,7 @@ SAMPLED = SamplingParams(max_tokens=16, temperature=0.9, ignore_eos=True, seed=5
 
 
 def drafter_of(llm: LLM, spec: SpecConfig) -> DraftModelDrafter:
-    llm._prepare(spec)
+    llm.prepare(spec)
     drafter = llm._drafters.drafters[drafter_key(spec)]
     assert isinstance(drafter, DraftModelDrafter)
     return drafter
