@@ -388,8 +388,6 @@ def _open(options: BenchOptions, stack: ExitStack) -> Generator:
 
     llm = LLM(options.target, dtype=options.dtype, device=options.device)
     stack.callback(llm.close)
-    for dtype in options.draft_dtypes if "draft_model" in options.drafters else ():
-        llm.prepare(SpecConfig("draft_model", options.draft, draft_dtype=dtype))  # rather than in the first answer's way
     return llm
 
 
