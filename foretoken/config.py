@@ -18,11 +18,13 @@ SAMPLERS: tuple[str, ...] = ("draft_model", "early_exit")  # drafters that draw 
 COMPOSITES: tuple[str, ...] = ()  # drafters that work with other drafters
 # What a part given by its name takes over from the configuration around it.
 FIELDS_OF: Mapping[str, tuple[str, ...]] = {
-    "draft_model": ("draft", "draft_probability", "min_confidence", "draft_top_k"),
+    "draft_model": ("draft", "draft_dtype", "draft_probability", "min_confidence", "draft_top_k"),
     "suffix": ("corpus", "tenant"),
     "predicted": ("prediction",),
     "early_exit": ("exit_layer", "skip_layers", "draft_probability", "min_confidence", "draft_top_k"),
 }
+QUANTISED: tuple[str, ...] = ("int8", "int4")
+DRAFT_DTYPES: tuple[str, ...] = ("auto", "bfloat16", "float16", "float32", *QUANTISED)
 RULES: tuple[str, ...] = ("auto", "greedy", "rejection", "block", "coupled", "tree", "traversal", "typical")
 LOSSY_RULES: tuple[str, ...] = ("typical",)
 
@@ -153,7 +155,8 @@ class SamplingParams:
 class SpecConfig:
     """Who drafts, how much, and which rule decides.
 
-    `drafter=None` is plain decoding. `draft` is the draft model's folder or hub id. `num_draft="auto"` leaves the
+    `drafter=None` is plain decoding. `draft` is the draft model's folder or hub id, maybe the target's own; `draft_dtype` the format of its
+    weights: "auto" takes the target's option; "int8" and "int4" (CPU) read a half and a quarter of the bytes. `num_draft="auto"` leaves the
     number to the engine. `rule="auto"` is greedy at temperature 0, coupled when the request has a seed, otherwise block for
     sampled chains and tree for trees. Three ways to draft less, each exact because the mass handed over accounts for it:
 
@@ -180,6 +183,7 @@ class SpecConfig:
     draft_probability: float | Literal["auto"] = 1.0
     min_confidence: float = 0.0
     draft_top_k: int = 0
+    draft_dtype: str = "auto"
     prediction: str | Sequence[int] | None = None
     corpus: str | None = None
     tenant: str = ""
@@ -200,6 +204,10 @@ class SpecConfig:
             _whole("num_draft", self.num_draft, low=0, high=1024)
         if self.draft is not None:
             self._needs("draft", "draft_model")
+        if self.draft_dtype not in DRAFT_DTYPES:
+            raise ConfigError("draft_dtype", self.draft_dtype, f"choose one of {', '.join(DRAFT_DTYPES)}")
+        if self.draft_dtype != "auto":
+            self._needs("draft_dtype", "draft_model")
         self._check_drafting_less()
         self._check_texts()
         self._check_layers()

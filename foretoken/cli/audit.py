@@ -19,6 +19,7 @@ from foretoken.cli.common import (
     AllowLossyOption,
     CacheOption,
     DeviceOption,
+    DraftDtypeOption,
     DrafterOption,
     DraftOption,
     DraftProbabilityOption,
@@ -38,6 +39,7 @@ def audit(
     target: TargetOption = "reference:target",
     drafter: DrafterOption = None,
     draft: DraftOption = None,
+    draft_dtype: DraftDtypeOption = "auto",
     num_draft: NumDraftOption = "auto",
     rule: RuleOption = "auto",
     allow_lossy: AllowLossyOption = False,
@@ -59,7 +61,17 @@ def audit(
     """Check greedy equality, the law of sampled tokens, seeds, logits and cache; exit code 5 if anything fails."""
     if target == "reference:target" and drafter is None and draft is None:
         draft = "reference:draft"
-    spec = spec_config(drafter, draft, num_draft, rule, allow_lossy, draft_probability, min_confidence=min_confidence, draft_top_k=draft_top_k)
+    spec = spec_config(
+        drafter,
+        draft,
+        num_draft,
+        rule,
+        allow_lossy,
+        draft_probability,
+        min_confidence=min_confidence,
+        draft_top_k=draft_top_k,
+        draft_dtype=draft_dtype,
+    )
     options = AuditOptions(
         target=target,
         spec=spec,

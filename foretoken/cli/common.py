@@ -11,12 +11,13 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from foretoken.config import DRAFTERS, RULES, SpecConfig
+from foretoken.config import DRAFT_DTYPES, DRAFTERS, RULES, SpecConfig
 from foretoken.errors import ConfigError
 
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="The model whose answers you want: a folder, a hub id, or reference:target.")]
 DrafterOption = Annotated[str | None, typer.Option(help=f"Who guesses ahead: {', '.join(DRAFTERS)}. Without it, plain decoding.")]
 DraftOption = Annotated[str | None, typer.Option(help="The draft model for --drafter draft_model: a folder, a hub id, or reference:draft.")]
+DraftDtypeOption = Annotated[str, typer.Option(help=f"Format of the draft model's weights: {', '.join(DRAFT_DTYPES)}; auto is what --dtype says.")]
 NumDraftOption = Annotated[str, typer.Option(help="How many tokens to guess per step: a number, or auto.")]
 RuleOption = Annotated[str, typer.Option(help=f"Which rule decides what stands: {', '.join(RULES)}.")]
 AllowLossyOption = Annotated[bool, typer.Option("--allow-lossy", help="Allow a rule that changes the target's law (typical).")]
@@ -38,6 +39,7 @@ def spec_config(
     *,
     min_confidence: float = 0.0,
     draft_top_k: int = 0,
+    draft_dtype: str = "auto",
     prediction: str | None = None,
     corpus: str | None = None,
     exit_layer: str = "auto",
@@ -63,6 +65,7 @@ def spec_config(
         draft_probability=_number_or_auto("draft_probability", draft_probability, float, "a number in (0, 1]"),
         min_confidence=min_confidence,
         draft_top_k=draft_top_k,
+        draft_dtype=draft_dtype,
         prediction=prediction,
         corpus=corpus,
         exit_layer=_number_or_auto("exit_layer", exit_layer, int, "a whole number"),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from foretoken.config import SpecConfig, know_drafter
+from foretoken.config import QUANTISED, SpecConfig, know_drafter
 from foretoken.draft.base import Drafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
@@ -63,7 +63,9 @@ def _draft_model(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
     if spec.draft is None:
         raise ConfigError("draft", None, "drafter='draft_model' needs the folder or hub id of a draft model")
     folder, options = model_folder(spec.draft), factory.options
-    draft = open_model(folder, options.dtype, options.device, options.cache_tokens)
+    quantised = spec.draft_dtype in QUANTISED
+    dtype = options.dtype if quantised or spec.draft_dtype == "auto" else spec.draft_dtype
+    draft = open_model(folder, dtype, options.device, options.cache_tokens, weights=spec.draft_dtype if quantised else "auto")
     check_pair(factory.target, factory.tokenizer, draft, load_tokenizer(folder), spec.draft)
     return DraftModelDrafter(draft)
 
@@ -118,8 +120,9 @@ def check_pair(target: LanguageModel, target_text: Tokenizer | None, draft: Lang
         difference = target_text.same_vocabulary(draft_text)
         if difference is not None:
             raise MismatchError(f"draft {name!r} has another tokenizer than the target: {difference}")
-    if draft.num_parameters >= target.num_parameters:
+    if draft.step_bytes >= target.step_bytes:
         warnings.warn(
-            f"the draft has {draft.num_parameters:,} parameters, the target {target.num_parameters:,}: drafting costs as much as decoding",
+            f"the draft has {draft.step_bytes / 1e6:,.1f} MB of weights to read per step, the target {target.step_bytes / 1e6:,.1f} MB: "
+            "drafting costs as much as decoding",
             stacklevel=3,
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.layers import GatedMLP, Linear, RMSNorm
+from foretoken.model.layers import Embedding, GatedMLP, Linear, RMSNorm
 from foretoken.model.rope import RotaryTable, rotate
 
 
@@ -79,12 +79,12 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_embeddings:
-            self.lm_head.weight = self.embedding.weight  # type: ignore[assignment]
+            self.lm_head.weight = self.embedding.weight
         self._rotary: RotaryTable | None = None
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, num_layers: int | None = None, taps: Sequence[int] = ()) -> Hidden:
@@ -119,6 +119,22 @@ class Decoder(nn.Module):
             weight = self.norm.weight
             self._rotary = RotaryTable(self.config, weight.device, weight.dtype)
         return self._rotary
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that the weights take; what two modules share counts once."""
+        return sum(self._weights().values())
+
+    @property
+    def step_bytes(self) -> int:
+        """Weights that a step of one token reads: all but the table of embeddings, unless that is the head's matrix too."""
+        table, head = (module.packed or module.weight for module in (self.embedding, self.lm_head))
+        return self.weight_bytes - (0 if table is head else self._weights()[id(table)])
+
+    def _weights(self) -> dict[int, int]:
+        """Bytes of every parameter and packed matrix, by identity."""
+        packed = (module.packed for module in self.modules() if isinstance(module, Linear | Embedding))
+        return {id(weight): weight.nbytes for weight in (*self.parameters(), *packed) if weight is not None}
 
     def pack(self) -> None:
         """Pack every matrix for the CPU's kernels (see `Linear.pack`); the embedding table stays as it is."""

@@ -93,6 +93,18 @@ class TransformersModel:
         return sum(parameter.numel() for parameter in self._model.parameters())
 
     @property
+    def weight_bytes(self) -> int:
+        """Memory that the weights take."""
+        return sum(parameter.nbytes for parameter in self._model.parameters())
+
+    @property
+    def step_bytes(self) -> int:
+        """Weights that a step of one token reads, all experts of a mixture counted."""
+        table, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        tied = table is None or (head is not None and head.weight is table.weight)
+        return self.weight_bytes - (0 if tied else table.weight.nbytes)
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         device: torch.device = self._model.device

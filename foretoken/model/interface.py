@@ -75,6 +75,14 @@ class LanguageModel(Protocol):
         """Number of weights, tied ones counted once."""
 
     @property
+    def weight_bytes(self) -> int:
+        """Memory that the weights take."""
+
+    @property
+    def step_bytes(self) -> int:
+        """Weights that a step of one token reads: all of them, except a table of embeddings that serves nothing else."""
+
+    @property
     def device(self) -> torch.device:
         """Where tokens are expected and logits come out."""
 

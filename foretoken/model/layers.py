@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,35 +14,91 @@ from torch import Tensor, nn
 _PACK_ROWS = 8
 
 
-class Linear(nn.Module):
-    """`x @ weight.T + bias`, with weights packed once for the CPU's matrix kernels when `pack` is called.
+class PackedWeight(Protocol):
+    """A matrix [N, K] in a form that only its own kernel reads."""
 
-    oneDNN re-orders a plain bf16 weight on every call; packed ahead, a step over 1-8 rows runs at memory bandwidth
-    without any compiled graph.
-    """
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x` [T, K] times the transpose, plus `bias` [N]: [T, N]."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Memory it takes."""
+        ...
+
+
+class PackedTable(PackedWeight, Protocol):
+    """A packed matrix whose rows can be read."""
+
+    def rows(self, index: Tensor) -> Tensor:
+        """The rows `index` [T] as numbers, [T, K]."""
+        ...
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias`; the weight is a plain parameter, or `packed` once `pack` or `hold` replaced it."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self._packed: Tensor | None = None
+        self.packed: PackedWeight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [T, in] -> [T, out]."""
-        if self._packed is None:
+        if self.packed is None:
             assert self.weight is not None
             return F.linear(x, self.weight, self.bias)
-        packed_linear: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return packed_linear
+        return self.packed.multiply(x, self.bias)
 
     def pack(self) -> None:
         """Replace the weight by its packed form (CPU, bf16 only; elsewhere this does nothing)."""
         weight = self.weight
         if weight is None or weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not can_pack():
             return
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACK_ROWS)
-        self.weight = None
+        self.hold(MkldnnWeight(torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACK_ROWS), weight.nbytes))
+
+    def hold(self, packed: PackedWeight) -> None:
+        """Replace the weight by `packed`."""
+        self.packed, self.weight = packed, None
+
+
+@dataclass(frozen=True)
+class MkldnnWeight:
+    """A bf16 matrix laid out once for oneDNN's kernels.
+
+    oneDNN re-orders a plain bf16 weight on every call; packed ahead, a step over 1-8 rows runs at memory bandwidth
+    without any compiled graph.
+    """
+
+    packed: Tensor
+    nbytes: int
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See `PackedWeight`."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+        return out
+
+
+class Embedding(nn.Module):
+    """Rows of a table; the table is a plain parameter, or `packed` once `hold` replaced it."""
+
+    def __init__(self, num_rows: int, size: int) -> None:
+        super().__init__()
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(num_rows, size))
+        self.packed: PackedTable | None = None
+
+    def forward(self, index: Tensor) -> Tensor:
+        """`index` [T] -> [T, size]."""
+        if self.packed is None:
+            assert self.weight is not None
+            return F.embedding(index, self.weight)
+        return self.packed.rows(index)
+
+    def hold(self, packed: PackedTable) -> None:
+        """Replace the table by `packed`."""
+        self.packed, self.weight = packed, None
 
 
 def can_pack() -> bool:

@@ -1,7 +1,7 @@
 """Checkpoints on disk: find the folder, read its configuration, stream its weights into a decoder, write one back.
 
-Only safetensors are read and no code from a checkpoint ever runs. Each matrix is read, cast and packed before the next
-one, so that loading needs little more memory than the weights themselves.
+Only safetensors are read and no code from a checkpoint ever runs. Each matrix is read, cast and packed (or quantised) before the
+next one, so that loading needs little more memory than the weights themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from foretoken.errors import CheckpointError, InputError, ModelError, StorageError
 from foretoken.model.architecture import ModelConfig, config_from_hf, config_to_hf
 from foretoken.model.decoder import Decoder, DecoderLayer
-from foretoken.model.layers import Linear, RMSNorm
+from foretoken.model.layers import Embedding, Linear, RMSNorm
+from foretoken.model.quant import Quantiser, check_quant
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -242,29 +243,38 @@ def parse_dtype(dtype: str | torch.dtype, stored: torch.dtype | None = None) -> 
     raise InputError("dtype", dtype, f"choose one of auto, {', '.join(_FLOATS)}")
 
 
-def load_decoder(folder: Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu", pack: bool = True) -> Decoder:
+def load_decoder(
+    folder: Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu", pack: bool = True, quant: str | None = None
+) -> Decoder:
     """Return the checkpoint's decoder, ready for inference (no gradients), its matrices packed for the CPU if `pack`.
+
+    `quant` "int8" or "int4" keeps the matrices in that format (see `quant`), on the CPU alone; `dtype` is then that of the rest.
 
     Raises:
         CheckpointError: a file, shard or tensor is missing, broken or of another shape than `config.json` says.
         UnsupportedModelError: not a family of the native decoder.
-        InputError: unknown `dtype`.
+        InputError: unknown `dtype` or `quant`, or a pair that does not go together.
     """
     config, weights = read_config(folder), Weights(folder)
-    target = parse_dtype(dtype, _stored_dtype(folder, weights))
+    target, place = parse_dtype(dtype, _stored_dtype(folder, weights)), torch.device(device)
+    quantiser = None
+    if quant is not None:
+        check_quant(quant, target, place)
+        quantiser = Quantiser(quant, target)
     with torch.device("meta"):
         decoder = Decoder(config)
-    filler = _Filler(weights, target, torch.device(device), pack)
-    embedding = filler.merged(["model.embed_tokens.weight"], (config.vocab_size, config.hidden_size))
-    decoder.embedding.weight = embedding
+    filler = _Filler(weights, target, place, pack, quantiser)
+    filler.embedding(decoder.embedding, "model.embed_tokens", config)
     for index, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)
         filler.layer(layer, f"model.layers.{index}", config)
     filler.norm(decoder.norm, "model.norm")
     if config.tie_embeddings:
         filler.seen.add("lm_head.weight")
-        decoder.lm_head.weight = embedding
-        if pack:
+        decoder.lm_head.weight = decoder.embedding.weight
+        if decoder.embedding.packed is not None:
+            decoder.lm_head.hold(decoder.embedding.packed)
+        elif pack:
             decoder.lm_head.pack()
     else:
         filler.linear(decoder.lm_head, ["lm_head"], [config.vocab_size])
@@ -282,8 +292,8 @@ def _stored_dtype(folder: Path, weights: Weights) -> torch.dtype:
 class _Filler:
     """Fills the modules of a decoder on the meta device, one matrix at a time."""
 
-    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device, pack: bool) -> None:
-        self.weights, self.dtype, self.device, self.pack = weights, dtype, device, pack
+    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device, pack: bool, quantiser: Quantiser | None) -> None:
+        self.weights, self.dtype, self.device, self.pack, self.quantiser = weights, dtype, device, pack, quantiser
         self.seen: set[str] = set()
 
     def merged(self, names: list[str], *shapes: tuple[int, ...]) -> nn.Parameter:
@@ -297,12 +307,28 @@ class _Filler:
             start += shape[0]
         return nn.Parameter(full, requires_grad=False)
 
+    def mapped(self, names: list[str], *shapes: tuple[int, ...]) -> list[Tensor]:
+        """The tensors as they are stored, for the quantiser."""
+        self.seen.update(names)
+        return [self.weights.read(name, shape) for name, shape in zip(names, shapes, strict=True)]
+
     def linear(self, module: Linear, names: list[str], rows: list[int]) -> None:
-        module.weight = self.merged([f"{name}.weight" for name in names], *((count, module.in_features) for count in rows))
+        weights, shapes = [f"{name}.weight" for name in names], [(count, module.in_features) for count in rows]
         if module.bias is not None:
             module.bias = self.merged([f"{name}.bias" for name in names], *((count,) for count in rows))
+        if self.quantiser is not None:
+            module.hold(self.quantiser.matrix(self.mapped(weights, *shapes)))
+            return
+        module.weight = self.merged(weights, *shapes)
         if self.pack:
             module.pack()
+
+    def embedding(self, module: Embedding, name: str, config: ModelConfig) -> None:
+        shape = (config.vocab_size, config.hidden_size)
+        if self.quantiser is not None:
+            module.hold(self.quantiser.table(self.mapped([f"{name}.weight"], shape)))
+        else:
+            module.weight = self.merged([f"{name}.weight"], shape)
 
     def norm(self, module: RMSNorm, name: str) -> None:
         module.weight = self.merged([f"{name}.weight"], tuple(module.weight.shape))
@@ -325,10 +351,12 @@ def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yield the decoder's weights under their Hugging Face names, merged matrices split (as views).
 
     Raises:
-        ModelError: the decoder is packed; load it with `pack=False`.
+        ModelError: the decoder is packed (load it with `pack=False`) or quantised.
     """
     config = decoder.config
     q, kv, wide = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
+    if decoder.embedding.weight is None:
+        raise ModelError("a quantised decoder has no plain weights left to write; load it without quant")
     yield "model.embed_tokens.weight", decoder.embedding.weight.detach()
     for index, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)

@@ -41,27 +41,41 @@ def reference_names() -> list[str]:
     return [REFERENCE_PREFIX + path.parent.name for path in sorted(_REFERENCE_FOLDER.glob("*/config.json"))]
 
 
-def open_model(folder: Path, dtype: str = "auto", device: str = "auto", cache_tokens: int | None = None, numerics: str = "default") -> LanguageModel:
+def open_model(
+    folder: Path,
+    dtype: str = "auto",
+    device: str = "auto",
+    cache_tokens: int | None = None,
+    numerics: str = "default",
+    weights: str = "auto",
+) -> LanguageModel:
     """Load the checkpoint in `folder` with a cache of `cache_tokens` tokens (None: 512 MB, or up to 4 GB to hold one whole context).
 
-    `numerics` "strict" makes the logits of a position bitwise the same however its rows are batched, see `strict`.
+    `numerics` "strict" makes the logits of a position bitwise the same however its rows are batched, see `strict`. `weights` "int8" or
+    "int4" keeps the matrices in fewer bits than `dtype`, in which everything else runs, see `quant`.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `loader`.
-        ConfigError: an option that does not exist, or strict numerics of a model that runs through transformers.
+        ConfigError: an option that does not exist, or strict numerics or quantised weights of a model that runs through transformers.
+        InputError: quantised weights with a dtype or device that has no kernel for them.
     """
     if numerics not in NUMERICS:
         raise ConfigError("numerics", numerics, f"choose one of {', '.join(NUMERICS)}")
     place = _device(device)
     config = native_config(folder)
+    if numerics == "strict" and weights != "auto":
+        raise ConfigError("weights", weights, "quantised weights have no strict numerics; use numerics='default'")
     if config is None:
+        if weights != "auto":
+            remedy = f"{folder} runs through transformers, which has no quantised weights here; load it in bfloat16 or float32"
+            raise ConfigError("weights", weights, f"{remedy}, or take a checkpoint of {', '.join(NATIVE_MODEL_TYPES)}")
         if numerics == "strict":
             remedy = f"{folder} runs through transformers, whose results depend on the batch; use numerics='default'"
             raise ConfigError("numerics", numerics, f"{remedy}, or a checkpoint of {', '.join(NATIVE_MODEL_TYPES)}")
         from foretoken.model.hf import TransformersModel  # imports transformers: seconds that a native model need not pay
 
         return TransformersModel(folder, dtype, place, cache_tokens)
-    decoder = load_decoder(folder, dtype=dtype, device=place)
+    decoder = load_decoder(folder, dtype=dtype, device=place, quant=None if weights == "auto" else weights)
     kind = StrictModel if numerics == "strict" else PagedModel
     return kind(decoder, _cache_tokens(config, decoder.norm.weight, cache_tokens))
 

@@ -71,6 +71,16 @@ class PagedModel:
         return self.config.num_parameters
 
     @property
+    def weight_bytes(self) -> int:
+        """Memory that the weights take."""
+        return self.decoder.weight_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """Weights that a step of one token reads."""
+        return self.decoder.step_bytes
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._device

@@ -72,6 +72,14 @@ def test_each_set_of_options_is_a_setting_of_its_own():
     assert (contenders[2].setting.drafter, contenders[2].setting.options) == ("draft_model", "draft_top_k=5")
 
 
+def test_a_draft_is_measured_in_each_format_that_is_named():
+    contenders, _ = own_contenders(options(drafters=("draft_model", "draft_model:draft_dtype=int4"), draft="d"), FakeLLM(), PROMPTS)
+    assert [c.setting.name for c in contenders] == ["plain", "draft_model-3", "draft_model(draft_dtype=int4)-3"]
+    assert contenders[2].spec_for(PROMPTS[0]) == SpecConfig("draft_model", "d", num_draft=3, draft_dtype="int4")
+    with pytest.raises(ConfigError, match="draft_dtype='int2': choose one of auto"):
+        options(drafters=("draft_model:draft_dtype=int2",), draft="d")
+
+
 def test_predicted_gets_each_prompts_own_prediction():
     prompts = [Prompt(name, "edit", f"text of {name}", prediction=f"expected of {name}") for name in "ab"]
     (_, contender), notes = own_contenders(options(drafters=("predicted",)), llm := FakeLLM(), prompts)

@@ -168,6 +168,8 @@ def test_exit_codes_of_bad_input(foretoken: Run, pair: SimpleNamespace, text_pai
         (2, [*good, "--drafter", "ngram", "--num-draft", "999"], "num_draft=999: must be smaller than the context"),
         (2, [*good, "--drafter", "oracle"], "drafter='oracle': choose one of"),
         (2, [*good, "--drafter", "draft_model"], "draft=None: drafter='draft_model' needs"),
+        (2, [*good, "--draft", pair.draft, "--draft-dtype", "int2"], "draft_dtype='int2': choose one of auto, bfloat16"),
+        (2, [*good, "--drafter", "ngram", "--draft-dtype", "int8"], "draft_dtype='int8': only drafter='draft_model' takes it"),
         (2, [*good, "--rule", "lucky"], "rule='lucky': choose one of"),
         (2, [*good, "--wrong-flag"], "No such option: --wrong-flag"),
         (2, ["frobnicate"], "No such command 'frobnicate'"),
@@ -188,6 +190,14 @@ def test_a_warning_is_one_line(foretoken: Run, pair: SimpleNamespace, expected: 
     done = foretoken("generate", "-t", pair.target, "--prompt-ids", "5,6,7", "--max-tokens", 12, "--draft", pair.target)
     assert (done.code, done.out.strip()) == (0, ",".join(map(str, expected)))
     assert re.search(r"^warning: the draft has .* drafting costs as much as decoding$", done.err, flags=re.MULTILINE)
+
+
+def test_a_draft_in_few_bits_gives_the_same_answer_without_a_warning(foretoken: Run, pair: SimpleNamespace, expected: list[int]) -> None:
+    good = ["generate", "-t", pair.target, "--prompt-ids", "5,6,7", "--max-tokens", 12, "--draft", pair.target]
+    for dtype in ("int8", "int4"):
+        done = foretoken(*good, "--draft-dtype", dtype)
+        assert (done.code, done.out.strip()) == (0, ",".join(map(str, expected)))
+        assert "warning" not in done.err
 
 
 def test_an_interrupt_is_130(foretoken: Run, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

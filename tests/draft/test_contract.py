@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.config import DRAFTERS
+from foretoken.config import DRAFT_DTYPES, DRAFTERS, QUANTISED
 from foretoken.core import Batch, BatchEntry, Request
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
@@ -27,7 +27,7 @@ from tests.helpers.scripted import ScriptedModel, recite
 from tests.helpers.specs import bare_drafter, key_of, spec_of
 from tests.helpers.watch import Watched, check_cache
 
-CASES = ("draft_model", "ngram", "suffix", "recycling", "predicted", "early_exit")
+CASES = ("draft_model", "draft_model:int8", "draft_model:int4", "ngram", "suffix", "recycling", "predicted", "early_exit")
 TREES = ("ngram", "suffix", "recycling")
 
 NUM_TOKENS = 24
@@ -70,7 +70,7 @@ def plain(llm: LLM) -> Outputs:
 
 
 def test_every_drafter_is_in_the_suite() -> None:
-    assert set(CASES) == set(DRAFTERS)
+    assert {name.partition(":")[0] for name in CASES} == set(DRAFTERS)
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
@@ -114,8 +114,9 @@ def test_sampled_drafts_keep_the_contract(llm: LLM, watched: Watched, spec: func
     assert all(len(out.token_ids) <= 20 for out in outputs)
 
 
-def test_laws_of_a_draft_model_are_whole(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = SpecConfig("draft_model", str(pair.draft), num_draft=3)
+@pytest.mark.parametrize("dtype", DRAFT_DTYPES)
+def test_laws_of_a_draft_model_are_whole(llm: LLM, pair: SimpleNamespace, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SpecConfig("draft_model", str(pair.draft), num_draft=3, draft_dtype=dtype)
     watched, sums = watch(llm, spec, monkeypatch), []
     original = watched.inner.propose
 
@@ -261,8 +262,9 @@ def test_a_draft_that_is_the_target_is_always_right(llm: LLM, pair: SimpleNamesp
     assert all(origin.kind != "residual" for out in outputs for origin in out.provenance)
 
 
-def test_caches_hold_the_text_after_rejections_too(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = SpecConfig("draft_model", str(pair.draft), num_draft=4)
+@pytest.mark.parametrize("dtype", ["auto", *QUANTISED])
+def test_caches_hold_the_text_after_rejections_too(llm: LLM, pair: SimpleNamespace, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SpecConfig("draft_model", str(pair.draft), num_draft=4, draft_dtype=dtype)
     watched = watch(llm, spec, monkeypatch)
 
     def audit(_: object) -> None:

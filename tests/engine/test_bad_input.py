@@ -257,7 +257,7 @@ def test_a_draft_of_another_tokenizer_is_refused(mismatched: SimpleNamespace) ->
 
 
 def test_a_draft_as_large_as_the_target_is_warned_about(pair: SimpleNamespace) -> None:
-    with pytest.warns(UserWarning, match="parameters, the target .* drafting costs as much as decoding"):
+    with pytest.warns(UserWarning, match="MB of weights to read per step, the target .* drafting costs as much as decoding"):
         LLM(pair.target, SpecConfig("draft_model", str(pair.target)), cache_tokens=256).close()
 
 

@@ -27,6 +27,7 @@ def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
         *(SpecConfig("draft_model", draft, num_draft=n) for n in (1, 2, 3, 5, 8)),
         *(SpecConfig(name, num_draft=n) for name in ("ngram", "suffix", "recycling") for n in (1, 4, 8)),
         SpecConfig("predicted", prediction=PROMPTS[1] + PROMPTS[2]),
+        *(SpecConfig("draft_model", draft, num_draft=4, draft_dtype=kind) for kind in ("int8", "int4")),
         SpecConfig("draft_model", draft, num_draft=4, draft_probability=0.5),
         SpecConfig("draft_model", draft, num_draft=6, min_confidence=0.2, draft_top_k=5),
         SpecConfig("draft_model", draft, draft_probability="auto"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.config import QUANTISED
 from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.errors import ConfigError
 from tests.helpers.checkpoints import token_ids
@@ -24,6 +25,7 @@ def all_specs(draft: Path) -> list[SpecConfig]:
     return [
         SpecConfig(),
         *(SpecConfig("draft_model", str(draft), num_draft=n) for n in range(9)),
+        *(SpecConfig("draft_model", str(draft), num_draft=n, draft_dtype=kind) for kind in QUANTISED for n in (1, 3, 6)),
         *(SpecConfig("ngram", num_draft=n) for n in range(9)),
         *(SpecConfig(name, num_draft=n) for name in ("suffix", "recycling") for n in (1, 2, 4, 7, 12)),
         *(SpecConfig("predicted", prediction=PROMPTS[4] * 2, num_draft=n) for n in (1, 3, 8)),

@@ -43,6 +43,7 @@ drafting = st.fixed_dictionaries(
         "draft_probability": st.sampled_from([0.1, 0.6, "auto"]),
         "min_confidence": st.sampled_from([0.05, 0.5]),
         "draft_top_k": st.sampled_from([1, 4, 500]),
+        "draft_dtype": st.sampled_from(["auto", "int8", "int4"]),
     },
 )
 

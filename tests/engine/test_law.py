@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from foretoken import SamplingParams, SpecConfig
+from foretoken.config import QUANTISED
 from foretoken.core import Draft, Uniforms
 from foretoken.model.processors import RequestProcessors
 from foretoken.model.randomness import Purpose, round_uniforms, uniforms
@@ -47,8 +48,8 @@ def seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
     return [replace(params, seed=seed) for seed in range(count)]
 
 
-def model_specs(rule: str, count: int, **options: object) -> list[SpecConfig]:
-    return [SpecConfig("draft_model", "reverse", num_draft=1 + i % 4, rule=rule, **options) for i in range(count)]
+def model_specs(rule: str, count: int, draft: str = "reverse", **options: object) -> list[SpecConfig]:
+    return [SpecConfig("draft_model", draft, num_draft=1 + i % 4, rule=rule, **options) for i in range(count)]
 
 
 def free_specs(name: str, count: int) -> list[SpecConfig]:
@@ -76,10 +77,12 @@ def test_the_power_of_these_tests() -> None:
 
 def test_every_rule_has_the_law(narrow: SimpleNamespace) -> None:
     """All rules, all drafters and plain in mixed batches, eight tokens, several rounds each; lookups make trees where they may."""
+    half = NUM_REQUESTS // 2
     groups = {
         **{rule: model_specs(rule, NUM_REQUESTS) for rule in EXACT_RULES},
-        "coin": [*model_specs("block", NUM_REQUESTS // 2, draft_probability=0.6), *model_specs("tree", NUM_REQUESTS // 2, draft_probability=0.4)],
-        "stop": [*model_specs("block", NUM_REQUESTS // 2, min_confidence=0.45), *model_specs("rejection", NUM_REQUESTS // 2, draft_top_k=2)],
+        "coin": [*model_specs("block", half, draft_probability=0.6), *model_specs("tree", half, draft_probability=0.4)],
+        "stop": [*model_specs("block", half, min_confidence=0.45), *model_specs("rejection", half, draft_top_k=2)],
+        **{kind: [spec for rule in ("block", "tree") for spec in model_specs(rule, half, "low", draft_dtype=kind)] for kind in QUANTISED},
         "ngram": [SpecConfig("ngram", num_draft=3, rule=("rejection", "block", "tree", "coupled")[i % 4]) for i in range(NUM_REQUESTS)],
         **{name: free_specs(name, NUM_REQUESTS) for name in ("suffix", "recycling", "predicted")},
         "plain": [SpecConfig(rule=("block", "coupled")[i % 2]) for i in range(NUM_REQUESTS)],

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation import logits_process as hf
 
 from foretoken import SamplingParams, SpecConfig
+from foretoken.config import QUANTISED
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterGroup
@@ -37,18 +38,20 @@ ALARM = 1e-5  # p-value below which one test fails
 
 
 def narrow_models(folder: Path, num_layers: int = 1) -> SimpleNamespace:
-    """A five-token target, a draft that ranks tokens in reverse, and the logits after every text of up to four tokens."""
+    """A five-token target, a draft that ranks tokens in reverse, another in low bits, and the logits after every text of up to four."""
     shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": num_layers, "num_attention_heads": 2}
     tiny_checkpoint(folder, "llama", **shape, num_key_value_heads=1)
     target, reverse = load_decoder(folder), load_decoder(folder)
     with torch.no_grad():
         reverse.lm_head.weight.neg_()
+    other = tiny_checkpoint(folder / "other", "llama", seed=1, **(shape | {"hidden_size": 32, "intermediate_size": 32}), num_key_value_heads=1)
+    low_bits = {kind: load_decoder(other, quant=kind) for kind in QUANTISED}
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     texts = torch.tensor(list(itertools.product(range(VOCAB), repeat=LENGTH - 1)))
     contexts = torch.cat((torch.tensor(PROMPT).expand(len(texts), -1), texts), dim=1)
     with torch.no_grad():
         logits = oracle(contexts).logits.double()[:, len(PROMPT) - 1 :]  # [625, 5, V]
-    return SimpleNamespace(target=target, reverse=reverse, contexts=contexts, logits=logits)
+    return SimpleNamespace(target=target, reverse=reverse, low_bits=low_bits, contexts=contexts, logits=logits)
 
 
 def exact_law(narrow: SimpleNamespace, params: SamplingParams) -> NDArray[np.float64]:
@@ -88,6 +91,7 @@ def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None
     drafters, target = DrafterGroup(torch.device("cpu")), PagedModel(narrow.target, 2048, 16)
     drafters.drafters = {
         key_of("draft_model", "reverse"): DraftModelDrafter(PagedModel(narrow.reverse, 2048, 16)),
+        **{key_of(f"draft_model:{kind}", "low"): DraftModelDrafter(PagedModel(low, 2048, 16)) for kind, low in narrow.low_bits.items()},
         key_of("ngram"): NgramDrafter(),
         key_of("suffix"): SuffixDrafter(),
         key_of("recycling"): RecyclingDrafter(VOCAB),

@@ -30,6 +30,7 @@ class ScriptedModel:
     ) -> None:
         self.script, self.vocab_size, self.eos_token_ids = script, vocab_size, tuple(eos)
         self.max_context_tokens, self.capacity_tokens, self.num_parameters = max_context, capacity, num_parameters
+        self.weight_bytes = self.step_bytes = 4 * num_parameters
         self.sequences: dict[int, list[int]] = {}
         self._rows: dict[int, list[int]] = {}  # of the last forward
         self._early: dict[int, tuple[int, ...]] = {}  # rows of the last `forward_early` calls

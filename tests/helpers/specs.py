@@ -21,9 +21,17 @@ PREDICTION = tuple(range(3, 60))
 
 
 def spec_of(name: str, draft: Path | str | None, prediction: Sequence[int] = PREDICTION, **options: object) -> SpecConfig:
-    """`SpecConfig` of a drafter with the options it cannot do without; `early_exit` never gives up guessing."""
-    needed = {"draft_model": {"draft": str(draft)}, "predicted": {"prediction": tuple(prediction)}, "early_exit": {"exit_layer": 1}}
-    return SpecConfig(name, **needed.get(name, {}) | options)
+    """`SpecConfig` of a drafter with the options it cannot do without; `early_exit` never gives up guessing.
+
+    `draft_model:int4` is a draft model in that format.
+    """
+    drafter, _, dtype = name.partition(":")
+    needed = {
+        "draft_model": {"draft": str(draft), "draft_dtype": dtype or "auto"},
+        "predicted": {"prediction": tuple(prediction)},
+        "early_exit": {"exit_layer": 1},
+    }
+    return SpecConfig(drafter, **needed.get(drafter, {}) | options)
 
 
 def key_of(name: str, draft: str | None = None) -> DrafterKey:
@@ -36,7 +44,7 @@ def key_of(name: str, draft: str | None = None) -> DrafterKey:
 def bare_drafter(name: str, draft: LanguageModel, vocab_size: int) -> Drafter:
     """A drafter outside an `LLM`."""
     made = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "predicted": PredictedDrafter}
-    if name == "draft_model":
+    if name.startswith("draft_model"):
         return DraftModelDrafter(draft)
     if name == "early_exit":  # `draft` is the target itself
         assert isinstance(draft, EarlyExitModel)
