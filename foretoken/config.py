@@ -18,12 +18,13 @@ SAMPLERS: tuple[str, ...] = ("draft_model", "early_exit")  # drafters that draw 
 COMPOSITES: tuple[str, ...] = ()  # drafters that work with other drafters
 # What a part given by its name takes over from the configuration around it.
 FIELDS_OF: Mapping[str, tuple[str, ...]] = {
-    "draft_model": ("draft", "draft_probability", "min_confidence", "draft_top_k"),
+    "draft_model": ("draft", "draft_vocabulary", "draft_probability", "min_confidence", "draft_top_k"),
     "suffix": ("corpus", "tenant"),
     "predicted": ("prediction",),
     "early_exit": ("exit_layer", "skip_layers", "draft_probability", "min_confidence", "draft_top_k"),
 }
 RULES: tuple[str, ...] = ("auto", "greedy", "rejection", "block", "coupled", "tree", "traversal", "typical")
+DRAFT_VOCABULARIES: tuple[str, ...] = ("auto", "same", "strings", "intersection")
 LOSSY_RULES: tuple[str, ...] = ("typical",)
 
 _Config = TypeVar("_Config")
@@ -162,6 +163,10 @@ class SpecConfig:
     - `min_confidence` c: stop before a position where the draft's likeliest token has less than c.
     - `draft_top_k` k: draft from the k likeliest tokens of the draft only (0: from all).
 
+    `draft_vocabulary` says how a draft model whose tokenizer is not the target's is used: not at all ("same"), in text that is encoded
+    again ("strings"), in the tokens that both have ("intersection"), or by "auto": where the tokenizers agree as "same", else strings
+    at temperature 0 and the intersection above.
+
     `prediction` is the text (or token ids) that drafter `predicted` expects. Drafter `suffix` also guesses from the text file
     `corpus` and from finished answers of the same `tenant` (the empty name is one too), never from another's.
 
@@ -180,6 +185,7 @@ class SpecConfig:
     draft_probability: float | Literal["auto"] = 1.0
     min_confidence: float = 0.0
     draft_top_k: int = 0
+    draft_vocabulary: str = "auto"
     prediction: str | Sequence[int] | None = None
     corpus: str | None = None
     tenant: str = ""
@@ -200,6 +206,10 @@ class SpecConfig:
             _whole("num_draft", self.num_draft, low=0, high=1024)
         if self.draft is not None:
             self._needs("draft", "draft_model")
+        if self.draft_vocabulary not in DRAFT_VOCABULARIES:
+            raise ConfigError("draft_vocabulary", self.draft_vocabulary, f"choose one of {', '.join(DRAFT_VOCABULARIES)}")
+        if self.draft_vocabulary != "auto":
+            self._needs("draft_vocabulary", "draft_model")
         self._check_drafting_less()
         self._check_texts()
         self._check_layers()
