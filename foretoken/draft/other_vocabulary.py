@@ -105,7 +105,7 @@ class OtherVocabularyDrafter:
         text = self._texts[entry.request.request_id]
         shared = bool(self.shared) and (self.how == "intersection" or (self.how == "auto" and not entry.request.params.greedy))
         # A law over whole tokens has nothing to say about the rest of a character.
-        most = 0 if shared and text.held else self._room(entry, text)
+        most = 0 if shared and text.ending.held else self._room(entry, text)
         if not shared:
             # Its own tokens are no business of the request's parameters, which speak of target tokens.
             own = replace(entry, request=replace(entry.request, params=_GREEDY), processors=None, noise=None)
@@ -170,7 +170,7 @@ class OtherVocabularyDrafter:
         own, text, entry = [int(token) for token in guess.chain.tokens], guess.text, guess.entry
         end = self._twins.to_target.get(own.pop()) if own and self._ends_text(own[-1]) else None
         written = draft_writes(self.draft.tokenizer, text.ids, own, text.at_start) if own else ""
-        ids = continuation(self.target, self._spelling, text.tail, text.held, written) if written else []
+        ids = continuation(self.target, self._spelling, text.ending, written) if written else []
         if end is not None and (ids or not own):
             ids = [*ids, end]
         ids = ids[: entry.num_draft]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from foretoken.model.tokenizer import Detokenizer, Tokenizer
 from foretoken.model.vocabulary import Side
@@ -18,6 +19,18 @@ _LEAST_TAIL = 128  # characters kept behind a boundary, so that what comes can n
 _MOST_TRIES = 8
 _NEAR = 16  # characters in front of a draft's text that are enough for tokens to merge as they should
 _IN_FRONT = "a"  # stands in for the text before a boundary: some tokenizers treat the beginning of a text in another way
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of the committed text: whole characters, then the bytes `held` of one that is not whole.
+
+    `begun` is false where no token wrote anything since the beginning or the last special token.
+    """
+
+    text: str
+    held: bytes = b""
+    begun: bool = True
 
 
 class TextStream:
@@ -32,16 +45,17 @@ class TextStream:
         """Begin a new text."""
         self._detokenizer = Detokenizer(self._tokenizer) if self._writes is None else None
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = True
+        self.begun = False
 
     def push(self, token: int) -> str:
         """Take one token that is not special; the text that is whole now."""
         if self._writes is None:
             assert self._detokenizer is not None
+            self.begun = True
             return self._detokenizer.push(token)
         written = self._writes.get(token, b"")
-        if written and self._at_start:
-            self._at_start = False
+        if written and not self.begun:
+            self.begun = True
             written = written[1:] if self._tokenizer.drops_first_space and written.startswith(b" ") else written
         return self._utf8.decode(written)
 
@@ -58,14 +72,16 @@ class DraftText:
     before it and begins a new one.
     """
 
-    def __init__(self, target: Tokenizer, draft: Side, to_draft: Mapping[int, int]) -> None:
+    def __init__(
+        self, target: Tokenizer, draft: Side, to_draft: Mapping[int, int], most_tail: int = _MOST_TAIL, least_tail: int = _LEAST_TAIL
+    ) -> None:
         self._target, self._draft, self._to_draft = target, draft, to_draft
         self._stream = TextStream(target)
         self._settled = list(draft.tokenizer.opening_ids)
         self._is_new = True
-        self.tail = ""  # the end of the text, encoded again whenever it grows
+        self._tail = ""  # the end of the text, encoded again whenever it grows
         self._tail_is_inside = False  # whether text of the same run stands before the tail
-        self._most_tail = _MOST_TAIL
+        self._limit, self._most_tail, self._least_tail = most_tail, most_tail, least_tail
         self.ids = list(self._settled)
 
     @property
@@ -74,14 +90,14 @@ class DraftText:
         return len(self._settled)
 
     @property
-    def held(self) -> bytes:
-        """Bytes at the end of the committed tokens that are no whole character, and so not in `ids`."""
-        return self._stream.held
+    def ending(self) -> Ending:
+        """What guesses must fit on to: the tail, and what is not in `ids` yet."""
+        return Ending(self._tail, self._stream.held, self._stream.begun)
 
     @property
     def at_start(self) -> bool:
         """Whether no text stands between the last special token, or the beginning, and the end."""
-        return not self.tail and not self._tail_is_inside
+        return not self._tail and not self._tail_is_inside
 
     def push(self, tokens: Iterable[int]) -> None:
         """Take committed target tokens."""
@@ -92,33 +108,33 @@ class DraftText:
             if token in self._to_draft:
                 self._close_run(self._to_draft[token])
             elif token not in self._target.special_ids:
-                self.tail += self._stream.push(token)
-        encoded = self._encode(self.tail, self._tail_is_inside)
+                self._tail += self._stream.push(token)
+        encoded = self._encode(self._tail, self._tail_is_inside)
         self.ids = self._settled + encoded
-        if len(self.tail) > self._most_tail:
+        if len(self._tail) > self._limit:
             self._settle(encoded)
 
     def _close_run(self, special: int) -> None:
-        self._settled = [*self._settled, *self._encode(self.tail, self._tail_is_inside), special]
-        self.tail, self._tail_is_inside, self._most_tail = "", False, _MOST_TAIL
+        self._settled = [*self._settled, *self._encode(self._tail, self._tail_is_inside), special]
+        self._tail, self._tail_is_inside, self._limit = "", False, self._most_tail
         self._stream.restart()
 
     def _settle(self, encoded: list[int]) -> None:
         """Move the boundary to a place where the text before and after it encodes on its own as it does together."""
         tries = 0
-        for place in range(len(self.tail) - _LEAST_TAIL, 0, -1):
-            if not self.tail[place].isspace() or self.tail[place - 1].isspace():
+        for place in range(len(self._tail) - self._least_tail, 0, -1):
+            if not self._tail[place].isspace() or self._tail[place - 1].isspace():
                 continue
-            before = self._encode(self.tail[:place], self._tail_is_inside)
-            after = self._encode(self.tail[place:], inside=True)
+            before = self._encode(self._tail[:place], self._tail_is_inside)
+            after = self._encode(self._tail[place:], inside=True)
             if before + after == encoded:
                 self._settled = self._settled + before
-                self.tail, self._tail_is_inside, self._most_tail = self.tail[place:], True, _MOST_TAIL
+                self._tail, self._tail_is_inside, self._limit = self._tail[place:], True, self._most_tail
                 return
             tries += 1
             if tries == _MOST_TRIES:
                 break
-        self._most_tail = 2 * len(self.tail)  # no boundary in sight: do not search after every round
+        self._limit = 2 * len(self._tail)  # no boundary in sight: do not search after every round
 
     def _encode(self, text: str, inside: bool) -> list[int]:
         """Draft tokens of a piece of text that stands at the beginning of a text or `inside` one."""
@@ -146,16 +162,16 @@ def draft_writes(draft: Tokenizer, before: list[int], guesses: list[int], at_sta
     return text.partition("\ufffd")[0]
 
 
-def continuation(target: Side, spelling: Mapping[bytes, int] | None, before: str, held: bytes, text: str) -> list[int]:
-    """Target tokens that continue the committed text, which ends in `before` and the bytes `held`, as `text` continues `before`.
+def continuation(target: Side, spelling: Mapping[bytes, int] | None, ending: Ending, text: str) -> list[int]:
+    """Target tokens that continue the committed tokens as `text` continues the whole characters of `ending`.
 
-    `text` begins where `before` ends: with the character that `held` is part of. `spelling` gives the id that writes given bytes;
-    None, like no `held`, for tokenizers whose tokens have no bytes of their own. Empty where the two do not fit together.
+    Where a character is not whole, `text` begins with it. `spelling` gives the id that writes given bytes; None for tokenizers
+    whose tokens have no bytes of their own. Empty where the two do not fit together.
     """
     aligned: list[int] = []
-    for front in (before, before[-_NEAR:]):  # one strange character far back must not silence the draft
+    for front in (ending.text, ending.text[-_NEAR:]):  # one strange character far back must not silence the draft
         ids = target.tokenizer.encode(front + text, add_special_tokens=False)
-        aligned = _behind_tokens(target, ids, front) if spelling is None else _behind_bytes(target, spelling, ids, front, held, text)
+        aligned = _behind_tokens(target, ids, front) if spelling is None else _behind_bytes(target, spelling, ids, replace(ending, text=front), text)
         if aligned:
             break
     outside = next((place for place, token in enumerate(aligned) if token >= target.num_columns), len(aligned))
@@ -168,16 +184,16 @@ def _behind_tokens(target: Side, ids: list[int], front: str) -> list[int]:
     return ids[len(known) :] if ids[: len(known)] == known else []
 
 
-def _behind_bytes(target: Side, spelling: Mapping[bytes, int], ids: list[int], front: str, held: bytes, text: str) -> list[int]:
-    """What stands in `ids` behind the bytes of `front` and `held`."""
+def _behind_bytes(target: Side, spelling: Mapping[bytes, int], ids: list[int], ending: Ending, text: str) -> list[int]:
+    """What stands in `ids` behind the bytes of `ending`."""
     writes = target.tokenizer.token_bytes
     assert writes is not None
     pieces = [writes.get(token, b"") for token in ids]
-    whole, expected, committed = b"".join(pieces), (front + text).encode(), front.encode() + held
+    whole, expected, committed = b"".join(pieces), (ending.text + text).encode(), ending.text.encode() + ending.held
     extra = len(whole) - len(expected)  # SentencePiece puts a space in front of every text
     if extra not in (0, 1) or whole[extra:] != expected or not expected.startswith(committed):
         return []
-    border, place = len(committed) + extra if committed else 0, 0
+    border, place = len(committed) + extra if ending.begun else 0, 0
     for index, piece in enumerate(pieces):
         if place >= border:
             return ids[index:]

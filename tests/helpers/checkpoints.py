@@ -154,7 +154,7 @@ def tiny_tokenizer(folder: Path, vocab_size: int = 300, texts: tuple[str, ...] =
     return folder
 
 
-_PROSE = (
+PROSE = (
     "the cat sat on the mat and the dog ran to the house, then it was late.\n" * 6,
     "for i in range(10):\n    print(i)\n\treturn self.name\n" * 6,
     "für naïve Größe 猫 ist 😀 \U0001f468\u200d\U0001f469 schön\n" * 6,
@@ -175,19 +175,19 @@ def foreign_tokenizer(folder: Path, kind: str, vocab_size: int = 400) -> Path:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
         trainer = trainers.BpeTrainer(**(common | {"special_tokens": specials + byte_tokens}), limit_alphabet=40)
-        tokenizer.train_from_iterator([word for text in _PROSE for word in text.split()], trainer)
+        tokenizer.train_from_iterator([word for text in PROSE for word in text.split()], trainer)
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
         described = json.loads(tokenizer.to_str())  # byte tokens are ordinary ones, as in the files that people use
         described["added_tokens"] = [token for token in described["added_tokens"] if token["content"] in specials]
     elif kind == "unigram":
         tokenizer = Tokenizer(models.Unigram())
         tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-        tokenizer.train_from_iterator(_PROSE, trainers.UnigramTrainer(**common, unk_token="<unk>"))
+        tokenizer.train_from_iterator(PROSE, trainers.UnigramTrainer(**common, unk_token="<unk>"))
         described = json.loads(tokenizer.to_str())
     else:
         tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
         tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
-        tokenizer.train_from_iterator(_PROSE, trainers.WordPieceTrainer(**common))
+        tokenizer.train_from_iterator(PROSE, trainers.WordPieceTrainer(**common))
         described = json.loads(tokenizer.to_str())
     (folder / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
