@@ -25,7 +25,7 @@ from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from foretoken.model.processors import RequestProcessors
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
-from foretoken.model.vocabulary import Side
+from foretoken.model.vocabulary import Side, spellings
 from foretoken.verify import RULES
 from tests.helpers import law
 from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_checkpoint, tiny_tokenizer, token_ids
@@ -69,7 +69,7 @@ def watched(foreign: LLM, folders: dict[str, Path], monkeypatch: pytest.MonkeyPa
     """The drafters of the engine, every call checked, the state after every round too."""
     watchers = []
     for spec in specs_of(folders):
-        foreign._prepare(spec)
+        foreign.prepare(spec)
         key = drafter_key(spec)
         watchers.append(Watched(foreign._drafters.drafters[key], COLUMNS))
         monkeypatch.setitem(foreign._drafters.drafters, key, watchers[-1])
@@ -351,6 +351,23 @@ def test_the_end_of_text_goes_over(folders: dict[str, Path]) -> None:
         assert how == "intersection" or found.num_nodes == 2
 
 
+def test_inside_a_character_shared_tokens_wait_and_text_does_not(folders: dict[str, Path]) -> None:
+    """The committed text ends with the first of the four bytes of 😀."""
+    target, draft = load_tokenizer(folders["bytes"]), load_tokenizer(folders["sentencepiece"])
+    assert target is not None
+    assert draft is not None
+    sides = [Side(tokenizer, COLUMNS, ()) for tokenizer in (target, draft)]
+    first = spellings(sides[0])["😀".encode()[:1]]
+    for how, num_guesses in (("strings", 4), ("intersection", 0)):
+        drafter = OtherVocabularyDrafter(Reader(draft, "the cat😀 sat", draft.eos_token_id), *sides, how)
+        request = Request(1, (*target.encode("the cat"), first), LONG, SpecConfig("draft_model", "d"), 1)
+        drafter.start(request)
+        found = drafter.propose(Batch((BatchEntry(request, len(request.prompt_ids) - 1, request.prompt_ids[-1:], True, 6),)))
+        drafter.finish(1)
+        assert found.num_nodes >= num_guesses > 0 or found.num_nodes == num_guesses
+        assert target.decode([*request.prompt_ids, *found.tokens.tolist()]).startswith("the cat😀 sat") == (how == "strings")
+
+
 # ---- which way is taken
 
 
@@ -410,8 +427,8 @@ def test_padding_is_no_difference(tmp_path: Path, how: str, columns: int, others
         drafter = llm._drafters.drafters[drafter_key(spec)]
         assert isinstance(drafter, DraftModelDrafter)
         assert drafter.model.vocab_size == columns
-        llm._drafters.drafters[drafter_key(spec)] = Watched(drafter, columns)
-        llm.generate(prompts, replace(LONG, temperature=1.0), replace(spec, rule="block"))
+        llm._drafters.drafters[drafter_key(spec)] = Watched(drafter, min(columns, others))  # the ids that may be guessed
+        llm.generate(prompts * 2, [replace(LONG, temperature=i % 2 * 1.0) for i in range(18)], spec)
 
 
 def test_one_draft_for_each_use_of_its_vocabulary() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from random import Random
 
 import pytest
+from tokenizers import Tokenizer as Written
+from tokenizers import decoders, models
 
 from foretoken.draft.retokenize import DraftText, Ending, continuation, draft_writes
 from foretoken.model.tokenizer import load_tokenizer
@@ -56,6 +59,21 @@ def test_after_every_round_the_state_is_a_fresh_encoding(sides: dict[str, Side],
             assert text.ids == fresh.ids
             num_settled += text.num_settled > 20
     assert num_settled > 10  # the test means something
+
+
+def test_no_boundary_where_tokens_reach_over_spaces(sides: dict[str, Side], tmp_path: Path) -> None:
+    """A tokenizer that merges letters with the space behind them: every cut before a space would change the tokens."""
+    written = Written(models.BPE(vocab={token: i for i, token in enumerate(("a", "b", " ", "a ", "b "))}, merges=[("a", " "), ("b", " ")]))
+    written.decoder = decoders.Fuse()
+    written.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    text = DraftText(sides["bytes"].tokenizer, Side(tokenizer, 5, ()), {}, 60, 24)
+    said = sides["bytes"].tokenizer.encode("ab ba a bb " * 30)
+    for start in range(0, len(said), 7):
+        text.push(said[start : start + 7])
+        assert text.ids == tokenizer.encode(sides["bytes"].tokenizer.decode(said[: start + 7]))
+    assert text.num_settled == 0
 
 
 @pytest.mark.parametrize(("target", "draft"), SPOKEN)
