@@ -18,7 +18,7 @@ SAMPLERS: tuple[str, ...] = ("draft_model", "early_exit")  # drafters that draw 
 COMPOSITES: tuple[str, ...] = ()  # drafters that work with other drafters
 # What a part given by its name takes over from the configuration around it.
 FIELDS_OF: Mapping[str, tuple[str, ...]] = {
-    "draft_model": ("draft", "draft_dtype", "draft_probability", "min_confidence", "draft_top_k"),
+    "draft_model": ("draft", "draft_dtype", "draft_vocabulary", "draft_probability", "min_confidence", "draft_top_k"),
     "suffix": ("corpus", "tenant"),
     "predicted": ("prediction",),
     "early_exit": ("exit_layer", "skip_layers", "draft_probability", "min_confidence", "draft_top_k"),
@@ -26,6 +26,7 @@ FIELDS_OF: Mapping[str, tuple[str, ...]] = {
 QUANTISED: tuple[str, ...] = ("int8", "int4")
 DRAFT_DTYPES: tuple[str, ...] = ("auto", "bfloat16", "float16", "float32", *QUANTISED)
 RULES: tuple[str, ...] = ("auto", "greedy", "rejection", "block", "coupled", "tree", "traversal", "typical")
+DRAFT_VOCABULARIES: tuple[str, ...] = ("auto", "same", "strings", "intersection")
 LOSSY_RULES: tuple[str, ...] = ("typical",)
 
 _Config = TypeVar("_Config")
@@ -165,6 +166,10 @@ class SpecConfig:
     - `min_confidence` c: stop before a position where the draft's likeliest token has less than c.
     - `draft_top_k` k: draft from the k likeliest tokens of the draft only (0: from all).
 
+    `draft_vocabulary` says how a draft model whose tokenizer is not the target's is used: not at all ("same"), in text that is encoded
+    again ("strings"), in the tokens that both have ("intersection"), or by "auto": where the tokenizers agree as "same", else strings
+    at temperature 0 and the intersection above.
+
     `prediction` is the text (or token ids) that drafter `predicted` expects. Drafter `suffix` also guesses from the text file
     `corpus` and from finished answers of the same `tenant` (the empty name is one too), never from another's.
 
@@ -184,6 +189,7 @@ class SpecConfig:
     min_confidence: float = 0.0
     draft_top_k: int = 0
     draft_dtype: str = "auto"
+    draft_vocabulary: str = "auto"
     prediction: str | Sequence[int] | None = None
     corpus: str | None = None
     tenant: str = ""
@@ -208,6 +214,10 @@ class SpecConfig:
             raise ConfigError("draft_dtype", self.draft_dtype, f"choose one of {', '.join(DRAFT_DTYPES)}")
         if self.draft_dtype != "auto":
             self._needs("draft_dtype", "draft_model")
+        if self.draft_vocabulary not in DRAFT_VOCABULARIES:
+            raise ConfigError("draft_vocabulary", self.draft_vocabulary, f"choose one of {', '.join(DRAFT_VOCABULARIES)}")
+        if self.draft_vocabulary != "auto":
+            self._needs("draft_vocabulary", "draft_model")
         self._check_drafting_less()
         self._check_texts()
         self._check_layers()

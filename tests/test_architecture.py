@@ -110,7 +110,7 @@ def test_fields_of_the_public_configs() -> None:
     """Other programs set these by name."""
     assert [field.name for field in dataclasses.fields(SpecConfig)] == [
         *("drafter", "draft", "num_draft", "rule", "allow_lossy", "draft_probability", "min_confidence", "draft_top_k"),
-        "draft_dtype",
+        *("draft_dtype", "draft_vocabulary"),
         *("prediction", "corpus", "tenant"),
         *("exit_layer", "skip_layers"),
         *("parts",),

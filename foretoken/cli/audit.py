@@ -23,6 +23,7 @@ from foretoken.cli.common import (
     DrafterOption,
     DraftOption,
     DraftProbabilityOption,
+    DraftVocabularyOption,
     DtypeOption,
     JsonOption,
     NumDraftOption,
@@ -46,6 +47,7 @@ def audit(
     draft_probability: DraftProbabilityOption = "1",
     min_confidence: Annotated[float, typer.Option(help="Stop guessing where the draft's likeliest token has less than this.")] = 0.0,
     draft_top_k: Annotated[int, typer.Option(help="Guess from the draft's k likeliest tokens; 0 = all.")] = 0,
+    draft_vocabulary: DraftVocabularyOption = "auto",
     prompts: Annotated[Path | None, typer.Option(help="A prompt per line, or JSON lines with `prompt` or `prompt_ids`.")] = None,
     num_prompts: Annotated[int, typer.Option(help="Answers at each temperature; prompts are taken in turn.")] = 16,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
@@ -71,6 +73,7 @@ def audit(
         min_confidence=min_confidence,
         draft_top_k=draft_top_k,
         draft_dtype=draft_dtype,
+        draft_vocabulary=draft_vocabulary,
     )
     options = AuditOptions(
         target=target,

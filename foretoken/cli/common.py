@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from foretoken.config import DRAFT_DTYPES, DRAFTERS, RULES, SpecConfig
+from foretoken.config import DRAFT_DTYPES, DRAFT_VOCABULARIES, DRAFTERS, RULES, SpecConfig
 from foretoken.errors import ConfigError
 
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="The model whose answers you want: a folder, a hub id, or reference:target.")]
@@ -22,6 +22,7 @@ NumDraftOption = Annotated[str, typer.Option(help="How many tokens to guess per 
 RuleOption = Annotated[str, typer.Option(help=f"Which rule decides what stands: {', '.join(RULES)}.")]
 AllowLossyOption = Annotated[bool, typer.Option("--allow-lossy", help="Allow a rule that changes the target's law (typical).")]
 DraftProbabilityOption = Annotated[str, typer.Option(help="Chance that a position is drafted at all: a number in (0, 1], or auto.")]
+DraftVocabularyOption = Annotated[str, typer.Option(help=f"How to use a draft whose tokenizer is not the target's: {', '.join(DRAFT_VOCABULARIES)}.")]
 NumericsOption = Annotated[str, typer.Option(help="default, or strict: logits bitwise the same however rows are batched.")]
 DtypeOption = Annotated[str, typer.Option(help="Number format of the weights: auto (as stored), bfloat16, float16, float32, float64.")]
 DeviceOption = Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:N.")]
@@ -40,6 +41,7 @@ def spec_config(
     min_confidence: float = 0.0,
     draft_top_k: int = 0,
     draft_dtype: str = "auto",
+    draft_vocabulary: str = "auto",
     prediction: str | None = None,
     corpus: str | None = None,
     exit_layer: str = "auto",
@@ -66,6 +68,7 @@ def spec_config(
         min_confidence=min_confidence,
         draft_top_k=draft_top_k,
         draft_dtype=draft_dtype,
+        draft_vocabulary=draft_vocabulary,
         prediction=prediction,
         corpus=corpus,
         exit_layer=_number_or_auto("exit_layer", exit_layer, int, "a whole number"),

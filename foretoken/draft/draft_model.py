@@ -77,8 +77,7 @@ class DraftModelDrafter:
                 pieces.append(chain.tokens[-1][None])
                 segments.append(Segment(sequence, 1))
                 continue
-            self._catch_up(sequence)
-            pending, self._pending[sequence] = self._pending[sequence], []
+            pending, self._pending[sequence] = catch_up(self.model, sequence, self._pending[sequence]), []
             pieces.append(torch.tensor(pending, dtype=torch.int64, device=device))
             segments.append(Segment(sequence, len(pending)))
         logits = self.model.forward(torch.cat(pieces), segments).logits
@@ -86,11 +85,11 @@ class DraftModelDrafter:
             self.model.commit(segment.sequence, segment.num_pending)
         return logits
 
-    def _catch_up(self, sequence: int) -> None:
-        """Run a long backlog (a prompt) in pieces, leaving at most one piece pending."""
-        pending = self._pending[sequence]
-        while len(pending) > _CATCH_UP_TOKENS:
-            piece, pending = pending[:_CATCH_UP_TOKENS], pending[_CATCH_UP_TOKENS:]
-            self.model.forward(torch.tensor(piece, dtype=torch.int64, device=self.model.device), [Segment(sequence, len(piece), (), 0)])
-            self.model.commit(sequence, len(piece))
-        self._pending[sequence] = pending
+
+def catch_up(model: LanguageModel, sequence: int, pending: list[int]) -> list[int]:
+    """Run a long backlog (a prompt) in pieces; what is left, at most one piece, is to be run with everybody else's rows."""
+    while len(pending) > _CATCH_UP_TOKENS:
+        piece, pending = pending[:_CATCH_UP_TOKENS], pending[_CATCH_UP_TOKENS:]
+        model.forward(torch.tensor(piece, dtype=torch.int64, device=model.device), [Segment(sequence, len(piece), (), 0)])
+        model.commit(sequence, len(piece))
+    return pending

@@ -17,10 +17,20 @@ GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a gra
 
 
 def drafter_key(spec: SpecConfig) -> DrafterKey | None:
-    """Which drafter serves `spec`: its name, the draft model (in which format) or corpus it works with, its parts; None for plain decoding."""
+    """Which drafter serves `spec`: its name, the draft model (its format, the use of its vocabulary) or corpus it works with, its parts.
+
+    None for plain decoding.
+    """
     if spec.drafter is None:
         return None
-    return (spec.drafter, spec.draft, spec.draft_dtype, spec.corpus, *(drafter_key(part) for part in spec.parts if isinstance(part, SpecConfig)))
+    return (
+        spec.drafter,
+        spec.draft,
+        spec.draft_dtype,
+        spec.draft_vocabulary,
+        spec.corpus,
+        *(drafter_key(part) for part in spec.parts if isinstance(part, SpecConfig)),
+    )
 
 
 class DrafterGroup:

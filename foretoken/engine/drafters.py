@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from foretoken.config import QUANTISED, SpecConfig, know_drafter
 from foretoken.draft.base import Drafter
-from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.draft.suffix import SuffixDrafter
-from foretoken.errors import ConfigError, InputError, MismatchError, StorageError
+from foretoken.engine.pairing import pair
+from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.model.architecture import NATIVE_MODEL_TYPES
 from foretoken.model.interface import EarlyExitModel, LanguageModel
 from foretoken.model.open import model_folder, open_model
@@ -66,8 +65,7 @@ def _draft_model(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
     quantised = spec.draft_dtype in QUANTISED
     dtype = options.dtype if quantised or spec.draft_dtype == "auto" else spec.draft_dtype
     draft = open_model(folder, dtype, options.device, options.cache_tokens, weights=spec.draft_dtype if quantised else "auto")
-    check_pair(factory.target, factory.tokenizer, draft, load_tokenizer(folder), spec.draft)
-    return DraftModelDrafter(draft)
+    return pair(factory.target, factory.tokenizer, draft, load_tokenizer(folder), spec.draft, spec.draft_vocabulary)
 
 
 def _early_exit(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
@@ -103,26 +101,3 @@ def add_drafter(name: str, make: Maker) -> None:
     """
     know_drafter(name)
     _MAKERS[name] = make
-
-
-def check_pair(target: LanguageModel, target_text: Tokenizer | None, draft: LanguageModel, draft_text: Tokenizer | None, name: str) -> None:
-    """Refuse a draft whose tokens mean something else than the target's; warn about one that cannot pay.
-
-    Raises:
-        MismatchError: vocabulary size or a token differs; the first difference is named.
-    """
-    if target.vocab_size != draft.vocab_size:
-        raise MismatchError(
-            f"draft {name!r} has a vocabulary of {draft.vocab_size} tokens, the target one of {target.vocab_size} (padding included): "
-            "choose a draft made for this target"
-        )
-    if target_text is not None and draft_text is not None:
-        difference = target_text.same_vocabulary(draft_text)
-        if difference is not None:
-            raise MismatchError(f"draft {name!r} has another tokenizer than the target: {difference}")
-    if draft.step_bytes >= target.step_bytes:
-        warnings.warn(
-            f"the draft has {draft.step_bytes / 1e6:,.1f} MB of weights to read per step, the target {target.step_bytes / 1e6:,.1f} MB: "
-            "drafting costs as much as decoding",
-            stacklevel=3,
-        )

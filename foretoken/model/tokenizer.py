@@ -97,6 +97,19 @@ class Tokenizer:
         return {token_id: token.encode() if token_id in self.special_ids else write(token) for token, token_id in self.vocabulary.items()}
 
     @cached_property
+    def drops_first_space(self) -> bool:
+        """Whether the decoder leaves out the space of a text's first token, as SentencePiece does."""
+        spaced = next((token for token, written in (self.token_bytes or {}).items() if written.startswith(b" ") and len(written) > 1), None)
+        return spaced is not None and not self.decode([spaced]).startswith(" ")
+
+    @cached_property
+    def opening_ids(self) -> tuple[int, ...]:
+        """Tokens that the tokenizer itself puts in front of every text: a BOS, or nothing."""
+        bare, dressed = (self.encode("a", add_special_tokens=special) for special in (False, True))
+        places = range(len(dressed) - len(bare) + 1)
+        return next((tuple(dressed[:place]) for place in places if dressed[place : place + len(bare)] == bare), ())
+
+    @cached_property
     def chat_template(self) -> str | None:
         """The Jinja source that lays out a chat; None when the folder has none."""
         file = self.folder / "chat_template.jinja"

@@ -9,6 +9,7 @@ from typing import Any
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.ngram import NgramDrafter
+from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.draft.suffix import SuffixDrafter
@@ -27,6 +28,7 @@ KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
     RecyclingDrafter: lambda drafter: None,  # the matrix is everybody's
     DraftModelDrafter: lambda drafter: drafter._pending or open_sequences(drafter.model),
     EarlyExitDrafter: lambda drafter: drafter._recent,
+    OtherVocabularyDrafter: lambda drafter: drafter._texts or drafter._cached or open_sequences(drafter.model),
 }
 
 
@@ -43,6 +45,7 @@ def watch() -> None:
 
 def open_sequences(model: object) -> list[int]:
     """Sequences that a model still holds."""
+    model = getattr(model, "inner", model)  # with other columns
     if isinstance(model, PagedModel):
         return list(model.tables)
     if isinstance(model, ScriptedModel):

@@ -12,8 +12,10 @@ from foretoken.draft.base import Drafter, Feedback, Taps
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.ngram import NgramDrafter
+from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import NUM_RANKS, RecyclingDrafter
+from foretoken.draft.retokenize import DraftText
 from foretoken.draft.suffix import SuffixDrafter
 from foretoken.kv.blocks import slots_of
 from foretoken.model.interface import Segment
@@ -135,6 +137,16 @@ def check_early_exit_state(drafter: EarlyExitDrafter, sequence: int, text: list[
     assert sequence not in getattr(drafter.target, "_early", {})
 
 
+def check_other_vocabulary_state(drafter: OtherVocabularyDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
+    """The draft's tokens are those of a fresh encoding of the whole text; its cache holds some of them, never the last."""
+    fresh = DraftText(drafter.target.tokenizer, drafter.draft, drafter._twins.to_draft, 10**9)
+    fresh.push(text)
+    ids, cached = drafter._texts[sequence].ids, drafter._cached[sequence]
+    assert ids == fresh.ids
+    assert cached == ids[: len(cached)]
+    assert drafter.model.length(sequence) == len(cached) <= max(0, len(ids) - 1)
+
+
 # A new drafter adds a line.
 STATE_CHECKS: dict[type, Callable[[Any, int, list[int], int, int], None]] = {
     NgramDrafter: check_index_state,
@@ -143,6 +155,7 @@ STATE_CHECKS: dict[type, Callable[[Any, int, list[int], int, int], None]] = {
     RecyclingDrafter: check_recycling_state,
     DraftModelDrafter: check_draft_model_state,
     EarlyExitDrafter: check_early_exit_state,
+    OtherVocabularyDrafter: check_other_vocabulary_state,
 }
 
 

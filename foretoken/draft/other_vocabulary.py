@@ -1,0 +1,208 @@
+"""A draft model with another tokenizer than the target's (Timor et al. 2025, arXiv 2502.05202).
+
+Two ways, by request:
+
+- `intersection` (TLI there): the draft chooses among the tokens that both vocabularies have; every guess is one target
+  token, drawn from the draft's law renormalised over these and moved to the target's ids. What the request asks for (penalties,
+  masks, filters, the coupled rule's race) is done to the moved law, in the target's ids.
+- `strings` (SLEM there): the draft goes on greedily in its own tokens, and its text is encoded again behind the end of the
+  committed text. Deterministic guesses: the target's token must be the same one.
+
+Under "auto" a greedy request takes strings, because there the draft speaks its whole vocabulary, and a sampled one the intersection:
+a guess drawn from a law is kept with probability sum min(p, q), a deterministic one with p at one token. Both are exact whatever
+the draft says.
+
+The draft keeps the committed text in its own tokens. After a round the end of the text is encoded again, and the draft's cache
+is cut back to the tokens that stayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from foretoken.config import SamplingParams
+from foretoken.core import Batch, BatchEntry, Draft, Processors, Request, Verdict
+from foretoken.draft.base import Feedback
+from foretoken.draft.chain import Chain, assemble, extend
+from foretoken.draft.draft_model import catch_up
+from foretoken.draft.retokenize import DraftText, continuation, draft_writes
+from foretoken.model.interface import LanguageModel, Segment
+from foretoken.model.sampling import check_finite
+from foretoken.model.vocabulary import Side, shared_tokens, special_twins, spellings
+
+How = Literal["auto", "strings", "intersection"]
+_GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True)
+class _Guess:
+    """One request's round: `chain` grows in target tokens (`shared`) or in the draft's own."""
+
+    entry: BatchEntry
+    text: DraftText
+    chain: Chain
+    shared: bool
+
+
+class OtherVocabularyDrafter:
+    """Chains from a draft model that has its own tokenizer, `draft`; `target` is the vocabulary to guess in."""
+
+    name = "draft_model"
+
+    def __init__(self, model: LanguageModel, target: Side, draft: Side, how: How = "auto") -> None:
+        self.model, self.target, self.draft, self.how = model, target, draft, how
+        self.shared = shared_tokens(target, draft) or {}  # target id -> draft id
+        self._twins = special_twins(target, draft)
+        self._spelling = spellings(target)
+        ids = torch.tensor([*self.shared.items()], dtype=torch.int64, device=model.device).reshape(-1, 2)
+        self._target_ids, self._draft_ids = ids[:, 0], ids[:, 1]  # [S] each
+        self._outside = torch.ones(target.num_columns, dtype=torch.bool, device=model.device)
+        self._outside[self._target_ids] = False
+        self._texts: dict[int, DraftText] = {}
+        self._cached: dict[int, list[int]] = {}  # draft tokens that the draft's cache holds
+
+    def start(self, request: Request) -> None:
+        """Open a sequence; the prompt is run when something is first drafted."""
+        self.model.open(request.request_id)
+        text = DraftText(self.target.tokenizer, self.draft, self._twins.to_draft)
+        text.push(request.prompt_ids)
+        self._texts[request.request_id], self._cached[request.request_id] = text, []
+
+    def propose(self, batch: Batch) -> Draft:
+        """Guess up to `num_draft` tokens per request; a request for which the draft has no room gets none."""
+        guesses = [self._begin(entry) for entry in batch.decoding]
+        growing = [guess for guess in guesses if guess.chain.grows]
+        while growing:
+            self._extend(growing, self._advance(growing))
+            growing = [guess for guess in growing if guess.chain.grows]
+        return assemble(self.name, self.model.device, [guess.chain if guess.shared else self._in_target_tokens(guess) for guess in guesses])
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
+        """Encode the end of the text again and cut the cache back to the tokens that stayed."""
+        for b, entry in enumerate(batch.decoding):
+            sequence = entry.request.request_id
+            text, cached = self._texts[sequence], self._cached[sequence]
+            same = min(text.num_settled, len(cached))
+            text.push(verdict.emitted(b))
+            most = min(len(text.ids) - 1, len(cached))  # the last token is run again, if only for its logits
+            while same < most and cached[same] == text.ids[same]:
+                same += 1
+            same = max(0, min(same, most))
+            self.model.rollback(sequence, same)
+            del cached[same:]
+
+    def finish(self, request_id: int) -> None:
+        """Close the sequence."""
+        self.model.close(request_id)
+        del self._texts[request_id], self._cached[request_id]
+
+    def _begin(self, entry: BatchEntry) -> _Guess:
+        text = self._texts[entry.request.request_id]
+        shared = bool(self.shared) and (self.how == "intersection" or (self.how == "auto" and not entry.request.params.greedy))
+        # A law over whole tokens has nothing to say about the rest of a character.
+        most = 0 if shared and text.ending.held else self._room(entry, text)
+        if not shared:
+            # Its own tokens are no business of the request's parameters, which speak of target tokens.
+            own = replace(entry, request=replace(entry.request, params=_GREEDY), processors=None, noise=None)
+            return _Guess(entry, text, Chain(own, most), shared)
+        processors = None if entry.processors is None else _Within(entry.processors, self._outside)
+        return _Guess(entry, text, Chain(replace(entry, processors=processors), most), shared)
+
+    def _room(self, entry: BatchEntry, text: DraftText) -> int:
+        """How many tokens can be drafted within the draft's context and cache."""
+        sequence = entry.request.request_id
+        length = min(entry.num_draft, self.model.max_context_tokens - len(text.ids))
+        pending = len(text.ids) - len(self._cached[sequence])
+        if not text.ids or length <= 0 or not self.model.reserve(sequence, pending + length):
+            return 0
+        return length
+
+    def _advance(self, growing: Sequence[_Guess]) -> Tensor:
+        """Run the next input of every chain, a backlog of committed tokens first; the draft's own logits `[A, V]` after it."""
+        rows: list[int] = []
+        segments: list[Segment] = []
+        for guess in growing:
+            sequence = guess.entry.request.request_id
+            cached = self._cached[sequence]
+            if guess.chain.tokens:
+                last = int(guess.chain.tokens[-1])
+                fresh = pending = [self.shared[last] if guess.shared else last]
+            else:
+                fresh = guess.text.ids[len(cached) :]
+                pending = catch_up(self.model, sequence, fresh)
+            cached += fresh
+            rows += pending
+            segments.append(Segment(sequence, len(pending)))
+        logits = self.model.forward(torch.tensor(rows, dtype=torch.int64, device=self.model.device), segments).logits
+        for segment in segments:
+            self.model.commit(segment.sequence, segment.num_pending)
+        return logits
+
+    def _extend(self, growing: Sequence[_Guess], logits: Tensor) -> None:
+        """Draw the next token of every chain from the draft's `logits` `[A, V]`, or stop the chain there."""
+        for shared in (True, False):
+            rows = [i for i, guess in enumerate(growing) if guess.shared == shared]
+            if rows:
+                extend([growing[i].chain for i in rows], self._moved(logits[rows]) if shared else logits[rows])
+        for guess in growing:
+            if not guess.shared and guess.chain.tokens and self._ends_text(int(guess.chain.tokens[-1])):
+                guess.chain.stopped = True
+
+    def _moved(self, logits: Tensor) -> Tensor:
+        """The draft's `logits` `[A, V draft]` at the target's ids, -inf where the draft has no such token: `[A, V target]`."""
+        inside = logits[:, self._draft_ids]  # [A, S]
+        inside = torch.where(check_finite(inside)[:, None], inside, torch.zeros_like(inside))
+        moved = inside.new_full((logits.shape[0], self.target.num_columns), -torch.inf)
+        moved[:, self._target_ids] = inside
+        return moved
+
+    def _ends_text(self, token: int) -> bool:
+        """Whether a draft token is no text."""
+        return token in self._twins.to_target or token in self.draft.tokenizer.special_ids
+
+    def _in_target_tokens(self, guess: _Guess) -> Chain:
+        """The chain of the draft's own tokens as deterministic guesses of the target's."""
+        own, text, entry = [int(token) for token in guess.chain.tokens], guess.text, guess.entry
+        end = self._twins.to_target.get(own.pop()) if own and self._ends_text(own[-1]) else None
+        written = draft_writes(self.draft.tokenizer, text.ids, own, text.at_start) if own else ""
+        ids = continuation(self.target, self._spelling, text.ending, written) if written else []
+        if end is not None and (ids or not own):
+            ids = [*ids, end]
+        ids = ids[: entry.num_draft]
+        tokens = torch.tensor(ids[: _num_allowed(entry.processors, ids, self._outside)], dtype=torch.int64, device=self.model.device)
+        return Chain(entry, entry.num_draft, list(tokens), [None] * len(tokens))
+
+
+class _Within:
+    """A request's processors over the shared tokens alone.
+
+    A row that bans every shared token is not dead: the target may well have others. So the rest of the vocabulary is there when bans are
+    counted, and goes afterwards; where nothing is left, the guess is free, and refused.
+    """
+
+    def __init__(self, inner: Processors, outside: Tensor) -> None:
+        self._inner, self._outside = inner, outside
+
+    def adjust(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
+        """`logits` `[n, V]`, -inf outside the shared tokens, processed."""
+        adjusted = self._inner.adjust(logits.masked_fill(self._outside, 0.0), paths).masked_fill(self._outside, -torch.inf)
+        return torch.where(check_finite(adjusted)[:, None], adjusted, logits.to(adjusted.dtype))
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        """As the request's own."""
+        return self._inner.forced(most)
+
+
+def _num_allowed(processors: Processors | None, ids: Sequence[int], columns: Tensor) -> int:
+    """How many of the guesses `ids`, from the first, the request's processors do not ban; `columns` `[V]` is as wide as its logits."""
+    if processors is None or not ids:
+        return len(ids)
+    flat = torch.zeros(len(ids), columns.shape[0], device=columns.device)  # [n, V]
+    adjusted = processors.adjust(flat, [tuple(ids[:place]) for place in range(len(ids))])
+    banned = [place for place, token in enumerate(ids) if adjusted[place, token] == -torch.inf]
+    return banned[0] if banned else len(ids)
