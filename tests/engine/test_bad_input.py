@@ -97,8 +97,8 @@ def test_stop_in_every_form(stop: Any) -> None:
     [
         ({"drafter": "oracle"}, "drafter='oracle': choose one of draft_model, ngram, suffix, recycling, predicted, early_exit, or None"),
         ({"rule": "lucky"}, "rule='lucky': choose one of auto, greedy, rejection"),
-        ({"drafter": "ngram", "draft": "x"}, "draft='x': only drafter='draft_model' takes a draft"),
-        ({"draft": "x"}, "draft='x': only drafter='draft_model' takes a draft, not drafter=None"),
+        ({"drafter": "ngram", "draft": "x"}, "draft='x': only drafter='draft_model' takes it"),
+        ({"draft": "x"}, "draft='x': only drafter='draft_model' takes it, not drafter=None"),
         ({"num_draft": -1}, "num_draft=-1: must be at least 0"),
         ({"num_draft": 100_000}, "num_draft=100000: must be at least 0 and at most 1024"),
         ({"num_draft": "many"}, "num_draft='many': must be a whole number"),
