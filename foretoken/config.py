@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from foretoken.errors import ConfigError, InputError
 
-DRAFTERS: tuple[str, ...] = ("draft_model", "ngram", "suffix", "recycling", "predicted", "early_exit")
+DRAFTERS: tuple[str, ...] = ("draft_model", "ngram", "suffix", "recycling", "predicted", "early_exit", "lookahead")
 SAMPLERS: tuple[str, ...] = ("draft_model", "early_exit")  # drafters that draw from a law
 COMPOSITES: tuple[str, ...] = ()  # drafters that work with other drafters
 # What a part given by its name takes over from the configuration around it.
@@ -22,9 +22,12 @@ FIELDS_OF: Mapping[str, tuple[str, ...]] = {
     "suffix": ("corpus", "tenant"),
     "predicted": ("prediction",),
     "early_exit": ("exit_layer", "skip_layers", "draft_probability", "min_confidence", "draft_top_k"),
+    "lookahead": ("lookahead_window", "lookahead_ngram"),
 }
 QUANTISED: tuple[str, ...] = ("int8", "int4")
 DRAFT_DTYPES: tuple[str, ...] = ("auto", "bfloat16", "float16", "float32", *QUANTISED)
+# Eight rows: with a few guesses beside them about what a CPU runs at little more than the price of one.
+_LOOKAHEAD: Mapping[str, int] = {"lookahead_window": 4, "lookahead_ngram": 3}
 RULES: tuple[str, ...] = ("auto", "greedy", "rejection", "block", "coupled", "tree", "traversal", "typical")
 DRAFT_VOCABULARIES: tuple[str, ...] = ("auto", "same", "strings", "intersection")
 LOSSY_RULES: tuple[str, ...] = ("typical",)
@@ -176,6 +179,9 @@ class SpecConfig:
     Drafter `early_exit` is the target itself without some of its layers: its first `exit_layer` ones, or all but `skip_layers`
     (numbers from 0). "auto" learns from the answers how many, or which, give the most tokens per cost, and how far to guess.
 
+    Drafter `lookahead` has the target run `lookahead_window` columns of `lookahead_ngram` - 1 tokens each beside its guesses, and
+    collects runs of `lookahead_ngram` tokens from them: rows that cost what guesses cost (`stats.num_probed`).
+
     `parts` are the drafters that a composite drafter works with: names, or configurations of their own; a name takes over what is
     set here (`draft`, `corpus`, ...).
     """
@@ -196,6 +202,8 @@ class SpecConfig:
     exit_layer: int | Literal["auto"] = "auto"
     skip_layers: Sequence[int] | Literal["auto"] | None = None
     parts: Sequence[str | SpecConfig] = ()
+    lookahead_window: int = _LOOKAHEAD["lookahead_window"]
+    lookahead_ngram: int = _LOOKAHEAD["lookahead_ngram"]
 
     def __post_init__(self) -> None:
         if self.drafter is not None and self.drafter not in known_drafters():
@@ -221,6 +229,7 @@ class SpecConfig:
         self._check_drafting_less()
         self._check_texts()
         self._check_layers()
+        self._check_lookahead()
 
     @property
     def leaves(self) -> frozenset[str]:
@@ -228,6 +237,13 @@ class SpecConfig:
         if not self.parts:
             return frozenset() if self.drafter is None else frozenset({self.drafter})
         return frozenset(name for part in self.parts if isinstance(part, SpecConfig) for name in part.leaves)
+
+    @property
+    def num_probe(self) -> int:
+        """Rows beside its guesses that the drafter may want from the target in one round."""
+        if self.drafter == "lookahead":
+            return self.lookahead_window * (self.lookahead_ngram - 1)
+        return sum(part.num_probe for part in self.parts if isinstance(part, SpecConfig))
 
     def _needs(self, field: str, drafter: str) -> None:
         """Refuse `field` where `drafter` is not at work."""
@@ -265,6 +281,13 @@ class SpecConfig:
         for name in ("corpus", "tenant"):
             if getattr(self, name):
                 self._needs(name, "suffix")
+
+    def _check_lookahead(self) -> None:
+        _whole("lookahead_window", self.lookahead_window, low=1, high=64)
+        _whole("lookahead_ngram", self.lookahead_ngram, low=2, high=16)
+        for name, default in _LOOKAHEAD.items():
+            if getattr(self, name) != default:
+                self._needs(name, "lookahead")
 
     def _check_drafting_less(self) -> None:
         if self.draft_probability != "auto":

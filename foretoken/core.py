@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal, Protocol
 
 import torch
@@ -73,6 +74,8 @@ class BatchEntry:
     noise: Noise | None = None
     draft_probability: float = 1.0  # chance that a position is drafted at all
     takes_trees: bool = True  # whether the request's rule judges more than chains
+    num_probe: int = 0  # most probes the drafter may ask for, 0 included
+    probe_depth: int = 0  # deepest place of a probe behind the anchor (its child: 1); deeper ones would leave the context
 
     @property
     def round_start(self) -> int:
@@ -107,12 +110,45 @@ class Mass:
 
 
 @dataclass(frozen=True)
+class Probes:
+    """Tokens that drafters want run in the target's forward beside their guesses, P of them over B requests.
+
+    `tokens` [P] int64; `parents` [P] counted inside the request among its probes (-1 = anchor), parents before their children. No
+    rule judges a probe and nothing of it is committed: its drafter is shown what the target says behind it (`Feedback`).
+    """
+
+    tokens: Tensor
+    parents: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert self.offsets[0] == 0
+        assert self.offsets[-1] == len(self.parents) == self.tokens.shape[0]
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of probes of each request."""
+        return tuple(stop - start for start, stop in zip(self.offsets, self.offsets[1:], strict=False))
+
+    def rows_of(self, requests: Sequence[int]) -> list[int]:
+        """Places in `tokens` of some requests' probes, in the given order."""
+        return [row for b in requests for row in range(self.offsets[b], self.offsets[b + 1])]
+
+    def select(self, requests: Sequence[int]) -> Probes:
+        """The probes of some requests only, in the given order."""
+        rows = self.rows_of(requests)
+        tokens = self.tokens[torch.tensor(rows, dtype=torch.int64, device=self.tokens.device)]
+        offsets = (0, *accumulate(self.lengths[b] for b in requests))
+        return Probes(tokens, tuple(self.parents[row] for row in rows), offsets)
+
+
+@dataclass(frozen=True)
 class Draft:
     """Guesses for B requests, a tree each: `tokens` [N] int64, `parents` [N] counted inside the request (-1 = anchor).
 
     `sampled[i]` says that node i was drawn from its parent row's law in `mass`; otherwise it is a deterministic guess.
     Parents come before their children. `drafters[b]` names who guessed for request b; where several did, `sources` [N] names
-    the author of every node (None: the request's drafter).
+    the author of every node (None: the request's drafter). `probes` are no guesses and count nowhere as nodes.
     """
 
     tokens: Tensor
@@ -122,6 +158,7 @@ class Draft:
     sampled: tuple[bool, ...] = ()
     mass: Mass | None = None
     sources: tuple[str | None, ...] = ()
+    probes: Probes | None = None
 
     def __post_init__(self) -> None:
         assert self.offsets[0] == 0
@@ -130,6 +167,7 @@ class Draft:
         assert not self.sampled or len(self.sampled) == self.num_nodes
         assert not self.sources or len(self.sources) == self.num_nodes
         assert self.mass is not None or not any(self.sampled)
+        assert self.probes is None or len(self.probes.offsets) == len(self.offsets)
 
     @property
     def num_requests(self) -> int:
@@ -150,6 +188,11 @@ class Draft:
     def lengths(self) -> tuple[int, ...]:
         """Number of nodes of each request."""
         return tuple(stop - start for start, stop in zip(self.offsets, self.offsets[1:], strict=False))
+
+    @property
+    def probe_lengths(self) -> tuple[int, ...]:
+        """Number of probes of each request."""
+        return (0,) * self.num_requests if self.probes is None else self.probes.lengths
 
     def is_chain(self, request: int) -> bool:
         """Whether every node of `request` follows the one before it."""
@@ -206,12 +249,14 @@ class Draft:
             sampled=tuple(self.sampled[node] for node in nodes) if self.sampled else (),
             mass=mass,
             sources=tuple(self.sources[node] for node in nodes) if self.sources else (),
+            probes=None if self.probes is None else self.probes.select(requests),
         )
 
     def on(self, device: torch.device | str) -> Draft:
         """The same draft with its tensors on `device`."""
         mass = None if self.mass is None else replace(self.mass, laws=self.mass.laws.to(device))
-        return replace(self, tokens=self.tokens.to(device), mass=mass)
+        probes = None if self.probes is None else replace(self.probes, tokens=self.probes.tokens.to(device))
+        return replace(self, tokens=self.tokens.to(device), mass=mass, probes=probes)
 
     def rows_of(self, requests: Sequence[int]) -> list[int]:
         """Rows (anchor, then nodes) of some requests, in the given order."""
@@ -264,7 +309,18 @@ def merge_drafts(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]]
     flat = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64, device=device)
     mass = Mass(torch.cat(laws), tuple(law_of_row)) if laws else None
     mixed = tuple(sources) if any(source is not None for source in sources) else ()
-    return Draft(flat, tuple(parents), tuple(offsets), tuple(drafters), tuple(sampled) if mass else (), mass, mixed)
+    probes = _merge_probes(num_requests, parts)
+    return Draft(flat, tuple(parents), tuple(offsets), tuple(drafters), tuple(sampled) if mass else (), mass, mixed, probes)
+
+
+def _merge_probes(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]]) -> Probes | None:
+    """The probes of all parts, request after request; None where nobody probes."""
+    own = {b: draft.probes.select([local]) for requests, draft in parts if draft.probes is not None for local, b in enumerate(requests)}
+    if not own:
+        return None
+    each = [own[b] for b in sorted(own)]
+    offsets = (0, *accumulate(len(own[b].parents) if b in own else 0 for b in range(num_requests)))
+    return Probes(torch.cat([one.tokens for one in each]), tuple(parent for one in each for parent in one.parents), offsets)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def test_fields_of_the_public_configs() -> None:
         *("draft_dtype", "draft_vocabulary"),
         *("prediction", "corpus", "tenant"),
         *("exit_layer", "skip_layers"),
-        *("parts",),
+        *("parts", "lookahead_window", "lookahead_ngram"),
     ]
     assert {field.name for field in dataclasses.fields(SamplingParams)} == {
         *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "presence_penalty", "frequency_penalty"),

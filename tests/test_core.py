@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core import Draft, Mass, Verdict, empty_draft, merge_drafts
+from foretoken.core import Draft, Mass, Probes, Verdict, empty_draft, merge_drafts
 
 VOCAB = 5
 Part = tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...], list[tuple[float, ...] | None]]
@@ -112,3 +113,36 @@ def test_a_draft_that_does_not_add_up_is_refused(wrong: dict[str, object]) -> No
     good = {"tokens": torch.tensor([1, 2, 3]), "parents": (-1, 0, 1), "offsets": (0, 3), "drafters": ("d",)}
     with pytest.raises(AssertionError):
         Draft(**(good | wrong))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_probes_go_with_their_requests(seed: int) -> None:
+    """Through merging and taking apart; parts without probes among them, and requests without a part."""
+    dice = random.Random(seed)
+    num_requests = dice.randrange(1, 9)
+    owners = [dice.randrange(4) for _ in range(num_requests)]  # 0: nobody drafts, 1: without probes
+    own: dict[int, tuple[list[int], tuple[int, ...]]] = {}
+    parts = []
+    for owner in sorted(set(owners) - {0}):
+        members = [b for b in range(num_requests) if owners[b] == owner]
+        dice.shuffle(members)
+        draft = random_draft([dice.randrange(4) for _ in members], seed, False, "d")
+        if owner > 1:
+            for b in members:
+                count = dice.randrange(4)
+                own[b] = ([dice.randrange(VOCAB) for _ in range(count)], tuple(dice.randrange(-1, node) if node else -1 for node in range(count)))
+            tokens = torch.tensor([token for b in members for token in own[b][0]], dtype=torch.int64)
+            offsets = tuple(sum(len(own[b][0]) for b in members[:i]) for i in range(len(members) + 1))
+            draft = replace(draft, probes=Probes(tokens, tuple(parent for b in members for parent in own[b][1]), offsets))
+        parts.append((members, draft))
+    merged = merge_drafts(num_requests, parts).on("cpu")
+    assert merged.probe_lengths == tuple(len(own.get(b, ([], ()))[0]) for b in range(num_requests))
+    assert (merged.probes is None) == (not own)
+    chosen = [b for b in range(num_requests) if dice.random() < 0.7]
+    dice.shuffle(chosen)
+    for draft, requests in ((merged, range(num_requests)), (merged.select(chosen), chosen)):
+        for place, b in enumerate(requests):
+            if draft.probes is not None:
+                one = draft.probes.select([place])
+                assert (one.tokens.tolist(), one.parents) == own.get(b, ([], ()))
+        assert draft.num_rows == sum(draft.lengths) + len(requests)  # probes are no rows of R

@@ -36,6 +36,8 @@ def report(llm: LLM, output: GenerateOutput, show: bool, as_json: bool, streamed
     line = f"{stats.num_emitted} tokens in {stats.num_steps} steps, {stats.tokens_per_s:.1f} tokens/s, first token after {stats.ttft_s:.2f} s"
     if stats.num_drafted:
         line += f"; {stats.num_accepted} of {stats.num_drafted} guesses kept ({stats.acceptance_rate:.0%})"
+    if stats.num_probed:
+        line += f"; {stats.num_probed} rows of probes"
     if stats.lossy:
         line += f"; rule {stats.rule} is lossy: this is not the target's law"
     Console(stderr=True).print(line, style="dim", highlight=False, markup=False)

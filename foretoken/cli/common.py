@@ -46,6 +46,8 @@ def spec_config(
     corpus: str | None = None,
     exit_layer: str = "auto",
     skip_layers: str | None = None,
+    lookahead_window: int = SpecConfig.lookahead_window,
+    lookahead_ngram: int = SpecConfig.lookahead_ngram,
 ) -> SpecConfig:
     """`SpecConfig` from flags; a draft, a prediction, a corpus or layers without a drafter name the one that takes them.
 
@@ -73,6 +75,8 @@ def spec_config(
         corpus=corpus,
         exit_layer=_number_or_auto("exit_layer", exit_layer, int, "a whole number"),
         skip_layers=None if skip_layers is None else _layers(skip_layers),
+        lookahead_window=lookahead_window,
+        lookahead_ngram=lookahead_ngram,
     )
 
 

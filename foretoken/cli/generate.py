@@ -26,7 +26,7 @@ from foretoken.cli.common import (
     progress,
     spec_config,
 )
-from foretoken.config import SamplingParams
+from foretoken.config import SamplingParams, SpecConfig
 from foretoken.engine.llm import LLM
 from foretoken.errors import InputError, StorageError
 
@@ -49,6 +49,8 @@ def generate(
     corpus: Annotated[str | None, typer.Option(help="A text file to guess from, for --drafter suffix.")] = None,
     exit_layer: Annotated[str, typer.Option(help="Layers that draft, for --drafter early_exit: a number, or auto.")] = "auto",
     skip_layers: Annotated[str | None, typer.Option(help="Layers to draft without, for --drafter early_exit: 2,3,5, or auto.")] = None,
+    lookahead_window: Annotated[int, typer.Option(help="Columns of the window of --drafter lookahead.")] = SpecConfig.lookahead_window,
+    lookahead_ngram: Annotated[int, typer.Option(help="Length of the n-grams of --drafter lookahead.")] = SpecConfig.lookahead_ngram,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token; 1 samples the model's own law.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the smallest set of tokens that holds this probability.")] = 1.0,
@@ -116,6 +118,8 @@ def generate(
         corpus=corpus,
         exit_layer=exit_layer,
         skip_layers=skip_layers,
+        lookahead_window=lookahead_window,
+        lookahead_ngram=lookahead_ngram,
     )
     with progress(f"loading {target}"):
         llm = LLM(target, spec=spec, dtype=dtype, device=device, cache_tokens=cache_tokens, numerics=numerics, trace=trace)

@@ -23,6 +23,8 @@ class Feedback:
     logits: Tensor  # [R_step, V] after each request's processors
     rows: tuple[int, ...]
     taps: Mapping[int, Tensor] = field(default_factory=dict)  # by layer, each [R_step, D]
+    probe_logits: Tensor | None = None  # [P_step, V] the model's own behind every probe; None when none was run
+    probe_rows: tuple[int, ...] = ()  # places of the draft's own probes among them
 
     def top_tokens(self, count: int) -> Tensor:
         """The `count` likeliest tokens after every row, likeliest first: [R, count]."""
@@ -31,6 +33,12 @@ class Feedback:
     def tap(self, layer: int) -> Tensor:
         """The residual stream after `layer` layers at every row: [R, D]."""
         return self._own(self.taps[layer])
+
+    def after_probes(self) -> Tensor | None:
+        """The likeliest token after every probe of the draft: [P]; None when the target did not run them."""
+        if self.probe_logits is None:
+            return None
+        return self.probe_logits.argmax(-1)[torch.tensor(self.probe_rows, dtype=torch.int64, device=self.probe_logits.device)]
 
     def _own(self, tensor: Tensor) -> Tensor:
         return tensor[torch.tensor(self.rows, dtype=torch.int64, device=tensor.device)]
@@ -47,12 +55,16 @@ class Drafter(Protocol):
         """Take in a new request's prompt."""
 
     def propose(self, batch: Batch) -> Draft:
-        """Guess for every decoding entry of `batch`, at most `entry.num_draft` nodes each; B segments, empty ones allowed."""
+        """Guess for every decoding entry of `batch`, at most `entry.num_draft` nodes each; B segments, empty ones allowed.
+
+        Beside them `Draft.probes`, at most `entry.num_probe` each and none deeper than `entry.probe_depth`.
+        """
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         """Learn what the round emitted: `draft`, `verdict` and `feedback` are aligned with `batch.decoding`.
 
-        A request's nodes may be somebody else's guesses (a grammar's): what counts is what was emitted.
+        A request's nodes may be somebody else's guesses (a grammar's): what counts is what was emitted. Probes need not have
+        been run.
         """
 
     def finish(self, request_id: int) -> None:

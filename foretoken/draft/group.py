@@ -76,7 +76,8 @@ class DrafterGroup:
                 next_tokens=tuple(verdict.next_tokens[b] for b in indices),
                 next_kinds=tuple(verdict.next_kinds[b] for b in indices),
             )
-            own = replace(feedback, rows=tuple(draft.rows_of(indices)))
+            probe_rows = () if draft.probes is None else tuple(draft.probes.rows_of(indices))
+            own = replace(feedback, rows=tuple(draft.rows_of(indices)), probe_rows=probe_rows)
             self.drafters[key].commit(Batch(tuple(entries[b] for b in indices)), draft.select(indices), part, own)
             self.spent_s[key] = self.spent_s.get(key, 0.0) + time.perf_counter() - began
 

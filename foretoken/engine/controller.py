@@ -48,12 +48,13 @@ class Controller:
     def __init__(self) -> None:
         self.policy = BudgetPolicy()
         self._estimates: dict[int, _Estimate] = {}
+        self._num_probed: dict[int, int] = {}  # rows of probes that came with a request's last guesses
         self._draft_step_s = 0.0
         self._target_step_s = 0.0
 
     def plan(self, states: Sequence[RequestState]) -> list[DraftPlan]:
         """The plans of the next round of requests that decode in it."""
-        budgets = self.policy.plan([_wish(state) for state in states])
+        budgets = self.policy.plan([self._wish(state) for state in states])
         return [DraftPlan(budget, self._draft_probability(state, budget)) for state, budget in zip(states, budgets, strict=True)]
 
     def observe(
@@ -61,7 +62,8 @@ class Controller:
     ) -> None:
         """Learn from a round: `draft_s` is what each drafter took, `target_s` what the target's forward and the rules took."""
         if all(entry.decodes and len(entry.pending) == 1 for entry in batch.entries):
-            self.policy.observe_step(draft.num_rows, draft.num_nodes, target_s)
+            num_probed = sum(draft.probe_lengths)
+            self.policy.observe_step(draft.num_rows + num_probed, draft.num_nodes + num_probed, target_s)
         longest: dict[DrafterKey, int] = {}
         for b, entry in enumerate(batch.decoding):
             key = drafter_key(entry.request.spec)
@@ -69,6 +71,7 @@ class Controller:
                 self.policy.observe_rest(entry.request.request_id)
                 continue
             longest[key] = max(longest.get(key, 0), entry.num_draft)
+            self._num_probed[entry.request.request_id] = draft.probe_lengths[b]
             if GRAMMAR not in draft.authors(b):  # somebody else's guesses
                 chances = _emission_chances(draft, verdict, b)
                 parents = draft.parents[draft.offsets[b] : draft.offsets[b + 1]]
@@ -80,7 +83,15 @@ class Controller:
     def finish(self, request_id: int) -> None:
         """Forget a request."""
         self._estimates.pop(request_id, None)
+        self._num_probed.pop(request_id, None)
         self.policy.finish(request_id)
+
+    def _wish(self, state: RequestState) -> Wish:
+        """The first token is never drafted, see `Scheduler`."""
+        num_draft = state.request.spec.num_draft
+        most = max(0, min(MOST_NUM_DRAFT if num_draft == "auto" else num_draft, state.num_remaining - 1)) if state.origins else 0
+        num_probe = self._num_probed.get(state.request_id, 0)
+        return Wish(state.request_id, drafter_key(state.request.spec), most, num_draft == "auto", num_probe)
 
     def _draft_probability(self, state: RequestState, num_draft: int) -> float:
         spec = state.request.spec
@@ -105,13 +116,6 @@ class Controller:
                 laws = draft.mass.laws[[draft.mass.law_of_row[row] for row in rows]] / entry.draft_probability
                 overlaps = {a: float(torch.minimum(a * laws, target_probs[rows]).sum(-1).mean()) for a in _CANDIDATES}
                 self._estimates.setdefault(entry.request.request_id, _Estimate()).add(overlaps)
-
-
-def _wish(state: RequestState) -> Wish:
-    """The first token is never drafted, see `Scheduler`."""
-    num_draft = state.request.spec.num_draft
-    most = max(0, min(MOST_NUM_DRAFT if num_draft == "auto" else num_draft, state.num_remaining - 1)) if state.origins else 0
-    return Wish(state.request_id, drafter_key(state.request.spec), most, num_draft == "auto")
 
 
 def _emission_chances(draft: Draft, verdict: Verdict, b: int) -> list[float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from foretoken.config import QUANTISED, SpecConfig, know_drafter
 from foretoken.draft.base import Drafter
 from foretoken.draft.early_exit import EarlyExitDrafter
+from foretoken.draft.lookahead import LookaheadDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
@@ -87,6 +88,7 @@ _MAKERS: dict[str, Maker] = {
     "recycling": lambda factory, _spec: RecyclingDrafter(factory.target.vocab_size),
     "predicted": lambda _factory, _spec: PredictedDrafter(),
     "early_exit": _early_exit,
+    "lookahead": lambda _factory, _spec: LookaheadDrafter(),
 }
 
 

@@ -32,6 +32,7 @@ def emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdi
     gaps = [target.tie_gaps[row] for row in rows[:num_new] if target.tie_gaps[row] != float("inf")]
     stats = state.stats
     stats.count_round(draft.depths(b), min(num_new, len(verdict.accepted[b])), num_new, gaps)
+    stats.num_probed += draft.probe_lengths[b]
     stats.count_authors(draft.authors(b), verdict.paths[b][:num_new])
     stats.total_s = now - state.arrived_s
     if not first:

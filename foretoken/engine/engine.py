@@ -130,17 +130,19 @@ class Engine:
             self.target.commit(entry.request.request_id, len(entry.pending), verdict.paths[b])
         for entry in batch.entries[len(batch.decoding) :]:
             self.target.commit(entry.request.request_id, len(entry.pending))
-        self.drafters.commit(batch, draft, verdict, Feedback(target.processed, tuple(range(draft.num_rows)), target.taps))
+        feedback = Feedback(target.processed, tuple(range(draft.num_rows)), target.taps, target.probe_logits)
+        self.drafters.commit(batch, draft, verdict, feedback)
 
     def _observe(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
         """Share out the time the step took, and let the controller learn from it."""
         clock, drafted = self._clock, max(1, draft.num_nodes)
+        num_rows = draft.num_rows + sum(draft.probe_lengths)
         self.controller.observe(batch, draft, target.probs, verdict, self.drafters.spent_s, clock.verified - clock.proposed)
         for b, entry in enumerate(batch.decoding):
             stats = self.states[entry.request.request_id].stats
             stats.num_steps += 1
             stats.draft_s += (clock.proposed - clock.scheduled) * draft.lengths[b] / drafted
-            stats.verify_s += (clock.verified - clock.proposed) * (1 + draft.lengths[b]) / draft.num_rows
+            stats.verify_s += (clock.verified - clock.proposed) * (1 + draft.lengths[b] + draft.probe_lengths[b]) / num_rows
 
     def _emit(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> list[StepOutput]:
         outputs, now = [], time.perf_counter()
@@ -149,7 +151,7 @@ class Engine:
         for b, entry in enumerate(batch.decoding):
             state = self.states[entry.request.request_id]
             output = emit(state, draft, target, verdict, b, now)
-            self.stats.count(output, draft.lengths[b])
+            self.stats.count(output, draft.lengths[b], draft.probe_lengths[b])
             outputs.append(output)
             for watcher in self.watchers:
                 watcher.round(RoundView(entry, draft, verdict, b, output, self._clock))

@@ -40,8 +40,12 @@ class Scheduler:
         self.waiting.append(state)
 
     def worst_case_tokens(self, state: RequestState) -> int:
-        """Most cache a request can ever hold: guesses are clamped to what may still be emitted, so its whole course bounds it."""
-        return self.target.footprint_tokens(state.max_total_tokens)
+        """Most cache a request can ever hold: guesses are clamped to what may still be emitted, so its whole course bounds them.
+
+        Probes come on top as far as the whole cache has room for them; they also use what was promised for text yet to come.
+        """
+        spare = max(0, self.target.capacity_tokens - state.max_total_tokens)
+        return self.target.footprint_tokens(state.max_total_tokens + min(state.request.spec.num_probe, spare))
 
     def schedule(self) -> Batch:
         """The next batch: every running request that decodes, then prompt chunks, in order of arrival."""
@@ -101,6 +105,7 @@ class Scheduler:
         return sum(self._promised_tokens.values()) + lent + num_tokens <= self.target.capacity_tokens
 
     def _entry(self, state: RequestState, start: int, pending: tuple[int, ...], decodes: bool, plan: DraftPlan) -> BatchEntry:
+        num_probe = self._num_probe(state, plan)
         return BatchEntry(
             state.request,
             start,
@@ -111,7 +116,18 @@ class Scheduler:
             state.noise,
             plan.draft_probability,
             takes_trees(state.rule),
+            num_probe,
+            self.target.max_context_tokens - len(state.tokens) if num_probe else 0,
         )
+
+    def _num_probe(self, state: RequestState, plan: DraftPlan) -> int:
+        """Probes that fit behind the text and the guesses in what the request was promised; none for a request that does not guess.
+
+        Neighbours have no say in it: what probes find out changes later guesses, and so what a seed draws under most rules.
+        """
+        if not plan.num_draft:
+            return 0
+        return max(0, min(state.request.spec.num_probe, self._promised_tokens[state.request_id] - len(state.tokens) - plan.num_draft))
 
     def _decode_entries(self, states: Sequence[RequestState]) -> list[BatchEntry]:
         """No more guesses than can still be used: the round itself emits one token of the target's own.

@@ -14,7 +14,8 @@ class RequestStats:
 
     A step's draft time is shared among the requests that drafted in it by their drafted tokens, its verify time (the
     target's forward and the rule) among all by their rows. `drafted_at` and `accepted_at` count by draft position, `drafted_by`
-    and `accepted_by` by drafter.
+    and `accepted_by` by drafter. `num_probed` counts rows that the target ran for a drafter beside its guesses (`core.Probes`):
+    they cost what a guess costs and can never be accepted.
     `num_near_ties` counts greedy tokens whose two best logits were one rounding unit apart or less: only there can
     16-bit arithmetic make a speculative answer differ from a plain one; `near_tie_gap` is the widest such gap. `rule` is the
     rule by its resolved name; where `lossy` is true the answer does not have the target's law.
@@ -25,6 +26,7 @@ class RequestStats:
 
     num_steps: int = 0
     num_drafted: int = 0
+    num_probed: int = 0
     num_accepted: int = 0
     num_emitted: int = 0
     num_near_ties: int = 0
@@ -103,6 +105,7 @@ class RequestStats:
             "lossy": self.lossy,
             "num_steps": self.num_steps,
             "num_drafted": self.num_drafted,
+            "num_probed": self.num_probed,
             "num_accepted": self.num_accepted,
             "num_emitted": self.num_emitted,
             "num_near_ties": self.num_near_ties,
@@ -149,6 +152,7 @@ class EngineStats:
     num_finished: int = 0
     num_failed: int = 0
     num_drafted: int = 0
+    num_probed: int = 0
     num_accepted: int = 0
     num_emitted: int = 0
     schedule_s: float = 0.0
@@ -158,10 +162,11 @@ class EngineStats:
     rest_s: float = 0.0
     shadow: ShadowStats | None = None
 
-    def count(self, output: StepOutput, num_drafted: int) -> None:
-        """Add what one round gave to one request; a failed round drafted nothing that counts."""
+    def count(self, output: StepOutput, num_drafted: int, num_probed: int = 0) -> None:
+        """Add what one round gave to one request; a failed round drafted and probed nothing that counts."""
         self.num_failed += output.finish_reason == "error"
         self.num_finished += output.finish_reason in ("stop", "length")
         self.num_drafted += num_drafted if output.error is None else 0
+        self.num_probed += num_probed if output.error is None else 0
         self.num_accepted += sum(origin.kind == "accepted" for origin in output.origins)
         self.num_emitted += len(output.token_ids)

@@ -55,6 +55,7 @@ class Trace:
             drafter=draft.drafters[b],
             drafted=draft.tokens[nodes].tolist(),
             parents=list(draft.parents[nodes]),
+            num_probed=draft.probe_lengths[b],
             accepted=list(verdict.paths[b]),
             probabilities=[None if chance is None else round(chance, 6) for chance in chances],
             emitted=list(output.token_ids),

@@ -27,13 +27,15 @@ _PLAIN_EVERY = 128  # ... and again
 class Wish:
     """What a request brings into a round: its drafter (None: it does not draft now) and the most guesses it can use.
 
-    `is_open`: the number is left to the policy; otherwise `most` guesses are made.
+    `is_open`: the number is left to the policy; otherwise `most` guesses are made. `num_probe` rows beside the guesses come with
+    the first of them.
     """
 
     request_id: int
     drafter: Hashable | None
     most: int
     is_open: bool
+    num_probe: int = 0
 
     @property
     def drafts(self) -> bool:
@@ -72,7 +74,7 @@ class BudgetPolicy:
         return budgets
 
     def observe_step(self, num_rows: int, num_nodes: int, target_s: float) -> None:
-        """Take in a step in which nothing but decoding ran: `num_rows` rows, `num_nodes` of them guesses."""
+        """Take in a step in which nothing but decoding ran: `num_rows` rows, `num_nodes` of them guesses or probes."""
         self.target_cost.observe(num_rows, target_s)
         self._credit_s = min(self._credit_s + _PROBE_SHARE * target_s, _MOST_CREDIT_STEPS * target_s)
         self._steps_since_plain = self._steps_since_plain + 1 if num_nodes else 0
@@ -113,6 +115,7 @@ class BudgetPolicy:
             return Option(None)
         survival = self._by_request.get(wish.request_id) or self._by_drafter.get(wish.drafter) or Survival()
         drafted, emitted = survival.shares(wish.most)
+        drafted[0] += wish.num_probe
         return Option(wish.drafter, tuple(drafted), tuple(emitted), 0 if wish.is_open else wish.most)
 
     def _draft_s(self, drafter: Hashable, num_draft: int) -> float:
@@ -127,7 +130,8 @@ class BudgetPolicy:
             if budgets[b]:
                 continue
             loss_s = self._draft_s(options[b].drafter, _PROBE_NUM_DRAFT)
-            loss_s += max(0.0, self.target_cost.seconds(rows + _PROBE_NUM_DRAFT) - self.target_cost.seconds(rows))
+            tried = rows + _PROBE_NUM_DRAFT + wishes[b].num_probe
+            loss_s += max(0.0, self.target_cost.seconds(tried) - self.target_cost.seconds(rows))
             # A trial that gained is followed by others at once, on credit: whether it pays again should be known soon.
             overdraft_s = _MOST_DEBT_STEPS * self.target_cost.seconds(rows) if self._patience.get(wishes[b].request_id, 0) else 0.0
             if loss_s <= self._credit_s + overdraft_s:

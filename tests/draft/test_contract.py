@@ -16,6 +16,7 @@ from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.draft.layer_choice import ExitChoice
+from foretoken.draft.lookahead import LookaheadDrafter
 from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.engine.engine import Engine
 from foretoken.model.interface import Segment
@@ -27,8 +28,8 @@ from tests.helpers.scripted import ScriptedModel, recite
 from tests.helpers.specs import bare_drafter, key_of, spec_of
 from tests.helpers.watch import Watched, check_cache
 
-CASES = ("draft_model", "draft_model:int8", "draft_model:int4", "ngram", "suffix", "recycling", "predicted", "early_exit")
-TREES = ("ngram", "suffix", "recycling")
+CASES = ("draft_model", "draft_model:int8", "draft_model:int4", "ngram", "suffix", "recycling", "predicted", "early_exit", "lookahead")
+TREES = ("ngram", "suffix", "recycling", "lookahead")
 
 NUM_TOKENS = 24
 # Of every length from one token on, some with repeats, so that a lookup finds something.
@@ -227,6 +228,8 @@ def test_propose_gives_each_request_its_own_number(llm: LLM, watched: Watched, t
             llm.target.open(one.request.request_id)
             llm.target.forward(torch.tensor(prompt[:-1]), [Segment(one.request.request_id, len(prompt) - 1, (), 0)])
             llm.target.commit(one.request.request_id, len(prompt) - 1)
+        if isinstance(watched.inner, LookaheadDrafter):  # its pool knows two tokens at a time
+            watched.inner._requests[one.request.request_id].pool.add(8, (9, 5), in_text=True)
     draft = watched.propose(Batch(tuple(entries)))
     assert draft.lengths == tuple(i % 4 for i in range(7))
     again = watched.propose(Batch(tuple(entries[4:5])))

@@ -95,7 +95,7 @@ def test_stop_in_every_form(stop: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"drafter": "oracle"}, "drafter='oracle': choose one of draft_model, ngram, suffix, recycling, predicted, early_exit, or None"),
+        ({"drafter": "oracle"}, "drafter='oracle': choose one of draft_model, ngram, suffix, recycling, predicted, early_exit, lookahead, or None"),
         ({"rule": "lucky"}, "rule='lucky': choose one of auto, greedy, rejection"),
         ({"drafter": "ngram", "draft": "x"}, "draft='x': only drafter='draft_model' takes it"),
         ({"draft": "x"}, "draft='x': only drafter='draft_model' takes it, not drafter=None"),

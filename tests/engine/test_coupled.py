@@ -25,7 +25,7 @@ def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
     draft = str(pair.draft)
     return [
         *(SpecConfig("draft_model", draft, num_draft=n) for n in (1, 2, 3, 5, 8)),
-        *(SpecConfig(name, num_draft=n) for name in ("ngram", "suffix", "recycling") for n in (1, 4, 8)),
+        *(SpecConfig(name, num_draft=n) for name in ("ngram", "suffix", "recycling", "lookahead") for n in (1, 4, 8)),
         SpecConfig("predicted", prediction=PROMPTS[1] + PROMPTS[2]),
         *(SpecConfig("draft_model", draft, num_draft=4, draft_dtype=kind) for kind in ("int8", "int4")),
         SpecConfig("draft_model", draft, num_draft=4, draft_probability=0.5),

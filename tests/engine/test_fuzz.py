@@ -37,7 +37,10 @@ sampling = st.fixed_dictionaries(
     },
 )
 drafting = st.fixed_dictionaries(
-    {"drafter": st.sampled_from([None, "ngram", "draft_model", "draft_model", "early_exit"]), "rule": st.sampled_from([*RULES, *["auto"] * 4])},
+    {
+        "drafter": st.sampled_from([None, "ngram", "lookahead", "draft_model", "draft_model", "early_exit"]),
+        "rule": st.sampled_from([*RULES, *["auto"] * 4]),
+    },
     optional={
         "num_draft": st.one_of(st.integers(0, 20), st.just("auto")),
         "draft_probability": st.sampled_from([0.1, 0.6, "auto"]),

@@ -84,7 +84,7 @@ def test_every_rule_has_the_law(narrow: SimpleNamespace) -> None:
         "stop": [*model_specs("block", half, min_confidence=0.45), *model_specs("rejection", half, draft_top_k=2)],
         **{kind: [spec for rule in ("block", "tree") for spec in model_specs(rule, half, "low", draft_dtype=kind)] for kind in QUANTISED},
         "ngram": [SpecConfig("ngram", num_draft=3, rule=("rejection", "block", "tree", "coupled")[i % 4]) for i in range(NUM_REQUESTS)],
-        **{name: free_specs(name, NUM_REQUESTS) for name in ("suffix", "recycling", "predicted")},
+        **{name: free_specs(name, NUM_REQUESTS) for name in ("suffix", "recycling", "predicted", "lookahead")},
         "plain": [SpecConfig(rule=("block", "coupled")[i % 2]) for i in range(NUM_REQUESTS)],
     }
     asked = [pair for specs in groups.values() for pair in zip(seeded(BASE, len(specs)), specs, strict=True)]

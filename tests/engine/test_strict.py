@@ -26,6 +26,7 @@ def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
     return [
         *(SpecConfig("draft_model", draft, num_draft=n) for n in (1, 3, 8)),
         *(SpecConfig("ngram", num_draft=n) for n in (2, 6, 12)),
+        SpecConfig("lookahead", num_draft=4),
         SpecConfig(),
     ]
 
@@ -52,8 +53,9 @@ def test_speculative_answers_are_the_plain_ones(
 def test_logprobs_are_bitwise_the_same(strict: LLM, pair: SimpleNamespace) -> None:
     params = SamplingParams(max_tokens=32, logprobs=3, ignore_eos=True)
     plain = strict.generate(PROMPTS[:4], params)
-    drafted = strict.generate(PROMPTS[:4], params, SpecConfig("draft_model", str(pair.draft), num_draft=5))
-    assert [out.logprobs for out in drafted] == [out.logprobs for out in plain]
+    for spec in (SpecConfig("draft_model", str(pair.draft), num_draft=5), SpecConfig("lookahead", num_draft=5)):
+        drafted = strict.generate(PROMPTS[:4], params, spec)
+        assert [out.logprobs for out in drafted] == [out.logprobs for out in plain]
 
 
 def test_the_reference_target_in_bfloat16() -> None:

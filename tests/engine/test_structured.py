@@ -21,7 +21,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 DRAFT = "reference:draft"
-SPECS = [SpecConfig(), SpecConfig("draft_model", DRAFT, num_draft=4), SpecConfig("ngram", num_draft=6)]
+SPECS = [SpecConfig(), SpecConfig("draft_model", DRAFT, num_draft=4), SpecConfig("ngram", num_draft=6), SpecConfig("lookahead", num_draft=5)]
 PROMPTS = ["def main():\n    return ", "class Parser:\n    "]
 
 

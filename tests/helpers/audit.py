@@ -8,6 +8,7 @@ from typing import Any
 
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
+from foretoken.draft.lookahead import LookaheadDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
 from foretoken.draft.predicted import PredictedDrafter
@@ -25,6 +26,7 @@ KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
     NgramDrafter: lambda drafter: drafter._indexes,
     SuffixDrafter: lambda drafter: drafter._indexes or drafter._requests,
     PredictedDrafter: lambda drafter: drafter._cursors,
+    LookaheadDrafter: lambda drafter: drafter._requests,
     RecyclingDrafter: lambda drafter: None,  # the matrix is everybody's
     DraftModelDrafter: lambda drafter: drafter._pending or open_sequences(drafter.model),
     EarlyExitDrafter: lambda drafter: drafter._recent,

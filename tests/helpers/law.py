@@ -19,6 +19,7 @@ from foretoken.config import QUANTISED
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterGroup
+from foretoken.draft.lookahead import LookaheadDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
@@ -97,6 +98,7 @@ def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None
         key_of("recycling"): RecyclingDrafter(VOCAB),
         key_of("predicted"): PredictedDrafter(),
         key_of("early_exit"): EarlyExitDrafter(target),
+        key_of("lookahead"): LookaheadDrafter(),
     }
     return Engine(target, drafters, limits=limits or SchedulerConfig(64, 200), eos_token_ids=(EOS,))
 

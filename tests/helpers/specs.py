@@ -10,6 +10,7 @@ from foretoken.draft.base import Drafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterKey, drafter_key
+from foretoken.draft.lookahead import LookaheadDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
@@ -43,7 +44,7 @@ def key_of(name: str, draft: str | None = None) -> DrafterKey:
 
 def bare_drafter(name: str, draft: LanguageModel, vocab_size: int) -> Drafter:
     """A drafter outside an `LLM`."""
-    made = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "predicted": PredictedDrafter}
+    made = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "predicted": PredictedDrafter, "lookahead": LookaheadDrafter}
     if name.startswith("draft_model"):
         return DraftModelDrafter(draft)
     if name == "early_exit":  # `draft` is the target itself

@@ -11,6 +11,7 @@ from foretoken.core import Batch, Draft, Request, Verdict
 from foretoken.draft.base import Drafter, Feedback, Taps
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
+from foretoken.draft.lookahead import MOST_CONTINUATIONS, MOST_TOKENS, LookaheadDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
 from foretoken.draft.predicted import PredictedDrafter
@@ -28,7 +29,7 @@ class Watched:
     def __init__(self, inner: Drafter, vocab_size: int) -> None:
         self.inner, self.name, self.vocab_size = inner, inner.name, vocab_size
         self.texts: dict[int, list[int]] = {}
-        self.num_drafted = self.num_full_rounds = self.num_trees = 0
+        self.num_drafted = self.num_full_rounds = self.num_trees = self.num_probed = 0
 
     def start(self, request: Request) -> None:
         self.texts[request.request_id] = list(request.prompt_ids)
@@ -40,6 +41,7 @@ class Watched:
         draft = self.inner.propose(batch)
         check_draft(draft, batch, self.name, self.vocab_size)
         self.num_drafted += draft.num_nodes
+        self.num_probed += sum(draft.probe_lengths)
         self.num_trees += sum(not draft.is_chain(b) for b in range(draft.num_requests))
         return draft
 
@@ -75,6 +77,7 @@ def check_draft(draft: Draft, batch: Batch, name: str, vocab_size: int) -> None:
         assert entry.takes_trees or draft.is_chain(b), "the rule takes chains only"
         siblings = list(zip(own, draft.tokens[draft.offsets[b] : draft.offsets[b + 1]].tolist(), strict=True))
         assert len(set(siblings)) == len(siblings), "one guess stands twice"
+        check_probes(draft, b, entry.num_probe, entry.probe_depth, vocab_size)
     if draft.mass is None:
         return
     laws = draft.mass.laws
@@ -87,6 +90,31 @@ def check_draft(draft: Draft, batch: Batch, name: str, vocab_size: int) -> None:
             law = draft.mass.law_of_row[draft.parent_rows[node]]
             assert law >= 0
             assert laws[law, draft.tokens[node]] > 0, "a token outside the law it was drawn from"
+
+
+def check_probes(draft: Draft, b: int, num_probe: int, probe_depth: int, vocab_size: int) -> None:
+    """As many as allowed, a tree of their own, none beyond the context."""
+    assert draft.probe_lengths[b] <= num_probe
+    if not draft.probe_lengths[b]:
+        return
+    assert draft.probes is not None
+    one = draft.probes.select([b])
+    assert all(0 <= token < vocab_size for token in one.tokens.tolist())
+    depths: list[int] = []
+    for node, parent in enumerate(one.parents):
+        assert -1 <= parent < node
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    assert max(depths) <= probe_depth
+
+
+def check_lookahead_state(drafter: LookaheadDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
+    """The end of the text is known, the window is whole, the pool holds no more than it may and the text's last n-gram."""
+    state = drafter._requests[sequence]
+    span = state.window.depth + 1
+    assert list(state.recent) == text[-span:]
+    assert [len(column) for column in state.window.columns] == [state.window.depth] * state.window.width
+    assert state.pool.num_tokens <= MOST_TOKENS
+    assert all(len(own) <= MOST_CONTINUATIONS for own in state.pool._found.values())
 
 
 def check_index_state(drafter: NgramDrafter | SuffixDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
@@ -153,6 +181,7 @@ STATE_CHECKS: dict[type, Callable[[Any, int, list[int], int, int], None]] = {
     SuffixDrafter: check_index_state,
     PredictedDrafter: check_predicted_state,
     RecyclingDrafter: check_recycling_state,
+    LookaheadDrafter: check_lookahead_state,
     DraftModelDrafter: check_draft_model_state,
     EarlyExitDrafter: check_early_exit_state,
     OtherVocabularyDrafter: check_other_vocabulary_state,
