@@ -111,7 +111,12 @@ class Profile:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {"format": FORMAT, **asdict(self)}
+        return {"format": FORMAT, "fingerprint": self.fingerprint, **asdict(self)}
+
+    @property
+    def fingerprint(self) -> str:
+        """See `fingerprint`."""
+        return fingerprint(self.machine, self.target, self.versions)
 
 
 def profile_from_mapping(raw: object) -> Profile:

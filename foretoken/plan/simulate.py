@@ -10,7 +10,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from foretoken.errors import CapacityError, ConfigError, InputError
 from foretoken.plan.arrivals import Chances, Job
@@ -18,7 +17,7 @@ from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy, Wish
 from foretoken.plan.profile import Profile
 
 PLAIN = "plain"
-Dispatch = Literal["round_robin", "least_loaded"]
+DISPATCHES = ("round_robin", "least_loaded")
 
 
 @dataclass(frozen=True)
@@ -249,13 +248,13 @@ class Fleet:
     """Engines that share the arrivals: each request goes to the next one in turn, or to the one with the fewest unfinished."""
 
     replicas: int = 1
-    dispatch: Dispatch = "round_robin"
+    dispatch: str = "round_robin"
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
             raise ConfigError("replicas", self.replicas, "must be at least 1")
-        if self.dispatch not in ("round_robin", "least_loaded"):
-            raise ConfigError("dispatch", self.dispatch, "choose round_robin or least_loaded")
+        if self.dispatch not in DISPATCHES:
+            raise ConfigError("dispatch", self.dispatch, f"choose one of {', '.join(DISPATCHES)}")
 
 
 @dataclass(frozen=True)
