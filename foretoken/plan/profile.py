@@ -2,7 +2,7 @@
 
     step = rows(decoding rows)                                       one request, a short text
          + chunk(decoding rows + prompt rows) - chunk(decoding rows)  where prompts run along
-         + batch(requests) - rows(requests)                           what several requests cost beyond as many rows of one
+         + batch(requests) - rows(requests), each beyond its first    what several requests cost beyond as many rows of one
          + sum over requests of context(tokens) - context(short)      what a longer past costs to read
 
 Between measured points a curve is a straight line, before the first flat, beyond the last it goes on at its last slope.
@@ -102,10 +102,10 @@ class Profile:
         if prompt_tokens:
             alone = not decode_rows
             seconds += self.chunk.seconds(prompt_tokens) if alone else self.chunk.beyond(decode_rows + prompt_tokens, decode_rows)
-        if len(contexts) > 1 and self.batch.points:
-            seconds += max(0.0, self.batch.seconds(len(contexts)) - self.rows.seconds(len(contexts)))
+        if len(contexts) > 1:  # differences within a curve: a machine's mood changes from one curve to the next
+            seconds += max(0.0, self.batch.beyond(len(contexts), 1) - self.rows.beyond(len(contexts), 1))
         if self.context.points:
-            short = self.context.points[0][0]
+            short, _ = self.context.points[0]
             seconds += sum(self.context.beyond(tokens, short) for tokens in contexts if tokens > short)
         return seconds
 

@@ -149,7 +149,7 @@ def test_medians_and_the_drafters_own_time(pair: SimpleNamespace, monkeypatch: p
     bench = module._Bench(target, 0, time.perf_counter() + 600, 600.0, lambda *_: None)
     found = bench.step_times("x", module.Work(1, 32, 2))
     assert (found.prompt_s, found.step_s, found.draft_s) == ((7.0,), (4.5, 0.5, 8.5), (0.5,) * 3)
-    times = iter([7.0] + [5.0, 1.0, 9.0])
+    times = iter([7.0, 5.0, 1.0, 9.0])
     assert bench.curve("x", (3,), lambda rows: module.Work(1, 32, rows - 1)) == Curve(((3, 4.5),))
 
 
