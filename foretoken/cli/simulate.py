@@ -22,6 +22,7 @@ from foretoken.plan.simulate import PLAIN, Fleet, Limits, Setting, parse_setting
 from foretoken.plan.simulate import simulate as run_simulation
 
 _POISSON = "poisson:"
+_MIN_WIDTH = 120  # below this the table would be cut to nothing; a narrower terminal wraps its lines
 _NUM_REQUESTS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 200, "256", "128"
 
 
@@ -133,6 +134,8 @@ def _read_json(field: str, path: Path) -> Any:  # noqa: ANN401 - whatever the fi
 
 def _print(rows: list[Outcome], profile: Profile) -> None:
     console = Console()
+    if console.width < _MIN_WIDTH:
+        console.width = _MIN_WIDTH
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("setting", "tok/s", "first token", "p95", "per token", "p95", "whole answer", "p95", "busy", "there", "tok/step", "price/M"):
         table.add_column(name, justify="left" if name == "setting" else "right")
@@ -143,7 +146,7 @@ def _print(rows: list[Outcome], profile: Profile) -> None:
         table.add_row(row.setting, f"{row.tokens_per_s:.4g}", *map(_time, times), *shares, price)
     console.print(table)
     plain = next((row for row in rows if row.setting == PLAIN), None)
-    if plain is not None and plain.tokens_per_s > 0:
+    if plain is not None and plain.tokens_per_s > 0 and len(rows) > 1:
         console.print(
             "against plain: " + ", ".join(f"{row.setting} {row.tokens_per_s / plain.tokens_per_s:.2f}x" for row in rows if row is not plain),
             highlight=False,
