@@ -6,11 +6,12 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from foretoken import SamplingParams, SpecConfig
+from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.core import Batch, Draft, Request, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup, drafter_key
@@ -23,6 +24,7 @@ from foretoken.plan.outcome import outcome
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.plan.simulate import Course, Fleet, Limits, Setting, Step, parse_setting, simulate
 from tests.helpers.audit import KEPT_BY_DRAFTER
+from tests.helpers.checkpoints import token_ids
 from tests.helpers.scripted import ScriptedModel
 
 VOCAB = 64
@@ -174,6 +176,32 @@ def test_all_or_nothing_at_one_second_a_step(chance: float, num_draft: int) -> N
 def test_every_step_is_the_engines(seed: int, setting: Setting, limits: Limits) -> None:
     """Mixed lengths and chances, prompts in chunks, full batches and caches, the controller's own choices: no step differs."""
     compare(CURVED, mixed_jobs(12, seed), setting, limits)
+
+
+@pytest.mark.filterwarnings("ignore:the draft has")
+@pytest.mark.parametrize("num_draft", [0, 3])
+def test_a_real_model_that_drafts_for_itself(pair: SimpleNamespace, num_draft: int) -> None:
+    """A tiny checkpoint as its own draft keeps every guess: steps and tokens are those simulated with acceptance 1, blocks of 32 included."""
+    jobs = [Job(float(i // 2), 3 + 9 * i, 6 + i, (1.0,)) for i in range(8)]
+    steps: list[Step] = []
+    simulate(UNIT, jobs, Setting("ngram", num_draft), Limits(4, 40, cache_tokens=256), watch=steps.append)
+    spec = SpecConfig("draft_model", str(pair.target), num_draft=num_draft) if num_draft else SpecConfig()
+    with LLM(pair.target, spec, dtype="float32", cache_tokens=256, max_batch_size=4, max_prompt_tokens=40) as llm:
+        coming, emitted = list(jobs), []
+        while coming or llm.engine.has_work:
+            while coming and coming[0].arrival_s <= len(emitted):
+                job = coming.pop(0)
+                llm.submit(token_ids(job.prompt_tokens, seed=job.prompt_tokens), SamplingParams(max_tokens=job.output_tokens, ignore_eos=True), spec)
+            emitted.append(tuple((o.request_id, len(o.token_ids)) for o in llm.step()))
+    assert emitted == [step.emitted for step in steps]
+    assert len(emitted) == rounds_of_the_last(jobs, num_draft, emitted)
+
+
+def rounds_of_the_last(jobs: Sequence[Job], num_draft: int, emitted: Sequence[tuple[tuple[int, int], ...]]) -> int:
+    """Rounds of the request that ended last, and the steps before its first: a count that does not come from the simulator."""
+    last = emitted[-1][0][0]
+    first = next(i for i, pairs in enumerate(emitted) if last in dict(pairs))
+    return first + 1 + -(-(jobs[last].output_tokens - 1) // (1 + num_draft))
 
 
 def test_whole_blocks_are_promised() -> None:
