@@ -140,7 +140,7 @@ def test_cli_options_are_those_on_the_list() -> None:
     assert found == listed, f"write the new list to {OPTIONS_FILE.name}:\n" + "\n".join(sorted(set(found) ^ set(listed)))
 
 
-@pytest.mark.parametrize("verb", ["demo", "generate", "bench", "widen", "models", "train lm"])
+@pytest.mark.parametrize("verb", ["demo", "generate", "bench", "plan", "simulate", "widen", "models", "train lm"])
 def test_every_verb_speaks_json(verb: str) -> None:
     assert f"foretoken {verb} --json" in OPTIONS_FILE.read_text().splitlines()
 

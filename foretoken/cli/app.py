@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from foretoken.cli import audit, bench, demo, generate, models, settings, train, widen
+from foretoken.cli import audit, bench, demo, generate, models, plan, settings, simulate, train, widen
 from foretoken.errors import ForetokenError
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
 app.command("bench")(bench.bench)
 app.command("audit")(audit.audit)
+app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
 app.command("widen")(widen.widen)
 app.command("models")(models.models)
 app.add_typer(train.app, name="train")

@@ -8,21 +8,26 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
 from foretoken.bench.drafting import parse_drafters
 from foretoken.bench.offline import BenchOptions, run_bench
 from foretoken.bench.peers import EVERY, KINDS
+from foretoken.bench.profile import ProfileOptions, print_profile, run_profile, write_profile
 from foretoken.bench.prompts import ALL
-from foretoken.bench.report import print_report
+from foretoken.bench.report import check_folder, check_name, print_report
 from foretoken.bench.workload import SLICES
-from foretoken.cli.common import AllowLossyOption, DeviceOption, DraftOption, DtypeOption, JsonOption, TargetOption
+from foretoken.cli.common import AllowLossyOption, DeviceOption, DraftOption, DtypeOption, JsonOption, TargetOption, print_json
 from foretoken.config import DRAFTERS, RULES
 from foretoken.errors import ConfigError
 
+_PROFILE_OPTIONS = frozenset({"profile", "target", "draft", "drafters", "dtype", "device", "threads", "out", "name", "seed", "as_json"})
 _DEFAULT = BenchOptions(target="reference:target", draft="reference:draft")
 
 
 def bench(
+    context: typer.Context,
     target: TargetOption = "reference:target",
     draft: DraftOption = None,
     drafters: Annotated[
@@ -46,6 +51,9 @@ def bench(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     threads: Annotated[int | None, typer.Option(help="Threads for every engine; without it, torch's own number.")] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Only measure what steps and drafters cost, for `foretoken simulate`; under a minute.")
+    ] = False,
     peers: Annotated[bool, typer.Option("--peers", help="Also run transformers, and llama.cpp if FORETOKEN_LLAMA_CPP names its folder.")] = False,
     peer_drafters: Annotated[str, typer.Option(help=f"Which of the other engines' ways to speculate to run: {', '.join(KINDS)}; or all.")] = EVERY,
     peer_num_drafts: Annotated[str, typer.Option(help="Numbers of guesses the other engines are swept over.")] = "2,3,4,5,6,7,8",
@@ -59,6 +67,9 @@ def bench(
     names = _words(drafters)
     if draft is None and target == "reference:target" and any("draft" in choice.needs for choice in parse_drafters(names)):
         draft = "reference:draft"
+    if profile:
+        _measure_profile(context, target, draft, names, dtype, device, threads, out, name, seed, as_json)
+        return
     options = BenchOptions(
         target=target,
         draft=draft,
@@ -90,6 +101,51 @@ def bench(
         print_report(report)
     else:
         typer.echo(report.json_line())
+
+
+def _measure_profile(
+    context: typer.Context,
+    target: str,
+    draft: str | None,
+    drafters: tuple[str, ...],
+    dtype: str,
+    device: str,
+    threads: int | None,
+    out: Path | None,
+    name: str,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """The short measurement behind `simulate`; options of the long one are refused."""
+    given = [str(p.name) for p in context.command.params if _was_given(context, str(p.name))]
+    for other in given:
+        if other not in _PROFILE_OPTIONS:
+            raise ConfigError(other, context.params[other], f"does not go with --profile, which takes {', '.join(sorted(_PROFILE_OPTIONS))}")
+    choices = parse_drafters(drafters)
+    if "drafters" not in given and draft is None:
+        choices = tuple(choice for choice in choices if "draft" not in choice.needs)
+    check_name(name)
+    if out is not None:
+        check_folder(out)
+    options = ProfileOptions(target, draft, choices, dtype, device, threads, seed=seed)
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("measuring", total=1.0)
+        found = run_profile(
+            options,
+            command=shlex.join(["foretoken", *sys.argv[1:]]),
+            tell=lambda words, share: bar.update(task, completed=share, description=words),
+        )
+    file = None if out is None else write_profile(found, out, "profile" if "name" not in given else name)
+    if as_json:
+        print_json(found.as_dict() | {"file": None if file is None else str(file)})
+    else:
+        print_profile(found, file)
+
+
+def _was_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _words(text: str) -> tuple[str, ...]:

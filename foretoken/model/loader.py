@@ -152,6 +152,11 @@ class Weights:
         """Names of all tensors."""
         return list(self._file_of)
 
+    @property
+    def own_names(self) -> list[str]:
+        """Names without the tables that our decoder computes anyway."""
+        return [name for name in self._file_of if not _HARMLESS.search(name)]
+
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 

@@ -61,7 +61,7 @@ def open_model(
     """
     if numerics not in NUMERICS:
         raise ConfigError("numerics", numerics, f"choose one of {', '.join(NUMERICS)}")
-    place = _device(device)
+    place = open_device(device)
     config = native_config(folder)
     if numerics == "strict" and weights != "auto":
         raise ConfigError("weights", weights, "quantised weights have no strict numerics; use numerics='default'")
@@ -113,7 +113,12 @@ def _cache_tokens(config: ModelConfig, weight: torch.Tensor, wanted: int | None)
     return max(DEFAULT_BLOCK_SIZE, min(fits, 32 * config.max_context_tokens))
 
 
-def _device(name: str) -> torch.device:
+def open_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is the first GPU, or the CPU where there is none.
+
+    Raises:
+        ConfigError: not a device of this machine.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

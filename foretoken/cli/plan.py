@@ -1,0 +1,206 @@
+"""`foretoken plan`: what fits into the memory there is, before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from foretoken.cli.common import DeviceOption, DtypeOption, JsonOption, NumDraftOption, TargetOption, print_json
+from foretoken.errors import CapacityError, ConfigError, InputError, MismatchError, StorageError
+from foretoken.model.footprint import shape_of
+from foretoken.model.open import model_folder, open_device
+from foretoken.plan.memory import Account, Budget, Load, ModelShape, account, contexts_to_show, fitting, largest_batch
+from foretoken.plan.policy import MOST_NUM_DRAFT
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_DEFAULT_CONTEXT_TOKENS = 4096
+_PARTS = {
+    "target's weights": "weight_bytes",
+    "draft's weights": "draft_weight_bytes",
+    "target's cache": "kv_bytes",
+    "draft's cache": "draft_kv_bytes",
+    "a step": "workspace_bytes",
+    "together": "total_bytes",
+}
+
+
+def plan(
+    target: TargetOption = "reference:target",
+    draft: Annotated[list[str] | None, typer.Option(help="A draft model; give it several times to see which ones fit.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory to plan with, such as 24GiB; without it, what this machine has free now.")] = None,
+    reserve: Annotated[float, typer.Option(help="Share of the memory that stays free.")] = 0.2,
+    batch: Annotated[int, typer.Option(help="Requests at once.")] = 1,
+    context: Annotated[int | None, typer.Option(help="Tokens of a request, prompt and answer together; 4096, or the model's own if less.")] = None,
+    num_draft: NumDraftOption = "auto",
+    max_prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens that a step takes.")] = 512,
+    dtype: DtypeOption = "auto",
+    draft_dtype: Annotated[str, typer.Option(help="Number format of the drafts; auto is what --dtype says.")] = "auto",
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Say what weights, caches and a step take, and which batch and context fit; exit code 1 if what was asked for does not.
+
+    Reads config.json and the headers of the safetensors, no weights.
+    """
+    if draft_dtype != "auto" and not draft:
+        raise ConfigError("draft_dtype", draft_dtype, "there is no draft: name one with --draft, or leave it out")
+    place = open_device(device)
+    budget = Budget(available_bytes(place) if memory is None else parse_bytes(memory), _share(reserve))
+    shape = shape_of(model_folder(target), target, dtype, place.type)
+    drafts = [shape_of(model_folder(name), name, dtype if draft_dtype == "auto" else draft_dtype, place.type) for name in draft or []]
+    for one in drafts:
+        if one.vocab_size != shape.vocab_size:
+            raise MismatchError(f"draft {one.name!r} has a vocabulary of {one.vocab_size} tokens, the target one of {shape.vocab_size}")
+    load = Load(
+        batch=_at_least_one("batch", batch),
+        context_tokens=_context(context, shape),
+        num_draft=_num_draft(num_draft),
+        max_prompt_tokens=_at_least_one("max_prompt_tokens", max_prompt_tokens),
+    )
+    candidates: list[ModelShape | None] = [*drafts] if drafts else [None]
+    rows = [_row(shape, one, load, budget) for one in candidates]
+    contexts = contexts_to_show(shape, load.context_tokens)
+    best = next((one for one, row in zip(candidates, rows, strict=True) if row["fits"]), candidates[0])
+    grid = fitting(shape, best, load, budget, _BATCHES, contexts)
+    report = {
+        "target": target,
+        "device": str(place),
+        "memory_bytes": budget.memory_bytes,
+        "usable_bytes": budget.usable_bytes,
+        "load": asdict(load),
+        "cache_tokens": load.batch * shape.cache_tokens(load.context_tokens),
+        "rows": rows,
+        "table_draft": None if best is None else best.name,
+        "missing_bytes_by_context_and_batch": grid,
+    }
+    if as_json:
+        print_json(report)
+    else:
+        _print(report, grid, rows)
+    if not any(row["fits"] for row in rows):
+        row = min(rows, key=lambda row: int(str(row["missing_bytes"])))
+        with_draft = "" if row["draft"] is None else f" with draft {row['draft']}"
+        raise CapacityError(
+            f"{load.batch} x {load.context_tokens} tokens of {target}{with_draft} need {row['total_bytes']} bytes, and of {budget.memory_bytes} "
+            f"{budget.usable_bytes} may be used: {row['missing_bytes']} bytes are missing; at this length {row['largest_batch']} requests fit"
+        )
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "24GiB", "16 GB" or a plain number.
+
+    Raises:
+        InputError: no number, or an unknown unit.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found.group(2).lower() not in _UNITS:
+        raise InputError("memory", text, "give a size such as 24GiB, 16GB or 512MiB")
+    return int(float(found.group(1)) * _UNITS[found.group(2).lower()])
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free memory now: of the GPU, or of this machine within the limit of its control group.
+
+    Raises:
+        StorageError: the system does not say; `--memory` does.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    if found is None:
+        raise StorageError("this system does not tell how much memory is free; say it with --memory")
+    free = int(found.group(1)) * 1024
+    limit, used = (_control_group(name) for name in ("memory.max", "memory.current"))
+    return free if limit is None or used is None else min(free, max(0, limit - used))
+
+
+def _control_group(name: str) -> int | None:
+    """A number of this process's control group (cgroup v2); None where there is none or no limit."""
+    try:
+        text = (Path("/sys/fs/cgroup") / name).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _row(target: ModelShape, draft: ModelShape | None, load: Load, budget: Budget) -> dict[str, object]:
+    """One choice of draft: its account, and what it leaves room for."""
+    needed: Account = account(target, draft, load)
+    missing = budget.missing_bytes(needed)
+    return {
+        "draft": None if draft is None else draft.name,
+        "fits": missing == 0,
+        "missing_bytes": missing,
+        "total_bytes": needed.total_bytes,
+        "largest_batch": largest_batch(target, draft, load, budget),
+        **asdict(needed),
+    }
+
+
+def _print(report: dict[str, object], grid: dict[int, dict[int, int]], rows: list[dict[str, object]]) -> None:
+    console = Console()
+    console.print(
+        f"{report['device']}: {_size(report['memory_bytes'])}, of which {_size(report['usable_bytes'])} may be used", highlight=False, markup=False
+    )
+    parts = Table("", *(f"draft {row['draft'] or 'none'}" for row in rows), box=box.SIMPLE_HEAD)
+    for words, name in _PARTS.items():
+        parts.add_row(words, *(_size(row[name]) for row in rows))
+    parts.add_row("fits", *("yes" if row["fits"] else f"no, {_size(row['missing_bytes'])} missing" for row in rows))
+    parts.add_row("requests of this length that fit", *(str(row["largest_batch"]) for row in rows))
+    console.print(parts)
+    title = f"requests at once (across) of so many tokens (down): what is missing; draft {report['table_draft'] or 'none'}"
+    table = Table("", *map(str, _BATCHES), title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for context, cells in grid.items():
+        table.add_row(str(context), *("fits" if not missing else _size(missing) for missing in cells.values()))
+    console.print(table)
+    console.print(f"to run it: --cache-tokens {report['cache_tokens']}", highlight=False, markup=False)
+
+
+def _size(count: object) -> str:
+    """Bytes for the eye."""
+    value = float(str(count))
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+def _context(context: int | None, target: ModelShape) -> int:
+    if context is None:
+        return min(_DEFAULT_CONTEXT_TOKENS, target.max_context_tokens)
+    if not 1 <= context <= target.max_context_tokens:
+        raise InputError("context", context, f"{target.name} takes 1 to {target.max_context_tokens} tokens")
+    return context
+
+
+def _num_draft(value: str) -> int:
+    if value == "auto":
+        return MOST_NUM_DRAFT
+    if not value.isdigit() or int(value) > 1024:
+        raise InputError("num_draft", value, "must be a whole number from 0 to 1024, or auto")
+    return int(value)
+
+
+def _share(value: float) -> float:
+    if not 0 <= value < 1:
+        raise InputError("reserve", value, "must be a share from 0 to below 1")
+    return value
+
+
+def _at_least_one(field: str, value: int) -> int:
+    if value < 1:
+        raise InputError(field, value, "must be at least 1")
+    return value

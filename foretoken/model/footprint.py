@@ -1,0 +1,99 @@
+"""What a checkpoint will take in memory, read from its configuration and the headers of its safetensors; no weight is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foretoken.errors import UnsupportedModelError
+from foretoken.kv.pool import bytes_per_token
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.layers import can_pack
+from foretoken.model.loader import Weights, parse_dtype, read_raw_config
+from foretoken.model.open import native_config
+from foretoken.model.paged import DEFAULT_BLOCK_SIZE
+from foretoken.plan.memory import ModelShape
+
+_UNBOUNDED_CONTEXT_TOKENS = 131_072  # of families that name none
+# What other families call the same sizes.
+_NAMES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "context": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
+}
+
+
+def shape_of(folder: Path, name: str, dtype: str = "auto", device: str = "cpu") -> ModelShape:
+    """The memory of the checkpoint in `folder` when it runs in `dtype` on `device`; `name` is what the user calls it.
+
+    Raises:
+        CheckpointError: a file is missing or broken.
+        UnsupportedModelError: no causal language model, or one whose cache does not follow from its configuration.
+        InputError: unknown `dtype`.
+    """
+    config, weights = native_config(folder), Weights(folder)
+    raw = read_raw_config(folder)
+    kind = parse_dtype(dtype, _stored_dtype(raw, weights))
+    if config is None:
+        return _foreign_shape(name, raw, weights, kind)
+    packs = device == "cpu" and kind == torch.bfloat16 and can_pack()
+    numbers = sum(math.prod(weights.shape(tensor)) for tensor in weights.own_names if not (config.tie_embeddings and tensor == "lm_head.weight"))
+    if config.tie_embeddings and packs:
+        numbers += config.vocab_size * config.hidden_size  # the packed head is a second copy of the table
+    numbers += 2 * config.max_context_tokens * config.head_dim  # cos and sin
+    return ModelShape(
+        name=name,
+        weight_bytes=numbers * kind.itemsize,
+        kv_bytes_per_token=bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, kind),
+        row_bytes=_row_numbers(config) * kind.itemsize,
+        mask_bytes=config.num_heads // config.num_kv_heads * kind.itemsize + 2 * kind.itemsize + 2,
+        gather_bytes=bytes_per_token(1, config.num_kv_heads, config.head_dim, kind),
+        vocab_size=config.vocab_size,
+        itemsize=kind.itemsize,
+        max_context_tokens=config.max_context_tokens,
+        block_tokens=DEFAULT_BLOCK_SIZE,
+    )
+
+
+def _row_numbers(config: ModelConfig) -> int:
+    """Most numbers that a row has at a time: the residual stream and its norm, and either attention's or the MLP's."""
+    heads, groups, size = config.num_heads, config.num_kv_heads, config.head_dim
+    attention = (3 * (heads + 2 * groups) + 4 * heads) * size
+    return 4 * config.hidden_size + max(attention, 5 * config.intermediate_size)
+
+
+def _stored_dtype(raw: Mapping[str, Any], weights: Weights) -> torch.dtype:
+    """What config.json says, or else how the first tensor is stored."""
+    named = str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
+    return weights.dtype(weights.names[0]) if named in ("", "auto") else parse_dtype(named)
+
+
+def _foreign_shape(name: str, raw: Mapping[str, Any], weights: Weights, kind: torch.dtype) -> ModelShape:
+    """Of a model that runs through transformers: the usual cache of keys and values, nothing rounded to blocks."""
+    text: Mapping[str, Any] = raw.get("text_config") or raw
+    sizes = {key: next((int(text[other]) for other in names if text.get(other)), 0) for key, names in _NAMES.items()}
+    missing = [key for key in ("hidden_size", "num_layers", "num_heads") if not sizes[key]]
+    vocab_size = int(text.get("vocab_size") or 0)
+    if missing or not vocab_size:
+        what = missing[0] if missing else "vocab_size"
+        raise UnsupportedModelError(f"{name}: config.json of a {raw.get('model_type')!r} model names no {what}, so that its cache cannot be planned")
+    heads = sizes["num_heads"]
+    groups = int(text.get("num_key_value_heads") or heads)
+    size = int(text.get("head_dim") or sizes["hidden_size"] // heads)
+    return ModelShape(
+        name=name,
+        weight_bytes=sum(math.prod(weights.shape(tensor)) for tensor in weights.names) * kind.itemsize,
+        kv_bytes_per_token=bytes_per_token(sizes["num_layers"], groups, size, kind),
+        row_bytes=24 * sizes["hidden_size"] * kind.itemsize,  # four times the width in the MLP, a few copies
+        mask_bytes=heads * kind.itemsize,
+        gather_bytes=2 * heads * size * kind.itemsize,  # keys and values repeated for every query head
+        vocab_size=vocab_size,
+        itemsize=kind.itemsize,
+        max_context_tokens=sizes["context"] or _UNBOUNDED_CONTEXT_TOKENS,
+        block_tokens=1,
+    )

@@ -1,0 +1,134 @@
+"""What comes in: requests with their times, lengths and chances, from a trace or drawn at random."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from foretoken.errors import InputError
+
+Chances = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request: `acceptance` is the chance that a guess stands once all before it stood, by place (the last goes on), or a name.
+
+    A name stands for chances that were measured, a different one for each drafter (`chances_from_bench`).
+    """
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    acceptance: Chances | str = (0.0,)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Whole numbers from `low` to `high`, all alike."""
+
+    low: int
+    high: int
+
+    def draw(self, rng: random.Random) -> int:
+        """One of them."""
+        return rng.randint(self.low, self.high)
+
+
+def poisson(rate: float, count: int, prompts: Lengths, outputs: Lengths, acceptance: Chances | str, seed: int) -> list[Job]:
+    """`count` requests that come at random, `rate` per second on average; the same seed gives the same ones, scaled in time by the rate.
+
+    Raises:
+        InputError: a rate that is not above 0, or no request.
+    """
+    if not math.isfinite(rate) or rate <= 0:
+        raise InputError("trace", f"poisson:{rate:g}", "the rate must be above 0 requests per second")
+    if count < 1:
+        raise InputError("requests", count, "must be at least 1")
+    rng, now, jobs = random.Random(f"arrivals {seed}"), 0.0, []
+    for _ in range(count):
+        now += rng.expovariate(1.0) / rate
+        jobs.append(Job(now, prompts.draw(rng), outputs.draw(rng), acceptance))
+    return jobs
+
+
+def parse_trace(lines: Iterable[str], acceptance: Chances | str) -> list[Job]:
+    """Requests from JSON lines with `arrival_s`, `prompt_tokens`, `output_tokens` and maybe `acceptance`, in order of arrival.
+
+    `acceptance` holds for lines that name none.
+
+    Raises:
+        InputError: names the line and what is wrong with it.
+    """
+    jobs = [_job(number, line, acceptance) for number, line in enumerate(lines, 1) if line.strip()]
+    if not jobs:
+        raise InputError("trace", "", "holds no request")
+    return sorted(jobs, key=lambda job: job.arrival_s)
+
+
+def _job(number: int, line: str, acceptance: Chances | str) -> Job:
+    try:
+        raw = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"trace line {number}", line, f"is not JSON: {error}") from error
+    if not isinstance(raw, Mapping):
+        raise InputError(f"trace line {number}", line, "must be an object")
+    unknown = set(raw) - {"arrival_s", "prompt_tokens", "output_tokens", "acceptance"}
+    if unknown:
+        raise InputError(f"trace line {number}", sorted(unknown)[0], "unknown key; known: arrival_s, prompt_tokens, output_tokens, acceptance")
+    arrival = raw.get("arrival_s", 0.0)
+    if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not math.isfinite(arrival) or arrival < 0:
+        raise InputError(f"trace line {number}: arrival_s", arrival, "must be a number of seconds, at least 0")
+    for name in ("prompt_tokens", "output_tokens"):
+        count = raw.get(name)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise InputError(f"trace line {number}: {name}", count, "must be a whole number of at least 1")
+    given = acceptance if raw.get("acceptance") is None else parse_acceptance(raw["acceptance"], f"trace line {number}: acceptance")
+    return Job(float(arrival), raw["prompt_tokens"], raw["output_tokens"], given)
+
+
+def parse_acceptance(value: object, field: str = "acceptance") -> Chances | str:
+    """A chance, a list of chances by place, or a name.
+
+    Raises:
+        InputError: a number outside [0, 1], or something else.
+    """
+    if isinstance(value, str) and value:
+        return value
+    given = value if isinstance(value, list | tuple) else [value]
+    chances = tuple(float(c) for c in given if isinstance(c, int | float) and not isinstance(c, bool) and 0 <= c <= 1)
+    if not chances or len(chances) < len(given):
+        raise InputError(field, value, "must be a chance from 0 to 1, a list of them by place, or a name")
+    return chances
+
+
+def chances_from_bench(raw: object) -> dict[str, dict[str, Chances]]:
+    """By drafter and slice, the chances in a result of `foretoken bench`: of each drafter's longest drafts, all temperatures alike.
+
+    Raises:
+        InputError: not such a result.
+    """
+    rows = raw.get("rows") if isinstance(raw, Mapping) else None
+    if not isinstance(rows, list):
+        raise InputError("bench", type(raw).__name__, "not a result of `foretoken bench --json` or `--out`")
+    found: dict[str, dict[str, Chances]] = {}
+    for row in rows:
+        shares = row.get("acceptance_per_position") or ()
+        if row.get("drafter") is None or not shares:
+            continue
+        known = found.setdefault(row["drafter"], {})
+        if len(shares) > len(known.get(row["slice"], ())):
+            known[row["slice"]] = _conditional(shares)
+    return found
+
+
+def _conditional(shares: Sequence[float]) -> Chances:
+    """From the share of guesses kept at each place to the chance there given that those before were kept."""
+    before, chances = 1.0, []
+    for share in shares:
+        chances.append(min(1.0, share / before) if before > 0 else 0.0)
+        before = share
+    return tuple(chances)

@@ -1,0 +1,180 @@
+"""What a step of a target takes on a machine, as a few measured curves, and what a step that was not measured is taken to cost.
+
+    step = rows(decoding rows)                                       one request, a short text
+         + chunk(decoding rows + prompt rows) - chunk(decoding rows)  where prompts run along
+         + batch(requests) - rows(requests), each beyond its first    what several requests cost beyond as many rows of one
+         + sum over requests of context(tokens) - context(short)      what a longer past costs to read
+
+Between measured points a curve is a straight line, before the first flat, beyond the last it goes on at its last slope.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from foretoken.errors import InputError
+
+FORMAT = "foretoken-profile-1"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by count: `points` ascending; no point means 0 everywhere."""
+
+    points: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        counts = [count for count, _ in self.points]
+        if counts != sorted(set(counts)) or any(not math.isfinite(s) or s < 0 for _, s in self.points):
+            raise ValueError("points must ascend, with seconds of at least 0")
+
+    def seconds(self, count: float) -> float:
+        """What `count` takes."""
+        if not self.points:
+            return 0.0
+        place = bisect_left(self.points, (count,))
+        if place < len(self.points) and (place == 0 or self.points[place][0] == count):
+            return self.points[place][1]
+        if len(self.points) == 1:
+            return self.points[0][1]
+        (low, below), (high, above) = self.points[place - 1 : place + 1] if place < len(self.points) else self.points[-2:]
+        slope = (above - below) / (high - low)
+        if place < len(self.points):
+            return below + slope * (count - low)
+        return above + max(0.0, slope) * (count - high)
+
+    def beyond(self, count: float, base: float) -> float:
+        """How much more `count` takes than `base`; never negative."""
+        return max(0.0, self.seconds(count) - self.seconds(base))
+
+
+@dataclass(frozen=True)
+class DrafterCost:
+    """Seconds of a drafter in a round, proposing and taking in what was emitted.
+
+    `guesses` by its longest draft, one request; `batch` by requests, at `batch_num_draft` guesses each; `prompt` what a prompt of so
+    many tokens takes the first time.
+    """
+
+    guesses: Curve
+    batch: Curve = Curve()
+    batch_num_draft: int = 1
+    prompt: Curve = Curve()
+
+    def seconds(self, num_draft: int, batch: int = 1, prompt_tokens: int = 0) -> float:
+        """A round in which the longest draft has `num_draft` guesses and `batch` requests draft; 0 for none."""
+        if num_draft < 1 or batch < 1:
+            return 0.0
+        alone = self.batch.seconds(1)
+        share = self.batch.seconds(batch) / alone if alone > 0 else 1.0
+        return self.guesses.seconds(num_draft) * max(1.0, share) + (self.prompt.seconds(prompt_tokens) if prompt_tokens else 0.0)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured curves of one target on one machine, with everything needed to judge them.
+
+    `rows` by decoding rows, `batch` by requests of one row each, `context` by tokens of the past (one row), `chunk` by prompt tokens;
+    `drafters` by name. `target` describes the model, `caveats` what was left out or looked odd.
+    """
+
+    target: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+    command: str
+    date: str
+    rows: Curve
+    batch: Curve = Curve()
+    context: Curve = Curve()
+    chunk: Curve = Curve()
+    drafters: Mapping[str, DrafterCost] = field(default_factory=dict)
+    caveats: tuple[str, ...] = ()
+
+    def step_s(self, decode_rows: int, contexts: Sequence[int], prompt_tokens: int = 0) -> float:
+        """A step over `decode_rows` rows and `prompt_tokens` of prompts, of requests with so many tokens of past each."""
+        seconds = self.rows.seconds(decode_rows) if decode_rows else 0.0
+        if prompt_tokens:
+            alone = not decode_rows
+            seconds += self.chunk.seconds(prompt_tokens) if alone else self.chunk.beyond(decode_rows + prompt_tokens, decode_rows)
+        if len(contexts) > 1:  # differences within a curve: a machine's mood changes from one curve to the next
+            seconds += max(0.0, self.batch.beyond(len(contexts), 1) - self.rows.beyond(len(contexts), 1))
+        if self.context.points:
+            short, _ = self.context.points[0]
+            seconds += sum(self.context.beyond(tokens, short) for tokens in contexts if tokens > short)
+        return seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"format": FORMAT, "fingerprint": self.fingerprint, **asdict(self)}
+
+    @property
+    def fingerprint(self) -> str:
+        """See `fingerprint`."""
+        return fingerprint(self.machine, self.target, self.versions)
+
+
+def profile_from_mapping(raw: object) -> Profile:
+    """The profile that `Profile.as_dict` wrote.
+
+    Raises:
+        InputError: not a profile, or one with a missing or malformed part; names it.
+    """
+    if not isinstance(raw, Mapping) or raw.get("format") != FORMAT:
+        found = raw.get("format") if isinstance(raw, Mapping) else type(raw).__name__
+        raise InputError("profile", found, f"not a profile of this version ({FORMAT}); make one with `foretoken bench --profile --out DIR`")
+    rows = _curve(raw, "rows")
+    if not rows.points:
+        raise InputError("profile.rows", raw["rows"], "needs at least one point [rows, seconds]")
+    drafters = raw.get("drafters", {})
+    if not isinstance(drafters, Mapping):
+        raise InputError("profile.drafters", drafters, "must map names to curves")
+    return Profile(
+        target=_mapping(raw, "target"),
+        machine=_mapping(raw, "machine"),
+        versions=_mapping(raw, "versions"),
+        command=str(raw.get("command", "")),
+        date=str(raw.get("date", "")),
+        rows=rows,
+        batch=_curve(raw, "batch"),
+        context=_curve(raw, "context"),
+        chunk=_curve(raw, "chunk"),
+        drafters={str(name): _drafter(f"drafters.{name}", cost) for name, cost in drafters.items()},
+        caveats=tuple(map(str, raw.get("caveats", ()))),
+    )
+
+
+def fingerprint(machine: Mapping[str, Any], target: Mapping[str, Any], versions: Mapping[str, str]) -> str:
+    """A name for what a profile holds for: equal on the same machine, model and versions only."""
+    text = json.dumps([machine, target, versions], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+
+
+def _drafter(name: str, raw: object) -> DrafterCost:
+    if not isinstance(raw, Mapping):
+        raise InputError(f"profile.{name}", raw, "must hold curves")
+    guesses, num_draft = _curve(raw, "guesses", name), raw.get("batch_num_draft", 1)
+    if isinstance(num_draft, bool) or not isinstance(num_draft, int) or num_draft < 1:
+        raise InputError(f"profile.{name}.batch_num_draft", num_draft, "must be a whole number of at least 1")
+    return DrafterCost(guesses, _curve(raw, "batch", name), num_draft, _curve(raw, "prompt", name))
+
+
+def _curve(raw: Mapping[str, Any], name: str, where: str = "") -> Curve:
+    value = raw.get(name, {"points": []})
+    points: Any = value.get("points") if isinstance(value, Mapping) else value
+    try:
+        return Curve(tuple((int(count), float(seconds)) for count, seconds in points))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"profile.{where + '.' if where else ''}{name}", value, f"must be pairs [count, seconds]: {error}") from error
+
+
+def _mapping(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = raw.get(name, {})
+    if not isinstance(value, Mapping):
+        raise InputError(f"profile.{name}", value, "must be an object")
+    return value

@@ -1,0 +1,133 @@
+"""`foretoken plan`: what fits, which draft, and exit code 1 with what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from foretoken.cli import plan as plan_module
+from foretoken.cli.app import run
+from foretoken.cli.plan import available_bytes, parse_bytes
+from foretoken.errors import InputError
+from tests.helpers.checkpoints import tiny_checkpoint
+
+Run = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture(autouse=True)
+def clean_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("FORETOKEN_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def foretoken(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run one command line in this process."""
+
+    def call(*arguments: object) -> SimpleNamespace:
+        capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return SimpleNamespace(code=code, out=out, err=err, lines=out.splitlines())
+
+    return call
+
+
+def test_what_fits_is_told_and_what_does_not_is_exit_code_1(foretoken: Run, pair: SimpleNamespace) -> None:
+    """The same question with one byte less usable memory: refused, one byte missing."""
+    common = ["plan", "-t", pair.target, "--draft", pair.draft, "--batch", 4, "--context", 100, "--num-draft", 3, "--reserve", 0, "--json"]
+    done = foretoken(*common, "--memory", "1GiB")
+    found = json.loads(done.lines[-1])
+    (row,) = found["rows"]
+    assert (done.code, row["fits"], found["cache_tokens"]) == (0, True, 4 * 128)
+    parts = [row[name] for name in ("weight_bytes", "draft_weight_bytes", "kv_bytes", "draft_kv_bytes", "workspace_bytes")]
+    assert sum(parts) == row["total_bytes"]
+    assert foretoken(*common, "--memory", row["total_bytes"]).code == 0
+    refused = foretoken(*common, "--memory", row["total_bytes"] - 1)
+    assert refused.code == 1
+    assert "1 bytes are missing; at this length 3 requests fit" in refused.err
+    assert json.loads(refused.lines[-1])["rows"][0]["missing_bytes"] == 1
+
+
+def test_which_of_several_drafts_fits(foretoken: Run, pair: SimpleNamespace, tmp_path: Path) -> None:
+    large = tiny_checkpoint(tmp_path / "large", "llama", num_hidden_layers=40)
+    common = ["plan", "-t", pair.target, "--draft", large, "--draft", pair.draft, "--context", 64, "--num-draft", 2]
+    done = foretoken(*common, "--memory", "3MB", "--json")
+    found = json.loads(done.lines[-1])
+    assert [row["fits"] for row in found["rows"]] == [False, True]
+    assert (done.code, found["table_draft"]) == (0, str(pair.draft))
+    assert foretoken(*common, "--memory", "500kB").code == 1
+    other = tiny_checkpoint(tmp_path / "other", "llama", vocab_size=50)
+    refused = foretoken("plan", "-t", pair.target, "--draft", other)
+    assert (refused.code, "vocabulary of 50 tokens" in refused.err) == (3, True)
+
+
+def test_for_the_eye(foretoken: Run, pair: SimpleNamespace) -> None:
+    done = foretoken("plan", "-t", pair.target, "--memory", "8MB", "--context", 256, "--num-draft", 4)
+    assert done.code == 0
+    assert "cpu: 7.629 MiB, of which 6.104 MiB may be used" in done.out
+    assert "fits" in done.out
+    assert "MiB" in done.out.split("(down)")[1]
+    assert done.lines[-1].strip() == "to run it: --cache-tokens 256"
+
+
+def test_drafts_in_another_format(foretoken: Run, pair: SimpleNamespace) -> None:
+    def weights(*more: str) -> tuple[int, int]:
+        row = json.loads(foretoken("plan", "-t", pair.target, "--draft", pair.draft, *more, "--json").lines[-1])["rows"][0]
+        return row["weight_bytes"], row["draft_weight_bytes"]
+
+    target, draft = weights()
+    assert weights("--draft-dtype", "bfloat16") == (target, draft // 2)
+    assert weights("--dtype", "bfloat16") == (target // 2, draft // 2)
+    assert weights("--dtype", "bfloat16", "--draft-dtype", "float32") == (target // 2, draft)
+
+
+def test_nothing_is_loaded(foretoken: Run, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of a checkpoint is ever read."""
+    monkeypatch.setattr("foretoken.model.loader.Weights.read", None)
+    monkeypatch.setattr("foretoken.model.open.load_decoder", None)
+    assert foretoken("plan", "-t", pair.target).code == 0
+
+
+def test_bad_input(foretoken: Run, pair: SimpleNamespace) -> None:
+    cases = [
+        (2, ["--memory", "much"], "memory='much': give a size such as 24GiB"),
+        (2, ["--memory", "3 parsecs"], "give a size such as"),
+        (2, ["--reserve", "1"], "reserve=1.0"),
+        (2, ["--batch", "0"], "batch=0: must be at least 1"),
+        (2, ["--context", "1000"], "takes 1 to 256 tokens"),
+        (2, ["--num-draft", "-3"], "num_draft='-3'"),
+        (2, ["--draft-dtype", "bfloat16"], "there is no draft"),
+        (2, ["--dtype", "int3"], "dtype='int3'"),
+        (3, ["--draft", "nowhere"], "nowhere"),
+    ]
+    for code, arguments, message in cases:
+        done = foretoken("plan", "-t", pair.target, *arguments)
+        assert (done.code, done.out) == (code, ""), (arguments, done.err)
+        assert message in done.err
+
+
+def test_sizes() -> None:
+    assert [parse_bytes(text) for text in ("7", "2KiB", "1.5 MB", "24gib")] == [7, 2048, 1_500_000, 24 * 2**30]
+    with pytest.raises(InputError, match="24GiB"):
+        parse_bytes("-3GB")
+
+
+def test_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = available_bytes(torch.device("cpu"))
+    assert 2**20 < free < 2**50
+    limits = {"memory.max": 5000, "memory.current": 3000}
+    monkeypatch.setattr(plan_module, "_control_group", limits.get)
+    assert available_bytes(torch.device("cpu")) == 2000
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (123, 456))
+    assert available_bytes(torch.device("cuda")) == 123

@@ -1,0 +1,133 @@
+"""The account against what a tiny model really allocates, and against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.model.footprint import shape_of
+from foretoken.model.layers import Linear, can_pack
+from foretoken.model.open import open_model
+from foretoken.model.paged import PagedModel
+from foretoken.plan.memory import Account, Budget, Load, ModelShape, account, contexts_to_show, fitting, largest_batch
+from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, token_ids, variant
+
+SHAPE = ModelShape("m", 1000, 10, 2, 0, 0, 5, 4, 256, 32)
+
+
+def held_bytes(model: PagedModel) -> int:
+    """Weights and tables: every tensor once, a packed matrix as large as the plain one it replaces."""
+    decoder = model.decoder
+    plain = {parameter.data_ptr(): parameter.nbytes for parameter in decoder.parameters()}
+    packed = [m.in_features * m.out_features * model.dtype.itemsize for m in decoder.modules() if isinstance(m, Linear) and m.weight is None]
+    return sum(plain.values()) + sum(packed) + decoder.rotary.cos.nbytes + decoder.rotary.sin.nbytes
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_and_cache_are_those_of_the_loaded_model(name: str, dtype: str, tmp_path: Path) -> None:
+    """Tied or not, packed or not, with biases, norms and windows: equal to the byte."""
+    folder = variant(tmp_path, name)
+    shape, model = shape_of(folder, name, dtype), open_model(folder, dtype, "cpu", cache_tokens=320)
+    assert isinstance(model, PagedModel)
+    assert shape.weight_bytes == held_bytes(model)
+    assert 320 * shape.kv_bytes_per_token == sum(t.nbytes for t in (*model.pool.keys, *model.pool.values))
+    assert shape.cache_tokens(33) == model.footprint_tokens(33) == 64
+    assert (shape.vocab_size, shape.max_context_tokens) == (model.vocab_size, model.max_context_tokens)
+
+
+def test_auto_is_what_the_checkpoint_is_stored_in(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+    assert shape_of(tmp_path, "m").itemsize == 2
+    assert shape_of(tmp_path, "m", "float32").kv_bytes_per_token == 2 * shape_of(tmp_path, "m").kv_bytes_per_token
+    if can_pack():  # on a GPU nothing is packed, so that a tied head needs no second copy
+        tied = variant(tmp_path / "tied", "llama-tied", dtype=torch.bfloat16)
+        assert shape_of(tied, "m").weight_bytes - shape_of(tied, "m", device="cuda").weight_bytes == 97 * 48 * 2
+
+
+def peak_bytes(llm: LLM, path: Path, batch: int, context: int, params: SamplingParams, spec: SpecConfig) -> int:
+    """Most bytes alive at once beyond those that were alive before, while a batch runs."""
+    prompts = [token_ids(context - params.max_tokens, llm.target.vocab_size, seed=i) for i in range(batch)]
+    llm.generate(prompts, params, spec)  # tables that are built on first use
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        llm.generate(prompts, params, spec)
+    record.export_chrome_trace(str(path))
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+    alive = peak = 0
+    for event in sorted(events, key=lambda e: e["ts"]):
+        alive += event["args"]["Bytes"]
+        peak = max(peak, alive)
+    assert peak > 0
+    return peak
+
+
+@pytest.mark.parametrize(("batch", "context", "vocab", "hidden"), [(1, 200, 97, 32), (8, 60, 97, 32), (4, 100, 2000, 32), (2, 200, 97, 128)])
+def test_a_step_stays_within_its_account(tmp_path: Path, batch: int, context: int, vocab: int, hidden: int) -> None:
+    """Dominated by masks, rows, laws and width in turn: never more than planned, and not planned many times over."""
+    shape = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "vocab_size": vocab, "eos_token_id": None}
+    target = tiny_checkpoint(tmp_path / "target", "llama", **shape)
+    draft = tiny_checkpoint(tmp_path / "draft", "llama", num_hidden_layers=1, **shape)
+    load = Load(batch, context, num_draft=6, max_prompt_tokens=128)
+    planned = account(shape_of(target, "t"), shape_of(draft, "d"), load).workspace_bytes
+    spec = SpecConfig("draft_model", str(draft), num_draft=6, rule="block")
+    params = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, ignore_eos=True)
+    with LLM(target, spec, cache_tokens=1024, max_batch_size=batch, max_prompt_tokens=128) as llm:
+        used = peak_bytes(llm, tmp_path / "trace.json", batch, context, params, spec)
+    assert 0.1 * planned < used <= planned
+
+
+def test_the_parts_by_hand() -> None:
+    draft = ModelShape("d", 100, 3, 1, 0, 0, 5, 4, 64, 32)
+    found = account(SHAPE, draft, Load(batch=2, context_tokens=100, num_draft=3, max_prompt_tokens=10))
+    # Two requests of four blocks; the draft's own context holds two. 8 decoding rows and 10 of prompts, laws of 5 entries.
+    assert (found.kv_bytes, found.draft_kv_bytes) == (2 * 128 * 10, 2 * 64 * 3)
+    assert found.workspace_bytes == 18 * (2 + 1) + 2 * 8 * 5 * (4 + 36)
+    assert found.total_bytes == 1000 + 100 + 2560 + 384 + found.workspace_bytes
+    alone = account(SHAPE, None, Load(2, 100, 3, 10))
+    assert (alone.draft_weight_bytes, alone.draft_kv_bytes) == (0, 0)
+
+
+def test_missing_and_largest_agree() -> None:
+    """The largest batch fits, one more does not, and what is missing is exactly what makes it fit."""
+    load = Load(1, 100, 2)
+    for memory in (1000, 8000, 20_000, 123_456):
+        budget = Budget(memory, reserve=0.25)
+        assert budget.usable_bytes == int(memory * 0.75)
+        most = largest_batch(SHAPE, None, load, budget)
+        over = account(SHAPE, None, Load(most + 1, 100, 2))
+        missing = budget.missing_bytes(over)
+        assert missing > 0
+        assert most == 0 or budget.missing_bytes(account(SHAPE, None, Load(most, 100, 2))) == 0
+        assert Budget(budget.usable_bytes + missing, 0.0).missing_bytes(over) == 0
+    assert largest_batch(SHAPE, None, load, Budget(1000)) == 0
+    assert Budget(100, 0.0).missing_bytes(Account(1, 2, 3, 4, 5)) == 0
+
+
+def test_the_table_has_the_length_that_was_asked_for() -> None:
+    assert contexts_to_show(SHAPE, 100) == (100, 256)
+    wide = ModelShape("m", 1, 1, 1, 1, 1, 1, 1, 3000, 1)
+    assert contexts_to_show(wide, 700) == (512, 700, 1024, 2048, 3000)
+    grid = fitting(SHAPE, None, Load(1, 1, 0), Budget(20_000), (1, 64), (100, 256))
+    assert grid[100][1] == 0 < grid[256][64]
+
+
+def test_other_families(tmp_path: Path, pair: SimpleNamespace) -> None:
+    """Through transformers the usual cache is planned; a family that has none is refused by name."""
+    gpt2, mamba = tiny_checkpoint(tmp_path / "gpt2", "gpt2"), tiny_checkpoint(tmp_path / "mamba", "mamba")
+    shape, model = shape_of(gpt2, "gpt2"), open_model(gpt2, "auto", "cpu")
+    assert shape.weight_bytes == 4 * model.num_parameters
+    assert shape.kv_bytes_per_token == 2 * 2 * 32 * 4
+    assert shape.max_context_tokens == 128
+    with pytest.raises(UnsupportedModelError, match="num_heads"):
+        shape_of(mamba, "mamba")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text((Path(pair.target) / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="holds neither"):
+        shape_of(tmp_path / "empty", "m")
