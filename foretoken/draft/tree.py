@@ -6,8 +6,10 @@ paths. No path is likelier than its beginning: growing best first finds them, an
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -23,11 +25,14 @@ class TreeNode(NamedTuple):
     author: str | None = None
 
 
-Children = Callable[[int, int], Sequence[tuple[float, int]]]  # (node, its token) -> chance and token of each child, likeliest first
+Children = Callable[[TreeNode], Sequence[tuple[float, int]]]  # chance and token of each child of a node, likeliest first
+
+_FIRST_CHANCE = 0.6  # that a draft's likeliest token is accepted; rank r (from 0) has 1 / (1 + r)^2 of it
 
 
 def grow_best_first(first: Sequence[tuple[float, int]], children: Children, budget: int, least: float = 0.0) -> list[TreeNode]:
-    """The `budget` likeliest paths, likeliest first: `first` are chance and token after the committed text, `children` those after a node.
+    """The `budget` likeliest paths, likeliest first: `first` are chance and token after the committed text, `children` those after a node, asked
+    for in the order of the result.
 
     A chance is that of the child once its parent stands, and at most 1. Paths less likely than `least` are left out. Of equal ones the
     one found first comes first, so that a child of chance 1 never overtakes its parent. The heap holds the best unused sibling and
@@ -49,8 +54,7 @@ def grow_best_first(first: Sequence[tuple[float, int]], children: Children, budg
         token = siblings[place][1]
         nodes.append(TreeNode(token, parent, -negative))
         push(parent, before, siblings, place + 1)
-        if len(nodes) < budget:
-            push(len(nodes) - 1, -negative, children(len(nodes) - 1, token), 0)
+        push(len(nodes) - 1, -negative, children(nodes[-1]), 0)
     return nodes
 
 
@@ -89,3 +93,61 @@ def merge_trees(trees: Sequence[Sequence[TreeNode]], budget: int) -> list[TreeNo
     chosen = best_nodes([node.parent for node in union], [node.estimate for node in union], budget)
     new = {-1: -1} | {old: place for place, old in enumerate(chosen)}
     return [union[old]._replace(parent=new[union[old].parent]) for old in chosen]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tree without tokens, level by level: `parents` (-1 = the committed text) and `children[1 + node]` in the order of their ranks.
+
+    `children[0]` are those of the committed text.
+    """
+
+    parents: tuple[int, ...]
+    children: tuple[tuple[int, ...], ...]
+    widths: tuple[int, ...]  # nodes on each level
+
+
+def most_children(branching: int | Sequence[int], depth: int) -> int:
+    """How many children a guess of `depth` tokens may have: one limit for all depths, or one each and none below."""
+    if isinstance(branching, int):
+        return branching
+    return branching[depth] if depth < len(branching) else 0
+
+
+@functools.lru_cache(maxsize=256)
+def static_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) -> Shape:
+    """The best tree of `budget` nodes when the guess of rank r is right with the same chance everywhere, whatever stands before it.
+
+    Chances that do not depend on the text make the best of all trees a fixed one; the dynamic programme of Sequoia (Chen et al. 2024,
+    arXiv 2402.12374) finds the same. No node is deeper than `max_depth` or has more children than `branching` allows.
+    """
+    depths: list[int] = []
+
+    def ranks(depth: int) -> list[tuple[float, int]]:
+        count = most_children(branching, depth) if depth < max_depth else 0
+        return [(_FIRST_CHANCE / (1 + rank) ** 2, rank) for rank in range(count)]
+
+    def children(node: TreeNode) -> list[tuple[float, int]]:
+        depths.append(1 if node.parent < 0 else depths[node.parent] + 1)
+        return ranks(depths[-1])
+
+    parents = [node.parent for node in grow_best_first(ranks(0), children, budget)]
+    order = sorted(range(len(parents)), key=lambda node: (depths[node], node))
+    place = {-1: -1} | {node: i for i, node in enumerate(order)}
+    by_row: list[list[int]] = [[] for _ in range(len(order) + 1)]
+    for i, node in enumerate(order):
+        by_row[1 + place[parents[node]]].append(i)
+    widths = [depths.count(depth) for depth in range(1, max(depths, default=0) + 1)]
+    return Shape(tuple(place[parents[node]] for node in order), tuple(map(tuple, by_row)), tuple(widths))
+
+
+def share_level(values: Sequence[Sequence[float]], width: int) -> list[int]:
+    """How many children each node of a level gets so that the `width` largest `values` are chosen: values[node] fall from left to right.
+
+    Ties go to the earlier node.
+    """
+    slots = sorted(((-value, node) for node, own in enumerate(values) for value in own))[:width]
+    counts = [0] * len(values)
+    for _, node in slots:
+        counts[node] += 1
+    return counts

@@ -21,7 +21,13 @@ PREDICTION = tuple(range(3, 60))
 
 
 def spec_of(name: str, draft: Path | str | None, prediction: Sequence[int] = PREDICTION, **options: object) -> SpecConfig:
-    """`SpecConfig` of a drafter with the options it cannot do without; `early_exit` never gives up guessing."""
+    """`SpecConfig` of a drafter with the options it cannot do without; `draft_model/static` is a draft model's static tree.
+
+    `early_exit` never gives up guessing.
+    """
+    name, _, tree = name.partition("/")
+    if tree:
+        options = {"tree": tree, **options}
     needed = {"draft_model": {"draft": str(draft)}, "predicted": {"prediction": tuple(prediction)}, "early_exit": {"exit_layer": 1}}
     return SpecConfig(name, **needed.get(name, {}) | options)
 
@@ -35,6 +41,7 @@ def key_of(name: str, draft: str | None = None) -> DrafterKey:
 
 def bare_drafter(name: str, draft: LanguageModel, vocab_size: int) -> Drafter:
     """A drafter outside an `LLM`."""
+    name = name.partition("/")[0]
     made = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "predicted": PredictedDrafter}
     if name == "draft_model":
         return DraftModelDrafter(draft)
