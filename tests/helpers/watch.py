@@ -26,7 +26,7 @@ class Watched:
     def __init__(self, inner: Drafter, vocab_size: int) -> None:
         self.inner, self.name, self.vocab_size = inner, inner.name, vocab_size
         self.texts: dict[int, list[int]] = {}
-        self.num_drafted = self.num_full_rounds = self.num_trees = 0
+        self.num_drafted = self.num_full_rounds = self.num_trees = self.num_walks = self.num_walks_to_a_leaf = 0
 
     def start(self, request: Request) -> None:
         self.texts[request.request_id] = list(request.prompt_ids)
@@ -48,6 +48,8 @@ class Watched:
         for b, entry in enumerate(batch.decoding):
             self.texts[entry.request.request_id] += verdict.emitted(b)
             self.num_full_rounds += 0 < draft.lengths[b] == len(verdict.accepted[b])
+            self.num_walks += draft.lengths[b] > 0
+            self.num_walks_to_a_leaf += draft.lengths[b] > 0 and not goes_on(draft, b, verdict.paths[b])
         self.inner.commit(batch, draft, verdict, feedback)
         if isinstance(self.inner, RecyclingDrafter):
             check_matrix(self.inner, batch, draft, verdict, feedback)
