@@ -17,6 +17,7 @@ from foretoken.bench.report import machine, versions
 from foretoken.bench.workload import SLICES, slices
 from foretoken.cli.common import (
     AllowLossyOption,
+    BranchingOption,
     CacheOption,
     DeviceOption,
     DrafterOption,
@@ -28,6 +29,7 @@ from foretoken.cli.common import (
     NumericsOption,
     RuleOption,
     TargetOption,
+    TreeOption,
     progress,
     spec_config,
 )
@@ -44,6 +46,8 @@ def audit(
     draft_probability: DraftProbabilityOption = "1",
     min_confidence: Annotated[float, typer.Option(help="Stop guessing where the draft's likeliest token has less than this.")] = 0.0,
     draft_top_k: Annotated[int, typer.Option(help="Guess from the draft's k likeliest tokens; 0 = all.")] = 0,
+    tree: TreeOption = "chain",
+    branching: BranchingOption = None,
     prompts: Annotated[Path | None, typer.Option(help="A prompt per line, or JSON lines with `prompt` or `prompt_ids`.")] = None,
     num_prompts: Annotated[int, typer.Option(help="Answers at each temperature; prompts are taken in turn.")] = 16,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
@@ -59,7 +63,18 @@ def audit(
     """Check greedy equality, the law of sampled tokens, seeds, logits and cache; exit code 5 if anything fails."""
     if target == "reference:target" and drafter is None and draft is None:
         draft = "reference:draft"
-    spec = spec_config(drafter, draft, num_draft, rule, allow_lossy, draft_probability, min_confidence=min_confidence, draft_top_k=draft_top_k)
+    spec = spec_config(
+        drafter,
+        draft,
+        num_draft,
+        rule,
+        allow_lossy,
+        draft_probability,
+        min_confidence=min_confidence,
+        draft_top_k=draft_top_k,
+        tree=tree,
+        branching=branching,
+    )
     options = AuditOptions(
         target=target,
         spec=spec,

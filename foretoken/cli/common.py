@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from foretoken.config import DRAFTERS, RULES, SpecConfig
+from foretoken.config import DRAFTERS, RULES, TREES, SpecConfig
 from foretoken.errors import ConfigError
 
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="The model whose answers you want: a folder, a hub id, or reference:target.")]
@@ -21,6 +21,8 @@ NumDraftOption = Annotated[str, typer.Option(help="How many tokens to guess per 
 RuleOption = Annotated[str, typer.Option(help=f"Which rule decides what stands: {', '.join(RULES)}.")]
 AllowLossyOption = Annotated[bool, typer.Option("--allow-lossy", help="Allow a rule that changes the target's law (typical).")]
 DraftProbabilityOption = Annotated[str, typer.Option(help="Chance that a position is drafted at all: a number in (0, 1], or auto.")]
+TreeOption = Annotated[str, typer.Option(help=f"The shape of a draft model's guesses: {', '.join(TREES)}.")]
+BranchingOption = Annotated[str | None, typer.Option(help="Most guesses after one guess of a tree: a number, or one for each depth, as 4,2,1.")]
 NumericsOption = Annotated[str, typer.Option(help="default, or strict: logits bitwise the same however rows are batched.")]
 DtypeOption = Annotated[str, typer.Option(help="Number format of the weights: auto (as stored), bfloat16, float16, float32, float64.")]
 DeviceOption = Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:N.")]
@@ -42,6 +44,8 @@ def spec_config(
     corpus: str | None = None,
     exit_layer: str = "auto",
     skip_layers: str | None = None,
+    tree: str = "chain",
+    branching: str | None = None,
 ) -> SpecConfig:
     """`SpecConfig` from flags; a draft, a prediction, a corpus or layers without a drafter name the one that takes them.
 
@@ -67,6 +71,8 @@ def spec_config(
         corpus=corpus,
         exit_layer=_number_or_auto("exit_layer", exit_layer, int, "a whole number"),
         skip_layers=None if skip_layers is None else _layers(skip_layers),
+        tree=tree,
+        branching=_branching(branching),
     )
 
 
@@ -77,6 +83,16 @@ def _layers(text: str) -> list[int] | Literal["auto"]:
         return [int(word) for word in text.split(",")]
     except ValueError:
         raise ConfigError("skip_layers", text, "must be layer numbers separated by commas, or auto") from None
+
+
+def _branching(value: str | None) -> int | tuple[int, ...] | None:
+    if value is None:
+        return None
+    try:
+        numbers = tuple(int(word) for word in value.split(","))
+    except ValueError:
+        raise ConfigError("branching", value, "must be a whole number, or several separated by commas") from None
+    return numbers if "," in value else numbers[0]
 
 
 def _number_or_auto(field: str, value: str, kind: type[int] | type[float], words: str) -> Any:  # noqa: ANN401 - a number or "auto"

@@ -78,10 +78,10 @@ class Growth:
         return tuple(reversed(tokens))
 
     def chosen(self) -> list[int]:
-        """The nodes that are handed over, parents first."""
-        if self.draws or self.is_static:
-            return list(range(len(self.tokens)))
-        return best_nodes(self.parents, self.estimates, self.budget)
+        """The nodes that are handed over, likeliest first."""
+        chosen = best_nodes(self.parents, self.estimates, self.budget)
+        assert not self.draws or len(chosen) == len(self.tokens), "what was drawn stays"
+        return chosen
 
     def extend(self, ranked: Sequence[Ranked], first_row: int) -> list[_Draw]:
         """Give the frontier's nodes their children, from the likeliest tokens after each; what is still to be drawn.

@@ -59,18 +59,19 @@ def grow_best_first(first: Sequence[tuple[float, int]], children: Children, budg
 
 
 def best_nodes(parents: Sequence[int], estimates: Sequence[float], budget: int) -> list[int]:
-    """The `budget` nodes of the highest estimate, in the order of their index; ties go to the lower index.
+    """The `budget` nodes of the highest estimate, likeliest first; ties go to the lower index.
 
-    Closed under ancestors if no estimate is above its parent's and parents come first: of equals the parent then has the lower index.
+    Closed under ancestors, parents before children, if no estimate is above its parent's and no index below: of equals the parent
+    then has the lower one. A smaller budget gives the beginning of what a larger one gives.
     """
-    chosen = sorted(sorted(range(len(parents)), key=lambda node: (-estimates[node], node))[:budget])
+    chosen = sorted(range(len(parents)), key=lambda node: (-estimates[node], node))[:budget]
     kept = {-1, *chosen}
     assert all(parents[node] in kept for node in chosen), "a child is likelier than its parent"
     return chosen
 
 
 def merge_trees(trees: Sequence[Sequence[TreeNode]], budget: int) -> list[TreeNode]:
-    """One tree of the `budget` likeliest guesses of several deterministic trees, parents first.
+    """One tree of the `budget` likeliest guesses of several deterministic trees, likeliest first.
 
     A path that several trees hold is one node; its estimate is the highest that any of them gives it, and that tree is its author (the
     earlier tree on a tie). An estimate above its parent's in the same tree counts as the parent's: a path is never likelier than its

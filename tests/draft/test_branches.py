@@ -160,6 +160,22 @@ def test_a_greedy_tree_holds_the_likeliest_paths(seed: int, branching: object, b
     assert not growth.laws
 
 
+@pytest.mark.parametrize(("tree", "temperature"), [("static", 0.0), ("best_first", 0.0), ("best_first", 1.0)])
+def test_guesses_come_likeliest_first(tree: str, temperature: float) -> None:
+    """So that what is learnt about the k-th place holds for every budget; a smaller greedy tree is the beginning of a larger one."""
+    laws = RandomTables(VOCAB, seed=9)
+    drafts = []
+    for budget in (3, 6):
+        growth = grow(growth_of(tree, budget, 3, temperature), laws)
+        chosen = growth.chosen()
+        assert [growth.estimates[node] for node in chosen] == sorted((growth.estimates[node] for node in chosen), reverse=True)
+        draft = branches.assemble("draft_model", torch.device("cpu"), [growth])
+        assert all(parent < node for node, parent in enumerate(draft.parents))
+        drafts.append(list(zip(draft.parents, draft.tokens.tolist(), strict=True)))
+    if (tree, temperature) == ("best_first", 0.0):
+        assert drafts[1][:3] == drafts[0]
+
+
 @pytest.mark.parametrize("tree", ["static", "best_first"])
 def test_a_coupled_tree_holds_the_leaders_of_the_race(tree: str) -> None:
     """The children of a guess are those that arrive first of the draft's law with the noise of their position, the winner among them."""

@@ -93,7 +93,8 @@ def test_the_best_nodes_are_the_best_closed_set(seed: int, budget: int) -> None:
     for node in range(8):
         estimates.append(float(rng.choice([0.25, 0.5, 1.0])) * (1.0 if parents[node] < 0 else estimates[parents[node]]))
     chosen = best_nodes(parents, estimates, budget)
-    assert tuple(chosen) in closed_sets(parents, budget)
+    assert tuple(sorted(chosen)) in closed_sets(parents, budget)
+    assert [estimates[n] for n in chosen] == sorted((estimates[n] for n in chosen), reverse=True)
     assert sum(estimates[n] for n in chosen) == max(sum(estimates[n] for n in one) for one in closed_sets(parents, budget))
 
 
