@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import BatchEntry, Draft, Mass
-from foretoken.draft.tree import Shape, best_nodes, most_children, share_level, static_shape
+from foretoken.draft.tree import OVERLAP, Shape, best_nodes, most_children, sampled_shape, share_level, static_shape
 from foretoken.model.randomness import Purpose, uniforms
 from foretoken.model.sampling import check_finite, draft_law, sample
 
@@ -64,7 +64,8 @@ class Growth:
         spec, params = self.entry.request.spec, self.entry.request.params
         self.draws = not params.greedy and self.entry.noise is None
         self.branching: int | tuple[int, ...] = spec.branching if isinstance(spec.branching, int | tuple) else DEFAULT_BRANCHING
-        self.shape: Shape = static_shape(self.budget, self.branching, self.max_depth)
+        plan = sampled_shape if self.draws else static_shape
+        self.shape: Shape = plan(self.budget, self.branching, self.max_depth)
         self.is_static = spec.tree == "static"
         if not self.shape.parents:
             self.frontier = []
@@ -107,7 +108,7 @@ class Growth:
             return [min(most, len(own)) for own in ranked]
         width = self._unused + self.shape.widths[self.level]
         reached = [1.0 if node < 0 else self.estimates[node] for node in self.frontier]
-        counts = share_level([[chance * reach for chance, _ in own[:most]] for reach, own in zip(reached, ranked, strict=True)], width)
+        counts = share_level([_gains(reach, own[:most]) for reach, own in zip(reached, ranked, strict=True)], width)
         self._unused = width - sum(counts)
         return counts
 
@@ -117,7 +118,7 @@ class Growth:
         children = [(reach * min(chance, 1.0), token) for chance, token in ranked]
         if self.draws and children:
             fixed = ranked[:-1]
-            children[-1] = (reach * max(0.0, 1.0 - sum(chance for chance, _ in fixed)), _UNDRAWN)
+            children[-1] = (reach * OVERLAP * max(0.0, 1.0 - sum(chance for chance, _ in fixed)), _UNDRAWN)
             children.sort(key=lambda child: -child[0])
         draws: list[_Draw] = []
         for place, (estimate, token) in enumerate(children):
@@ -225,6 +226,13 @@ def _ranked(owners: Sequence[tuple[Growth, int]], laws: Tensor, width: int) -> l
     sure = (laws.amax(-1) >= torch.tensor([growth.entry.request.spec.min_confidence for growth, _ in owners], device=laws.device)).tolist()
     found = zip(best.values.tolist(), best.indices.tolist(), sure, strict=True)
     return [[pair for pair in zip(chances, tokens, strict=True) if pair[0] > 0] if yes else [] for chances, tokens, yes in found]
+
+
+def _gains(reach: float, ranked: Ranked) -> list[float]:
+    """What each further child of a node adds to the chance that one of them is accepted: the first is drawn from the whole law, and every
+    other adds a likeliest token, which is then sure of its share.
+    """
+    return [reach * OVERLAP, *(reach * (1 - OVERLAP) * chance for chance, _ in ranked[:-1])] if ranked else []
 
 
 def _noise(growth: Growth) -> Tensor:

@@ -27,6 +27,9 @@ class TreeNode(NamedTuple):
 
 Children = Callable[[TreeNode], Sequence[tuple[float, int]]]  # chance and token of each child of a node, likeliest first
 
+OVERLAP = 0.7  # chance that a token drawn from a draft's law, or from a part of it, stands where the target's token is of that part
+_MOST_PLANNED = 64  # nodes of a tree that is planned node by node
+_MOST_SAMPLED_CHILDREN = 4
 _FIRST_CHANCE = 0.6  # that a draft's likeliest token is accepted; rank r (from 0) has 1 / (1 + r)^2 of it
 
 
@@ -132,7 +135,59 @@ def static_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) 
         depths.append(1 if node.parent < 0 else depths[node.parent] + 1)
         return ranks(depths[-1])
 
-    parents = [node.parent for node in grow_best_first(ranks(0), children, budget)]
+    return _by_levels([node.parent for node in grow_best_first(ranks(0), children, budget)])
+
+
+@functools.lru_cache(maxsize=256)
+def sampled_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) -> Shape:
+    """The best tree of `budget` nodes when each node's last child is drawn from what the others leave of the draft's law.
+
+    Another child takes chance from its siblings here, so that splitting a path costs what would have stood on it. The dynamic
+    programme of Sequoia (Chen et al. 2024, arXiv 2402.12374), over typical chances for each number of children; a tree of more than
+    64 nodes has the shape of a deterministic one.
+    """
+    if budget > _MOST_PLANNED:
+        return static_shape(budget, branching, max_depth)
+
+    @functools.cache
+    def below(budget: int, depth: int) -> tuple[float, tuple[int, ...]]:
+        """What `budget` nodes after a guess of `depth` tokens are worth, and how many of them go to each child, itself included."""
+        most = min(budget, most_children(branching, depth), _MOST_SAMPLED_CHILDREN) if depth < max_depth else 0
+        return max((split(budget, depth, count, 0) for count in range(1, most + 1)), default=(0.0, ()))
+
+    @functools.cache
+    def split(budget: int, depth: int, count: int, place: int) -> tuple[float, tuple[int, ...]]:
+        """The same for the children from `place` on when there are `count` of them."""
+        if place == count:
+            return 0.0, ()
+        chance, later = sampled_chances(count)[place], count - place - 1
+        best: tuple[float, tuple[int, ...]] = (-1.0, ())
+        for own in range(1, budget - later + 1):
+            rest = split(budget - own, depth, count, place + 1)
+            best = max(best, (chance * (1 + below(own - 1, depth + 1)[0]) + rest[0], (own, *rest[1])))
+        return best
+
+    parents: list[int] = []
+    waiting = [(-1, budget, 0)]
+    while waiting:
+        node, nodes, depth = waiting.pop(0)
+        for own in below(nodes, depth)[1]:
+            waiting.append((len(parents), own - 1, depth + 1))
+            parents.append(node)
+    return _by_levels(parents)
+
+
+def sampled_chances(count: int) -> tuple[float, ...]:
+    """Typical chances of a node's `count` children, largest first: all but one are the draft's likeliest tokens, one is drawn from the rest."""
+    fixed = [_FIRST_CHANCE / (1 + rank) ** 2 for rank in range(count - 1)]
+    return tuple(sorted((*fixed, OVERLAP * (1 - sum(fixed))), reverse=True))
+
+
+def _by_levels(parents: Sequence[int]) -> Shape:
+    """A tree given by parents that stand before their children, level by level."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
     order = sorted(range(len(parents)), key=lambda node: (depths[node], node))
     place = {-1: -1} | {node: i for i, node in enumerate(order)}
     by_row: list[list[int]] = [[] for _ in range(len(order) + 1)]

@@ -15,7 +15,7 @@ from foretoken import ConfigError, SamplingParams, SpecConfig
 from foretoken.core import BatchEntry, Request
 from foretoken.draft import branches
 from foretoken.draft.branches import Growth, extend
-from foretoken.draft.tree import share_level, static_shape
+from foretoken.draft.tree import sampled_chances, sampled_shape, share_level, static_shape
 from foretoken.model.randomness import RaceNoise
 from foretoken.verify import RULES
 from foretoken.verify.base import race_winner
@@ -38,7 +38,11 @@ from tests.helpers.enumeration import (
 
 VOCAB, LENGTH = 3, 4
 TARGET, LAWS = RandomTables(VOCAB, seed=81), RandomTables(VOCAB, seed=82)
-SHAPES = [("static", 4, None), ("static", 5, 2), ("static", 4, (3, 1)), ("best_first", 4, None), ("best_first", 5, 2), ("best_first", 4, (2, 1, 1))]
+# Few levels, so that small trees branch: a chain comes out otherwise.
+SHAPES = [
+    *(("static", budget, branching) for budget, branching in ((4, None), (6, (2, 2)), (4, (3, 1)))),
+    *(("best_first", budget, branching) for budget, branching in ((4, None), (6, (2, 2)), (5, (2, 1, 1)))),
+]
 
 
 def growth_of(tree: str, budget: int, branching: object, temperature: float = 1.0, noise: RaceNoise | None = None, **options: object) -> Growth:
@@ -88,12 +92,13 @@ def error(rule: str, drafter: Drafter) -> float:
 def test_one_round_has_the_law_of_the_target(drafter_of: Callable[..., Drafter], rule: str, shape: tuple) -> None:
     for laws in (LAWS, RandomTables(VOCAB, seed=83, holes=0.4)):
         assert error(rule, drafter_of(*shape, laws)) < EXACT
+    assert (len(drafter_of(*shape)(Choice(), ()).children) > 1) == (shape[2] is not None), "the test means something"
     for options in ({"min_confidence": 0.6}, {"draft_top_k": 2}):
         assert error(rule, drafter_of(*shape, **options)) < EXACT
 
 
 @pytest.mark.parametrize("rule", ["tree", "traversal"])
-@pytest.mark.parametrize(("first", "second"), [(0, 3), (3, 0), (5, 4)])
+@pytest.mark.parametrize(("first", "second"), [(2, 5), (5, 2)])
 def test_two_rounds_have_the_law_of_the_target(drafter_of: Callable[..., Drafter], rule: str, first: int, second: int) -> None:
     """Another drafter and another kind of tree in the second round."""
     drafters = [drafter_of(*SHAPES[first]), drafter_of(*SHAPES[second], RandomTables(VOCAB, seed=84))]
@@ -115,8 +120,8 @@ def ranked_by_value(growth: Growth) -> Growth:
 @pytest.mark.parametrize("rule", ["tree", "traversal"])
 @pytest.mark.parametrize("tree", ["static", "best_first"])
 def test_a_sampled_child_ranked_by_its_own_value_shows(drafter_of: Callable[..., Drafter], rule: str, tree: str) -> None:
-    assert error(rule, drafter_of(tree, 6, 2)) < EXACT
-    assert error(rule, drafter_of(tree, 6, 2, edit=ranked_by_value)) > 0.005
+    assert error(rule, drafter_of(tree, 6, (2, 2))) < EXACT
+    assert error(rule, drafter_of(tree, 6, (2, 2), edit=ranked_by_value)) > 0.005
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -195,8 +200,8 @@ def test_a_coupled_tree_holds_the_leaders_of_the_race(tree: str) -> None:
 
 
 def test_a_static_tree_has_its_shape_whatever_the_laws() -> None:
-    shape = static_shape(7, 3, 7)
     for temperature, seed in itertools.product((0.0, 1.0), range(5)):
+        shape = (sampled_shape if temperature else static_shape)(7, 3, 7)
         growth = grow(growth_of("static", 7, 3, temperature), RandomTables(5, seed=seed))
         depths = sorted(len(growth.path(node)) for node in range(7))
         assert depths == sorted(d + 1 for d, width in enumerate(shape.widths) for _ in range(width))
@@ -231,6 +236,34 @@ def test_static_shapes_are_the_best(budget: int, branching: int, max_depth: int)
     else:
         assert (len(worth), max_depth) == (branching, 1)
     assert sum(shape.widths) == len(worth)
+
+
+@pytest.mark.parametrize(("budget", "branching", "max_depth"), [(1, 3, 9), (5, 3, 9), (6, 2, 9), (6, 3, 2), (3, 4, 1)])
+def test_shapes_of_sampled_trees_are_the_best(budget: int, branching: int, max_depth: int) -> None:
+    """Against all trees of that size, where what a child is worth depends on how many siblings it has."""
+
+    def worth(parents: Sequence[int], node: int = -1) -> float:
+        below = [1 + worth(parents, child) for child, parent in enumerate(parents) if parent == node]
+        return sum(chance * value for chance, value in zip(sampled_chances(len(below)), sorted(below, reverse=True), strict=True)) if below else 0.0
+
+    def allowed(parents: Sequence[int]) -> bool:
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return max(depths) <= max_depth and max(map(parents.count, parents)) <= branching
+
+    shape = sampled_shape(budget, branching, max_depth)
+    every = [parents for parents in itertools.product(*(range(-1, node) for node in range(budget))) if allowed(parents)]
+    assert len(shape.parents) == budget
+    assert allowed(shape.parents)
+    assert worth(shape.parents) == pytest.approx(max(map(worth, every)))
+
+
+def test_chances_of_sampled_children_are_a_law() -> None:
+    for count in range(1, 5):
+        assert list(sampled_chances(count)) == sorted(sampled_chances(count), reverse=True)
+        assert len(sampled_chances(count)) == count
+    assert sum(sampled_chances(4)) < 1
 
 
 def test_levels_are_shared_by_value() -> None:

@@ -55,7 +55,7 @@ def model_specs(rule: str, count: int, **options: object) -> list[SpecConfig]:
 
 def tree_specs(count: int, **options: object) -> list[SpecConfig]:
     """A draft model's trees of one to seven nodes, under every rule that takes them."""
-    rules, branchings = ("tree", "traversal", "coupled"), (None, 2, (3, 1, 2))
+    rules, branchings = ("tree", "traversal", "coupled"), ((2, 2, 2), (2, 1), (3, 1, 2))  # few levels: small trees would be chains otherwise
     return [
         SpecConfig(
             "draft_model", "reverse", num_draft=1 + i % 7, rule=rules[i % 3], tree=TREES[1 + i % 2], branching=branchings[i // 2 % 3], **options
@@ -132,7 +132,7 @@ def _whole_law_as_mass(patch: pytest.MonkeyPatch) -> None:
 def test_trees_of_another_mass_than_they_were_drawn_from_are_seen(narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft's whole law in place of what the deterministic guesses left of it."""
     _whole_law_as_mass(monkeypatch)
-    spec = SpecConfig("draft_model", "reverse", num_draft=8, rule="tree", tree="best_first")
+    spec = SpecConfig("draft_model", "reverse", num_draft=8, rule="tree", tree="best_first", branching=(2, 2, 2))
     asked = [(params, spec) for params in seeded(BASE, NUM_BROKEN)]
     assert min(p_values(sample_answers(narrow, asked), exact_law(narrow, BASE))) < ALARM / 1000
 
