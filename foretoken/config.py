@@ -18,7 +18,7 @@ SAMPLERS: tuple[str, ...] = ("draft_model", "early_exit")  # drafters that draw 
 COMPOSITES: tuple[str, ...] = ()  # drafters that work with other drafters
 # What a part given by its name takes over from the configuration around it.
 FIELDS_OF: Mapping[str, tuple[str, ...]] = {
-    "draft_model": ("draft", "draft_dtype", "draft_vocabulary", "draft_probability", "min_confidence", "draft_top_k"),
+    "draft_model": ("draft", "draft_dtype", "draft_vocabulary", "draft_probability", "min_confidence", "draft_top_k", "tree", "branching"),
     "suffix": ("corpus", "tenant"),
     "predicted": ("prediction",),
     "early_exit": ("exit_layer", "skip_layers", "draft_probability", "min_confidence", "draft_top_k"),
@@ -28,6 +28,7 @@ QUANTISED: tuple[str, ...] = ("int8", "int4")
 DRAFT_DTYPES: tuple[str, ...] = ("auto", "bfloat16", "float16", "float32", *QUANTISED)
 # Eight rows: with a few guesses beside them about what a CPU runs at little more than the price of one.
 _LOOKAHEAD: Mapping[str, int] = {"lookahead_window": 4, "lookahead_ngram": 3}
+TREES: tuple[str, ...] = ("chain", "static", "best_first")
 RULES: tuple[str, ...] = ("auto", "greedy", "rejection", "block", "coupled", "tree", "traversal", "typical")
 DRAFT_VOCABULARIES: tuple[str, ...] = ("auto", "same", "strings", "intersection")
 LOSSY_RULES: tuple[str, ...] = ("typical",)
@@ -172,6 +173,10 @@ class SpecConfig:
     `draft_vocabulary` says how a draft model whose tokenizer is not the target's is used: not at all ("same"), in text that is encoded
     again ("strings"), in the tokens that both have ("intersection"), or by "auto": where the tokenizers agree as "same", else strings
     at temperature 0 and the intersection above.
+    `tree` is the shape of what a draft model guesses, `num_draft` tokens in all: "chain"; "static", a tree of fixed shape; or
+    "best_first", a tree that grows where the draft is surest. `branching` is the most children of a guess, one number or one for
+    each depth (the tree is then no deeper); None: 4. Rules that judge chains only get a chain. In trees `min_confidence` leaves out
+    the children of a guess; `draft_probability` is for chains.
 
     `prediction` is the text (or token ids) that drafter `predicted` expects. Drafter `suffix` also guesses from the text file
     `corpus` and from finished answers of the same `tenant` (the empty name is one too), never from another's.
@@ -204,6 +209,8 @@ class SpecConfig:
     parts: Sequence[str | SpecConfig] = ()
     lookahead_window: int = _LOOKAHEAD["lookahead_window"]
     lookahead_ngram: int = _LOOKAHEAD["lookahead_ngram"]
+    tree: str = "chain"
+    branching: int | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if self.drafter is not None and self.drafter not in known_drafters():
@@ -227,9 +234,15 @@ class SpecConfig:
         if self.draft_vocabulary != "auto":
             self._needs("draft_vocabulary", "draft_model")
         self._check_drafting_less()
+        self._check_tree()
         self._check_texts()
         self._check_layers()
         self._check_lookahead()
+
+    @property
+    def draws_trees(self) -> bool:
+        """Whether a model drafts trees, whose shape may depend on what was drawn on the way."""
+        return self.tree != "chain" or any(part.draws_trees for part in self.parts if isinstance(part, SpecConfig))
 
     @property
     def leaves(self) -> frozenset[str]:
@@ -288,6 +301,25 @@ class SpecConfig:
         for name, default in _LOOKAHEAD.items():
             if getattr(self, name) != default:
                 self._needs(name, "lookahead")
+
+    def _check_tree(self) -> None:
+        if self.tree not in TREES:
+            raise ConfigError("tree", self.tree, f"choose one of {', '.join(TREES)}")
+        if self.tree != "chain":
+            self._needs("tree", "draft_model")
+            if self.draft_probability != 1.0:
+                raise ConfigError("draft_probability", self.draft_probability, f"is for chains; leave it at 1 with tree={self.tree!r}")
+        if self.branching is None:
+            return
+        if self.tree == "chain":
+            raise ConfigError("branching", self.branching, "a chain does not branch; choose tree='static' or tree='best_first'")
+        if isinstance(self.branching, list | tuple):
+            object.__setattr__(self, "branching", tuple(self.branching))
+        by_depth = self.branching if isinstance(self.branching, tuple) else (self.branching,)
+        if not by_depth:
+            raise ConfigError("branching", self.branching, "give a number, or one for each depth")
+        for number in by_depth:
+            _whole("branching", number, low=1, high=64)
 
     def _check_drafting_less(self) -> None:
         if self.draft_probability != "auto":

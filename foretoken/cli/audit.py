@@ -17,6 +17,7 @@ from foretoken.bench.report import machine, versions
 from foretoken.bench.workload import SLICES, slices
 from foretoken.cli.common import (
     AllowLossyOption,
+    BranchingOption,
     CacheOption,
     DeviceOption,
     DraftDtypeOption,
@@ -30,6 +31,7 @@ from foretoken.cli.common import (
     NumericsOption,
     RuleOption,
     TargetOption,
+    TreeOption,
     progress,
     spec_config,
 )
@@ -48,6 +50,8 @@ def audit(
     min_confidence: Annotated[float, typer.Option(help="Stop guessing where the draft's likeliest token has less than this.")] = 0.0,
     draft_top_k: Annotated[int, typer.Option(help="Guess from the draft's k likeliest tokens; 0 = all.")] = 0,
     draft_vocabulary: DraftVocabularyOption = "auto",
+    tree: TreeOption = "chain",
+    branching: BranchingOption = None,
     prompts: Annotated[Path | None, typer.Option(help="A prompt per line, or JSON lines with `prompt` or `prompt_ids`.")] = None,
     num_prompts: Annotated[int, typer.Option(help="Answers at each temperature; prompts are taken in turn.")] = 16,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
@@ -74,6 +78,8 @@ def audit(
         draft_top_k=draft_top_k,
         draft_dtype=draft_dtype,
         draft_vocabulary=draft_vocabulary,
+        tree=tree,
+        branching=branching,
     )
     options = AuditOptions(
         target=target,

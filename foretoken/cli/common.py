@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from foretoken.config import DRAFT_DTYPES, DRAFT_VOCABULARIES, DRAFTERS, RULES, SpecConfig
+from foretoken.config import DRAFT_DTYPES, DRAFT_VOCABULARIES, DRAFTERS, RULES, TREES, SpecConfig
 from foretoken.errors import ConfigError
 
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="The model whose answers you want: a folder, a hub id, or reference:target.")]
@@ -23,6 +23,8 @@ RuleOption = Annotated[str, typer.Option(help=f"Which rule decides what stands: 
 AllowLossyOption = Annotated[bool, typer.Option("--allow-lossy", help="Allow a rule that changes the target's law (typical).")]
 DraftProbabilityOption = Annotated[str, typer.Option(help="Chance that a position is drafted at all: a number in (0, 1], or auto.")]
 DraftVocabularyOption = Annotated[str, typer.Option(help=f"How to use a draft whose tokenizer is not the target's: {', '.join(DRAFT_VOCABULARIES)}.")]
+TreeOption = Annotated[str, typer.Option(help=f"The shape of a draft model's guesses: {', '.join(TREES)}.")]
+BranchingOption = Annotated[str | None, typer.Option(help="Most guesses after one guess of a tree: a number, or one for each depth, as 4,2,1.")]
 NumericsOption = Annotated[str, typer.Option(help="default, or strict: logits bitwise the same however rows are batched.")]
 DtypeOption = Annotated[str, typer.Option(help="Number format of the weights: auto (as stored), bfloat16, float16, float32, float64.")]
 DeviceOption = Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:N.")]
@@ -48,6 +50,8 @@ def spec_config(
     skip_layers: str | None = None,
     lookahead_window: int = SpecConfig.lookahead_window,
     lookahead_ngram: int = SpecConfig.lookahead_ngram,
+    tree: str = "chain",
+    branching: str | None = None,
 ) -> SpecConfig:
     """`SpecConfig` from flags; a draft, a prediction, a corpus or layers without a drafter name the one that takes them.
 
@@ -77,6 +81,8 @@ def spec_config(
         skip_layers=None if skip_layers is None else _layers(skip_layers),
         lookahead_window=lookahead_window,
         lookahead_ngram=lookahead_ngram,
+        tree=tree,
+        branching=_branching(branching),
     )
 
 
@@ -87,6 +93,16 @@ def _layers(text: str) -> list[int] | Literal["auto"]:
         return [int(word) for word in text.split(",")]
     except ValueError:
         raise ConfigError("skip_layers", text, "must be layer numbers separated by commas, or auto") from None
+
+
+def _branching(value: str | None) -> int | tuple[int, ...] | None:
+    if value is None:
+        return None
+    try:
+        numbers = tuple(int(word) for word in value.split(","))
+    except ValueError:
+        raise ConfigError("branching", value, "must be a whole number, or several separated by commas") from None
+    return numbers if "," in value else numbers[0]
 
 
 def _number_or_auto(field: str, value: str, kind: type[int] | type[float], words: str) -> Any:  # noqa: ANN401 - a number or "auto"

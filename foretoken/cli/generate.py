@@ -10,6 +10,7 @@ import typer
 from foretoken.cli.answer import print_pieces, report
 from foretoken.cli.common import (
     AllowLossyOption,
+    BranchingOption,
     CacheOption,
     DeviceOption,
     DraftDtypeOption,
@@ -23,6 +24,7 @@ from foretoken.cli.common import (
     NumericsOption,
     RuleOption,
     TargetOption,
+    TreeOption,
     progress,
     spec_config,
 )
@@ -45,6 +47,8 @@ def generate(
     min_confidence: Annotated[float, typer.Option(help="Stop guessing where the draft's likeliest token has less than this.")] = 0.0,
     draft_top_k: Annotated[int, typer.Option(help="Guess from the draft's k likeliest tokens; 0 = all.")] = 0,
     draft_vocabulary: DraftVocabularyOption = "auto",
+    tree: TreeOption = "chain",
+    branching: BranchingOption = None,
     prediction: Annotated[str | None, typer.Option(help="The answer you expect, for --drafter predicted: the text, or @FILE.")] = None,
     corpus: Annotated[str | None, typer.Option(help="A text file to guess from, for --drafter suffix.")] = None,
     exit_layer: Annotated[str, typer.Option(help="Layers that draft, for --drafter early_exit: a number, or auto.")] = "auto",
@@ -120,6 +124,8 @@ def generate(
         skip_layers=skip_layers,
         lookahead_window=lookahead_window,
         lookahead_ngram=lookahead_ngram,
+        tree=tree,
+        branching=branching,
     )
     with progress(f"loading {target}"):
         llm = LLM(target, spec=spec, dtype=dtype, device=device, cache_tokens=cache_tokens, numerics=numerics, trace=trace)

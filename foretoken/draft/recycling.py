@@ -83,9 +83,9 @@ def grow_ranks(successors: NDArray[np.int32], anchor: int, chances: Sequence[flo
     """
     order = sorted(range(len(chances)), key=lambda rank: -chances[rank])
 
-    def children(_: int, token: int) -> list[tuple[float, int]]:
+    def after(token: int) -> list[tuple[float, int]]:
         row = successors[token].tolist()
         return [(chances[rank], row[rank]) for rank in order if row[rank] != _UNKNOWN][:branching]
 
-    nodes = grow_best_first(children(-1, anchor), children, budget)
+    nodes = grow_best_first(after(anchor), lambda node: after(node.token), budget)
     return LookupTree(tuple(node.token for node in nodes), tuple(node.parent for node in nodes), sum(node.estimate for node in nodes))

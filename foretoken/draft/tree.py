@@ -6,8 +6,10 @@ paths. No path is likelier than its beginning: growing best first finds them, an
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -23,11 +25,17 @@ class TreeNode(NamedTuple):
     author: str | None = None
 
 
-Children = Callable[[int, int], Sequence[tuple[float, int]]]  # (node, its token) -> chance and token of each child, likeliest first
+Children = Callable[[TreeNode], Sequence[tuple[float, int]]]  # chance and token of each child of a node, likeliest first
+
+OVERLAP = 0.7  # chance that a token drawn from a draft's law, or from a part of it, stands where the target's token is of that part
+_MOST_PLANNED = 64  # nodes of a tree that is planned node by node
+_MOST_SAMPLED_CHILDREN = 4
+_FIRST_CHANCE = 0.6  # that a draft's likeliest token is accepted; rank r (from 0) has 1 / (1 + r)^2 of it
 
 
 def grow_best_first(first: Sequence[tuple[float, int]], children: Children, budget: int, least: float = 0.0) -> list[TreeNode]:
-    """The `budget` likeliest paths, likeliest first: `first` are chance and token after the committed text, `children` those after a node.
+    """The `budget` likeliest paths, likeliest first: `first` are chance and token after the committed text, `children` those after a node, asked
+    for in the order of the result.
 
     A chance is that of the child once its parent stands, and at most 1. Paths less likely than `least` are left out. Of equal ones the
     one found first comes first, so that a child of chance 1 never overtakes its parent. The heap holds the best unused sibling and
@@ -49,24 +57,24 @@ def grow_best_first(first: Sequence[tuple[float, int]], children: Children, budg
         token = siblings[place][1]
         nodes.append(TreeNode(token, parent, -negative))
         push(parent, before, siblings, place + 1)
-        if len(nodes) < budget:
-            push(len(nodes) - 1, -negative, children(len(nodes) - 1, token), 0)
+        push(len(nodes) - 1, -negative, children(nodes[-1]), 0)
     return nodes
 
 
 def best_nodes(parents: Sequence[int], estimates: Sequence[float], budget: int) -> list[int]:
-    """The `budget` nodes of the highest estimate, in the order of their index; ties go to the lower index.
+    """The `budget` nodes of the highest estimate, likeliest first; ties go to the lower index.
 
-    Closed under ancestors if no estimate is above its parent's and parents come first: of equals the parent then has the lower index.
+    Closed under ancestors, parents before children, if no estimate is above its parent's and no index below: of equals the parent
+    then has the lower one. A smaller budget gives the beginning of what a larger one gives.
     """
-    chosen = sorted(sorted(range(len(parents)), key=lambda node: (-estimates[node], node))[:budget])
+    chosen = sorted(range(len(parents)), key=lambda node: (-estimates[node], node))[:budget]
     kept = {-1, *chosen}
     assert all(parents[node] in kept for node in chosen), "a child is likelier than its parent"
     return chosen
 
 
 def merge_trees(trees: Sequence[Sequence[TreeNode]], budget: int) -> list[TreeNode]:
-    """One tree of the `budget` likeliest guesses of several deterministic trees, parents first.
+    """One tree of the `budget` likeliest guesses of several deterministic trees, likeliest first.
 
     A path that several trees hold is one node; its estimate is the highest that any of them gives it, and that tree is its author (the
     earlier tree on a tie). An estimate above its parent's in the same tree counts as the parent's: a path is never likelier than its
@@ -89,3 +97,113 @@ def merge_trees(trees: Sequence[Sequence[TreeNode]], budget: int) -> list[TreeNo
     chosen = best_nodes([node.parent for node in union], [node.estimate for node in union], budget)
     new = {-1: -1} | {old: place for place, old in enumerate(chosen)}
     return [union[old]._replace(parent=new[union[old].parent]) for old in chosen]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tree without tokens, level by level: `parents` (-1 = the committed text) and `children[1 + node]` in the order of their ranks.
+
+    `children[0]` are those of the committed text.
+    """
+
+    parents: tuple[int, ...]
+    children: tuple[tuple[int, ...], ...]
+    widths: tuple[int, ...]  # nodes on each level
+
+
+def most_children(branching: int | Sequence[int], depth: int) -> int:
+    """How many children a guess of `depth` tokens may have: one limit for all depths, or one each and none below."""
+    if isinstance(branching, int):
+        return branching
+    return branching[depth] if depth < len(branching) else 0
+
+
+@functools.lru_cache(maxsize=256)
+def static_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) -> Shape:
+    """The best tree of `budget` nodes when the guess of rank r is right with the same chance everywhere, whatever stands before it.
+
+    Chances that do not depend on the text make the best of all trees a fixed one; the dynamic programme of Sequoia (Chen et al. 2024,
+    arXiv 2402.12374) finds the same. No node is deeper than `max_depth` or has more children than `branching` allows.
+    """
+    depths: list[int] = []
+
+    def ranks(depth: int) -> list[tuple[float, int]]:
+        count = most_children(branching, depth) if depth < max_depth else 0
+        return [(_FIRST_CHANCE / (1 + rank) ** 2, rank) for rank in range(count)]
+
+    def children(node: TreeNode) -> list[tuple[float, int]]:
+        depths.append(1 if node.parent < 0 else depths[node.parent] + 1)
+        return ranks(depths[-1])
+
+    return _by_levels([node.parent for node in grow_best_first(ranks(0), children, budget)])
+
+
+@functools.lru_cache(maxsize=256)
+def sampled_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) -> Shape:
+    """The best tree of `budget` nodes when each node's last child is drawn from what the others leave of the draft's law.
+
+    Another child takes chance from its siblings here, so that splitting a path costs what would have stood on it. The dynamic
+    programme of Sequoia (Chen et al. 2024, arXiv 2402.12374), over typical chances for each number of children; a tree of more than
+    64 nodes has the shape of a deterministic one.
+    """
+    if budget > _MOST_PLANNED:
+        return static_shape(budget, branching, max_depth)
+
+    @functools.cache
+    def below(budget: int, depth: int) -> tuple[float, tuple[int, ...]]:
+        """What `budget` nodes after a guess of `depth` tokens are worth, and how many of them go to each child, itself included."""
+        most = min(budget, most_children(branching, depth), _MOST_SAMPLED_CHILDREN) if depth < max_depth else 0
+        return max((split(budget, depth, count, 0) for count in range(1, most + 1)), default=(0.0, ()))
+
+    @functools.cache
+    def split(budget: int, depth: int, count: int, place: int) -> tuple[float, tuple[int, ...]]:
+        """The same for the children from `place` on when there are `count` of them."""
+        if place == count:
+            return 0.0, ()
+        chance, later = sampled_chances(count)[place], count - place - 1
+        best: tuple[float, tuple[int, ...]] = (-1.0, ())
+        for own in range(1, budget - later + 1):
+            rest = split(budget - own, depth, count, place + 1)
+            best = max(best, (chance * (1 + below(own - 1, depth + 1)[0]) + rest[0], (own, *rest[1])))
+        return best
+
+    parents: list[int] = []
+    waiting = [(-1, budget, 0)]
+    while waiting:
+        node, nodes, depth = waiting.pop(0)
+        for own in below(nodes, depth)[1]:
+            waiting.append((len(parents), own - 1, depth + 1))
+            parents.append(node)
+    return _by_levels(parents)
+
+
+def sampled_chances(count: int) -> tuple[float, ...]:
+    """Typical chances of a node's `count` children, largest first: all but one are the draft's likeliest tokens, one is drawn from the rest."""
+    fixed = [_FIRST_CHANCE / (1 + rank) ** 2 for rank in range(count - 1)]
+    return tuple(sorted((*fixed, OVERLAP * (1 - sum(fixed))), reverse=True))
+
+
+def _by_levels(parents: Sequence[int]) -> Shape:
+    """A tree given by parents that stand before their children, level by level."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    order = sorted(range(len(parents)), key=lambda node: (depths[node], node))
+    place = {-1: -1} | {node: i for i, node in enumerate(order)}
+    by_row: list[list[int]] = [[] for _ in range(len(order) + 1)]
+    for i, node in enumerate(order):
+        by_row[1 + place[parents[node]]].append(i)
+    widths = [depths.count(depth) for depth in range(1, max(depths, default=0) + 1)]
+    return Shape(tuple(place[parents[node]] for node in order), tuple(map(tuple, by_row)), tuple(widths))
+
+
+def share_level(values: Sequence[Sequence[float]], width: int) -> list[int]:
+    """How many children each node of a level gets so that the `width` largest `values` are chosen: values[node] fall from left to right.
+
+    Ties go to the earlier node.
+    """
+    slots = sorted(((-value, node) for node, own in enumerate(values) for value in own))[:width]
+    counts = [0] * len(values)
+    for _, node in slots:
+        counts[node] += 1
+    return counts

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from foretoken.config import SpecConfig
 from foretoken.core import Batch, Draft, Verdict
 from foretoken.draft.group import GRAMMAR, DrafterKey, drafter_key
 from foretoken.engine.request import RequestState
@@ -64,20 +65,22 @@ class Controller:
         if all(entry.decodes and len(entry.pending) == 1 for entry in batch.entries):
             num_probed = sum(draft.probe_lengths)
             self.policy.observe_step(draft.num_rows + num_probed, draft.num_nodes + num_probed, target_s)
-        longest: dict[DrafterKey, int] = {}
+        longest: dict[Hashable, int] = {}
+        took_s: dict[Hashable, float] = {}
         for b, entry in enumerate(batch.decoding):
             key = drafter_key(entry.request.spec)
             if key is None or not entry.num_draft:
                 self.policy.observe_rest(entry.request.request_id)
                 continue
-            longest[key] = max(longest.get(key, 0), entry.num_draft)
+            kind = _kind(entry.request.spec)
+            longest[kind], took_s[kind] = max(longest.get(kind, 0), entry.num_draft), draft_s.get(key, 0.0)
             self._num_probed[entry.request.request_id] = draft.probe_lengths[b]
             if GRAMMAR not in draft.authors(b):  # somebody else's guesses
                 chances = _emission_chances(draft, verdict, b)
                 parents = draft.parents[draft.offsets[b] : draft.offsets[b + 1]]
-                self.policy.observe_round(entry.request.request_id, key, entry.num_draft, chances, bool(verdict.paths[b]), parents)
-        for key, count in longest.items():
-            self.policy.observe_draft(key, count, draft_s.get(key, 0.0))
+                self.policy.observe_round(entry.request.request_id, kind, entry.num_draft, chances, bool(verdict.paths[b]), parents)
+        for kind, count in longest.items():
+            self.policy.observe_draft(kind, count, took_s[kind])
         self._learn_probabilities(batch, draft, target_probs, verdict, sum(draft_s.values()), target_s)
 
     def finish(self, request_id: int) -> None:
@@ -91,7 +94,7 @@ class Controller:
         num_draft = state.request.spec.num_draft
         most = max(0, min(MOST_NUM_DRAFT if num_draft == "auto" else num_draft, state.num_remaining - 1)) if state.origins else 0
         num_probe = self._num_probed.get(state.request_id, 0)
-        return Wish(state.request_id, drafter_key(state.request.spec), most, num_draft == "auto", num_probe)
+        return Wish(state.request_id, _kind(state.request.spec), most, num_draft == "auto", num_probe)
 
     def _draft_probability(self, state: RequestState, num_draft: int) -> float:
         spec = state.request.spec
@@ -116,6 +119,12 @@ class Controller:
                 laws = draft.mass.laws[[draft.mass.law_of_row[row] for row in rows]] / entry.draft_probability
                 overlaps = {a: float(torch.minimum(a * laws, target_probs[rows]).sum(-1).mean()) for a in _CANDIDATES}
                 self._estimates.setdefault(entry.request.request_id, _Estimate()).add(overlaps)
+
+
+def _kind(spec: SpecConfig) -> Hashable | None:
+    """What tells apart guesses of different cost and worth: the drafter, and the shape of what it guesses."""
+    key = drafter_key(spec)
+    return None if key is None else (key, spec.tree, spec.branching)
 
 
 def _emission_chances(draft: Draft, verdict: Verdict, b: int) -> list[float]:

@@ -38,7 +38,7 @@ class _Sequence:
     cache: _Foreign = None
     cached: list[int] = field(default_factory=list)
     pending: list[int] = field(default_factory=list)  # of the last forward
-    nodes: list[int] = field(default_factory=list)  # of the last forward
+    nodes: list[int] = field(default_factory=list)  # of the last forward, held ones included
 
 
 class TransformersModel:
@@ -153,7 +153,7 @@ class TransformersModel:
             CapacityError: no room for the rows.
         """
         for segment in segments:
-            if not self.reserve(segment.sequence, segment.num_rows):
+            if not self.reserve(segment.sequence, segment.num_held + segment.num_rows):
                 raise CapacityError(f"no room for {segment.num_rows} more rows of sequence {segment.sequence}")
         flat: list[int] = tokens.tolist()
         logits: list[Tensor] = []
@@ -184,19 +184,21 @@ class TransformersModel:
     def _segment(self, rows: list[int], segment: Segment, taps: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits `[num_logits, V]` and taps of the last rows of one segment."""
         state = self._sequences[segment.sequence]
-        state.pending, state.nodes = rows[: segment.num_pending], rows[segment.num_pending :]
+        state.pending, state.nodes = rows[: segment.num_pending], state.nodes[: segment.num_held] + rows[segment.num_pending :]
         wanted = segment.num_logits
         if segment.is_chain:
-            logits, hidden = self._run(state, rows, max(wanted, 1), taps)
+            logits, hidden = self._run(state, state.pending + state.nodes, max(wanted, 1), taps)
             last = slice(logits.shape[0] - wanted, None)
             return logits[last], {layer: tap[last] for layer, tap in hidden.items()}
         assert wanted <= 1 + len(state.nodes)
         by_node: dict[int, tuple[Tensor, dict[int, Tensor]]] = {}
         for path in _paths(segment.parents):
+            if path[-1] < segment.num_held:
+                continue  # nothing new on it
             logits, hidden = self._run(state, state.pending + [state.nodes[node] for node in path], 1 + len(path), taps)
             for row, node in enumerate([-1, *path]):
                 by_node.setdefault(node, (logits[row], {layer: tap[row] for layer, tap in hidden.items()}))
-        chosen = [by_node[node] for node in range(-1, len(state.nodes))][1 + len(state.nodes) - wanted :]
+        chosen = [by_node[node] for node in range(len(state.nodes) - wanted, len(state.nodes))]
         return torch.stack([row for row, _ in chosen]), {layer: torch.stack([hidden[layer] for _, hidden in chosen]) for layer in taps}
 
     def _run(self, state: _Sequence, rows: list[int], wanted: int, taps: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:

@@ -20,18 +20,24 @@ class Segment:
     """The new rows of one sequence in a forward: `num_pending` committed tokens, then a tree of guesses.
 
     `parents[i]` is the tree node that node i follows, -1 the last pending token. `num_logits` counts rows from the end
-    whose logits are wanted; it is `1 + len(parents)` when the sequence decodes, 0 for a chunk of a prompt.
+    whose logits are wanted; it is `1 + len(parents)` when the sequence decodes, 0 for a chunk of a prompt. The first `num_held` nodes
+    were run by earlier forwards since the last commit, in this order: they are no rows now, and the others may follow them.
     """
 
     sequence: int
     num_pending: int
     parents: tuple[int, ...] = ()
     num_logits: int = 1
+    num_held: int = 0
+
+    def __post_init__(self) -> None:
+        assert not (self.num_held and self.num_pending), "nodes are held behind what is committed"
+        assert self.num_held <= len(self.parents)
 
     @property
     def num_rows(self) -> int:
         """Rows this segment adds to the flat run."""
-        return self.num_pending + len(self.parents)
+        return self.num_pending + len(self.parents) - self.num_held
 
     @property
     def is_chain(self) -> bool:
@@ -106,7 +112,7 @@ class LanguageModel(Protocol):
         """What a sequence of `num_tokens` takes out of `num_free_tokens`, rounding included."""
 
     def reserve(self, sequence: int, num_rows: int) -> bool:
-        """Make room for `num_rows` more rows of `sequence`; False (and no change) if there is none."""
+        """Make room for `num_rows` rows of `sequence` behind what is committed; False (and no change) if there is none."""
 
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
         """Run the flat `tokens` [T] int64, laid out segment after segment.

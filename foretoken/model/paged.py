@@ -191,11 +191,13 @@ class PagedModel:
         admission = Admission()
         for segment, offset in zip(segments, offsets or [0] * len(segments), strict=True):
             table, first = self.tables[segment.sequence], len(admission.positions)
-            if not self.reserve(segment.sequence, offset + segment.num_rows):
+            before = offset + segment.num_held  # rows of earlier forwards that stay
+            if not self.reserve(segment.sequence, before + segment.num_rows):
                 raise CapacityError(f"out of KV blocks: {segment.num_rows} rows wanted, {self.num_free_tokens()} tokens free")
-            past, stop = table.length + offset, table.length + offset + segment.num_rows
+            past = table.length + offset
+            start, stop = past + segment.num_held, past + segment.num_held + segment.num_rows
             admission.positions.extend(row_positions(segment, past))
-            admission.slots.extend(slots_of(table, past, stop, self.block_size))
+            admission.slots.extend(slots_of(table, start, stop, self.block_size))
             last = len(admission.positions)
             admission.readers.append(Reader(slice(first, last), self._slots_to_read(table, stop), past, segment))
             admission.wanted.extend(range(last - segment.num_logits, last))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,8 +29,12 @@ from tests.helpers.scripted import ScriptedModel, recite
 from tests.helpers.specs import bare_drafter, key_of, spec_of
 from tests.helpers.watch import Watched, check_cache
 
-CASES = ("draft_model", "draft_model:int8", "draft_model:int4", "ngram", "suffix", "recycling", "predicted", "early_exit", "lookahead")
-TREES = ("ngram", "suffix", "recycling", "lookahead")
+LOW_BIT = ("draft_model:int8", "draft_model:int4")
+MODEL_TREES = ("draft_model/static", "draft_model/best_first")
+CASES = ("draft_model", *LOW_BIT, *MODEL_TREES, "ngram", "suffix", "recycling", "predicted", "early_exit", "lookahead")
+TREES = (*MODEL_TREES, "ngram", "suffix", "recycling", "lookahead")
+
+TREES_OF_A_MODEL = ("chain", "static", "best_first")
 
 NUM_TOKENS = 24
 # Of every length from one token on, some with repeats, so that a lookup finds something.
@@ -71,7 +76,7 @@ def plain(llm: LLM) -> Outputs:
 
 
 def test_every_drafter_is_in_the_suite() -> None:
-    assert {name.partition(":")[0] for name in CASES} == set(DRAFTERS)
+    assert {re.split("[:/]", case)[0] for case in CASES} == set(DRAFTERS)
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
@@ -241,8 +246,10 @@ def test_propose_gives_each_request_its_own_number(llm: LLM, watched: Watched, t
 
 
 @pytest.mark.filterwarnings("ignore:the draft has")
-def test_a_draft_that_is_the_target_is_always_right(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An off-by-one in the draft's cache leaves the text right and lowers the acceptance: here it must be 100 %.
+@pytest.mark.parametrize("tree", TREES_OF_A_MODEL)
+def test_a_draft_that_is_the_target_is_always_right(llm: LLM, pair: SimpleNamespace, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An off-by-one in the draft's cache leaves the text right and lowers the acceptance: here it must be 100 %, in a tree that of
+    one path from the root to a leaf.
 
     After every step the caches of target and draft are compared with a fresh run over the text.
     """
@@ -258,16 +265,23 @@ def test_a_draft_that_is_the_target_is_always_right(llm: LLM, pair: SimpleNamesp
             check_cache(watched.inner.model, sequence, text)
 
     params = [SamplingParams(max_tokens=17 + i, ignore_eos=True, temperature=(0.0, 1.0)[i % 2], seed=i) for i in range(6)]
-    specs = [SpecConfig("draft_model", str(pair.target), num_draft=1 + i) for i in range(6)]
+    rules = ("auto", "coupled", "tree", "tree", "auto", "traversal")  # a seed makes auto coupled
+    specs = [SpecConfig("draft_model", str(pair.target), num_draft=1 + i, tree=tree, rule=rules[i]) for i in range(6)]
     outputs = llm.generate(PROMPTS[:6], params, specs, on_step=audit)
-    assert [out.stats.acceptance_rate for out in outputs] == [1.0] * 6
-    assert watched.num_full_rounds > 20
+    if tree == "chain":
+        assert [out.stats.acceptance_rate for out in outputs] == [1.0] * 6
+        assert watched.num_full_rounds > 20
+    assert watched.num_walks_to_a_leaf == watched.num_walks > 20
     assert all(origin.kind != "residual" for out in outputs for origin in out.provenance)
 
 
 @pytest.mark.parametrize("dtype", ["auto", *QUANTISED])
-def test_caches_hold_the_text_after_rejections_too(llm: LLM, pair: SimpleNamespace, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = SpecConfig("draft_model", str(pair.draft), num_draft=4, draft_dtype=dtype)
+@pytest.mark.parametrize("tree", TREES_OF_A_MODEL)
+@pytest.mark.parametrize("rule", ["auto", "tree", "traversal"])
+def test_caches_hold_the_text_after_rejections_too(
+    llm: LLM, pair: SimpleNamespace, dtype: str, tree: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = SpecConfig("draft_model", str(pair.draft), num_draft=4 if tree == "chain" else 9, draft_dtype=dtype, tree=tree, rule=rule)
     watched = watch(llm, spec, monkeypatch)
 
     def audit(_: object) -> None:
@@ -277,6 +291,7 @@ def test_caches_hold_the_text_after_rejections_too(llm: LLM, pair: SimpleNamespa
 
     params = [SamplingParams(max_tokens=20, ignore_eos=True, temperature=(0.0, 0.7)[i % 2], seed=i) for i in range(6)]
     outputs = llm.generate(PROMPTS[:6], params, spec, on_step=audit)
+    assert (watched.num_trees > 20) == (tree != "chain")
     assert any(0 < out.stats.acceptance_rate < 1 for out in outputs)
 
 

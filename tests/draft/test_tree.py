@@ -48,12 +48,10 @@ def grown(tables: dict[Path, list[float]], budget: int, least: float = 0.0) -> l
     def ranked(path: Path) -> list[tuple[float, int]]:
         return sorted(((chance, token) for token, chance in enumerate(tables.get(path, [])) if chance > 0), key=lambda pair: -pair[0])
 
-    def children(node: int, token: int) -> list[tuple[float, int]]:
-        # The callback is told of nodes in the order in which they are grown; the shape tells which path that is.
-        partial = grow_best_first(ranked(()), lambda n, t: ranked(paths[n]) if n in paths else [], node + 1, least)
-        paths[node] = paths_of(partial)[node]
-        assert paths[node][-1] == token
-        return ranked(paths[node])
+    def children(node: TreeNode) -> list[tuple[float, int]]:
+        path = (*paths[node.parent], node.token)
+        paths[len(paths) - 1] = path
+        return ranked(path)
 
     return grow_best_first(ranked(()), children, budget, least)
 
@@ -77,7 +75,7 @@ def test_best_first_finds_the_likeliest_paths(seed: int, budget: int) -> None:
 
 
 def test_a_sure_child_comes_after_its_parent() -> None:
-    nodes = grow_best_first([(0.5, 7), (0.5, 8)], lambda node, token: [(1.0, token + 10)], 4)
+    nodes = grow_best_first([(0.5, 7), (0.5, 8)], lambda node: [(1.0, node.token + 10)], 4)
     assert [(node.token, node.parent) for node in nodes] == [(7, -1), (8, -1), (17, 0), (18, 1)]
 
 
@@ -95,7 +93,8 @@ def test_the_best_nodes_are_the_best_closed_set(seed: int, budget: int) -> None:
     for node in range(8):
         estimates.append(float(rng.choice([0.25, 0.5, 1.0])) * (1.0 if parents[node] < 0 else estimates[parents[node]]))
     chosen = best_nodes(parents, estimates, budget)
-    assert tuple(chosen) in closed_sets(parents, budget)
+    assert tuple(sorted(chosen)) in closed_sets(parents, budget)
+    assert [estimates[n] for n in chosen] == sorted((estimates[n] for n in chosen), reverse=True)
     assert sum(estimates[n] for n in chosen) == max(sum(estimates[n] for n in one) for one in closed_sets(parents, budget))
 
 

@@ -35,6 +35,7 @@ def all_specs(draft: Path) -> list[SpecConfig]:
         SpecConfig("ngram"),
         SpecConfig("draft_model", str(draft)),
         SpecConfig("early_exit"),
+        *(SpecConfig("draft_model", str(draft), num_draft=n, tree=tree) for tree in ("static", "best_first") for n in (1, 4, 11)),
     ]
 
 
@@ -74,10 +75,14 @@ def test_every_lossless_rule_is_greedy_at_temperature_0(llm: LLM, pair: SimpleNa
 
 
 def test_the_rule_that_auto_takes(llm: LLM, pair: SimpleNamespace) -> None:
-    """Greedy at temperature 0, coupled with a seed, else settled by the shape of the draft: block for sampled chains."""
+    """Greedy at temperature 0, coupled with a seed, tree for trees whose shape may depend on draws, else settled by the shape of the
+    draft: block for sampled chains.
+    """
     params = [SamplingParams(max_tokens=6, temperature=t, seed=seed, ignore_eos=True) for t, seed in ((0.0, None), (0.0, 3), (1.0, 3), (1.0, None))]
     outputs = llm.generate([PROMPTS[0]] * 4, params, SpecConfig("draft_model", str(pair.draft), num_draft=3))
     assert [out.stats.rule for out in outputs] == ["greedy", "greedy", "coupled", "auto"]
+    trees = llm.generate([PROMPTS[0]] * 4, params, SpecConfig("draft_model", str(pair.draft), num_draft=3, tree="best_first"))
+    assert [out.stats.rule for out in trees] == ["greedy", "greedy", "coupled", "tree"]
     assert not any(out.stats.lossy for out in outputs)
 
 

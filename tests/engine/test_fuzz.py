@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foretoken import LLM, InputError, SamplingParams, SpecConfig
-from foretoken.config import RULES
+from foretoken.config import RULES, TREES
 from tests.helpers.audit import check_idle
 
 VOCAB = 99
@@ -47,6 +47,8 @@ drafting = st.fixed_dictionaries(
         "min_confidence": st.sampled_from([0.05, 0.5]),
         "draft_top_k": st.sampled_from([1, 4, 500]),
         "draft_dtype": st.sampled_from(["auto", "int8", "int4"]),
+        "tree": st.sampled_from(TREES),
+        "branching": st.sampled_from([1, 3, (2, 4)]),
     },
 )
 

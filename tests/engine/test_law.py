@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from foretoken import SamplingParams, SpecConfig
-from foretoken.config import QUANTISED
+from foretoken.config import QUANTISED, TREES
 from foretoken.core import Draft, Uniforms
+from foretoken.draft import branches
 from foretoken.model.processors import RequestProcessors
 from foretoken.model.randomness import Purpose, round_uniforms, uniforms
 from foretoken.verify.rejection import RejectionRule
@@ -52,6 +53,17 @@ def model_specs(rule: str, count: int, draft: str = "reverse", **options: object
     return [SpecConfig("draft_model", draft, num_draft=1 + i % 4, rule=rule, **options) for i in range(count)]
 
 
+def tree_specs(count: int, **options: object) -> list[SpecConfig]:
+    """A draft model's trees of one to seven nodes, under every rule that takes them."""
+    rules, branchings = ("tree", "traversal", "coupled"), ((2, 2, 2), (2, 1), (3, 1, 2))  # few levels: small trees would be chains otherwise
+    return [
+        SpecConfig(
+            "draft_model", "reverse", num_draft=1 + i % 7, rule=rules[i % 3], tree=TREES[1 + i % 2], branching=branchings[i // 2 % 3], **options
+        )
+        for i in range(count)
+    ]
+
+
 def free_specs(name: str, count: int) -> list[SpecConfig]:
     """A drafter that asks no model, under rules that take its trees and rules that get chains."""
     needed = {"prediction": (0, 1, 2, 3, 1, 2)} if name == "predicted" else {}
@@ -81,6 +93,7 @@ def test_every_rule_has_the_law(narrow: SimpleNamespace) -> None:
     groups = {
         **{rule: model_specs(rule, NUM_REQUESTS) for rule in EXACT_RULES},
         "coin": [*model_specs("block", half, draft_probability=0.6), *model_specs("tree", half, draft_probability=0.4)],
+        "trees": [*tree_specs(NUM_REQUESTS // 2), *tree_specs(NUM_REQUESTS // 2, min_confidence=0.3, draft_top_k=3)],
         "stop": [*model_specs("block", half, min_confidence=0.45), *model_specs("rejection", half, draft_top_k=2)],
         **{kind: [spec for rule in ("block", "tree") for spec in model_specs(rule, half, "low", draft_dtype=kind)] for kind in QUANTISED},
         "ngram": [SpecConfig("ngram", num_draft=3, rule=("rejection", "block", "tree", "coupled")[i % 4]) for i in range(NUM_REQUESTS)],
@@ -108,12 +121,31 @@ def test_a_target_that_drafts_for_itself_has_the_law(tmp_path: Path) -> None:
         assert min(p_values(part, law)) > ALARM
 
 
+def _whole_law_as_mass(patch: pytest.MonkeyPatch) -> None:
+    def drawn(draws: Sequence[branches._Draw], laws: torch.Tensor) -> None:
+        draw(draws, laws)
+        for one in draws:
+            one.growth.laws[one.growth.parents[one.node]] = laws[one.row]
+
+    draw = branches._draw
+    patch.setattr(branches, "_draw", drawn)
+
+
+def test_trees_of_another_mass_than_they_were_drawn_from_are_seen(narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft's whole law in place of what the deterministic guesses left of it."""
+    _whole_law_as_mass(monkeypatch)
+    spec = SpecConfig("draft_model", "reverse", num_draft=8, rule="tree", tree="best_first", branching=(2, 2, 2))
+    asked = [(params, spec) for params in seeded(BASE, NUM_BROKEN)]
+    assert min(p_values(sample_answers(narrow, asked), exact_law(narrow, BASE))) < ALARM / 1000
+
+
 def test_every_sampling_parameter_has_the_law(narrow: SimpleNamespace) -> None:
     """Each parameter under the rule that auto takes with a seed, without one, and plainly."""
     asked = []
     for values in PARAMETERS.values():
         params = seeded(replace(BASE, **values), NUM_REQUESTS)
-        specs = [*model_specs("block", NUM_REQUESTS // 2), *model_specs("coupled", NUM_REQUESTS // 4), *[SpecConfig()] * (NUM_REQUESTS // 4)]
+        some = NUM_REQUESTS // 8
+        specs = [*model_specs("block", 3 * some), *tree_specs(some), *model_specs("coupled", 2 * some), *[SpecConfig()] * (2 * some)]
         asked += list(zip(params, specs, strict=True))
     parts = np.split(shuffled_answers(narrow, asked), len(PARAMETERS))
     for (name, values), part in zip(PARAMETERS.items(), parts, strict=True):

@@ -32,7 +32,7 @@ class ScriptedModel:
         self.max_context_tokens, self.capacity_tokens, self.num_parameters = max_context, capacity, num_parameters
         self.weight_bytes = self.step_bytes = 4 * num_parameters
         self.sequences: dict[int, list[int]] = {}
-        self._rows: dict[int, list[int]] = {}  # of the last forward
+        self._rows: dict[int, list[int]] = {}  # of each sequence's last forward, held ones included
         self._early: dict[int, tuple[int, ...]] = {}  # rows of the last `forward_early` calls
         self.num_forwards = 0
 
@@ -59,9 +59,10 @@ class ScriptedModel:
         self.num_forwards += 1
         flat, rows, logits = tokens.tolist(), [], []
         for segment in segments:
-            if not self.reserve(segment.sequence, segment.num_rows):
+            if not self.reserve(segment.sequence, segment.num_held + segment.num_rows):
                 raise CapacityError("the script has no room")
-            own, flat = flat[: segment.num_rows], flat[segment.num_rows :]
+            held = self._rows[segment.sequence][: segment.num_held] if segment.num_held else []
+            own, flat = held + flat[: segment.num_rows], flat[segment.num_rows :]
             rows.append(own)
             contexts: list[Context] = []
             for row, token in enumerate(own):
@@ -71,7 +72,7 @@ class ScriptedModel:
                 contexts.append((*before, token))
             logits.extend(self._logits(context) for context in contexts[len(contexts) - segment.num_logits :])
         assert not flat, "tokens that belong to no segment"
-        self._rows = {segment.sequence: own for segment, own in zip(segments, rows, strict=True)}
+        self._rows |= {segment.sequence: own for segment, own in zip(segments, rows, strict=True)}
         return ForwardOutput(torch.stack(logits) if logits else torch.empty(0, self.vocab_size), {})
 
     def forward_early(self, tokens: Tensor, segments: Sequence[EarlySegment], layers: Sequence[int]) -> Tensor:

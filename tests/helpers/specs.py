@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,11 +25,11 @@ PREDICTION = tuple(range(3, 60))
 def spec_of(name: str, draft: Path | str | None, prediction: Sequence[int] = PREDICTION, **options: object) -> SpecConfig:
     """`SpecConfig` of a drafter with the options it cannot do without; `early_exit` never gives up guessing.
 
-    `draft_model:int4` is a draft model in that format.
+    `draft_model:int4` is a draft model in that format, `draft_model/static` one that drafts static trees.
     """
-    drafter, _, dtype = name.partition(":")
+    drafter, dtype, tree = re.fullmatch(r"(\w+)(?::(\w+))?(?:/(\w+))?", name).groups()
     needed = {
-        "draft_model": {"draft": str(draft), "draft_dtype": dtype or "auto"},
+        "draft_model": {"draft": str(draft), "draft_dtype": dtype or "auto", "tree": tree or "chain"},
         "predicted": {"prediction": tuple(prediction)},
         "early_exit": {"exit_layer": 1},
     }

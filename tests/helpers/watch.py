@@ -29,7 +29,7 @@ class Watched:
     def __init__(self, inner: Drafter, vocab_size: int) -> None:
         self.inner, self.name, self.vocab_size = inner, inner.name, vocab_size
         self.texts: dict[int, list[int]] = {}
-        self.num_drafted = self.num_full_rounds = self.num_trees = self.num_probed = 0
+        self.num_drafted = self.num_full_rounds = self.num_trees = self.num_probed = self.num_walks = self.num_walks_to_a_leaf = 0
 
     def start(self, request: Request) -> None:
         self.texts[request.request_id] = list(request.prompt_ids)
@@ -52,16 +52,25 @@ class Watched:
         for b, entry in enumerate(batch.decoding):
             self.texts[entry.request.request_id] += verdict.emitted(b)
             self.num_full_rounds += 0 < draft.lengths[b] == len(verdict.accepted[b])
+            self.num_walks += draft.lengths[b] > 0
+            self.num_walks_to_a_leaf += draft.lengths[b] > 0 and not goes_on(draft, b, verdict.paths[b])
         self.inner.commit(batch, draft, verdict, feedback)
         if isinstance(self.inner, RecyclingDrafter):
             check_matrix(self.inner, batch, draft, verdict, feedback)
         for b, entry in enumerate(batch.decoding):
-            sequence = entry.request.request_id
-            STATE_CHECKS[type(self.inner)](self.inner, sequence, self.texts[sequence], draft.lengths[b], len(verdict.accepted[b]))
+            sequence, num_accepted = entry.request.request_id, len(verdict.accepted[b])
+            # A tree counts as its accepted path and, if that does not end at a leaf, one guess more.
+            num_drafted = draft.lengths[b] if draft.is_chain(b) else num_accepted + goes_on(draft, b, verdict.paths[b])
+            STATE_CHECKS[type(self.inner)](self.inner, sequence, self.texts[sequence], num_drafted, num_accepted)
 
     def finish(self, request_id: int) -> None:
         del self.texts[request_id]
         self.inner.finish(request_id)
+
+
+def goes_on(draft: Draft, request: int, path: tuple[int, ...]) -> bool:
+    """Whether something was guessed after the end of a path."""
+    return (path[-1] if path else -1) in draft.parents[draft.offsets[request] : draft.offsets[request + 1]]
 
 
 def check_draft(draft: Draft, batch: Batch, name: str, vocab_size: int) -> None:
@@ -152,11 +161,11 @@ def check_matrix(drafter: RecyclingDrafter, batch: Batch, draft: Draft, verdict:
 
 
 def check_draft_model_state(drafter: DraftModelDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
-    """I1 and I3: cache and backlog are the text; after a round one token waits, or two when every guess was kept."""
+    """I1 and I3: cache and backlog are the text; after a round one token waits, or two when a guess with none after it was kept."""
     length, pending = drafter.model.length(sequence), drafter._pending[sequence]
     assert text[length:] == pending
     if num_drafted:
-        assert len(pending) == (2 if num_accepted == num_drafted else 1)
+        assert 1 <= len(pending) <= (2 if num_accepted == num_drafted else 1)
 
 
 def check_early_exit_state(drafter: EarlyExitDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:

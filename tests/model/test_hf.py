@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,22 @@ def test_every_path_of_a_tree_is_its_own_text(model: TransformersModel) -> None:
     assert model.length(1) == 14
     out = model.forward(torch.tensor([11, 12]), [Segment(1, 1, (-1,), num_logits=2)])
     close(out.logits, plain(model, [*prompt, 5, 8, 11, 12])[-2:])
+
+
+def test_a_tree_that_grows_level_by_level(model: TransformersModel) -> None:
+    prompt, nodes, parents = token_ids(12), [5, 6, 7, 8, 9, 10], (-1, -1, 0, 0, 2, 1)
+    paths = [[0], [1], [0, 2], [0, 3], [0, 2, 4], [1, 5]]
+    for levels in ((0, 2, 4, 6), (0, 1, 6)):
+        model.open(1)
+        model.forward(torch.tensor(prompt), [Segment(1, 12)])
+        model.commit(1, 12)
+        for held, stop in pairwise(levels):
+            out = model.forward(torch.tensor(nodes[held:stop]), [Segment(1, 0, parents[:stop], stop - held, held)]).logits
+            for row, path in zip(out, paths[held:stop], strict=True):
+                close(row, plain(model, prompt + [nodes[node] for node in path])[-1])
+        model.commit(1, 0, (0, 2, 4))
+        close(model.forward(torch.tensor([11]), [Segment(1, 1)]).logits, plain(model, [*prompt, 5, 7, 9, 11])[-1:])
+        model.close(1)
 
 
 def test_taps_are_the_hidden_states_of_the_same_rows(model: TransformersModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,30 @@ def test_tree_then_commit_a_path_then_continue(family: Family, scattered: bool) 
         assert is_scattered(model, 0) == scattered
 
 
+@pytest.mark.parametrize("scattered", [False, True], ids=["one-piece", "scattered"])
+@pytest.mark.parametrize("levels", [(3, 7), (1, 3, 6, 7), (2, 3, 4, 5, 6, 7)], ids=str)
+def test_a_tree_that_grows_level_by_level(family: Family, levels: tuple[int, ...], scattered: bool) -> None:
+    """Nodes behind nodes that earlier forwards ran, beside a neighbour; any path can then be kept."""
+    prefix, nodes, after, other = token_ids(11), token_ids(len(TREE), seed=2), token_ids(3, seed=3), token_ids(9, seed=4)
+    for path in LEAF_PATHS:
+        model = family.model()
+        if scattered:
+            scatter(model)
+        model.open(0)
+        model.open(1)
+        extend(model, 0, prefix)
+        for held, stop in pairwise((0, *levels)):
+            segments = [Segment(1, 1), Segment(0, 0, TREE[:stop], stop - held, held)]
+            got = model.forward(torch.tensor([other[model.length(1)], *nodes[held:stop]]), segments).logits
+            model.commit(1, 1)
+            for row, node in enumerate(range(held, stop), start=1):
+                family.check(got[row], family.oracle([*prefix, *(nodes[i] for i in path_of(node))])[-1])
+        model.commit(0, 0, path)
+        text = [*prefix, *(nodes[i] for i in path)]
+        family.check(extend(model, 0, after), family.oracle([*text, *after])[-3:])
+        assert is_scattered(model, 0) == scattered
+
+
 @pytest.mark.parametrize("num_kept", range(5))
 def test_chain_of_guesses_partly_kept(some: Family, num_kept: int) -> None:
     """The shape of every speculative round: anchor, four guesses, a prefix of them kept, the next anchor."""
@@ -298,6 +323,10 @@ def test_masks_and_positions_by_the_definition() -> None:
     """Position = past + pending + depth; a row sees the past, earlier pending rows, its ancestors, itself, inside its window."""
     past, pending = 5, 2
     segment = Segment(0, pending, TREE, 1)
+    for held in range(len(TREE)):
+        grown, whole = Segment(0, 0, TREE, 1, held), Segment(0, 0, TREE, 1)
+        assert row_positions(grown, past) == [past + len(path_of(node)) - 1 for node in range(held, len(TREE))]
+        assert all(torch.equal(visible_slots(grown, past, window), visible_slots(whole, past, window)[held:]) for window in (None, 2, 6))
     depth = [len(path_of(node)) - 1 for node in range(len(TREE))]
     assert row_positions(segment, past) == [5, 6, *(past + pending + d for d in depth)]
     at = [*range(past + pending), *(past + pending + d for d in depth)]

@@ -70,8 +70,8 @@ class PagedAttention:
 
 
 def visible_slots(segment: Segment, past: int, window: int | None) -> Tensor:
-    """Which of `past + num_rows` tokens each new row may see, `[num_rows, past + num_rows]` bool on the CPU."""
-    num_rows, pending = segment.num_rows, segment.num_pending
+    """Which of the past, the held nodes and the new rows each new row may see, `[num_rows, past + num_held + num_rows]` bool on the CPU."""
+    num_rows, pending = segment.num_held + segment.num_rows, segment.num_pending
     new = torch.ones(num_rows, num_rows, dtype=torch.bool).tril_()
     depth = list(range(pending))
     if segment.is_chain:
@@ -84,18 +84,18 @@ def visible_slots(segment: Segment, past: int, window: int | None) -> Tensor:
             if parent >= 0:
                 new[row] |= new[above]
             new[row, row] = True
-            depth.append(depth[above] + 1)
+            depth.append(pending if parent < 0 else depth[above] + 1)
     visible = torch.cat((torch.ones(num_rows, past, dtype=torch.bool), new), dim=1)
     if window is not None:
         at = torch.tensor([*range(past), *(past + d for d in depth)])  # position of each slot
         visible &= at[past:, None] - at[None, :] < window
-    return visible
+    return visible[segment.num_held :]
 
 
 def row_positions(segment: Segment, past: int) -> list[int]:
     """Position of each new row: prefix length, and for a tree node prefix plus depth."""
-    positions = list(range(past, past + segment.num_pending))
+    pending = segment.num_pending
+    positions = list(range(past, past + pending))
     for parent in segment.parents:
-        above = segment.num_pending - 1 if parent < 0 else segment.num_pending + parent
-        positions.append(positions[above] + 1)
-    return positions
+        positions.append(past + pending if parent < 0 else positions[pending + parent] + 1)
+    return positions[segment.num_held :]

@@ -121,6 +121,7 @@ def key_range(position: int, window: int | None) -> tuple[int, int]:
 
 def texts_of(reader: Reader, device: torch.device, alone: bool = False) -> Iterator[Text]:
     """The texts that a segment's rows belong to: one for a chain, for a tree one per leaf; with `alone`, one per row."""
+    assert not reader.segment.num_held, "drafts grow their trees in default numerics"
     slots = torch.arange(reader.slots.start, reader.slots.stop, device=device) if isinstance(reader.slots, range) else reader.slots
     first_row = reader.rows.start
     if reader.segment.is_chain and not alone:

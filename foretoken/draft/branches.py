@@ -1,0 +1,254 @@
+"""Trees drawn level by level from the logits of a model: how many children a guess gets, then which.
+
+Where guesses are deterministic (temperature 0, or the coupled rule, whose race is over once its noise is known) any shape may depend on
+all of them. There "best_first" keeps the likeliest paths of all that were looked at (EAGLE-2, Li et al. 2024, arXiv 2406.16858).
+
+Where they are sampled, a guess with n children has the n - 1 likeliest tokens of the draft's law and one drawn from the rest of it
+(greedy+1). How many children each guess gets is settled from the laws of its level and the guesses before it, never from what is drawn
+there or later, and nothing that was drawn is taken back. A level of "best_first" then has as many nodes as that of the static tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foretoken.core import BatchEntry, Draft, Mass
+from foretoken.draft.tree import OVERLAP, Shape, best_nodes, most_children, sampled_shape, share_level, static_shape
+from foretoken.model.randomness import Purpose, uniforms
+from foretoken.model.sampling import check_finite, draft_law, sample
+
+DEFAULT_BRANCHING = 4
+_SHARPNESS = 2  # of the chances of a race's leaders: a draft law that is a little off rarely makes one win that is far behind
+_UNDRAWN = -1
+
+Ranked = Sequence[tuple[float, int]]  # chance and token, likeliest first
+
+
+class _Draw(NamedTuple):
+    """A node whose token is to be drawn from row `row` of the level's laws without the tokens `fixed`."""
+
+    growth: Growth
+    node: int
+    row: int
+    fixed: tuple[int, ...]
+
+
+@dataclass
+class Growth:
+    """One request's tree while it grows: at most `budget` nodes stay, none deeper than `max_depth`.
+
+    `frontier` are the nodes whose children come next (-1: the committed text), `ran` those whose children were looked at, in the order
+    in which a model ran them. `laws` holds the mass of every node that has a sampled child.
+    """
+
+    entry: BatchEntry
+    budget: int
+    max_depth: int
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    estimates: list[float] = field(default_factory=list)  # of the chance that the path to the node is accepted
+    sampled: list[bool] = field(default_factory=list)
+    laws: dict[int, Tensor] = field(default_factory=dict)
+    frontier: list[int] = field(default_factory=lambda: [-1])
+    ran: list[int] = field(default_factory=list)
+    level: int = 0
+    _unused: int = 0  # nodes that the levels so far had room for and did not fill
+    _places: dict[int, int] = field(default_factory=lambda: {-1: -1})  # node -> node of the static shape
+
+    def __post_init__(self) -> None:
+        spec, params = self.entry.request.spec, self.entry.request.params
+        self.draws = not params.greedy and self.entry.noise is None
+        self.branching: int | tuple[int, ...] = spec.branching if isinstance(spec.branching, int | tuple) else DEFAULT_BRANCHING
+        plan = sampled_shape if self.draws else static_shape
+        self.shape: Shape = plan(self.budget, self.branching, self.max_depth)
+        self.is_static = spec.tree == "static"
+        if not self.shape.parents:
+            self.frontier = []
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Tokens from the committed text to `node`, its own included."""
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tuple(reversed(tokens))
+
+    def chosen(self) -> list[int]:
+        """The nodes that are handed over, likeliest first."""
+        chosen = best_nodes(self.parents, self.estimates, self.budget)
+        assert not self.draws or len(chosen) == len(self.tokens), "what was drawn stays"
+        return chosen
+
+    def extend(self, ranked: Sequence[Ranked], first_row: int) -> list[_Draw]:
+        """Give the frontier's nodes their children, from the likeliest tokens after each; what is still to be drawn.
+
+        Row `first_row` of the level's laws belongs to the first of the frontier.
+        """
+        draws: list[_Draw] = []
+        num_before = len(self.tokens)
+        for i, (node, count) in enumerate(zip(self.frontier, self._counts(ranked), strict=True)):
+            draws += self._add_children(node, ranked[i][:count], first_row + i)
+        self.ran += [node for node in self.frontier if node >= 0]
+        self.level += 1
+        self.frontier = self._next_frontier(num_before)
+        return draws
+
+    def _counts(self, ranked: Sequence[Ranked]) -> list[int]:
+        """How many children each node of the frontier gets; a law with fewer tokens makes it fewer."""
+        if self.is_static:
+            wanted = [len(self.shape.children[1 + self._places[node]]) for node in self.frontier]
+            return [min(count, len(own)) for count, own in zip(wanted, ranked, strict=True)]
+        most = most_children(self.branching, self.level)
+        if not self.draws:
+            return [min(most, len(own)) for own in ranked]
+        width = self._unused + self.shape.widths[self.level]
+        reached = [1.0 if node < 0 else self.estimates[node] for node in self.frontier]
+        counts = share_level([_gains(reach, own[:most]) for reach, own in zip(reached, ranked, strict=True)], width)
+        self._unused = width - sum(counts)
+        return counts
+
+    def _add_children(self, node: int, ranked: Ranked, row: int) -> list[_Draw]:
+        """The children of one node, likeliest first, so that the largest subtree of a static shape is that of the likeliest."""
+        reach = 1.0 if node < 0 else self.estimates[node]
+        children = [(reach * min(chance, 1.0), token) for chance, token in ranked]
+        if self.draws and children:
+            fixed = ranked[:-1]
+            children[-1] = (reach * OVERLAP * max(0.0, 1.0 - sum(chance for chance, _ in fixed)), _UNDRAWN)
+            children.sort(key=lambda child: -child[0])
+        draws: list[_Draw] = []
+        for place, (estimate, token) in enumerate(children):
+            if token == _UNDRAWN:
+                draws.append(_Draw(self, len(self.tokens), row, tuple(token for _, token in fixed)))
+            if self.is_static:
+                self._places[len(self.tokens)] = self.shape.children[1 + self._places[node]][place]
+            self.tokens.append(token)
+            self.parents.append(node)
+            self.estimates.append(estimate)
+            self.sampled.append(token == _UNDRAWN)
+        return draws
+
+    def _next_frontier(self, num_before: int) -> list[int]:
+        """Which of the nodes from `num_before` on may get children."""
+        new = range(num_before, len(self.tokens))
+        if self.level >= self.max_depth:
+            return []
+        if self.is_static:
+            return [node for node in new if self.shape.children[1 + self._places[node]]]
+        if self.draws:
+            return list(new) if self.level < len(self.shape.widths) else []
+        if not most_children(self.branching, self.level):
+            return []
+        return [node for node in best_nodes(self.parents, self.estimates, self.budget) if node >= num_before]  # others never come back
+
+
+def extend(growths: Sequence[Growth], logits: Tensor) -> None:
+    """Grow every tree by a level, from the logits `[A, V]` after the nodes of their frontiers, one tree's after the other's."""
+    owners = [(growth, node) for growth in growths for node in growth.frontier]
+    params = [growth.entry.request.params for growth, _ in owners]
+    # A draft that overflows guesses at random from here on: a law with NaN in it would reach the target's residual.
+    logits = torch.where(check_finite(logits)[:, None], logits, torch.zeros_like(logits))
+    logits = _processed(growths, logits)
+    laws = draft_law(logits, params, [growth.entry.request.spec.draft_top_k for growth, _ in owners])  # [A, V]
+    width = max(most_children(growth.branching, growth.level) for growth in growths)
+    ranked = _ranked(owners, laws, width)
+    draws: list[_Draw] = []
+    row = 0
+    for growth in growths:
+        count = len(growth.frontier)
+        draws += growth.extend(ranked[row : row + count], row)
+        row += count
+    if draws:
+        _draw(draws, laws)
+
+
+def assemble(name: str, device: torch.device, growths: Sequence[Growth]) -> Draft:
+    """One ragged draft of trees; the parents of sampled guesses have their laws."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    offsets, sampled = [0], list[bool]()
+    laws: list[Tensor] = []
+    law_of_row: list[int] = []
+    for growth in growths:
+        chosen = growth.chosen()
+        place = {-1: -1} | {node: i for i, node in enumerate(chosen)}
+        for row in (-1, *chosen):
+            law = growth.laws.get(row)
+            law_of_row.append(-1 if law is None else len(laws))
+            laws += [] if law is None else [law]
+        tokens += [growth.tokens[node] for node in chosen]
+        parents += [place[growth.parents[node]] for node in chosen]
+        sampled += [growth.sampled[node] for node in chosen]
+        offsets.append(len(tokens))
+    return Draft(
+        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+        parents=tuple(parents),
+        offsets=tuple(offsets),
+        drafters=tuple(name if growth.tokens else None for growth in growths),
+        sampled=tuple(sampled) if laws else (),
+        mass=Mass(torch.stack(laws), tuple(law_of_row)) if laws else None,
+    )
+
+
+def _processed(growths: Sequence[Growth], logits: Tensor) -> Tensor:
+    """The requests' own processors on the draft's logits `[A, V]`, so that guesses obey what the target's tokens must obey."""
+    if all(growth.entry.processors is None for growth in growths):
+        return logits
+    logits = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    row = 0
+    for growth in growths:
+        rows = slice(row, row + len(growth.frontier))
+        if growth.entry.processors is not None:
+            logits[rows] = growth.entry.processors.adjust(logits[rows], [growth.path(node) for node in growth.frontier])
+        row = rows.stop
+    return logits
+
+
+def _ranked(owners: Sequence[tuple[Growth, int]], laws: Tensor, width: int) -> list[Ranked]:
+    """The `width` likeliest tokens after every row with their chances; none where the draft is too unsure to guess.
+
+    Where the coupled rule will decide, the leaders of its race between the tokens of the draft's law, and chances that fall with how
+    far they are behind.
+    """
+    scores = laws
+    racing = [i for i, (growth, _) in enumerate(owners) if growth.entry.noise is not None and not growth.entry.request.params.greedy]
+    if racing:
+        scores = laws.clone()
+        noise = torch.cat([_noise(owners[i][0]) for i in racing]).to(laws)  # [n, V]
+        speed = laws[racing] / noise.clamp(min=torch.finfo(laws.dtype).tiny)
+        lead = (speed / speed.amax(-1, keepdim=True)) ** _SHARPNESS
+        scores[racing] = lead / lead.sum(-1, keepdim=True)
+    best = scores.topk(min(width, laws.shape[-1]), dim=-1)
+    sure = (laws.amax(-1) >= torch.tensor([growth.entry.request.spec.min_confidence for growth, _ in owners], device=laws.device)).tolist()
+    found = zip(best.values.tolist(), best.indices.tolist(), sure, strict=True)
+    return [[pair for pair in zip(chances, tokens, strict=True) if pair[0] > 0] if yes else [] for chances, tokens, yes in found]
+
+
+def _gains(reach: float, ranked: Ranked) -> list[float]:
+    """What each further child of a node adds to the chance that one of them is accepted: the first is drawn from the whole law, and every
+    other adds a likeliest token, which is then sure of its share.
+    """
+    return [reach * OVERLAP, *(reach * (1 - OVERLAP) * chance for chance, _ in ranked[:-1])] if ranked else []
+
+
+def _noise(growth: Growth) -> Tensor:
+    """The noise `[1, V]` of the position that a tree's next level stands at."""
+    assert growth.entry.noise is not None
+    return growth.entry.noise.at([growth.entry.round_start + growth.level])
+
+
+def _draw(draws: Sequence[_Draw], laws: Tensor) -> None:
+    """Draw every waiting token from its law without the deterministic siblings, scaled back to 1, and keep that law as the mass."""
+    rest = laws[[one.row for one in draws]]  # [n, V]
+    places = [(i, token) for i, one in enumerate(draws) for token in one.fixed]
+    rest[[i for i, _ in places], [token for _, token in places]] = 0
+    rest /= rest.sum(-1, keepdim=True)
+    entries = [one.growth.entry for one in draws]
+    u = uniforms([e.request.seed for e in entries], Purpose.DRAFT, [e.round_start for e in entries], [one.node for one in draws])
+    for one, law, token in zip(draws, rest, sample(rest, torch.from_numpy(u).to(rest.device)).tolist(), strict=True):
+        one.growth.tokens[one.node] = token
+        one.growth.laws[one.growth.parents[one.node]] = law
