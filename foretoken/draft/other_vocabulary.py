@@ -63,6 +63,11 @@ class OtherVocabularyDrafter:
         self._target_ids, self._draft_ids = ids[:, 0], ids[:, 1]  # [S] each
         self._outside = torch.ones(target.num_columns, dtype=torch.bool, device=model.device)
         self._outside[self._target_ids] = False
+        spoken = [
+            token for token in range(draft.num_columns) if draft.tokenizer.token(token) is not None and token not in draft.tokenizer.special_ids
+        ]
+        self._mute = torch.ones(draft.num_columns, dtype=torch.bool, device=model.device)  # columns that are neither text nor have a twin
+        self._mute[[*spoken, *self._twins.to_target]] = False
         self._texts: dict[int, DraftText] = {}
         self._cached: dict[int, list[int]] = {}  # draft tokens that the draft's cache holds
 
@@ -148,9 +153,9 @@ class OtherVocabularyDrafter:
         for shared in (True, False):
             rows = [i for i, guess in enumerate(growing) if guess.shared == shared]
             if rows:
-                extend([growing[i].chain for i in rows], self._moved(logits[rows]) if shared else logits[rows])
+                extend([growing[i].chain for i in rows], self._moved(logits[rows]) if shared else logits[rows].masked_fill(self._mute, -torch.inf))
         for guess in growing:
-            if not guess.shared and guess.chain.tokens and self._ends_text(int(guess.chain.tokens[-1])):
+            if not guess.shared and guess.chain.tokens and int(guess.chain.tokens[-1]) in self._twins.to_target:
                 guess.chain.stopped = True
 
     def _moved(self, logits: Tensor) -> Tensor:
@@ -161,14 +166,10 @@ class OtherVocabularyDrafter:
         moved[:, self._target_ids] = inside
         return moved
 
-    def _ends_text(self, token: int) -> bool:
-        """Whether a draft token is no text."""
-        return token in self._twins.to_target or token in self.draft.tokenizer.special_ids
-
     def _in_target_tokens(self, guess: _Guess) -> Chain:
         """The chain of the draft's own tokens as deterministic guesses of the target's."""
         own, text, entry = [int(token) for token in guess.chain.tokens], guess.text, guess.entry
-        end = self._twins.to_target.get(own.pop()) if own and self._ends_text(own[-1]) else None
+        end = self._twins.to_target[own.pop()] if own and own[-1] in self._twins.to_target else None
         written = draft_writes(self.draft.tokenizer, text.ids, own, text.at_start) if own else ""
         ids = continuation(self.target, self._spelling, text.ending, written) if written else []
         if end is not None and (ids or not own):

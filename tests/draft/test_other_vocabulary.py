@@ -358,14 +358,14 @@ def test_inside_a_character_shared_tokens_wait_and_text_does_not(folders: dict[s
     assert draft is not None
     sides = [Side(tokenizer, COLUMNS, ()) for tokenizer in (target, draft)]
     first = spellings(sides[0])["😀".encode()[:1]]
-    for how, num_guesses in (("strings", 4), ("intersection", 0)):
+    for how in ("strings", "intersection"):
         drafter = OtherVocabularyDrafter(Reader(draft, "the cat😀 sat", draft.eos_token_id), *sides, how)
         request = Request(1, (*target.encode("the cat"), first), LONG, SpecConfig("draft_model", "d"), 1)
         drafter.start(request)
         found = drafter.propose(Batch((BatchEntry(request, len(request.prompt_ids) - 1, request.prompt_ids[-1:], True, 6),)))
         drafter.finish(1)
-        assert found.num_nodes >= num_guesses > 0 or found.num_nodes == num_guesses
-        assert target.decode([*request.prompt_ids, *found.tokens.tolist()]).startswith("the cat😀 sat") == (how == "strings")
+        written = target.decode([*request.prompt_ids, *found.tokens.tolist()])
+        assert written.startswith("the cat😀 sat") if how == "strings" else not found.num_nodes
 
 
 # ---- which way is taken
