@@ -112,7 +112,7 @@ def test_fields_of_the_public_configs() -> None:
         *("drafter", "draft", "num_draft", "rule", "allow_lossy", "draft_probability", "min_confidence", "draft_top_k"),
         *("prediction", "corpus", "tenant"),
         *("exit_layer", "skip_layers"),
-        *("parts",),
+        *("parts", "combine"),
     ]
     assert {field.name for field in dataclasses.fields(SamplingParams)} == {
         *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "presence_penalty", "frequency_penalty"),

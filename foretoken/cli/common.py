@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from foretoken.config import DRAFTERS, RULES, SpecConfig
+from foretoken.config import COMBINE, COMPOSITES, DRAFTERS, RULES, SpecConfig
 from foretoken.errors import ConfigError
 
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="The model whose answers you want: a folder, a hub id, or reference:target.")]
@@ -21,6 +21,8 @@ NumDraftOption = Annotated[str, typer.Option(help="How many tokens to guess per 
 RuleOption = Annotated[str, typer.Option(help=f"Which rule decides what stands: {', '.join(RULES)}.")]
 AllowLossyOption = Annotated[bool, typer.Option("--allow-lossy", help="Allow a rule that changes the target's law (typical).")]
 DraftProbabilityOption = Annotated[str, typer.Option(help="Chance that a position is drafted at all: a number in (0, 1], or auto.")]
+PartsOption = Annotated[str, typer.Option(help=f"What {' or '.join(COMPOSITES)} works with, separated by commas, cheapest first.")]
+CombineOption = Annotated[str, typer.Option(help=f"How the parts of a mix work together: {', '.join(COMBINE)}.")]
 NumericsOption = Annotated[str, typer.Option(help="default, or strict: logits bitwise the same however rows are batched.")]
 DtypeOption = Annotated[str, typer.Option(help="Number format of the weights: auto (as stored), bfloat16, float16, float32, float64.")]
 DeviceOption = Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:N.")]
@@ -42,15 +44,17 @@ def spec_config(
     corpus: str | None = None,
     exit_layer: str = "auto",
     skip_layers: str | None = None,
+    parts: str = "",
+    combine: str = "best",
 ) -> SpecConfig:
-    """`SpecConfig` from flags; a draft, a prediction, a corpus or layers without a drafter name the one that takes them.
+    """`SpecConfig` from flags; a draft, a prediction, a corpus or layers without a drafter name the one that takes them, parts a mix.
 
     Raises:
         ConfigError: a value that no drafter or rule takes.
     """
     if drafter is None:
         layers = skip_layers if exit_layer == "auto" else exit_layer
-        takers = {"draft_model": draft, "predicted": prediction, "suffix": corpus, "early_exit": layers}
+        takers = {"mix": parts or None, "draft_model": draft, "predicted": prediction, "suffix": corpus, "early_exit": layers}
         drafter = next((name for name, given in takers.items() if given is not None), None)
     if drafter is None and num_draft != "auto":
         raise ConfigError("num_draft", num_draft, "nobody guesses: name a --drafter or a --draft, or leave it out")
@@ -67,6 +71,8 @@ def spec_config(
         corpus=corpus,
         exit_layer=_number_or_auto("exit_layer", exit_layer, int, "a whole number"),
         skip_layers=None if skip_layers is None else _layers(skip_layers),
+        parts=tuple(word.strip() for word in parts.split(",") if word.strip()),
+        combine=combine,  # type: ignore[arg-type]  # checked there
     )
 
 

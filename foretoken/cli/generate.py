@@ -11,6 +11,7 @@ from foretoken.cli.answer import print_pieces, report
 from foretoken.cli.common import (
     AllowLossyOption,
     CacheOption,
+    CombineOption,
     DeviceOption,
     DrafterOption,
     DraftOption,
@@ -19,6 +20,7 @@ from foretoken.cli.common import (
     JsonOption,
     NumDraftOption,
     NumericsOption,
+    PartsOption,
     RuleOption,
     TargetOption,
     progress,
@@ -45,6 +47,8 @@ def generate(
     corpus: Annotated[str | None, typer.Option(help="A text file to guess from, for --drafter suffix.")] = None,
     exit_layer: Annotated[str, typer.Option(help="Layers that draft, for --drafter early_exit: a number, or auto.")] = "auto",
     skip_layers: Annotated[str | None, typer.Option(help="Layers to draft without, for --drafter early_exit: 2,3,5, or auto.")] = None,
+    parts: PartsOption = "",
+    combine: CombineOption = "best",
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token; 1 samples the model's own law.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the smallest set of tokens that holds this probability.")] = 1.0,
@@ -110,6 +114,8 @@ def generate(
         corpus=corpus,
         exit_layer=exit_layer,
         skip_layers=skip_layers,
+        parts=parts,
+        combine=combine,
     )
     with progress(f"loading {target}"):
         llm = LLM(target, spec=spec, dtype=dtype, device=device, cache_tokens=cache_tokens, numerics=numerics, trace=trace)

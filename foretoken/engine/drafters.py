@@ -7,10 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from foretoken.config import SpecConfig, know_drafter
+from foretoken.config import LOOKUPS, SpecConfig, know_drafter
 from foretoken.draft.base import Drafter
+from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
+from foretoken.draft.lookup_tree import Lookup
+from foretoken.draft.mix import MixDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
@@ -59,13 +62,24 @@ class DrafterFactory:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
-def _draft_model(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
+def _open_draft(factory: DrafterFactory, spec: SpecConfig) -> LanguageModel:
     if spec.draft is None:
         raise ConfigError("draft", None, "drafter='draft_model' needs the folder or hub id of a draft model")
     folder, options = model_folder(spec.draft), factory.options
     draft = open_model(folder, options.dtype, options.device, options.cache_tokens)
     check_pair(factory.target, factory.tokenizer, draft, load_tokenizer(folder), spec.draft)
-    return DraftModelDrafter(draft)
+    return draft
+
+
+def _cascade(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
+    models = [_open_draft(factory, part) for part in spec.configs if part.drafter == "draft_model"]
+    first = factory.make(spec.configs[0]) if spec.configs[0].drafter in LOOKUPS else None
+    assert first is None or isinstance(first, Lookup)
+    return CascadeDrafter(models, first)
+
+
+def _draft_model(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
+    return DraftModelDrafter(_open_draft(factory, spec))
 
 
 def _early_exit(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
@@ -87,6 +101,8 @@ _MAKERS: dict[str, Maker] = {
     "recycling": lambda factory, _spec: RecyclingDrafter(factory.target.vocab_size),
     "predicted": lambda _factory, _spec: PredictedDrafter(),
     "early_exit": _early_exit,
+    "cascade": _cascade,
+    "mix": lambda factory, spec: MixDrafter([factory.make(part) for part in spec.configs]),
 }
 
 

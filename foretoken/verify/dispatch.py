@@ -22,15 +22,16 @@ RULES: dict[str, Rule] = {
 }
 
 
-def resolve(rule_name: str, greedy: bool, seeded: bool = False, allow_lossy: bool = False) -> str:
+def resolve(rule_name: str, greedy: bool, seeded: bool = False, allow_lossy: bool = False, merged: bool = False) -> str:
     """Name of the rule for a request: "auto" becomes "greedy" when the target's law is a point (`greedy`), "coupled" when the user gave
-    a seed (`seeded`), and else stays "auto": `verify_batch` then chooses by what was drafted.
+    a seed (`seeded`), "tree" when drafts are `merged`, since their shape depends on what was drawn, and else stays "auto":
+    `verify_batch` then chooses by what was drafted.
 
     Raises:
         ConfigError: an unknown rule, "greedy" where the target's law is not a point, or a lossy rule without `allow_lossy`.
     """
     if rule_name == "auto":
-        return "greedy" if greedy else "coupled" if seeded else "auto"
+        return "greedy" if greedy else "coupled" if seeded else "tree" if merged else "auto"
     if rule_name not in RULES:
         raise ConfigError("rule", rule_name, f"choose one of auto, {', '.join(RULES)}")
     if rule_name == "greedy" and not greedy:

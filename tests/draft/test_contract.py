@@ -27,8 +27,8 @@ from tests.helpers.scripted import ScriptedModel, recite
 from tests.helpers.specs import bare_drafter, key_of, spec_of
 from tests.helpers.watch import Watched, check_cache
 
-CASES = ("draft_model", "ngram", "suffix", "recycling", "predicted", "early_exit")
-TREES = ("ngram", "suffix", "recycling")
+CASES = ("draft_model", "ngram", "suffix", "recycling", "predicted", "early_exit", "cascade", "mix")
+TREES = ("ngram", "suffix", "recycling", "mix")
 
 NUM_TOKENS = 24
 # Of every length from one token on, some with repeats, so that a lookup finds something.
@@ -202,13 +202,15 @@ def test_finish_and_abort_leave_nothing(llm: LLM, watched: Watched, spec: functo
     assert not watched.texts  # the fixture `conserved` looks at the drafter's own state
 
 
-def entry(request_id: int, prompt: list[int], num_draft: int, params: SamplingParams = LONG) -> BatchEntry:
-    request = Request(request_id, tuple(prompt), params, SpecConfig(), request_id, (5, 6, 7, 8))
+def entry(request_id: int, prompt: list[int], num_draft: int, params: SamplingParams, spec: SpecConfig) -> BatchEntry:
+    request = Request(request_id, tuple(prompt), params, spec, request_id, (5, 6, 7, 8))
     return BatchEntry(request, len(prompt) - 1, (prompt[-1],), True, num_draft)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_propose_gives_each_request_its_own_number(llm: LLM, watched: Watched, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_propose_gives_each_request_its_own_number(
+    llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Zero included, in one call; a request that is not asked this time keeps its state.
 
     The text repeats, so that every drafter uses all it may.
@@ -217,7 +219,7 @@ def test_propose_gives_each_request_its_own_number(llm: LLM, watched: Watched, t
     prompt = [5, 6, 7, 8] * 4
     if isinstance(watched.inner, RecyclingDrafter):
         watched.inner.successors[[5, 6, 7, 8], 0] = [6, 7, 8, 5]
-    entries = [entry(100 + i, prompt, i % 4, params) for i in range(7)]
+    entries = [entry(100 + i, prompt, i % 4, params, spec(num_draft=3)) for i in range(7)]
     if isinstance(watched.inner, EarlyExitDrafter):
         monkeypatch.setattr(watched.inner, "exits", ExitChoice(2, 0.1))  # knows no reason to draft less
     for one in entries:

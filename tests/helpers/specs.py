@@ -7,9 +7,11 @@ from pathlib import Path
 
 from foretoken import SpecConfig
 from foretoken.draft.base import Drafter
+from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterKey, drafter_key
+from foretoken.draft.mix import MixDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
@@ -22,7 +24,8 @@ PREDICTION = tuple(range(3, 60))
 
 def spec_of(name: str, draft: Path | str | None, prediction: Sequence[int] = PREDICTION, **options: object) -> SpecConfig:
     """`SpecConfig` of a drafter with the options it cannot do without; `early_exit` never gives up guessing."""
-    needed = {"draft_model": {"draft": str(draft)}, "predicted": {"prediction": tuple(prediction)}, "early_exit": {"exit_layer": 1}}
+    needed = {"predicted": {"prediction": tuple(prediction)}, "early_exit": {"exit_layer": 1}}
+    needed |= {one: {"draft": str(draft)} for one in ("draft_model", "cascade", "mix")}
     return SpecConfig(name, **needed.get(name, {}) | options)
 
 
@@ -41,4 +44,8 @@ def bare_drafter(name: str, draft: LanguageModel, vocab_size: int) -> Drafter:
     if name == "early_exit":  # `draft` is the target itself
         assert isinstance(draft, EarlyExitModel)
         return EarlyExitDrafter(draft)
+    if name == "cascade":
+        return CascadeDrafter([draft], NgramDrafter())
+    if name == "mix":
+        return MixDrafter([NgramDrafter(), SuffixDrafter(), RecyclingDrafter(vocab_size), DraftModelDrafter(draft)])
     return RecyclingDrafter(vocab_size) if name == "recycling" else made[name]()
