@@ -13,9 +13,11 @@ from typing import Any, Literal, TypeVar
 
 from foretoken.errors import ConfigError, InputError
 
-DRAFTERS: tuple[str, ...] = ("draft_model", "ngram", "suffix", "recycling", "predicted", "early_exit", "lookahead")
+DRAFTERS: tuple[str, ...] = ("draft_model", "ngram", "suffix", "recycling", "predicted", "early_exit", "lookahead", "cascade", "mix")
 SAMPLERS: tuple[str, ...] = ("draft_model", "early_exit")  # drafters that draw from a law
-COMPOSITES: tuple[str, ...] = ()  # drafters that work with other drafters
+COMPOSITES: tuple[str, ...] = ("cascade", "mix")  # drafters that work with other drafters
+LOOKUPS: tuple[str, ...] = ("ngram", "suffix", "recycling", "predicted")  # drafters that ask no model: their guesses are deterministic
+COMBINE: tuple[str, ...] = ("best", "merge")
 # What a part given by its name takes over from the configuration around it.
 FIELDS_OF: Mapping[str, tuple[str, ...]] = {
     "draft_model": ("draft", "draft_dtype", "draft_vocabulary", "draft_probability", "min_confidence", "draft_top_k", "tree", "branching"),
@@ -23,6 +25,7 @@ FIELDS_OF: Mapping[str, tuple[str, ...]] = {
     "predicted": ("prediction",),
     "early_exit": ("exit_layer", "skip_layers", "draft_probability", "min_confidence", "draft_top_k"),
     "lookahead": ("lookahead_window", "lookahead_ngram"),
+    "cascade": ("draft", "draft_dtype", "draft_probability", "min_confidence", "draft_top_k"),
 }
 QUANTISED: tuple[str, ...] = ("int8", "int4")
 DRAFT_DTYPES: tuple[str, ...] = ("auto", "bfloat16", "float16", "float32", *QUANTISED)
@@ -188,7 +191,13 @@ class SpecConfig:
     collects runs of `lookahead_ngram` tokens from them: rows that cost what guesses cost (`stats.num_probed`).
 
     `parts` are the drafters that a composite drafter works with: names, or configurations of their own; a name takes over what is
-    set here (`draft`, `corpus`, ...).
+    set here (`draft`, `corpus`, ...). A part's `num_draft` is the most it hands over at once.
+
+    - `cascade`: each part's guesses are verified by the next part, a draft model, exactly; the last one's tokens are the guesses.
+      Cheapest first; `ngram` under `draft_model` by default.
+    - `mix`: several drafters for one request; `ngram`, `suffix`, `recycling`, and `predicted` and `draft_model` where there is a
+      prediction and a draft, by default. With `combine="best"` the one with the most expected tokens per second guesses,
+      with `"merge"` the likeliest guesses of all of them form one tree (under rules that take chains only: best).
     """
 
     drafter: str | None = None
@@ -211,6 +220,7 @@ class SpecConfig:
     lookahead_ngram: int = _LOOKAHEAD["lookahead_ngram"]
     tree: str = "chain"
     branching: int | Sequence[int] | None = None
+    combine: Literal["best", "merge"] = "best"
 
     def __post_init__(self) -> None:
         if self.drafter is not None and self.drafter not in known_drafters():
@@ -238,18 +248,33 @@ class SpecConfig:
         self._check_texts()
         self._check_layers()
         self._check_lookahead()
+        if self.combine not in COMBINE:
+            raise ConfigError("combine", self.combine, f"choose one of {', '.join(COMBINE)}")
+        if self.combine != "best" and self.drafter != "mix":
+            raise ConfigError("combine", self.combine, f"only drafter='mix' takes it, not drafter={self.drafter!r}")
+        if self.drafter in COMPOSITES:
+            self._check_parts()
 
     @property
-    def draws_trees(self) -> bool:
-        """Whether a model drafts trees, whose shape may depend on what was drawn on the way."""
-        return self.tree != "chain" or any(part.draws_trees for part in self.parts if isinstance(part, SpecConfig))
+    def shape_follows_draws(self) -> bool:
+        """Whether the shape of a draft may depend on what was drawn on the way: a model's trees, merged trees."""
+        return self.tree != "chain" or self.combine == "merge" or any(part.shape_follows_draws for part in self.configs)
+
+    @property
+    def configs(self) -> tuple[SpecConfig, ...]:
+        """`parts` as configurations."""
+        return tuple(part for part in self.parts if isinstance(part, SpecConfig))
+
+    def at_most(self, count: int) -> int:
+        """`count`, or `num_draft` where that is a smaller number."""
+        return count if self.num_draft == "auto" else min(count, self.num_draft)
 
     @property
     def leaves(self) -> frozenset[str]:
         """Names of the simple drafters at work: the drafter itself, or those that its parts come down to."""
         if not self.parts:
             return frozenset() if self.drafter is None else frozenset({self.drafter})
-        return frozenset(name for part in self.parts if isinstance(part, SpecConfig) for name in part.leaves)
+        return frozenset(name for part in self.configs for name in part.leaves)
 
     @property
     def num_probe(self) -> int:
@@ -265,6 +290,8 @@ class SpecConfig:
 
     def _expand_parts(self) -> None:
         """Make every part a configuration: one given by name takes over the fields that its drafter reads."""
+        if self.drafter in COMPOSITES and isinstance(self.parts, list | tuple) and not self.parts:
+            object.__setattr__(self, "parts", self._usual_parts())
         if self.parts and self.drafter not in COMPOSITES:
             raise ConfigError("parts", self.parts, f"drafter={self.drafter!r} has no parts; composite drafters: {', '.join(COMPOSITES) or 'none'}")
         if isinstance(self.parts, str) or not isinstance(self.parts, list | tuple):
@@ -277,6 +304,52 @@ class SpecConfig:
             if parts[-1].drafter is None:
                 raise ConfigError("parts", part, "names no drafter")
         object.__setattr__(self, "parts", tuple(parts))
+        predictions = list(dict.fromkeys(part.prediction for part in parts if part.prediction is not None))
+        if predictions and self.prediction is None:
+            object.__setattr__(self, "prediction", predictions[0])
+
+    def _usual_parts(self) -> tuple[str, ...]:
+        """What a composite drafter works with unless told otherwise."""
+        if self.drafter == "cascade":
+            return ("ngram", "draft_model")
+        given = {"predicted": self.prediction, "draft_model": self.draft}
+        return ("ngram", "suffix", "recycling", *(name for name, value in given.items() if value is not None))
+
+    def _check_parts(self) -> None:
+        """What parts may be, and that nothing set here or there is left without effect."""
+        for part in self.configs:
+            if part.drafter in (self.drafter, "mix"):
+                remedy = "name its parts here" if part.drafter == self.drafter else "put the cascade into the mix"
+                raise ConfigError("parts", part.drafter, f"cannot be a part of drafter={self.drafter!r}; {remedy} instead")
+            if part.rule != "auto":
+                raise ConfigError("rule", part.rule, f"one rule decides for all parts; set it beside drafter={self.drafter!r}")
+            if part.drafter == "draft_model" and part.draft is None:
+                raise ConfigError("draft", None, f"part 'draft_model' of drafter={self.drafter!r} needs the folder or hub id of a draft model")
+            if part.prediction is not None and part.prediction != self.prediction:
+                raise ConfigError("prediction", part.prediction, "a request has one prediction, and the drafter or another part names another")
+            if part.draft_probability != self.draft_probability and not part.leaves.isdisjoint(SAMPLERS):
+                raise ConfigError("draft_probability", part.draft_probability, f"must be the same beside drafter={self.drafter!r} and in its parts")
+        neutral = {field.name: field.default for field in fields(self)}
+        for field in dict.fromkeys(name for names in FIELDS_OF.values() for name in names):
+            value = getattr(self, field)
+            if value != neutral[field] and all(getattr(part, field) != value for part in self.configs):
+                raise ConfigError(field, value, "no part takes it over, because each that could is a configuration of its own; set it there")
+        if self.drafter == "cascade":
+            self._check_levels()
+        elif self.combine == "merge" and sum(part.drafter not in LOOKUPS for part in self.configs) > 1:
+            raise ConfigError("combine", self.combine, "one part at most may ask a model when trees are merged; name one, or use combine='best'")
+
+    def _check_levels(self) -> None:
+        names = [part.drafter for part in self.configs]
+        if len(names) < 2:
+            raise ConfigError("parts", names, "a cascade has two levels at least, cheapest first, such as ('ngram', 'draft_model')")
+        for name in names[1:]:
+            if name != "draft_model":
+                raise ConfigError("parts", name, "every level of a cascade above the first verifies, so it must be a draft_model")
+        if names[0] not in ("draft_model", *LOOKUPS):
+            raise ConfigError("parts", names[0], f"the first level of a cascade must be one of draft_model, {', '.join(LOOKUPS)}")
+        if self.draft_probability != 1:
+            raise ConfigError("draft_probability", self.draft_probability, "a cascade drafts every position; leave it at 1")
 
     def _check_texts(self) -> None:
         if self.prediction is not None:

@@ -148,7 +148,8 @@ class Draft:
 
     `sampled[i]` says that node i was drawn from its parent row's law in `mass`; otherwise it is a deterministic guess.
     Parents come before their children. `drafters[b]` names who guessed for request b; where several did, `sources` [N] names
-    the author of every node (None: the request's drafter). `probes` are no guesses and count nowhere as nodes.
+    the author of every node (None: the request's drafter). `probes` are no guesses and count nowhere as nodes. `inner[b]` counts the
+    guesses that the drafter itself judged while it drafted for request b, and how many of them it kept.
     """
 
     tokens: Tensor
@@ -159,6 +160,7 @@ class Draft:
     mass: Mass | None = None
     sources: tuple[str | None, ...] = ()
     probes: Probes | None = None
+    inner: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         assert self.offsets[0] == 0
@@ -166,6 +168,7 @@ class Draft:
         assert len(self.drafters) == self.num_requests
         assert not self.sampled or len(self.sampled) == self.num_nodes
         assert not self.sources or len(self.sources) == self.num_nodes
+        assert not self.inner or len(self.inner) == self.num_requests
         assert self.mass is not None or not any(self.sampled)
         assert self.probes is None or len(self.probes.offsets) == len(self.offsets)
 
@@ -250,6 +253,7 @@ class Draft:
             mass=mass,
             sources=tuple(self.sources[node] for node in nodes) if self.sources else (),
             probes=None if self.probes is None else self.probes.select(requests),
+            inner=tuple(self.inner[b] for b in requests) if self.inner else (),
         )
 
     def on(self, device: torch.device | str) -> Draft:
@@ -283,6 +287,7 @@ def merge_drafts(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]]
     drafters: list[str | None] = []
     sampled: list[bool] = []
     sources: list[str | None] = []
+    inner: list[tuple[int, int]] = []
     laws = [draft.mass.laws for _, draft in parts if draft.mass is not None]
     law_base, base = [], 0
     for _, draft in parts:
@@ -293,6 +298,7 @@ def merge_drafts(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]]
         if b not in owner:
             offsets.append(offsets[-1])
             drafters.append(None)
+            inner.append((0, 0))
             law_of_row.append(-1)
             continue
         part, local = owner[b]
@@ -304,13 +310,15 @@ def merge_drafts(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]]
         sources.extend(draft.sources[nodes] if draft.sources else [None] * draft.lengths[local])
         offsets.append(offsets[-1] + draft.lengths[local])
         drafters.append(draft.drafters[local])
+        inner.append(draft.inner[local] if draft.inner else (0, 0))
         rows = draft.rows_of([local])
         law_of_row.extend(-1 if draft.mass is None or draft.mass.law_of_row[r] < 0 else law_base[part] + draft.mass.law_of_row[r] for r in rows)
     flat = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64, device=device)
     mass = Mass(torch.cat(laws), tuple(law_of_row)) if laws else None
     mixed = tuple(sources) if any(source is not None for source in sources) else ()
+    judged = tuple(inner) if any(pair != (0, 0) for pair in inner) else ()
     probes = _merge_probes(num_requests, parts)
-    return Draft(flat, tuple(parents), tuple(offsets), tuple(drafters), tuple(sampled) if mass else (), mass, mixed, probes)
+    return Draft(flat, tuple(parents), tuple(offsets), tuple(drafters), tuple(sampled) if mass else (), mass, mixed, probes, judged)
 
 
 def _merge_probes(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]]) -> Probes | None:

@@ -114,7 +114,7 @@ def test_fields_of_the_public_configs() -> None:
         *("prediction", "corpus", "tenant"),
         *("exit_layer", "skip_layers"),
         *("parts", "lookahead_window", "lookahead_ngram"),
-        *("tree", "branching"),
+        *("tree", "branching", "combine"),
     ]
     assert {field.name for field in dataclasses.fields(SamplingParams)} == {
         *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "presence_penalty", "frequency_penalty"),

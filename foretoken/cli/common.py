@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from foretoken.config import DRAFT_DTYPES, DRAFT_VOCABULARIES, DRAFTERS, RULES, TREES, SpecConfig
+from foretoken.config import COMBINE, COMPOSITES, DRAFT_DTYPES, DRAFT_VOCABULARIES, DRAFTERS, RULES, TREES, SpecConfig
 from foretoken.errors import ConfigError
 
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="The model whose answers you want: a folder, a hub id, or reference:target.")]
@@ -25,6 +25,8 @@ DraftProbabilityOption = Annotated[str, typer.Option(help="Chance that a positio
 DraftVocabularyOption = Annotated[str, typer.Option(help=f"How to use a draft whose tokenizer is not the target's: {', '.join(DRAFT_VOCABULARIES)}.")]
 TreeOption = Annotated[str, typer.Option(help=f"The shape of a draft model's guesses: {', '.join(TREES)}.")]
 BranchingOption = Annotated[str | None, typer.Option(help="Most guesses after one guess of a tree: a number, or one for each depth, as 4,2,1.")]
+PartsOption = Annotated[str, typer.Option(help=f"What {' or '.join(COMPOSITES)} works with, separated by commas, cheapest first.")]
+CombineOption = Annotated[str, typer.Option(help=f"How the parts of a mix work together: {', '.join(COMBINE)}.")]
 NumericsOption = Annotated[str, typer.Option(help="default, or strict: logits bitwise the same however rows are batched.")]
 DtypeOption = Annotated[str, typer.Option(help="Number format of the weights: auto (as stored), bfloat16, float16, float32, float64.")]
 DeviceOption = Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:N.")]
@@ -52,15 +54,17 @@ def spec_config(
     lookahead_ngram: int = SpecConfig.lookahead_ngram,
     tree: str = "chain",
     branching: str | None = None,
+    parts: str = "",
+    combine: str = "best",
 ) -> SpecConfig:
-    """`SpecConfig` from flags; a draft, a prediction, a corpus or layers without a drafter name the one that takes them.
+    """`SpecConfig` from flags; a draft, a prediction, a corpus or layers without a drafter name the one that takes them, parts a mix.
 
     Raises:
         ConfigError: a value that no drafter or rule takes.
     """
     if drafter is None:
         layers = skip_layers if exit_layer == "auto" else exit_layer
-        takers = {"draft_model": draft, "predicted": prediction, "suffix": corpus, "early_exit": layers}
+        takers = {"mix": parts or None, "draft_model": draft, "predicted": prediction, "suffix": corpus, "early_exit": layers}
         drafter = next((name for name, given in takers.items() if given is not None), None)
     if drafter is None and num_draft != "auto":
         raise ConfigError("num_draft", num_draft, "nobody guesses: name a --drafter or a --draft, or leave it out")
@@ -83,6 +87,8 @@ def spec_config(
         lookahead_ngram=lookahead_ngram,
         tree=tree,
         branching=_branching(branching),
+        parts=tuple(word.strip() for word in parts.split(",") if word.strip()),
+        combine=combine,  # type: ignore[arg-type]  # checked there
     )
 
 

@@ -12,6 +12,7 @@ from foretoken.cli.common import (
     AllowLossyOption,
     BranchingOption,
     CacheOption,
+    CombineOption,
     DeviceOption,
     DraftDtypeOption,
     DrafterOption,
@@ -22,6 +23,7 @@ from foretoken.cli.common import (
     JsonOption,
     NumDraftOption,
     NumericsOption,
+    PartsOption,
     RuleOption,
     TargetOption,
     TreeOption,
@@ -55,6 +57,8 @@ def generate(
     skip_layers: Annotated[str | None, typer.Option(help="Layers to draft without, for --drafter early_exit: 2,3,5, or auto.")] = None,
     lookahead_window: Annotated[int, typer.Option(help="Columns of the window of --drafter lookahead.")] = SpecConfig.lookahead_window,
     lookahead_ngram: Annotated[int, typer.Option(help="Length of the n-grams of --drafter lookahead.")] = SpecConfig.lookahead_ngram,
+    parts: PartsOption = "",
+    combine: CombineOption = "best",
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token; 1 samples the model's own law.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the smallest set of tokens that holds this probability.")] = 1.0,
@@ -126,6 +130,8 @@ def generate(
         lookahead_ngram=lookahead_ngram,
         tree=tree,
         branching=branching,
+        parts=parts,
+        combine=combine,
     )
     with progress(f"loading {target}"):
         llm = LLM(target, spec=spec, dtype=dtype, device=device, cache_tokens=cache_tokens, numerics=numerics, trace=trace)

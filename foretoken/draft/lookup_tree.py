@@ -6,23 +6,38 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 
-from foretoken.core import Draft
+from foretoken.core import BatchEntry, Draft
+from foretoken.draft.base import Drafter
 from foretoken.draft.matches import NO_TOKEN
 
 
 @dataclass(frozen=True)
 class LookupTree:
-    """Guesses as a tree: `tokens`, `parents` (-1 = the text's end), and `score`, the expected number that will be accepted."""
+    """Guesses as a tree: `tokens`, `parents` (-1 = the text's end), and `chances`, how likely the text takes the path to each."""
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    score: float = 0.0
+    chances: tuple[float, ...] = ()
+
+    @property
+    def score(self) -> float:
+        """The expected number of guesses that will be accepted."""
+        return sum(self.chances)
 
 
 EMPTY = LookupTree()
+
+
+@runtime_checkable
+class Lookup(Drafter, Protocol):
+    """A drafter that asks no model: its guesses are deterministic, and looking changes nothing in it."""
+
+    def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
+        """At most `entry.num_draft` guesses of what follows the committed text and `ahead`, tokens that are not committed yet."""
 
 
 def grow_tree(following: Sequence[Sequence[int]], budget: int, branching: int, doubt: float, least: float) -> LookupTree:
@@ -35,7 +50,8 @@ def grow_tree(following: Sequence[Sequence[int]], budget: int, branching: int, d
     """
     tokens: list[int] = []
     parents: list[int] = []
-    score, serial = 0.0, 0
+    chances: list[float] = []
+    serial = 0
     heap: list[tuple[float, int, int, int, list[int], int]] = []
 
     def push(rows: list[int], parent: int, depth: int, estimate: float) -> None:
@@ -56,9 +72,9 @@ def grow_tree(following: Sequence[Sequence[int]], budget: int, branching: int, d
         negative, _, parent, token, rows, depth = heapq.heappop(heap)
         tokens.append(token)
         parents.append(parent)
-        score -= negative
+        chances.append(-negative)
         push(rows, len(tokens) - 1, depth + 1, -negative)
-    return LookupTree(tuple(tokens), tuple(parents), score)
+    return LookupTree(tuple(tokens), tuple(parents), tuple(chances))
 
 
 def assemble(name: str, trees: Sequence[LookupTree]) -> Draft:

@@ -7,6 +7,8 @@ them likely; where such places disagree the guess is a tree. Costs nothing when 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble, grow_tree
@@ -30,7 +32,7 @@ class NgramDrafter:
 
     def propose(self, batch: Batch) -> Draft:
         """Continue the longest match: few tokens for a short one, up to `num_draft` for a long one."""
-        return assemble(self.name, [self._guess(entry) for entry in batch.decoding])
+        return assemble(self.name, [self.guess(entry) for entry in batch.decoding])
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
         """Append what was emitted."""
@@ -41,9 +43,10 @@ class NgramDrafter:
         """Drop the index."""
         del self._indexes[request_id]
 
-    def _guess(self, entry: BatchEntry) -> LookupTree:
+    def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
+        """The likeliest continuations at the places that agree longest."""
         index = self._indexes[entry.request.request_id]
-        matches = index.matches(index.end(), entry.num_draft) if entry.num_draft else None
+        matches = index.matches([*index.end(), *ahead], entry.num_draft) if entry.num_draft else None
         if matches is None:
             return EMPTY
         longest = int(matches.lengths.max())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from copy import copy
 
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Feedback
@@ -76,7 +77,7 @@ class PredictedDrafter:
 
     def propose(self, batch: Batch) -> Draft:
         """The next tokens of the prediction, `num_draft` at most; nothing while the answer has left it."""
-        return assemble(self.name, [self._guess(entry) for entry in batch.decoding])
+        return assemble(self.name, [self.guess(entry) for entry in batch.decoding])
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
         """Follow the answer."""
@@ -87,6 +88,11 @@ class PredictedDrafter:
         """Drop the prediction."""
         del self._cursors[request_id]
 
-    def _guess(self, entry: BatchEntry) -> LookupTree:
-        ahead = self._cursors[entry.request.request_id].ahead(entry.num_draft) if entry.num_draft else ()
-        return LookupTree(ahead, tuple(range(-1, len(ahead) - 1)), float(len(ahead))) if ahead else EMPTY
+    def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
+        """The next tokens of the prediction, taken as sure."""
+        cursor = self._cursors[entry.request.request_id]
+        if ahead:
+            cursor = copy(cursor)  # what it has looked up is shared, where it stands is not
+            cursor.advance(ahead)
+        said = cursor.ahead(entry.num_draft) if entry.num_draft else ()
+        return LookupTree(said, tuple(range(-1, len(said) - 1)), (1.0,) * len(said)) if said else EMPTY

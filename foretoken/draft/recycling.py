@@ -43,7 +43,7 @@ class RecyclingDrafter:
 
     def propose(self, batch: Batch) -> Draft:
         """The likeliest paths through the matrix, from the last committed token on."""
-        return assemble(self.name, [self._guess(entry) for entry in batch.decoding])
+        return assemble(self.name, [self.guess(entry) for entry in batch.decoding])
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         """Take over the target's likeliest tokens after every row, guessed rows included.
@@ -70,10 +70,12 @@ class RecyclingDrafter:
         if self._tries > _MOST_TRIES:
             self._hits, self._tries = self._hits / 2, self._tries // 2
 
-    def _guess(self, entry: BatchEntry) -> LookupTree:
+    def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
+        """The likeliest paths from the last token on."""
         if not entry.num_draft:
             return EMPTY
-        return grow_ranks(self.successors, entry.pending[-1], self.chances, entry.num_draft, NUM_RANKS if entry.takes_trees else 1)
+        anchor = ahead[-1] if ahead else entry.pending[-1]
+        return grow_ranks(self.successors, anchor, self.chances, entry.num_draft, NUM_RANKS if entry.takes_trees else 1)
 
 
 def grow_ranks(successors: NDArray[np.int32], anchor: int, chances: Sequence[float], budget: int, branching: int) -> LookupTree:
@@ -88,4 +90,4 @@ def grow_ranks(successors: NDArray[np.int32], anchor: int, chances: Sequence[flo
         return [(chances[rank], row[rank]) for rank in order if row[rank] != _UNKNOWN][:branching]
 
     nodes = grow_best_first(after(anchor), lambda node: after(node.token), budget)
-    return LookupTree(tuple(node.token for node in nodes), tuple(node.parent for node in nodes), sum(node.estimate for node in nodes))
+    return LookupTree(tuple(node.token for node in nodes), tuple(node.parent for node in nodes), tuple(node.estimate for node in nodes))

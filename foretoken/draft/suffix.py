@@ -87,7 +87,7 @@ class SuffixDrafter:
 
     def propose(self, batch: Batch) -> Draft:
         """The tree with the most expected accepted tokens, over all sources and lengths of agreement."""
-        return assemble(self.name, [self._guess(entry) for entry in batch.decoding])
+        return assemble(self.name, [self.guess(entry) for entry in batch.decoding])
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
         """Append what was emitted."""
@@ -116,11 +116,12 @@ class SuffixDrafter:
         """Memory of everything held, roughly."""
         return self._corpus.num_bytes + sum(store.num_bytes for store in self._stores.values()) + sum(own.num_bytes for own in self._indexes.values())
 
-    def _guess(self, entry: BatchEntry) -> LookupTree:
+    def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
+        """The best tree of all sources and lengths of agreement."""
         if not entry.num_draft:
             return EMPTY
         index, depth = self._indexes[entry.request.request_id], entry.num_draft
-        end = index.end()
+        end = [*index.end(), *ahead]
         own, fixed = index.matches(end, depth), self._corpus.matches(end, depth)
         store = self._stores.get(entry.request.spec.tenant)
         others = [*(store.matches(end, depth) if store is not None else ()), *([fixed] if fixed is not None else ())]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from foretoken.config import QUANTISED, SpecConfig, know_drafter
+from foretoken.config import LOOKUPS, QUANTISED, SpecConfig, know_drafter
 from foretoken.draft.base import Drafter
+from foretoken.draft.cascade import CascadeDrafter
+from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.lookahead import LookaheadDrafter
+from foretoken.draft.lookup_tree import Lookup
+from foretoken.draft.mix import MixDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
@@ -69,6 +73,20 @@ def _draft_model(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
     return pair(factory.target, factory.tokenizer, draft, load_tokenizer(folder), spec.draft, spec.draft_vocabulary)
 
 
+def _cascade(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
+    models = [_level(factory, part) for part in spec.configs if part.drafter == "draft_model"]
+    first = factory.make(spec.configs[0]) if spec.configs[0].drafter in LOOKUPS else None
+    assert first is None or isinstance(first, Lookup)
+    return CascadeDrafter(models, first)
+
+
+def _level(factory: DrafterFactory, spec: SpecConfig) -> LanguageModel:
+    """A model of a cascade: it must share the target's tokens."""
+    drafter = _draft_model(factory, replace(spec, draft_vocabulary="same"))
+    assert isinstance(drafter, DraftModelDrafter)
+    return drafter.model
+
+
 def _early_exit(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
     if not isinstance(factory.target, EarlyExitModel):
         reason = f"{factory.folder} runs through transformers, which cannot stop between two layers"
@@ -89,6 +107,8 @@ _MAKERS: dict[str, Maker] = {
     "predicted": lambda _factory, _spec: PredictedDrafter(),
     "early_exit": _early_exit,
     "lookahead": lambda _factory, _spec: LookaheadDrafter(),
+    "cascade": _cascade,
+    "mix": lambda factory, spec: MixDrafter([factory.make(part) for part in spec.configs]),
 }
 
 

@@ -34,6 +34,9 @@ def emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdi
     stats.count_round(draft.depths(b), min(num_new, len(verdict.accepted[b])), num_new, gaps)
     stats.num_probed += draft.probe_lengths[b]
     stats.count_authors(draft.authors(b), verdict.paths[b][:num_new])
+    if draft.inner:
+        stats.num_inner_drafted += draft.inner[b][0]
+        stats.num_inner_accepted += draft.inner[b][1]
     stats.total_s = now - state.arrived_s
     if not first:
         stats.ttft_s = stats.total_s

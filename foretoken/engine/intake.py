@@ -153,7 +153,7 @@ class Intake:
         """
         target, tokenizer = self._target, self._tokenizer
         max_total = check_request(prompt_ids, params, spec, target, tokenizer is not None)
-        rule = resolve(spec.rule, params.greedy, params.seed is not None, spec.allow_lossy, spec.draws_trees)
+        rule = resolve(spec.rule, params.greedy, params.seed is not None, spec.allow_lossy, spec.shape_follows_draws)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         request = Request(request_id, tuple(prompt_ids), params, spec, seed, self._prediction(spec))
         return RequestState(

@@ -15,7 +15,8 @@ class RequestStats:
     A step's draft time is shared among the requests that drafted in it by their drafted tokens, its verify time (the
     target's forward and the rule) among all by their rows. `drafted_at` and `accepted_at` count by draft position, `drafted_by`
     and `accepted_by` by drafter. `num_probed` counts rows that the target ran for a drafter beside its guesses (`core.Probes`):
-    they cost what a guess costs and can never be accepted.
+    they cost what a guess costs and can never be accepted. Guesses that a drafter judged itself while it drafted (a cascade's levels
+    among each other) are `num_inner_drafted` and `num_inner_accepted`, and count nowhere else.
     `num_near_ties` counts greedy tokens whose two best logits were one rounding unit apart or less: only there can
     16-bit arithmetic make a speculative answer differ from a plain one; `near_tie_gap` is the widest such gap. `rule` is the
     rule by its resolved name; where `lossy` is true the answer does not have the target's law.
@@ -29,6 +30,8 @@ class RequestStats:
     num_probed: int = 0
     num_accepted: int = 0
     num_emitted: int = 0
+    num_inner_drafted: int = 0
+    num_inner_accepted: int = 0
     num_near_ties: int = 0
     near_tie_gap: float = 0.0
     draft_s: float = 0.0
@@ -108,6 +111,8 @@ class RequestStats:
             "num_probed": self.num_probed,
             "num_accepted": self.num_accepted,
             "num_emitted": self.num_emitted,
+            "num_inner_drafted": self.num_inner_drafted,
+            "num_inner_accepted": self.num_inner_accepted,
             "num_near_ties": self.num_near_ties,
             "near_tie_gap": self.near_tie_gap,
             "acceptance_rate": self.acceptance_rate,

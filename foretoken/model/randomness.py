@@ -29,6 +29,7 @@ class Purpose(IntEnum):
     SAMPLE = 5  # the seeds of further answers to one prompt
     SHADOW = 6  # which finished requests are scored again
     SEARCH = 7  # which neighbour a search tries next
+    INNER = 8  # what the levels of a cascade draw and accept among themselves
 
 
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)

@@ -22,16 +22,16 @@ RULES: dict[str, Rule] = {
 }
 
 
-def resolve(rule_name: str, greedy: bool, seeded: bool = False, allow_lossy: bool = False, draws_trees: bool = False) -> str:
+def resolve(rule_name: str, greedy: bool, seeded: bool = False, allow_lossy: bool = False, shape_follows_draws: bool = False) -> str:
     """Name of the rule for a request: "auto" becomes "greedy" when the target's law is a point (`greedy`), "coupled" when the user gave
-    a seed (`seeded`), "tree" when a model drafts trees (`draws_trees`): their shape may depend on what was drawn on the way, and a
-    rule must not. Else it stays "auto": `verify_batch` then chooses by what was drafted.
+    a seed (`seeded`), "tree" when the shape of a draft may depend on what was drawn on the way (`shape_follows_draws`: a model's trees,
+    merged ones), since a rule must not. Else it stays "auto": `verify_batch` then chooses by what was drafted.
 
     Raises:
         ConfigError: an unknown rule, "greedy" where the target's law is not a point, or a lossy rule without `allow_lossy`.
     """
     if rule_name == "auto":
-        return "greedy" if greedy else "coupled" if seeded else "tree" if draws_trees else "auto"
+        return "greedy" if greedy else "coupled" if seeded else "tree" if shape_follows_draws else "auto"
     if rule_name not in RULES:
         raise ConfigError("rule", rule_name, f"choose one of auto, {', '.join(RULES)}")
     if rule_name == "greedy" and not greedy:

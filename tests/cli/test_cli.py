@@ -57,7 +57,15 @@ def expected(pair: SimpleNamespace) -> list[int]:
 
 def test_token_ids_in_and_out(foretoken: Run, pair: SimpleNamespace, expected: list[int]) -> None:
     """A folder without a tokenizer."""
-    for drafting in ([], ["--drafter", "ngram"], ["--draft", pair.draft, "--num-draft", "3"], ["--drafter", "draft_model", "--draft", pair.draft]):
+    mixed = ["--parts", "ngram, draft_model", "--draft", pair.draft, "--combine", "merge"]
+    for drafting in (
+        [],
+        mixed,
+        ["--drafter", "cascade", "--draft", pair.draft],
+        ["--drafter", "ngram"],
+        ["--draft", pair.draft, "--num-draft", "3"],
+        ["--drafter", "draft_model", "--draft", pair.draft],
+    ):
         done = foretoken("generate", "--target", pair.target, "--prompt-ids", "5, 6,7", "--max-tokens", 12, *drafting)
         assert done.code == 0
         assert done.out.strip() == ",".join(map(str, expected))
@@ -171,6 +179,9 @@ def test_exit_codes_of_bad_input(foretoken: Run, pair: SimpleNamespace, text_pai
         (2, [*good, "--draft", pair.draft, "--draft-dtype", "int2"], "draft_dtype='int2': choose one of auto, bfloat16"),
         (2, [*good, "--drafter", "ngram", "--draft-dtype", "int8"], "draft_dtype='int8': only drafter='draft_model' takes it"),
         (2, [*good, "--rule", "lucky"], "rule='lucky': choose one of"),
+        (2, [*good, "--parts", "ngram,oracle"], "drafter='oracle': choose one of"),
+        (2, [*good, "--drafter", "cascade"], "draft=None: part 'draft_model' of drafter='cascade' needs"),
+        (2, [*good, "--drafter", "ngram", "--combine", "merge"], "combine='merge': only drafter='mix' takes it"),
         (2, [*good, "--wrong-flag"], "No such option: --wrong-flag"),
         (2, ["frobnicate"], "No such command 'frobnicate'"),
         (2, [*good, "--device", "toaster"], "device='toaster': use auto"),

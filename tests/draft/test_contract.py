@@ -31,8 +31,8 @@ from tests.helpers.watch import Watched, check_cache
 
 LOW_BIT = ("draft_model:int8", "draft_model:int4")
 MODEL_TREES = ("draft_model/static", "draft_model/best_first")
-CASES = ("draft_model", *LOW_BIT, *MODEL_TREES, "ngram", "suffix", "recycling", "predicted", "early_exit", "lookahead")
-TREES = (*MODEL_TREES, "ngram", "suffix", "recycling", "lookahead")
+CASES = ("draft_model", *LOW_BIT, *MODEL_TREES, "ngram", "suffix", "recycling", "predicted", "early_exit", "lookahead", "cascade", "mix")
+TREES = (*MODEL_TREES, "ngram", "suffix", "recycling", "lookahead", "mix")
 
 TREES_OF_A_MODEL = ("chain", "static", "best_first")
 
@@ -209,13 +209,15 @@ def test_finish_and_abort_leave_nothing(llm: LLM, watched: Watched, spec: functo
     assert not watched.texts  # the fixture `conserved` looks at the drafter's own state
 
 
-def entry(request_id: int, prompt: list[int], num_draft: int, params: SamplingParams = LONG) -> BatchEntry:
-    request = Request(request_id, tuple(prompt), params, SpecConfig(), request_id, (5, 6, 7, 8))
+def entry(request_id: int, prompt: list[int], num_draft: int, params: SamplingParams, spec: SpecConfig) -> BatchEntry:
+    request = Request(request_id, tuple(prompt), params, spec, request_id, (5, 6, 7, 8))
     return BatchEntry(request, len(prompt) - 1, (prompt[-1],), True, num_draft)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_propose_gives_each_request_its_own_number(llm: LLM, watched: Watched, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_propose_gives_each_request_its_own_number(
+    llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Zero included, in one call; a request that is not asked this time keeps its state.
 
     The text repeats, so that every drafter uses all it may.
@@ -224,7 +226,7 @@ def test_propose_gives_each_request_its_own_number(llm: LLM, watched: Watched, t
     prompt = [5, 6, 7, 8] * 4
     if isinstance(watched.inner, RecyclingDrafter):
         watched.inner.successors[[5, 6, 7, 8], 0] = [6, 7, 8, 5]
-    entries = [entry(100 + i, prompt, i % 4, params) for i in range(7)]
+    entries = [entry(100 + i, prompt, i % 4, params, spec(num_draft=3)) for i in range(7)]
     if isinstance(watched.inner, EarlyExitDrafter):
         monkeypatch.setattr(watched.inner, "exits", ExitChoice(2, 0.1))  # knows no reason to draft less
     for one in entries:

@@ -95,7 +95,10 @@ def test_stop_in_every_form(stop: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"drafter": "oracle"}, "drafter='oracle': choose one of draft_model, ngram, suffix, recycling, predicted, early_exit, lookahead, or None"),
+        (
+            {"drafter": "oracle"},
+            "drafter='oracle': choose one of draft_model, ngram, suffix, recycling, predicted, early_exit, lookahead, cascade, mix, or None",
+        ),
         ({"rule": "lucky"}, "rule='lucky': choose one of auto, greedy, rejection"),
         ({"drafter": "ngram", "draft": "x"}, "draft='x': only drafter='draft_model' takes it"),
         ({"draft": "x"}, "draft='x': only drafter='draft_model' takes it, not drafter=None"),
@@ -119,6 +122,60 @@ def test_bad_spec_values(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         SpecConfig(**values)
     assert (caught.value.field, caught.value.exit_code) == (list(values)[-1], 2)
+
+
+BAD_PARTS: list[tuple[dict[str, Any], str]] = [
+    ({"drafter": "ngram", "parts": ("suffix",)}, "parts=.*: drafter='ngram' has no parts; composite drafters: cascade, mix"),
+    ({"drafter": "mix", "parts": "ngram"}, "parts='ngram': must be a list of drafters"),
+    ({"drafter": "mix", "parts": (3,)}, "parts=3: each must be the name of a drafter or a SpecConfig"),
+    ({"drafter": "mix", "parts": ("oracle",)}, "drafter='oracle': choose one of"),
+    ({"drafter": "mix", "parts": (SpecConfig(),)}, "names no drafter"),
+    ({"drafter": "mix", "parts": ("ngram", "mix")}, "parts='mix': cannot be a part of drafter='mix'; name its parts here instead"),
+    ({"drafter": "cascade", "draft": "d", "parts": ("cascade", "draft_model")}, "parts='cascade': cannot be a part of drafter='cascade'"),
+    ({"drafter": "cascade", "draft": "d", "parts": ("mix", "draft_model")}, "parts='mix': .*; put the cascade into the mix instead"),
+    ({"drafter": "mix", "parts": ("ngram", "draft_model")}, "draft=None: part 'draft_model' of drafter='mix' needs the folder"),
+    ({"drafter": "cascade"}, "draft=None: part 'draft_model' of drafter='cascade' needs the folder"),
+    ({"drafter": "cascade", "draft": "d", "parts": ("draft_model",)}, "a cascade has two levels at least, cheapest first"),
+    ({"drafter": "cascade", "draft": "d", "parts": ("draft_model", "ngram")}, "parts='ngram': every level of a cascade above the first verifies"),
+    ({"drafter": "cascade", "draft": "d", "draft_probability": 0.5}, "draft_probability=0.5: a cascade drafts every position"),
+    ({"drafter": "mix", "parts": ("predicted",)}, "prediction=None: drafter='predicted' needs the text that you expect"),
+    ({"drafter": "mix", "parts": (SpecConfig("ngram", rule="tree"),)}, "rule='tree': one rule decides for all parts"),
+    ({"drafter": "mix", "combine": "vote"}, "combine='vote': choose one of best, merge"),
+    ({"drafter": "ngram", "combine": "merge"}, "combine='merge': only drafter='mix' takes it, not drafter='ngram'"),
+    ({"drafter": "mix", "draft": "d", "combine": "merge", "parts": ("draft_model", "cascade")}, "one part at most may ask a model"),
+    ({"drafter": "mix", "draft": "a", "parts": (SpecConfig("draft_model", draft="b"),)}, "draft='a': no part takes it over"),
+    ({"drafter": "mix", "draft": "a", "parts": ("ngram",)}, "draft='a': only drafter='draft_model' takes it"),
+    ({"drafter": "mix", "min_confidence": 0.4}, "min_confidence=0.4: needs a drafter that samples from a law"),
+    (
+        {"drafter": "mix", "parts": (SpecConfig("draft_model", draft="a", draft_probability=0.5),)},
+        "draft_probability=0.5: must be the same beside drafter='mix' and in its parts",
+    ),
+    (
+        {"drafter": "mix", "prediction": "x", "parts": ("predicted", SpecConfig("predicted", prediction="y"))},
+        "prediction='y': a request has one prediction",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD_PARTS, ids=[f"{values['drafter']} {number}" for number, (values, _) in enumerate(BAD_PARTS)])
+def test_bad_parts(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpecConfig(**values)
+
+
+def test_parts_take_over_what_their_drafter_reads() -> None:
+    mix = SpecConfig("mix", "d", corpus="c.txt", tenant="t", prediction=[1, 2], min_confidence=0.3)
+    assert [part.drafter for part in mix.configs] == ["ngram", "suffix", "recycling", "predicted", "draft_model"]
+    assert mix.configs[1] == SpecConfig("suffix", corpus="c.txt", tenant="t")
+    assert mix.configs[3].prediction == (1, 2)
+    assert mix.configs[4] == SpecConfig("draft_model", "d", min_confidence=0.3)
+    assert [part.drafter for part in SpecConfig("mix").configs] == ["ngram", "suffix", "recycling"]
+    assert SpecConfig("cascade", "d") == SpecConfig("cascade", "d", parts=("ngram", "draft_model"))
+    given = SpecConfig("mix", parts=("ngram", SpecConfig("predicted", prediction="text")))
+    assert given.prediction == "text"
+    nested = SpecConfig("mix", "d", parts=("recycling", "cascade"), min_confidence=0.2)
+    assert nested.configs[1] == SpecConfig("cascade", "d", min_confidence=0.2)
+    assert nested.leaves == {"recycling", "ngram", "draft_model"}
 
 
 def test_unknown_options_name_the_nearest() -> None:

@@ -13,12 +13,13 @@ import torch
 
 from foretoken import SamplingParams, SpecConfig
 from foretoken.config import QUANTISED, TREES
-from foretoken.core import Draft, Uniforms
-from foretoken.draft import branches
+from foretoken.core import Draft, Uniforms, Verdict
+from foretoken.draft import branches, cascade
 from foretoken.model.processors import RequestProcessors
 from foretoken.model.randomness import Purpose, round_uniforms, uniforms
+from foretoken.verify.base import verdict_at
 from foretoken.verify.rejection import RejectionRule
-from tests.helpers.law import ALARM, LENGTH, exact_law, narrow_models, p_values, power, sample_answers
+from tests.helpers.law import ALARM, LENGTH, TWO_LEVELS, exact_law, narrow_models, p_values, power, sample_answers
 
 NUM_REQUESTS, NUM_BROKEN = 1600, 1600
 BASE = SamplingParams(max_tokens=LENGTH + 3, temperature=1.0, ignore_eos=True)
@@ -70,6 +71,20 @@ def free_specs(name: str, count: int) -> list[SpecConfig]:
     return [SpecConfig(name, num_draft=5, rule=("tree", "traversal", "coupled", "block", "auto", "rejection")[i % 6], **needed) for i in range(count)]
 
 
+def cascade_specs(count: int) -> list[SpecConfig]:
+    """A lookup under a model, and a model under a model."""
+    rules = ("block", "rejection", "tree", "coupled")
+    return [replace((SpecConfig("cascade", "reverse"), TWO_LEVELS)[i % 2], num_draft=1 + i % 5, rule=rules[i // 2 % 4]) for i in range(count)]
+
+
+def mix_specs(combine: str, count: int) -> list[SpecConfig]:
+    rules = ("tree", "traversal", "auto", "coupled", "block")
+    return [
+        SpecConfig("mix", "reverse", num_draft=1 + i % 6, combine=combine, rule=rules[i % 5], draft_probability=(1.0, 0.6)[i // 5 % 2])
+        for i in range(count)
+    ]
+
+
 def shuffled_answers(narrow: SimpleNamespace, asked: Sequence[tuple[SamplingParams, SpecConfig]]) -> np.ndarray:
     """Answers in the given order, though the requests came in another one: every batch is a mixture."""
     order = np.random.default_rng(0).permutation(len(asked))
@@ -98,6 +113,9 @@ def test_every_rule_has_the_law(narrow: SimpleNamespace) -> None:
         **{kind: [spec for rule in ("block", "tree") for spec in model_specs(rule, half, "low", draft_dtype=kind)] for kind in QUANTISED},
         "ngram": [SpecConfig("ngram", num_draft=3, rule=("rejection", "block", "tree", "coupled")[i % 4]) for i in range(NUM_REQUESTS)],
         **{name: free_specs(name, NUM_REQUESTS) for name in ("suffix", "recycling", "predicted", "lookahead")},
+        "cascade": cascade_specs(NUM_REQUESTS),
+        "mix": mix_specs("best", NUM_REQUESTS),
+        "merge": mix_specs("merge", NUM_REQUESTS),
         "plain": [SpecConfig(rule=("block", "coupled")[i % 2]) for i in range(NUM_REQUESTS)],
     }
     asked = [pair for specs in groups.values() for pair in zip(seeded(BASE, len(specs)), specs, strict=True)]
@@ -161,6 +179,18 @@ def _test_with_q(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RejectionRule, "accept_terms", lambda self, draft, probs: (terms(self, draft, probs)[1],) * 2)
 
 
+def _cascade_without_a_middle(patch: pytest.MonkeyPatch) -> None:
+    """Every inner guess is kept: tokens of the first level under the law of the second."""
+    judge = cascade._judge
+
+    def keep_all(runs: Sequence[object], draft: Draft, probs: torch.Tensor) -> Verdict:
+        verdict = judge(runs, draft, probs)
+        rows = [draft.anchor_row(b) + draft.lengths[b] for b in range(draft.num_requests)]
+        return verdict_at(draft, draft.tokens.tolist(), rows, verdict.next_tokens, None)
+
+    patch.setattr(cascade, "_judge", keep_all)
+
+
 def _reuse_the_draft_uniform(patch: pytest.MonkeyPatch) -> None:
     def reused(draft: Draft, seeds: Sequence[int], starts: Sequence[int], device: torch.device) -> Uniforms:
         owner = [b for b, length in enumerate(draft.lengths) for _ in range(length)]
@@ -178,6 +208,13 @@ def test_the_same_test_fails_for_a_broken_rule(
     breakage(monkeypatch)
     asked = list(zip(seeded(BASE, NUM_BROKEN), model_specs("rejection", NUM_BROKEN), strict=True))
     assert min(p_values(sample_answers(narrow, asked), exact_law(narrow, BASE))) < ALARM / 1000
+
+
+def test_the_same_test_fails_for_a_cascade_that_does_not_verify(narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    _cascade_without_a_middle(monkeypatch)
+    specs = [replace(TWO_LEVELS, num_draft=4, rule="rejection")] * NUM_BROKEN
+    answers = sample_answers(narrow, list(zip(seeded(BASE, NUM_BROKEN), specs, strict=True)))
+    assert min(p_values(answers, exact_law(narrow, BASE))) < ALARM / 1000
 
 
 @pytest.mark.parametrize("values", [{"frequency_penalty": 1.5}, {"presence_penalty": 2.0}], ids=str)

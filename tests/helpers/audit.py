@@ -6,9 +6,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.lookahead import LookaheadDrafter
+from foretoken.draft.mix import MixDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
 from foretoken.draft.predicted import PredictedDrafter
@@ -31,7 +33,18 @@ KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
     DraftModelDrafter: lambda drafter: drafter._pending or open_sequences(drafter.model),
     EarlyExitDrafter: lambda drafter: drafter._recent,
     OtherVocabularyDrafter: lambda drafter: drafter._texts or drafter._cached or open_sequences(drafter.model),
+    CascadeDrafter: lambda drafter: (
+        drafter._texts
+        or any(level.ran or open_sequences(level.model) for level in drafter.levels)
+        or (drafter.lookup is not None and kept_by(drafter.lookup))
+    ),
+    MixDrafter: lambda drafter: drafter.records or drafter._rounds or any(kept_by(part) for part in drafter.parts),
 }
+
+
+def kept_by(drafter: Any) -> object:
+    """What a drafter still keeps, by request."""
+    return KEPT_BY_DRAFTER[type(drafter)](drafter)
 
 
 def watch() -> None:
@@ -76,5 +89,4 @@ def check_idle(engine: Engine | LLM) -> None:
     assert not open_sequences(engine.target)
     assert engine.target.num_free_tokens() == engine.target.capacity_tokens
     for drafter in engine.drafters.drafters.values():
-        inner = getattr(drafter, "inner", drafter)  # a `Watched` one
-        assert not KEPT_BY_DRAFTER[type(inner)](inner)
+        assert not kept_by(getattr(drafter, "inner", drafter))  # a `Watched` one

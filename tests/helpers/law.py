@@ -16,16 +16,19 @@ from transformers.generation import logits_process as hf
 
 from foretoken import SamplingParams, SpecConfig
 from foretoken.config import QUANTISED
+from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
-from foretoken.draft.group import DrafterGroup
+from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.draft.lookahead import LookaheadDrafter
+from foretoken.draft.mix import MixDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.draft.suffix import SuffixDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.scheduler import SchedulerConfig
+from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from tests.helpers.checkpoints import tiny_checkpoint
@@ -33,18 +36,20 @@ from tests.helpers.specs import key_of
 
 VOCAB, LENGTH = 5, 5
 EOS = 4  # only ever banned (min_tokens): the answers go on after it
+TWO_LEVELS = SpecConfig("cascade", parts=(SpecConfig("draft_model", draft="reverse"), SpecConfig("draft_model", draft="middle")))
 PROMPT = [1, 2, 3, 1, 2]  # repeats, so that the lookup guesses
 WINDOWS = ((1, 2), (2, 3), (3, 4))  # places of neighbouring tokens; place 0 ends the prompt and is never drafted
 ALARM = 1e-5  # p-value below which one test fails
 
 
 def narrow_models(folder: Path, num_layers: int = 1) -> SimpleNamespace:
-    """A five-token target, a draft that ranks tokens in reverse, another in low bits, and the logits after every text of up to four."""
+    """A five-token target, a draft that ranks tokens in reverse, one that takes each for the next, one in low bits; logits after short texts."""
     shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": num_layers, "num_attention_heads": 2}
     tiny_checkpoint(folder, "llama", **shape, num_key_value_heads=1)
-    target, reverse = load_decoder(folder), load_decoder(folder)
+    target, reverse, middle = load_decoder(folder), load_decoder(folder), load_decoder(folder)
     with torch.no_grad():
         reverse.lm_head.weight.neg_()
+        middle.lm_head.weight.copy_(middle.lm_head.weight.roll(1, 0))
     other = tiny_checkpoint(folder / "other", "llama", seed=1, **(shape | {"hidden_size": 32, "intermediate_size": 32}), num_key_value_heads=1)
     low_bits = {kind: load_decoder(other, quant=kind) for kind in QUANTISED}
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
@@ -52,7 +57,7 @@ def narrow_models(folder: Path, num_layers: int = 1) -> SimpleNamespace:
     contexts = torch.cat((torch.tensor(PROMPT).expand(len(texts), -1), texts), dim=1)
     with torch.no_grad():
         logits = oracle(contexts).logits.double()[:, len(PROMPT) - 1 :]  # [625, 5, V]
-    return SimpleNamespace(target=target, reverse=reverse, low_bits=low_bits, contexts=contexts, logits=logits)
+    return SimpleNamespace(target=target, reverse=reverse, middle=middle, low_bits=low_bits, contexts=contexts, logits=logits)
 
 
 def exact_law(narrow: SimpleNamespace, params: SamplingParams) -> NDArray[np.float64]:
@@ -89,6 +94,10 @@ def _warped(contexts: torch.Tensor, scores: torch.Tensor, params: SamplingParams
 
 def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None) -> Engine:
     """An engine over the five-token models with every drafter."""
+
+    def draft(decoder: Decoder) -> PagedModel:
+        return PagedModel(decoder, 2048, 16)
+
     drafters, target = DrafterGroup(torch.device("cpu")), PagedModel(narrow.target, 2048, 16)
     drafters.drafters = {
         key_of("draft_model", "reverse"): DraftModelDrafter(PagedModel(narrow.reverse, 2048, 16)),
@@ -99,6 +108,9 @@ def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None
         key_of("predicted"): PredictedDrafter(),
         key_of("early_exit"): EarlyExitDrafter(target),
         key_of("lookahead"): LookaheadDrafter(),
+        key_of("cascade", "reverse"): CascadeDrafter([draft(narrow.reverse)], NgramDrafter()),
+        drafter_key(TWO_LEVELS): CascadeDrafter([draft(narrow.reverse), draft(narrow.middle)]),
+        key_of("mix", "reverse"): MixDrafter([NgramDrafter(), SuffixDrafter(), RecyclingDrafter(VOCAB), DraftModelDrafter(draft(narrow.reverse))]),
     }
     return Engine(target, drafters, limits=limits or SchedulerConfig(64, 200), eos_token_ids=(EOS,))
 

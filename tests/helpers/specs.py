@@ -8,10 +8,12 @@ from pathlib import Path
 
 from foretoken import SpecConfig
 from foretoken.draft.base import Drafter
+from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterKey, drafter_key
 from foretoken.draft.lookahead import LookaheadDrafter
+from foretoken.draft.mix import MixDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
@@ -30,6 +32,7 @@ def spec_of(name: str, draft: Path | str | None, prediction: Sequence[int] = PRE
     drafter, dtype, tree = re.fullmatch(r"(\w+)(?::(\w+))?(?:/(\w+))?", name).groups()
     needed = {
         "draft_model": {"draft": str(draft), "draft_dtype": dtype or "auto", "tree": tree or "chain"},
+        **{one: {"draft": str(draft)} for one in ("cascade", "mix")},
         "predicted": {"prediction": tuple(prediction)},
         "early_exit": {"exit_layer": 1},
     }
@@ -51,4 +54,8 @@ def bare_drafter(name: str, draft: LanguageModel, vocab_size: int) -> Drafter:
     if name == "early_exit":  # `draft` is the target itself
         assert isinstance(draft, EarlyExitModel)
         return EarlyExitDrafter(draft)
+    if name == "cascade":
+        return CascadeDrafter([draft], NgramDrafter())
+    if name == "mix":
+        return MixDrafter([NgramDrafter(), SuffixDrafter(), RecyclingDrafter(vocab_size), DraftModelDrafter(draft)])
     return RecyclingDrafter(vocab_size) if name == "recycling" else made[name]()

@@ -9,9 +9,11 @@ import torch
 
 from foretoken.core import Batch, Draft, Request, Verdict
 from foretoken.draft.base import Drafter, Feedback, Taps
+from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.lookahead import MOST_CONTINUATIONS, MOST_TOKENS, LookaheadDrafter
+from foretoken.draft.mix import MixDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
 from foretoken.draft.predicted import PredictedDrafter
@@ -80,7 +82,8 @@ def check_draft(draft: Draft, batch: Batch, name: str, vocab_size: int) -> None:
     assert all(0 <= token < vocab_size for token in draft.tokens.tolist())
     for b, entry in enumerate(entries):
         assert draft.lengths[b] <= entry.num_draft, "more than was asked for"
-        assert draft.drafters[b] == (name if draft.lengths[b] else None)
+        tossed = draft.mass is not None and draft.mass.law_of_row[draft.anchor_row(b)] >= 0  # a coin may have said no at once
+        assert draft.drafters[b] == (name if draft.lengths[b] or tossed else None)
         own = draft.parents[draft.offsets[b] : draft.offsets[b + 1]]
         assert all(-1 <= parent < node for node, parent in enumerate(own)), "a parent comes before its child"
         assert entry.takes_trees or draft.is_chain(b), "the rule takes chains only"
@@ -184,6 +187,26 @@ def check_other_vocabulary_state(drafter: OtherVocabularyDrafter, sequence: int,
     assert drafter.model.length(sequence) == len(cached) <= max(0, len(ids) - 1)
 
 
+def check_cascade_state(drafter: CascadeDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
+    """I1 and I3 at every level: its cache is a part of the text, without the anchor; what ran ahead of the text is forgotten."""
+    assert drafter._texts[sequence] == text
+    for level in drafter.levels:
+        assert level.model.length(sequence) < len(text)
+        assert not level.ran[sequence]
+    if num_drafted:
+        missing = 2 if num_accepted == num_drafted else 1
+        assert drafter.levels[-1].model.length(sequence) == len(text) - missing, "the last level ran all that was accepted"
+    if drafter.lookup is not None:
+        STATE_CHECKS[type(drafter.lookup)](drafter.lookup, sequence, text, num_drafted, num_accepted)
+
+
+def check_mix_state(drafter: MixDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
+    """Every part knows the whole text, whoever guessed."""
+    assert not drafter._rounds
+    for part in drafter.parts:
+        STATE_CHECKS[type(part)](part, sequence, text, 0, 0)
+
+
 # A new drafter adds a line.
 STATE_CHECKS: dict[type, Callable[[Any, int, list[int], int, int], None]] = {
     NgramDrafter: check_index_state,
@@ -194,6 +217,8 @@ STATE_CHECKS: dict[type, Callable[[Any, int, list[int], int, int], None]] = {
     DraftModelDrafter: check_draft_model_state,
     EarlyExitDrafter: check_early_exit_state,
     OtherVocabularyDrafter: check_other_vocabulary_state,
+    CascadeDrafter: check_cascade_state,
+    MixDrafter: check_mix_state,
 }
 
 

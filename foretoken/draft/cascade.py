@@ -1,0 +1,276 @@
+"""A drafter of drafters: cheap guesses are verified by a draft model, whose tokens a bigger one may verify, and so on to the target.
+
+After CS-Drafting (Chen et al. 2023, arXiv 2312.11462) and TriForce (Sun et al. 2024, arXiv 2404.11912). Every level verifies the one
+below it exactly, so what leaves a level has that level's own law: the mass handed to the target is the law of the LAST level, whatever
+guessed below. How many tokens a level hands over is fixed before any is drawn; it never makes more.
+
+A level's cache runs ahead of the committed text. What it ran is remembered, and cut back to what stands before it is used again,
+so no level ever needs to be told that its tokens were refused. Lookups are asked what follows the provisional tokens and learn
+committed ones only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from foretoken.config import SpecConfig
+from foretoken.core import Batch, BatchEntry, Draft, Request, Uniforms, Verdict, empty_draft
+from foretoken.draft.base import Feedback
+from foretoken.draft.chain import Chain, assemble
+from foretoken.draft.lookup_tree import EMPTY, Lookup
+from foretoken.draft.lookup_tree import assemble as assemble_trees
+from foretoken.model.interface import LanguageModel, Segment
+from foretoken.model.randomness import Purpose, uniforms
+from foretoken.model.sampling import check_finite, draft_law
+from foretoken.verify import verify_batch
+
+_CATCH_UP_TOKENS = 512  # rows of a long prompt that a level takes in one forward
+_MOST_INNER = 4  # tokens that a model hands to the level above it at once, unless its part says otherwise
+
+
+class Level:
+    """A model and what it has run of every request."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+        self.ran: dict[int, list[int]] = {}  # tokens in the cache behind the committed text
+
+    def settle(self, sequence: int, num_committed: int, follows: Sequence[int], most: int) -> None:
+        """Cut the cache back to where it agrees with the text, which goes on with `follows` after `num_committed` tokens, and to `most` tokens."""
+        ran = self.ran[sequence]
+        agreed = next((place for place, (mine, right) in enumerate(zip(ran, follows, strict=False)) if mine != right), min(len(ran), len(follows)))
+        agreed = min(agreed, max(0, most - num_committed))
+        if agreed < len(ran):
+            self.model.rollback(sequence, num_committed + agreed)
+            del ran[agreed:]
+
+    def catch_up(self, sequence: int, pending: list[int]) -> list[int]:
+        """Run a long backlog in pieces; what is left is at most one piece."""
+        while len(pending) > _CATCH_UP_TOKENS:
+            piece, pending = pending[:_CATCH_UP_TOKENS], pending[_CATCH_UP_TOKENS:]
+            self.model.forward(torch.tensor(piece, dtype=torch.int64, device=self.model.device), [Segment(sequence, len(piece), (), 0)])
+            self.model.commit(sequence, len(piece))
+        return pending
+
+
+@dataclass
+class _Course:
+    """One request while a round is drafted: its committed text, the random numbers its levels have used, guesses judged and kept among them."""
+
+    entry: BatchEntry
+    text: list[int]
+    num_used: int = 0
+    inner: tuple[int, int] = (0, 0)
+
+    @property
+    def rule(self) -> str:
+        """By which a level judges the one below it: what the target's own rule comes down to."""
+        return "greedy" if self.entry.request.params.greedy else "coupled" if self.entry.noise is not None else "auto"
+
+    def part(self, level: int) -> SpecConfig:
+        """The configuration of a level, counted from the top: -1 is the last part."""
+        return self.entry.request.spec.configs[level]
+
+
+@dataclass(frozen=True)
+class _Laws:
+    """What a level says of every row of a draft: the law `[R, V]` of the token that follows, and whether it is sure enough to be drafted."""
+
+    probs: Tensor
+    sure: list[bool]
+
+
+@dataclass
+class _Run:
+    """Tokens of one level that follow `before`, provisional ones too: `most` of them, each with the law it was drawn from (None: a point)."""
+
+    course: _Course
+    before: list[int]
+    most: int
+    tokens: list[int] = field(default_factory=list)
+    laws: list[Tensor | None] = field(default_factory=list)
+    stopped: bool = False
+
+    def take(self, tokens: Sequence[int], rows: Sequence[int], laws: _Laws) -> None:
+        """Append what a round emitted at `rows`, up to a place that is too unsure, which its law alone decides."""
+        assert len(tokens) <= self.missing
+        entry = self.course.entry
+        a_point = entry.request.params.greedy or entry.noise is not None
+        for token, row in zip(tokens, rows, strict=True):
+            if not laws.sure[row]:
+                self.stopped = True
+                return
+            self.tokens.append(token)
+            self.laws.append(None if a_point else laws.probs[row])
+
+    @property
+    def sequence(self) -> int:
+        return self.course.entry.request.request_id
+
+    @property
+    def ahead(self) -> list[int]:
+        """All that is provisional."""
+        return [*self.before, *self.tokens]
+
+    @property
+    def missing(self) -> int:
+        return 0 if self.stopped else self.most - len(self.tokens)
+
+
+class CascadeDrafter:
+    """Chains whose tokens follow the law of the last of `models`; each verifies the one before it, the first one `lookup`'s guesses."""
+
+    name = "cascade"
+
+    def __init__(self, models: Sequence[LanguageModel], lookup: Lookup | None = None) -> None:
+        assert models
+        self.levels, self.lookup = [Level(model) for model in models], lookup
+        self._texts: dict[int, list[int]] = {}
+
+    def start(self, request: Request) -> None:
+        """Open a sequence at every level; the prompt is run when something is first drafted."""
+        self._texts[request.request_id] = list(request.prompt_ids)
+        for level in self.levels:
+            level.model.open(request.request_id)
+            level.ran[request.request_id] = []
+        if self.lookup is not None:
+            self.lookup.start(replace(request, spec=request.spec.configs[0]))
+
+    def propose(self, batch: Batch) -> Draft:
+        """Up to `num_draft` tokens of the last model per request; none where a context or a cache has no room."""
+        courses = [_Course(entry, self._texts[entry.request.request_id]) for entry in batch.decoding]
+        runs = [_Run(course, [], self._room(course)) for course in courses]
+        self._extend(len(self.levels) - 1, runs)
+        return replace(_as_draft(self.name, self.levels[-1].model.device, runs), inner=tuple(course.inner for course in courses))
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
+        """Keep at every level what it ran of what was emitted."""
+        for b, entry in enumerate(batch.decoding):
+            sequence, emitted = entry.request.request_id, verdict.emitted(b)
+            text = self._texts[sequence]
+            for level in self.levels:
+                level.settle(sequence, len(text), emitted, len(text) + len(emitted) - 1)
+                level.ran[sequence].clear()
+            text += emitted
+        if self.lookup is not None:
+            self.lookup.commit(batch, draft, verdict, feedback)
+
+    def finish(self, request_id: int) -> None:
+        """Close the sequences and drop the text."""
+        del self._texts[request_id]
+        for level in self.levels:
+            level.model.close(request_id)
+            del level.ran[request_id]
+        if self.lookup is not None:
+            self.lookup.finish(request_id)
+
+    def _room(self, course: _Course) -> int:
+        """How many tokens can be drafted within every level's context and cache."""
+        entry, most = course.entry, course.part(-1).at_most(course.entry.num_draft)
+        for level in self.levels:
+            most = min(most, level.model.max_context_tokens - entry.round_start)
+        for level in self.levels:
+            sequence = entry.request.request_id
+            if most > 0 and not level.model.reserve(sequence, entry.round_start + most - level.model.length(sequence)):
+                return 0
+        return max(0, most)
+
+    def _extend(self, level: int, runs: Sequence[_Run]) -> None:
+        """Complete `runs` with tokens of the law of `levels[level]`: rounds of guessing below and verifying here.
+
+        A round guesses one token less than is missing, since it always ends with one of the level's own.
+        """
+        here = self.levels[level]
+        while growing := [run for run in runs if run.missing]:
+            draft = self._guess(level, growing).on(here.model.device)
+            segments, logits = self._forward(here, growing, draft)
+            laws = _laws(growing, draft, logits, [run.course.part(level - len(self.levels)) for run in growing])
+            verdict = _judge(growing, draft, laws.probs)
+            for b, (run, segment) in enumerate(zip(growing, segments, strict=True)):
+                here.model.commit(segment.sequence, segment.num_pending, verdict.paths[b])
+                here.ran[segment.sequence] = [*run.ahead, *verdict.accepted[b]]
+                drafted, kept = run.course.inner
+                run.course.inner = (drafted + draft.lengths[b], kept + len(verdict.accepted[b]))
+                rows = [draft.anchor_row(b) + row for row in (0, *(1 + node for node in verdict.paths[b]))]
+                run.take(verdict.emitted(b), rows, laws)
+
+    def _guess(self, level: int, runs: Sequence[_Run]) -> Draft:
+        """What the level below guesses after each run."""
+        if level > 0:
+            below = [_Run(c.course, c.ahead, c.course.part(level - 1 - len(self.levels)).at_most(min(c.missing - 1, _MOST_INNER))) for c in runs]
+            self._extend(level - 1, below)
+            return _as_draft(self.name, self.levels[level - 1].model.device, below)
+        if self.lookup is None:
+            return empty_draft(len(runs))
+        trees = []
+        for run in runs:
+            entry, part = run.course.entry, run.course.part(0)
+            asked = replace(entry, request=replace(entry.request, spec=part), num_draft=part.at_most(run.missing - 1), takes_trees=True)
+            trees.append(self.lookup.guess(asked, run.ahead) if asked.num_draft else EMPTY)
+        return assemble_trees(self.lookup.name, trees)
+
+    def _forward(self, here: Level, runs: Sequence[_Run], draft: Draft) -> tuple[list[Segment], Tensor]:
+        """Run what the level has not run of each text, and the guesses; logits `[R, V]`."""
+        pieces: list[Tensor] = []
+        segments: list[Segment] = []
+        device = here.model.device
+        for b, run in enumerate(runs):
+            sequence, text, ahead = run.sequence, run.course.text, run.ahead
+            here.settle(sequence, len(text), ahead, len(text) + len(ahead) - 1)
+            length = here.model.length(sequence)
+            pending = here.catch_up(sequence, [*text[length:], *ahead[max(0, length - len(text)) :]])
+            nodes = slice(draft.offsets[b], draft.offsets[b + 1])
+            pieces += [torch.tensor(pending, dtype=torch.int64, device=device), draft.tokens[nodes]]
+            segments.append(Segment(sequence, len(pending), draft.parents[nodes], 1 + draft.lengths[b]))
+        return segments, here.model.forward(torch.cat(pieces), segments).logits
+
+
+def _laws(runs: Sequence[_Run], draft: Draft, logits: Tensor, parts: Sequence[SpecConfig]) -> _Laws:
+    """A level's laws of all rows of `draft`, from its `logits` `[R, V]`, under the requests' own parameters and the level's `parts`."""
+    # A model that overflows guesses at random from here on: a law with NaN in it would reach the target's residual.
+    logits = torch.where(check_finite(logits)[:, None], logits, torch.zeros_like(logits))
+    if any(run.course.entry.processors is not None for run in runs) and logits.dtype not in (torch.float32, torch.float64):
+        logits = logits.float()
+    for b, run in enumerate(runs):
+        if run.course.entry.processors is not None:
+            rows = slice(draft.anchor_row(b), draft.anchor_row(b) + 1 + draft.lengths[b])
+            ahead = tuple(run.ahead)
+            logits[rows] = run.course.entry.processors.adjust(logits[rows], [(*ahead, *path) for path in draft.paths(b)])
+    owners = [b for b, length in enumerate(draft.lengths) for _ in range(1 + length)]  # [R]
+    params = [runs[b].course.entry.request.params for b in owners]
+    probs = draft_law(logits, params, [parts[b].draft_top_k for b in owners])  # [R, V]; temperature 1 where the request is greedy
+    least = torch.tensor([parts[b].min_confidence for b in owners], device=probs.device)
+    sure = [bool(one) for one in (probs.amax(-1) >= least).tolist()]
+    greedy = [row for row, choice in enumerate(params) if choice.greedy]
+    probs[greedy] = torch.zeros_like(probs[greedy]).scatter_(-1, logits[greedy].argmax(-1, keepdim=True), 1)
+    return _Laws(probs, sure)
+
+
+def _judge(runs: Sequence[_Run], draft: Draft, probs: Tensor) -> Verdict:
+    """One level's verdict on the guesses of the level below: `probs` `[R, V]`."""
+    entries = [run.course.entry for run in runs]
+    owners: list[int] = []
+    indices: list[int] = []
+    for b, run in enumerate(runs):  # every test and draw of a round has a number of its own, at whatever level and turn
+        owners += [b] * (1 + draft.lengths[b])
+        indices += range(run.course.num_used, run.course.num_used + 1 + draft.lengths[b])
+        run.course.num_used += 1 + draft.lengths[b]
+    numbers = uniforms([entries[b].request.seed for b in owners], Purpose.INNER, [entries[b].round_start for b in owners], indices)
+    rows = torch.from_numpy(numbers).to(probs.device)  # [R]: of each request its draw, then its tests
+    draws = [draft.anchor_row(b) for b in range(len(runs))]
+    tests = sorted(set(range(draft.num_rows)) - set(draws))
+    race = tuple(
+        None if entry.noise is None else entry.noise.at([entry.round_start + len(run.ahead) + d for d in (0, *draft.depths(b))]).to(probs.device)
+        for b, (entry, run) in enumerate(zip(entries, runs, strict=True))
+    )
+    return verify_batch(draft, probs, Uniforms(rows[tests], rows[draws], race), [run.course.rule for run in runs])
+
+
+def _as_draft(name: str, device: torch.device, runs: Sequence[_Run]) -> Draft:
+    """The runs as one draft of chains."""
+    chains = [Chain(run.course.entry, run.most, [torch.tensor(token, device=device) for token in run.tokens], run.laws) for run in runs]
+    return assemble(name, device, chains)
