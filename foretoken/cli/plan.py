@@ -13,8 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from foretoken.cli.common import DeviceOption, DtypeOption, JsonOption, NumDraftOption, TargetOption, print_json
-from foretoken.errors import CapacityError, ConfigError, InputError, MismatchError, StorageError
+from foretoken.cli.common import DeviceOption, DraftDtypeOption, DtypeOption, JsonOption, NumDraftOption, TargetOption, print_json
+from foretoken.config import DRAFT_DTYPES, QUANTISED
+from foretoken.errors import CapacityError, ConfigError, InputError, StorageError
 from foretoken.model.footprint import shape_of
 from foretoken.model.open import model_folder, open_device
 from foretoken.plan.memory import Account, Budget, Load, ModelShape, account, contexts_to_show, fitting, largest_batch
@@ -43,7 +44,7 @@ def plan(
     num_draft: NumDraftOption = "auto",
     max_prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens that a step takes.")] = 512,
     dtype: DtypeOption = "auto",
-    draft_dtype: Annotated[str, typer.Option(help="Number format of the drafts; auto is what --dtype says.")] = "auto",
+    draft_dtype: DraftDtypeOption = "auto",
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
@@ -56,10 +57,7 @@ def plan(
     place = open_device(device)
     budget = Budget(available_bytes(place) if memory is None else parse_bytes(memory), _share(reserve))
     shape = shape_of(model_folder(target), target, dtype, place.type)
-    drafts = [shape_of(model_folder(name), name, dtype if draft_dtype == "auto" else draft_dtype, place.type) for name in draft or []]
-    for one in drafts:
-        if one.vocab_size != shape.vocab_size:
-            raise MismatchError(f"draft {one.name!r} has a vocabulary of {one.vocab_size} tokens, the target one of {shape.vocab_size}")
+    drafts = [_draft_shape(name, dtype, draft_dtype, place.type) for name in draft or []]
     load = Load(
         batch=_at_least_one("batch", batch),
         context_tokens=_context(context, shape),
@@ -93,6 +91,15 @@ def plan(
             f"{load.batch} x {load.context_tokens} tokens of {target}{with_draft} need {row['total_bytes']} bytes, and of {budget.memory_bytes} "
             f"{budget.usable_bytes} may be used: {row['missing_bytes']} bytes are missing; at this length {row['largest_batch']} requests fit"
         )
+
+
+def _draft_shape(name: str, dtype: str, draft_dtype: str, device: str) -> ModelShape:
+    """A draft as the engine loads it: in the target's format unless it has its own."""
+    if draft_dtype not in DRAFT_DTYPES:
+        raise ConfigError("draft_dtype", draft_dtype, f"choose one of {', '.join(DRAFT_DTYPES)}")
+    quantised = draft_dtype in QUANTISED
+    own = dtype if quantised or draft_dtype == "auto" else draft_dtype
+    return shape_of(model_folder(name), name, own, device, draft_dtype if quantised else "auto")
 
 
 def parse_bytes(text: str) -> int:

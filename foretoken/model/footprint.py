@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from foretoken.errors import UnsupportedModelError
+from foretoken.errors import InputError, UnsupportedModelError
 from foretoken.kv.pool import bytes_per_token
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.layers import can_pack
 from foretoken.model.loader import Weights, parse_dtype, read_raw_config
 from foretoken.model.open import native_config
 from foretoken.model.paged import DEFAULT_BLOCK_SIZE
+from foretoken.model.quant import check_quant, matrix_bytes, table_bytes
 from foretoken.plan.memory import ModelShape
 
 _UNBOUNDED_CONTEXT_TOKENS = 131_072  # of families that name none
@@ -28,27 +29,39 @@ _NAMES = {
 }
 
 
-def shape_of(folder: Path, name: str, dtype: str = "auto", device: str = "cpu") -> ModelShape:
+def shape_of(folder: Path, name: str, dtype: str = "auto", device: str = "cpu", weights: str = "auto") -> ModelShape:
     """The memory of the checkpoint in `folder` when it runs in `dtype` on `device`; `name` is what the user calls it.
+
+    `weights` "int8" or "int4": its matrices are kept in that format, see `quant`.
 
     Raises:
         CheckpointError: a file is missing or broken.
         UnsupportedModelError: no causal language model, or one whose cache does not follow from its configuration.
-        InputError: unknown `dtype`.
+        InputError: unknown `dtype` or `weights`, or a pair that does not go together.
     """
-    config, weights = native_config(folder), Weights(folder)
+    config, stored = native_config(folder), Weights(folder)
     raw = read_raw_config(folder)
-    kind = parse_dtype(dtype, _stored_dtype(raw, weights))
+    kind = parse_dtype(dtype, _stored_dtype(raw, stored))
+    if weights != "auto":
+        check_quant(weights, kind, torch.device(device))
+        if config is None:
+            raise InputError("weights", weights, f"{name} runs through transformers, which has no quantised weights here; take bfloat16 or float32")
     if config is None:
-        return _foreign_shape(name, raw, weights, kind)
-    packs = device == "cpu" and kind == torch.bfloat16 and can_pack()
-    numbers = sum(math.prod(weights.shape(tensor)) for tensor in weights.own_names if not (config.tie_embeddings and tensor == "lm_head.weight"))
+        return _foreign_shape(name, raw, stored, kind)
+    packs = device == "cpu" and kind == torch.bfloat16 and can_pack() and weights == "auto"
+    numbers = sum(math.prod(stored.shape(tensor)) for tensor in stored.own_names if not (config.tie_embeddings and tensor == "lm_head.weight"))
     if config.tie_embeddings and packs:
         numbers += config.vocab_size * config.hidden_size  # the packed head is a second copy of the table
+    quantised_bytes = 0
+    if weights != "auto":
+        matrices = _matrices(config)
+        numbers -= sum(rows * width for rows, width in matrices) + config.vocab_size * config.hidden_size
+        quantised_bytes = sum(matrix_bytes(weights, rows, width, kind.itemsize) for rows, width in matrices)
+        quantised_bytes += table_bytes(config.vocab_size, config.hidden_size, kind.itemsize)
     numbers += 2 * config.max_context_tokens * config.head_dim  # cos and sin
     return ModelShape(
         name=name,
-        weight_bytes=numbers * kind.itemsize,
+        weight_bytes=numbers * kind.itemsize + quantised_bytes,
         kv_bytes_per_token=bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, kind),
         row_bytes=_row_numbers(config) * kind.itemsize,
         mask_bytes=config.num_heads // config.num_kv_heads * kind.itemsize + 2 * kind.itemsize + 2,
@@ -58,6 +71,13 @@ def shape_of(folder: Path, name: str, dtype: str = "auto", device: str = "cpu") 
         max_context_tokens=config.max_context_tokens,
         block_tokens=DEFAULT_BLOCK_SIZE,
     )
+
+
+def _matrices(config: ModelConfig) -> list[tuple[int, int]]:
+    """(rows, width) of every matrix as the decoder merges them, the embedding table and a head tied to it left out."""
+    hidden, wide, q = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    layer = [(q + 2 * config.num_kv_heads * config.head_dim, hidden), (hidden, q), (2 * wide, hidden), (hidden, wide)]
+    return layer * config.num_layers + ([] if config.tie_embeddings else [(config.vocab_size, hidden)])
 
 
 def _row_numbers(config: ModelConfig) -> int:

@@ -168,6 +168,20 @@ class Quantiser:
             yield start, block[:filled]
 
 
+def matrix_bytes(kind: str, num_rows: int, width: int, itemsize: int) -> int:
+    """Memory of a matrix [N, K] in the format `kind`, whose activations have numbers of `itemsize` bytes."""
+    group = next((size for size in GROUPS if width % size == 0), None)
+    if kind == "int8" or group is None:
+        return table_bytes(num_rows, width, itemsize)
+    padded = -(-num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    return padded * (width // 2) + 2 * (width // group) * padded * itemsize
+
+
+def table_bytes(num_rows: int, width: int, itemsize: int) -> int:
+    """Memory of a table [N, K] whose rows can be read: int8 codes, and a scale per row."""
+    return num_rows * (width + itemsize)
+
+
 def row_codes(full: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn the rows of `full` [N, K] float32, in place, into codes in -127..127; the scales [N] that go with them, in `dtype`."""
     scales = _scales(torch.linalg.vector_norm(full, float("inf"), dim=1) / 127, dtype)

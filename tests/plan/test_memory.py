@@ -43,6 +43,18 @@ def test_weights_and_cache_are_those_of_the_loaded_model(name: str, dtype: str, 
     assert (shape.vocab_size, shape.max_context_tokens) == (model.vocab_size, model.max_context_tokens)
 
 
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biases", "llama-head-dim", "qwen3-tied-biases"])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_in_8_or_4_bits(name: str, kind: str, dtype: str, tmp_path: Path) -> None:
+    """Widths that groups of 64, groups of 32, or none divide; rows that are padded: equal to the byte."""
+    folder = variant(tmp_path, name, intermediate_size=96, hidden_size=64)
+    shape, model = shape_of(folder, name, dtype, weights=kind), open_model(folder, dtype, "cpu", 320, weights=kind)
+    tables = model.decoder.rotary.cos.nbytes + model.decoder.rotary.sin.nbytes
+    assert shape.weight_bytes == model.weight_bytes + tables
+    assert shape.kv_bytes_per_token == shape_of(folder, name, dtype).kv_bytes_per_token
+
+
 def test_auto_is_what_the_checkpoint_is_stored_in(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
     assert shape_of(tmp_path, "m").itemsize == 2
