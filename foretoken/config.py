@@ -281,7 +281,7 @@ class SpecConfig:
         """Rows beside its guesses that the drafter may want from the target in one round."""
         if self.drafter == "lookahead":
             return self.lookahead_window * (self.lookahead_ngram - 1)
-        return sum(part.num_probe for part in self.parts if isinstance(part, SpecConfig))
+        return 0
 
     def _needs(self, field: str, drafter: str) -> None:
         """Refuse `field` where `drafter` is not at work."""
@@ -336,6 +336,10 @@ class SpecConfig:
                 raise ConfigError(field, value, "no part takes it over, because each that could is a configuration of its own; set it there")
         if self.drafter == "cascade":
             self._check_levels()
+        elif any(part.num_probe for part in self.configs):
+            raise ConfigError("parts", "lookahead", "its window runs in every round, also when another part guesses: use drafter='lookahead' alone")
+        elif self.combine == "merge" and any(part.tree != "chain" for part in self.configs):
+            raise ConfigError("tree", self.tree, "what is merged with other guesses must be a chain; use combine='best' for a model's trees")
         elif self.combine == "merge" and sum(part.drafter not in LOOKUPS for part in self.configs) > 1:
             raise ConfigError("combine", self.combine, "one part at most may ask a model when trees are merged; name one, or use combine='best'")
 
@@ -348,6 +352,11 @@ class SpecConfig:
                 raise ConfigError("parts", name, "every level of a cascade above the first verifies, so it must be a draft_model")
         if names[0] not in ("draft_model", *LOOKUPS):
             raise ConfigError("parts", names[0], f"the first level of a cascade must be one of draft_model, {', '.join(LOOKUPS)}")
+        for part in self.configs:
+            if part.tree != "chain":
+                raise ConfigError("tree", part.tree, "a cascade drafts chains; leave it at 'chain'")
+            if part.draft_vocabulary not in ("auto", "same"):
+                raise ConfigError("draft_vocabulary", part.draft_vocabulary, "all levels of a cascade share the target's tokens; leave it at 'auto'")
         if self.draft_probability != 1:
             raise ConfigError("draft_probability", self.draft_probability, "a cascade drafts every position; leave it at 1")
 

@@ -104,7 +104,7 @@ def _error_by_shape(choose: Callable[[Case], str], seed: int) -> float:
 def test_a_rule_chosen_by_the_shape_of_a_merged_draft_would_bend_the_law() -> None:
     """The shape tells what was drawn; that is why a merged request's rule is `tree` whatever its drafts look like."""
     assert max(_error_by_shape(lambda case: rule_for(draft_of([case.guessed], VOCAB), 0), seed) for seed in range(8)) > 0.01
-    assert max(_error_by_shape(lambda _: resolve("auto", greedy=False, merged=True), seed) for seed in range(8)) < EXACT
+    assert max(_error_by_shape(lambda _: resolve("auto", greedy=False, shape_follows_draws=True), seed) for seed in range(8)) < EXACT
 
 
 @pytest.mark.parametrize("wrong", ["the drawn token gives way", "the drawn token is dropped for room"])

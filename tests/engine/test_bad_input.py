@@ -135,6 +135,13 @@ BAD_PARTS: list[tuple[dict[str, Any], str]] = [
     ({"drafter": "cascade", "draft": "d", "parts": ("mix", "draft_model")}, "parts='mix': .*; put the cascade into the mix instead"),
     ({"drafter": "mix", "parts": ("ngram", "draft_model")}, "draft=None: part 'draft_model' of drafter='mix' needs the folder"),
     ({"drafter": "cascade"}, "draft=None: part 'draft_model' of drafter='cascade' needs the folder"),
+    ({"drafter": "mix", "parts": ("ngram", "lookahead")}, "parts='lookahead': its window runs in every round"),
+    ({"drafter": "mix", "draft": "d", "tree": "static", "combine": "merge"}, "tree='static': what is merged .* must be a chain"),
+    ({"drafter": "cascade", "draft": "d", "parts": ("ngram", SpecConfig("draft_model", "d", tree="static"))}, "a cascade drafts chains"),
+    (
+        {"drafter": "cascade", "draft": "d", "parts": ("ngram", SpecConfig("draft_model", "d", draft_vocabulary="strings"))},
+        "share the target's tokens",
+    ),
     ({"drafter": "cascade", "draft": "d", "parts": ("draft_model",)}, "a cascade has two levels at least, cheapest first"),
     ({"drafter": "cascade", "draft": "d", "parts": ("draft_model", "ngram")}, "parts='ngram': every level of a cascade above the first verifies"),
     ({"drafter": "cascade", "draft": "d", "draft_probability": 0.5}, "draft_probability=0.5: a cascade drafts every position"),
