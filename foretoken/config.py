@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
 from foretoken.errors import ConfigError, InputError
@@ -182,7 +182,8 @@ class SpecConfig:
     the children of a guess; `draft_probability` is for chains.
 
     `prediction` is the text (or token ids) that drafter `predicted` expects. Drafter `suffix` also guesses from the text file
-    `corpus` and from finished answers of the same `tenant` (the empty name is one too), never from another's.
+    `corpus` and from finished answers of the same `tenant` (the empty name is one too), never from another's; nor does a request begin
+    with keys and values that another tenant's computed.
 
     Drafter `early_exit` is the target itself without some of its layers: its first `exit_layer` ones, or all but `skip_layers`
     (numbers from 0). "auto" learns from the answers how many, or which, give the most tokens per cost, and how far to guess.
@@ -303,6 +304,8 @@ class SpecConfig:
             parts.append(SpecConfig(part, **{name: getattr(self, name) for name in FIELDS_OF.get(part, ())}) if isinstance(part, str) else part)
             if parts[-1].drafter is None:
                 raise ConfigError("parts", part, "names no drafter")
+        if self.tenant and isinstance(self.tenant, str):  # whose text it is does not depend on who guesses
+            parts = [replace(part, tenant=self.tenant) for part in parts]
         object.__setattr__(self, "parts", tuple(parts))
         predictions = list(dict.fromkeys(part.prediction for part in parts if part.prediction is not None))
         if predictions and self.prediction is None:
@@ -373,9 +376,8 @@ class SpecConfig:
             raise ConfigError("corpus", self.corpus, "must be the name of a text file")
         if not isinstance(self.tenant, str):
             raise ConfigError("tenant", self.tenant, "must be a text")
-        for name in ("corpus", "tenant"):
-            if getattr(self, name):
-                self._needs(name, "suffix")
+        if self.corpus:
+            self._needs("corpus", "suffix")
 
     def _check_lookahead(self) -> None:
         _whole("lookahead_window", self.lookahead_window, low=1, high=64)

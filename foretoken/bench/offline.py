@@ -258,7 +258,7 @@ def own_contenders(options: BenchOptions, generator: Generator, prompts: Sequenc
     Raises:
         ConfigError: a drafter that was asked for by name can run on no prompt, or its options contradict each other.
     """
-    found: dict[Setting, Contender] = {Setting(PLAIN): Own(Setting(PLAIN), generator, lambda _prediction, _tenant: SpecConfig())}
+    found: dict[Setting, Contender] = {Setting(PLAIN): Own(Setting(PLAIN), generator, lambda _prediction, tenant: SpecConfig(tenant=tenant))}
     notes: list[str] = []
     for choice in options.choices:
         if "draft" in choice.needs and options.draft is None:

@@ -17,7 +17,7 @@ from foretoken.draft import branches
 from foretoken.draft.base import Feedback
 from foretoken.draft.branches import Growth
 from foretoken.draft.chain import Chain, assemble, extend
-from foretoken.model.interface import LanguageModel, Segment
+from foretoken.model.interface import LanguageModel, PrefixModel, Segment
 
 _CATCH_UP_TOKENS = 512  # rows of a long prompt that the draft model takes in one forward
 
@@ -30,12 +30,17 @@ class DraftModelDrafter:
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
         self._pending: dict[int, list[int]] = {}  # committed tokens that the draft's cache does not hold yet
+        self._texts: dict[int, tuple[str, list[int]]] = {}  # tenant and committed text, where the cache can be shared
         self._held: dict[int, dict[tuple[int, int], int]] = {}  # nodes in the cache: (parent, token) -> number, -1 = the committed text
 
     def start(self, request: Request) -> None:
-        """Open a sequence; the prompt is run when something is first drafted."""
-        self.model.open(request.request_id)
-        self._pending[request.request_id] = list(request.prompt_ids)
+        """Open a sequence; what another one did not run of the prompt is run when something is first drafted."""
+        sequence, known = request.request_id, 0
+        self.model.open(sequence)
+        if isinstance(self.model, PrefixModel):
+            known = self.model.adopt(sequence, request.prompt_ids, request.spec.tenant)
+            self._texts[sequence] = (request.spec.tenant, list(request.prompt_ids))
+        self._pending[sequence] = list(request.prompt_ids[known:])
 
     def propose(self, batch: Batch) -> Draft:
         """Guess up to `num_draft` tokens per request; a request for which the cache has no room gets none."""
@@ -51,6 +56,8 @@ class DraftModelDrafter:
         """Cut the cache back to what was accepted and note what it still has to run."""
         for b, entry in enumerate(batch.decoding):
             sequence, emitted = entry.request.request_id, verdict.emitted(b)
+            if sequence in self._texts:
+                self._texts[sequence][1].extend(emitted)
             ran = self.model.length(sequence) - entry.round_start  # guesses that were inputs too; negative: nothing was drafted
             if ran < 0:
                 self._pending[sequence].extend(emitted)
@@ -65,7 +72,10 @@ class DraftModelDrafter:
             self._pending[sequence] = list(emitted[held:])
 
     def finish(self, request_id: int) -> None:
-        """Close the sequence."""
+        """Close the sequence; what it holds of the text may serve another one."""
+        if isinstance(self.model, PrefixModel):
+            tenant, text = self._texts.pop(request_id)
+            self.model.publish(request_id, text, tenant)
         self.model.close(request_id)
         del self._pending[request_id]
         self._held.pop(request_id, None)

@@ -130,6 +130,9 @@ class Engine:
             self.target.commit(entry.request.request_id, len(entry.pending), verdict.paths[b])
         for entry in batch.entries[len(batch.decoding) :]:
             self.target.commit(entry.request.request_id, len(entry.pending))
+        for entry in batch.entries:
+            if len(entry.pending) > 1:  # a piece of a prompt
+                self.scheduler.publish(self.states[entry.request.request_id])
         feedback = Feedback(target.processed, tuple(range(draft.num_rows)), target.taps, target.probe_logits)
         self.drafters.commit(batch, draft, verdict, feedback)
 
@@ -175,6 +178,8 @@ class Engine:
         """Forget a request everywhere: queue, cache, drafter."""
         self.states.pop(state.request_id)
         was_running = state.request_id in self.scheduler.running
+        if was_running and state.finish_reason in ("stop", "length"):
+            self.scheduler.publish(state)  # a dialogue goes on where its last answer ended
         self.scheduler.remove(state.request_id)
         if was_running:
             self.target.close(state.request_id)

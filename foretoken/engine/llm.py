@@ -21,7 +21,7 @@ from foretoken.engine.shadow import Shadow
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.trace import Trace
 from foretoken.errors import InputError
-from foretoken.model.interface import LanguageModel
+from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.model.open import model_folder, open_model
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
 
@@ -133,7 +133,8 @@ class LLM:
     @property
     def stats(self) -> EngineStats:
         """Totals over all requests so far."""
-        return replace(self.engine.stats, shadow=self._shadow.stats if self._shadow.rate else None)
+        prefix = replace(self.target.prefix_stats) if isinstance(self.target, PrefixModel) else None
+        return replace(self.engine.stats, shadow=self._shadow.stats if self._shadow.rate else None, prefix=prefix)
 
     def drain_shadow(self) -> None:
         """Score again what the shadow follows and has not scored yet; without it that happens between later steps."""

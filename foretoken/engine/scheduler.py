@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from foretoken.core import Batch, BatchEntry
 from foretoken.engine.controller import DraftPlan
 from foretoken.engine.request import RequestState
-from foretoken.model.interface import LanguageModel
+from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.verify import takes_trees
 
 
@@ -30,6 +30,7 @@ class Scheduler:
 
     def __init__(self, target: LanguageModel, config: SchedulerConfig, plan: Callable[[Sequence[RequestState]], Sequence[DraftPlan]]) -> None:
         self.target, self.config, self._plan = target, config, plan
+        self._prefix = target if isinstance(target, PrefixModel) else None
         self.waiting: deque[RequestState] = deque()
         self.running: dict[int, RequestState] = {}
         self._promised_tokens: dict[int, int] = {}  # worst-case cache use of each running request
@@ -79,6 +80,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.config.max_batch_size:
+            if self._will_share(self.waiting[0]):
+                return
             needed = self.worst_case_tokens(self.waiting[0])
             if self._loan is not None and not self._fits(needed):
                 self._loan[1]()  # who is waiting comes before work in the background
@@ -86,8 +89,28 @@ class Scheduler:
                 return
             state = self.waiting.popleft()
             self.target.open(state.request_id)
+            if self._prefix is not None and state.request.params.prompt_logprobs is None:
+                self._prefix.adopt(state.request_id, state.tokens, state.request.spec.tenant)
             self.running[state.request_id] = state
             self._promised_tokens[state.request_id] = needed
+
+    def publish(self, state: RequestState) -> None:
+        """Let later requests of the same tenant begin with what the target holds of a running request's text."""
+        if self._prefix is not None:
+            self._prefix.publish(state.request_id, state.tokens, state.request.spec.tenant)
+
+    def _will_share(self, state: RequestState) -> bool:
+        """Whether a running request is just reading a prompt that begins alike: then it is cheaper to wait for that."""
+        if self._prefix is None:
+            return False
+        size = self.target.footprint_tokens(1)
+        head = state.tokens[:size]
+        return len(state.tokens) > size and any(
+            other.tokens[:size] == head
+            and other.request.spec.tenant == state.request.spec.tenant
+            and self.target.length(other.request_id) < min(len(other.tokens) - 1, len(state.tokens) - 1) // size * size
+            for other in self.running.values()
+        )
 
     def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:
         """Lend cache that no request was promised until `give_back`; False if there is not so much. `reclaim` must give it back."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from foretoken.core import StepOutput
+from foretoken.kv.prefix import PrefixStats
 
 
 @dataclass
@@ -151,7 +152,7 @@ class ShadowStats:
 
 @dataclass
 class EngineStats:
-    """Totals since the engine started; `shadow` is None where no share of the answers is scored again."""
+    """Totals since the engine started; `shadow` is None where no share of the answers is scored again, `prefix` where the target keeps none."""
 
     num_steps: int = 0
     num_finished: int = 0
@@ -166,6 +167,7 @@ class EngineStats:
     rule_s: float = 0.0
     rest_s: float = 0.0
     shadow: ShadowStats | None = None
+    prefix: PrefixStats | None = None
 
     def count(self, output: StepOutput, num_drafted: int, num_probed: int = 0) -> None:
         """Add what one round gave to one request; a failed round drafted and probed nothing that counts."""

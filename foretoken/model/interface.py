@@ -14,6 +14,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from foretoken.kv.prefix import PrefixStats
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -126,6 +128,21 @@ class LanguageModel(Protocol):
 
     def rollback(self, sequence: int, length: int) -> None:
         """Forget everything after the first `length` tokens."""
+
+
+@runtime_checkable
+class PrefixModel(LanguageModel, Protocol):
+    """A language model that can begin a sequence with what another one of the same tenant has computed for the same text."""
+
+    def adopt(self, sequence: int, tokens: Sequence[int], tenant: str) -> int:
+        """Take over what is known of the beginning of `tokens` for a sequence just opened; the number of tokens it now holds, never all."""
+
+    def publish(self, sequence: int, tokens: Sequence[int], tenant: str) -> None:
+        """Let later sequences take over what `sequence`, whose text begins with `tokens`, holds of them."""
+
+    @property
+    def prefix_stats(self) -> PrefixStats:
+        """How often that helped."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from foretoken.errors import CapacityError, InputError
 from foretoken.kv.blocks import BlockAllocator, BlockTable, slots_of
 from foretoken.kv.pool import KVPool
+from foretoken.kv.prefix import PrefixStats
 from foretoken.model.attention.paged import PagedAttention, Reader, row_positions
 from foretoken.model.decoder import Decoder, Hidden
 from foretoken.model.early import EarlyRows, Join, first_missing, joins_of, waiting_rows, without
@@ -94,6 +95,19 @@ class PagedModel:
         """Open `child` with the committed past of `sequence`, sharing its blocks until one of them is written."""
         assert child not in self.tables, f"sequence {child} is open already"
         self.tables[child] = self.allocator.fork(self.tables[sequence])
+
+    def adopt(self, sequence: int, tokens: Sequence[int], tenant: str) -> int:
+        """See `interface.PrefixModel`: whole blocks are taken over, without a copy."""
+        return self.allocator.adopt(self.tables[sequence], tenant, tokens)
+
+    def publish(self, sequence: int, tokens: Sequence[int], tenant: str) -> None:
+        """See `interface.PrefixModel`."""
+        self.allocator.publish(self.tables[sequence], tenant, tokens)
+
+    @property
+    def prefix_stats(self) -> PrefixStats:
+        """How often a sequence could begin with blocks of another one."""
+        return self.allocator.prefix_stats
 
     def close(self, sequence: int) -> None:
         """Forget a sequence and give back its blocks."""

@@ -60,9 +60,9 @@ def test_lists_truths_and_fixed_words(monkeypatch):
 def test_what_a_drafter_takes_is_what_its_configuration_accepts():
     found = {choice.name: choice for choice in parse_drafters(["draft_model", "ngram", "predicted", "suffix"])}
     assert {name: set(choice.takes) for name, choice in found.items()} == {
-        "draft_model": {"draft"},
-        "ngram": set(),
-        "predicted": {"prediction"},
+        "draft_model": {"draft", "tenant"},
+        "ngram": {"tenant"},
+        "predicted": {"prediction", "tenant"},
         "suffix": {"tenant"},
     }
     assert {name: set(choice.needs) for name, choice in found.items()} == {

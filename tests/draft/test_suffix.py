@@ -165,7 +165,7 @@ def test_two_answers_of_one_prompt_through_the_shared_engine(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"drafter": "ngram", "corpus": "x"}, {"drafter": "ngram", "tenant": "x"}, {"corpus": ""}, {"corpus": 5}, {"tenant": 5}],
+    [{"drafter": "ngram", "corpus": "x"}, {"corpus": ""}, {"corpus": 5}, {"tenant": 5}],
     ids=str,
 )
 def test_wrong_options_are_refused_by_name(values: dict) -> None:

@@ -175,7 +175,7 @@ def test_parts_take_over_what_their_drafter_reads() -> None:
     assert [part.drafter for part in mix.configs] == ["ngram", "suffix", "recycling", "predicted", "draft_model"]
     assert mix.configs[1] == SpecConfig("suffix", corpus="c.txt", tenant="t")
     assert mix.configs[3].prediction == (1, 2)
-    assert mix.configs[4] == SpecConfig("draft_model", "d", min_confidence=0.3)
+    assert mix.configs[4] == SpecConfig("draft_model", "d", min_confidence=0.3, tenant="t")
     assert [part.drafter for part in SpecConfig("mix").configs] == ["ngram", "suffix", "recycling"]
     assert SpecConfig("cascade", "d") == SpecConfig("cascade", "d", parts=("ngram", "draft_model"))
     given = SpecConfig("mix", parts=("ngram", SpecConfig("predicted", prediction="text")))
