@@ -137,32 +137,6 @@ def test_suffix_never_guesses_from_an_answer_to_the_same_prompt():
     assert len({call[2].tenant for call in llm.calls}) == 3
 
 
-def test_composite_drafters_get_their_parts_and_the_draft():
-    chosen = options(drafters=("cascade", "mix"), draft="d", combine="merge")
-    _, cascade, mix = own_contenders(chosen, FakeLLM())
-    assert cascade.spec == SpecConfig("cascade", "d", num_draft=3)
-    assert mix.spec == SpecConfig("mix", "d", num_draft=3, combine="merge")
-    (_, mix) = own_contenders(options(drafters=("mix",), draft="d", parts=("ngram", "suffix")), FakeLLM())
-    assert mix.spec == SpecConfig("mix", parts=("ngram", "suffix"), num_draft=3)
-    for values, message in (
-        ({"drafters": ("cascade",), "draft": None}, "drafter cascade needs a draft"),
-        ({"drafters": ("ngram",), "parts": ("ngram",)}, "none of the drafters has parts"),
-        ({"drafters": ("ngram",), "combine": "merge"}, "only drafter mix takes it"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            options(**values)
-
-
-def test_a_mix_never_guesses_from_an_answer_to_the_same_prompt_either():
-    (_, contender) = own_contenders(options(drafters=("mix",), draft=None), llm := FakeLLM())
-    for _ in range(3):
-        contender.answer(PROMPTS[0], PARAMS)
-    tenants = {part.tenant for call in llm.calls for part in call[2].configs if part.drafter == "suffix"}
-    assert len(tenants) == 3
-    report = run_bench(options(drafters=("mix",), draft=None), FakeLLM())
-    assert any("recycling keeps its matrix" in caveat for caveat in report.caveats)
-
-
 def test_a_whole_run():
     llm = FakeLLM()
     report = run_bench(options(temperatures=(0.0, 0.8)), llm, command="foretoken bench --target t")

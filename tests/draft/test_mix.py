@@ -206,14 +206,12 @@ def test_every_guess_is_on_one_account(llm: LLM, pair: SimpleNamespace, temperat
 
 
 def watch_all(llm: LLM, specs: Sequence[SpecConfig], monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
-    found = []
-    for spec in specs:
-        llm.prepare(spec)
-        held = llm._drafters.drafters[drafter_key(spec)]
-        if not isinstance(held, Watched):
-            found.append(Watched(held, llm.target.vocab_size))
-            monkeypatch.setitem(llm._drafters.drafters, drafter_key(spec), found[-1])
-    return found
+    """New drafters, which have learnt nothing from other tests, one for each kind of `specs`."""
+    found = {drafter_key(spec): spec for spec in specs}
+    watched = {key: Watched(llm._factory.make(spec), llm.target.vocab_size) for key, spec in found.items()}
+    for key, one in watched.items():
+        monkeypatch.setitem(llm._drafters.drafters, key, one)
+    return list(watched.values())
 
 
 @pytest.mark.filterwarnings("ignore:the draft has")
