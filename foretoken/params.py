@@ -1,0 +1,165 @@
+"""How to choose tokens: `SamplingParams`, and the checks of plain values that every configuration shares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from foretoken.errors import InputError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens, under the OpenAI names.
+
+    Temperature 0 takes the most likely token (lowest id on ties). Everything applies at every position, drafted or not, in the
+    order of transformers: logit_bias, repetition_penalty, presence and frequency penalty, bad_words, min_tokens, structure;
+    then temperature, top_k, top_p, min_p. `seed=None` draws a fresh seed for each request.
+
+    - `repetition_penalty` looks at prompt and output, `presence_penalty` and `frequency_penalty` at the output alone.
+    - `bad_words` are texts (banned with and without a space before them) or lists of token ids.
+    - Before `min_tokens` no end token is drawn and no stop string ends the answer.
+    - `n` answers are drawn for one prompt; answer i > 0 has a seed of its own, derived from `seed`.
+    - `logprobs=k` reports the log-probability of every emitted token and of the k likeliest (0: of the token alone).
+      `logprobs_of="law"` means the law the token was drawn from (at temperature 0 that law before the argmax, at temperature
+      1), `"model"` the model's own softmax before anything above. `prompt_logprobs=k` is always the model's own.
+    - At most one of `json_schema`, `regex`, `grammar` (Lark syntax) holds the answer to a structure.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str | Sequence[int]] = ()
+    min_tokens: int = 0
+    n: int = 1
+    logprobs: int | None = None
+    logprobs_of: Literal["law", "model"] = "law"
+    prompt_logprobs: int | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        elif self.stop is None or isinstance(self.stop, list | tuple):
+            object.__setattr__(self, "stop", tuple(self.stop or ()))
+        else:
+            raise InputError("stop", self.stop, "must be a text or a list of texts")
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise InputError("stop", text, "each stop string must be a text of at least one character")
+        self._check_law()
+        self._check_output()
+        self._check_structure()
+
+    def _check_law(self) -> None:
+        check_number("temperature", self.temperature, low=0.0, high=100.0)
+        check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
+        check_number("min_p", self.min_p, low=0.0, high=1.0)
+        check_whole("top_k", self.top_k, low=0)
+        check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        check_number("repetition_penalty", self.repetition_penalty, low=1e-3, high=100.0)
+        bias = self.logit_bias
+        if bias is not None:
+            if not isinstance(bias, Mapping):
+                raise InputError("logit_bias", bias, "must map token ids to numbers")
+            for token, value in bias.items():
+                check_whole("logit_bias", token, low=0)
+                check_number("logit_bias", value, low=-100.0, high=100.0)
+            object.__setattr__(self, "logit_bias", dict(bias))
+        if isinstance(self.bad_words, str) or not isinstance(self.bad_words, list | tuple):
+            raise InputError("bad_words", self.bad_words, "must be a list of texts or of lists of token ids")
+        for word in self.bad_words:
+            if not isinstance(word, str | list | tuple) or not word:
+                raise InputError("bad_words", word, "each must be a text or a list of token ids, and not empty")
+        object.__setattr__(self, "bad_words", tuple(w if isinstance(w, str) else tuple(w) for w in self.bad_words))
+
+    def _check_output(self) -> None:
+        check_whole("max_tokens", self.max_tokens, low=1)
+        check_whole("min_tokens", self.min_tokens, low=0)
+        if self.min_tokens > self.max_tokens:
+            raise InputError("min_tokens", self.min_tokens, f"must be at most max_tokens, {self.max_tokens}")
+        check_whole("n", self.n, low=1, high=1024)
+        check_flag("ignore_eos", self.ignore_eos)
+        if self.seed is not None:
+            check_whole("seed", self.seed, low=0, high=2**64 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), low=0, high=1024)
+        if self.logprobs_of not in ("law", "model"):
+            raise InputError("logprobs_of", self.logprobs_of, "must be 'law' or 'model'")
+
+    def _check_structure(self) -> None:
+        given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InputError(given[1], getattr(self, given[1]), f"the answer has a structure already ({given[0]}); give one of the two")
+        if self.json_schema is not None and not isinstance(self.json_schema, str | Mapping):
+            raise InputError("json_schema", self.json_schema, "must be a schema as a dictionary or as JSON text")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise InputError(name, value, "must be a text of at least one character")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the target's law is a point: the argmax."""
+        return self.temperature == 0.0
+
+    @property
+    def structured(self) -> bool:
+        """Whether the answer must follow a schema, a regular expression or a grammar."""
+        return self.json_schema is not None or self.regex is not None or self.grammar is not None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`, always a tuple."""
+        assert isinstance(self.stop, tuple)
+        return self.stop
+
+
+def check_number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
+    """A finite number between `low` and `high`, `low` itself only unless `open_low`.
+
+    Raises:
+        InputError: names the field.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
+        raise InputError(name, value, "must be a finite number")
+    if value < low or value > high or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise InputError(name, value, f"must lie in {bracket}{low:g}, {high:g}]")
+
+
+def check_whole(name: str, value: object, low: int, high: int | None = None) -> None:
+    """A whole number from `low` to `high`.
+
+    Raises:
+        InputError: names the field.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(name, value, "must be a whole number")
+    if value < low or (high is not None and value > high):
+        raise InputError(name, value, f"must be at least {low}" + ("" if high is None else f" and at most {high}"))
+
+
+def check_flag(name: str, value: object) -> None:
+    """True or False.
+
+    Raises:
+        InputError: names the field.
+    """
+    if not isinstance(value, bool):
+        raise InputError(name, value, "must be True or False")
