@@ -93,7 +93,7 @@ class Controller:
         """The first token is never drafted, see `Scheduler`."""
         num_draft = state.request.spec.num_draft
         most = max(0, min(MOST_NUM_DRAFT if num_draft == "auto" else num_draft, state.num_remaining - 1)) if state.origins else 0
-        num_probe = self._num_probed.get(state.request_id, 0)
+        num_probe = self._num_probed.get(state.request_id, state.request.spec.num_probe)
         return Wish(state.request_id, _kind(state.request.spec), most, num_draft == "auto", num_probe)
 
     def _draft_probability(self, state: RequestState, num_draft: int) -> float:
