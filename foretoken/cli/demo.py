@@ -148,7 +148,7 @@ def _measure(
         for _ in range(repeats):
             tokens, seconds = [0, 0], [0.0, 0.0]
             for name, prompt in PROMPTS.items():
-                pair = (llm.generate([prompt], params, spec=SpecConfig())[0], llm.generate([prompt], params, spec=spec)[0])
+                pair = (llm.generate([prompt], params, spec=SpecConfig(tenant="plain"))[0], llm.generate([prompt], params, spec=spec)[0])
                 answers[name] = pair
                 for way, output in enumerate(pair):
                     tokens[way] += output.stats.num_emitted - 1
