@@ -54,6 +54,7 @@ class BudgetPolicy:
         self._patience: dict[int, int] = {}  # trials that a request still gets for nothing since one of them gained
         self._untried: dict[int, int] = {}  # rounds since a request last guessed
         self._on_trial: set[int] = set()
+        self._reading: set[Hashable] = set()  # drafters for which some request of the round was new
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
         self._token_s = 0.0  # what a token takes without guesses
         self._steps_since_plain = 0
@@ -81,7 +82,13 @@ class BudgetPolicy:
         self._plain_seen |= not num_nodes
 
     def observe_draft(self, drafter: Hashable, longest: int, draft_s: float) -> None:
-        """Take in what a drafter took in a round in which `longest` guesses were the most that a request was given."""
+        """Take in what a drafter took in a round in which `longest` guesses were the most that a request was given; after `observe_round`.
+
+        The round in which a request drafts for the first time does not count: a draft model reads the whole prompt then.
+        """
+        if drafter in self._reading:
+            self._reading.discard(drafter)
+            return
         self.draft_cost.setdefault(drafter, CostTable(grows=True)).observe(longest, draft_s)
 
     def observe_round(
@@ -91,6 +98,8 @@ class BudgetPolicy:
 
         `parents` are the guesses that they follow (-1 none), a chain where it is left out.
         """
+        if request_id not in self._by_request:
+            self._reading.add(drafter)
         prior = self._by_drafter.setdefault(drafter, Survival())
         own = self._by_request.setdefault(request_id, Survival(prior))
         for survival in (own, prior):

@@ -159,6 +159,8 @@ class Replica:
         contexts = [course.held for course in (*anchors, *(course for course, _ in chunks))]
         target_s = self.profile.step_s(rows, contexts, prompt_tokens)
         self._observe(anchors, lasts, budgets, kept, rows, target_s, alone=not chunks)
+        if self.setting.drafter is not None and any(budgets):
+            self.policy.observe_draft(self.setting.drafter, max(budgets), draft_s)
         start_s = self.clock_s
         self.clock_s += draft_s + target_s
         self.busy_s += draft_s + target_s
@@ -214,9 +216,7 @@ class Replica:
         unread = sum(course.tokens for course in drafting if not course.has_drafted)
         for course in drafting:
             course.has_drafted = True
-        seconds = self.profile.drafters[self.setting.drafter].seconds(max(budgets), len(drafting), unread)
-        self.policy.observe_draft(self.setting.drafter, max(budgets), seconds)
-        return seconds
+        return self.profile.drafters[self.setting.drafter].seconds(max(budgets), len(drafting), unread)
 
     def _observe(
         self, anchors: Sequence[Course], lasts: Sequence[Course], budgets: Sequence[int], kept: Sequence[int], rows: int, target_s: float, alone: bool

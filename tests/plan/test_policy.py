@@ -43,14 +43,31 @@ def run(world: World, chance: Callable[[int, int], float], rounds: int, batch: i
         budgets = policy.plan(wishes)
         target_s, draft_s, stood = world.step(budgets, [chance(turn, b) for b in range(batch)])
         policy.observe_step(batch + sum(budgets), sum(budgets), target_s)
-        if any(budgets):
-            policy.observe_draft("d", max(budgets), draft_s)
         for b, places in enumerate(stood):
             if budgets[b]:
                 policy.observe_round(b, "d", budgets[b], places, bool(places[0]))
             else:
                 policy.observe_rest(b)
+        if any(budgets):
+            policy.observe_draft("d", max(budgets), draft_s)
     return policy
+
+
+def test_reading_a_prompt_does_not_make_a_drafter_dear() -> None:
+    """The first draft of every request takes ten steps of the target; the others are what counts."""
+    policy, started = BudgetPolicy(), set()
+    for request in range(8):
+        for _ in range(30):
+            (budget,) = policy.plan([Wish(request, "d", 8, True)])
+            policy.observe_step(1 + budget, budget, 1.0)
+            if budget:
+                policy.observe_round(request, "d", budget, [1.0] * budget, True)
+                policy.observe_draft("d", budget, 10.0 if request not in started else 0.01 * budget)
+                started.add(request)
+            else:
+                policy.observe_rest(request)
+        assert budget == 8
+        policy.finish(request)
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
@@ -78,8 +95,8 @@ def test_recovers_within_fifty_rounds_when_acceptance_changes() -> None:
             target_s, draft_s, (places,) = world.step([budget], [chance])
             policy.observe_step(1 + budget, budget, target_s)
             if budget:
-                policy.observe_draft("d", budget, draft_s)
                 policy.observe_round(0, "d", budget, places, bool(places[0]))
+                policy.observe_draft("d", budget, draft_s)
             else:
                 policy.observe_rest(0)
             budgets.append(budget)
