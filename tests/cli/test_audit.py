@@ -5,42 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from foretoken.audit import run as run_module
-from foretoken.cli.app import run
 from foretoken.verify.rejection import RejectionRule
+from tests.cli.conftest import Run
 from tests.helpers.checkpoints import token_ids
 
-Run = Callable[..., SimpleNamespace]
 SHORT = ["--num-prompts", 4, "--max-tokens", 16, "--dtype", "float32", "--cache-tokens", 2048]
-
-
-@pytest.fixture(autouse=True)
-def clean_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("FORETOKEN_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    monkeypatch.setenv("COLUMNS", "250")
-
-
-@pytest.fixture
-def foretoken(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run one command line in this process."""
-
-    def call(*arguments: object) -> SimpleNamespace:
-        capsys.readouterr()
-        code = run([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return SimpleNamespace(code=code, out=out, err=err, lines=out.splitlines())
-
-    return call
 
 
 @pytest.fixture

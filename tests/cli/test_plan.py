@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,34 +10,10 @@ import pytest
 import torch
 
 from foretoken.cli import plan as plan_module
-from foretoken.cli.app import run
 from foretoken.cli.plan import available_bytes, parse_bytes
 from foretoken.errors import InputError
+from tests.cli.conftest import Run
 from tests.helpers.checkpoints import tiny_checkpoint
-
-Run = Callable[..., SimpleNamespace]
-
-
-@pytest.fixture(autouse=True)
-def clean_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("FORETOKEN_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    monkeypatch.setenv("COLUMNS", "200")
-
-
-@pytest.fixture
-def foretoken(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run one command line in this process."""
-
-    def call(*arguments: object) -> SimpleNamespace:
-        capsys.readouterr()
-        code = run([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return SimpleNamespace(code=code, out=out, err=err, lines=out.splitlines())
-
-    return call
 
 
 def test_what_fits_is_told_and_what_does_not_is_exit_code_1(foretoken: Run, pair: SimpleNamespace) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,32 +10,8 @@ import pytest
 
 from foretoken.bench import profile as profile_module
 from foretoken.bench.profile import write_profile
-from foretoken.cli.app import run
 from foretoken.plan.profile import Curve, DrafterCost, Profile
-
-Run = Callable[..., SimpleNamespace]
-
-
-@pytest.fixture(autouse=True)
-def clean_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("FORETOKEN_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    monkeypatch.setenv("COLUMNS", "200")
-
-
-@pytest.fixture
-def foretoken(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run one command line in this process."""
-
-    def call(*arguments: object) -> SimpleNamespace:
-        capsys.readouterr()
-        code = run([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return SimpleNamespace(code=code, out=out, err=err, lines=out.splitlines())
-
-    return call
+from tests.cli.conftest import Run
 
 
 @pytest.fixture

@@ -1,0 +1,38 @@
+"""What every test of the command line begins with."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from foretoken.cli.app import run
+
+Run = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture(autouse=True)
+def clean_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty working folder, no settings from outside, and the warnings hook back afterwards."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("FORETOKEN_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setenv("COLUMNS", "250")
+
+
+@pytest.fixture
+def foretoken(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run one command line in this process."""
+
+    def call(*arguments: object) -> SimpleNamespace:
+        capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return SimpleNamespace(code=code, out=out, err=err, lines=out.splitlines())
+
+    return call
