@@ -14,9 +14,9 @@ from foretoken.errors import ConfigError
 from foretoken.params import SamplingParams as SamplingParams
 from foretoken.params import check_flag, check_number, check_whole
 
-DRAFTERS: tuple[str, ...] = ("draft_model", "ngram", "suffix", "recycling", "predicted", "early_exit", "lookahead", "cascade", "mix")
+DRAFTERS: tuple[str, ...] = ("draft_model", "ngram", "suffix", "recycling", "predicted", "early_exit", "lookahead", "cascade", "mix", "auto")
 SAMPLERS: tuple[str, ...] = ("draft_model", "early_exit")  # drafters that draw from a law
-COMPOSITES: tuple[str, ...] = ("cascade", "mix")  # drafters that work with other drafters
+COMPOSITES: tuple[str, ...] = ("cascade", "mix", "auto")  # drafters that work with other drafters
 LOOKUPS: tuple[str, ...] = ("ngram", "suffix", "recycling", "predicted")  # drafters that ask no model: their guesses are deterministic
 COMBINE: tuple[str, ...] = ("best", "merge")
 # What a part given by its name takes over from the configuration around it.
@@ -80,6 +80,10 @@ class SpecConfig:
     - `mix`: several drafters for one request; `ngram`, `suffix`, `recycling`, and `predicted` and `draft_model` where there is a
       prediction and a draft, by default. With `combine="best"` the one with the most expected tokens per second guesses,
       with `"merge"` the likeliest guesses of all of them form one tree (under rules that take chains only: best).
+    - `auto`: the engine chooses anew in every round who guesses for which request, and how much, weighing all requests of the step
+      together; the same parts as `mix` by default.
+
+    `slice` names the kind of text ("code", "chat"): what the engine learns of a drafter there is where the next request of that name begins.
     """
 
     drafter: str | None = None
@@ -95,6 +99,7 @@ class SpecConfig:
     prediction: str | Sequence[int] | None = None
     corpus: str | None = None
     tenant: str = ""
+    slice: str = ""
     exit_layer: int | Literal["auto"] = "auto"
     skip_layers: Sequence[int] | Literal["auto"] | None = None
     parts: Sequence[str | SpecConfig] = ()
@@ -152,6 +157,13 @@ class SpecConfig:
         return count if self.num_draft == "auto" else min(count, self.num_draft)
 
     @property
+    def arms(self) -> tuple[SpecConfig, ...]:
+        """The configurations of which one guesses in a round: the parts of `auto`, else this one; none for plain decoding."""
+        if self.drafter == "auto":
+            return self.configs
+        return () if self.drafter is None else (self,)
+
+    @property
     def leaves(self) -> frozenset[str]:
         """Names of the simple drafters at work: the drafter itself, or those that its parts come down to."""
         if not self.parts:
@@ -202,8 +214,8 @@ class SpecConfig:
     def _check_parts(self) -> None:
         """What parts may be, and that nothing set here or there is left without effect."""
         for part in self.configs:
-            if part.drafter in (self.drafter, "mix"):
-                remedy = "name its parts here" if part.drafter == self.drafter else "put the cascade into the mix"
+            if part.drafter in (self.drafter, "mix", "auto"):
+                remedy = "put the cascade into it" if self.drafter == "cascade" else "name its parts here"
                 raise ConfigError("parts", part.drafter, f"cannot be a part of drafter={self.drafter!r}; {remedy} instead")
             if part.rule != "auto":
                 raise ConfigError("rule", part.rule, f"one rule decides for all parts; set it beside drafter={self.drafter!r}")
@@ -255,8 +267,9 @@ class SpecConfig:
             raise ConfigError("prediction", None, "drafter='predicted' needs the text that you expect")
         if self.corpus is not None and (not isinstance(self.corpus, str) or not self.corpus):
             raise ConfigError("corpus", self.corpus, "must be the name of a text file")
-        if not isinstance(self.tenant, str):
-            raise ConfigError("tenant", self.tenant, "must be a text")
+        for name in ("tenant", "slice"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(name, getattr(self, name), "must be a text")
         if self.corpus:
             self._needs("corpus", "suffix")
 

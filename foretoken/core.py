@@ -76,6 +76,7 @@ class BatchEntry:
     takes_trees: bool = True  # whether the request's rule judges more than chains
     num_probe: int = 0  # most probes the drafter may ask for, 0 included
     probe_depth: int = 0  # deepest place of a probe behind the anchor (its child: 1); deeper ones would leave the context
+    arm: int | None = None  # which of the configurations that `SpecConfig.arms` leaves to choose from guesses; None: no guesses
 
     @property
     def round_start(self) -> int:

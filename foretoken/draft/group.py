@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from typing import cast
 
 import torch
 
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
 from foretoken.draft.base import Drafter, Feedback, Taps
+from foretoken.draft.lookup_tree import Lookup, LookupTree, assemble
 
 DrafterKey = tuple[Hashable, ...]  # the name, and what else tells one instance from another
 GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a grammar forced
@@ -33,19 +36,59 @@ def drafter_key(spec: SpecConfig) -> DrafterKey | None:
     )
 
 
+def arm_keys(spec: SpecConfig) -> list[DrafterKey]:
+    """The drafter of each of `spec.arms`."""
+    keys = [drafter_key(arm) for arm in spec.arms]
+    return [key for key in keys if key is not None]
+
+
+def own_drafters(spec: SpecConfig) -> dict[DrafterKey, SpecConfig]:
+    """The drafters that keep up with a request's text: one, or for `auto` all that may guess, each with a configuration for it."""
+    return dict(reversed(list(zip(arm_keys(spec), spec.arms, strict=True))))
+
+
+@cache
+def shows_guesses(kind: type) -> bool:
+    """Whether drafters of a class can tell their guesses before they are chosen."""
+    return callable(getattr(kind, "guess", None))
+
+
+@cache
+def _wants_taps(kind: type) -> bool:
+    return issubclass(kind, Taps)
+
+
+def chosen_arm(entry: BatchEntry) -> int | None:
+    """Which of `spec.arms` guesses for `entry`: the only one, or the one that was chosen."""
+    return 0 if len(entry.request.spec.arms) == 1 else entry.arm
+
+
 class DrafterGroup:
-    """Routes requests to drafters by `drafter_key`."""
+    """Routes requests to drafters by `drafter_key`; where a request may choose among several, all of them follow its text."""
 
     def __init__(self, device: torch.device) -> None:
         self.drafters: dict[DrafterKey, Drafter] = {}
         self.device = device
         self.spent_s: dict[DrafterKey, float] = {}  # what each drafter took in the last round, proposing and committing
+        self._keys: dict[int, list[DrafterKey]] = {}  # by request, of its arms
+        self._requests: dict[int, list[Request]] = {}  # each under one of its arms
+        self._looks: dict[int, dict[int, LookupTree]] = {}  # guesses that were shown for the coming round, by request and arm
 
     def start(self, request: Request) -> None:
-        """Hand a new request to its drafter, if it has one."""
-        drafter = self._of(request)
-        if drafter is not None:
-            drafter.start(request)
+        """Hand a new request to its drafters."""
+        self._keys[request.request_id] = arm_keys(request.spec)
+        self._requests[request.request_id] = [request if arm is request.spec else replace(request, spec=arm) for arm in request.spec.arms]
+        for key, spec in own_drafters(request.spec).items():
+            self.drafters[key].start(replace(request, spec=spec))
+
+    def look(self, entry: BatchEntry, arm: int) -> LookupTree | None:
+        """The guesses that one arm of `entry` has ready; None if its drafter cannot tell them before it is chosen."""
+        drafter = self.drafters[self._keys[entry.request.request_id][arm]]
+        if not shows_guesses(type(drafter)):
+            return None
+        tree = cast(Lookup, drafter).guess(self._under(entry, arm))
+        self._looks.setdefault(entry.request.request_id, {})[arm] = tree
+        return tree
 
     def propose(self, batch: Batch) -> Draft:
         """Every drafter guesses for its own requests."""
@@ -53,51 +96,82 @@ class DrafterGroup:
         forced = {b: tokens for b, entry in enumerate(entries) if (tokens := _forced(entry))}
         parts = [([b], _chain(tokens)) for b, tokens in forced.items()]
         self.spent_s = {}
-        for key, indices in self._routes(entries):
-            free = [b for b in indices if b not in forced]
-            if any(entries[b].num_draft for b in free):
+        for key, routed in self._proposers(entries).items():
+            free = {b: entry for b, entry in routed.items() if b not in forced}
+            if any(entry.num_draft for entry in free.values()):
                 began = time.perf_counter()
-                parts.append((free, self.drafters[key].propose(Batch(tuple(entries[b] for b in free)))))
+                parts.append((list(free), self._guess(self.drafters[key], list(free.values()))))
                 self.spent_s[key] = time.perf_counter() - began
         return merge_drafts(len(entries), parts, self.device) if parts else empty_draft(len(entries), self.device)
 
     def taps(self) -> tuple[int, ...]:
         """Layers whose residual stream some drafter wants from the round's forward."""
-        return tuple(sorted({layer for drafter in self.drafters.values() if isinstance(drafter, Taps) for layer in drafter.taps()}))
+        tapping = (cast(Taps, drafter) for drafter in self.drafters.values() if _wants_taps(type(drafter)))
+        return tuple(sorted({layer for drafter in tapping for layer in drafter.taps()}))
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         """Tell every drafter what its requests emitted."""
         entries = batch.decoding
-        for key, indices in self._routes(entries):
+        self._looks.clear()
+        for key, routed in self._followers(entries).items():
             began = time.perf_counter()
-            part = Verdict(
-                paths=tuple(verdict.paths[b] for b in indices),
-                accepted=tuple(verdict.accepted[b] for b in indices),
-                next_tokens=tuple(verdict.next_tokens[b] for b in indices),
-                next_kinds=tuple(verdict.next_kinds[b] for b in indices),
-            )
-            probe_rows = () if draft.probes is None else tuple(draft.probes.rows_of(indices))
-            own = replace(feedback, rows=tuple(draft.rows_of(indices)), probe_rows=probe_rows)
-            self.drafters[key].commit(Batch(tuple(entries[b] for b in indices)), draft.select(indices), part, own)
+            if len(routed) == len(entries):
+                self.drafters[key].commit(Batch(tuple(routed.values())), draft, verdict, feedback)
+            else:
+                self._commit_some(self.drafters[key], routed, draft, verdict, feedback)
             self.spent_s[key] = self.spent_s.get(key, 0.0) + time.perf_counter() - began
 
+    def _commit_some(self, drafter: Drafter, routed: Mapping[int, BatchEntry], draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
+        """Tell a drafter what some requests of the round emitted."""
+        indices = list(routed)
+        part = Verdict(
+            paths=tuple(verdict.paths[b] for b in indices),
+            accepted=tuple(verdict.accepted[b] for b in indices),
+            next_tokens=tuple(verdict.next_tokens[b] for b in indices),
+            next_kinds=tuple(verdict.next_kinds[b] for b in indices),
+        )
+        probe_rows = () if draft.probes is None else tuple(draft.probes.rows_of(indices))
+        own = replace(feedback, rows=tuple(draft.rows_of(indices)), probe_rows=probe_rows)
+        drafter.commit(Batch(tuple(routed.values())), draft.select(indices), part, own)
+
     def finish(self, request: Request) -> None:
-        """Let the request's drafter forget it."""
-        drafter = self._of(request)
-        if drafter is not None:
-            drafter.finish(request.request_id)
+        """Let the request's drafters forget it."""
+        self._looks.pop(request.request_id, None)
+        del self._requests[request.request_id]
+        for key in dict.fromkeys(self._keys.pop(request.request_id)):
+            self.drafters[key].finish(request.request_id)
 
-    def _of(self, request: Request) -> Drafter | None:
-        key = drafter_key(request.spec)
-        return None if key is None else self.drafters[key]
+    def _guess(self, drafter: Drafter, entries: Sequence[BatchEntry]) -> Draft:
+        """What one drafter guesses; what it has shown already is not looked up again."""
+        if shows_guesses(type(drafter)):
+            shown = [self._looks.get(entry.request.request_id, {}).get(entry.arm or 0) for entry in entries]
+            if all(tree is not None for tree in shown):
+                return assemble(drafter.name, [tree.first(entry.num_draft) for tree, entry in zip(shown, entries, strict=True) if tree is not None])
+        return drafter.propose(Batch(tuple(entries)))
 
-    def _routes(self, entries: tuple[BatchEntry, ...]) -> list[tuple[DrafterKey, list[int]]]:
-        routes: dict[DrafterKey, list[int]] = {}
-        for index, entry in enumerate(entries):
-            key = drafter_key(entry.request.spec)
-            if key is not None:
-                routes.setdefault(key, []).append(index)
-        return list(routes.items())
+    def _proposers(self, entries: Sequence[BatchEntry]) -> dict[DrafterKey, dict[int, BatchEntry]]:
+        """Who guesses for whom in this round: by drafter the entries of its requests, by their places in the batch."""
+        routes: dict[DrafterKey, dict[int, BatchEntry]] = {}
+        for b, entry in enumerate(entries):
+            arm = chosen_arm(entry)
+            if arm is not None:
+                routes.setdefault(self._keys[entry.request.request_id][arm], {})[b] = self._under(entry, arm)
+        return routes
+
+    def _followers(self, entries: Sequence[BatchEntry]) -> dict[DrafterKey, dict[int, BatchEntry]]:
+        """Who must hear what was emitted for whom; a drafter that guessed hears it under the configuration it guessed with."""
+        routes: dict[DrafterKey, dict[int, BatchEntry]] = {}
+        for b, entry in enumerate(entries):
+            keys, chosen = self._keys[entry.request.request_id], chosen_arm(entry)
+            for arm, key in enumerate(keys):
+                if arm == chosen or b not in routes.get(key, {}):
+                    routes.setdefault(key, {})[b] = self._under(entry, arm)
+        return routes
+
+    def _under(self, entry: BatchEntry, arm: int) -> BatchEntry:
+        """`entry` as the drafter of one of the request's arms sees it."""
+        request = self._requests[entry.request.request_id][arm]
+        return entry if request is entry.request else replace(entry, request=request)
 
 
 def _forced(entry: BatchEntry) -> tuple[int, ...]:

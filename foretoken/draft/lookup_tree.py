@@ -28,6 +28,10 @@ class LookupTree:
         """The expected number of guesses that will be accepted."""
         return sum(self.chances)
 
+    def first(self, count: int) -> LookupTree:
+        """The first `count` guesses: parents come before their children."""
+        return self if count >= len(self.tokens) else LookupTree(self.tokens[:count], self.parents[:count], self.chances[:count])
+
 
 EMPTY = LookupTree()
 

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from foretoken.config import SpecConfig
-from foretoken.core import Batch, Draft, Verdict
-from foretoken.draft.group import GRAMMAR, DrafterKey, drafter_key
+from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
+from foretoken.draft.group import GRAMMAR, DrafterKey, chosen_arm, drafter_key
+from foretoken.draft.lookup_tree import LookupTree
 from foretoken.engine.request import RequestState
-from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy, Wish
+from foretoken.plan.looks import NOTHING_SEEN, Look, Sight, outcomes
+from foretoken.plan.policy import MOST_NUM_DRAFT, Arm, BudgetPolicy, Grant, Wish
+from foretoken.plan.routing import Routing, RoutingRules
+from foretoken.verify import takes_trees
 
 _CANDIDATES = (0.25, 0.5, 0.75, 1.0)  # draft probabilities that "auto" chooses from
 _MEMORY = 0.9  # weight of the past when a new observation comes in
+_FIRST_LOOK = 8  # guesses that are looked at where few were made before
 _WARM_ROUNDS = 4  # rounds at full probability before "auto" trusts its estimates
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What a request may draft in its next round: at most `num_draft` nodes, each position with `draft_probability`."""
+    """What a request may draft in its next round: at most `num_draft` nodes by one of its arms, each position with `draft_probability`."""
 
     num_draft: int
     draft_probability: float = 1.0
+    arm: int | None = None
 
 
 @dataclass
@@ -43,20 +49,28 @@ class _Estimate:
 class Controller:
     """Chooses the plans of a round before anything in it is drawn; it learns from finished rounds only.
 
-    The numbers of guesses are `plan.policy`'s; here stand the draft probabilities, and what a round looks like to the policy.
+    Who guesses and how much is `plan.policy`'s business; here stand what a round looks like to the policy, the rules that come before it
+    (`plan.routing`), and the draft probabilities. `look` shows the guesses that an arm of a request has ready, None if it cannot.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[BatchEntry, int], LookupTree | None], rules: RoutingRules | None = None) -> None:
         self.policy = BudgetPolicy()
+        self.routing = Routing(rules or RoutingRules())
+        self._look = look
+        self._shown: dict[int, list[tuple[Hashable, Look, Sequence[int]]]] = {}  # what was ready in this round: drafter, guesses, their tokens
+        self._last_grants: dict[int, int] = {}  # guesses that were last made for a request
+        self._sights: dict[int, dict[Hashable, Sight]] = {}
         self._estimates: dict[int, _Estimate] = {}
         self._num_probed: dict[int, int] = {}  # rows of probes that came with a request's last guesses
+        self._kinds: dict[int, list[Hashable]] = {}  # by request, of its arms
         self._draft_step_s = 0.0
         self._target_step_s = 0.0
 
     def plan(self, states: Sequence[RequestState]) -> list[DraftPlan]:
         """The plans of the next round of requests that decode in it."""
-        budgets = self.policy.plan([self._wish(state) for state in states])
-        return [DraftPlan(budget, self._draft_probability(state, budget)) for state, budget in zip(states, budgets, strict=True)]
+        self._shown.clear()
+        grants = self.policy.plan([self._wish(state, len(states)) for state in states])
+        return [DraftPlan(grant.num_draft, self._draft_probability(state, grant), grant.arm) for state, grant in zip(states, grants, strict=True)]
 
     def observe(
         self, batch: Batch, draft: Draft, target_probs: Tensor, verdict: Verdict, draft_s: Mapping[DrafterKey, float], target_s: float
@@ -65,45 +79,114 @@ class Controller:
         if all(entry.decodes and len(entry.pending) == 1 for entry in batch.entries):
             num_probed = sum(draft.probe_lengths)
             self.policy.observe_step(draft.num_rows + num_probed, draft.num_nodes + num_probed, target_s)
-        longest: dict[Hashable, int] = {}
-        took_s: dict[Hashable, float] = {}
+        drafting: dict[Hashable, list[int]] = {}
         for b, entry in enumerate(batch.decoding):
-            key = drafter_key(entry.request.spec)
-            if key is None or not entry.num_draft:
-                self.policy.observe_rest(entry.request.request_id)
+            request_id, arm = entry.request.request_id, chosen_arm(entry)
+            for kind, look, tokens in self._shown.get(request_id, ()):
+                found = outcomes(look, tokens, verdict.emitted(b))
+                self._sights[request_id][kind].brought(sum(right is True for right in found))
+                self.policy.observe_look(request_id, kind, look, found)
+            if arm is None or not entry.num_draft:
+                self.policy.observe_rest(request_id)
                 continue
-            kind = _kind(entry.request.spec)
-            longest[kind], took_s[kind] = max(longest.get(kind, 0), entry.num_draft), draft_s.get(key, 0.0)
-            self._num_probed[entry.request.request_id] = draft.probe_lengths[b]
+            kind = self._kinds_of(entry.request)[arm]
+            self._last_grants[request_id] = entry.num_draft
+            if any(shown == kind for shown, _, _ in self._shown.get(request_id, ())):
+                continue  # judged above, and what it took was spent before it was chosen
+            drafting.setdefault(kind, []).append(b)
+            self._num_probed[request_id] = draft.probe_lengths[b]
             if GRAMMAR not in draft.authors(b):  # somebody else's guesses
                 chances = _emission_chances(draft, verdict, b)
                 parents = draft.parents[draft.offsets[b] : draft.offsets[b + 1]]
-                self.policy.observe_round(entry.request.request_id, kind, entry.num_draft, chances, bool(verdict.paths[b]), parents)
-        for kind, count in longest.items():
-            self.policy.observe_draft(kind, count, took_s[kind])
+                self.policy.observe_round(request_id, kind, entry.num_draft, chances, bool(verdict.paths[b]), parents)
+        for kind, places in drafting.items():
+            key = drafter_key(batch.decoding[places[0]].request.spec.arms[chosen_arm(batch.decoding[places[0]]) or 0])
+            assert key is not None
+            longest = max(batch.decoding[b].num_draft for b in places)
+            self.policy.observe_draft(kind, longest, draft_s.get(key, 0.0), len(places))
+            self._keep_accounts(batch, draft, verdict, places, draft_s.get(key, 0.0))
         self._learn_probabilities(batch, draft, target_probs, verdict, sum(draft_s.values()), target_s)
+
+    def _keep_accounts(self, batch: Batch, draft: Draft, verdict: Verdict, places: Sequence[int], draft_s: float) -> None:
+        """What guesses took and saved, by slice."""
+        cost, num_requests = self.policy.target_cost, draft.num_requests
+        plain_s = cost.seconds(num_requests) / num_requests
+        row_s = max(0.0, cost.seconds(draft.num_rows) - cost.seconds(num_requests)) / max(1, draft.num_nodes)
+        for b in places:
+            took_s = draft_s / len(places) + row_s * draft.lengths[b]
+            self.routing.observe(batch.decoding[b].request.spec.slice, took_s, len(verdict.paths[b]) * plain_s, plain_s)
 
     def finish(self, request_id: int) -> None:
         """Forget a request."""
         self._estimates.pop(request_id, None)
         self._num_probed.pop(request_id, None)
+        self._kinds.pop(request_id, None)
+        self._shown.pop(request_id, None)
+        self._sights.pop(request_id, None)
+        self._last_grants.pop(request_id, None)
+        self.routing.finish(request_id)
         self.policy.finish(request_id)
 
-    def _wish(self, state: RequestState) -> Wish:
-        """The first token is never drafted, see `Scheduler`."""
-        num_draft = state.request.spec.num_draft
-        most = max(0, min(MOST_NUM_DRAFT if num_draft == "auto" else num_draft, state.num_remaining - 1)) if state.origins else 0
-        num_probe = self._num_probed.get(state.request_id, state.request.spec.num_probe)
-        return Wish(state.request_id, _kind(state.request.spec), most, num_draft == "auto", num_probe)
+    def _wish(self, state: RequestState, num_running: int) -> Wish:
+        """What a request may do; the first token is never drafted, see `Scheduler`."""
+        spec = state.request.spec
+        is_open = spec.num_draft == "auto"
+        most = max(0, min(MOST_NUM_DRAFT if spec.num_draft == "auto" else spec.num_draft, state.num_remaining - 1)) if state.origins else 0
+        arms: list[Arm] = []
+        if most and spec.arms and not (is_open and self._is_routed_away(state, num_running)):
+            shown = self._see(state, most, num_running) if is_open or len(spec.arms) > 1 else {}
+            num_probe = self._num_probed.get(state.request_id, spec.num_probe)
+            for arm, (own, kind) in enumerate(zip(spec.arms, self._kinds_of(state.request), strict=True)):
+                look = shown.get(arm)
+                num_draft = own.at_most(most) if look is None else len(look.parents)
+                if num_draft or not is_open:
+                    arms.append(Arm(arm, kind, num_draft, num_probe, look))
+        return Wish(state.request_id, tuple(arms), is_open, spec.slice, state.num_remaining)
 
-    def _draft_probability(self, state: RequestState, num_draft: int) -> float:
+    def _is_routed_away(self, state: RequestState, num_running: int) -> bool:
+        most = state.max_total_tokens - len(state.request.prompt_ids)
+        return self.routing.reason(state.request_id, most, state.request.spec.slice, num_running) is not None
+
+    def _see(self, state: RequestState, most: int, num_running: int) -> dict[int, Look]:
+        """The guesses that are ready for a request, by arm; where looking takes more than it brings, none for a few rounds."""
+        shown: dict[int, Look] = {}
+        token_s = self.policy.target_cost.seconds(num_running) / num_running
+        takes_a_tree = takes_trees(state.rule)
+        for arm, (spec, kind) in enumerate(zip(state.request.spec.arms, self._kinds_of(state.request), strict=True)):
+            sight = self._sights.setdefault(state.request_id, {}).setdefault(kind, Sight())
+            if not sight.opens(token_s):
+                shown[arm] = NOTHING_SEEN
+                continue
+            began = time.perf_counter()
+            entry = BatchEntry(
+                state.request,
+                len(state.tokens) - 1,
+                (state.tokens[-1],),
+                True,
+                min(spec.at_most(most), _FIRST_LOOK + 2 * self._last_grants.get(state.request_id, 0)),
+                takes_trees=takes_a_tree,
+            )
+            tree = self._look(entry, arm)
+            if tree is None:
+                continue
+            sight.took(time.perf_counter() - began)
+            shown[arm] = Look(tree.parents, tree.chances)
+            self._shown.setdefault(state.request_id, []).append((kind, shown[arm], tree.tokens))
+        return shown
+
+    def _kinds_of(self, request: Request) -> list[Hashable]:
+        if request.request_id not in self._kinds:
+            self._kinds[request.request_id] = [(drafter_key(arm), arm.tree, arm.branching) for arm in request.spec.arms]
+        return self._kinds[request.request_id]
+
+    def _draft_probability(self, state: RequestState, grant: Grant) -> float:
         spec = state.request.spec
         if spec.draft_probability != "auto":
             return spec.draft_probability
         estimate = self._estimates.get(state.request_id)
         if estimate is None or estimate.num_rounds < _WARM_ROUNDS:
             return 1.0
-        return best_draft_probability(estimate.accepted, num_draft, self._draft_step_s, self._target_step_s)
+        return best_draft_probability(estimate.accepted, grant.num_draft, self._draft_step_s, self._target_step_s)
 
     def _learn_probabilities(self, batch: Batch, draft: Draft, target_probs: Tensor, verdict: Verdict, draft_s: float, target_s: float) -> None:
         learning = [b for b, entry in enumerate(batch.decoding) if entry.request.spec.draft_probability == "auto"]
@@ -119,12 +202,6 @@ class Controller:
                 laws = draft.mass.laws[[draft.mass.law_of_row[row] for row in rows]] / entry.draft_probability
                 overlaps = {a: float(torch.minimum(a * laws, target_probs[rows]).sum(-1).mean()) for a in _CANDIDATES}
                 self._estimates.setdefault(entry.request.request_id, _Estimate()).add(overlaps)
-
-
-def _kind(spec: SpecConfig) -> Hashable | None:
-    """What tells apart guesses of different cost and worth: the drafter, and the shape of what it guesses."""
-    key = drafter_key(spec)
-    return None if key is None else (key, spec.tree, spec.branching)
 
 
 def _emission_chances(draft: Draft, verdict: Verdict, b: int) -> list[float]:

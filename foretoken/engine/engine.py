@@ -22,6 +22,7 @@ from foretoken.engine.watch import RoundView, StepClock, Watcher
 from foretoken.model.interface import LanguageModel
 from foretoken.model.randomness import round_uniforms
 from foretoken.model.tokenizer import Tokenizer
+from foretoken.plan.routing import RoutingRules
 from foretoken.verify import verify_batch
 
 
@@ -35,9 +36,10 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         limits: SchedulerConfig | None = None,
         eos_token_ids: Sequence[int] | None = None,
+        routing: RoutingRules | None = None,
     ) -> None:
         self.target, self.drafters = target, drafters
-        self.runner, self.controller = Runner(target), Controller()
+        self.runner, self.controller = Runner(target), Controller(drafters.look, routing)
         self.scheduler = Scheduler(target, limits or SchedulerConfig(), self.controller.plan)
         self.intake = Intake(target, tokenizer, target.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.states: dict[int, RequestState] = {}
@@ -133,7 +135,7 @@ class Engine:
         for entry in batch.entries:
             if len(entry.pending) > 1:  # a piece of a prompt
                 self.scheduler.publish(self.states[entry.request.request_id])
-        feedback = Feedback(target.processed, tuple(range(draft.num_rows)), target.taps, target.probe_logits)
+        feedback = Feedback(target.processed, tuple(range(draft.num_rows)), target.taps, target.probe_logits, tuple(range(sum(draft.probe_lengths))))
         self.drafters.commit(batch, draft, verdict, feedback)
 
     def _observe(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:

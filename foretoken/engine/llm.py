@@ -10,7 +10,7 @@ from types import TracebackType
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
-from foretoken.draft.group import DrafterGroup, drafter_key
+from foretoken.draft.group import DrafterGroup, own_drafters
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.engine import Engine
 from foretoken.engine.intake import Prompt, as_prompts, check_limits, check_share, check_types
@@ -173,10 +173,10 @@ class LLM:
         return self.engine.submit(ids, params, spec)
 
     def prepare(self, spec: SpecConfig) -> None:
-        """Load the drafter that `spec` names, once."""
-        key = drafter_key(spec)
-        if key is not None and key not in self._drafters.drafters:
-            self._drafters.drafters[key] = self._factory.make(spec)
+        """Load the drafters that `spec` names, each once."""
+        for key, own in own_drafters(spec).items():
+            if key not in self._drafters.drafters:
+                self._drafters.drafters[key] = self._factory.make(own)
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         """The model's end tokens, or the tokenizer's when the model's own files name none."""

@@ -141,6 +141,7 @@ class Scheduler:
             takes_trees(state.rule),
             num_probe,
             self.target.max_context_tokens - len(state.tokens) if num_probe else 0,
+            plan.arm,
         )
 
     def _num_probe(self, state: RequestState, plan: DraftPlan) -> int:

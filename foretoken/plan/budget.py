@@ -1,8 +1,9 @@
-"""How many guesses each request of a step may make: the most expected tokens per second over the whole batch.
+"""Who guesses for each request of a step, and how much: the most expected tokens per second over the whole batch.
 
-Guesses are admitted one by one, the likeliest to be emitted per row first, and the count with the best ratio of expected tokens to
+A request has an option for each drafter it may use. It takes the one that would pay best if it alone were to choose; guesses are then
+admitted one by one over all requests, the likeliest to be emitted per row first, and the count with the best ratio of expected tokens to
 expected seconds wins (goodput of TurboSpec, 2406.14066; the ratio rule). Zero is always among the counts. All that enters was known
-before the round, so the choice depends on no token of it.
+before the round, so the choice depends on nothing that is drawn in it.
 """
 
 from __future__ import annotations
@@ -12,25 +13,38 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 _CHEAP = 0.01  # a drafter that takes less of a step than this need not be weighed as a whole
+_STAY = 1.03  # by how much another option must be better than the one in use: no fluttering between equals
+
+StepSeconds = Callable[[float], float]  # of the target, by rows
+DraftSeconds = Callable[[Hashable, int], float]  # of a drafter, by its longest draft
 
 
 @dataclass(frozen=True)
 class Option:
-    """What one request can gain: for each place of its draft the shares of rounds in which it is guessed (`drafted`) and emitted (`emitted`).
+    """What one request can gain by one drafter: for each place of its draft the shares of rounds in which it is guessed and emitted.
 
-    `at_least` guesses are not up for choice (a caller's own number). `drafter` None: the request does not draft.
+    `at_least` guesses are not up for choice (a caller's own number). `entry_s` is what the drafter takes on top because the request is
+    new to it, spread over the rounds it may serve. `in_use`: it guessed last time. `weight` is what a token of this request counts.
+    `drafter` None: the request does not draft.
     """
 
     drafter: Hashable | None
     drafted: tuple[float, ...] = ()
     emitted: tuple[float, ...] = ()
     at_least: int = 0
+    entry_s: float = 0.0
+    in_use: bool = False
+    weight: float = 1.0
+
+
+NOTHING = Option(None)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Guesses per request, and what is expected of the step."""
+    """The option of every request (its place among the request's own, None: no guesses) and its guesses, and what is expected of the step."""
 
+    picks: tuple[int | None, ...]
     budgets: tuple[int, ...]
     tokens: float
     seconds: float
@@ -41,64 +55,104 @@ class Choice:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
-def choose_budgets(
-    options: Sequence[Option], num_other_rows: int, step_s: Callable[[float], float], draft_s: Callable[[Hashable, int], float]
-) -> Choice:
-    """The best budgets: `step_s(rows)` is what the target takes, `draft_s(drafter, num_draft)` what a drafter takes for its longest draft.
+def choose_budgets(requests: Sequence[Sequence[Option]], num_other_rows: int, step_s: StepSeconds, draft_s: DraftSeconds) -> Choice:
+    """The best choice: `step_s(rows)` is what the target takes, `draft_s(drafter, num_draft)` what a drafter takes for its longest draft.
 
     `num_other_rows` stand in the step whatever is chosen. A drafter that does not earn what it takes is left out as a whole.
     """
-    active = {option.drafter for option in options if option.drafter is not None and option.emitted}
-    best = _admit(options, active, num_other_rows, step_s, draft_s)
+    users: dict[Hashable, int] = {}
+    for options in requests:
+        for option in options:
+            if option.drafter is not None and (option.emitted or option.at_least):
+                users[option.drafter] = users.get(option.drafter, 0) + 1
+    step = _Step(num_other_rows, len(requests), step_s, draft_s, users)
+    active = set(users)
+    best = step.best(requests, active)
     dear = {drafter for drafter in active if draft_s(drafter, 1) > _CHEAP * best.seconds}
     while dear:  # guesses are admitted without a look at what their drafter takes: leave out, one by one, who gains least by it
-        fewer = {drafter: _admit(options, active - {drafter}, num_other_rows, step_s, draft_s) for drafter in dear}
+        fewer = {drafter: step.best(requests, active - {drafter}) for drafter in dear}
         least = max(fewer, key=lambda drafter: fewer[drafter].tokens_per_s)
         best = max(best, fewer[least], key=lambda choice: choice.tokens_per_s)
         active, dear = active - {least}, dear - {least}
     return best
 
 
-def _admit(
-    options: Sequence[Option],
-    active: set[Hashable | None],
-    num_other_rows: int,
-    step_s: Callable[[float], float],
-    draft_s: Callable[[Hashable, int], float],
-) -> Choice:
-    """Best count of guesses when only the `active` drafters may be given more than they must."""
-    budgets = [option.at_least for option in options]
-    longest: dict[Hashable, int] = {}
-    rows, tokens = float(num_other_rows + len(options)), float(len(options))
-    heap: list[tuple[float, int, int]] = []
-    for b, option in enumerate(options):
-        for place in range(min(option.at_least, len(option.emitted))):
-            rows, tokens = rows + option.drafted[place], tokens + option.emitted[place]
-        if option.drafter is not None and option.at_least:
-            longest[option.drafter] = max(longest.get(option.drafter, 0), option.at_least)
-        if option.drafter in active:
-            _offer(heap, options, b, option.at_least)
-    draft_total = sum(draft_s(drafter, count) for drafter, count in longest.items())
-    best = Choice(tuple(budgets), tokens, step_s(rows) + draft_total)
-    while heap:
-        _, b, place = heapq.heappop(heap)
-        option = options[b]
-        assert option.drafter is not None
-        budgets[b] = place + 1
-        rows, tokens = rows + option.drafted[place], tokens + option.emitted[place]
-        if budgets[b] > longest.get(option.drafter, 0):
-            before = draft_s(option.drafter, longest[option.drafter]) if option.drafter in longest else 0.0
-            longest[option.drafter] = budgets[b]
-            draft_total += draft_s(option.drafter, budgets[b]) - before
-        _offer(heap, options, b, place + 1)
-        seconds = step_s(rows) + draft_total
-        if tokens * best.seconds > best.tokens * seconds:
-            best = Choice(tuple(budgets), tokens, seconds)
-    return best
+class _Step:
+    """The choice for a given set of drafters that may be given more than they must."""
+
+    def __init__(self, num_other_rows: int, num_requests: int, step_s: StepSeconds, draft_s: DraftSeconds, users: dict[Hashable, int]) -> None:
+        self.rows = num_other_rows + num_requests
+        self.step_s, self.draft_s, self.users = step_s, draft_s, users
+
+    def best(self, requests: Sequence[Sequence[Option]], active: set[Hashable]) -> Choice:
+        picks = [self._pick(options, active, len(requests)) for options in requests]
+        chosen = [options[pick] if pick is not None else NOTHING for options, pick in zip(requests, picks, strict=True)]
+        budgets, tokens, seconds = self._admit(chosen, active)
+        return Choice(tuple(pick if budget else None for pick, budget in zip(picks, budgets, strict=True)), tuple(budgets), tokens, seconds)
+
+    def _pick(self, options: Sequence[Option], active: set[Hashable], num_requests: int) -> int | None:
+        """The option of one request that would pay best if the others made no guesses; a number that was set must be met by one of them."""
+        if len(options) == 1:
+            return 0 if options[0].drafter in active or options[0].at_least else None
+        best: float = 0.0
+        pick: int | None = None
+        for place, option in enumerate(options):
+            if option.drafter in active or option.at_least:
+                value = self._alone(option, num_requests) * (_STAY if option.in_use else 1.0)
+                if value > best:
+                    best, pick = value, place
+        return pick
+
+    def _alone(self, option: Option, num_requests: int) -> float:
+        """The best tokens per second of a step in which only this option guesses, its drafter's time shared with who else may use it."""
+        share = 1 / self.users[option.drafter]
+        rows, tokens, best = float(self.rows), float(num_requests), 0.0
+        for place, (drafted, emitted) in enumerate(zip(option.drafted, option.emitted, strict=True)):
+            rows, tokens = rows + drafted, tokens + option.weight * emitted
+            if place + 1 >= option.at_least:
+                seconds = self.step_s(rows) + share * self.draft_s(option.drafter, place + 1) + option.entry_s
+                best = max(best, tokens / max(seconds, 1e-12))
+        return best
+
+    def _admit(self, options: Sequence[Option], active: set[Hashable]) -> tuple[list[int], float, float]:
+        """Best count of guesses."""
+        budgets = [option.at_least for option in options]
+        longest: dict[Hashable, int] = {}
+        rows, tokens = float(self.rows), sum(option.weight for option in options)
+        heap: list[tuple[float, int, int]] = []
+        entries_s = 0.0
+        for b, option in enumerate(options):
+            for place in range(min(option.at_least, len(option.emitted))):
+                rows, tokens = rows + option.drafted[place], tokens + option.weight * option.emitted[place]
+            if option.drafter is not None and option.at_least:
+                longest[option.drafter] = max(longest.get(option.drafter, 0), option.at_least)
+                entries_s += option.entry_s
+            if option.drafter in active:
+                _offer(heap, options, b, option.at_least)
+        draft_total = entries_s + sum(self.draft_s(drafter, count) for drafter, count in longest.items())
+        best, best_tokens, best_s, admitted = 0, tokens, self.step_s(rows) + draft_total, list[int]()
+        while heap:
+            _, b, place = heapq.heappop(heap)
+            option = options[b]
+            admitted.append(b)
+            rows, tokens = rows + option.drafted[place], tokens + option.weight * option.emitted[place]
+            if not place:
+                draft_total += option.entry_s
+            if place + 1 > longest.get(option.drafter, 0):
+                before = self.draft_s(option.drafter, longest[option.drafter]) if option.drafter in longest else 0.0
+                longest[option.drafter] = place + 1
+                draft_total += self.draft_s(option.drafter, place + 1) - before
+            _offer(heap, options, b, place + 1)
+            seconds = self.step_s(rows) + draft_total
+            if tokens * best_s > best_tokens * seconds:
+                best, best_tokens, best_s = len(admitted), tokens, seconds
+        for b in admitted[:best]:
+            budgets[b] += 1
+        return budgets, best_tokens, best_s
 
 
 def _offer(heap: list[tuple[float, int, int]], options: Sequence[Option], b: int, place: int) -> None:
     option = options[b]
     if place < len(option.emitted) and option.emitted[place] > 0:
-        worth = option.emitted[place] / max(option.drafted[place], 1e-9)
+        worth = option.weight * option.emitted[place] / max(option.drafted[place], 1e-9)
         heapq.heappush(heap, (-worth, b, place))

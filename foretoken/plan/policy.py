@@ -1,46 +1,78 @@
-"""How many guesses the requests of a round get, learnt from rounds that ended; the engine and the simulator run this same code.
+"""Who guesses for the requests of a round, and how much, learnt from rounds that ended; the engine and the simulator run this same code.
 
-A number of guesses that the caller set always stands. Where it is left open, all requests of the step together get the budgets with
-the most expected tokens per second (`budget`), zero included; what was given up is tried again for a small share of the time.
+A number of guesses that the caller set always stands. What is left open, all requests of the step together get from what promises the
+most expected tokens per second (`budget`), zero included. Drafters that show their guesses beforehand are judged by every round whether
+they were used or not (`looks`); others are tried again for a small share of the time when they were given up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from foretoken.plan.budget import Option, choose_budgets
+from foretoken.plan.budget import Choice, Option, choose_budgets
 from foretoken.plan.cost import CostTable
-from foretoken.plan.survival import Survival
+from foretoken.plan.experience import Experience
+from foretoken.plan.looks import Look
 
 MOST_NUM_DRAFT = 24  # guesses per request and round that are considered where the caller leaves the number open
 _PROBE_SHARE = 0.015  # of the time goes into trying again what did not pay
-_PROBE_NUM_DRAFT = 1
 _PATIENCE = 3
 _MOST_DEBT_STEPS = 3
 _MOST_CREDIT_STEPS = 4  # saved up at most, in steps of the target
 _FIRST_PLAIN = 4  # steps after which a step without guesses is measured for the first time
 _PLAIN_EVERY = 128  # ... and again
+_ENTRY_MEMORY = 4
+_THINKING_S = 4e-5  # what weighing one option takes ...
+_THINKING_SHARE = 0.01  # ... and the share of the time that it may take
+_MOST_HELD_STEPS = 16  # for which prices are kept at most
+_FEW_REQUESTS = 2  # whose options are weighed in every round
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One drafter that a request may use now, by the caller's own `number`: the most guesses it can use, rows that come with the first of them.
+
+    `look` are the guesses that are ready, of a drafter that shows them.
+    """
+
+    number: int
+    drafter: Hashable
+    most: int
+    num_probe: int = 0
+    look: Look | None = None
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What a request brings into a round: its drafter (None: it does not draft now) and the most guesses it can use.
+    """What a request brings into a round: its drafters, none if it does not draft now.
 
-    `is_open`: the number is left to the policy; otherwise `most` guesses are made. `num_probe` rows beside the guesses come with
-    the first of them.
+    `is_open`: the number is left to the policy; otherwise as many guesses are made as the arm allows. `label` names the kind of text, whose
+    earlier requests tell what to expect of a new one. `num_remaining` tokens may still come. `weight` is what its tokens count.
     """
 
     request_id: int
-    drafter: Hashable | None
-    most: int
-    is_open: bool
-    num_probe: int = 0
+    arms: tuple[Arm, ...] = ()
+    is_open: bool = True
+    label: str = ""
+    num_remaining: int = 1 << 30
+    weight: float = 1.0
 
-    @property
-    def drafts(self) -> bool:
-        """Whether guesses are possible at all."""
-        return self.drafter is not None and self.most > 0
+
+class Grant(NamedTuple):
+    """What a request may do in a round: the number of its arm (None: nobody guesses), and how many guesses."""
+
+    arm: int | None
+    num_draft: int
+
+
+NO_GUESS = Grant(None, 0)
+
+
+def wish_of(request_id: int, drafter: Hashable | None, most: int, is_open: bool, num_remaining: int = 1 << 30) -> Wish:
+    """The wish of a request with a single drafter; None does not draft."""
+    return Wish(request_id, () if drafter is None or most < 1 else (Arm(0, drafter, most),), is_open, num_remaining=num_remaining)
 
 
 class BudgetPolicy:
@@ -48,31 +80,26 @@ class BudgetPolicy:
 
     def __init__(self) -> None:
         self.target_cost = CostTable()  # seconds of a target step by rows
-        self.draft_cost: dict[Hashable, CostTable] = {}  # seconds of a drafter by its longest draft
-        self._by_drafter: dict[Hashable, Survival] = {}
-        self._by_request: dict[int, Survival] = {}
-        self._patience: dict[int, int] = {}  # trials that a request still gets for nothing since one of them gained
-        self._untried: dict[int, int] = {}  # rounds since a request last guessed
-        self._on_trial: set[int] = set()
+        self.draft_cost: dict[Hashable, dict[int, CostTable]] = {}  # seconds of a drafter by requests (`_crowd`), then by its longest draft
+        self.experience = Experience()
+        self._entry_s: dict[Hashable, float] = {}  # what a drafter takes more for a request that is new to it
         self._reading: set[Hashable] = set()  # drafters for which some request of the round was new
+        self._num_users: dict[Hashable, int] = {}  # requests that may use a drafter in this round
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
         self._token_s = 0.0  # what a token takes without guesses
         self._steps_since_plain = 0
         self._plain_seen = False
+        self._prices: _Prices | None = None
 
-    def plan(self, wishes: Sequence[Wish]) -> list[int]:
-        """Guesses for each request of the next round."""
-        options = [self._option(wish) for wish in wishes]
-        open_places = [b for b, wish in enumerate(wishes) if wish.is_open and wish.drafts]
-        if not open_places or self._steps_since_plain >= (_PLAIN_EVERY if self._plain_seen else _FIRST_PLAIN):
-            return [option.at_least for option in options]  # what guesses gain is told by a step without
-        budgets = list(choose_budgets(options, 0, self.target_cost.seconds, self._draft_s).budgets)
-        trials = self._trials(wishes, options, budgets, open_places)
-        for b in trials:
-            budgets[b] = min(_PROBE_NUM_DRAFT, wishes[b].most)
-        self._on_trial = {wishes[b].request_id for b in trials}
-        self._token_s = self.target_cost.seconds(len(wishes)) / len(wishes)
-        return budgets
+    def plan(self, wishes: Sequence[Wish]) -> list[Grant]:
+        """What each request of the next round may do."""
+        for wish in wishes:
+            self.experience.of(wish.request_id, wish.label).on_trial = False
+        if self._steps_since_plain >= (_PLAIN_EVERY if self._plain_seen else _FIRST_PLAIN):
+            wishes = [Wish(wish.request_id) if wish.is_open else wish for wish in wishes]  # what guesses gain is told by a step without
+        if self._prices is not None and self._prices.hold_for(wishes):
+            return [self._at_prices(wish, self._prices) for wish in wishes]
+        return self._weigh(wishes)
 
     def observe_step(self, num_rows: int, num_nodes: int, target_s: float) -> None:
         """Take in a step in which nothing but decoding ran: `num_rows` rows, `num_nodes` of them guesses or probes."""
@@ -81,15 +108,19 @@ class BudgetPolicy:
         self._steps_since_plain = self._steps_since_plain + 1 if num_nodes else 0
         self._plain_seen |= not num_nodes
 
-    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float) -> None:
-        """Take in what a drafter took in a round in which `longest` guesses were the most that a request was given; after `observe_round`.
+    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1) -> None:
+        """Take in what a drafter took for `num_requests` requests, the longest draft being `longest`; after `observe_round`.
 
-        The round in which a request drafts for the first time does not count: a draft model reads the whole prompt then.
+        A round in which a request drafts for the first time does not count: a draft model reads the whole prompt then.
         """
         if drafter in self._reading:
             self._reading.discard(drafter)
+            if drafter in self.draft_cost:
+                extra_s = max(0.0, draft_s - self._draft_s(drafter, longest))
+                known_s = self._entry_s.get(drafter, extra_s)
+                self._entry_s[drafter] = known_s + (extra_s - known_s) / _ENTRY_MEMORY
             return
-        self.draft_cost.setdefault(drafter, CostTable(grows=True)).observe(longest, draft_s)
+        self.draft_cost.setdefault(drafter, {}).setdefault(_crowd(num_requests), CostTable(grows=True)).observe(longest, draft_s)
 
     def observe_round(
         self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], gained: bool, parents: Sequence[int] = ()
@@ -98,52 +129,158 @@ class BudgetPolicy:
 
         `parents` are the guesses that they follow (-1 none), a chain where it is left out.
         """
-        if request_id not in self._by_request:
+        if self.experience.is_new(request_id, drafter):
             self._reading.add(drafter)
-        prior = self._by_drafter.setdefault(drafter, Survival())
-        own = self._by_request.setdefault(request_id, Survival(prior))
-        for survival in (own, prior):
-            survival.observe(num_offered, chances, parents)
-        self._untried[request_id] = 0
-        if request_id in self._on_trial:
+        self.experience.observe_round(request_id, drafter, num_offered, chances, parents)
+        known = self.experience.of(request_id)
+        for other in known.untried:
+            known.untried[other] += 1
+        known.untried[drafter] = 0
+        known.patience[drafter] = _PATIENCE if gained else max(0, known.patience.get(drafter, 0) - 1)
+        if known.on_trial:
             self._credit_s += sum(chances) * self._token_s
-        self._patience[request_id] = _PATIENCE if gained else max(0, self._patience.get(request_id, 0) - 1)
+
+    def observe_look(self, request_id: int, drafter: Hashable, look: Look, found: Sequence[bool | None]) -> None:
+        """Take in how the guesses that a drafter showed compare with what was emitted, used or not: True right, None not judged."""
+        self.experience.observe_look(request_id, drafter, look, found)
 
     def observe_rest(self, request_id: int) -> None:
         """Take in a round in which a request was given no guess."""
-        self._untried[request_id] = self._untried.get(request_id, 0) + 1
+        known = self.experience.of(request_id)
+        for drafter in known.untried:
+            known.untried[drafter] += 1
 
     def finish(self, request_id: int) -> None:
         """Forget a request."""
-        self._by_request.pop(request_id, None)
-        self._untried.pop(request_id, None)
-        self._patience.pop(request_id, None)
+        self.experience.finish(request_id)
 
-    def _option(self, wish: Wish) -> Option:
-        if wish.drafter is None or not wish.most:
-            return Option(None)
-        survival = self._by_request.get(wish.request_id) or self._by_drafter.get(wish.drafter) or Survival()
-        drafted, emitted = survival.shares(wish.most)
-        drafted[0] += wish.num_probe
-        return Option(wish.drafter, tuple(drafted), tuple(emitted), 0 if wish.is_open else wish.most)
+    def _weigh(self, wishes: Sequence[Wish]) -> list[Grant]:
+        """The best for all together; what was given up is tried again where there is time for it."""
+        self._num_users = {}
+        for wish in wishes:
+            for arm in wish.arms:
+                self._num_users[arm.drafter] = self._num_users.get(arm.drafter, 0) + 1
+        options = [[self._option(wish, arm) for arm in wish.arms] for wish in wishes]
+        choice = choose_budgets(options, 0, self.target_cost.seconds, self._draft_s)
+        for wish, pick in zip(wishes, choice.picks, strict=True):
+            if pick is not None:
+                self.experience.of(wish.request_id).in_use = wish.arms[pick].drafter
+        self._prices = self._prices_of(wishes, options, choice)
+        self._token_s = self.target_cost.seconds(len(wishes)) / max(1, len(wishes))
+        trials = self._trials(wishes, options, choice)
+        picked = [
+            (trials.get(b, pick), 1 if b in trials else budget) for b, (pick, budget) in enumerate(zip(choice.picks, choice.budgets, strict=True))
+        ]
+        return [NO_GUESS if pick is None else Grant(wish.arms[pick].number, budget) for wish, (pick, budget) in zip(wishes, picked, strict=True)]
+
+    def _option(self, wish: Wish, arm: Arm) -> Option:
+        known = self.experience.of(wish.request_id)
+        entry_s = 0.0
+        if arm.look is not None:
+            emitted = self.experience.chances(wish.request_id, arm.drafter, arm.look)
+            drafted = [1.0] * len(emitted)
+        else:
+            drafted, emitted = self.experience.shares(wish.request_id, arm.drafter, arm.most)
+            if arm.drafter in self._entry_s and self.experience.is_new(wish.request_id, arm.drafter):
+                rounds = max(1.0, wish.num_remaining / (1 + sum(emitted)))
+                entry_s = self._entry_s[arm.drafter] / rounds
+        if arm.num_probe and drafted:
+            drafted[0] += arm.num_probe
+        at_least = 0 if wish.is_open else arm.most
+        return Option(arm.drafter, tuple(drafted), tuple(emitted), at_least, entry_s, known.in_use == arm.drafter, wish.weight)
 
     def _draft_s(self, drafter: Hashable, num_draft: int) -> float:
-        cost = self.draft_cost.get(drafter)
-        return 0.0 if cost is None else cost.seconds(num_draft)
+        """What a drafter takes, as it was with about as many requests as there are now."""
+        tables = self.draft_cost.get(drafter)
+        if not tables:
+            return 0.0
+        crowd = _crowd(self._num_users.get(drafter, 1))
+        return tables[min(tables, key=lambda known: abs(known - crowd))].seconds(num_draft)
 
-    def _trials(self, wishes: Sequence[Wish], options: Sequence[Option], budgets: Sequence[int], open_places: Sequence[int]) -> list[int]:
-        """Requests that were given no guess and try a few all the same: while the trials gain, or when their time was saved up."""
-        chosen: list[int] = []
-        rows = len(wishes) + sum(budgets)
-        for b in sorted(open_places, key=lambda b: -self._untried.get(wishes[b].request_id, 0)):
-            if budgets[b]:
-                continue
-            loss_s = self._draft_s(options[b].drafter, _PROBE_NUM_DRAFT)
-            tried = rows + _PROBE_NUM_DRAFT + wishes[b].num_probe
-            loss_s += max(0.0, self.target_cost.seconds(tried) - self.target_cost.seconds(rows))
+    def _trials(self, wishes: Sequence[Wish], options: Sequence[Sequence[Option]], choice: Choice) -> dict[int, int]:
+        """Requests that give a guess to a drafter which was passed over, by its place: while its trials gain, or when their time was saved up."""
+        rows = len(wishes) + sum(choice.budgets)
+        rows_s = self.target_cost.seconds(rows)
+        trials: dict[int, int] = {}
+        for _, b, place in sorted(self._passed_over(wishes, choice), reverse=True):
+            known, arm, pick = self.experience.of(wishes[b].request_id), wishes[b].arms[place], choice.picks[b]
+            loss_s = self._draft_s(arm.drafter, 1) + options[b][place].entry_s
+            loss_s += max(0.0, self.target_cost.seconds(rows + 1 + arm.num_probe) - rows_s)
+            if pick is not None:
+                loss_s += sum(options[b][pick].emitted[: choice.budgets[b]]) * self._token_s
             # A trial that gained is followed by others at once, on credit: whether it pays again should be known soon.
-            overdraft_s = _MOST_DEBT_STEPS * self.target_cost.seconds(rows) if self._patience.get(wishes[b].request_id, 0) else 0.0
-            if loss_s <= self._credit_s + overdraft_s:
+            overdraft_s = _MOST_DEBT_STEPS * rows_s if known.patience.get(arm.drafter, 0) else 0.0
+            if b not in trials and loss_s <= self._credit_s + overdraft_s:
                 self._credit_s -= loss_s
-                chosen.append(b)
-        return chosen
+                known.on_trial = True
+                trials[b] = place
+        return trials
+
+    def _passed_over(self, wishes: Sequence[Wish], choice: Choice) -> list[tuple[int, int, int]]:
+        """Rounds since the last guess, request and place of the arm, of all that were given nothing and do not show their guesses."""
+        found: list[tuple[int, int, int]] = []
+        for b, wish in enumerate(wishes):
+            untried = self.experience.of(wish.request_id).untried
+            for place, arm in enumerate(wish.arms):
+                if wish.is_open and arm.look is None and arm.most and place != choice.picks[b]:
+                    found.append((untried.get(arm.drafter, 1 << 30), b, place))
+        return found
+
+    def _prices_of(self, wishes: Sequence[Wish], options: Sequence[Sequence[Option]], choice: Choice) -> _Prices | None:
+        """What a row and a token are worth at this choice, to decide by in the next rounds; None where weighing anew is cheap."""
+        num_options = sum(map(len, options))
+        steps = min(_MOST_HELD_STEPS, int(num_options * _THINKING_S / max(1e-9, _THINKING_SHARE * choice.seconds)))
+        if len(wishes) <= _FEW_REQUESTS or steps < 1 or not choice.seconds:
+            return None
+        rows = len(wishes) + sum(choice.budgets)
+        low, high = rows - min(rows - 1, rows // 8), rows + 1 + rows // 8
+        slope_s = max(0.0, self.target_cost.seconds(high) - self.target_cost.seconds(low)) / (high - low)
+        row_price = choice.tokens_per_s * slope_s
+        surplus: dict[tuple[int, Hashable], tuple[int, float]] = {}
+        for wish, own, pick, budget in zip(wishes, options, choice.picks, choice.budgets, strict=True):
+            if pick is None:
+                continue
+            option = own[pick]
+            assert option.drafter is not None
+            share_s = self._draft_s(option.drafter, budget) / self._num_users[option.drafter]
+            gain = sum(option.emitted[:budget]) - row_price * sum(option.drafted[:budget]) - choice.tokens_per_s * share_s
+            surplus[wish.request_id, option.drafter] = budget, gain
+        return _Prices(steps, row_price, surplus, {wish.request_id for wish in wishes})
+
+    def _at_prices(self, wish: Wish, prices: _Prices) -> Grant:
+        """The arm with the largest gain at the prices of the last choice."""
+        best, grant = 0.0, NO_GUESS
+        for arm in wish.arms:
+            if not wish.is_open:
+                count, gain = arm.most, 2.0 if self.experience.of(wish.request_id).in_use == arm.drafter else 1.0
+            elif arm.look is not None:
+                count, gain = 0, 0.0
+                for chance in self.experience.chances(wish.request_id, arm.drafter, arm.look):
+                    if wish.weight * chance <= prices.row:
+                        break
+                    count, gain = count + 1, gain + wish.weight * chance - prices.row
+            else:
+                count, gain = prices.surplus.get((wish.request_id, arm.drafter), (0, 0.0))
+            if count and gain > best:
+                best, grant = gain, Grant(arm.number, min(count, arm.most))
+        return grant
+
+
+@dataclass
+class _Prices:
+    """What the last choice said: tokens that a row must bring, and guesses and gain of the drafters that were chosen, by request."""
+
+    steps_left: int
+    row: float
+    surplus: dict[tuple[int, Hashable], tuple[int, float]]
+    requests: set[int]
+
+    def hold_for(self, wishes: Sequence[Wish]) -> bool:
+        """Whether to decide by them once more: for some steps, and only about the same requests."""
+        self.steps_left -= 1
+        return self.steps_left >= 0 and len(wishes) == len(self.requests) and all(wish.request_id in self.requests for wish in wishes)
+
+
+def _crowd(num_requests: int) -> int:
+    """Numbers of requests at which a drafter takes about the same: powers of two, by their exponent."""
+    return (max(1, num_requests) - 1).bit_length()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from foretoken.errors import CapacityError, ConfigError, InputError
 from foretoken.plan.arrivals import Chances, Job
-from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy, Wish
+from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy, wish_of
 from foretoken.plan.profile import Profile
 
 PLAIN = "plain"
@@ -160,7 +160,7 @@ class Replica:
         target_s = self.profile.step_s(rows, contexts, prompt_tokens)
         self._observe(anchors, lasts, budgets, kept, rows, target_s, alone=not chunks)
         if self.setting.drafter is not None and any(budgets):
-            self.policy.observe_draft(self.setting.drafter, max(budgets), draft_s)
+            self.policy.observe_draft(self.setting.drafter, max(budgets), draft_s, sum(budget > 0 for budget in budgets))
         start_s = self.clock_s
         self.clock_s += draft_s + target_s
         self.busy_s += draft_s + target_s
@@ -207,7 +207,8 @@ class Replica:
     def _budgets(self, anchors: Sequence[Course]) -> list[int]:
         wanted = MOST_NUM_DRAFT if self.setting.num_draft is None else self.setting.num_draft
         is_open = self.setting.num_draft is None
-        return self.policy.plan([Wish(c.index, self.setting.drafter, min(wanted, c.most_guesses), is_open) for c in anchors])
+        wishes = [wish_of(c.index, self.setting.drafter, min(wanted, c.most_guesses), is_open, c.output_tokens - c.num_emitted) for c in anchors]
+        return [grant.num_draft for grant in self.policy.plan(wishes)]
 
     def _draft_s(self, anchors: Sequence[Course], budgets: Sequence[int]) -> float:
         if self.setting.drafter is None or not any(budgets):

@@ -35,15 +35,16 @@ class _Place:
         self.judged, self.emitted = keep * self.judged, keep * self.emitted
 
 
-@dataclass
+@dataclass(eq=False)
 class Survival:
-    """Estimates of one request, or of a drafter over all its requests; the latter are the `prior` of the former.
+    """Estimates of one request (`forgets`), or of a drafter over requests of one kind; the latter are the `prior` of the former.
 
     A request forgets with every round, so that a place which failed long ago is tried again; a drafter's own figures fade only with
     new ones.
     """
 
     prior: Survival | None = None
+    forgets: bool = False
     _places: list[_Place] = field(default_factory=list)
     _recent: float = -1.0  # of the first place, over the last few rounds
 
@@ -55,7 +56,7 @@ class Survival:
         num_offered = min(max(num_offered, len(chances)), _MOST_PLACES)
         if not num_offered:
             return
-        if self.prior is not None:
+        if self.forgets:
             for place in self._places:
                 place.fade(_KEEP)
         while len(self._places) < num_offered:
@@ -65,7 +66,7 @@ class Survival:
             if drafted and parents:
                 place.parent = parents[k]
             stood = place.parent < 0 or (place.parent < len(chances) and chances[place.parent] > 0)
-            if self.prior is None:
+            if not self.forgets:
                 place.fade(_KEEP)
             place.offered += 1
             place.drafted += drafted

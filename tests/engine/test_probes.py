@@ -285,7 +285,8 @@ def test_the_controller_counts_probes_as_rows(pair: SimpleNamespace) -> None:
     engine.step()
     engine.step()
     assert seen[0] >= 9
-    drafted = engine.controller.policy._option(engine.controller._wish(state)).drafted
+    wish = engine.controller._wish(state, 1)
+    drafted = engine.controller.policy._option(wish, wish.arms[0]).drafted
     assert drafted[0] >= 8 > 1 >= drafted[1]
     engine.abort(state.request_id)
     assert not engine.controller._num_probed

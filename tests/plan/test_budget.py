@@ -33,7 +33,7 @@ def best_by_brute_force(options: list[Option], other: int, step_s, draft_s) -> f
 
 def test_the_known_optimum_of_one_chain() -> None:
     """METHODS: acceptance 0.8, a draft step of 5 % of a target step, rows free: 8 guesses, 3.09 times plain."""
-    choice = choose_budgets([chain("d", 0.8, 16)], 0, lambda _: 1.0, lambda _, n: 0.05 * n)
+    choice = choose_budgets([[chain("d", 0.8, 16)]], 0, lambda _: 1.0, lambda _, n: 0.05 * n)
     assert choice.budgets == (8,)
     assert choice.tokens_per_s == pytest.approx(3.09, abs=0.005)
 
@@ -45,7 +45,7 @@ def test_as_good_as_brute_force(seed: int) -> None:
     options = [chain(rng.choice("ab"), rng.uniform(0.1, 0.95), rng.randint(0, 4)) for _ in range(rng.randint(1, 4))]
     slope, price = rng.uniform(0.0, 0.3), {d: rng.uniform(0.0, 0.2) for d in "ab"}
     step_s, draft_s = (lambda rows: 1.0 + slope * rows), (lambda drafter, n: price[drafter] * n)
-    choice = choose_budgets(options, 2, step_s, draft_s)
+    choice = choose_budgets([[option] for option in options], 2, step_s, draft_s)
     assert choice.tokens_per_s == pytest.approx(goodput(options, choice.budgets, 2, step_s, draft_s))
     best = best_by_brute_force(options, 2, step_s, draft_s)
     # A sequential drafter's price hangs on its longest draft, which the order of admission does not see: a few percent at most.
@@ -59,20 +59,20 @@ def test_exact_where_drafting_is_free(seed: int) -> None:
     rng = random.Random(seed)
     options = [chain("a", rng.uniform(0.05, 0.95), rng.randint(0, 4)) for _ in range(4)]
     slope = rng.uniform(0.0, 0.5)
-    choice = choose_budgets(options, 0, lambda rows: 1.0 + slope * rows, lambda *_: 0.0)
+    choice = choose_budgets([[option] for option in options], 0, lambda rows: 1.0 + slope * rows, lambda *_: 0.0)
     assert choice.tokens_per_s == pytest.approx(best_by_brute_force(options, 0, lambda rows: 1.0 + slope * rows, lambda *_: 0.0))
 
 
 def test_a_drafter_that_does_not_earn_its_price_is_left_out() -> None:
     """Each guess alone would gain, all together do not pay what the drafter takes to start."""
-    dear = choose_budgets([chain("d", 0.5, 4)], 0, lambda _: 1.0, lambda *_: 2.0)
-    assert dear == Choice((0,), 1.0, 1.0)
-    both = choose_budgets([chain("dear", 0.5, 4), chain("free", 0.5, 4)], 0, lambda _: 1.0, lambda d, _: 2.0 if d == "dear" else 0.0)
+    dear = choose_budgets([[chain("d", 0.5, 4)]], 0, lambda _: 1.0, lambda *_: 2.0)
+    assert dear == Choice((None,), (0,), 1.0, 1.0)
+    both = choose_budgets([[chain("dear", 0.5, 4)], [chain("free", 0.5, 4)]], 0, lambda _: 1.0, lambda d, _: 2.0 if d == "dear" else 0.0)
     assert both.budgets == (0, 4)
 
 
 def test_what_the_caller_set_stands() -> None:
-    choice = choose_budgets([chain("d", 0.01, 5, at_least=5), chain("d", 0.9, 5)], 0, lambda rows: rows, lambda *_: 1.0)
+    choice = choose_budgets([[chain("d", 0.01, 5, at_least=5)], [chain("d", 0.9, 5)]], 0, lambda rows: rows, lambda *_: 1.0)
     assert choice.budgets[0] == 5
     assert choice.seconds == pytest.approx(2 + 5 + choice.budgets[1] + 1.0)
 
@@ -83,8 +83,8 @@ def test_load_takes_guesses_away() -> None:
     def step_s(rows: float) -> float:
         return max(1.0, rows / 12)
 
-    alone = choose_budgets([chain("d", 0.7, 16)], 0, step_s, lambda *_: 0.0)
-    crowd = choose_budgets([chain("d", 0.7, 16)] * 16, 0, step_s, lambda *_: 0.0)
+    alone = choose_budgets([[chain("d", 0.7, 16)]], 0, step_s, lambda *_: 0.0)
+    crowd = choose_budgets([[chain("d", 0.7, 16)]] * 16, 0, step_s, lambda *_: 0.0)
     assert alone.budgets[0] >= 8
     assert max(crowd.budgets) == 0
     assert choose_budgets([], 3, step_s, lambda *_: 0.0).budgets == ()

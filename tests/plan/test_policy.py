@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy, Wish
+from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy, wish_of
 
 
 class World:
@@ -39,8 +39,8 @@ def run(world: World, chance: Callable[[int, int], float], rounds: int, batch: i
     """`chance(round, request)`; a fixed number instead of the policy where it is given."""
     policy = BudgetPolicy()
     for turn in range(rounds):
-        wishes = [Wish(b, "d", MOST_NUM_DRAFT if fixed is None else fixed, fixed is None) for b in range(batch)]
-        budgets = policy.plan(wishes)
+        wishes = [wish_of(b, "d", MOST_NUM_DRAFT if fixed is None else fixed, fixed is None) for b in range(batch)]
+        budgets = [grant.num_draft for grant in policy.plan(wishes)]
         target_s, draft_s, stood = world.step(budgets, [chance(turn, b) for b in range(batch)])
         policy.observe_step(batch + sum(budgets), sum(budgets), target_s)
         for b, places in enumerate(stood):
@@ -58,7 +58,7 @@ def test_reading_a_prompt_does_not_make_a_drafter_dear() -> None:
     policy, started = BudgetPolicy(), set()
     for request in range(8):
         for _ in range(30):
-            (budget,) = policy.plan([Wish(request, "d", 8, True)])
+            ((_, budget),) = policy.plan([wish_of(request, "d", 8, True)])
             policy.observe_step(1 + budget, budget, 1.0)
             if budget:
                 policy.observe_round(request, "d", budget, [1.0] * budget, True)
@@ -90,7 +90,7 @@ def test_recovers_within_fifty_rounds_when_acceptance_changes() -> None:
         budgets, times = [], []
         policy, world = BudgetPolicy(), World(price_s=price_s)
         for turn in range(900):
-            (budget,) = policy.plan([Wish(0, "d", 16, True)])
+            ((_, budget),) = policy.plan([wish_of(0, "d", 16, True)])
             chance = 0.85 if not 300 <= turn < 600 else 0.0
             target_s, draft_s, (places,) = world.step([budget], [chance])
             policy.observe_step(1 + budget, budget, target_s)
@@ -110,28 +110,27 @@ def test_requests_of_one_batch_are_told_apart() -> None:
     """Half of them copy, half are novel: the rows go to those that copy."""
     world = World(free=24)
     policy = run(world, lambda _turn, b: 0.9 if b % 2 else 0.05, 300, 8)
-    budgets = policy.plan([Wish(b, "d", MOST_NUM_DRAFT, True) for b in range(8)])
+    budgets = [grant.num_draft for grant in policy.plan([wish_of(b, "d", MOST_NUM_DRAFT, True) for b in range(8)])]
     assert sum(budgets[1::2]) > 6 * max(1, sum(budgets[0::2]))
 
 
 def test_load_takes_guesses_away_and_gives_them_back() -> None:
     world = World(free=12)
     policy = run(world, lambda *_: 0.7, 100, 24)
-    assert sum(policy.plan([Wish(b, "d", MOST_NUM_DRAFT, True) for b in range(24)])) <= 12
+    assert sum(num_draft for _, num_draft in policy.plan([wish_of(b, "d", MOST_NUM_DRAFT, True) for b in range(24)])) <= 12
     alone = World(free=12)
     policy = run(alone, lambda *_: 0.7, 100, 1)
-    assert policy.plan([Wish(0, "d", MOST_NUM_DRAFT, True)])[0] >= 3
+    assert policy.plan([wish_of(0, "d", MOST_NUM_DRAFT, True)])[0].num_draft >= 3
 
 
 def test_what_the_caller_set_stands_whatever_was_learnt() -> None:
     policy = run(World(price_s=5.0), lambda *_: 0.0, 100, 1)
-    assert policy.plan([Wish(0, "d", 7, False), Wish(1, None, 0, True), Wish(2, "d", 0, True)]) == [7, 0, 0]
+    grants = policy.plan([wish_of(0, "d", 7, False), wish_of(1, None, 0, True), wish_of(2, "d", 0, True)])
+    assert [grant.num_draft for grant in grants] == [7, 0, 0]
 
 
 def test_a_finished_request_is_forgotten() -> None:
     policy = run(World(), lambda *_: 0.5, 20, 3)
     for b in range(3):
         policy.finish(b)
-    assert not policy._by_request
-    assert not policy._untried
-    assert not policy._patience
+    assert not policy.experience.requests
