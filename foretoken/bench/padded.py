@@ -8,21 +8,22 @@ the round. Rows then differ in what they accepted.
 - EXSPEC holds a window of sequences larger than the batch. A round takes a batch of equal lengths, which needs no pads; where there is
   none it takes the first of the window and realigns them.
 
-What is not as published (each makes the padded side faster): a finished row leaves at once, where EQSPEC's target runs it to the end of
-the batch; rows that need not move are not copied; the draft model has a cache; when all guesses stood, the target's next token
-counts too; new sequences of EXSPEC's window read their prompts when they enter, and when fewer sequences are left than a batch
-holds, all of them at equal length are a group.
+Both are made as well as the layout allows, and so not quite as published: a finished row leaves at once, rows that need not move are not
+copied, and the cache is written in place. Two things of the published EQSPEC can be had with `published`: its target runs finished rows to the
+end of the batch, and every round copies every row into new tensors, also when they only get longer. Not followed at all: a draft model
+that reads the whole text anew in every round, and a round that emits nothing behind guesses which all stood. New sequences of EXSPEC's
+window read their prompts when they enter; when fewer are left than a batch holds, all of them at equal length are a group.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 
-from foretoken.bench.padded_cache import PaddedCache, PooledCache, in_place
+from foretoken.bench.padded_cache import PaddedCache, PooledCache, PublishedCache, in_place
 from foretoken.bench.padded_draft import Clock, Guess, Guesser, LookupGuesser, ModelGuesser, NoGuesser, Row
 from foretoken.bench.padded_model import PaddedModel
 from foretoken.config import SamplingParams, SpecConfig
@@ -60,22 +61,27 @@ class PaddedRun:
 class PaddedDecoder:
     """Answers prompts greedily in padded batches of `batch_size` rows.
 
-    `drafter` None is plain decoding. `window` None is EQSPEC, a number EXSPEC over so many sequences at a time.
+    `drafter` None is plain decoding. `window` None is EQSPEC, a number EXSPEC over so many sequences at a time. `published` keeps EQSPEC's
+    batch as the published code does.
 
     Raises:
         ConfigError: a target, draft or drafter that cannot run in this layout, or sizes that make no sense.
     """
 
-    def __init__(self, target: LanguageModel, drafter: Drafter | None, num_draft: int, batch_size: int, window: int | None = None) -> None:
+    def __init__(
+        self, target: LanguageModel, drafter: Drafter | None, num_draft: int, batch_size: int, window: int | None = None, published: bool = False
+    ) -> None:
         for name, value, low in (("num_draft", num_draft, 0), ("batch_size", batch_size, 1), ("window", batch_size if window is None else window, 1)):
             if value < low:
                 raise ConfigError(name, value, f"must be at least {low}")
         if window is not None and window < batch_size:
             raise ConfigError("window", window, f"holds fewer sequences than a batch of {batch_size}; make it larger")
+        if published and window is not None:
+            raise ConfigError("published", published, "is for EQSPEC; leave out the window")
         if (drafter is None) != (num_draft == 0):
             raise ConfigError("num_draft", num_draft, "must be 0 without a drafter, and at least 1 with one")
         self.target_model, self.drafter = native(target, "target"), drafter
-        self.num_draft, self.batch_size, self.window = num_draft, batch_size, window
+        self.num_draft, self.batch_size, self.window, self.published = num_draft, batch_size, window, published
         self.draft_model = native(drafter.model, "draft") if isinstance(drafter, DraftModelDrafter) else None
         if drafter is not None and not isinstance(drafter, DraftModelDrafter | NgramDrafter):
             raise ConfigError("drafter", drafter.name, "padded batches are compared with ngram and draft_model")
@@ -144,12 +150,10 @@ class _Run:
         self.num_rounds = self.num_grouped = self.num_emitted = self.num_drafted = self.num_accepted = self.num_moved = 0
 
     def batch(self, rows: Sequence[Row]) -> None:
-        """EQSPEC: one batch to its end; a row that finishes leaves, so the batch gets smaller."""
+        """EQSPEC: one batch to its end; a row that finishes leaves, or, as published, is run on without a guess."""
         self._read(rows)
-        alive = [row for row in rows if not row.finished]
-        while alive:
-            self._round(self._ordered(alive))
-            alive = [row for row in alive if not row.finished]
+        while alive := [row for row in rows if not row.finished]:
+            self._round(list(rows) if self.decoder.published else self._ordered(alive))
 
     def pool(self, rows: Sequence[Row], window: int) -> None:
         """EXSPEC: a window over all sequences, shortest first, in which rounds choose their batches."""
@@ -180,31 +184,37 @@ class _Run:
         self.clock.lap("prompt_s")
 
     def _round(self, rows: Sequence[Row]) -> None:
-        """Guess, realign, verify, accept."""
-        clock = self.clock
+        """Guess, realign, verify, accept; rows that have finished already are run, and nothing comes of it."""
+        clock, live = self.clock, [row for row in rows if not row.finished]
         clock.lap("rest_s")
-        most = [min(self.decoder.num_draft, row.num_remaining - 1) for row in rows]
-        guesses = self.guesser.guess(rows, most, clock) if any(most) else [()] * len(rows)
+        most = [min(self.decoder.num_draft, row.num_remaining - 1) for row in live]
+        found = self.guesser.guess(live, most, clock) if any(most) else [()] * len(live)
         clock.lap("draft_s")
         self.num_moved += self.target.align([row.number for row in rows], [len(row.tokens) - 1 for row in rows])
         clock.lap("realign_s")
-        width = max(len(guess) for guess in guesses)
-        columns = [[row.tokens[-1], *guess, *[0] * (width - len(guess))] for row, guess in zip(rows, guesses, strict=True)]
-        logits = self.target.forward(torch.tensor(columns, device=self.device), 1 + width)  # [B, 1 + width, V]
-        best: list[list[int]] = logits.argmax(-1).tolist()
+        guesses = {row.number: guess for row, guess in zip(live, found, strict=True)}
+        best = self._verify(rows, guesses)
         clock.lap("forward_s")
-        accepted = [accepted_of(guess, own) for guess, own in zip(guesses, best, strict=True)]
-        next_tokens = [own[len(stood)] for own, stood in zip(best, accepted, strict=True)]
-        for row, guess, stood, token in zip(rows, guesses, accepted, next_tokens, strict=True):
+        accepted = [accepted_of(guess, best[row.number]) for row, guess in zip(live, found, strict=True)]
+        next_tokens = [best[row.number][len(stood)] for row, stood in zip(live, accepted, strict=True)]
+        for row, guess, stood, token in zip(live, found, accepted, next_tokens, strict=True):
             count = row.take([*stood, token])
             self.num_emitted += count
             self.num_drafted += len(guess)
             self.num_accepted += min(count, len(stood))
-        self.guesser.learn(rows, accepted, next_tokens)
-        for row in rows:
+        self.guesser.learn(live, accepted, next_tokens)
+        for row in live:
             self._leave(row)
         self.num_rounds += 1
         clock.lap("rest_s")
+
+    def _verify(self, rows: Sequence[Row], guesses: Mapping[int, Guess]) -> dict[int, list[int]]:
+        """What the target would say after the last token of every row and after each guess, by row."""
+        width = max(map(len, guesses.values()))
+        given = [(row.tokens[-1], *guesses.get(row.number, ())) for row in rows]
+        columns = [[*tokens, *[0] * (1 + width - len(tokens))] for tokens in given]
+        logits = self.target.forward(torch.tensor(columns, device=self.device), 1 + width)  # [B, 1 + width, V]
+        return {row.number: best for row, best in zip(rows, logits.argmax(-1).tolist(), strict=True)}
 
     def _leave(self, row: Row) -> None:
         """Let the caches and the drafter forget a row that has finished."""
@@ -219,6 +229,8 @@ class _Run:
 
     def _cache(self, model: Decoder) -> PaddedCache:
         weight, window = model.norm.weight, self.decoder.window
+        if self.decoder.published:
+            return PublishedCache(model.config, weight.dtype, weight.device)
         if window is None:
             return PaddedCache(model.config, weight.dtype, weight.device)
         return PooledCache(model.config, weight.dtype, weight.device, window)

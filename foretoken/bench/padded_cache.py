@@ -114,6 +114,37 @@ class PaddedCache:
         return grown
 
 
+class PublishedCache(PaddedCache):
+    """A padded batch kept as the published code keeps it: every forward makes longer tensors, every realignment fills new ones, row by row."""
+
+    def begin(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
+        """See `PaddedCache`."""
+        super().begin(sequences, lengths)
+        self.layers = self._grown((), len(sequences), 0)
+
+    def reserve(self, num_columns: int) -> None:
+        """Nothing is kept free."""
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """See `PaddedCache`."""
+        new = torch.stack((key.transpose(1, 2), value.transpose(1, 2)))  # [2, B, G, n, K]
+        self.layers[layer] = torch.cat((self.layers[layer], new), dim=3)
+
+    def align(self, sequences: Sequence[int], lengths: Sequence[int]) -> int:
+        """See `PaddedCache`; every row is copied."""
+        width = max(lengths)
+        pads = [width - length for length in lengths]
+        row_of = {sequence: row for row, sequence in enumerate(self.sequences)}
+        aligned = self._grown((), len(sequences), width)
+        for layer, new in zip(self.layers, aligned, strict=True):
+            for row, (sequence, length, pad) in enumerate(zip(sequences, lengths, pads, strict=True)):
+                source = row_of[sequence]
+                start = self.pads[source]
+                new[:, row, :, pad:].copy_(layer[:, source, :, start : start + length])
+        self.layers, self.sequences, self.pads, self.width = aligned, list(sequences), pads, width
+        return len(sequences)
+
+
 class PooledCache(PaddedCache):
     """A padded batch drawn from a pool of sequences, each of which also has its keys and values in `store`, without pads.
 

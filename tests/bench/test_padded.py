@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 from foretoken import LLM, ConfigError, InputError, SamplingParams
 from foretoken.bench import padded_cache
 from foretoken.bench.padded import PaddedDecoder, PaddedRun, accepted_of, choose_batch
-from foretoken.bench.padded_cache import PaddedCache, PooledCache, in_place
+from foretoken.bench.padded_cache import PaddedCache, PooledCache, PublishedCache, in_place
 from foretoken.bench.padded_draft import Row
 from foretoken.bench.padded_model import PaddedModel
 from foretoken.draft.base import Drafter
@@ -59,16 +60,19 @@ def drafter(name: str | None, draft: LanguageModel) -> Drafter | None:
     return {None: None, "ngram": NgramDrafter(), "draft_model": DraftModelDrafter(draft)}[name]
 
 
+KINDS = {"eqspec": {}, "published": {"published": True}, "exspec4": {"window": 4}, "exspec7": {"window": 7}}
 MODES = [
-    pytest.param(name, window, id=f"{name or 'plain'}-{'eqspec' if window is None else f'exspec{window}'}")
-    for name, window in itertools.product((None, "ngram", "draft_model"), (None, 4, 7))
+    pytest.param(name, options, id=f"{name or 'plain'}-{kind}")
+    for name, (kind, options) in itertools.product((None, "ngram", "draft_model"), KINDS.items())
 ]
 
 
-@pytest.mark.parametrize(("name", "window"), MODES)
-def test_padded_answers_are_the_engines(llm: LLM, draft: LanguageModel, expected: tuple[tuple[int, ...], ...], name: str | None, window: int | None):
+@pytest.mark.parametrize(("name", "options"), MODES)
+def test_padded_answers_are_the_engines(
+    llm: LLM, draft: LanguageModel, expected: tuple[tuple[int, ...], ...], name: str | None, options: dict[str, Any]
+):
     """Uneven prompts, rows without a guess beside rows with one, rows that finish in different rounds."""
-    run = PaddedDecoder(llm.target, drafter(name, draft), 4 if name else 0, 4, window).generate(prompts(), PARAMS)
+    run = PaddedDecoder(llm.target, drafter(name, draft), 4 if name else 0, 4, **options).generate(prompts(), PARAMS)
     assert run.answers == expected
     assert run.num_emitted == len(LENGTHS) * 23  # the first token of each came with its prompt
     if name is None:
@@ -79,28 +83,28 @@ def test_padded_answers_are_the_engines(llm: LLM, draft: LanguageModel, expected
 
 
 @pytest.mark.parametrize("shape", ["llama-mqa", "llama-mha", "mistral-sliding", "qwen2-layer-types", "qwen3", "llama-llama3"])
-@pytest.mark.parametrize("window", [None, 5])
-def test_every_kind_of_layer(tmp_path: Path, shape: str, window: int | None):
+@pytest.mark.parametrize("options", [{}, {"published": True}, {"window": 5}], ids=["eqspec", "published", "exspec"])
+def test_every_kind_of_layer(tmp_path: Path, shape: str, options: dict[str, Any]):
     """Grouped heads, windows of attention, norms of heads, scaled positions."""
     with LLM(variant(tmp_path, shape), dtype="float32", cache_tokens=4096) as llm:
         texts = prompts((6, 19, 2, 11, 19))
         self_draft = DraftModelDrafter(open_model(tmp_path, "float32", "cpu", 4096))
         for one in (NgramDrafter(), self_draft):
-            run = PaddedDecoder(llm.target, one, 3, 3, window).generate(texts, PARAMS)
+            run = PaddedDecoder(llm.target, one, 3, 3, **options).generate(texts, PARAMS)
             assert run.answers == answers(llm, texts, PARAMS)
         assert run.num_accepted == run.num_drafted > 0  # the target guesses for itself: every row runs its last two tokens
 
 
-@pytest.mark.parametrize(("name", "window"), MODES)
+@pytest.mark.parametrize(("name", "options"), MODES)
 def test_end_tokens_in_the_middle_of_a_draft(
-    llm: LLM, draft: LanguageModel, expected: tuple[tuple[int, ...], ...], name: str | None, window: int | None
+    llm: LLM, draft: LanguageModel, expected: tuple[tuple[int, ...], ...], name: str | None, options: dict[str, Any]
 ):
     """Every answer is cut at the first of its end tokens, and no other row notices."""
     eos = {answer[5] for answer in expected[::2]} | {expected[1][0]}
     cut = [next((answer[: place + 1] for place, token in enumerate(answer) if token in eos), answer) for answer in expected]
     assert len({len(answer) for answer in cut}) > 3
     params = SamplingParams(max_tokens=24)
-    run = PaddedDecoder(llm.target, drafter(name, draft), 4 if name else 0, 4, window).generate(prompts(), params, tuple(eos))
+    run = PaddedDecoder(llm.target, drafter(name, draft), 4 if name else 0, 4, **options).generate(prompts(), params, tuple(eos))
     assert list(run.answers) == cut
 
 
@@ -123,6 +127,7 @@ def ways(llm: LLM) -> Iterator[PaddedCache]:
     assert isinstance(llm.target, PagedModel)
     config, device = llm.target.config, torch.device("cpu")
     yield PaddedCache(config, torch.float32, device)
+    yield PublishedCache(config, torch.float32, device)
     yield PooledCache(config, torch.float32, device, 8)
 
 
@@ -158,6 +163,17 @@ def test_rows_that_grow_alike_stay_where_they_are(llm: LLM):
     """Plain decoding in a padded batch moves nothing while nobody leaves."""
     run = PaddedDecoder(llm.target, None, 0, 4).generate(prompts()[:4], PARAMS)
     assert (run.num_rounds, run.num_moved) == (23, 0)
+
+
+def test_a_finished_row_leaves_unless_it_is_as_published(llm: LLM, expected: tuple[tuple[int, ...], ...]):
+    """The published target runs it to the end of the batch: in every round it copies all rows."""
+    params, eos = SamplingParams(max_tokens=24), (expected[0][4],)
+    well = PaddedDecoder(llm.target, None, 0, 4).generate(prompts()[:4], params, eos)
+    published = PaddedDecoder(llm.target, None, 0, 4, published=True).generate(prompts()[:4], params, eos)
+    assert well.answers == published.answers
+    assert len(well.answers[0]) == 5 < max(map(len, well.answers))
+    assert published.num_moved == 4 * published.num_rounds == 4 * well.num_rounds
+    assert well.num_moved < published.num_rounds
 
 
 def test_a_pool_of_equal_lengths_needs_no_alignment(llm: LLM):
@@ -224,6 +240,8 @@ def test_what_cannot_run_in_this_layout_is_refused(llm: LLM, draft: LanguageMode
         PaddedDecoder(llm.target, None, 0, 0)
     with pytest.raises(ConfigError, match="window=3"):
         PaddedDecoder(llm.target, None, 0, 4, 3)
+    with pytest.raises(ConfigError, match="published=True"):
+        PaddedDecoder(llm.target, None, 0, 2, 4, published=True)
     with pytest.raises(ConfigError, match="target='TransformersModel'"):
         PaddedDecoder(open_model(tiny_checkpoint(tmp_path / "neox", "gpt_neox")), None, 0, 2)
     with pytest.raises(InputError, match="prompt="):
