@@ -36,6 +36,7 @@ from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.errors import StorageError
 from foretoken.model.open import open_model
+from foretoken.verify import resolve, takes_trees
 from tests.helpers.checkpoints import token_ids
 
 OPTIONS = LayoutOptions("tiny", num_draft=3, batch_sizes=(2, 3), pool=2, max_tokens=12, repeats=2)
@@ -64,6 +65,11 @@ def test_all_ways_answer_alike(llm: LLM, pair: SimpleNamespace, name: str):
             for padded, ragged in ((EQSPEC, RAGGED), (PUBLISHED, RAGGED), (PADDED_PLAIN, RAGGED_PLAIN)):
                 assert by_mode[padded].num_rounds == by_mode[ragged].num_rounds
                 assert by_mode[padded].acceptance_rate == by_mode[ragged].acceptance_rate
+
+
+def test_the_engine_drafts_chains():
+    """As the padded side does, which knows no trees."""
+    assert not takes_trees(resolve(OPTIONS.spec.rule, greedy=True))
 
 
 def test_the_engine_counts_no_round_in_which_a_prompt_was_read(llm: LLM, pair: SimpleNamespace):
