@@ -21,6 +21,7 @@ from foretoken.errors import (
     StorageError,
     UnsupportedModelError,
 )
+from foretoken.plan.routing import RoutingRules
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ __all__ = [
     "ModelError",
     "NumericsError",
     "OverloadedError",
+    "RoutingRules",
     "SamplingParams",
     "SpecConfig",
     "StorageError",

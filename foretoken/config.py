@@ -215,7 +215,8 @@ class SpecConfig:
         """What parts may be, and that nothing set here or there is left without effect."""
         for part in self.configs:
             if part.drafter in (self.drafter, "mix", "auto"):
-                remedy = "put the cascade into it" if self.drafter == "cascade" else "name its parts here"
+                nests = self.drafter == "cascade" and part.drafter != "cascade"
+                remedy = f"put the cascade into the {part.drafter}" if nests else "name its parts here"
                 raise ConfigError("parts", part.drafter, f"cannot be a part of drafter={self.drafter!r}; {remedy} instead")
             if part.rule != "auto":
                 raise ConfigError("rule", part.rule, f"one rule decides for all parts; set it beside drafter={self.drafter!r}")

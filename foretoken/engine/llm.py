@@ -24,6 +24,7 @@ from foretoken.errors import InputError
 from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.model.open import model_folder, open_model
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
+from foretoken.plan.routing import RoutingRules
 
 
 class LLM:
@@ -35,6 +36,7 @@ class LLM:
     `numerics="strict"` makes the target's logits bitwise the same however rows are batched, at a price. `trace` names a file
     that gets one line per event (docs/trace.md). `shadow_rate` is the share of requests whose answers the target alone scores again
     in the background; `stats.shadow` tells what it found, and a warning is raised when answers do not follow the target's law.
+    `routing` says for which requests not to speculate at all (docs/batching.md).
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class LLM:
         numerics: str = "default",
         trace: str | Path | None = None,
         shadow_rate: float = 0.0,
+        routing: RoutingRules | None = None,
     ) -> None:
         check_share("shadow_rate", shadow_rate)
         check_limits(max_batch_size=max_batch_size, max_prompt_tokens=max_prompt_tokens, cache_tokens=cache_tokens)
@@ -62,7 +65,7 @@ class LLM:
         self._factory = DrafterFactory(self.folder, self.target, self.tokenizer, options)
         self._inboxes: dict[int, deque[StepOutput]] = {}  # of open streams
         limits = SchedulerConfig(max_batch_size, max_prompt_tokens)
-        self.engine = Engine(self.target, self._drafters, self.tokenizer, limits, self._eos_token_ids())
+        self.engine = Engine(self.target, self._drafters, self.tokenizer, limits, self._eos_token_ids(), routing)
         if trace is not None:
             self.engine.watchers.append(Trace(Path(trace)))
         self._shadow = Shadow(self.target, shadow_rate, room=self.engine.scheduler, fresh_processors=self.engine.intake.processors)

@@ -6,7 +6,6 @@ guesses were not used, so finding out whether a lookup pays costs no row of the 
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ _EDGES = (0.15, 0.3, 0.45, 0.6, 0.75, 0.85, 0.92, 0.96)  # of the chance that a 
 _KEEP = 0.995  # weight of the past per guess of a class
 _TRUST = 6.0  # guesses that a lookup's own word is worth
 _KEEP_REQUEST = 0.9  # weight of a request's past per round
-_PRIOR_GUESSES = 2.0
+_PRIOR_GUESSES = 2.0  # that what is expected beforehand is worth
+_HALF = 0.5  # keeps a few guesses from saying always or never
 _KEEP_SIGHT = 0.8
 _WORTH_LOOKING = 0.5  # share of what a look brings that it may take
 _FREE_LOOK = 0.005  # share of a token's time that any look may take
@@ -62,7 +62,9 @@ class Sight:
         self._look_s = look_s if not self._look_s else min(look_s, _KEEP_SIGHT * self._look_s + (1 - _KEEP_SIGHT) * look_s)
 
     def brought(self, tokens: int) -> None:
-        """Take in how many tokens of the text a look showed."""
+        """Take in how many tokens of the text a look showed; one that showed some is followed by another."""
+        if tokens:
+            self._wait = 0
         self._tokens = _KEEP_SIGHT * self._tokens + (1 - _KEEP_SIGHT) * tokens
 
 
@@ -139,10 +141,11 @@ class Calibration:
 
     def factor(self, later: bool) -> float:
         """On the odds of a guess, by whether it follows another one."""
-        before = 1.0 if self.prior is None else math.sqrt(self.prior.factor(later))
+        before = 1.0 if self.prior is None else self.prior.factor(later)
         right, expected_right, wrong, expected_wrong = self._counts[later]
-        gains = (right + _PRIOR_GUESSES * before) / (expected_right + _PRIOR_GUESSES)
-        return gains * (expected_wrong + _PRIOR_GUESSES) / (wrong + _PRIOR_GUESSES / before)
+        own = (right + _HALF) / (expected_right + _HALF) * (expected_wrong + _HALF) / (wrong + _HALF)
+        trust = (right + wrong) / (right + wrong + _PRIOR_GUESSES)
+        return own**trust * before ** (1 - trust)
 
 
 def _class_of(parent: int, step: float) -> int:

@@ -97,7 +97,7 @@ def test_stop_in_every_form(stop: Any) -> None:
     [
         (
             {"drafter": "oracle"},
-            "drafter='oracle': choose one of draft_model, ngram, suffix, recycling, predicted, early_exit, lookahead, cascade, mix, or None",
+            "drafter='oracle': choose one of draft_model, ngram, suffix, recycling, predicted, early_exit, lookahead, cascade, mix, auto, or None",
         ),
         ({"rule": "lucky"}, "rule='lucky': choose one of auto, greedy, rejection"),
         ({"drafter": "ngram", "draft": "x"}, "draft='x': only drafter='draft_model' takes it"),

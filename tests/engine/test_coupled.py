@@ -39,6 +39,7 @@ def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
         SpecConfig("early_exit", skip_layers=[0], num_draft=3),
         SpecConfig("early_exit", num_draft=4),
         *(SpecConfig("draft_model", draft, num_draft=n, tree=tree) for tree in ("static", "best_first") for n in (3, 9)),
+        *(SpecConfig("auto", draft, num_draft=n, prediction=PROMPTS[2]) for n in ("auto", 3, 9)),
         SpecConfig("draft_model", draft, num_draft=7, tree="best_first", branching=(3, 2, 1), min_confidence=0.1, draft_top_k=8),
     ]
 

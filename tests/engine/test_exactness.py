@@ -35,6 +35,8 @@ def all_specs(draft: Path) -> list[SpecConfig]:
         *(SpecConfig("cascade", str(draft), num_draft=n) for n in (1, 4, 9)),
         *(SpecConfig("mix", str(draft), num_draft=n, combine=how) for n in (1, 5, 10) for how in ("best", "merge")),
         SpecConfig("mix", str(draft)),
+        *(SpecConfig("auto", str(draft), num_draft=n, slice="code") for n in (1, 6, "auto")),
+        SpecConfig("auto", str(draft), parts=("ngram", "early_exit", SpecConfig("draft_model", str(draft), tree="best_first")), exit_layer=1),
         SpecConfig("ngram"),
         SpecConfig("draft_model", str(draft)),
         SpecConfig("early_exit"),

@@ -38,7 +38,7 @@ sampling = st.fixed_dictionaries(
 )
 drafting = st.fixed_dictionaries(
     {
-        "drafter": st.sampled_from([None, "ngram", "lookahead", "draft_model", "draft_model", "early_exit"]),
+        "drafter": st.sampled_from([None, "ngram", "lookahead", "draft_model", "draft_model", "early_exit", "auto"]),
         "rule": st.sampled_from([*RULES, *["auto"] * 4]),
     },
     optional={

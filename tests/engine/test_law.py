@@ -85,6 +85,13 @@ def mix_specs(combine: str, count: int) -> list[SpecConfig]:
     ]
 
 
+def auto_specs(count: int) -> list[SpecConfig]:
+    """Who guesses is chosen anew in every round, the number too or not, under every kind of rule."""
+    rules = ("tree", "block", "auto", "coupled", "rejection", "traversal")
+    parts = ("ngram", SpecConfig("draft_model", "reverse", tree="best_first", branching=2), "recycling", "draft_model")
+    return [SpecConfig("auto", "reverse", parts=parts, num_draft=("auto", 1, 4)[i % 3], rule=rules[i // 3 % 6]) for i in range(count)]
+
+
 def shuffled_answers(narrow: SimpleNamespace, asked: Sequence[tuple[SamplingParams, SpecConfig]]) -> np.ndarray:
     """Answers in the given order, though the requests came in another one: every batch is a mixture."""
     order = np.random.default_rng(0).permutation(len(asked))
@@ -116,6 +123,7 @@ def test_every_rule_has_the_law(narrow: SimpleNamespace) -> None:
         "cascade": cascade_specs(NUM_REQUESTS),
         "mix": mix_specs("best", NUM_REQUESTS),
         "merge": mix_specs("merge", NUM_REQUESTS),
+        "auto": auto_specs(NUM_REQUESTS),
         "plain": [SpecConfig(rule=("block", "coupled")[i % 2]) for i in range(NUM_REQUESTS)],
     }
     asked = [pair for specs in groups.values() for pair in zip(seeded(BASE, len(specs)), specs, strict=True)]

@@ -1,0 +1,115 @@
+"""drafter="auto": whoever is chosen in whatever round, answers and caches stay right; what the caller set always stands."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from foretoken import LLM, RoutingRules, SamplingParams, SpecConfig
+from foretoken.draft.group import own_drafters
+from foretoken.plan.policy import Grant, Wish
+from tests.helpers.audit import check_idle
+from tests.helpers.checkpoints import token_ids
+
+PROMPTS = [token_ids(3 + 2 * i, seed=20 + i) if i % 2 else token_ids(5 + i, seed=i) * 3 for i in range(8)]
+
+
+class Whim:
+    """Chooses any arm and any number, anew in every round."""
+
+    def __init__(self, llm: LLM, seed: int) -> None:
+        self.rng, self.chosen, self.policy = random.Random(seed), set(), llm.engine.controller.policy
+        self.observe = self.policy.observe_round
+
+    def plan(self, wishes: Sequence[Wish]) -> list[Grant]:
+        grants = []
+        for wish in wishes:
+            self.policy.experience.of(wish.request_id)
+            arm = self.rng.choice([None, *wish.arms])
+            grants.append(Grant(None, 0) if arm is None else Grant(arm.number, self.rng.randint(0, arm.most)))
+            self.chosen.add(grants[-1].arm)
+        return grants
+
+
+def auto(pair: SimpleNamespace, **values: object) -> SpecConfig:
+    """Lookups, a draft model's chains and its trees, an exit: one drafter stands for two arms."""
+    draft = str(pair.draft)
+    tree = SpecConfig("draft_model", draft, tree="best_first", branching=2)
+    return SpecConfig("auto", draft, parts=("ngram", "draft_model", "recycling", tree, "early_exit", "cascade"), exit_layer=1, **values)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_any_choice_gives_the_plain_answer(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    """Arms change from round to round: those that did not guess keep up with the text, and no cache is left behind."""
+    each = [SamplingParams(max_tokens=40, temperature=temperature, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
+    plain = [llm.generate([p], one)[0].token_ids for p, one in zip(PROMPTS, each, strict=True)]
+    chosen: set[int | None] = set()
+    for turn in range(4):
+        whim = Whim(llm, turn)
+        monkeypatch.setattr(llm.engine.controller.policy, "plan", whim.plan)
+        outputs = llm.generate(PROMPTS, each, auto(pair))
+        assert [out.token_ids for out in outputs] == plain
+        chosen |= whim.chosen
+        assert {"draft_model", "ngram", "recycling", "early_exit", "cascade"} >= {name for out in outputs for name in out.stats.drafted_by}
+        monkeypatch.undo()
+    assert chosen >= {None, 1, 2, 3, 4, 5}  # sampled texts seldom repeat themselves for an n-gram
+    check_idle(llm.engine)
+
+
+def test_all_arms_of_one_model_share_it(llm: LLM, pair: SimpleNamespace) -> None:
+    """Chains, trees and a request that names the draft model itself: one instance."""
+    mixed = [auto(pair), SpecConfig("draft_model", str(pair.draft), num_draft=3)]
+    keys = set(own_drafters(mixed[0])) | set(own_drafters(mixed[1]))
+    assert sum(key[0] == "draft_model" for key in keys) == 1
+    llm.generate(PROMPTS[:2], SamplingParams(max_tokens=8, ignore_eos=True), mixed)
+
+
+def test_what_the_caller_set_stands(llm: LLM, pair: SimpleNamespace) -> None:
+    """Beside `auto` in one batch: plain stays plain, a number stays that number, a drafter stays that drafter, a rule that rule."""
+    draft = str(pair.draft)
+    specs = [
+        SpecConfig("auto", draft),
+        SpecConfig(),
+        SpecConfig("draft_model", draft, num_draft=3),
+        SpecConfig("draft_model", draft, rule="coupled"),
+        SpecConfig("ngram", num_draft=0),
+        SpecConfig("auto", draft, num_draft=2, parts=("draft_model",)),
+    ]
+    outputs = llm.generate(PROMPTS[: len(specs)], SamplingParams(max_tokens=30, ignore_eos=True), specs)
+    assert outputs[1].stats.num_drafted == outputs[4].stats.num_drafted == 0
+    for out, most in ((outputs[2], 3), (outputs[5], 2)):
+        assert [drafted for drafted, _ in out.stats.accepted_per_position][:most] == [out.stats.drafted_at[0]] * (most - 1) + [
+            out.stats.drafted_at[most - 1]
+        ]
+        assert len(out.stats.drafted_at) == most
+        assert set(out.stats.drafted_by) == {"draft_model"}
+    assert outputs[3].stats.rule == "coupled"
+    assert set(outputs[3].stats.drafted_by) <= {"draft_model"}
+
+
+def test_a_look_that_was_shown_is_not_made_twice(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SpecConfig("auto", parts=("ngram",))
+    llm.prepare(spec)
+    (key,) = own_drafters(spec)
+    drafter, looks = llm._drafters.drafters[key], []
+    guess = drafter.guess
+    monkeypatch.setattr(drafter, "guess", lambda entry: looks.append(entry.round_start) or guess(entry))
+    (out,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=40, ignore_eos=True), spec)
+    assert len(looks) == len(set(looks))
+    assert out.stats.num_accepted
+
+
+@pytest.mark.parametrize(
+    ("rules", "reason"), [(RoutingRules(min_tokens_to_speculate=50), "short answer"), (RoutingRules(max_speculating_requests=0), "load")]
+)
+def test_routing_rules_hold_unless_the_caller_set_a_number(pair: SimpleNamespace, rules: RoutingRules, reason: str) -> None:
+    with LLM(str(pair.target), dtype="float32", routing=rules) as llm:
+        draft = str(pair.draft)
+        specs = [SpecConfig("auto", draft), SpecConfig("ngram"), SpecConfig("draft_model", draft, num_draft=2)]
+        outputs = llm.generate(PROMPTS[:3], SamplingParams(max_tokens=20, ignore_eos=True), specs)
+        assert outputs[0].stats.num_drafted == outputs[1].stats.num_drafted == 0
+        assert outputs[2].stats.num_drafted > 0
+        assert llm.engine.controller.routing.num_by_reason[reason] == 2
