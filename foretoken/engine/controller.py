@@ -12,7 +12,9 @@ from foretoken.config import SpecConfig
 from foretoken.core import Batch, Draft, Verdict
 from foretoken.draft.group import GRAMMAR, DrafterKey, drafter_key
 from foretoken.engine.request import RequestState
+from foretoken.plan.cost import seed_tables
 from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy, Wish
+from foretoken.plan.profile import Profile
 
 _CANDIDATES = (0.25, 0.5, 0.75, 1.0)  # draft probabilities that "auto" chooses from
 _MEMORY = 0.9  # weight of the past when a new observation comes in
@@ -52,6 +54,12 @@ class Controller:
         self._num_probed: dict[int, int] = {}  # rows of probes that came with a request's last guesses
         self._draft_step_s = 0.0
         self._target_step_s = 0.0
+
+    def seed(self, profile: Profile, specs: Mapping[str, SpecConfig]) -> None:
+        """Begin with the costs of a profile; `specs` are what its drafters, by name, are in this engine."""
+        target_cost, by_name = seed_tables(profile)
+        kinds = {name: _kind(spec) for name, spec in specs.items() if name in by_name}
+        self.policy.seed(target_cost, {kind: by_name[name] for name, kind in kinds.items() if kind is not None})
 
     def plan(self, states: Sequence[RequestState]) -> list[DraftPlan]:
         """The plans of the next round of requests that decode in it."""

@@ -6,7 +6,7 @@ the most expected tokens per second (`budget`), zero included; what was given up
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from foretoken.plan.budget import Option, choose_budgets
@@ -59,6 +59,11 @@ class BudgetPolicy:
         self._token_s = 0.0  # what a token takes without guesses
         self._steps_since_plain = 0
         self._plain_seen = False
+
+    def seed(self, target_cost: CostTable, draft_cost: Mapping[Hashable, CostTable]) -> None:
+        """Begin with these tables, before any step was observed."""
+        assert self.target_cost.is_empty
+        self.target_cost, self.draft_cost = target_cost, dict(draft_cost)
 
     def plan(self, wishes: Sequence[Wish]) -> list[int]:
         """Guesses for each request of the next round."""
