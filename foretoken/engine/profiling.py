@@ -61,13 +61,17 @@ def save_profile(profile: Profile, path: Path) -> None:
     Raises:
         StorageError: the folder cannot be made or written.
     """
+    part: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
+            part = Path(file.name)
             file.write(json.dumps(profile.as_dict(), indent=1, allow_nan=False) + "\n")
-        Path(file.name).chmod(0o644)
-        os.replace(file.name, path)
+        part.chmod(0o644)
+        os.replace(part, path)
     except OSError as error:
+        if part is not None:
+            part.unlink(missing_ok=True)
         raise StorageError(f"cannot write the profile to {path.parent}: {error}") from error
 
 

@@ -13,6 +13,7 @@ _OUTLIER = 3.0  # a single observation counts as at most this many times what is
 _MOOD_DOUBT, _MOOD_DRIFT = 1.0, 7e-5  # variances, relative: of the machine's mood before anything ran, and what every step adds to it
 _SHAPE_DOUBT, _LEAST_SHAPE_DOUBT = 0.15**2, 2e-4  # of a count's place on the curve beforehand, and however often it ran
 _STEP_DOUBT = 0.1**2  # of one step
+_BOUND, _LEAST_BOUND = 3.0, 0.5  # a step counts as at most so many deviations slower than expected, or as half as slow again
 _LEAST_CHANGE = 0.1  # what one observation leaves of an estimate
 _LEAST_S = 1e-9
 _OPTIMISM = 48  # counts never tried are taken to cost one forty-eighth of a step each, so that they are tried
@@ -85,6 +86,7 @@ class SeededCost(CostTable):
     An observation that surprises is laid to the mood and to the count's own factor by how uncertain the two are: two scalar Kalman
     filters that share one innovation. At first nothing is known of the mood, so the first step sets it; then it drifts with
     a memory of about a dozen steps. A count's factor is trusted to 15 % before the count has run, and is settled after a few steps.
+    A step far slower than expected counts as less: machines pause.
     """
 
     def __init__(self, prior: Curve, grows: bool = False) -> None:
@@ -111,9 +113,9 @@ class SeededCost(CostTable):
         if off is None:
             off = self._off[bucket] = _Off(self._factor(bucket))
             insort(self._counts, bucket)
-        surprise = min(seconds / (self._mood * off.factor * self._prior_s(count)), _OUTLIER) - 1
         self._mood_doubt += _MOOD_DRIFT
         total = self._mood_doubt + off.doubt + _STEP_DOUBT
+        surprise = min(seconds / (self._mood * off.factor * self._prior_s(count)) - 1, max(_LEAST_BOUND, _BOUND * total**0.5))
         to_mood, to_count = self._mood_doubt / total, off.doubt / total
         self._mood *= max(_LEAST_CHANGE, 1 + to_mood * surprise)
         off.factor *= max(_LEAST_CHANGE, 1 + to_count * surprise)

@@ -137,10 +137,13 @@ def profile_from_mapping(raw: object) -> Profile:
         raise InputError("profile", found, f"not a profile of this version ({FORMAT}); make one with `foretoken bench --profile --out DIR`")
     rows = _curve(raw, "rows")
     if not rows.points:
-        raise InputError("profile.rows", raw["rows"], "needs at least one point [rows, seconds]")
+        raise InputError("profile.rows", raw.get("rows"), "needs at least one point [rows, seconds]")
     drafters = raw.get("drafters", {})
     if not isinstance(drafters, Mapping):
         raise InputError("profile.drafters", drafters, "must map names to curves")
+    caveats = raw.get("caveats", ())
+    if not isinstance(caveats, list | tuple):
+        raise InputError("profile.caveats", caveats, "must be a list of texts")
     return Profile(
         target=_mapping(raw, "target"),
         machine=_mapping(raw, "machine"),
@@ -152,7 +155,7 @@ def profile_from_mapping(raw: object) -> Profile:
         context=_curve(raw, "context"),
         chunk=_curve(raw, "chunk"),
         drafters={str(name): _drafter(f"drafters.{name}", cost) for name, cost in drafters.items()},
-        caveats=tuple(map(str, raw.get("caveats", ()))),
+        caveats=tuple(map(str, caveats)),
         roofline=_roofline(raw),
     )
 

@@ -89,6 +89,8 @@ def test_what_is_no_profile_is_refused_by_name(tmp_path: Path) -> None:
         (good | {"drafters": {"ngram": 3}}, "profile.drafters.ngram"),
         (good | {"drafters": 3}, "profile.drafters"),
         (good | {"machine": 3}, "profile.machine"),
+        (good | {"caveats": 3}, "profile.caveats"),
+        ({"format": good["format"]}, "profile.rows"),
     ]
     for raw, message in cases:
         with pytest.raises(InputError, match=message):
