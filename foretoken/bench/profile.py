@@ -36,6 +36,8 @@ _ROWS = (1, 2, 4, 8, 16, 32)
 _BATCHES = (1, 2, 4, 8, 16)
 _GUESSES = (1, 2, 4, 8)
 _DRAFT_BATCHES = (1, 4, 8)
+_PROMPTS = (32, 256)
+_CONTEXTS = (32, 128, 512, 2048, 8192)
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,8 @@ def measure_profile(
     guesses = {name: bench.drafter_curve(name, made, _GUESSES, lambda count: Work(1, SHORT_TOKENS, count)) for name, made in drafters.items()}
     batch = bench.curve("batch", _BATCHES, lambda count: Work(count, SHORT_TOKENS, 0))
     together = {name: bench.drafter_curve(f"{name} batch", made, _DRAFT_BATCHES, _drafting_batch) for name, made in drafters.items()}
-    chunk, context = bench.long_texts()
-    prompts = {name: bench.prompt_curve(name, made) for name, made in drafters.items()}
+    chunk, context = bench.long_texts(_CONTEXTS)
+    prompts = {name: bench.prompt_curve(name, made, _PROMPTS) for name, made in drafters.items()}
     return Profile(
         target={
             **about,

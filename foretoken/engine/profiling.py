@@ -32,8 +32,6 @@ from foretoken.plan.profile import Curve, Profile, profile_from_mapping
 
 SHORT_TOKENS = 32  # of the past where the past is not what is measured
 BATCH_NUM_DRAFT = 4  # guesses of each request where several draft together
-_PROMPTS = (32, 256)
-_CONTEXTS = (32, 128, 512, 2048, 8192)
 _MOST_CHUNK = 512
 _PERIOD = 16
 _FEWEST_STEPS, _MOST_STEPS, _POINT_S = 3, 9, 1.0  # timed steps of a point: as many as fit into a second
@@ -134,21 +132,21 @@ class StepBench:
         """Median seconds of a drafter by count."""
         return self._points(name, counts, work, lambda work, words: median(self.step_times(words, work, made).draft_s))
 
-    def prompt_curve(self, name: str, made: tuple[SpecConfig, Drafter]) -> Curve:
+    def prompt_curve(self, name: str, made: tuple[SpecConfig, Drafter], counts: Sequence[int]) -> Curve:
         """What a drafter's first round takes beyond a later one, by tokens of the text."""
 
         def extra_s(work: Work, words: str) -> float:
             draft_s = self.step_times(words, work, made).draft_s
             return max(0.0, draft_s[0] - median(draft_s[1:]))
 
-        return self._points(f"{name} prompt", _PROMPTS, lambda count: Work(1, count, BATCH_NUM_DRAFT), extra_s)
+        return self._points(f"{name} prompt", counts, lambda count: Work(1, count, BATCH_NUM_DRAFT), extra_s)
 
-    def long_texts(self) -> tuple[Curve, Curve]:
+    def long_texts(self, counts: Sequence[int]) -> tuple[Curve, Curve]:
         """Seconds of a prompt's chunk by tokens, and of a decode step by tokens of the past; one request serves both."""
         chunks: dict[int, float] = {}
         steps: dict[int, float] = {}
         before, last_s = SHORT_TOKENS, 0.0
-        for count in _CONTEXTS:
+        for count in counts:
             if not self._fits(Work(1, count, 0)) or not self._affords(f"context {count}", last_s * count / before):
                 continue
             began = time.perf_counter()
