@@ -57,6 +57,7 @@ class Controller:
 
     def seed(self, profile: Profile, specs: Mapping[str, SpecConfig]) -> None:
         """Begin with the costs of a profile; `specs` are what its drafters, by name, are in this engine."""
+        assert isinstance(self.policy, BudgetPolicy)
         target_cost, by_name = seed_tables(profile)
         kinds = {name: _kind(spec) for name, spec in specs.items() if name in by_name}
         self.policy.seed(target_cost, {kind: by_name[name] for name, kind in kinds.items() if kind is not None})

@@ -25,9 +25,10 @@ from foretoken.engine.profiling import load_profile, save_profile
 from foretoken.engine.start_profile import measure_start, model_drafters
 from foretoken.errors import ConfigError, StorageError
 from foretoken.model.interface import LanguageModel
+from foretoken.model.tokenizer import Tokenizer
 from foretoken.plan.cost import SeededCost
 from tests.helpers import audit
-from tests.helpers.checkpoints import token_ids
+from tests.helpers.checkpoints import foreign_tokenizer, tiny_checkpoint, token_ids
 
 PROMPT = token_ids(20)
 ANSWER = SamplingParams(max_tokens=24, temperature=0.8, seed=5)
@@ -50,8 +51,8 @@ def open_llm(pair: SimpleNamespace) -> Callable[..., LLM]:
 
 
 def plain(thing: object, seen: frozenset[int] = frozenset()) -> object:
-    """Everything an object holds, models by what they remember alone, as values that compare."""
-    if id(thing) in seen or isinstance(thing, torch.nn.Module | torch.device | torch.dtype | type) or callable(thing):
+    """Everything an object holds, models by what they remember alone, as values that compare; a tokenizer remembers nothing of texts."""
+    if id(thing) in seen or isinstance(thing, torch.nn.Module | torch.device | torch.dtype | type | Tokenizer) or callable(thing):
         return None
     seen = seen | {id(thing)}
     if isinstance(thing, torch.Tensor | np.ndarray):
@@ -101,6 +102,26 @@ def test_measuring_leaves_no_trace(name: str, open_llm: Callable[..., LLM], pair
         answers = llm.generate([PROMPT, PROMPT[:9]], ANSWER)
     with open_llm(spec, profile="off") as llm:
         assert [answer.token_ids for answer in llm.generate([PROMPT, PROMPT[:9]], ANSWER)] == [answer.token_ids for answer in answers]
+
+
+@pytest.mark.parametrize("kind", ["through transformers", "another tokenizer"])
+def test_other_models_leave_no_trace_either(kind: str, text_pair: SimpleNamespace, tmp_path: Path) -> None:
+    """A target without a twin, and a draft that speaks other tokens."""
+    target, spec = text_pair.target, SpecConfig("ngram")
+    if kind == "through transformers":
+        target = tiny_checkpoint(tmp_path / "target", "opt")
+    else:
+        tiny_checkpoint(tmp_path / "draft", "llama", vocab_size=400, hidden_size=16)
+        foreign_tokenizer(tmp_path / "draft", "unigram", 400)
+        spec = SpecConfig("draft_model", draft=str(tmp_path / "draft"), draft_vocabulary="strings")
+    with LLM(target, spec=spec, dtype="float32", cache_tokens=4096, profile="off") as llm:
+        before = everything(llm)
+        profile = measure_start(llm.target, model_drafters([(spec, drafter) for drafter in llm._drafters.drafters.values()]), "it")
+        assert everything(llm) == before
+        assert profile is not None
+        assert len(profile.rows.points) == 6
+        assert list(profile.drafters) == (["draft_model"] if spec.draft else [])
+        llm.generate(PROMPT, ANSWER)
 
 
 def test_a_start_measures_once_and_seeds_the_controller(open_llm: Callable[..., LLM]) -> None:
