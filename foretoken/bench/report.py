@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -27,6 +24,8 @@ from rich.table import Table
 
 from foretoken.bench.compare import SUMMARY_NOTE, against_peer, by_position, summary
 from foretoken.bench.measure import ALL_SLICES, PLAIN, Row
+from foretoken.engine.machine import machine as machine
+from foretoken.engine.machine import versions as versions
 from foretoken.errors import InputError, StorageError
 
 _PLOT_SUFFIXES = (".png", ".svg")
@@ -293,35 +292,6 @@ def write_plot(report: Report, path: Path) -> None:
         figure.savefig(path)
     except OSError as error:
         raise StorageError(f"cannot write the plot to {path}: {error}") from error
-
-
-def machine() -> dict[str, Any]:
-    """Processor, cores, memory and accelerator of this machine."""
-    found: dict[str, Any] = {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()}
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        found["memory_gib"] = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name(0)
-    found["system"] = f"{platform.system()} {platform.machine()}"
-    return found
-
-
-def _cpu() -> str:
-    try:
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or "unknown"
-    named = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
-    return named.group(1).strip() if named else platform.processor() or "unknown"
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    try:
-        return {"foretoken": importlib.metadata.version("foretoken"), **found}
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return found
 
 
 def source_caveats(target: Path, draft: Path | None, load: float) -> list[str]:

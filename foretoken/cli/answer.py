@@ -43,6 +43,13 @@ def report(llm: LLM, output: GenerateOutput, show: bool, as_json: bool, streamed
     Console(stderr=True).print(line, style="dim", highlight=False, markup=False)
 
 
+def print_cost_profile(llm: LLM) -> None:
+    """What measuring the costs of steps took before the first token, and where they are kept."""
+    kept = f"kept in {llm.costs.path}" if llm.costs.path else "kept nowhere"
+    line = f"costs of steps measured at the start in {llm.stats.profile_s:.2f} s, {kept}"
+    Console(stderr=True).print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+
+
 def as_json_object(output: GenerateOutput) -> dict[str, Any]:
     """One answer as plain values."""
     found: dict[str, Any] = {

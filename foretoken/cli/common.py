@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
@@ -31,6 +31,9 @@ NumericsOption = Annotated[str, typer.Option(help="default, or strict: logits bi
 DtypeOption = Annotated[str, typer.Option(help="Number format of the weights: auto (as stored), bfloat16, float16, float32, float64.")]
 DeviceOption = Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:N.")]
 CacheOption = Annotated[int | None, typer.Option(help="Tokens that the key/value cache holds; without it, enough for one whole context.")]
+CostProfileOption = Annotated[
+    str, typer.Option(help="What steps cost: auto (kept from an earlier start, or measured at this one), off, measure, or a file of bench --profile.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")]
 
 
@@ -130,6 +133,13 @@ def progress(message: str, console: Console | None = None) -> Iterator[Status | 
     else:
         console.print(message, markup=False, highlight=False)
         yield None
+
+
+def announcer(status: Status | None) -> Callable[[str], None]:
+    """Says on stderr what takes long: in the spinner of `progress`, or on a line of its own."""
+    if status is not None:
+        return status.update
+    return lambda words: Console(stderr=True).print(words, markup=False, highlight=False)
 
 
 def print_json(value: object) -> None:

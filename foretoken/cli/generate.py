@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from foretoken.cli.answer import print_pieces, report
+from foretoken.cli.answer import print_cost_profile, print_pieces, report
 from foretoken.cli.common import (
     AllowLossyOption,
     BranchingOption,
     CacheOption,
     CombineOption,
+    CostProfileOption,
     DeviceOption,
     DraftDtypeOption,
     DrafterOption,
@@ -27,6 +28,7 @@ from foretoken.cli.common import (
     RuleOption,
     TargetOption,
     TreeOption,
+    announcer,
     progress,
     spec_config,
 )
@@ -83,6 +85,7 @@ def generate(
     device: DeviceOption = "auto",
     cache_tokens: CacheOption = None,
     numerics: NumericsOption = "default",
+    cost_profile: CostProfileOption = "auto",
     trace: Annotated[Path | None, typer.Option(help="Append one line per event to this .jsonl file.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Mark each token by where it came from, with a legend.")] = False,
     as_json: JsonOption = False,
@@ -133,14 +136,26 @@ def generate(
         parts=parts,
         combine=combine,
     )
-    with progress(f"loading {target}"):
-        llm = LLM(target, spec=spec, dtype=dtype, device=device, cache_tokens=cache_tokens, numerics=numerics, trace=trace)
+    with progress(f"loading {target}") as status:
+        llm = LLM(
+            target,
+            spec=spec,
+            dtype=dtype,
+            device=device,
+            cache_tokens=cache_tokens,
+            numerics=numerics,
+            trace=trace,
+            profile=cost_profile,
+            on_profile=announcer(status),
+        )
     with llm:
         stream_out = not show and not as_json and llm.tokenizer is not None and n == 1 and logprobs is None
         output = llm.generate([ids], params, on_step=print_pieces if stream_out else None)[0]
         if output.error is not None:
             raise output.error
         report(llm, output, show, as_json, stream_out)
+        if show and llm.stats.profile_s:
+            print_cost_profile(llm)
 
 
 def _bias(entry: str) -> tuple[int, float]:

@@ -20,7 +20,7 @@ from foretoken.errors import ConfigError, StorageError
 SETTINGS_FILE = "foretoken.toml"
 _PREFIX = "FORETOKEN_"
 # Read by other parts than the command line.
-_OTHER_VARIABLES = frozenset({"FORETOKEN_LLAMA_CPP", "FORETOKEN_LLAMA_CPP_CONVERT", "FORETOKEN_COMPLETE", "FORETOKEN_TOML"})
+_OTHER_VARIABLES = frozenset({"FORETOKEN_LLAMA_CPP", "FORETOKEN_LLAMA_CPP_CONVERT", "FORETOKEN_COMPLETE", "FORETOKEN_TOML", "FORETOKEN_CACHE"})
 
 app = typer.Typer(help="Settings: what is in force, and where it comes from.", no_args_is_help=True)
 

@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.group import GRAMMAR, DrafterKey, chosen_arm, drafter_key
 from foretoken.draft.lookup_tree import LookupTree
 from foretoken.engine.request import RequestState
+from foretoken.plan.cost import seed_tables
 from foretoken.plan.looks import NOTHING_SEEN, Look, Sight, outcomes
 from foretoken.plan.policy import MOST_NUM_DRAFT, Arm, BudgetPolicy, Grant, Wish
+from foretoken.plan.profile import Profile
 from foretoken.plan.routing import Routing, RoutingRules
 from foretoken.verify import takes_trees
 
@@ -65,6 +68,12 @@ class Controller:
         self._kinds: dict[int, list[Hashable]] = {}  # by request, of its arms
         self._draft_step_s = 0.0
         self._target_step_s = 0.0
+
+    def seed(self, profile: Profile, specs: Mapping[str, SpecConfig]) -> None:
+        """Begin with the costs of a profile; `specs` are what its drafters, by name, are in this engine."""
+        assert isinstance(self.policy, BudgetPolicy)
+        target_cost, by_name = seed_tables(profile)
+        self.policy.seed(target_cost, {_kind(spec): by_name[name] for name, spec in specs.items() if name in by_name})
 
     def plan(self, states: Sequence[RequestState]) -> list[DraftPlan]:
         """The plans of the next round of requests that decode in it."""
@@ -176,7 +185,7 @@ class Controller:
 
     def _kinds_of(self, request: Request) -> list[Hashable]:
         if request.request_id not in self._kinds:
-            self._kinds[request.request_id] = [(drafter_key(arm), arm.tree, arm.branching) for arm in request.spec.arms]
+            self._kinds[request.request_id] = [_kind(arm) for arm in request.spec.arms]
         return self._kinds[request.request_id]
 
     def _draft_probability(self, state: RequestState, grant: Grant) -> float:
@@ -202,6 +211,11 @@ class Controller:
                 laws = draft.mass.laws[[draft.mass.law_of_row[row] for row in rows]] / entry.draft_probability
                 overlaps = {a: float(torch.minimum(a * laws, target_probs[rows]).sum(-1).mean()) for a in _CANDIDATES}
                 self._estimates.setdefault(entry.request.request_id, _Estimate()).add(overlaps)
+
+
+def _kind(spec: SpecConfig) -> Hashable:
+    """What tells apart guesses of different cost and worth: the drafter, and the shape of what it guesses."""
+    return drafter_key(spec), spec.tree, spec.branching
 
 
 def _emission_chances(draft: Draft, verdict: Verdict, b: int) -> list[float]:

@@ -10,10 +10,11 @@ from types import TracebackType
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
-from foretoken.draft.group import DrafterGroup, own_drafters
+from foretoken.draft.group import DrafterGroup, arm_keys, own_drafters
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.engine import Engine
 from foretoken.engine.intake import Prompt, as_prompts, check_limits, check_share, check_types
+from foretoken.engine.known_costs import KnownCosts, check_mode, know_costs
 from foretoken.engine.output import GenerateOutput, collect, each_answer
 from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import SchedulerConfig
@@ -37,6 +38,10 @@ class LLM:
     that gets one line per event (docs/trace.md). `shadow_rate` is the share of requests whose answers the target alone scores again
     in the background; `stats.shadow` tells what it found, and a warning is raised when answers do not follow the target's law.
     `routing` says for which requests not to speculate at all (docs/batching.md).
+
+    `profile` says where it is known from what steps cost, which decides how much is guessed where that is left open: "auto" (kept from an
+    earlier start, or measured now, see docs/batching.md), "off" (learnt from the first steps), "measure" (now, again), or a file of
+    `foretoken bench --profile`. `on_profile` hears about measuring that takes longer than a second; `costs` tells what came of it.
     """
 
     def __init__(
@@ -52,9 +57,12 @@ class LLM:
         trace: str | Path | None = None,
         shadow_rate: float = 0.0,
         routing: RoutingRules | None = None,
+        profile: str | Path = "auto",
+        on_profile: Callable[[str], None] | None = None,
     ) -> None:
         check_share("shadow_rate", shadow_rate)
         check_limits(max_batch_size=max_batch_size, max_prompt_tokens=max_prompt_tokens, cache_tokens=cache_tokens)
+        mode = check_mode(profile)
         self.spec = spec or SpecConfig()
         options = ModelOptions(dtype, device, cache_tokens)
         self._closed = False
@@ -72,6 +80,7 @@ class LLM:
         if shadow_rate:
             self.engine.watchers.append(self._shadow)
         self.prepare(self.spec)
+        self.costs = self._know_costs(mode, on_profile)
 
     def generate(
         self,
@@ -181,6 +190,16 @@ class LLM:
             if key not in self._drafters.drafters:
                 self._drafters.drafters[key] = self._factory.make(own)
 
+    def _know_costs(self, mode: str, on_profile: Callable[[str], None] | None) -> KnownCosts:
+        """Let the controller begin with what steps cost, as far as that is known."""
+        made = [(spec, self._drafters.drafters[key]) for key, spec in zip(arm_keys(self.spec), self.spec.arms, strict=True)]
+        is_open = bool(made) and self.spec.num_draft == "auto"
+        costs = know_costs(mode, self.target, str(self.folder), made, is_open, on_profile or _no_one)
+        if costs.profile is not None:
+            self.engine.controller.seed(costs.profile, costs.specs)
+        self.engine.stats.profile_s = costs.measured_s
+        return costs
+
     def _eos_token_ids(self) -> tuple[int, ...]:
         """The model's end tokens, or the tokenizer's when the model's own files name none."""
         ids = self.target.eos_token_ids
@@ -192,6 +211,10 @@ class LLM:
         if self.tokenizer is None:
             raise InputError(field, value, f"{self.folder} has no tokenizer; give token ids instead of text")
         return self.tokenizer
+
+
+def _no_one(_words: str) -> None:
+    """Nobody wants to hear."""
 
 
 def _per_prompt(name: str, value: object, count: int) -> list:  # type: ignore[type-arg]

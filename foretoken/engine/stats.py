@@ -152,7 +152,10 @@ class ShadowStats:
 
 @dataclass
 class EngineStats:
-    """Totals since the engine started; `shadow` is None where no share of the answers is scored again, `prefix` where the target keeps none."""
+    """Totals since the engine started; `shadow` is None where no share of the answers is scored again, `prefix` where the target keeps none.
+
+    `profile_s` was spent before the first request on measuring what steps cost.
+    """
 
     num_steps: int = 0
     num_finished: int = 0
@@ -166,6 +169,7 @@ class EngineStats:
     target_s: float = 0.0
     rule_s: float = 0.0
     rest_s: float = 0.0
+    profile_s: float = 0.0
     shadow: ShadowStats | None = None
     prefix: PrefixStats | None = None
 

@@ -45,6 +45,11 @@ class BlockAllocator:
         return self._num_free
 
     @property
+    def num_kept(self) -> int:
+        """Published blocks that nobody holds: free, and still readable."""
+        return len(self._kept)
+
+    @property
     def num_used(self) -> int:
         """Blocks somebody holds, shared ones counted once."""
         return sum(count > 0 for count in self._references)

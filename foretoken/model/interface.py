@@ -145,6 +145,17 @@ class PrefixModel(LanguageModel, Protocol):
         """How often that helped."""
 
 
+@runtime_checkable
+class TwinModel(LanguageModel, Protocol):
+    """A language model that can be tried out without a trace, as long as its memory is empty."""
+
+    def twin(self) -> LanguageModel:
+        """The same weights with another memory, in the same place: what happens to it is not remembered here.
+
+        Only while no sequence is open and no text is kept; not to be used any more once one is.
+        """
+
+
 @dataclass(frozen=True)
 class EarlySegment:
     """New rows of one sequence that run only some layers: behind its past and the `offset` rows that have run so before them.

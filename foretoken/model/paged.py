@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -95,6 +96,14 @@ class PagedModel:
         """Open `child` with the committed past of `sequence`, sharing its blocks until one of them is written."""
         assert child not in self.tables, f"sequence {child} is open already"
         self.tables[child] = self.allocator.fork(self.tables[sequence])
+
+    def twin(self) -> PagedModel:
+        """See `interface.TwinModel`."""
+        assert not self.tables, "a sequence is open"
+        assert not self.allocator.num_kept, "a text is kept"
+        twin = copy.copy(self)
+        twin.allocator, twin.tables, twin._early = BlockAllocator(self.allocator.num_blocks, self.block_size), {}, {}
+        return twin
 
     def adopt(self, sequence: int, tokens: Sequence[int], tenant: str) -> int:
         """See `interface.PrefixModel`: whole blocks are taken over, without a copy."""

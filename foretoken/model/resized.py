@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from foretoken.model.interface import ForwardOutput, LanguageModel, Segment
+from foretoken.model.interface import ForwardOutput, LanguageModel, Segment, TwinModel
 
 
 def resized(model: LanguageModel, vocab_size: int) -> LanguageModel:
@@ -24,6 +24,10 @@ class _Resized:
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the model has
         return getattr(self.inner, name)
+
+    def twin(self) -> LanguageModel:
+        """See `interface.TwinModel`; a model that has none is one itself, once its sequences are closed."""
+        return cast(LanguageModel, _Resized(self.inner.twin() if isinstance(self.inner, TwinModel) else self.inner, self.vocab_size))
 
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
         """Run the model and fit its logits."""

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+from foretoken.plan.profile import Curve, Profile
 
 _EXACT_COUNTS = 16  # counts up to here are told apart, larger ones in steps of about an eighth
 _MEMORY_STEPS = 12  # observations that an average goes back over
 _OUTLIER = 3.0  # a single observation counts as at most this many times what is known: machines pause
+_MOOD_DOUBT, _MOOD_DRIFT = 1.0, 7e-5  # variances, relative: of the machine's mood before anything ran, and what every step adds to it
+_SHAPE_DOUBT, _LEAST_SHAPE_DOUBT = 0.15**2, 2e-4  # of a count's place on the curve beforehand, and however often it ran
+_STEP_DOUBT = 0.1**2  # of one step
+_BOUND, _LEAST_BOUND = 3.0, 0.5  # a step counts as at most so many deviations slower than expected, or as half as slow again
+_LEAST_CHANGE = 0.1  # what one observation leaves of an estimate
+_LEAST_S = 1e-9
 _OPTIMISM = 48  # counts never tried are taken to cost one forty-eighth of a step each, so that they are tried
 
 
@@ -57,6 +66,93 @@ class CostTable:
     def as_dict(self) -> dict[int, float]:
         """Measured seconds by count, ascending."""
         return {count: self._seconds[count] for count in self._counts}
+
+
+@dataclass
+class _Off:
+    """By what factor one count lies off the scaled prior, and how uncertain that is (a variance)."""
+
+    factor: float = 1.0
+    doubt: float = _SHAPE_DOUBT
+
+
+class SeededCost(CostTable):
+    """A table that begins with a measured curve, its prior, and is soon ruled by what live steps take.
+
+    A count takes `mood * off(count) * prior(count)`. The mood is one factor for all counts: a machine under another load or at
+    another clock is uniformly slower or faster than when the curve was measured, and counts that were not run lately follow it too.
+    `off` is what a count takes beside that, a factor for each count that ran, straight lines between them, the nearest one outside.
+
+    An observation that surprises is laid to the mood and to the count's own factor by how uncertain the two are: two scalar Kalman
+    filters that share one innovation. At first nothing is known of the mood, so the first step sets it; then it drifts with
+    a memory of about a dozen steps. A count's factor is trusted to 15 % before the count has run, and is settled after a few steps.
+    A step far slower than expected counts as less: machines pause.
+    """
+
+    def __init__(self, prior: Curve, grows: bool = False) -> None:
+        assert prior.points
+        super().__init__(grows)
+        self._prior = prior
+        self._mood, self._mood_doubt = 1.0, _MOOD_DOUBT
+        self._off: dict[int, _Off] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Never: the prior says something of every count."""
+        return False
+
+    @property
+    def mood(self) -> float:
+        """By what factor the machine is slower now than the prior says."""
+        return self._mood
+
+    def observe(self, count: int, seconds: float) -> None:
+        """Take in one measurement."""
+        bucket = _bucket(count)
+        off = self._off.get(bucket)
+        if off is None:
+            off = self._off[bucket] = _Off(self._factor(bucket))
+            insort(self._counts, bucket)
+        self._mood_doubt += _MOOD_DRIFT
+        total = self._mood_doubt + off.doubt + _STEP_DOUBT
+        surprise = min(seconds / (self._mood * off.factor * self._prior_s(count)) - 1, max(_LEAST_BOUND, _BOUND * total**0.5))
+        to_mood, to_count = self._mood_doubt / total, off.doubt / total
+        self._mood *= max(_LEAST_CHANGE, 1 + to_mood * surprise)
+        off.factor *= max(_LEAST_CHANGE, 1 + to_count * surprise)
+        self._mood_doubt *= 1 - to_mood
+        off.doubt = max(_LEAST_SHAPE_DOUBT, off.doubt * (1 - to_count))
+
+    def seconds(self, count: float) -> float:
+        """What `count` is expected to take."""
+        return self._mood * self._factor(count) * self._prior_s(count)
+
+    def as_dict(self) -> dict[int, float]:
+        """Expected seconds of the counts that ran, ascending."""
+        return {count: self.seconds(count) for count in self._counts}
+
+    def _prior_s(self, count: float) -> float:
+        last, last_s = self._prior.points[-1]
+        if self._grows and len(self._prior.points) == 1:
+            return max(last_s * count / last, _LEAST_S)
+        return max(self._prior.seconds(count), _LEAST_S)
+
+    def _factor(self, count: float) -> float:
+        if not self._counts:
+            return 1.0
+        place = bisect_left(self._counts, count)
+        above = self._counts[min(place, len(self._counts) - 1)]
+        if place in (0, len(self._counts)) or above == count:
+            return self._off[above].factor
+        below = self._counts[place - 1]
+        share = (count - below) / (above - below)
+        return (1 - share) * self._off[below].factor + share * self._off[above].factor
+
+
+def seed_tables(profile: Profile) -> tuple[CostTable, dict[str, CostTable]]:
+    """Tables that begin with `profile`: of the target's step by rows, its gaps filled by the roofline, and of every drafter by guesses."""
+    rows = profile.rows if profile.roofline is None else Curve(profile.roofline.fill(profile.rows.points))
+    drafters = {name: SeededCost(cost.guesses, grows=True) for name, cost in profile.drafters.items() if cost.guesses.points}
+    return SeededCost(rows), dict(drafters)
 
 
 def _bucket(count: int) -> int:

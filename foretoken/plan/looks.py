@@ -145,7 +145,7 @@ class Calibration:
         right, expected_right, wrong, expected_wrong = self._counts[later]
         own = (right + _HALF) / (expected_right + _HALF) * (expected_wrong + _HALF) / (wrong + _HALF)
         trust = (right + wrong) / (right + wrong + _PRIOR_GUESSES)
-        return own**trust * before ** (1 - trust)
+        return float(own**trust * before ** (1 - trust))
 
 
 def _class_of(parent: int, step: float) -> int:

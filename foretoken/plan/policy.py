@@ -7,7 +7,7 @@ they were used or not (`looks`); others are tried again for a small share of the
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -90,6 +90,12 @@ class BudgetPolicy:
         self._steps_since_plain = 0
         self._plain_seen = False
         self._prices: _Prices | None = None
+
+    def seed(self, target_cost: CostTable, draft_cost: Mapping[Hashable, CostTable]) -> None:
+        """Begin with these tables, before any step was observed."""
+        assert self.target_cost.is_empty
+        self.target_cost = target_cost
+        self.draft_cost = {drafter: {0: table} for drafter, table in draft_cost.items()}
 
     def plan(self, wishes: Sequence[Wish]) -> list[Grant]:
         """What each request of the next round may do."""

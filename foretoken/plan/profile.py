@@ -5,7 +5,8 @@
          + batch(requests) - rows(requests), each beyond its first    what several requests cost beyond as many rows of one
          + sum over requests of context(tokens) - context(short)      what a longer past costs to read
 
-Between measured points a curve is a straight line, before the first flat, beyond the last it goes on at its last slope.
+Between measured points a curve is a straight line, before the first flat, beyond the last it goes on at its last slope. Where a
+profile says nothing of context, its `roofline` does.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from foretoken.errors import InputError
+from foretoken.plan.roofline import Roofline
 
 FORMAT = "foretoken-profile-1"
 
@@ -59,13 +61,14 @@ class DrafterCost:
     """Seconds of a drafter in a round, proposing and taking in what was emitted.
 
     `guesses` by its longest draft, one request; `batch` by requests, at `batch_num_draft` guesses each; `prompt` what a prompt of so
-    many tokens takes the first time.
+    many tokens takes the first time. `about` says what makes this drafter cost what it costs.
     """
 
     guesses: Curve
     batch: Curve = Curve()
     batch_num_draft: int = 1
     prompt: Curve = Curve()
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     def seconds(self, num_draft: int, batch: int = 1, prompt_tokens: int = 0) -> float:
         """A round in which the longest draft has `num_draft` guesses and `batch` requests draft; 0 for none."""
@@ -81,7 +84,8 @@ class Profile:
     """Measured curves of one target on one machine, with everything needed to judge them.
 
     `rows` by decoding rows, `batch` by requests of one row each, `context` by tokens of the past (one row), `chunk` by prompt tokens;
-    `drafters` by name. `target` describes the model, `caveats` what was left out or looked odd.
+    `drafters` by name. `target` describes the model, `caveats` what was left out or looked odd. `roofline` is what the machine could do
+    at best.
     """
 
     target: Mapping[str, Any]
@@ -95,6 +99,7 @@ class Profile:
     chunk: Curve = Curve()
     drafters: Mapping[str, DrafterCost] = field(default_factory=dict)
     caveats: tuple[str, ...] = ()
+    roofline: Roofline | None = None
 
     def step_s(self, decode_rows: int, contexts: Sequence[int], prompt_tokens: int = 0) -> float:
         """A step over `decode_rows` rows and `prompt_tokens` of prompts, of requests with so many tokens of past each."""
@@ -107,6 +112,8 @@ class Profile:
         if self.context.points:
             short, _ = self.context.points[0]
             seconds += sum(self.context.beyond(tokens, short) for tokens in contexts if tokens > short)
+        elif self.roofline is not None:
+            seconds += self.roofline.past_s(sum(contexts))
         return seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -116,7 +123,7 @@ class Profile:
     @property
     def fingerprint(self) -> str:
         """See `fingerprint`."""
-        return fingerprint(self.machine, self.target, self.versions)
+        return fingerprint(self.machine, self.target, self.versions, {name: cost.about for name, cost in self.drafters.items()})
 
 
 def profile_from_mapping(raw: object) -> Profile:
@@ -130,10 +137,13 @@ def profile_from_mapping(raw: object) -> Profile:
         raise InputError("profile", found, f"not a profile of this version ({FORMAT}); make one with `foretoken bench --profile --out DIR`")
     rows = _curve(raw, "rows")
     if not rows.points:
-        raise InputError("profile.rows", raw["rows"], "needs at least one point [rows, seconds]")
+        raise InputError("profile.rows", raw.get("rows"), "needs at least one point [rows, seconds]")
     drafters = raw.get("drafters", {})
     if not isinstance(drafters, Mapping):
         raise InputError("profile.drafters", drafters, "must map names to curves")
+    caveats = raw.get("caveats", ())
+    if not isinstance(caveats, list | tuple):
+        raise InputError("profile.caveats", caveats, "must be a list of texts")
     return Profile(
         target=_mapping(raw, "target"),
         machine=_mapping(raw, "machine"),
@@ -145,13 +155,16 @@ def profile_from_mapping(raw: object) -> Profile:
         context=_curve(raw, "context"),
         chunk=_curve(raw, "chunk"),
         drafters={str(name): _drafter(f"drafters.{name}", cost) for name, cost in drafters.items()},
-        caveats=tuple(map(str, raw.get("caveats", ()))),
+        caveats=tuple(map(str, caveats)),
+        roofline=_roofline(raw),
     )
 
 
-def fingerprint(machine: Mapping[str, Any], target: Mapping[str, Any], versions: Mapping[str, str]) -> str:
-    """A name for what a profile holds for: equal on the same machine, model and versions only."""
-    text = json.dumps([machine, target, versions], sort_keys=True, default=str)
+def fingerprint(
+    machine: Mapping[str, Any], target: Mapping[str, Any], versions: Mapping[str, str], drafters: Mapping[str, Mapping[str, Any]] | None = None
+) -> str:
+    """A name for what a profile holds for: equal on the same machine, model, versions and drafters only."""
+    text = json.dumps([machine, target, versions, drafters or {}], sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
 
 
@@ -161,7 +174,20 @@ def _drafter(name: str, raw: object) -> DrafterCost:
     guesses, num_draft = _curve(raw, "guesses", name), raw.get("batch_num_draft", 1)
     if isinstance(num_draft, bool) or not isinstance(num_draft, int) or num_draft < 1:
         raise InputError(f"profile.{name}.batch_num_draft", num_draft, "must be a whole number of at least 1")
-    return DrafterCost(guesses, _curve(raw, "batch", name), num_draft, _curve(raw, "prompt", name))
+    about = raw.get("about", {})
+    if not isinstance(about, Mapping):
+        raise InputError(f"profile.{name}.about", about, "must be an object")
+    return DrafterCost(guesses, _curve(raw, "batch", name), num_draft, _curve(raw, "prompt", name), about)
+
+
+def _roofline(raw: Mapping[str, Any]) -> Roofline | None:
+    value = raw.get("roofline")
+    if value is None:
+        return None
+    try:
+        return Roofline(**{str(name): float(number) for name, number in value.items()})
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InputError("profile.roofline", value, f"must hold the numbers of a roofline: {error}") from error
 
 
 def _curve(raw: Mapping[str, Any], name: str, where: str = "") -> Curve:

@@ -14,6 +14,7 @@ import pytest
 from foretoken.bench import profile as module
 from foretoken.bench.drafting import parse_drafters
 from foretoken.bench.profile import ProfileOptions, load_profile, measure_profile, print_profile, run_profile, write_profile
+from foretoken.engine import profiling
 from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.model.open import open_model
 from foretoken.plan.profile import Curve, DrafterCost, Profile, fingerprint, profile_from_mapping
@@ -88,6 +89,8 @@ def test_what_is_no_profile_is_refused_by_name(tmp_path: Path) -> None:
         (good | {"drafters": {"ngram": 3}}, "profile.drafters.ngram"),
         (good | {"drafters": 3}, "profile.drafters"),
         (good | {"machine": 3}, "profile.machine"),
+        (good | {"caveats": 3}, "profile.caveats"),
+        ({"format": good["format"]}, "profile.rows"),
     ]
     for raw, message in cases:
         with pytest.raises(InputError, match=message):
@@ -101,7 +104,7 @@ def test_what_is_no_profile_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_tiny_model_is_measured(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Every curve has the points that fit into a context of 256 tokens, and everything is given back."""
-    monkeypatch.setattr(module, "_POINT_S", 0.0)
+    monkeypatch.setattr(profiling, "_POINT_S", 0.0)
     monkeypatch.setattr(module, "_BATCHES", (1, 4))
     heard: list[str] = []
     options = ProfileOptions(str(pair.target), str(pair.draft), parse_drafters(["draft_model", "ngram"]), budget_s=600.0)
@@ -137,20 +140,20 @@ def test_what_time_does_not_allow_is_left_out_and_said(pair: SimpleNamespace) ->
 
 def test_medians_and_the_drafters_own_time(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 5, 1, 9, ... seconds count as their median; what the drafter spent is taken out of the step."""
-    monkeypatch.setattr(module, "_POINT_S", 0.0)
-    real, times = module._timed, iter([7.0] + [5.0, 1.0, 9.0] * 50)
+    monkeypatch.setattr(profiling, "_POINT_S", 0.0)
+    real, times = profiling.timed, iter([7.0] + [5.0, 1.0, 9.0] * 50)
 
     def fake(engine: object) -> tuple[float, float]:
         real(engine)
         return next(times), 0.5
 
-    monkeypatch.setattr(module, "_timed", fake)
+    monkeypatch.setattr(profiling, "timed", fake)
     target = open_model(Path(pair.target), "auto", "cpu", 4096)
-    bench = module._Bench(target, 0, time.perf_counter() + 600, 600.0, lambda *_: None)
-    found = bench.step_times("x", module.Work(1, 32, 2))
+    bench = profiling.StepBench(target, 0, time.perf_counter() + 600, 600.0, lambda *_: None)
+    found = bench.step_times("x", profiling.Work(1, 32, 2))
     assert (found.prompt_s, found.step_s, found.draft_s) == ((7.0,), (4.5, 0.5, 8.5), (0.5,) * 3)
     times = iter([7.0, 5.0, 1.0, 9.0])
-    assert bench.curve("x", (3,), lambda rows: module.Work(1, 32, rows - 1)) == Curve(((3, 4.5),))
+    assert bench.curve("x", (3,), lambda rows: profiling.Work(1, 32, rows - 1)) == Curve(((3, 4.5),))
 
 
 def test_bad_options(pair: SimpleNamespace) -> None:
