@@ -70,12 +70,15 @@ def parse_batch_settings(names: Sequence[str], draft: str | None) -> tuple[tuple
     for name in names:
         if name == AUTO and AUTO not in known_drafters():
             notes.append("auto was not measured: this version does not choose the drafter by itself.")
-        elif name not in found:
-            found[name] = _parse(name, draft)
+        else:
+            setting = _parse(name, draft)
+            found.setdefault(setting.name, setting)
     return tuple(found.values()), notes
 
 
 def _parse(name: str, draft: str | None) -> BatchSetting:
+    if name == PLAIN:
+        return BatchSetting(PLAIN)
     if name == AUTO:
         return BatchSetting(name, DrafterChoice(AUTO), "auto")
     drafter, _, how = name.rpartition("-")
@@ -89,7 +92,7 @@ def _parse(name: str, draft: str | None) -> BatchSetting:
         raise ConfigError("settings", name, "the prompts of a batch carry no prediction; leave it out")
     if choice.own("num_draft") is not None:
         raise ConfigError("settings", name, "the number of guesses stands behind the hyphen; leave num_draft out")
-    return BatchSetting(name, choice, int(how) if how.isdigit() else "auto", how if how in RIVALS else None)
+    return BatchSetting(f"{choice.label}-{how}", choice, int(how) if how.isdigit() else "auto", how if how in RIVALS else None)
 
 
 @dataclass(frozen=True)

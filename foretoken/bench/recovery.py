@@ -38,11 +38,12 @@ _STAND_IN = "ngram"  # whose place in the engine the scripted drafter takes
 _CHANCES = (0.0, 0.85, 0.0, 0.85)
 _STRETCH_STEPS = 80
 _NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, MOST_NUM_DRAFT)
-_TIMED_STEPS = 12
+_TIMED_TURNS, _TIMED_STEPS = 4, 5
 _GOOD_SHARE = 0.95
 _WINDOW, _GOOD_IN_WINDOW = 10, 8
 _TOKEN_BIAS = 100.0
 _PROMPT_TOKENS = 16
+_MARGIN = 1.3  # a text may grow so much beyond what is expected
 _FORCED = 5  # the token that is said, whatever it means
 
 
@@ -198,8 +199,10 @@ def run_recovery(options: LoadOptions, command: str = "foretoken bench --recover
         except KeyboardInterrupt:
             interrupted = True
     rows = summarise_recovery(stretches, times)
+    cut = [stretch for stretch in stretches if len(stretch.numbers) < _STRETCH_STEPS]
     notes = [
         f"Each text: chances {', '.join(map(str, _CHANCES))} of a guess to stand, {_STRETCH_STEPS} steps each; guesses cost nothing to make.",
+        *([f"{len(cut)} stretches are shorter: the text was full."] if cut else []),
         f"The table of guesses by batch size: {table_text(stage.table)}.",
         *(f"Milliseconds of a step at batch {one.batch} by guesses: {_times_text(one)}." for one in times.values()),
     ]
@@ -208,19 +211,17 @@ def run_recovery(options: LoadOptions, command: str = "foretoken bench --recover
 
 
 def _most_tokens() -> int:
-    """Tokens that a text may come to: every guess of a good stretch stands less often than this allows."""
-    return (
-        1 + sum(round(2 * _STRETCH_STEPS * expected_tokens(MOST_NUM_DRAFT, chance)) if chance else _STRETCH_STEPS for chance in _CHANCES) // 2 + 200
-    )
+    """Room for a text in which more stands than may be expected."""
+    return round(_MARGIN * _STRETCH_STEPS * sum(expected_tokens(MOST_NUM_DRAFT, chance) for chance in _CHANCES))
 
 
 def step_times(stage: Stage, batch: int) -> StepTimes:
-    """Times of steps in which every request guesses the same number, none of which stands."""
-    seconds = []
-    for number in _NUMBERS:
+    """Times of steps in which every request guesses the same number, none of which stands; the numbers take turns."""
+    timed: dict[int, list[float]] = {number: [] for number in _NUMBERS}
+    for number in _NUMBERS * _TIMED_TURNS:
         script = ScriptedDrafter((0.0,), 1, stage.seed)
-        timed = _run(stage, script, BatchSetting("fixed", DrafterChoice(_STAND_IN), number), batch, _TIMED_STEPS)
-        seconds.append(median(timed[len(timed) // 4 :]))
+        timed[number] += _run(stage, script, BatchSetting("fixed", DrafterChoice(_STAND_IN), number), batch, _TIMED_STEPS)[1:]
+    seconds = [median(own) for own in timed.values()]
     for place in range(1, len(seconds)):  # more rows never take less time: what says so is noise
         seconds[place] = max(seconds[place], seconds[place - 1])
     return StepTimes(batch, _NUMBERS, tuple(seconds))
