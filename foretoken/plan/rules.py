@@ -115,13 +115,12 @@ class _StepSlot:
             self.current = self.steps[self._next_place(self.steps.index(self.current))]
 
     def _next_place(self, place: int) -> int:
-        if not self.steps[place]:  # an interval without guesses is followed by a trial
-            return min(place + 1, len(self.steps) - 1)
         lowest = place
         while lowest and self.mean_accepted <= max(_HALF, self.steps[lowest - 1] - _HALF) + _DOWN_HYSTERESIS:
             lowest -= 1
         if lowest < place:
             return lowest
+        # From 0 it always rises: an interval without guesses is followed by a trial.
         while place < len(self.steps) - 1 and self.mean_accepted > self.steps[place] - _HALF:
             place += 1
         return place
