@@ -13,7 +13,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol
 
 from foretoken.errors import InputError
-from foretoken.plan.policy import Wish
+from foretoken.plan.cost import CostTable
+from foretoken.plan.looks import Look
+from foretoken.plan.policy import NO_GUESS, Grant, Wish
 
 TABLE: Mapping[int, int] = {1: 5, 4: 3, 16: 1, 32: 0}
 STEP_SETS: Mapping[int, tuple[int, ...]] = {1: (1, 3, 5, 7), 8: (0, 1, 3), 32: (0, 1), 64: (0,)}
@@ -28,19 +30,24 @@ _HEURISTIC_FIRST, _HEURISTIC_MORE, _HEURISTIC_LESS = 5, 2, 1
 class Policy(Protocol):
     """Who decides the numbers of guesses: plans before a round, and takes in what finished rounds showed (see `BudgetPolicy`)."""
 
-    def plan(self, wishes: Sequence[Wish]) -> list[int]:
-        """Guesses for each request of the next round."""
+    target_cost: CostTable
+
+    def plan(self, wishes: Sequence[Wish]) -> list[Grant]:
+        """What each request of the next round may do."""
 
     def observe_step(self, num_rows: int, num_nodes: int, target_s: float) -> None:
         """A step in which nothing but decoding ran took `target_s`."""
 
-    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float) -> None:
-        """A drafter took `draft_s` for `longest` guesses at most."""
+    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1) -> None:
+        """A drafter took `draft_s` for `num_requests` requests and `longest` guesses at most."""
 
     def observe_round(
         self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], gained: bool, parents: Sequence[int] = ()
     ) -> None:
         """For each guess of a request the chance with which the round emitted it."""
+
+    def observe_look(self, request_id: int, drafter: Hashable, look: Look, found: Sequence[bool | None]) -> None:
+        """What became of guesses that a drafter showed, used or not."""
 
     def observe_rest(self, request_id: int) -> None:
         """A request was given no guess."""
@@ -50,24 +57,56 @@ class Policy(Protocol):
 
 
 class _Rule:
-    """What the rules have in common: they ignore what steps and drafters cost, and keep nothing of a request."""
+    """What the rules have in common: the first drafter of a request guesses, and what guesses stood is told in one way.
+
+    Costs are kept for the controller's own accounts; no rule looks at them.
+    """
+
+    def __init__(self) -> None:
+        self.target_cost = CostTable()
+        self._granted: dict[int, int] = {}  # guesses of the round that was planned last, of requests that left the number open
+
+    def plan(self, wishes: Sequence[Wish]) -> list[Grant]:
+        """The rule's number for every request that left it open, as far as its drafter can use it."""
+        drafting = {wish.request_id for wish in wishes if wish.is_open and wish.arms}
+        numbers = self._numbers_for(wishes)
+        grants = [_granted(wish, number) for wish, number in zip(wishes, numbers, strict=True)]
+        self._granted = {wish.request_id: grant.num_draft for wish, grant in zip(wishes, grants, strict=True) if wish.request_id in drafting}
+        return grants
 
     def observe_step(self, num_rows: int, num_nodes: int, target_s: float) -> None:
-        """Not looked at."""
+        """For the controller's accounts."""
+        self.target_cost.observe(num_rows, target_s)
 
-    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float) -> None:
+    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1) -> None:
         """Not looked at."""
 
     def observe_round(
         self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], gained: bool, parents: Sequence[int] = ()
     ) -> None:
-        """Not looked at."""
+        """Guesses that stood."""
+        if self._granted.get(request_id):
+            self._saw(request_id, len(chances), sum(chances))
+
+    def observe_look(self, request_id: int, drafter: Hashable, look: Look, found: Sequence[bool | None]) -> None:
+        """The same of a drafter that shows its guesses, as far as they were used."""
+        used = found[: self._granted.get(request_id, 0)]
+        if used:
+            self._saw(request_id, len(used), sum(right is True for right in used))
 
     def observe_rest(self, request_id: int) -> None:
         """Not looked at."""
 
     def finish(self, request_id: int) -> None:
-        """Nothing is kept."""
+        """Drop what is kept of a request."""
+        self._granted.pop(request_id, None)
+
+    def _numbers_for(self, wishes: Sequence[Wish]) -> list[int]:
+        """A number for each request."""
+        raise NotImplementedError
+
+    def _saw(self, request_id: int, num_guesses: int, num_accepted: float) -> None:
+        """Take in that so many of a request's guesses stood."""
 
 
 class BatchTable(_Rule):
@@ -82,11 +121,11 @@ class BatchTable(_Rule):
     def __init__(self, table: Mapping[int, int] = TABLE) -> None:
         if not table or min(table) < 1 or min(table.values()) < 0:
             raise InputError("table", dict(table), "must map batch sizes of at least 1 to numbers of guesses of at least 0, such as 1:5,4:3,16:1")
+        super().__init__()
         self.table = dict(sorted(table.items()))
 
-    def plan(self, wishes: Sequence[Wish]) -> list[int]:
-        """The table's number for every request that left it open."""
-        return _same_for_all(wishes, self.table[_slot(tuple(self.table), len(wishes))])
+    def _numbers_for(self, wishes: Sequence[Wish]) -> list[int]:
+        return [self.table[_slot(tuple(self.table), len(wishes))]] * len(wishes)
 
 
 def measured_table(tokens_per_s: Mapping[int, Mapping[int, float]]) -> dict[int, int]:
@@ -137,24 +176,21 @@ class EmaRule(_Rule):
     def __init__(self, step_sets: Mapping[int, Sequence[int]] = STEP_SETS) -> None:
         if not step_sets or not all(step_sets.values()):
             raise InputError("step_sets", dict(step_sets), "must map batch sizes to numbers of guesses, at least one each")
+        super().__init__()
         self.slots = {batch: _StepSlot(steps) for batch, steps in sorted(step_sets.items())}
         self._last: _StepSlot | None = None
         self._accepted: list[float] = []
 
-    def plan(self, wishes: Sequence[Wish]) -> list[int]:
-        """The current number of the batch's step set for every request that left it open."""
+    def _numbers_for(self, wishes: Sequence[Wish]) -> list[int]:
         if self._last is not None:
             self._last.take_in(self._accepted)
         self._accepted = []
         slot = self.slots[_slot(tuple(self.slots), len(wishes))]
-        self._last = slot if any(wish.is_open and wish.drafts for wish in wishes) else None
-        return _same_for_all(wishes, slot.current)
+        self._last = slot if any(wish.is_open and wish.arms for wish in wishes) else None
+        return [slot.current] * len(wishes)
 
-    def observe_round(
-        self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], gained: bool, parents: Sequence[int] = ()
-    ) -> None:
-        """Guesses that stood; a drafter that found none counts as none accepted."""
-        self._accepted.append(sum(chances))
+    def _saw(self, request_id: int, num_guesses: int, num_accepted: float) -> None:
+        self._accepted.append(num_accepted)
 
 
 class HeuristicRule(_Rule):
@@ -164,25 +200,23 @@ class HeuristicRule(_Rule):
     def __init__(self, first: int = _HEURISTIC_FIRST) -> None:
         if first < 1:
             raise InputError("first", first, "must be at least 1")
+        super().__init__()
         self.first = first
         self._numbers: dict[int, int] = {}
 
-    def plan(self, wishes: Sequence[Wish]) -> list[int]:
-        """Each request's own number where it left it open."""
-        return [_granted(wish, self._numbers.get(wish.request_id, self.first)) for wish in wishes]
-
-    def observe_round(
-        self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], gained: bool, parents: Sequence[int] = ()
-    ) -> None:
-        """All of them stood, or not."""
-        if chances:
-            number = self._numbers.get(request_id, self.first)
-            all_stood = sum(chances) > len(chances) - _HALF
-            self._numbers[request_id] = number + _HEURISTIC_MORE if all_stood else max(1, number - _HEURISTIC_LESS)
-
     def finish(self, request_id: int) -> None:
         """Drop its number."""
+        super().finish(request_id)
         self._numbers.pop(request_id, None)
+
+    def _numbers_for(self, wishes: Sequence[Wish]) -> list[int]:
+        return [self._numbers.get(wish.request_id, self.first) for wish in wishes]
+
+    def _saw(self, request_id: int, num_guesses: int, num_accepted: float) -> None:
+        if num_guesses:
+            number = self._numbers.get(request_id, self.first)
+            all_stood = num_accepted > num_guesses - _HALF
+            self._numbers[request_id] = number + _HEURISTIC_MORE if all_stood else max(1, number - _HEURISTIC_LESS)
 
 
 def _slot(sizes: Sequence[int], batch: int) -> int:
@@ -190,11 +224,9 @@ def _slot(sizes: Sequence[int], batch: int) -> int:
     return sizes[max(0, bisect_right(sizes, batch) - 1)]
 
 
-def _granted(wish: Wish, number: int) -> int:
-    if not wish.drafts:
-        return 0
-    return min(number, wish.most) if wish.is_open else wish.most
-
-
-def _same_for_all(wishes: Sequence[Wish], number: int) -> list[int]:
-    return [_granted(wish, number) for wish in wishes]
+def _granted(wish: Wish, number: int) -> Grant:
+    if not wish.arms:
+        return NO_GUESS
+    arm = wish.arms[0]
+    count = min(number, arm.most) if wish.is_open else arm.most
+    return Grant(arm.number, count) if count else NO_GUESS

@@ -8,21 +8,26 @@ from collections.abc import Callable
 import pytest
 
 from foretoken.errors import InputError
-from foretoken.plan.policy import BudgetPolicy, Wish
+from foretoken.plan.looks import Look
+from foretoken.plan.policy import Arm, BudgetPolicy, Wish, wish_of
 from foretoken.plan.rules import BatchTable, EmaRule, HeuristicRule, Policy, measured_table
 
 MAKERS: list[Callable[[], Policy]] = [BatchTable, EmaRule, HeuristicRule, BudgetPolicy]
 
 
 def wishes(batch: int, most: int = 24, is_open: bool = True) -> list[Wish]:
-    return [Wish(request, "d", most, is_open) for request in range(batch)]
+    return [wish_of(request, "d", most, is_open) for request in range(batch)]
+
+
+def numbers(policy: Policy, asked: list[Wish]) -> list[int]:
+    return [grant.num_draft for grant in policy.plan(asked)]
 
 
 def run(policy: Policy, batch: int, rounds: int, accepted: Callable[[int, int], int]) -> list[list[int]]:
     """Plans of some rounds in which `accepted(round, guesses)` guesses of every request stand."""
     plans = []
     for turn in range(rounds):
-        budgets = policy.plan(wishes(batch))
+        budgets = numbers(policy, wishes(batch))
         plans.append(budgets)
         policy.observe_step(batch + sum(budgets), sum(budgets), 1.0)
         for request, budget in enumerate(budgets):
@@ -37,17 +42,17 @@ def run(policy: Policy, batch: int, rounds: int, accepted: Callable[[int, int], 
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_number_that_the_caller_set_stands(make: Callable[[], Policy]) -> None:
-    mixed = [Wish(0, "d", 9, is_open=False), Wish(1, None, 0, is_open=True), Wish(2, "d", 0, is_open=True), Wish(3, "d", 2, is_open=True)]
-    budgets = make().plan(mixed)
+    mixed = [wish_of(0, "d", 9, False), wish_of(1, None, 0, True), wish_of(2, "d", 0, True), wish_of(3, "d", 2, True)]
+    budgets = numbers(make(), mixed)
     assert budgets[:3] == [9, 0, 0]
     assert budgets[3] <= 2
 
 
 def test_a_table_goes_by_the_size_of_the_batch() -> None:
     rule = BatchTable({4: 3, 1: 5, 16: 1, 32: 0})
-    assert [rule.plan(wishes(batch))[0] for batch in (1, 3, 4, 15, 16, 31, 32, 100)] == [5, 5, 3, 3, 1, 1, 0, 0]
-    assert rule.plan(wishes(2, most=2)) == [2, 2]
-    assert BatchTable({8: 2}).plan(wishes(1)) == [2]
+    assert [numbers(rule, wishes(batch))[0] for batch in (1, 3, 4, 15, 16, 31, 32, 100)] == [5, 5, 3, 3, 1, 1, 0, 0]
+    assert numbers(rule, wishes(2, most=2)) == [2, 2]
+    assert numbers(BatchTable({8: 2}), wishes(1)) == [2]
 
 
 @pytest.mark.parametrize("table", [{}, {0: 1}, {1: -1}])
@@ -71,7 +76,7 @@ def test_the_mean_moves_the_number_of_guesses_after_warm_up_every_fifth_round() 
 
 def test_the_mean_brings_the_number_down_to_the_least_of_its_set() -> None:
     assert run(EmaRule(), 1, 60, lambda turn, budget: 0)[-1] == [1]
-    assert EmaRule({1: (2,)}).plan(wishes(1)) == [2]
+    assert numbers(EmaRule({1: (2,)}), wishes(1)) == [2]
 
 
 def test_after_an_interval_without_guesses_the_least_number_is_tried() -> None:
@@ -85,8 +90,8 @@ def test_after_an_interval_without_guesses_the_least_number_is_tried() -> None:
 def test_every_size_of_the_batch_has_a_mean_of_its_own() -> None:
     rule = EmaRule()
     run(rule, 1, 60, lambda turn, budget: budget)
-    assert rule.plan(wishes(8)) == [3] * 8
-    assert rule.plan(wishes(1)) == [7]
+    assert numbers(rule, wishes(8)) == [3] * 8
+    assert numbers(rule, wishes(1)) == [7]
 
 
 def test_an_empty_step_set_is_refused() -> None:
@@ -100,9 +105,9 @@ def test_two_more_after_full_acceptance_and_one_less_otherwise() -> None:
     assert [budgets[0] for budgets in run(rule, 1, 5, lambda turn, budget: next(results))] == [5, 7, 9, 8, 7]
     assert run(rule, 1, 20, lambda turn, budget: 0)[-1] == [1]
     rule.observe_round(0, "d", 1, [], gained=False)  # the drafter found nothing: no news
-    assert rule.plan(wishes(1)) == [1]
+    assert numbers(rule, wishes(1)) == [1]
     rule.finish(0)
-    assert rule.plan(wishes(1)) == [5]
+    assert numbers(rule, wishes(1)) == [5]
     with pytest.raises(InputError, match="first"):
         HeuristicRule(0)
 
@@ -116,3 +121,18 @@ def test_a_plan_does_not_depend_on_what_its_round_brings(make: Callable[[], Poli
             rng = random.Random(seed)
             ways.append(run(make(), 4, 40, lambda turn, budget, rng=rng, cut=cut: turn % 3 if turn < cut else rng.randrange(8)))
         assert ways[0][: cut + 1] == ways[1][: cut + 1]
+
+
+def test_guesses_that_a_drafter_shows_count_as_far_as_they_were_used() -> None:
+    """Five are shown, three used: the fourth one, right too, is no news."""
+    look = Look((-1, 0, 1, 2, 3), (0.9,) * 5)
+    wish = [Wish(0, (Arm(1, "d", 5, look=look), Arm(0, "other", 9)))]
+    heuristic, ema = HeuristicRule(3), EmaRule({1: (3,)})
+    for rule in (heuristic, ema):
+        (grant,) = rule.plan(wish)
+        assert grant == (1, 3)
+        rule.observe_look(0, "d", look, [True, True, True, True, False])
+    assert numbers(heuristic, wishes(1)) == [5]
+    assert ema._accepted == [3]
+    heuristic.observe_look(0, "d", look, [False, None, None, None, None])
+    assert numbers(heuristic, wishes(1)) == [4]
