@@ -22,6 +22,7 @@ from foretoken.bench.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.measure import PLAIN
 from foretoken.config import SamplingParams, SpecConfig, known_drafters
 from foretoken.core import StepOutput
+from foretoken.draft.group import DrafterKey
 from foretoken.errors import ConfigError
 from foretoken.plan.rules import BatchTable, EmaRule, HeuristicRule, Policy
 
@@ -140,10 +141,14 @@ class Stage:
         self._policies.clear()
 
     def enter(self, setting: BatchSetting) -> None:
-        """From here on the engine decides by this setting's policy."""
+        """From here on the engine decides by this setting's policy; drafters that keep earlier answers under any tenant begin anew."""
         if setting.name not in self._policies:
             self._policies[setting.name] = copy.deepcopy(self._pristine) if setting.rule is None else RIVALS[setting.rule](self.table)
         self.llm.engine.controller.policy = self._policies[setting.name]
+        drafters = self.llm.engine.drafters.drafters
+        for key in [key for key in drafters if _keeps_answers(key)]:
+            del drafters[key]
+        self.llm.prepare(setting.spec(self.draft, ""))
 
     def spec(self, setting: BatchSetting) -> SpecConfig:
         """The configuration of the next request: a tenant of its own, so that nobody guesses or reads on from earlier answers."""
@@ -191,6 +196,11 @@ class Stage:
             sum(one.num_drafted for one in stats),
             sum(one.num_accepted for one in stats),
         )
+
+
+def _keeps_answers(key: DrafterKey) -> bool:
+    """Whether a drafter, or a part of it, would guess from answers to the same prompts in earlier turns."""
+    return key[0] == "recycling" or any(isinstance(part, tuple) and _keeps_answers(part) for part in key)
 
 
 def together(turns: Sequence[Turn]) -> Turn:

@@ -161,6 +161,15 @@ def test_every_request_is_a_tenant_of_its_own(stage: Stage) -> None:
     assert len({spec.tenant for spec in specs}) == 3
 
 
+def test_nobody_remembers_the_answers_of_an_earlier_turn(stage: Stage) -> None:
+    """The second turn of a setting drafts exactly what the first one did: the same prompts must not come as old friends."""
+    for name in ("recycling-3", "suffix-3", "mix-3"):
+        setting = parse_batch_settings((name,), stage.draft)[0][1]
+        first, second = (stage.answer(setting, [Ask("a", (5, 6, 7)), Ask("b", (8, 9))], 16) for _ in range(2))
+        assert first.num_drafted == second.num_drafted
+        assert first.answers == second.answers
+
+
 def test_settings_take_turns_in_a_rotating_order(stage: Stage, text_pair: SimpleNamespace) -> None:
     chosen = options(text_pair, batches=(1,), slices=("chat",), prompts_per_slice=1, max_tokens=4, repeats=3, warmup=1)
     settings, _ = parse_batch_settings(("ngram-1", "ngram-2"), None)
