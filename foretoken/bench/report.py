@@ -53,20 +53,21 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; numbers that do not exist are None."""
-        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return {f.name: as_plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def json_line(self) -> str:
         """The report as one line of JSON."""
         return json.dumps(self.as_dict(), allow_nan=False)
 
 
-def _plain(value: object) -> object:
+def as_plain(value: object) -> object:
+    """`value` as JSON takes it: dataclasses as objects, tuples as lists, paths as texts."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: as_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): as_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [as_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
@@ -79,7 +80,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
             table.add_column(column, justify="left" if column == "setting" else "right", no_wrap=True)
         for row in rows:
             table.add_row(*map(escape, _cells(row, rows)))
-        _print_whole(table, console)
+        print_whole(table, console)
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
         _print_summary(summary(report.rows, temperature), temperature, console)
     for name, found in report.ratios.items():
@@ -99,11 +100,12 @@ def _print_summary(lines: list[list[str]], temperature: float, console: Console)
         table.add_column(heading, justify="left" if heading == lines[0][0] else "right", no_wrap=True)
     for line in lines[1:]:
         table.add_row(*map(escape, line))
-    _print_whole(table, console)
+    print_whole(table, console)
     console.print(SUMMARY_NOTE, highlight=False, markup=False)
 
 
-def _print_whole(table: Table, console: Console) -> None:
+def print_whole(table: Table, console: Console) -> None:
+    """A table in its full width, whatever the terminal's."""
     needed = console.measure(table, options=console.options.update(max_width=_MOST_WIDTH)).maximum
     console.width = max(console.width, needed)
     console.print(table)
@@ -161,11 +163,7 @@ def write_result(report: Report, folder: Path, name: str) -> Report:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        stem = f"{report.date[:10]}-{name}"
-        taken = 1
-        while (folder / f"{stem}.json").exists():
-            taken += 1
-            stem = f"{report.date[:10]}-{name}-{taken}"
+        stem = free_stem(folder, report.date, name)
         files = (folder / f"{stem}.json", folder / f"{stem}.md")
         report = dataclasses.replace(report, files=(*report.files, *map(str, files)))
         files[0].write_text(json.dumps(report.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -173,6 +171,16 @@ def write_result(report: Report, folder: Path, name: str) -> Report:
     except OSError as error:
         raise StorageError(f"cannot write the result to {folder}: {error}") from error
     return report
+
+
+def free_stem(folder: Path, date: str, name: str) -> str:
+    """`YYYY-MM-DD-name`, with a number behind it where a result of that name is already there."""
+    stem = first = f"{date[:10]}-{name}"
+    taken = 1
+    while (folder / f"{stem}.json").exists():
+        taken += 1
+        stem = f"{first}-{taken}"
+    return stem
 
 
 def markdown(report: Report, raw: str | None = None) -> str:

@@ -1,5 +1,7 @@
 """`foretoken bench`: plain against speculative decoding, and against other engines."""
 
+# ruff: noqa: ARG001 - options of --batches, --trace and --recovery are read from the context
+
 from __future__ import annotations
 
 import shlex
@@ -12,15 +14,17 @@ from rich.console import Console
 from rich.progress import Progress
 
 from foretoken.bench.drafting import parse_drafters
+from foretoken.bench.load_options import DEFAULT_SETTINGS, LoadOptions, table_text
 from foretoken.bench.offline import BenchOptions, run_bench
 from foretoken.bench.peers import EVERY, KINDS
 from foretoken.bench.profile import ProfileOptions, print_profile, run_profile, write_profile
 from foretoken.bench.prompts import ALL
 from foretoken.bench.report import check_folder, check_name, print_report
 from foretoken.bench.workload import SLICES
+from foretoken.cli.bench_load import LOAD, load_kind, measure_load, number, refuse_others, whole, words
 from foretoken.cli.common import AllowLossyOption, DeviceOption, DraftOption, DtypeOption, JsonOption, TargetOption, print_json
 from foretoken.config import DRAFTERS, RULES
-from foretoken.errors import ConfigError
+from foretoken.plan.rules import TABLE
 
 _PROFILE_OPTIONS = frozenset({"profile", "target", "draft", "drafters", "dtype", "device", "threads", "out", "name", "seed", "as_json"})
 _DEFAULT = BenchOptions(target="reference:target", draft="reference:draft")
@@ -61,10 +65,37 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Folder for a dated result: raw JSON and a table.")] = None,
     name: Annotated[str, typer.Option(help="End of the result's file name.")] = _DEFAULT.name,
     seed: Annotated[int, typer.Option(help="Seed of the sampled answers.")] = 0,
+    batches: Annotated[
+        str | None, typer.Option(help="Measure whole batches of these sizes instead, as 1,4,16, one result for each slice.", rich_help_panel=LOAD)
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure a load that changes instead: BATCH:SLICE,... one after the other, as 1:code,16:random; or mixed.", rich_help_panel=LOAD
+        ),
+    ] = None,
+    recovery: Annotated[
+        bool, typer.Option("--recovery", help="Measure how soon the number of guesses follows a text that changes.", rich_help_panel=LOAD)
+    ] = False,
+    settings: Annotated[
+        str,
+        typer.Option(help="With --batches, --trace: plain, DRAFTER-N, DRAFTER-auto, auto, or a rule: table, ema, heuristic.", rich_help_panel=LOAD),
+    ] = ",".join(DEFAULT_SETTINGS),
+    table: Annotated[
+        str, typer.Option(help="Guesses by batch size for the setting table, as 1:5,4:3; or measured (at the start).", rich_help_panel=LOAD)
+    ] = table_text(TABLE),
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens kept of a prompt.", rich_help_panel=LOAD)] = LoadOptions.prompt_tokens,
+    phase_s: Annotated[
+        float, typer.Option(help="Seconds that plain decoding takes for each part of a trace.", rich_help_panel=LOAD)
+    ] = LoadOptions.phase_s,
     as_json: JsonOption = False,
 ) -> None:
     """Measure tokens per second, time per step and acceptance, everything interleaved in one run."""
-    names = _words(drafters)
+    kind = load_kind(context)
+    if kind is not None:
+        measure_load(context, kind)
+        return
+    names = words(drafters)
     if draft is None and target == "reference:target" and any("draft" in choice.needs for choice in parse_drafters(names)):
         draft = "reference:draft"
     if profile:
@@ -74,23 +105,23 @@ def bench(
         target=target,
         draft=draft,
         drafters=names,
-        num_drafts=tuple("auto" if word == "auto" else _whole("num_drafts", word) for word in _words(num_drafts)),
-        rules=_words(rule),
+        num_drafts=tuple("auto" if word == "auto" else whole("num_drafts", word) for word in words(num_drafts)),
+        rules=words(rule),
         allow_lossy=allow_lossy,
-        slices=_words(slices),
+        slices=words(slices),
         prompts=prompts,
         prompts_per_slice=prompts_per_slice,
         max_tokens=max_tokens,
         repeats=repeats,
         warmup=warmup,
-        temperatures=tuple(_number("temperatures", word) for word in _words(temperatures)),
+        temperatures=tuple(number("temperatures", word) for word in words(temperatures)),
         ignore_eos=not stop_at_eos,
         dtype=dtype,
         device=device,
         threads=threads,
         peers=peers,
-        peer_drafters=_words(peer_drafters),
-        peer_num_drafts=tuple(_whole("peer_num_drafts", word) for word in _words(peer_num_drafts)),
+        peer_drafters=words(peer_drafters),
+        peer_num_drafts=tuple(whole("peer_num_drafts", word) for word in words(peer_num_drafts)),
         plot=plot,
         out=out,
         name=name,
@@ -117,10 +148,7 @@ def _measure_profile(
     as_json: bool,
 ) -> None:
     """The short measurement behind `simulate`; options of the long one are refused."""
-    given = [str(p.name) for p in context.command.params if _was_given(context, str(p.name))]
-    for other in given:
-        if other not in _PROFILE_OPTIONS:
-            raise ConfigError(other, context.params[other], f"does not go with --profile, which takes {', '.join(sorted(_PROFILE_OPTIONS))}")
+    given = refuse_others(context, "profile", _PROFILE_OPTIONS)
     choices = parse_drafters(drafters)
     if "drafters" not in given and draft is None:
         choices = tuple(choice for choice in choices if "draft" not in choice.needs)
@@ -141,26 +169,3 @@ def _measure_profile(
         print_json(found.as_dict() | {"file": None if file is None else str(file)})
     else:
         print_profile(found, file)
-
-
-def _was_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
-
-
-def _whole(field: str, word: str) -> int:
-    try:
-        return int(word)
-    except ValueError:
-        raise ConfigError(field, word, "must be whole numbers separated by commas") from None
-
-
-def _number(field: str, word: str) -> float:
-    try:
-        return float(word)
-    except ValueError:
-        raise ConfigError(field, word, "must be numbers separated by commas") from None

@@ -19,6 +19,7 @@ from foretoken.plan.looks import NOTHING_SEEN, Look, Sight, outcomes
 from foretoken.plan.policy import MOST_NUM_DRAFT, Arm, BudgetPolicy, Grant, Wish
 from foretoken.plan.profile import Profile
 from foretoken.plan.routing import Routing, RoutingRules
+from foretoken.plan.rules import Policy
 from foretoken.verify import takes_trees
 
 _CANDIDATES = (0.25, 0.5, 0.75, 1.0)  # draft probabilities that "auto" chooses from
@@ -57,7 +58,7 @@ class Controller:
     """
 
     def __init__(self, look: Callable[[BatchEntry, int], LookupTree | None], rules: RoutingRules | None = None) -> None:
-        self.policy = BudgetPolicy()
+        self.policy: Policy = BudgetPolicy()
         self.routing = Routing(rules or RoutingRules())
         self._look = look
         self._shown: dict[int, list[tuple[Hashable, Look, Sequence[int]]]] = {}  # what was ready in this round: drafter, guesses, their tokens

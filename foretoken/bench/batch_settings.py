@@ -1,0 +1,216 @@
+"""Ways to decode a batch, by name, and the model on which they take turns.
+
+plain                     no guesses
+DRAFTER-5                 always five guesses; DRAFTER may carry options, as in `--drafters`
+DRAFTER-auto              the engine's own policy chooses how many
+DRAFTER-table             a rule of another engine does (`plan.rules`): table, ema or heuristic
+table, ema, heuristic     the same for the draft model where there is one, otherwise for ngram
+auto                      the engine also chooses who guesses
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from foretoken.bench.batch_prompts import Ask
+from foretoken.bench.drafting import DrafterChoice, parse_drafters
+from foretoken.bench.measure import PLAIN
+from foretoken.config import SamplingParams, SpecConfig, known_drafters
+from foretoken.core import StepOutput
+from foretoken.draft.group import DrafterKey
+from foretoken.errors import ConfigError
+from foretoken.plan.rules import BatchTable, EmaRule, HeuristicRule, Policy
+
+if TYPE_CHECKING:
+    from foretoken.engine.llm import LLM
+    from foretoken.engine.stats import RequestStats
+
+AUTO = "auto"
+RIVALS: Mapping[str, Callable[[Mapping[int, int]], Policy]] = {
+    "table": BatchTable,
+    "ema": lambda _table: EmaRule(),
+    "heuristic": lambda _table: HeuristicRule(),
+}
+
+
+@dataclass(frozen=True)
+class BatchSetting:
+    """One way to decode: who guesses (None: nobody), how many, and whose rule says so where the number is open."""
+
+    name: str
+    choice: DrafterChoice | None = None
+    num_draft: int | Literal["auto"] = 0
+    rule: str | None = None
+
+    @property
+    def adapts(self) -> bool:
+        """Whether something decides from round to round."""
+        return self.num_draft == "auto"
+
+    def spec(self, draft: str | None, tenant: str) -> SpecConfig:
+        """The configuration of one request."""
+        if self.choice is None:
+            return SpecConfig(tenant=tenant)
+        given = {"draft": draft, "tenant": tenant}
+        return self.choice.spec(num_draft=self.num_draft, **{field: value for field, value in given.items() if field in self.choice.takes})
+
+
+def parse_batch_settings(names: Sequence[str], draft: str | None) -> tuple[tuple[BatchSetting, ...], list[str]]:
+    """The settings called so, plain first and always there; a note on what this version cannot do.
+
+    Raises:
+        ConfigError: an unknown name, or a drafter that needs what a batch does not give it.
+    """
+    found = {PLAIN: BatchSetting(PLAIN)}
+    notes: list[str] = []
+    for name in names:
+        if name == AUTO and AUTO not in known_drafters():
+            notes.append("auto was not measured: this version does not choose the drafter by itself.")
+        else:
+            setting = _parse(name, draft)
+            found.setdefault(setting.name, setting)
+    return tuple(found.values()), notes
+
+
+def _parse(name: str, draft: str | None) -> BatchSetting:
+    if name == PLAIN:
+        return BatchSetting(PLAIN)
+    if name == AUTO:
+        return BatchSetting(name, DrafterChoice(AUTO), "auto")
+    drafter, _, how = name.rpartition("-")
+    if how not in RIVALS and (not drafter or (how != AUTO and not how.isdigit())):
+        remedy = f"must be plain, auto, DRAFTER-5, DRAFTER-auto, or DRAFTER-RULE with one of the rules {', '.join(RIVALS)}"
+        raise ConfigError("settings", name, remedy)
+    (choice,) = parse_drafters((drafter or ("ngram" if draft is None else "draft_model"),))
+    if "draft" in choice.needs and draft is None:
+        raise ConfigError("draft", None, f"setting {name} needs a draft model; give its folder, or leave the setting out")
+    if "prediction" in choice.needs:
+        raise ConfigError("settings", name, "the prompts of a batch carry no prediction; leave it out")
+    if choice.own("num_draft") is not None:
+        raise ConfigError("settings", name, "the number of guesses stands behind the hyphen; leave num_draft out")
+    return BatchSetting(f"{choice.label}-{how}", choice, int(how) if how.isdigit() else "auto", how if how in RIVALS else None)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One request's tokens; of a greedy answer also how many hung on rounding."""
+
+    token_ids: tuple[int, ...]
+    greedy: bool
+    num_near_ties: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One setting's answers to some requests that ran together.
+
+    `seconds` runs from before the first step to after the last; `decode_s` from where every request had its first token, and
+    `decode_tokens` came after that. `num_steps` counts rounds over all requests.
+    """
+
+    answers: tuple[Answered, ...]
+    seconds: float
+    decode_s: float
+    decode_tokens: int
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens emitted."""
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+
+class Stage:
+    """An open model on which settings take turns; each setting's policy learns in its own turns only, from one to the next."""
+
+    def __init__(self, llm: LLM, draft: str | None, table: Mapping[int, int], seed: int) -> None:
+        self.llm, self.draft, self.table, self.seed = llm, draft, dict(table), seed
+        self._pristine = copy.deepcopy(llm.engine.controller.policy)
+        self._policies: dict[str, Policy] = {}
+        self._tenants = itertools.count()
+
+    def forget(self) -> None:
+        """Every setting's policy begins anew with its next turn."""
+        self._policies.clear()
+
+    def enter(self, setting: BatchSetting) -> None:
+        """From here on the engine decides by this setting's policy; drafters that keep earlier answers under any tenant begin anew."""
+        if setting.name not in self._policies:
+            self._policies[setting.name] = copy.deepcopy(self._pristine) if setting.rule is None else RIVALS[setting.rule](self.table)
+        self.llm.engine.controller.policy = self._policies[setting.name]
+        drafters = self.llm.engine.drafters.drafters
+        for key in [key for key in drafters if _keeps_answers(key)]:
+            del drafters[key]
+        self.llm.prepare(setting.spec(self.draft, ""))
+
+    def spec(self, setting: BatchSetting) -> SpecConfig:
+        """The configuration of the next request: a tenant of its own, so that nobody guesses or reads on from earlier answers."""
+        return setting.spec(self.draft, f"{setting.name} {next(self._tenants)}")
+
+    def params(self, ask: Ask, place: int, max_tokens: int) -> SamplingParams:
+        """Sampling of the request at `place`, the same for every setting: with a seed, sampled answers must be equal too."""
+        return SamplingParams(max_tokens=max_tokens, temperature=ask.temperature, seed=self.seed + place, ignore_eos=True)
+
+    def answer(self, setting: BatchSetting, asks: Sequence[Ask], max_tokens: int, first_place: int = 0) -> Turn:
+        """Answer `asks` together.
+
+        Raises:
+            ForetokenError: an answer failed.
+        """
+        self.enter(setting)
+        started: set[int] = set()
+        all_started_at: float | None = None
+        early_tokens = 0
+
+        def watch(outputs: list[StepOutput]) -> None:
+            nonlocal all_started_at, early_tokens
+            if all_started_at is None:
+                started.update(output.request_id for output in outputs if output.token_ids)
+                early_tokens += sum(len(output.token_ids) for output in outputs)
+                if len(started) == len(asks):
+                    all_started_at = time.perf_counter()
+
+        prompts = [list(ask.prompt_ids) for ask in asks]
+        params = [self.params(ask, first_place + place, max_tokens) for place, ask in enumerate(asks)]
+        began = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, [self.spec(setting) for _ in asks], on_step=watch)
+        ended = time.perf_counter()
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        stats: list[RequestStats] = [output.stats for output in outputs]
+        answers = tuple(Answered(output.token_ids, one.greedy, output.stats.num_near_ties) for one, output in zip(params, outputs, strict=True))
+        return Turn(
+            answers,
+            ended - began,
+            ended - (began if all_started_at is None else all_started_at),
+            sum(len(answer.token_ids) for answer in answers) - early_tokens,
+            sum(one.num_steps for one in stats),
+            sum(one.num_drafted for one in stats),
+            sum(one.num_accepted for one in stats),
+        )
+
+
+def _keeps_answers(key: DrafterKey) -> bool:
+    """Whether a drafter, or a part of it, would guess from answers to the same prompts in earlier turns."""
+    return key[0] == "recycling" or any(isinstance(part, tuple) and _keeps_answers(part) for part in key)
+
+
+def together(turns: Sequence[Turn]) -> Turn:
+    """Turns one after the other as one."""
+    return Turn(
+        tuple(answer for turn in turns for answer in turn.answers),
+        sum(turn.seconds for turn in turns),
+        sum(turn.decode_s for turn in turns),
+        sum(turn.decode_tokens for turn in turns),
+        sum(turn.num_steps for turn in turns),
+        sum(turn.num_drafted for turn in turns),
+        sum(turn.num_accepted for turn in turns),
+    )

@@ -1,0 +1,234 @@
+"""What to measure under load, and the model opened for it: shared by batches, trace and recovery."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
+from foretoken.bench.batch_settings import BatchSetting, Stage
+from foretoken.bench.prompts import ALL, read_prompts
+from foretoken.bench.report import check_folder, check_name, machine, source_caveats, versions
+from foretoken.bench.sheets import Sheet, SheetReport, write_sheets
+from foretoken.engine.llm import LLM
+from foretoken.errors import InputError
+from foretoken.model.open import model_folder
+from foretoken.model.tokenizer import load_tokenizer
+from foretoken.plan.rules import TABLE, BatchTable, measured_table
+
+MEASURED = "measured"
+DEFAULT_SETTINGS = ("plain", "ngram-2", "ngram-5", "draft_model-2", "draft_model-5", "table", "ema", "ngram-auto", "draft_model-auto", "auto")
+_TABLE_NUMBERS = (0, 1, 3, 5)  # of guesses that a measured table chooses from
+_PROMPT_TOKENS_PER_STEP = 4096  # a batch's prompts are read in one step, so that all its requests begin to decode together
+_SPARE_TOKENS = 64  # of cache for each request, for guesses and what is rounded up
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a trace: so many requests at a time, of one slice."""
+
+    batch: int
+    slice: str
+
+
+MIXED = (Phase(1, "code"), Phase(16, "random"), Phase(4, "edit"), Phase(32, "chat"), Phase(2, "json"))
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """`prompts` is a file or folder of prompts in place of the library's. A cell answers `prompts_per_slice` requests, or a whole batch
+    where that is more; `prompt_tokens` is how much of a prompt is kept. `table` belongs to the rule of this name: None is measured first.
+    `phases` are those of a trace, each long enough for plain decoding to take `phase_s`.
+    """
+
+    target: str
+    draft: str | None = None
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    slices: tuple[str, ...] = ("code", "edit", "chat", "random")
+    settings: tuple[str, ...] = DEFAULT_SETTINGS
+    table: Mapping[int, int] | None = field(default_factory=lambda: dict(TABLE))
+    phases: tuple[Phase, ...] = MIXED
+    phase_s: float = 4.0
+    prompts: Path | None = None
+    prompt_tokens: int = 64
+    prompts_per_slice: int = 2
+    max_tokens: int = 48
+    repeats: int = 2
+    warmup: int = 1
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    out: Path | None = None
+    name: str = "batches"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        lows = {"prompt_tokens": 1, "prompts_per_slice": 1, "max_tokens": 4, "repeats": 1, "warmup": 0, "seed": 0}
+        for name, low in lows.items():
+            if getattr(self, name) < low:
+                raise InputError(name, getattr(self, name), f"must be at least {low}")
+        if not self.batches or min(self.batches) < 1:
+            raise InputError("batches", self.batches, "give batch sizes of at least 1, separated by commas")
+        if self.threads is not None and self.threads < 1:
+            raise InputError("threads", self.threads, "must be at least 1; leave it out for torch's own number")
+        if not self.phase_s > 0:
+            raise InputError("phase_s", self.phase_s, "must be more than 0 seconds")
+        if self.prompts is None:
+            for name in (*self.slices, *(phase.slice for phase in self.phases)):
+                if name not in BATCH_SLICES:
+                    raise InputError("slices", name, f"choose from {', '.join(BATCH_SLICES)}")
+        if not self.slices:
+            raise InputError("slices", self.slices, f"give at least one of {', '.join(BATCH_SLICES)}")
+        if self.table is not None:
+            BatchTable(self.table)
+        check_name(self.name)
+        if self.out is not None:
+            check_folder(self.out)
+
+
+def parse_table(text: str) -> dict[int, int] | None:
+    """A table written as 1:5,4:3,16:1; None for `measured`.
+
+    Raises:
+        InputError: anything else.
+    """
+    if text == MEASURED:
+        return None
+    pairs = [part.partition(":") for part in text.split(",") if part.strip()]
+    if not pairs or not all(batch.strip().isdigit() and number.strip().isdigit() for batch, _, number in pairs):
+        raise InputError("table", text, f"must be BATCH:GUESSES separated by commas, such as {table_text(TABLE)}, or {MEASURED}")
+    return {int(batch): int(number) for batch, _, number in pairs}
+
+
+def table_text(table: Mapping[int, int]) -> str:
+    """The table as it is written."""
+    return ",".join(f"{batch}:{number}" for batch, number in table.items())
+
+
+def slice_names(words: Sequence[str], prompts: Path | None) -> tuple[str, ...]:
+    """The slices that `words` name; `all` are those of the file of prompts, or all of `batch_prompts`."""
+    if ALL not in words:
+        return tuple(words)
+    return BATCH_SLICES if prompts is None else tuple(dict.fromkeys(prompt.slice for prompt in read_prompts(prompts)))
+
+
+def parse_phases(text: str) -> tuple[Phase, ...]:
+    """The phases of a trace written as 1:code,16:random; `mixed` is a usual one.
+
+    Raises:
+        InputError: anything else.
+    """
+    if text == "mixed":
+        return MIXED
+    pairs = [part.strip().partition(":") for part in text.split(",") if part.strip()]
+    if not pairs or not all(batch.isdigit() and int(batch) and name for batch, _, name in pairs):
+        raise InputError("trace", text, "must be mixed, or BATCH:SLICE separated by commas, such as 1:code,16:random")
+    return tuple(Phase(int(batch), name) for batch, _, name in pairs)
+
+
+Tell = Callable[[str], None]  # a piece of work begins: what it is
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Tell]:
+    """A bar on a terminal's standard error that goes on by one at each call."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("measuring", total=total)
+        began = [False]
+
+        def tell(words: str) -> None:
+            bar.update(task, advance=int(began[0]), description=words)
+            began[0] = True
+
+        yield tell
+
+
+def announce(words: str) -> None:
+    """One line on standard error, before something that takes minutes."""
+    Console(stderr=True).print(words, highlight=False, markup=False)
+
+
+@contextmanager
+def opened(
+    options: LoadOptions, slices: Sequence[str], most_batch: int, count: int, answer_tokens: int
+) -> Iterator[tuple[Stage, dict[str, tuple[Ask, ...]]]]:
+    """The model, opened with room for `most_batch` answers of `answer_tokens`, and `count` requests of every slice.
+
+    Raises:
+        InputError: a target without a tokenizer, or an unknown slice.
+        ForetokenError: a model that cannot be used.
+    """
+    folder = model_folder(options.target)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise InputError("target", options.target, "has no tokenizer, and the prompts are texts; choose another target")
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    found = asks(slices, count, tokenizer.encode, options.prompt_tokens, options.seed, options.prompts)
+    longest = max(len(ask.prompt_ids) for own in found.values() for ask in own)
+    cache_tokens = 2 * most_batch * (longest + answer_tokens + _SPARE_TOKENS)
+    with LLM(
+        options.target,
+        dtype=options.dtype,
+        device=options.device,
+        cache_tokens=cache_tokens,
+        max_batch_size=most_batch,
+        max_prompt_tokens=_PROMPT_TOKENS_PER_STEP,
+    ) as llm:
+        yield Stage(llm, options.draft, options.table or TABLE, options.seed), found
+
+
+def settle_table(
+    stage: Stage, options: LoadOptions, settings: Sequence[BatchSetting], batches: Sequence[int], found: Mapping[str, Sequence[Ask]]
+) -> list[str]:
+    """Measure the table of the rule where it is to be measured: each batch size once, prompts of all slices in turn; says what it is."""
+    ruled = next((setting for setting in settings if setting.rule == "table"), None)
+    if ruled is None:
+        return []
+    if options.table is None:
+        speeds: dict[int, dict[int, float]] = {}
+        mixed = [ask for own in zip(*found.values(), strict=True) for ask in own]
+        for batch in sorted(set(batches)):
+            fixed = [BatchSetting(f"table {number}", ruled.choice if number else None, number) for number in _TABLE_NUMBERS]
+            turns = {setting.num_draft: stage.answer(setting, mixed[:batch], options.max_tokens) for setting in fixed}
+            speeds[batch] = {int(number): turn.num_tokens / turn.seconds for number, turn in turns.items()}
+        stage.table = measured_table(speeds)
+    origin = "given" if options.table is not None else "measured at the start, on prompts of all slices in turn"
+    return [f"The table of guesses by batch size, {origin}: {table_text(stage.table)}."]
+
+
+def make_report(
+    options: LoadOptions,
+    kind: str,
+    command: str,
+    rows: Sequence[Any],
+    summary: Mapping[str, Any],
+    sheets: Sequence[Sheet],
+    explained: str,
+    notes: Sequence[str],
+    interrupted: bool,
+    load: float,
+) -> SheetReport:
+    """The report of a run, written to `options.out` if there is one; `load` is the machine's before the run."""
+    caveats = source_caveats(model_folder(options.target), None if options.draft is None else model_folder(options.draft), load)
+    if interrupted:
+        caveats.append("The run was interrupted: this is what had been measured by then.")
+    report = SheetReport(
+        kind, command, machine(), versions(), asdict(options), tuple(rows), summary, tuple(sheets), explained, (*caveats, *notes), interrupted
+    )
+    return write_sheets(report, options.out, options.name) if options.out is not None else report
+
+
+def load_now() -> float:
+    """The machine's load average."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0

@@ -1,0 +1,145 @@
+"""`foretoken bench` with --batches, --trace or --recovery: which options go with which, and the run."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import typer
+
+from foretoken.bench.batches import run_batches
+from foretoken.bench.load_options import DEFAULT_SETTINGS, LoadOptions, parse_phases, parse_table, slice_names
+from foretoken.bench.load_trace import run_trace
+from foretoken.bench.prompts import ALL
+from foretoken.bench.recovery import run_recovery
+from foretoken.bench.sheets import SheetReport, print_sheets
+from foretoken.errors import ConfigError
+
+LOAD = "Batches, changing load, recovery"  # the part of the help in which their options stand
+_COMMON = frozenset({"target", "dtype", "device", "threads", "repeats", "table", "out", "name", "seed", "as_json"})
+_TEXTS = frozenset({"draft", "settings", "prompts", "prompt_tokens", "max_tokens"})
+_TAKES: Mapping[str, frozenset[str]] = {
+    "batches": _COMMON | _TEXTS | {"batches", "slices", "prompts_per_slice", "warmup"},
+    "trace": _COMMON | _TEXTS | {"trace", "phase_s"},
+    "recovery": _COMMON | {"recovery", "batches"},
+}
+_RUNS: Mapping[str, Callable[[LoadOptions, str], SheetReport]] = {"batches": run_batches, "trace": run_trace, "recovery": run_recovery}
+_RECOVERY_BATCHES = (1, 4)
+
+
+def load_kind(context: typer.Context) -> str | None:
+    """Which of the three was asked for; recovery also takes batches.
+
+    Raises:
+        ConfigError: options of the three without any of them.
+    """
+    kind = next((name for name in ("recovery", "trace", "batches") if context.params[name]), None)
+    if kind is None:
+        for name in ("settings", "table", "prompt_tokens", "phase_s"):
+            if _was_given(context, name):
+                raise ConfigError(name, context.params[name], "goes with --batches or --trace only")
+    return kind
+
+
+def measure_load(context: typer.Context, kind: str) -> None:
+    """Run it, and print what was found; Ctrl-C does so too, and goes on.
+
+    Raises:
+        ConfigError: an option that does not go with `kind`.
+        KeyboardInterrupt: the run was interrupted.
+    """
+    refuse_others(context, kind, _TAKES[kind])
+    report = _RUNS[kind](_options(context, kind), shlex.join(["foretoken", *sys.argv[1:]]))
+    if context.params["as_json"]:
+        typer.echo(report.json_line())
+    else:
+        print_sheets(report)
+    if report.interrupted:
+        raise KeyboardInterrupt
+
+
+def _options(context: typer.Context, kind: str) -> LoadOptions:
+    """What was set, anywhere; the rest is as `LoadOptions` has it, with what the target's default draft allows."""
+    given = context.params
+    values: dict[str, Any] = {"target": given["target"], "name": kind}
+    if kind == "recovery":
+        values["batches"] = _RECOVERY_BATCHES
+    for name in _TAKES[kind] - {"as_json", "recovery"}:
+        if _is_set(context, name):
+            field, value = _read(name, given[name])
+            values[field] = value
+    if kind != "recovery":
+        if given["draft"] is None and given["target"] == "reference:target":
+            values["draft"] = "reference:draft"
+        if values.get("draft") is None and "settings" not in values:
+            values["settings"] = tuple(name for name in DEFAULT_SETTINGS if not name.startswith("draft_model"))
+    if "slices" in values or values.get("prompts") is not None:
+        values["slices"] = slice_names(values.get("slices", (ALL,)), values.get("prompts"))
+    return LoadOptions(**values)
+
+
+def _read(name: str, value: Any) -> tuple[str, Any]:  # noqa: ANN401 - whatever the option holds
+    """The field of `LoadOptions` and its value."""
+    if name in ("slices", "settings"):
+        return name, words(value)
+    if name == "batches":
+        return name, tuple(whole(name, word) for word in words(value))
+    if name == "table":
+        return name, parse_table(value)
+    if name == "trace":
+        return "phases", parse_phases(value)
+    return name, value
+
+
+def refuse_others(context: typer.Context, kind: str, takes: Collection[str]) -> list[str]:
+    """Options on the command line; those that do not go with `kind` are refused.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    given = [str(p.name) for p in context.command.params if _was_given(context, str(p.name))]
+    for other in given:
+        if other not in takes:
+            raise ConfigError(other, context.params[other], f"does not go with --{kind}, which takes {', '.join(sorted(takes))}")
+    return given
+
+
+def _was_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _is_set(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def words(text: str) -> tuple[str, ...]:
+    """What stands between commas."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def whole(field: str, word: str) -> int:
+    """A whole number.
+
+    Raises:
+        ConfigError: something else.
+    """
+    try:
+        return int(word)
+    except ValueError:
+        raise ConfigError(field, word, "must be whole numbers separated by commas") from None
+
+
+def number(field: str, word: str) -> float:
+    """A number.
+
+    Raises:
+        ConfigError: something else.
+    """
+    try:
+        return float(word)
+    except ValueError:
+        raise ConfigError(field, word, "must be numbers separated by commas") from None

@@ -1,0 +1,376 @@
+"""Settings under load: names, cells, ratios, traces, recovery; on tiny models, and nothing that hangs on a clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from foretoken import LLM, SpecConfig
+from foretoken.bench import batches as batches_module
+from foretoken.bench import load_trace, recovery
+from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
+from foretoken.bench.batch_settings import Answered, BatchSetting, Stage, Turn, parse_batch_settings, together
+from foretoken.bench.batches import BatchSample, grid_summary, measure_grid, run_batches, summarise_grid
+from foretoken.bench.load_options import LoadOptions, Phase, parse_phases, parse_table, settle_table, slice_names
+from foretoken.bench.load_trace import TraceTurn, run_trace, summarise_trace, trace_summary
+from foretoken.bench.recovery import StepTimes, Stretch, expected_tokens, run_recovery
+from foretoken.bench.sheets import print_sheets
+from foretoken.config import known_drafters
+from foretoken.errors import ConfigError, InputError
+from foretoken.plan.policy import BudgetPolicy
+from foretoken.plan.rules import BatchTable, EmaRule
+
+
+def options(pair: SimpleNamespace, **values: object) -> LoadOptions:
+    small = {
+        "target": str(pair.target),
+        "draft": str(pair.draft),
+        "batches": (1, 3),
+        "slices": ("chat", "random"),
+        "threads": 1,
+        "dtype": "float32",
+        "settings": ("plain", "draft_model-2", "ngram-auto", "ema"),
+        "max_tokens": 8,
+        "prompt_tokens": 24,
+        "repeats": 2,
+        "warmup": 0,
+        "phases": (Phase(1, "chat"), Phase(3, "random"), Phase(2, "chat")),
+        "phase_s": 0.01,
+    }
+    return LoadOptions(**(small | values))
+
+
+@pytest.fixture
+def stage(text_pair: SimpleNamespace) -> Iterator[Stage]:
+    with LLM(text_pair.target, dtype="float32", cache_tokens=2048) as llm:
+        yield Stage(llm, str(text_pair.draft), {1: 4, 3: 2}, seed=0)
+
+
+def test_names_of_settings() -> None:
+    names = ("ngram-2", "plain", "draft_model:draft_top_k=4-3", "ema", "draft_model-ema", "suffix-table", "ngram-auto", "auto")
+    found, notes = parse_batch_settings(names, "d")
+    assert [s.name for s in found] == ["plain", "ngram-2", "draft_model(draft_top_k=4)-3", "draft_model-ema", "suffix-table", "ngram-auto", *_auto()]
+    assert [s.adapts for s in found][:6] == [False, False, False, True, True, True]
+    assert [s.rule for s in found][:6] == [None, None, None, "ema", "table", None]
+    assert found[2].spec("d", "who") == SpecConfig("draft_model", draft="d", num_draft=3, draft_top_k=4, tenant="who")
+    assert found[3].spec("d", "").num_draft == "auto"
+    assert bool(notes) != bool(_auto())
+    assert parse_batch_settings(("table",), None)[0][1].name == "ngram-table"
+
+
+def _auto() -> list[str]:
+    return ["auto"] if "auto" in known_drafters() else []
+
+
+@pytest.mark.parametrize(("name", "field"), [("ngram", "settings"), ("ngram-x", "settings"), ("nobody-2", "drafters"), ("predicted-2", "settings")])
+def test_settings_that_mean_nothing_are_refused(name: str, field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        parse_batch_settings((name,), "d")
+    with pytest.raises(ConfigError, match="draft"):
+        parse_batch_settings(("draft_model-2",), None)
+
+
+def test_what_is_written_as_text() -> None:
+    assert parse_table("1:5, 4:3") == {1: 5, 4: 3}
+    assert parse_table("measured") is None
+    assert parse_phases("1:code,16:random") == (Phase(1, "code"), Phase(16, "random"))
+    assert parse_phases("mixed") == LoadOptions("t").phases
+    for wrong in ("", "1", "a:b", "1:-2"):
+        with pytest.raises(InputError, match="table"):
+            parse_table(wrong)
+    for wrong in ("", "code", "0:code", "3:"):
+        with pytest.raises(InputError, match="trace"):
+            parse_phases(wrong)
+    assert slice_names(("all",), None) == BATCH_SLICES
+
+
+def test_prompts_are_short_many_and_the_same_each_time() -> None:
+    def encode(text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    found = asks(BATCH_SLICES, 40, encode, 50, seed=0)
+    assert found == asks(BATCH_SLICES, 40, encode, 50, seed=0)
+    assert found["random"] != asks(("random",), 40, encode, 50, seed=1)["random"]
+    for name, own in found.items():
+        assert len(own) == 40
+        assert name == "edit" or max(len(ask.prompt_ids) for ask in own) <= 50
+        assert {ask.temperature for ask in own} == {1.5 if name == "random" else 0.0}
+    assert len(set(found["chat"])) > 30
+    edits = [len(ask.prompt_ids) for ask in found["edit"]]
+    assert edits == sorted(edits)
+    with pytest.raises(InputError, match="slices"):
+        asks(("poems",), 1, encode, 50, seed=0)
+
+
+def test_prompts_of_a_file(tmp_path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"number {n}", "slice": "mine"}) + "\n" for n in range(3)))
+    assert slice_names(("all",), path) == ("mine",)
+    own = asks(("mine", "random"), 5, lambda text: [ord(letter) for letter in text], 50, 0, path)["mine"]
+    assert [ask.name for ask in own] == ["own:1", "own:2", "own:3", "own:1", "own:2"]
+
+
+def test_answers_are_plains_under_every_setting(text_pair: SimpleNamespace) -> None:
+    """Greedy and, under seeds, sampled: float32 leaves nothing to rounding."""
+    report = run_batches(options(text_pair, settings=("draft_model-3", "ngram-2", "table", "ema", "heuristic", "draft_model-auto", "ngram-auto")))
+    assert {row.setting for row in report.rows} == {"plain", *report.summary}
+    assert len(report.summary) == 8
+    assert len(report.rows) == 2 * 2 * 8
+    for row in report.rows:
+        assert row.same == row.num_answers == 2 * max(row.batch, 2)
+        assert row.unexplained == 0
+    drafting = {row.setting for row in report.rows if row.num_draft > 0}
+    assert {"draft_model-3", "draft_model-table", "draft_model-ema", "draft_model-heuristic"} <= drafting
+    assert "plain" not in drafting
+
+
+def test_a_policy_learns_in_its_own_turns_only(stage: Stage) -> None:
+    own, table, ema = (parse_batch_settings((name,), stage.draft)[0][1] for name in ("draft_model-auto", "draft_model-table", "draft_model-ema"))
+    ask = Ask("a", (5, 6, 7))
+    stage.answer(own, [ask], 12)
+    policy = stage.llm.engine.controller.policy
+    assert isinstance(policy, BudgetPolicy)
+    stage.answer(table, [ask] * 3, 12)
+    assert isinstance(stage.llm.engine.controller.policy, BatchTable)
+    stage.enter(ema)
+    assert isinstance(stage.llm.engine.controller.policy, EmaRule)
+    stage.enter(own)
+    assert stage.llm.engine.controller.policy is policy
+    stage.forget()
+    stage.enter(own)
+    fresh = stage.llm.engine.controller.policy
+    assert isinstance(fresh, BudgetPolicy)
+    assert fresh is not policy
+
+
+def test_a_turn_counts_what_came_after_everybody_had_begun(stage: Stage) -> None:
+    turn = stage.answer(BatchSetting("plain"), [Ask("a", (5, 6)), Ask("b", (7,))], 6)
+    assert (turn.num_tokens, turn.decode_tokens, turn.num_steps, turn.num_drafted) == (12, 10, 12, 0)
+    assert 0 < turn.decode_s < turn.seconds
+    twice = together([turn, turn])
+    assert (twice.num_tokens, twice.seconds, len(twice.answers)) == (24, 2 * turn.seconds, 4)
+
+
+def test_every_request_is_a_tenant_of_its_own(stage: Stage) -> None:
+    """Or repeats would guess from earlier answers, and read none of their prompts."""
+    specs = [stage.spec(BatchSetting("plain")) for _ in range(3)]
+    assert len({spec.tenant for spec in specs}) == 3
+
+
+def test_nobody_remembers_the_answers_of_an_earlier_turn(stage: Stage) -> None:
+    """The second turn of a setting drafts exactly what the first one did: the same prompts must not come as old friends."""
+    for name in ("recycling-3", "suffix-3", "mix-3"):
+        setting = parse_batch_settings((name,), stage.draft)[0][1]
+        first, second = (stage.answer(setting, [Ask("a", (5, 6, 7)), Ask("b", (8, 9))], 16) for _ in range(2))
+        assert first.num_drafted == second.num_drafted
+        assert first.answers == second.answers
+
+
+def test_settings_take_turns_in_a_rotating_order(stage: Stage, text_pair: SimpleNamespace) -> None:
+    chosen = options(text_pair, batches=(1,), slices=("chat",), prompts_per_slice=1, max_tokens=4, repeats=3, warmup=1)
+    settings, _ = parse_batch_settings(("ngram-1", "ngram-2"), None)
+    told: list[str] = []
+    samples: list[BatchSample] = []
+    measure_grid(stage, chosen, settings, {"chat": [Ask("a", (5,))]}, samples, told.append)
+    assert told[:3] == ["warm-up 1: plain", "warm-up 1: ngram-1", "warm-up 1: ngram-2"]
+    order = [words.removeprefix("1 chat: ") for words in told[3:]]
+    assert order == ["plain", "ngram-1", "ngram-2", "ngram-1", "ngram-2", "plain", "ngram-2", "plain", "ngram-1"]
+    assert [(sample.setting.name, sample.repeat) for sample in samples[:4]] == [("plain", 0), ("ngram-1", 0), ("ngram-2", 0), ("ngram-1", 1)]
+
+
+def turn(seconds: float, tokens: int = 10, near_ties: int = 0, first: int = 0, greedy: bool = True) -> Turn:
+    answer = Answered((first, *range(1, tokens)), greedy, near_ties)
+    return Turn((answer,), seconds, seconds / 2, tokens - 1, tokens, tokens, tokens // 2)
+
+
+PLAIN, TWO, OWN = BatchSetting("plain"), BatchSetting("ngram-2", None, 2), BatchSetting("ngram-auto", None, "auto")
+
+
+def test_ratios_are_medians_of_neighbouring_turns() -> None:
+    took = {PLAIN: (10.0, 20.0, 10.0), TWO: (5.0, 10.0, 4.0), OWN: (4.0, 8.0, 4.0)}
+    samples = [BatchSample(setting, 2, "code", repeat, turn(s)) for setting, all_s in took.items() for repeat, s in enumerate(all_s)]
+    plain, two, own = summarise_grid(samples)
+    assert (plain.speedup, two.speedup, own.speedup) == (1.0, 2.0, 2.5)
+    assert (plain.best_fixed, two.to_best_fixed, own.to_best_fixed) == ("ngram-2", 1.0, 1.25)
+    assert own.decode_to_best_fixed == 1.25
+    assert (two.tokens_per_s, two.tokens_per_s_min, two.tokens_per_s_max) == (2.0, 1.0, 2.5)
+    assert (two.acceptance_rate, two.num_draft, two.emitted_per_step) == (0.5, 1.0, 1.0)
+
+
+def test_the_summary_names_the_worst_cell() -> None:
+    samples = []
+    for name, plain_s, two_s, own_s in (("code", 8.0, 2.0, 4.0), ("random", 8.0, 16.0, 8.0)):
+        samples += [BatchSample(setting, 4, name, 0, turn(s)) for setting, s in ((PLAIN, plain_s), (TWO, two_s), (OWN, own_s))]
+    found = grid_summary(summarise_grid(samples))
+    own = found["ngram-auto"]
+    assert (own["worst_speedup"], own["worst_speedup_at"]) == (1.0, "4:random")
+    assert (own["worst_to_best_fixed"], own["worst_to_best_fixed_at"], own["cells_below_bar"]) == (0.5, "4:code", 1)
+    assert own["speedup"] == pytest.approx(2**0.5)
+    assert (own["single_fixed"], own["to_single_fixed"]) == ("ngram-2", pytest.approx(1.0))
+    assert found["ngram-2"]["worst_speedup"] == 0.5
+
+
+def test_answers_that_differ_are_explained_by_rounding_or_not() -> None:
+    def row(own: Turn, plain: Turn):
+        return summarise_grid([BatchSample(PLAIN, 1, "code", 0, plain), BatchSample(TWO, 1, "code", 0, own)])[1]
+
+    assert (row(turn(1.0), turn(1.0)).same, row(turn(1.0), turn(1.0)).unexplained) == (1, 0)
+    assert (row(turn(1.0, first=9), turn(1.0)).same, row(turn(1.0, first=9), turn(1.0)).unexplained) == (0, 1)
+    assert row(turn(1.0, first=9, near_ties=1), turn(1.0)).unexplained == 0
+    assert row(turn(1.0, first=9, greedy=False), turn(1.0, greedy=False)).unexplained == 0
+
+
+def test_a_measured_table_is_measured_once(stage: Stage, text_pair: SimpleNamespace) -> None:
+    settings, _ = parse_batch_settings(("ngram-table",), None)
+    found = {"chat": [Ask("a", (5,))] * 3, "random": [Ask("b", (6,), 1.5)] * 3}
+    assert "given: 1:4,3:2." in settle_table(stage, options(text_pair, table={1: 4, 3: 2}), settings, (1, 3), found)[0]
+    (note,) = settle_table(stage, options(text_pair, table=None, max_tokens=4), settings, (1, 3), found)
+    assert sorted(stage.table) == [1, 3]
+    assert "measured" in note
+    assert settle_table(stage, options(text_pair), settings[:1], (1,), found) == []
+
+
+def test_an_interrupted_run_keeps_what_there_is(text_pair: SimpleNamespace, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    whole = batches_module.answer_all
+
+    def stop_at_six(*arguments, **named):
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return whole(*arguments, **named)
+
+    monkeypatch.setattr(batches_module, "answer_all", stop_at_six)
+    report = run_batches(options(text_pair, out=tmp_path, name="stopped"))
+    assert report.interrupted
+    assert any("interrupted" in caveat for caveat in report.caveats)
+    assert [row.setting for row in report.rows] == ["plain", "draft_model-2", "ngram-auto", "draft_model-ema"]
+    written = json.loads(next(tmp_path.glob("*-stopped.json")).read_text())
+    assert written["interrupted"]
+    assert len(written["rows"]) == 4
+    assert written["options"]["max_tokens"] == 8
+    page = next(tmp_path.glob("*-stopped.md")).read_text()
+    assert "| draft_model-2 |" in page
+    assert "machine:" in page
+
+
+def test_a_trace_answers_the_same_requests_under_every_setting(text_pair: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_trace(options(text_pair))
+    assert [row.setting for row in report.rows] == ["plain", "draft_model-2", "ngram-auto", "draft_model-ema"]
+    assert all(len(row.phases) == 3 for row in report.rows)
+    assert report.rows[0].speedup == 1.0
+    assert report.summary["single_fixed"] in ("plain", "draft_model-2")
+    print_sheets(report)
+    assert "times best single fixed" in capsys.readouterr().out
+    json.loads(report.json_line())
+
+
+def test_phases_follow_each_other_without_a_gap(stage: Stage) -> None:
+    """Never more requests at a time than the phase has, and every token counts in the phase in which it came."""
+    phases = (Phase(2, "a"), Phase(1, "a"))
+    jobs = [load_trace._jobs(phase, {"a": [Ask("a", (5, 6))]}, count, 6) for phase, count in zip(phases, (5, 2), strict=True)]
+    sizes: list[int] = []
+    step = stage.llm.step
+
+    def watched():
+        sizes.append(len(stage.llm.engine.states))
+        return step()
+
+    stage.llm.step = watched  # type: ignore[method-assign]
+    turn = load_trace.run_through(stage, PLAIN, phases, jobs)
+    wanted = [job.max_tokens for own in jobs for job in own]
+    assert wanted == [3, 6, 9, 3, 6, 3, 6]
+    assert sum(turn.tokens) == sum(wanted)
+    assert all(turn.tokens)
+    assert max(sizes) == 2
+    assert sizes[-1] == 1
+    assert not stage.llm.engine.has_work
+
+
+def test_a_trace_is_held_against_the_best_single_fixed_setting() -> None:
+    def turns(*speeds: float) -> dict[int, TraceTurn]:
+        return {repeat: TraceTurn((5.0, 5.0), (round(speed * 5), round(speed * 5))) for repeat, speed in enumerate(speeds)}
+
+    rows = summarise_trace({PLAIN: turns(10, 20), TWO: turns(20, 40), OWN: turns(30, 60)})
+    assert [row.to_single_fixed for row in rows] == [0.5, 1.0, 1.5]
+    assert [row.speedup for row in rows] == [1.0, 2.0, 3.0]
+    assert rows[2].phases == (45.0, 45.0)
+    assert trace_summary(rows)["single_fixed"] == "ngram-2"
+    assert summarise_trace({OWN: turns(1)}) == ()
+
+
+TIMES = StepTimes(1, (0, 4, 8, 24), (1.0, 1.0, 1.0, 5.0))
+
+
+def test_a_knowing_controller() -> None:
+    assert TIMES.at(16) == 3.0
+    assert TIMES.at(0) == 1.0
+    assert TIMES.at(24) == 5.0
+    assert expected_tokens(2, 0.5) == 1.75
+    assert expected_tokens(2.5, 0.5) == 1.75 + 0.5 * 0.125
+    assert TIMES.best(0.0) == 0
+    assert TIMES.best(0.85) == 8
+    assert TIMES.is_right(7, 0.85)
+    assert TIMES.is_right(9, 0.85)
+    assert not TIMES.is_right(3, 0.85)
+    assert not TIMES.is_right(14, 0.85)
+    assert TIMES.is_right(4, 0.0)  # costs nothing here
+
+
+def test_steps_until_the_number_is_right() -> None:
+    def steps(*numbers: float) -> int | None:
+        return Stretch("s", 1, 0, 1, 0.85, numbers).steps_to_recover(TIMES)
+
+    assert steps(*[8.0] * 20) == 0
+    assert steps(*[0.0] * 7, *[8.0] * 20) == 7
+    assert steps(*[0.0] * 7, 8.0, *[0.0] * 5, *[8.0] * 20) == 13  # a lucky trial is not it
+    assert steps(*[0.0] * 7, *[8.0] * 4, 0.0, *[8.0] * 20) == 7  # nor a trial its end
+    assert steps(*[0.0] * 20) is None
+    best = Stretch("s", 1, 0, 1, 0.85, (8.0,) * 9)
+    assert best.share_of_best(TIMES) == pytest.approx(1.0)
+    assert replace(best, numbers=(0.0,) * 9).share_of_best(TIMES) == pytest.approx(1 / expected_tokens(8, 0.85))
+
+
+def test_the_script_says_what_stands(text_pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In good stretches every guess stands, in bad ones none; who chooses is told by what it chose."""
+    monkeypatch.setattr(recovery, "_CHANCES", (0.0, 1.0))
+    monkeypatch.setattr(recovery, "_STRETCH_STEPS", 6)
+    with LLM(text_pair.target, dtype="float32", cache_tokens=1024) as llm:
+        stage = Stage(llm, None, {1: 4}, seed=0)
+        script = recovery.ScriptedDrafter((0.0, 1.0), 6, 0)
+        (setting,) = parse_batch_settings(("ngram-table",), None)[0][1:]
+        recovery._run(stage, script, setting, 2, 12)
+        assert list(script.chosen.values()) == [[4] * 12] * 2
+        # By 2 requests: the prompt's token, six rounds of one token, six of five.
+        assert llm.stats.num_emitted == 2 * (1 + 6 + 6 * 5)
+        times = recovery.step_times(stage, 2)
+        assert times.numbers == recovery._NUMBERS
+        assert list(times.seconds) == sorted(times.seconds)
+
+
+def test_recovery_from_end_to_end(text_pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_STRETCH_STEPS", 8)
+    monkeypatch.setattr(recovery, "_TIMED_TURNS", 1)
+    report = run_recovery(options(text_pair, batches=(1, 2), repeats=1, table={1: 3}))
+    assert [(row.setting, row.batch, row.change) for row in report.rows][:4] == [
+        *(("auto", 1, "start"), ("auto", 1, "rise"), ("auto", 1, "fall"), ("table", 1, "start"))
+    ]
+    table = [row for row in report.rows if row.setting == "table"]
+    assert {row.num_draft for row in table} == {3.0}
+    assert [len(row.steps) for row in table[:3]] == [1, 2, 1]
+    assert set(report.summary["within_goal"]) == {"auto", "table", "ema", "heuristic"}
+    with pytest.raises(InputError, match="table"):
+        run_recovery(options(text_pair, table=None))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"batches": ()}, {"batches": (0,)}, {"slices": ()}, {"slices": ("poems",)}, {"max_tokens": 1}, {"phase_s": 0.0}, {"threads": 0}, {"table": {}}],
+)
+def test_options_that_cannot_be_measured_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        LoadOptions("t", **wrong)
