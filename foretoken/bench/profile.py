@@ -32,11 +32,11 @@ from foretoken.draft.base import Drafter, Feedback
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.engine import Engine
-from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.errors import ConfigError, StorageError
 from foretoken.model.interface import LanguageModel
 from foretoken.model.open import model_folder, open_model
 from foretoken.model.tokenizer import load_tokenizer
+from foretoken.plan.admission import SchedulerConfig
 from foretoken.plan.profile import Curve, DrafterCost, Profile, profile_from_mapping
 
 _SHORT = 32  # tokens of the past where the past is not what is measured

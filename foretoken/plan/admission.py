@@ -44,8 +44,8 @@ class SchedulerConfig:
         if self.max_step_tokens is not None and self.max_step_tokens <= self.max_batch_size:
             remedy = f"must be more than max_batch_size, {self.max_batch_size}: each running request takes a row, and prompts need one"
             raise ConfigError("max_step_tokens", self.max_step_tokens, remedy)
-        if not 0 <= self.cache_reserve < 1:
-            raise ConfigError("cache_reserve", self.cache_reserve, "must be at least 0 and less than 1")
+        if not 0 <= self.cache_reserve <= 1:
+            raise ConfigError("cache_reserve", self.cache_reserve, "must be a number from 0 to 1")
         if not (math.isfinite(self.aging_s) and self.aging_s > 0):
             raise ConfigError("aging_s", self.aging_s, "must be a number of seconds above 0")
 
