@@ -134,9 +134,11 @@ class Scheduler:
     def _has_room(self, state: RequestState) -> bool:
         """Whether a request may join, if need be after cache that was lent is back."""
         needed = self.target.footprint_tokens(len(state.tokens))
+        if self._fits(needed):
+            return True
         if self._prefix is not None and _adopts(state):
             needed -= self._prefix.shared_tokens(state.tokens, state.request.spec.tenant)
-        if not self._fits(needed) and self._reclaim is not None:
+        if self._reclaim is not None and not self._fits(needed):
             self._reclaim()
         return self._fits(needed)
 

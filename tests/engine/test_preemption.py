@@ -107,13 +107,14 @@ def test_every_drafter_in_one_batch(pair: SimpleNamespace, roomy: Bench, rule: s
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "tree"])
-def test_a_seed_draws_the_same_in_any_company(pair: SimpleNamespace, roomy: Bench, rule: str) -> None:
-    """Under rules where the number of guesses matters: tokens, provenance and counts are those of the request alone."""
+def test_a_seed_draws_the_same_in_any_company(pair: SimpleNamespace, rule: str) -> None:
+    """Under rules where the number of guesses matters: tokens, provenance and counts are those of the request alone in this cache."""
     names = ("draft_model", "draft_model/static", "ngram", "predicted", "early_exit", "lookahead")
     params = [replace(GREEDY, temperature=0.7, seed=i) for i in range(12)]
     asked = [(PROMPTS[i], params[i], spec(names[i % 6], pair, num_draft=2 + i % 4, rule=rule)) for i in range(12)]
-    expected = alone(roomy, asked)
     bench = Bench(pair, 60, limits=SchedulerConfig(8, 16, cache_reserve=0.0))
+    expected = alone(bench, asked)
+    assert not bench.engine.stats.num_preempted
     states = bench.run(asked)
     assert bench.engine.stats.num_preempted > 5
     for state, other in zip(states, expected, strict=True):
@@ -244,7 +245,7 @@ def test_the_most_urgent_is_never_preempted(pair: SimpleNamespace) -> None:
     assert sum(state.stats.num_preempted for state in states) > 2
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_arrivals_aborts_and_priorities(pair: SimpleNamespace, roomy: Bench, seed: int) -> None:
     """Requests of all drafters come and go, urgent and patient, some after others' prompts; who stays gets the answer of who is alone."""
     rng = random.Random(seed)
@@ -253,7 +254,7 @@ def test_random_arrivals_aborts_and_priorities(pair: SimpleNamespace, roomy: Ben
     )
     bench = Bench(pair, rng.choice((60, 80, 120)), rng.choice((48, 96, 1024)), limits)
     served: list[RequestState] = []
-    for _ in range(50):
+    for _ in range(40):
         for _ in range(rng.choice((0, 0, 1, 3))):
             params = replace(GREEDY, max_tokens=rng.randint(1, 20), priority=rng.randint(-2, 2), deadline_s=rng.choice((None, 0.01, 5.0)))
             if rng.random() < 0.5:
