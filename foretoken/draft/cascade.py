@@ -162,8 +162,8 @@ class CascadeDrafter:
     def release(self, request_id: int) -> None:
         """Empty the cache of every level; what is missing is run again when something is next drafted."""
         for level in self.levels:
+            assert not level.ran[request_id], "between rounds nothing is provisional"
             level.model.rollback(request_id, 0)
-            level.ran[request_id].clear()
 
     def finish(self, request_id: int) -> None:
         """Close the sequences and drop the text."""

@@ -18,6 +18,7 @@ from foretoken.draft.mix import MixDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import SchedulerConfig
+from foretoken.model.hf import TransformersModel
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from foretoken.model.tokenizer import load_tokenizer
@@ -220,22 +221,44 @@ def test_a_full_draft_cache_means_fewer_guesses(pair: SimpleNamespace, roomy: Be
 
 
 def test_what_was_computed_is_adopted_again(pair: SimpleNamespace) -> None:
-    """A preempted request begins with its own blocks as far as nobody needed them: few of its tokens are run twice."""
+    """A preempted request begins with its own blocks, those of its answer too, as far as nobody needed them."""
     bench = Bench(pair, 128, limits=SchedulerConfig(8, cache_reserve=0.0))
-    prompt = token_ids(60, seed=4)
-    first, second = bench.engine.submit(token_ids(40, seed=5), replace(GREEDY, max_tokens=12), SpecConfig()), None
-    second = bench.engine.submit(prompt, replace(GREEDY, max_tokens=30), SpecConfig())
+    state = bench.engine.submit(token_ids(60, seed=4), replace(GREEDY, max_tokens=20), SpecConfig())
+    while len(state.tokens) < 71:
+        bench.step()
+    bench.engine.scheduler._preempt(state)
+    assert bench.target.num_free_tokens() == 128
+    bench.step()
+    assert bench.engine.stats.num_recomputed_tokens == 70 - 68  # 17 whole blocks of 4
+    assert len(state.tokens) == 71  # two tokens are read, then the last one decodes
     while bench.engine.has_work:
         bench.step()
-    assert (first.stats.num_preempted, second.stats.num_preempted) == (0, 0)
-    second = bench.engine.submit(prompt[::-1], replace(GREEDY, max_tokens=8), SpecConfig())
-    bench.step()
-    bench.engine.scheduler._preempt(second)
-    bench.step()
-    assert bench.engine.stats.num_recomputed_tokens == 0  # 60 tokens are 15 whole blocks
-    while bench.engine.has_work:
-        bench.step()
-    assert second.stats.num_preempted == 1
+    assert state.stats.num_preempted == 1
+
+
+def test_room_that_came_to_nothing_is_used_first(pair: SimpleNamespace) -> None:
+    """Blocks that a request keeps for refused guesses are taken back before anybody gives way."""
+    bench = Bench(pair, 60, limits=SchedulerConfig(8, cache_reserve=0.0))
+    guessing, plain = spec("recycling", pair, num_draft=8), SpecConfig()
+    asked = [(token_ids(4, seed=1), replace(GREEDY, max_tokens=40), guessing), (token_ids(4, seed=2), GREEDY, plain)]
+    assert [state.stats.num_preempted for state in bench.run(asked)] == [0, 0]
+
+
+def test_a_transformers_target(pair: SimpleNamespace, roomy: Bench) -> None:
+    """A model without blocks and without shared beginnings: everything is read again."""
+    target = TransformersModel(pair.target, "float32", "cpu", 70)
+    drafters = DrafterGroup(target.device)
+    for name in ("draft_model", "ngram"):
+        drafters.drafters[key_of(name, str(pair.draft))] = bare_drafter(name, TransformersModel(pair.draft, "float32", "cpu", 200), target.vocab_size)
+    engine = Engine(target, drafters, limits=SchedulerConfig(4, 9, cache_reserve=0.0))
+    asked = [(PROMPTS[i], GREEDY, spec(("draft_model", "ngram")[i % 2], pair, num_draft=3)) for i in range(6)]
+    states = [engine.submit(*one) for one in asked]
+    while engine.has_work:
+        engine.step()
+    check_idle(engine)
+    expected = alone(roomy, [(prompt, GREEDY, SpecConfig()) for prompt, _, _ in asked])
+    assert [state.output_ids for state in states] == [state.output_ids for state in expected]
+    assert engine.stats.num_recomputed_tokens > 10 * engine.stats.num_preempted > 0
 
 
 def test_the_most_urgent_is_never_preempted(pair: SimpleNamespace) -> None:
