@@ -30,6 +30,8 @@ from foretoken.plan.admission import (
 )
 from foretoken.verify import takes_trees
 
+__all__ = ["Scheduler", "SchedulerConfig"]
+
 
 class Scheduler:
     """Serves the most urgent first, under the limits of `SchedulerConfig` and the target's cache.
@@ -228,11 +230,9 @@ class Scheduler:
             state.noise,
             plan.draft_probability,
             takes_trees(state.rule),
-            num_probe,
-            self.target.max_context_tokens - len(state.tokens) if num_probe else 0,
-            plan.arm,
             grant.num_probe,
             self.target.max_context_tokens - len(state.tokens) if grant.num_probe else 0,
+            plan.arm,
             _num_prompt_rows(state, start, grant.num_pending - decodes),
         )
 

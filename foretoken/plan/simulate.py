@@ -241,7 +241,7 @@ class Replica:
         wanted = MOST_NUM_DRAFT if self.setting.num_draft is None else self.setting.num_draft
         is_open = self.setting.num_draft is None
         wishes = [wish_of(c.index, self.setting.drafter, min(wanted, c.most_guesses), is_open, c.output_tokens - c.num_emitted) for c in anchors]
-        return [grant.num_draft for grant in self.policy.plan(wishes)]
+        return [grant.num_draft for grant in self.policy.plan(wishes)] if wishes else []
 
     def _draft_s(self, anchors: Sequence[Course], budgets: Sequence[int]) -> float:
         if self.setting.drafter is None or not any(budgets):
