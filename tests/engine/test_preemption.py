@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from foretoken import SamplingParams, SpecConfig
+from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.group import DrafterGroup
@@ -323,3 +323,17 @@ def test_abort_at_any_moment(pair: SimpleNamespace, moment: str) -> None:
     check_idle(bench.engine)
     assert [state.finish_reason for state in states].count("abort") == 1
     assert all(len(state.output_ids) == 20 for state in states if state is not victims[0])
+
+
+@pytest.mark.parametrize("options", [{"drafter": "auto"}, {"drafter": "draft_model", "num_draft": 3, "draft_vocabulary": "intersection"}], ids=str)
+def test_requests_of_a_whole_engine(text_pair: SimpleNamespace, options: dict[str, Any]) -> None:
+    """Who follows a text with several drafters, or with one that has another vocabulary, goes on as well."""
+    guessing = SpecConfig(draft=str(text_pair.draft), **options)
+    prompts, params = [token_ids(20 + i, 250, seed=i) for i in range(6)], replace(GREEDY, max_tokens=60)
+    with LLM(text_pair.target, dtype="float32", cache_tokens=192, cache_reserve=0.0) as llm:
+        expected = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
+        outputs = llm.generate(prompts, params, guessing)
+        assert [out.token_ids for out in outputs] == expected
+        assert sum(out.stats.num_preempted for out in outputs) == llm.stats.num_preempted > 2
+        assert any(out.stats.num_preempted and out.stats.num_drafted for out in outputs)
+        check_idle(llm)
