@@ -77,6 +77,7 @@ class BatchEntry:
     num_probe: int = 0  # most probes the drafter may ask for, 0 included
     probe_depth: int = 0  # deepest place of a probe behind the anchor (its child: 1); deeper ones would leave the context
     arm: int | None = None  # which of the configurations that `SpecConfig.arms` leaves to choose from guesses; None: no guesses
+    num_prompt_rows: int = 0  # the last so many of `pending`, before the anchor, are followed by prompt tokens whose log-probability is wanted
 
     @property
     def round_start(self) -> int:

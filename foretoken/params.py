@@ -26,6 +26,8 @@ class SamplingParams:
       `logprobs_of="law"` means the law the token was drawn from (at temperature 0 that law before the argmax, at temperature
       1), `"model"` the model's own softmax before anything above. `prompt_logprobs=k` is always the model's own.
     - At most one of `json_schema`, `regex`, `grammar` (Lark syntax) holds the answer to a structure.
+    - A smaller `priority` is served earlier. `deadline_s` seconds after its arrival the answer is wanted: among requests of like
+      priority and age the earliest goes first; one that is late is served all the same. Neither changes an answer.
     """
 
     max_tokens: int = 64
@@ -49,6 +51,8 @@ class SamplingParams:
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     grammar: str | None = None
+    priority: int = 0
+    deadline_s: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -63,6 +67,7 @@ class SamplingParams:
         self._check_law()
         self._check_output()
         self._check_structure()
+        self._check_service()
 
     def _check_law(self) -> None:
         check_number("temperature", self.temperature, low=0.0, high=100.0)
@@ -112,6 +117,11 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InputError(name, value, "must be a text of at least one character")
+
+    def _check_service(self) -> None:
+        check_whole("priority", self.priority, low=-100, high=100)
+        if self.deadline_s is not None:
+            check_number("deadline_s", self.deadline_s, low=0.0, high=1e9, open_low=True)
 
     @property
     def greedy(self) -> bool:

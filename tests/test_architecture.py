@@ -120,6 +120,7 @@ def test_fields_of_the_public_configs() -> None:
         *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "presence_penalty", "frequency_penalty"),
         *("repetition_penalty", "logit_bias", "bad_words", "min_tokens", "n", "logprobs", "logprobs_of", "prompt_logprobs"),
         *("json_schema", "regex", "grammar"),
+        *("priority", "deadline_s"),
     }
 
 

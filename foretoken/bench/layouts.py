@@ -34,11 +34,11 @@ from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState
-from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.model.interface import LanguageModel
 from foretoken.model.open import model_folder, open_model
 from foretoken.model.tokenizer import load_tokenizer
+from foretoken.plan.admission import SchedulerConfig
 
 RAGGED, EQSPEC, PUBLISHED, RAGGED_POOL, EXSPEC = "ragged", "eqspec", "eqspec-published", "ragged-pool", "exspec"
 RAGGED_PLAIN, PADDED_PLAIN = "ragged-plain", "padded-plain"

@@ -81,6 +81,8 @@ def generate(
     regex: Annotated[str | None, typer.Option(help="Hold the answer to this regular expression.")] = None,
     grammar: Annotated[str | None, typer.Option(help="Hold the answer to this Lark grammar: the text, or @FILE.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
+    priority: Annotated[int, typer.Option(help="Smaller is served earlier.")] = 0,
+    deadline_s: Annotated[float | None, typer.Option("--deadline", help="Seconds after which the answer is wanted: orders service.")] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     cache_tokens: CacheOption = None,
@@ -113,6 +115,8 @@ def generate(
         json_schema=_text_or_file("json_schema", json_schema),
         regex=regex,
         grammar=_text_or_file("grammar", grammar),
+        priority=priority,
+        deadline_s=deadline_s,
     )
     spec = spec_config(
         drafter,

@@ -77,3 +77,11 @@ class Taps(Protocol):
 
     def taps(self) -> tuple[int, ...]:
         """Asked between `propose` and the target's forward: layers whose taps the feedback should hold this round."""
+
+
+@runtime_checkable
+class CacheHolder(Protocol):
+    """A drafter with a cache of its own, which can be taken from a request that has to wait."""
+
+    def release(self, request_id: int) -> None:
+        """Give back what the cache holds of a request; the drafter still knows its text, and reads it again when it is next asked."""

@@ -159,6 +159,12 @@ class CascadeDrafter:
         if self.lookup is not None:
             self.lookup.commit(batch, draft, verdict, feedback)
 
+    def release(self, request_id: int) -> None:
+        """Empty the cache of every level; what is missing is run again when something is next drafted."""
+        for level in self.levels:
+            assert not level.ran[request_id], "between rounds nothing is provisional"
+            level.model.rollback(request_id, 0)
+
     def finish(self, request_id: int) -> None:
         """Close the sequences and drop the text."""
         del self._texts[request_id]

@@ -30,16 +30,17 @@ class DraftModelDrafter:
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
         self._pending: dict[int, list[int]] = {}  # committed tokens that the draft's cache does not hold yet
-        self._texts: dict[int, tuple[str, list[int]]] = {}  # tenant and committed text, where the cache can be shared
+        self._texts: dict[int, tuple[str, list[int]]] = {}  # tenant and committed text
+        self._released: set[int] = set()  # their cache was given back: it may begin with what is known of the text
         self._held: dict[int, dict[tuple[int, int], int]] = {}  # nodes in the cache: (parent, token) -> number, -1 = the committed text
 
     def start(self, request: Request) -> None:
         """Open a sequence; what another one did not run of the prompt is run when something is first drafted."""
         sequence, known = request.request_id, 0
         self.model.open(sequence)
+        self._texts[sequence] = (request.spec.tenant, list(request.prompt_ids))
         if isinstance(self.model, PrefixModel):
             known = self.model.adopt(sequence, request.prompt_ids, request.spec.tenant)
-            self._texts[sequence] = (request.spec.tenant, list(request.prompt_ids))
         self._pending[sequence] = list(request.prompt_ids[known:])
 
     def propose(self, batch: Batch) -> Draft:
@@ -56,8 +57,7 @@ class DraftModelDrafter:
         """Cut the cache back to what was accepted and note what it still has to run."""
         for b, entry in enumerate(batch.decoding):
             sequence, emitted = entry.request.request_id, verdict.emitted(b)
-            if sequence in self._texts:
-                self._texts[sequence][1].extend(emitted)
+            self._texts[sequence][1].extend(emitted)
             ran = self.model.length(sequence) - entry.round_start  # guesses that were inputs too; negative: nothing was drafted
             if ran < 0:
                 self._pending[sequence].extend(emitted)
@@ -71,14 +71,24 @@ class DraftModelDrafter:
             self.model.rollback(sequence, entry.round_start + held)
             self._pending[sequence] = list(emitted[held:])
 
+    def release(self, request_id: int) -> None:
+        """Empty the cache; the text, but for what is found of it, is run again when something is next drafted."""
+        tenant, text = self._texts[request_id]
+        if isinstance(self.model, PrefixModel):
+            self.model.publish(request_id, text, tenant)
+        self.model.rollback(request_id, 0)
+        self._pending[request_id] = list(text)
+        self._released.add(request_id)
+
     def finish(self, request_id: int) -> None:
         """Close the sequence; what it holds of the text may serve another one."""
+        tenant, text = self._texts.pop(request_id)
         if isinstance(self.model, PrefixModel):
-            tenant, text = self._texts.pop(request_id)
             self.model.publish(request_id, text, tenant)
         self.model.close(request_id)
         del self._pending[request_id]
         self._held.pop(request_id, None)
+        self._released.discard(request_id)
 
     def _propose_chains(self, entries: Sequence[BatchEntry]) -> Draft:
         chains = [Chain(entry, self._room(entry)) for entry in entries]
@@ -107,9 +117,17 @@ class DraftModelDrafter:
         """How many tokens can follow one another in a draft for `entry` within the draft's context and cache."""
         sequence = entry.request.request_id
         length = min(entry.num_draft, self.model.max_context_tokens - entry.round_start)
+        self._adopt_again(sequence)
         if length <= 0 or not self.model.reserve(sequence, len(self._pending[sequence]) + length):
             return 0
         return length
+
+    def _adopt_again(self, sequence: int) -> None:
+        """Begin a released sequence with what is known of its text."""
+        if sequence in self._released:
+            self._released.remove(sequence)
+            if isinstance(self.model, PrefixModel):
+                del self._pending[sequence][: self.model.adopt(sequence, self._pending[sequence], self._texts[sequence][0])]
 
     def _has_room(self, growth: Growth) -> bool:
         """Whether the draft's cache has room for a tree's next level."""

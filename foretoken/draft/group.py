@@ -12,7 +12,7 @@ import torch
 
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
-from foretoken.draft.base import Drafter, Feedback, Taps
+from foretoken.draft.base import CacheHolder, Drafter, Feedback, Taps
 from foretoken.draft.lookup_tree import Lookup, LookupTree, assemble
 
 DrafterKey = tuple[Hashable, ...]  # the name, and what else tells one instance from another
@@ -133,6 +133,13 @@ class DrafterGroup:
         probe_rows = () if draft.probes is None else tuple(draft.probes.rows_of(indices))
         own = replace(feedback, rows=tuple(draft.rows_of(indices)), probe_rows=probe_rows)
         drafter.commit(Batch(tuple(routed.values())), draft.select(indices), part, own)
+
+    def release(self, request: Request) -> None:
+        """Take from a request that has to wait what its drafters cache for it."""
+        for key in dict.fromkeys(self._keys[request.request_id]):
+            drafter = self.drafters[key]
+            if isinstance(drafter, CacheHolder):
+                drafter.release(request.request_id)
 
     def finish(self, request: Request) -> None:
         """Let the request's drafters forget it."""

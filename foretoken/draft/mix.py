@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
-from foretoken.draft.base import Drafter, Feedback, Taps
+from foretoken.draft.base import CacheHolder, Drafter, Feedback, Taps
 from foretoken.draft.lookup_tree import Lookup
 from foretoken.draft.merge import first_nodes, graft, share_of
 from foretoken.draft.tree import TreeNode, merge_trees
@@ -88,6 +88,12 @@ class MixDrafter:
     def taps(self) -> tuple[int, ...]:
         """Layers whose residual stream some part wants."""
         return tuple(sorted({layer for part in self.parts if isinstance(part, Taps) for layer in part.taps()}))
+
+    def release(self, request_id: int) -> None:
+        """Let every part give back what it caches."""
+        for part in self.parts:
+            if isinstance(part, CacheHolder):
+                part.release(request_id)
 
     def finish(self, request_id: int) -> None:
         """Let every part forget the request."""

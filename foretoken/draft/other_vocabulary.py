@@ -101,6 +101,11 @@ class OtherVocabularyDrafter:
             self.model.rollback(sequence, same)
             del cached[same:]
 
+    def release(self, request_id: int) -> None:
+        """Empty the cache; the text is run again when something is next drafted."""
+        self.model.rollback(request_id, 0)
+        self._cached[request_id].clear()
+
     def finish(self, request_id: int) -> None:
         """Close the sequence."""
         self.model.close(request_id)

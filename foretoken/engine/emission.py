@@ -53,17 +53,20 @@ def fail(state: RequestState, error: Exception) -> StepOutput:
     return StepOutput(state.request_id, (), state.text.release(final=True), (), "error", error)
 
 
-def note_prompt(state: RequestState, target: TargetOutput, start: int, pending: tuple[int, ...]) -> None:
-    """Keep the log-probabilities of the prompt tokens that follow `pending`, which begins at place `start` of the prompt."""
-    logits = target.prompt_logits.get(state.request_id)
-    if start == 0 and state.request.params.prompt_logprobs is not None and not state.prompt_logprobs:
-        state.prompt_logprobs.append(None)  # nothing stands before the first token
-    if logits is None or not len(logits):
+def note_prompt(state: RequestState, target: TargetOutput) -> None:
+    """Keep the log-probabilities of the next prompt tokens; those known already are not computed again when a prompt is."""
+    count = state.request.params.prompt_logprobs
+    if count is None:
         return
-    assert state.request.params.prompt_logprobs is not None
-    followers = state.request.prompt_ids[start + 1 : start + 1 + len(logits)]
-    state.prompt_logprobs += token_logprobs(log_model(logits), followers, state.request.params.prompt_logprobs)
-    assert len(followers) == len(logits) <= len(pending)
+    known = state.prompt_logprobs
+    if not known:
+        known.append(None)  # nothing stands before the first token
+    logits = target.prompt_logits.get(state.request_id)
+    if logits is None:
+        return
+    followers = state.request.prompt_ids[len(known) : len(known) + len(logits)]
+    assert len(followers) == len(logits)
+    known += token_logprobs(log_model(logits), followers, count)
 
 
 def _used_rows(draft: Draft, verdict: Verdict, b: int) -> list[int]:

@@ -16,12 +16,13 @@ from foretoken.engine.emission import emit, fail, note_prompt
 from foretoken.engine.intake import Intake
 from foretoken.engine.request import RequestState
 from foretoken.engine.runner import Runner, TargetOutput
-from foretoken.engine.scheduler import Scheduler, SchedulerConfig
+from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.watch import RoundView, StepClock, Watcher
 from foretoken.model.interface import LanguageModel
 from foretoken.model.randomness import round_uniforms
 from foretoken.model.tokenizer import Tokenizer
+from foretoken.plan.admission import SchedulerConfig
 from foretoken.plan.routing import RoutingRules
 from foretoken.verify import verify_batch
 
@@ -105,6 +106,10 @@ class Engine:
     def _schedule(self) -> Batch:
         self._clock = StepClock(began=time.perf_counter())
         batch = self.scheduler.schedule()
+        for state in self.scheduler.preempted:
+            self.drafters.release(state.request)
+        self.stats.num_preempted += len(self.scheduler.preempted)
+        self.stats.num_recomputed_tokens += self.scheduler.num_recomputed_tokens
         self._clock.scheduled = time.perf_counter()
         return batch
 
@@ -152,7 +157,7 @@ class Engine:
     def _emit(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> list[StepOutput]:
         outputs, now = [], time.perf_counter()
         for entry in batch.entries:
-            note_prompt(self.states[entry.request.request_id], target, entry.start, entry.pending)
+            note_prompt(self.states[entry.request.request_id], target)
         for b, entry in enumerate(batch.decoding):
             state = self.states[entry.request.request_id]
             output = emit(state, draft, target, verdict, b, now)

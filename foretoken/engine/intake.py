@@ -54,7 +54,7 @@ def check_limits(**limits: int | None) -> None:
         ConfigError: names the limit.
     """
     for name, value in limits.items():
-        if value is None and name == "cache_tokens":
+        if value is None and name in ("cache_tokens", "max_step_tokens"):
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(name, value, "must be a whole number of at least 1")

@@ -17,7 +17,6 @@ from foretoken.engine.intake import Prompt, as_prompts, check_limits, check_shar
 from foretoken.engine.known_costs import KnownCosts, check_mode, know_costs
 from foretoken.engine.output import GenerateOutput, collect, each_answer
 from foretoken.engine.request import RequestState
-from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.engine.shadow import Shadow
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.trace import Trace
@@ -25,6 +24,7 @@ from foretoken.errors import InputError
 from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.model.open import model_folder, open_model
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
+from foretoken.plan.admission import SchedulerConfig
 from foretoken.plan.routing import RoutingRules
 
 
@@ -33,6 +33,8 @@ class LLM:
 
     `model` is a folder, a hub id, or `reference:target`. `spec` is the default for every request; `generate` and
     `stream` take another one per call or per prompt. A draft model is loaded when it is first named.
+
+    `max_batch_size`, `max_prompt_tokens`, `max_step_tokens` and `cache_reserve` are the scheduler's, see `plan.admission.SchedulerConfig`.
 
     `numerics="strict"` makes the target's logits bitwise the same however rows are batched, at a price. `trace` names a file
     that gets one line per event (docs/trace.md). `shadow_rate` is the share of requests whose answers the target alone scores again
@@ -59,10 +61,14 @@ class LLM:
         routing: RoutingRules | None = None,
         profile: str | Path = "auto",
         on_profile: Callable[[str], None] | None = None,
+        max_step_tokens: int | None = None,
+        cache_reserve: float = SchedulerConfig.cache_reserve,
     ) -> None:
         check_share("shadow_rate", shadow_rate)
-        check_limits(max_batch_size=max_batch_size, max_prompt_tokens=max_prompt_tokens, cache_tokens=cache_tokens)
+        check_share("cache_reserve", cache_reserve)
+        check_limits(max_batch_size=max_batch_size, max_prompt_tokens=max_prompt_tokens, cache_tokens=cache_tokens, max_step_tokens=max_step_tokens)
         mode = check_mode(profile)
+        limits = SchedulerConfig(max_batch_size, max_prompt_tokens, max_step_tokens=max_step_tokens, cache_reserve=cache_reserve)
         self.spec = spec or SpecConfig()
         options = ModelOptions(dtype, device, cache_tokens)
         self._closed = False
@@ -72,7 +78,6 @@ class LLM:
         self._drafters = DrafterGroup(self.target.device)
         self._factory = DrafterFactory(self.folder, self.target, self.tokenizer, options)
         self._inboxes: dict[int, deque[StepOutput]] = {}  # of open streams
-        limits = SchedulerConfig(max_batch_size, max_prompt_tokens)
         self.engine = Engine(self.target, self._drafters, self.tokenizer, limits, self._eos_token_ids(), routing)
         if trace is not None:
             self.engine.watchers.append(Trace(Path(trace)))

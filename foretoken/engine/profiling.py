@@ -25,9 +25,9 @@ from foretoken.core import Batch, Draft, Request, Verdict
 from foretoken.draft.base import Drafter, Feedback
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.engine.engine import Engine
-from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.errors import StorageError
 from foretoken.model.interface import LanguageModel
+from foretoken.plan.admission import SchedulerConfig
 from foretoken.plan.profile import Curve, Profile, profile_from_mapping
 
 SHORT_TOKENS = 32  # of the past where the past is not what is measured

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from foretoken.core import Batch, BatchEntry, Draft
+from foretoken.core import Batch, Draft
 from foretoken.model.interface import ForwardOutput, LanguageModel, Segment
 from foretoken.model.sampling import check_finite, target_probs, tie_gaps
 
@@ -19,7 +19,7 @@ class TargetOutput:
 
     `probs` [R, V] float32 is the law after all sampling parameters, `processed` [R, V] the logits after each request's
     processors, `logits` [R, V] the model's own. `taps` by layer [R, D]. `prompt_logits` [n, V] by request, where prompt
-    log-probabilities were asked for: one row per pending token that is followed by another prompt token. `probe_logits` [P, V] are
+    log-probabilities were asked for: one row for each of an entry's `num_prompt_rows`. `probe_logits` [P, V] are
     the model's own behind the draft's probes, None where there are none or they had to be left out.
     """
 
@@ -69,7 +69,7 @@ class Runner:
             if entry.decodes and draft.probes is not None:
                 probes = slice(draft.probes.offsets[b], draft.probes.offsets[b + 1])
                 parents = (*parents, *(_behind(parent, draft.lengths[b]) for parent in draft.probes.parents[probes]))
-            num_logits = _num_prompt_rows(entry) + (1 + len(parents) if entry.decodes else 0)
+            num_logits = entry.num_prompt_rows + (1 + len(parents) if entry.decodes else 0)
             segments.append(Segment(entry.request.request_id, len(entry.pending), parents, num_logits))
             pieces.append(torch.tensor(entry.pending, dtype=torch.int64, device=device))
             if parents:
@@ -101,17 +101,10 @@ def _behind(parent: int, num_nodes: int) -> int:
     return -1 if parent < 0 else num_nodes + parent
 
 
-def _num_prompt_rows(entry: BatchEntry) -> int:
-    """Rows of an entry whose logits tell the probability of a later prompt token, if anybody wants to know."""
-    if entry.request.params.prompt_logprobs is None or entry.start >= len(entry.request.prompt_ids):
-        return 0
-    return len(entry.pending) - entry.decodes
-
-
 def _split(batch: Batch, draft: Draft, segments: Sequence[Segment], output: ForwardOutput) -> _Rows:
     """Tell the rows that decode from those that only serve prompt log-probabilities or are probes."""
     logits, taps = output.logits, output.taps
-    counts = [_num_prompt_rows(entry) for entry in batch.entries]
+    counts = [entry.num_prompt_rows for entry in batch.entries]
     if not any(counts) and draft.probes is None:
         return _Rows(logits, taps, {}, None)
     prompt_logits: dict[int, Tensor] = {}

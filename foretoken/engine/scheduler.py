@@ -1,76 +1,93 @@
 """Which requests take part in the next step, and with how many rows.
 
-A request is admitted when its longest possible course fits beside those already running, so a running request never
-meets a full cache. Long prompts are taken in chunks, so that running requests keep emitting.
+A request joins when its text fits beside what is running and a reserve stays free, not when its whole course would. When running requests
+meet a full cache after all, the least urgent one gives its cache back and waits (preemption): what was computed stays adoptable until its
+place is needed, and the rest is read again, up to the last token, whose row is then a decode step like any other. So a preempted
+request draws and drafts what it would have drawn and drafted undisturbed. All decisions are `plan.admission`'s; here they are carried out.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from foretoken.core import Batch, BatchEntry
 from foretoken.engine.controller import DraftPlan
 from foretoken.engine.request import RequestState
 from foretoken.model.interface import LanguageModel, PrefixModel
+from foretoken.plan.admission import (
+    Ask,
+    Grant,
+    SchedulerConfig,
+    Urgency,
+    growth_tokens,
+    may_join,
+    reserve_tokens,
+    urgency,
+    within_budget,
+    within_cache,
+)
 from foretoken.verify import takes_trees
 
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of a step: requests, and prompt tokens taken per step over all requests."""
-
-    max_batch_size: int = 16
-    max_prompt_tokens: int = 512
+__all__ = ["Scheduler", "SchedulerConfig"]
 
 
 class Scheduler:
-    """First come, first served, under the limits of `SchedulerConfig` and the target's cache."""
+    """Serves the most urgent first, under the limits of `SchedulerConfig` and the target's cache.
+
+    `preempted` and `num_recomputed_tokens` are those of the latest `schedule`.
+    """
 
     def __init__(self, target: LanguageModel, config: SchedulerConfig, plan: Callable[[Sequence[RequestState]], Sequence[DraftPlan]]) -> None:
         self.target, self.config, self._plan = target, config, plan
         self._prefix = target if isinstance(target, PrefixModel) else None
-        self.waiting: deque[RequestState] = deque()
+        self.waiting: list[RequestState] = []  # most urgent first
         self.running: dict[int, RequestState] = {}
-        self._promised_tokens: dict[int, int] = {}  # worst-case cache use of each running request
-        self._loan: tuple[int, Callable[[], None]] | None = None  # cache lent to background work, and how to get it back
+        self.preempted: list[RequestState] = []
+        self.num_recomputed_tokens = 0
+        self._urgency: dict[int, Urgency] = {}
+        self._lost: dict[int, int] = {}  # tokens that a preempted request had in the cache
+        self._reclaim: Callable[[], None] | None = None  # takes back cache that is lent to background work
 
     def add(self, state: RequestState) -> None:
         """Queue a request."""
-        self.waiting.append(state)
+        params = state.request.params
+        self._urgency[state.request_id] = urgency(state.request_id, state.arrived_s, params.priority, params.deadline_s, self.config.aging_s)
+        self._enqueue(state)
 
     def worst_case_tokens(self, state: RequestState) -> int:
         """Most cache a request can ever hold: guesses are clamped to what may still be emitted, so its whole course bounds them.
 
-        Probes come on top as far as the whole cache has room for them; they also use what was promised for text yet to come.
+        Probes come on top as far as the whole cache has room for them; they also use what is meant for text yet to come.
         """
         spare = max(0, self.target.capacity_tokens - state.max_total_tokens)
         return self.target.footprint_tokens(state.max_total_tokens + min(state.request.spec.num_probe, spare))
 
     def schedule(self) -> Batch:
-        """The next batch: every running request that decodes, then prompt chunks, in order of arrival."""
+        """The next batch: requests that decode, then those that read the last of their prompt, then other chunks; each most urgent first."""
+        self.preempted, self.num_recomputed_tokens = [], 0
         self._admit()
-        anchors: list[RequestState] = []
+        states = sorted(self.running.values(), key=self._key)
+        plans = self._plans(states)
+        asks = [self._ask(state, plan) for state, plan in zip(states, plans, strict=True)]
+        grants = self._grants(states, asks)
+        anchors: list[BatchEntry] = []
         lasts: list[BatchEntry] = []
-        prompts: list[BatchEntry] = []
-        budget = self.config.max_prompt_tokens
-        for state in self.running.values():
-            start = self.target.length(state.request_id)
-            missing = len(state.tokens) - start
-            if missing == 1:
-                anchors.append(state)
-            elif budget > 0:
-                chunk = tuple(state.tokens[start : start + min(missing, budget)])
-                budget -= len(chunk)
-                whole = len(chunk) == missing
+        others: list[BatchEntry] = []
+        for state, plan, ask, grant in zip(states, plans, asks, grants, strict=False):  # the last ones may have been preempted
+            if ask.decodes:
+                anchors.append(self._entry(state, ask.held, grant, True, plan))
+            elif grant.num_pending:
                 # Drafts nothing: the first token is not delayed by a drafter's own prefill.
-                (lasts if whole else prompts).append(self._entry(state, start, chunk, whole, DraftPlan(0)))
-        return Batch((*self._decode_entries(anchors), *lasts, *prompts))
+                whole = ask.held + grant.num_pending == len(state.tokens)
+                (lasts if whole else others).append(self._entry(state, ask.held, grant, whole, plan))
+        return Batch((*anchors, *lasts, *others))
 
     def remove(self, request_id: int) -> RequestState | None:
         """Take a request out, running or waiting; None if it is unknown."""
-        self._promised_tokens.pop(request_id, None)
+        self._lost.pop(request_id, None)
+        self._urgency.pop(request_id, None)
         state = self.running.pop(request_id, None)
         if state is None:
             state = next((s for s in self.waiting if s.request_id == request_id), None)
@@ -78,90 +95,171 @@ class Scheduler:
                 self.waiting.remove(state)
         return state
 
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.config.max_batch_size:
-            if self._will_share(self.waiting[0]):
-                return
-            needed = self.worst_case_tokens(self.waiting[0])
-            if self._loan is not None and not self._fits(needed):
-                self._loan[1]()  # who is waiting comes before work in the background
-            if self.running and not self._fits(needed):
-                return
-            state = self.waiting.popleft()
-            self.target.open(state.request_id)
-            if self._prefix is not None and state.request.params.prompt_logprobs is None:
-                self._prefix.adopt(state.request_id, state.tokens, state.request.spec.tenant)
-            self.running[state.request_id] = state
-            self._promised_tokens[state.request_id] = needed
-
     def publish(self, state: RequestState) -> None:
         """Let later requests of the same tenant begin with what the target holds of a running request's text."""
         if self._prefix is not None:
             self._prefix.publish(state.request_id, state.tokens, state.request.spec.tenant)
 
+    def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:
+        """Lend free cache until `give_back`; False if it is not to spare. `reclaim` must give it back: who asks for an answer comes first."""
+        if self._reclaim is not None or self.waiting or not self._fits(num_tokens):
+            return False
+        self._reclaim = reclaim
+        return True
+
+    def give_back(self) -> None:
+        """End the loan, if there is one."""
+        self._reclaim = None
+
+    def _key(self, state: RequestState) -> Urgency:
+        return self._urgency[state.request_id]
+
+    def _enqueue(self, state: RequestState) -> None:
+        insort(self.waiting, state, key=self._key)
+
+    def _admit(self) -> None:
+        """Let waiting requests join, strictly in their order: one that needs much room is not passed by others for ever."""
+        while self.waiting and len(self.running) < self.config.max_batch_size:
+            state = self.waiting[0]
+            if self._will_share(state):
+                return
+            if self.running and not self._has_room(state):
+                return
+            del self.waiting[0]
+            self.target.open(state.request_id)
+            adopted = 0
+            if self._prefix is not None and _adopts(state):
+                adopted = self._prefix.adopt(state.request_id, state.tokens, state.request.spec.tenant)
+            self.running[state.request_id] = state
+            self.num_recomputed_tokens += max(0, self._lost.pop(state.request_id, 0) - adopted)
+
+    def _has_room(self, state: RequestState) -> bool:
+        """Whether a request may join, if need be after cache that was lent is back."""
+        needed = self.target.footprint_tokens(len(state.tokens))
+        if self._fits(needed):
+            return True
+        if self._prefix is not None and _adopts(state):
+            needed -= self._prefix.shared_tokens(state.tokens, state.request.spec.tenant)
+        if self._reclaim is not None and not self._fits(needed):
+            self._reclaim()
+        return self._fits(needed)
+
+    def _fits(self, num_tokens: int) -> bool:
+        footprint, length = self.target.footprint_tokens, self.target.length
+        owed = sum(footprint(len(state.tokens)) - footprint(length(state.request_id)) for state in self.running.values())
+        reserved = reserve_tokens(self.config, self.target.capacity_tokens) if self.running else 0
+        return may_join(num_tokens, owed, reserved, self.target.num_free_tokens())
+
     def _will_share(self, state: RequestState) -> bool:
-        """Whether a running request is just reading a prompt that begins alike: then it is cheaper to wait for that."""
-        if self._prefix is None:
+        """Whether a more urgent request is just reading a prompt that begins alike: then it is cheaper to wait for that."""
+        if self._prefix is None or not _adopts(state):
             return False
         size = self.target.footprint_tokens(1)
         head = state.tokens[:size]
         return len(state.tokens) > size and any(
             other.tokens[:size] == head
             and other.request.spec.tenant == state.request.spec.tenant
+            and self._key(other) < self._key(state)
             and self.target.length(other.request_id) < min(len(other.tokens) - 1, len(state.tokens) - 1) // size * size
             for other in self.running.values()
         )
 
-    def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:
-        """Lend cache that no request was promised until `give_back`; False if there is not so much. `reclaim` must give it back."""
-        if self._loan is not None or self.waiting or not self._fits(num_tokens):
-            return False
-        self._loan = (num_tokens, reclaim)
-        return True
+    def _plans(self, states: Sequence[RequestState]) -> list[DraftPlan]:
+        """What each may draft; nothing but for those that decode.
 
-    def give_back(self) -> None:
-        """End the loan, if there is one."""
-        self._loan = None
+        No more guesses than can still be used: the round itself emits one token of the target's own. The first token is never drafted,
+        also where the last chunk of the prompt is a single token and looks like a decode step: neighbours decide where chunks end, and
+        must not change what a request draws.
+        """
+        anchors = [state for state in states if self._decodes(state)]
+        given = {state.request_id: plan for state, plan in zip(anchors, self._plan(anchors) if anchors else (), strict=True)}
+        plans = []
+        for state in states:
+            plan, most = given.get(state.request_id, DraftPlan(0)), state.num_remaining - 1 if state.origins else 0
+            plans.append(replace(plan, num_draft=max(0, min(plan.num_draft, most))))
+        return plans
 
-    def _fits(self, num_tokens: int) -> bool:
-        lent = 0 if self._loan is None else self._loan[0]
-        return sum(self._promised_tokens.values()) + lent + num_tokens <= self.target.capacity_tokens
+    def _decodes(self, state: RequestState) -> bool:
+        return self.target.length(state.request_id) == len(state.tokens) - 1
 
-    def _entry(self, state: RequestState, start: int, pending: tuple[int, ...], decodes: bool, plan: DraftPlan) -> BatchEntry:
-        num_probe = self._num_probe(state, plan)
+    def _ask(self, state: RequestState, plan: DraftPlan) -> Ask:
+        """A request that has begun its answer reads all but its last token: that one's row is a decode step."""
+        held = self.target.length(state.request_id)
+        missing = len(state.tokens) - held
+        if missing == 1:
+            return Ask(held, 1, True, plan.num_draft, self._num_probe(state, plan), _is_fixed(state))
+        return Ask(held, missing - bool(state.origins), False)
+
+    def _grants(self, states: list[RequestState], asks: list[Ask]) -> list[Grant]:
+        """Rows for every request, most urgent first; the last ones are preempted until the rows of the others fit into the cache."""
+        footprint = self.target.footprint_tokens
+        while True:
+            wanted = within_budget(asks[: len(states)], self.config)
+            if growth_tokens(asks[: len(states)], wanted, footprint) > self.target.num_free_tokens():
+                self._gather(states)
+            grants = within_cache(asks[: len(states)], wanted, self.target.num_free_tokens(), footprint)
+            if grants is not None:
+                return grants
+            self._preempt(states.pop())
+
+    def _gather(self, states: Sequence[RequestState]) -> None:
+        """Take back cache that was lent, and what running requests keep of rows that came to nothing."""
+        if self._reclaim is not None:
+            self._reclaim()
+        for state in states:
+            self.target.rollback(state.request_id, self.target.length(state.request_id))
+
+    def _preempt(self, state: RequestState) -> None:
+        """Close a running request's sequence and queue it again; its text and all that came out of it stays."""
+        self.publish(state)
+        self._lost[state.request_id] = self.target.length(state.request_id)
+        self.target.close(state.request_id)
+        del self.running[state.request_id]
+        self._enqueue(state)
+        state.stats.num_preempted += 1
+        self.preempted.append(state)
+
+    def _entry(self, state: RequestState, start: int, grant: Grant, decodes: bool, plan: DraftPlan) -> BatchEntry:
         return BatchEntry(
             state.request,
             start,
-            pending,
+            tuple(state.tokens[start : start + grant.num_pending]),
             decodes,
-            plan.num_draft,
+            grant.num_draft,
             state.processors,
             state.noise,
             plan.draft_probability,
             takes_trees(state.rule),
-            num_probe,
-            self.target.max_context_tokens - len(state.tokens) if num_probe else 0,
+            grant.num_probe,
+            self.target.max_context_tokens - len(state.tokens) if grant.num_probe else 0,
             plan.arm,
+            _num_prompt_rows(state, start, grant.num_pending - decodes),
         )
 
     def _num_probe(self, state: RequestState, plan: DraftPlan) -> int:
-        """Probes that fit behind the text and the guesses in what the request was promised; none for a request that does not guess.
+        """Probes that fit behind the text and the guesses in the request's own course; none for a request that does not guess.
 
         Neighbours have no say in it: what probes find out changes later guesses, and so what a seed draws under most rules.
         """
-        if not plan.num_draft:
+        if not plan.num_draft or not state.request.spec.num_probe:
             return 0
-        return max(0, min(state.request.spec.num_probe, self._promised_tokens[state.request_id] - len(state.tokens) - plan.num_draft))
+        return max(0, min(state.request.spec.num_probe, self.worst_case_tokens(state) - len(state.tokens) - plan.num_draft))
 
-    def _decode_entries(self, states: Sequence[RequestState]) -> list[BatchEntry]:
-        """No more guesses than can still be used: the round itself emits one token of the target's own.
 
-        The first token is never drafted, also where the last chunk of the prompt is a single token and looks like a
-        decode step: neighbours decide where chunks end, and must not change what a request draws.
-        """
-        entries = []
-        for state, plan in zip(states, self._plan(states) if states else (), strict=True):
-            most = state.num_remaining - 1 if state.origins else 0
-            plan = replace(plan, num_draft=max(0, min(plan.num_draft, most)))
-            entries.append(self._entry(state, len(state.tokens) - 1, (state.tokens[-1],), True, plan))
-        return entries
+def _is_fixed(state: RequestState) -> bool:
+    """Whether what a seed draws depends on how much is guessed, and how much is guessed on nothing but the request."""
+    spec, params = state.request.spec, state.request.params
+    open_ = "auto" in (spec.num_draft, spec.draft_probability)
+    return params.seed is not None and state.rule not in ("greedy", "coupled") and not open_
+
+
+def _adopts(state: RequestState) -> bool:
+    """Whether a request may begin with what others have computed: not one that wants to know something of every row of its prompt."""
+    return bool(state.origins) or state.request.params.prompt_logprobs is None
+
+
+def _num_prompt_rows(state: RequestState, start: int, num_rows: int) -> int:
+    """Of `num_rows` rows from `start` on, how many are followed by prompt tokens whose log-probability is wanted and not known yet."""
+    if state.request.params.prompt_logprobs is None or state.origins:
+        return 0
+    return max(0, start + num_rows - max(start, len(state.prompt_logprobs) - 1))

@@ -3,7 +3,7 @@
 The shadow is a watcher of the engine (`watch.Watcher`). Which requests it follows is decided when they arrive, and their
 evidence is added up in order of arrival, so that neither the length of an answer nor the speed of the engine chooses what is
 counted; see `drift.DriftMonitor` for why that matters. Work is done in small pieces between steps, in cache that no
-running request was promised.
+request needs just then.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_SEEDS = 1 << 16
 
 
 class Room(Protocol):
-    """Lends the part of the target's cache that no running request was promised."""
+    """Lends cache of the target that no request needs just then."""
 
     def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:
         """Lend `num_tokens` until `give_back`; False if they are not to spare. `reclaim` is called when a request needs them."""

@@ -29,11 +29,11 @@ from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.machine import machine, versions
 from foretoken.engine.profiling import SHORT_TOKENS, Filler, stand_in, timed
-from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.kv.pool import bytes_per_token
 from foretoken.model.interface import LanguageModel, TwinModel
 from foretoken.model.paged import PagedModel
 from foretoken.model.strict import StrictModel
+from foretoken.plan.admission import SchedulerConfig
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.plan.roofline import Roofline
 

@@ -18,6 +18,7 @@ class RequestStats:
     and `accepted_by` by drafter. `num_probed` counts rows that the target ran for a drafter beside its guesses (`core.Probes`):
     they cost what a guess costs and can never be accepted. Guesses that a drafter judged itself while it drafted (a cascade's levels
     among each other) are `num_inner_drafted` and `num_inner_accepted`, and count nowhere else.
+    `num_preempted` counts how often the request had to give back its cache and was read again later.
     `num_near_ties` counts greedy tokens whose two best logits were one rounding unit apart or less: only there can
     16-bit arithmetic make a speculative answer differ from a plain one; `near_tie_gap` is the widest such gap. `rule` is the
     rule by its resolved name; where `lossy` is true the answer does not have the target's law.
@@ -35,6 +36,7 @@ class RequestStats:
     num_inner_accepted: int = 0
     num_near_ties: int = 0
     near_tie_gap: float = 0.0
+    num_preempted: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
     ttft_s: float = 0.0
@@ -116,6 +118,7 @@ class RequestStats:
             "num_inner_accepted": self.num_inner_accepted,
             "num_near_ties": self.num_near_ties,
             "near_tie_gap": self.near_tie_gap,
+            "num_preempted": self.num_preempted,
             "acceptance_rate": self.acceptance_rate,
             "draft_s": self.draft_s,
             "verify_s": self.verify_s,
@@ -152,7 +155,10 @@ class ShadowStats:
 
 @dataclass
 class EngineStats:
-    """Totals since the engine started; `shadow` is None where no share of the answers is scored again, `prefix` where the target keeps none.
+    """Totals since the engine started.
+
+    `num_preempted` requests gave back their cache to others, and `num_recomputed_tokens` were run again for it. `shadow` is None where no share
+    of the answers is scored again, `prefix` where the target keeps none.
 
     `profile_s` was spent before the first request on measuring what steps cost.
     """
@@ -164,6 +170,8 @@ class EngineStats:
     num_probed: int = 0
     num_accepted: int = 0
     num_emitted: int = 0
+    num_preempted: int = 0
+    num_recomputed_tokens: int = 0
     schedule_s: float = 0.0
     draft_s: float = 0.0
     target_s: float = 0.0

@@ -105,6 +105,12 @@ class BlockAllocator:
         self.prefix_stats.num_found_tokens += table.length
         return table.length
 
+    def num_shared_tokens(self, salt: str, tokens: Sequence[int]) -> int:
+        """How many of `tokens` lie in known blocks that some sequence holds: adopting those takes nothing from what is free."""
+        size = self.block_size
+        found = self._index.find(salt, tokens[: max(0, len(tokens) - 1) // size * size])
+        return sum(self._references[block] > 0 for block in found) * size
+
     def publish(self, table: BlockTable, salt: str, tokens: Sequence[int]) -> None:
         """Let later sequences adopt the full blocks of `table`, which holds the beginning of `tokens`."""
         full = min(table.length, len(tokens)) // self.block_size

@@ -137,6 +137,9 @@ class PrefixModel(LanguageModel, Protocol):
     def adopt(self, sequence: int, tokens: Sequence[int], tenant: str) -> int:
         """Take over what is known of the beginning of `tokens` for a sequence just opened; the number of tokens it now holds, never all."""
 
+    def shared_tokens(self, tokens: Sequence[int], tenant: str) -> int:
+        """How much of what `adopt` would find lies in memory that open sequences hold: it takes nothing out of `num_free_tokens`."""
+
     def publish(self, sequence: int, tokens: Sequence[int], tenant: str) -> None:
         """Let later sequences take over what `sequence`, whose text begins with `tokens`, holds of them."""
 

@@ -109,6 +109,10 @@ class PagedModel:
         """See `interface.PrefixModel`: whole blocks are taken over, without a copy."""
         return self.allocator.adopt(self.tables[sequence], tenant, tokens)
 
+    def shared_tokens(self, tokens: Sequence[int], tenant: str) -> int:
+        """See `interface.PrefixModel`."""
+        return self.allocator.num_shared_tokens(tenant, tokens)
+
     def publish(self, sequence: int, tokens: Sequence[int], tenant: str) -> None:
         """See `interface.PrefixModel`."""
         self.allocator.publish(self.tables[sequence], tenant, tokens)

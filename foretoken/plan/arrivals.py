@@ -24,6 +24,8 @@ class Job:
     prompt_tokens: int
     output_tokens: int
     acceptance: Chances | str = (0.0,)
+    priority: int = 0
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True)

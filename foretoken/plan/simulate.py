@@ -7,11 +7,22 @@ differ by what they do and not by luck, and so that more acceptance can never ma
 from __future__ import annotations
 
 import random
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from foretoken.errors import CapacityError, ConfigError, InputError
+from foretoken.plan.admission import (
+    Ask,
+    Grant,
+    SchedulerConfig,
+    Urgency,
+    may_join,
+    reserve_tokens,
+    urgency,
+    within_budget,
+    within_cache,
+)
 from foretoken.plan.arrivals import Chances, Job
 from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy, wish_of
 from foretoken.plan.profile import Profile
@@ -34,17 +45,16 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The scheduler's limits. `cache_tokens` None: more than is ever needed; `max_context_tokens` None: no bound."""
+class Limits(SchedulerConfig):
+    """The scheduler's limits and the cache's. `cache_tokens` None: more than is ever needed; `max_context_tokens` None: no bound."""
 
-    max_batch_size: int = 16
-    max_prompt_tokens: int = 512
     cache_tokens: int | None = None
     block_tokens: int = 32
     max_context_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_prompt_tokens", "cache_tokens", "block_tokens", "max_context_tokens"):
+        super().__post_init__()
+        for name in ("cache_tokens", "block_tokens", "max_context_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(name, value, "must be at least 1")
@@ -61,15 +71,20 @@ class Limits:
 
 @dataclass
 class Course:
-    """One request on its way: `tokens` is prompt and output, `held` what the cache holds. Times are None until they come."""
+    """One request on its way: `tokens` is prompt and output, `held` what the cache holds. Times are None until they come.
+
+    A drafter that is to guess for a request that `has_drafted` not yet reads its text first.
+    """
 
     index: int
     job: Job
     chances: Chances
     draws: tuple[float, ...]  # [output tokens] uniforms: whether a guess of this token would stand
     output_tokens: int
+    urgency: Urgency
     tokens: int = 0
     held: int = 0
+    num_preempted: int = 0
     has_drafted: bool = False
     first_s: float | None = None
     finish_s: float | None = None
@@ -106,11 +121,12 @@ class Step:
     num_rows: int  # of the requests that decode
     num_prompt_tokens: int
     emitted: tuple[tuple[int, int], ...]
+    preempted: tuple[int, ...] = ()
 
 
 @dataclass
 class Replica:
-    """One engine: its queue, its running requests in order of admission, its clock and its policy."""
+    """One engine: its queue and its running requests, most urgent first, its clock and its policy."""
 
     number: int
     profile: Profile
@@ -120,7 +136,7 @@ class Replica:
     clock_s: float = 0.0
     busy_s: float = 0.0
     num_steps: int = 0
-    waiting: deque[Course] = field(default_factory=deque)
+    waiting: list[Course] = field(default_factory=list)
     running: list[Course] = field(default_factory=list)
     policy: BudgetPolicy = field(default_factory=BudgetPolicy)
     courses: list[Course] = field(default_factory=list)
@@ -129,7 +145,8 @@ class Replica:
         """Queue a request at its arrival; an idle engine begins with it at once."""
         if not self.has_work:
             self.clock_s = max(self.clock_s, course.job.arrival_s)
-        self.waiting.append(course)
+        course.tokens = course.job.prompt_tokens
+        insort(self.waiting, course, key=_urgency)
         self.courses.append(course)
 
     def run_until(self, time_s: float) -> None:
@@ -150,8 +167,12 @@ class Replica:
     def step(self) -> None:
         """One step of the engine, see `engine.scheduler` for the order of things."""
         self._admit()
-        anchors, chunks = self._schedule()
-        budgets = self._budgets(anchors)
+        asks = self._asks()
+        grants, preempted = self._grants(asks)
+        seats = list(zip(self.running, asks, grants, strict=True))
+        anchors = [course for course, ask, _ in seats if ask.decodes]
+        budgets = [grant.num_draft for _, ask, grant in seats if ask.decodes]
+        chunks = [(course, grant.num_pending) for course, ask, grant in seats if not ask.decodes and grant.num_pending]
         kept = [course.num_kept(budget) for course, budget in zip(anchors, budgets, strict=True)]
         draft_s = self._draft_s(anchors, budgets)
         rows, prompt_tokens = len(anchors) + sum(budgets), sum(length for _, length in chunks)
@@ -176,39 +197,51 @@ class Replica:
             self._emit(course, count)
         if self.watch is not None:
             pairs = tuple((course.index, count) for course, count in emitted)
-            self.watch(Step(self.number, start_s, draft_s + target_s, draft_s, rows, prompt_tokens, pairs))
+            self.watch(Step(self.number, start_s, draft_s + target_s, draft_s, rows, prompt_tokens, pairs, preempted))
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.limits.max_batch_size:
             if self.running and not self._fits(self.waiting[0]):
                 return
-            course = self.waiting.popleft()
-            course.tokens = course.job.prompt_tokens
-            self.running.append(course)
+            insort(self.running, self.waiting.pop(0), key=_urgency)
 
     def _fits(self, course: Course) -> bool:
-        promised = sum(self.limits.footprint_tokens(c.job.prompt_tokens + c.output_tokens) for c in (*self.running, course))
-        return promised <= self.limits.capacity_tokens
+        footprint = self.limits.footprint_tokens
+        owed = sum(footprint(c.tokens) - footprint(c.held) for c in self.running)
+        return may_join(footprint(course.tokens), owed, reserve_tokens(self.limits, self.limits.capacity_tokens), self._free_tokens())
 
-    def _schedule(self) -> tuple[list[Course], list[tuple[Course, int]]]:
-        """Requests whose next row is their last token, and chunks of prompts under the token budget."""
-        anchors: list[Course] = []
-        chunks: list[tuple[Course, int]] = []
-        budget = self.limits.max_prompt_tokens
-        for course in self.running:
-            missing = course.tokens - course.held
-            if missing == 1:
-                anchors.append(course)
-            elif budget > 0:
-                chunks.append((course, min(missing, budget)))
-                budget -= chunks[-1][1]
-        return anchors, chunks
+    def _free_tokens(self) -> float:
+        return self.limits.capacity_tokens - sum(self.limits.footprint_tokens(course.held) for course in self.running)
+
+    def _asks(self) -> list[Ask]:
+        """What every running request could do: decode with guesses, or read all but the last token of an answer that has begun."""
+        anchors = [course for course in self.running if course.tokens - course.held == 1]
+        budgets = dict(zip((course.index for course in anchors), self._budgets(anchors), strict=True))
+        return [
+            Ask(c.held, 1, True, budgets[c.index]) if c.index in budgets else Ask(c.held, c.tokens - c.held - bool(c.num_emitted), False)
+            for c in self.running
+        ]
+
+    def _grants(self, asks: list[Ask]) -> tuple[list[Grant], tuple[int, ...]]:
+        """Rows for every request, and who had to give way, whose `asks` are removed; see `engine.scheduler`."""
+        preempted: list[int] = []
+        while True:
+            wanted = within_budget(asks, self.limits)
+            grants = within_cache(asks, wanted, self._free_tokens(), self.limits.footprint_tokens)
+            if grants is not None:
+                return grants, tuple(preempted)
+            asks.pop()
+            course = self.running.pop()
+            course.held, course.has_drafted = 0, False
+            course.num_preempted += 1
+            preempted.append(course.index)
+            insort(self.waiting, course, key=_urgency)
 
     def _budgets(self, anchors: Sequence[Course]) -> list[int]:
         wanted = MOST_NUM_DRAFT if self.setting.num_draft is None else self.setting.num_draft
         is_open = self.setting.num_draft is None
         wishes = [wish_of(c.index, self.setting.drafter, min(wanted, c.most_guesses), is_open, c.output_tokens - c.num_emitted) for c in anchors]
-        return [grant.num_draft for grant in self.policy.plan(wishes)]
+        return [grant.num_draft for grant in self.policy.plan(wishes)] if wishes else []
 
     def _draft_s(self, anchors: Sequence[Course], budgets: Sequence[int]) -> float:
         if self.setting.drafter is None or not any(budgets):
@@ -318,7 +351,13 @@ def _course(index: int, job: Job, setting: Setting, limits: Limits, seed: int, k
             f"out of KV blocks: request {index} may need {needed} tokens and the cache holds {limits.cache_tokens}; raise cache_tokens"
         )
     rng = random.Random(f"{seed} {index}")
-    return Course(index, job, _chances(job, setting, known), tuple(rng.random() for _ in range(output_tokens)), output_tokens)
+    draws = tuple(rng.random() for _ in range(output_tokens))
+    order = urgency(index, job.arrival_s, job.priority, job.deadline_s, limits.aging_s)
+    return Course(index, job, _chances(job, setting, known), draws, output_tokens, order)
+
+
+def _urgency(course: Course) -> Urgency:
+    return course.urgency
 
 
 def _chances(job: Job, setting: Setting, known: Mapping[str, Mapping[str, Chances]]) -> Chances:

@@ -26,6 +26,7 @@ from tests.helpers.scripted import ScriptedModel
 from tests.helpers.specs import key_of, spec_of
 from tests.helpers.watch import Watched, check_cache
 
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 PROMPTS = [token_ids(1 + 2 * i, seed=i) if i % 2 else token_ids(3 + i, seed=i) * 2 for i in range(8)]
 SHAPES = ((4, 3), (3, 2), (5, 4), (1, 3), (2, 6))  # window, n-gram
 
@@ -138,14 +139,18 @@ def answers(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
 
 @pytest.mark.parametrize("num_slots", [36, 40, 44, 64])
 def test_a_cache_without_room_takes_fewer_probes(pair: SimpleNamespace, num_slots: int) -> None:
-    """Never more than was promised: nothing fails, whoever shares the cache, and who is alone has as many probes as in company."""
-    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    """Nothing fails, whoever shares the cache; who draws with a seed has as many probes alone as in company, who does not need them gives way."""
     specs = [SpecConfig("lookahead", num_draft=4)] * 8
-    plain, _ = answers(Engine(PagedModel(load_decoder(pair.target), 4096, 4), DrafterGroup(torch.device("cpu"))), PROMPTS, params, [SpecConfig()] * 8)
+    plain, _ = answers(Engine(PagedModel(load_decoder(pair.target), 4096, 4), DrafterGroup(torch.device("cpu"))), PROMPTS, GREEDY, [SpecConfig()] * 8)
     engine, _ = engine_of(PagedModel(load_decoder(pair.target), num_slots, 4))
+    greedy = answers(engine, PROMPTS, GREEDY, specs)
+    assert greedy[0] == plain
+    params = SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.5, seed=1)
+    specs = [SpecConfig("lookahead", num_draft=4, rule="rejection")] * 8
     together = answers(engine, PROMPTS, params, specs)
     alone = [answers(engine, [prompt], params, [spec]) for prompt, spec in zip(PROMPTS, specs, strict=True)]
-    assert together[0] == plain == [one[0][0] for one in alone]
+    assert engine.stats.num_preempted
+    assert together[0] == [one[0][0] for one in alone]
     assert together[1] == [one[1][0] for one in alone]
     longest = max(range(8), key=lambda i: len(PROMPTS[i]))  # 18 tokens: 34 in the end, and up to 8 probes
     roomy, _ = engine_of(PagedModel(load_decoder(pair.target), 4096, 4))

@@ -30,7 +30,7 @@ KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
     PredictedDrafter: lambda drafter: drafter._cursors,
     LookaheadDrafter: lambda drafter: drafter._requests,
     RecyclingDrafter: lambda drafter: None,  # the matrix is everybody's
-    DraftModelDrafter: lambda drafter: drafter._pending or open_sequences(drafter.model),
+    DraftModelDrafter: lambda drafter: drafter._pending or drafter._texts or drafter._released or open_sequences(drafter.model),
     EarlyExitDrafter: lambda drafter: drafter._recent,
     OtherVocabularyDrafter: lambda drafter: drafter._texts or drafter._cached or open_sequences(drafter.model),
     CascadeDrafter: lambda drafter: (
@@ -85,7 +85,8 @@ def check_idle(engine: Engine | LLM) -> None:
     assert not engine.has_work
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
-    assert not engine.scheduler._promised_tokens
+    assert not engine.scheduler._lost
+    assert not engine.scheduler._urgency
     assert not open_sequences(engine.target)
     assert engine.target.num_free_tokens() == engine.target.capacity_tokens
     for drafter in engine.drafters.drafters.values():

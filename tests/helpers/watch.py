@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from foretoken.core import Batch, Draft, Request, Verdict
-from foretoken.draft.base import Drafter, Feedback, Taps
+from foretoken.draft.base import CacheHolder, Drafter, Feedback, Taps
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
@@ -64,6 +64,10 @@ class Watched:
             # A tree counts as its accepted path and, if that does not end at a leaf, one guess more.
             num_drafted = draft.lengths[b] if draft.is_chain(b) else num_accepted + goes_on(draft, b, verdict.paths[b])
             STATE_CHECKS[type(self.inner)](self.inner, sequence, self.texts[sequence], num_drafted, num_accepted)
+
+    def release(self, request_id: int) -> None:
+        if isinstance(self.inner, CacheHolder):
+            self.inner.release(request_id)
 
     def finish(self, request_id: int) -> None:
         del self.texts[request_id]

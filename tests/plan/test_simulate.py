@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -89,7 +89,8 @@ class Real:
         group = DrafterGroup(torch.device("cpu"))
         if setting.drafter is not None:
             group.drafters[drafter_key(self.spec)] = Guesser(courses)
-        self.engine = Engine(target, group, limits=SchedulerConfig(limits.max_batch_size, limits.max_prompt_tokens))
+        own = {field.name: getattr(limits, field.name) for field in fields(SchedulerConfig)}
+        self.engine = Engine(target, group, limits=SchedulerConfig(**own))
         self.drafted: set[int] = set()
         self.clock, self.steps, self.finished = 0.0, [], []
         self.observe, self.engine.controller.observe = self.engine.controller.observe, self.timed
@@ -102,6 +103,7 @@ class Real:
         self.prompt_tokens = sum(len(e.pending) for e in whole)
         self.rows = sum(1 + draft.lengths[b] for b, _ in anchors)
         self.target_s = self.profile.step_s(self.rows, [e.start for e in batch.entries], self.prompt_tokens)
+        self.drafted -= {state.request_id for state in self.engine.scheduler.preempted}
         given = {e.request.request_id: e for b, e in anchors if e.num_draft}
         unread = sum(e.round_start for r, e in given.items() if r not in self.drafted)
         self.drafted |= set(given)
@@ -109,18 +111,26 @@ class Real:
         self.draft_s = cost.seconds(max(e.num_draft for e in given.values()), len(given), unread) if given else 0.0
         self.observe(batch, draft, probs, verdict, {drafter_key(self.spec): self.draft_s}, self.target_s)
 
+    def submit(self, job: Job) -> None:
+        """Queue a request as if it had come at the time the trace says."""
+        params = SamplingParams(max_tokens=job.output_tokens, ignore_eos=True, priority=job.priority, deadline_s=job.deadline_s)
+        state = self.engine.submit([1] * job.prompt_tokens, params, self.spec)
+        self.engine.scheduler.remove(state.request_id)
+        state.arrived_s = job.arrival_s
+        self.engine.scheduler.add(state)
+
     def run(self) -> None:
         coming = list(self.jobs)
         while coming or self.engine.has_work:
             if not self.engine.has_work:
                 self.clock = max(self.clock, coming[0].arrival_s)
             while coming and coming[0].arrival_s <= self.clock:
-                job = coming.pop(0)
-                self.engine.submit([1] * job.prompt_tokens, SamplingParams(max_tokens=job.output_tokens, ignore_eos=True), self.spec)
+                self.submit(coming.pop(0))
             outputs = self.engine.step()
             seconds = self.draft_s + self.target_s
             emitted = tuple((o.request_id, len(o.token_ids)) for o in outputs)
-            self.steps.append(Step(0, self.clock, seconds, self.draft_s, self.rows, self.prompt_tokens, emitted))
+            preempted = tuple(state.request_id for state in self.engine.scheduler.preempted)
+            self.steps.append(Step(0, self.clock, seconds, self.draft_s, self.rows, self.prompt_tokens, emitted, preempted))
             self.clock += seconds
             self.finished += [(o.request_id, self.clock) for o in outputs if o.finish_reason is not None]
 
@@ -145,12 +155,13 @@ def ranks(steps: Sequence[Step]) -> dict[int, int]:
     return {index: place for place, index in enumerate(index for step in steps for index, _ in step.emitted)}
 
 
-def mixed_jobs(count: int, seed: int, rate: float = 0.4) -> list[Job]:
+def mixed_jobs(count: int, seed: int, rate: float = 0.4, urgent: bool = False) -> list[Job]:
     rng, now, jobs = random.Random(seed), 0.0, []
     for _ in range(count):
         now += rng.expovariate(rate)
         chances = tuple(rng.choice((0.0, 0.3, 0.6, 0.9, 1.0)) for _ in range(rng.randint(1, 4)))
-        jobs.append(Job(now, rng.choice((1, 2, 7, 30, 65)), rng.choice((1, 2, 9, 40)), chances))
+        job = Job(now, rng.choice((1, 2, 7, 30, 65)), rng.choice((1, 2, 9, 40)), chances)
+        jobs.append(replace(job, priority=rng.randint(-2, 2), deadline_s=rng.choice((None, 1.0, 20.0))) if urgent else job)
     return jobs
 
 
@@ -176,6 +187,25 @@ def test_all_or_nothing_at_one_second_a_step(chance: float, num_draft: int) -> N
 def test_every_step_is_the_engines(seed: int, setting: Setting, limits: Limits) -> None:
     """Mixed lengths and chances, prompts in chunks, full batches and caches, the controller's own choices: no step differs."""
     compare(CURVED, mixed_jobs(12, seed), setting, limits)
+
+
+@pytest.mark.parametrize("setting", [Setting(), Setting("ngram", 6), Setting("ngram", None)], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(8, 64, cache_tokens=120, block_tokens=1, cache_reserve=0.0),
+        Limits(8, 64, cache_tokens=250, block_tokens=1, cache_reserve=0.3, aging_s=5.0),
+        Limits(6, 64, max_step_tokens=9),
+        Limits(8, 20, max_step_tokens=22, cache_tokens=120, block_tokens=1, cache_reserve=0.0),
+    ],
+    ids=["tight", "roomy", "few_rows", "both"],
+)
+def test_priorities_preemption_and_the_token_budget_are_the_engines(setting: Setting, limits: Limits) -> None:
+    """Urgent and patient requests in caches and steps that are too small for them: no step differs, nor does who gives way."""
+    steps = [step for seed in range(3) for step in compare(CURVED, mixed_jobs(16, seed, 2.0, urgent=True), setting, limits)]
+    assert any(step.preempted for step in steps) == (limits.cache_tokens == 120)
+    if limits.max_step_tokens is not None:
+        assert max(step.num_rows + step.num_prompt_tokens for step in steps) == limits.max_step_tokens
 
 
 @pytest.mark.filterwarnings("ignore:the draft has")
@@ -204,13 +234,15 @@ def rounds_of_the_last(jobs: Sequence[Job], num_draft: int, emitted: Sequence[tu
     return first + 1 + -(-(jobs[last].output_tokens - 1) // (1 + num_draft))
 
 
-def test_whole_blocks_are_promised() -> None:
-    """Two requests of 33 tokens need two blocks of 32 each: they do not run together in three."""
-    jobs = [Job(0.0, 30, 3), Job(0.0, 30, 3)]
+def test_whole_blocks_count() -> None:
+    """Two requests of 34 tokens need two blocks of 32 each: in three of them the second gives way when it meets the end of its first."""
+    jobs = [Job(0.0, 30, 5), Job(0.0, 30, 5)]
     together = simulate(UNIT, jobs, Setting(), Limits(cache_tokens=128))
     apart = simulate(UNIT, jobs, Setting(), Limits(cache_tokens=127))
-    assert [c.finish_s for c in together.courses] == [3.0, 3.0]
-    assert [c.finish_s for c in apart.courses] == [3.0, 6.0]
+    assert [c.finish_s for c in together.courses] == [5.0, 5.0]
+    # In the fourth step the one block that is free goes to the first; the second is read again in step 6, and goes on in 7 and 8.
+    assert [c.finish_s for c in apart.courses] == [5.0, 8.0]
+    assert [c.num_preempted for c in apart.courses] == [0, 1]
 
 
 # ---- laws of queues
