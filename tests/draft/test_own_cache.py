@@ -165,12 +165,13 @@ def test_a_level_without_room_costs_the_others_nothing(pair: SimpleNamespace) ->
 def test_texts_that_begin_alike_are_read_once_even_in_one_round(pair: SimpleNamespace, name: str) -> None:
     model = Counting(pair)
     drafter = drafter_of(name, model)
-    tenants = ("a", "a", "b", "a")
+    tenants = ("b", "a", "a", "a")
     ends = [token_ids(5, seed=10 + i) for i in range(4)]
     ones = [alone(name, model, [*PROMPT, *end], i, tenant, drafter) for i, (end, tenant) in enumerate(zip(ends, tenants, strict=True))]
     draft = together(drafter, ones)
     assert draft.num_nodes >= 9
     assert model.prefix_stats.num_found_tokens == 2 * 60
+    assert model.rows.count(60) == 1, "nobody reads ahead for another tenant"
     assert sum(model.rows) <= 2 * 65 + 2 * 5 + 4 * 3 * 4
     for i, one in enumerate(ones):
         fresh = alone(name, Counting(pair), [*PROMPT, *ends[i]])
@@ -209,3 +210,30 @@ def test_a_round_that_broke_down_leaves_nothing(pair: SimpleNamespace) -> None:
     drafter.finish(9)
     again.finish()
     assert not kept_by(drafter)
+
+
+@pytest.mark.parametrize("name", [*WITH_CACHE, "ngram"])
+def test_the_group_tells_what_each_drafter_read(pair: SimpleNamespace, name: str) -> None:
+    drafters, key = DrafterGroup(torch.device("cpu")), drafter_key(spec(name))
+    assert key is not None
+    drafters.drafters[key] = NgramDrafter() if name == "ngram" else drafter_of(name, Counting(pair))
+    one = Alone(drafters.drafters[key], PROMPT, spec=spec(name))
+    drafters.propose(one.batch(3))
+    assert drafters.num_read_tokens == {key: 0 if name == "ngram" else 60}
+    drafters.release(one.request)  # a lookup has nothing to give back
+    drafters.propose(one.batch(0))
+    assert drafters.num_read_tokens == {}
+    drafters.finish(one.request)
+
+
+def test_a_mix_takes_no_price_from_a_round_that_read(pair: SimpleNamespace) -> None:
+    mix = drafter_of("mix", Counting(pair))
+    one = alone("mix", mix.parts[0].model, PROMPT, drafter=mix)
+    guesses(one)
+    assert mix.prices.parts[0].is_empty
+    one.emit(*token_ids(30, seed=1))
+    guesses(one)
+    assert mix.prices.parts[0].is_empty
+    guesses(one)
+    assert not mix.prices.parts[0].is_empty
+    one.finish()

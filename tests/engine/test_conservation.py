@@ -40,7 +40,7 @@ NUM_REQUESTS = 10_000
 VOCAB = 300
 FIRST_ID = 10**12  # no other number in the engine lies near, so that a request's number is known wherever it is kept
 MOST_IDS = 10**7
-CACHE_TOKENS, BLOCK = 640, 4
+CACHE_TOKENS, BLOCK = 320, 4
 MOST_LIVE = 60  # requests at a time
 SEASON, KINDS = 100, 4  # so many requests come with so many kinds of drafting, so that drafters serve several at once
 SHARED = [random.Random(seed).choices(range(1, VOCAB), k=24) for seed in range(4)]
@@ -181,7 +181,7 @@ def run(crowd: Crowd, num_requests: int) -> Iterator[int]:
     """Bursts and pauses; the number of each step."""
     engine, rng, step = crowd.engine, crowd.rng, 0
     while crowd.num_asked < num_requests or engine.has_work:
-        if crowd.num_asked < num_requests and len(engine.states) < MOST_LIVE and rng.random() < 0.3:
+        if crowd.num_asked < num_requests and len(engine.states) < MOST_LIVE and rng.random() < 0.6:
             for _ in range(rng.choice((1, 2, 4, 12))):
                 crowd.arrive()
         if rng.random() < 0.15:
