@@ -102,7 +102,7 @@ def test_what_was_given_back_is_read_again(pair: SimpleNamespace, name: str) -> 
     model, drafters = Counting(pair, 128), DrafterGroup(torch.device("cpu"))
     drafter = drafters.drafters[drafter_key(spec(name))] = drafter_of(name, model)
     assert isinstance(drafter, Releases)
-    one, fresh = alone(name, model, PROMPT, drafter=drafter), alone(name, Counting(pair), PROMPT)
+    one, fresh = alone(name, model, PROMPT, drafter=drafters), alone(name, Counting(pair), PROMPT)
     expected = [guesses(fresh) for _ in range(4)]
     got = [guesses(one)]
     drafters.release(one.request)
@@ -217,7 +217,7 @@ def test_the_group_tells_what_each_drafter_read(pair: SimpleNamespace, name: str
     drafters, key = DrafterGroup(torch.device("cpu")), drafter_key(spec(name))
     assert key is not None
     drafters.drafters[key] = NgramDrafter() if name == "ngram" else drafter_of(name, Counting(pair))
-    one = Alone(drafters.drafters[key], PROMPT, spec=spec(name))
+    one = Alone(drafters, PROMPT, spec=spec(name))
     drafters.propose(one.batch(3))
     assert drafters.num_read_tokens == {key: 0 if name == "ngram" else 60}
     drafters.release(one.request)  # a lookup has nothing to give back

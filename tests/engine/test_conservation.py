@@ -16,7 +16,7 @@ from foretoken import InputError, SamplingParams, SpecConfig
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
-from foretoken.draft.group import DrafterGroup, drafter_key
+from foretoken.draft.group import DrafterGroup, drafter_key, own_drafters
 from foretoken.draft.lookahead import LookaheadDrafter
 from foretoken.draft.mix import MixDrafter
 from foretoken.draft.ngram import NgramDrafter
@@ -57,6 +57,7 @@ DRAFTING = (
     TWO_LEVELS,
     *(SpecConfig("mix", "d", combine=combine) for combine in ("best", "merge")),
     *FOREIGN.values(),
+    SpecConfig("auto", "d"),
 )
 RULES = ("auto", "auto", "auto", "rejection", "block", "coupled", "tree", "traversal", "greedy")
 
@@ -101,9 +102,8 @@ def engine_of(folders: dict[str, Path]) -> Engine:
         "cascade": lambda: CascadeDrafter([model("d", 100)], NgramDrafter()),
         "mix": lambda: MixDrafter([NgramDrafter(), SuffixDrafter(), RecyclingDrafter(VOCAB), DraftModelDrafter(model("d", 100))]),
     }
-    for spec in DRAFTING:
-        key = drafter_key(spec)
-        if key is not None and key not in made:
+    for key, spec in ((key, spec) for drafting in DRAFTING for key, spec in own_drafters(drafting).items()):
+        if key not in made:
             assert spec.drafter is not None
             made[key] = parts[spec.drafter]()
     drafters.drafters = made
