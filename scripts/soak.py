@@ -209,12 +209,17 @@ def hold_still(engine: AsyncEngine, tally: Tally) -> list[str]:
     return list(dict.fromkeys(kept(engine)))
 
 
+def paged_models() -> list[PagedModel]:
+    """The target and every draft, wherever they are held."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), PagedModel)]
+
+
 def kept(engine: AsyncEngine) -> Iterator[str]:
     """What an idle engine should not hold."""
     idle = engine.llm.engine
     if engine._tickets or idle.states or idle.scheduler.running or idle.scheduler.waiting:
         yield "a request"
-    for model in [thing for thing in gc.get_objects() if issubclass(type(thing), PagedModel)]:
+    for model in paged_models():
         try:
             model.check()
         except AssertionError as error:
@@ -240,6 +245,9 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         for drafter in drafters_of(llm._drafters.drafters.values()):
             if isinstance(drafter, SuffixDrafter):
                 drafter._store_tokens, drafter._most_tokens = _STORE_TOKENS, 4 * _STORE_TOKENS
+        for model in paged_models():
+            for tensor in (*model.pool.keys, *model.pool.values):
+                tensor.zero_()  # memory that the system has promised is taken now, and is no growth later
         began_s = time.monotonic()
         arguments = (engine, tally, kinds, options.requests)
         threads = [threading.Thread(target=worker, args=(*arguments, 1000 * options.seed + i)) for i in range(options.workers)]
