@@ -80,8 +80,20 @@ class Taps(Protocol):
 
 
 @runtime_checkable
-class CacheHolder(Protocol):
-    """A drafter with a cache of its own, which can be taken from a request that has to wait."""
+class Reads(Protocol):
+    """A drafter with models of its own, which first have to read what they have not seen of a text: a prompt, tokens of rounds that rested."""
+
+    @property
+    def num_read_tokens(self) -> int:
+        """Committed tokens that its models read in the last `propose`, over all requests; 0 where none had more than a few to read.
+
+        Such a round's time is not the price of its guesses.
+        """
+
+
+@runtime_checkable
+class Releases(Protocol):
+    """A drafter that can give back the cache of a request without forgetting the request."""
 
     def release(self, request_id: int) -> None:
-        """Give back what the cache holds of a request; the drafter still knows its text, and reads it again when it is next asked."""
+        """Called between two rounds: free what the request's cache holds. It is read again when the request drafts again."""

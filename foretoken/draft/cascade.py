@@ -11,7 +11,7 @@ committed ones only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,20 +23,20 @@ from foretoken.draft.base import Feedback
 from foretoken.draft.chain import Chain, assemble
 from foretoken.draft.lookup_tree import EMPTY, Lookup
 from foretoken.draft.lookup_tree import assemble as assemble_trees
+from foretoken.draft.own_cache import OwnCache
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.randomness import Purpose, uniforms
 from foretoken.model.sampling import check_finite, draft_law
 from foretoken.verify import verify_batch
 
-_CATCH_UP_TOKENS = 512  # rows of a long prompt that a level takes in one forward
 _MOST_INNER = 4  # tokens that a model hands to the level above it at once, unless its part says otherwise
 
 
 class Level:
-    """A model and what it has run of every request."""
+    """A model and what it has run of every request, whose committed text `text_of` tells."""
 
-    def __init__(self, model: LanguageModel) -> None:
-        self.model = model
+    def __init__(self, model: LanguageModel, text_of: Callable[[int], Sequence[int]]) -> None:
+        self.model, self.cache = model, OwnCache(model, text_of)
         self.ran: dict[int, list[int]] = {}  # tokens in the cache behind the committed text
 
     def settle(self, sequence: int, num_committed: int, follows: Sequence[int], most: int) -> None:
@@ -47,14 +47,6 @@ class Level:
         if agreed < len(ran):
             self.model.rollback(sequence, num_committed + agreed)
             del ran[agreed:]
-
-    def catch_up(self, sequence: int, pending: list[int]) -> list[int]:
-        """Run a long backlog in pieces; what is left is at most one piece."""
-        while len(pending) > _CATCH_UP_TOKENS:
-            piece, pending = pending[:_CATCH_UP_TOKENS], pending[_CATCH_UP_TOKENS:]
-            self.model.forward(torch.tensor(piece, dtype=torch.int64, device=self.model.device), [Segment(sequence, len(piece), (), 0)])
-            self.model.commit(sequence, len(piece))
-        return pending
 
 
 @dataclass
@@ -128,20 +120,27 @@ class CascadeDrafter:
 
     def __init__(self, models: Sequence[LanguageModel], lookup: Lookup | None = None) -> None:
         assert models
-        self.levels, self.lookup = [Level(model) for model in models], lookup
         self._texts: dict[int, list[int]] = {}
+        self.levels, self.lookup = [Level(model, self._texts.__getitem__) for model in models], lookup
+
+    @property
+    def num_read_tokens(self) -> int:
+        """See `base.Reads`: over all levels."""
+        return sum(level.cache.num_read_tokens for level in self.levels)
 
     def start(self, request: Request) -> None:
         """Open a sequence at every level; the prompt is run when something is first drafted."""
         self._texts[request.request_id] = list(request.prompt_ids)
         for level in self.levels:
-            level.model.open(request.request_id)
+            level.cache.start(request.request_id, request.spec.tenant)
             level.ran[request.request_id] = []
         if self.lookup is not None:
             self.lookup.start(replace(request, spec=request.spec.configs[0]))
 
     def propose(self, batch: Batch) -> Draft:
         """Up to `num_draft` tokens of the last model per request; none where a context or a cache has no room."""
+        for level in self.levels:
+            level.cache.begin_round(entry.request.request_id for entry in batch.decoding if entry.num_draft)
         courses = [_Course(entry, self._texts[entry.request.request_id]) for entry in batch.decoding]
         runs = [_Run(course, [], self._room(course)) for course in courses]
         self._extend(len(self.levels) - 1, runs)
@@ -156,34 +155,39 @@ class CascadeDrafter:
                 level.settle(sequence, len(text), emitted, len(text) + len(emitted) - 1)
                 level.ran[sequence].clear()
             text += emitted
+        for level in self.levels:
+            level.cache.publish_read()
         if self.lookup is not None:
             self.lookup.commit(batch, draft, verdict, feedback)
 
     def release(self, request_id: int) -> None:
-        """Empty the cache of every level; what is missing is run again when something is next drafted."""
+        """See `base.Releases`: every level's cache."""
         for level in self.levels:
-            assert not level.ran[request_id], "between rounds nothing is provisional"
-            level.model.rollback(request_id, 0)
+            level.cache.release(request_id)
 
     def finish(self, request_id: int) -> None:
-        """Close the sequences and drop the text."""
-        del self._texts[request_id]
+        """Close the sequences and drop the text; what the levels hold of it may serve another request."""
         for level in self.levels:
-            level.model.close(request_id)
+            level.cache.finish(request_id)
             del level.ran[request_id]
+        del self._texts[request_id]
         if self.lookup is not None:
             self.lookup.finish(request_id)
 
     def _room(self, course: _Course) -> int:
         """How many tokens can be drafted within every level's context and cache."""
-        entry, most = course.entry, course.part(-1).at_most(course.entry.num_draft)
-        for level in self.levels:
-            most = min(most, level.model.max_context_tokens - entry.round_start)
-        for level in self.levels:
-            sequence = entry.request.request_id
-            if most > 0 and not level.model.reserve(sequence, entry.round_start + most - level.model.length(sequence)):
+        entry, asked = course.entry, course.part(-1).at_most(course.entry.num_draft)
+        most = min(asked, *(level.model.max_context_tokens - entry.round_start for level in self.levels))
+        if asked and most <= 0:
+            self.release(entry.request.request_id)  # the text has outgrown a level for good
+        if most <= 0:
+            return 0
+        for place, level in enumerate(self.levels):
+            if not level.cache.make_room(entry.request.request_id, most):
+                for other in self.levels[:place]:  # what it took beyond the text serves nobody now
+                    other.model.rollback(entry.request.request_id, other.model.length(entry.request.request_id))
                 return 0
-        return max(0, most)
+        return most
 
     def _extend(self, level: int, runs: Sequence[_Run]) -> None:
         """Complete `runs` with tokens of the law of `levels[level]`: rounds of guessing below and verifying here.
@@ -227,8 +231,10 @@ class CascadeDrafter:
         for b, run in enumerate(runs):
             sequence, text, ahead = run.sequence, run.course.text, run.ahead
             here.settle(sequence, len(text), ahead, len(text) + len(ahead) - 1)
+            if not here.ran[sequence]:
+                here.cache.catch_up(sequence)
             length = here.model.length(sequence)
-            pending = here.catch_up(sequence, [*text[length:], *ahead[max(0, length - len(text)) :]])
+            pending = [*text[length:], *ahead[max(0, length - len(text)) :]]
             nodes = slice(draft.offsets[b], draft.offsets[b + 1])
             pieces += [torch.tensor(pending, dtype=torch.int64, device=device), draft.tokens[nodes]]
             segments.append(Segment(sequence, len(pending), draft.parents[nodes], 1 + draft.lengths[b]))

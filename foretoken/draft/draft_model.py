@@ -1,7 +1,7 @@
 """A smaller language model guesses token by token (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
 
-It keeps its own cache. After a round that accepted everything its cache lacks the last guess, which it never ran
-itself: such tokens wait in `pending` and are run first the next time. The chains themselves are drawn in `chain`, trees in
+It keeps its own cache (`own_cache`). After a round that accepted everything this lacks the last guess, which the model never ran
+itself: what is missing of the text is run first the next time. The chains themselves are drawn in `chain`, trees in
 `branches`: a tree's nodes of one depth are run together, and stay in the cache as guesses until it is known which path was accepted.
 """
 
@@ -17,9 +17,8 @@ from foretoken.draft import branches
 from foretoken.draft.base import Feedback
 from foretoken.draft.branches import Growth
 from foretoken.draft.chain import Chain, assemble, extend
-from foretoken.model.interface import LanguageModel, PrefixModel, Segment
-
-_CATCH_UP_TOKENS = 512  # rows of a long prompt that the draft model takes in one forward
+from foretoken.draft.own_cache import OwnCache
+from foretoken.model.interface import LanguageModel, Segment
 
 
 class DraftModelDrafter:
@@ -29,23 +28,24 @@ class DraftModelDrafter:
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
-        self._pending: dict[int, list[int]] = {}  # committed tokens that the draft's cache does not hold yet
-        self._texts: dict[int, tuple[str, list[int]]] = {}  # tenant and committed text
-        self._released: set[int] = set()  # their cache was given back: it may begin with what is known of the text
+        self._texts: dict[int, list[int]] = {}  # committed text
+        self._cache = OwnCache(model, self._texts.__getitem__)
         self._held: dict[int, dict[tuple[int, int], int]] = {}  # nodes in the cache: (parent, token) -> number, -1 = the committed text
 
+    @property
+    def num_read_tokens(self) -> int:
+        """See `base.Reads`."""
+        return self._cache.num_read_tokens
+
     def start(self, request: Request) -> None:
-        """Open a sequence; what another one did not run of the prompt is run when something is first drafted."""
-        sequence, known = request.request_id, 0
-        self.model.open(sequence)
-        self._texts[sequence] = (request.spec.tenant, list(request.prompt_ids))
-        if isinstance(self.model, PrefixModel):
-            known = self.model.adopt(sequence, request.prompt_ids, request.spec.tenant)
-        self._pending[sequence] = list(request.prompt_ids[known:])
+        """Open a sequence; the prompt is run when something is first drafted."""
+        self._texts[request.request_id] = list(request.prompt_ids)
+        self._cache.start(request.request_id, request.spec.tenant)
 
     def propose(self, batch: Batch) -> Draft:
         """Guess up to `num_draft` tokens per request; a request for which the cache has no room gets none."""
         entries = batch.decoding
+        self._cache.begin_round(entry.request.request_id for entry in entries if entry.num_draft)
         with_tree = [b for b, entry in enumerate(entries) if entry.takes_trees and entry.request.spec.tree != "chain"]
         if not with_tree:
             return self._propose_chains(entries)
@@ -54,13 +54,12 @@ class DraftModelDrafter:
         return merge_drafts(len(entries), [(others, chains), (with_tree, trees)], self.model.device)
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
-        """Cut the cache back to what was accepted and note what it still has to run."""
+        """Cut the cache back to what was accepted."""
         for b, entry in enumerate(batch.decoding):
             sequence, emitted = entry.request.request_id, verdict.emitted(b)
-            self._texts[sequence][1].extend(emitted)
+            self._texts[sequence].extend(emitted)
             ran = self.model.length(sequence) - entry.round_start  # guesses that were inputs too; negative: nothing was drafted
             if ran < 0:
-                self._pending[sequence].extend(emitted)
                 continue
             nodes = self._held.pop(sequence, None)
             if nodes is not None:
@@ -69,26 +68,17 @@ class DraftModelDrafter:
                 ran = len(path)
             held = min(len(verdict.accepted[b]), ran)
             self.model.rollback(sequence, entry.round_start + held)
-            self._pending[sequence] = list(emitted[held:])
+        self._cache.publish_read()
 
     def release(self, request_id: int) -> None:
-        """Empty the cache; the text, but for what is found of it, is run again when something is next drafted."""
-        tenant, text = self._texts[request_id]
-        if isinstance(self.model, PrefixModel):
-            self.model.publish(request_id, text, tenant)
-        self.model.rollback(request_id, 0)
-        self._pending[request_id] = list(text)
-        self._released.add(request_id)
+        """See `base.Releases`."""
+        self._cache.release(request_id)
 
     def finish(self, request_id: int) -> None:
         """Close the sequence; what it holds of the text may serve another one."""
-        tenant, text = self._texts.pop(request_id)
-        if isinstance(self.model, PrefixModel):
-            self.model.publish(request_id, text, tenant)
-        self.model.close(request_id)
-        del self._pending[request_id]
+        self._cache.finish(request_id)
+        del self._texts[request_id]
         self._held.pop(request_id, None)
-        self._released.discard(request_id)
 
     def _propose_chains(self, entries: Sequence[BatchEntry]) -> Draft:
         chains = [Chain(entry, self._room(entry)) for entry in entries]
@@ -117,17 +107,9 @@ class DraftModelDrafter:
         """How many tokens can follow one another in a draft for `entry` within the draft's context and cache."""
         sequence = entry.request.request_id
         length = min(entry.num_draft, self.model.max_context_tokens - entry.round_start)
-        self._adopt_again(sequence)
-        if length <= 0 or not self.model.reserve(sequence, len(self._pending[sequence]) + length):
-            return 0
-        return length
-
-    def _adopt_again(self, sequence: int) -> None:
-        """Begin a released sequence with what is known of its text."""
-        if sequence in self._released:
-            self._released.remove(sequence)
-            if isinstance(self.model, PrefixModel):
-                del self._pending[sequence][: self.model.adopt(sequence, self._pending[sequence], self._texts[sequence][0])]
+        if entry.num_draft and length <= 0:
+            self._cache.release(sequence)  # the text has outgrown the draft for good
+        return length if length > 0 and self._cache.make_room(sequence, length) else 0
 
     def _has_room(self, growth: Growth) -> bool:
         """Whether the draft's cache has room for a tree's next level."""
@@ -156,8 +138,8 @@ class DraftModelDrafter:
 
     def _take_pending(self, sequence: int) -> list[int]:
         """The committed tokens to run now, the last of them included; a longer backlog is caught up with first."""
-        pending, self._pending[sequence] = catch_up(self.model, sequence, self._pending[sequence]), []
-        return pending
+        self._cache.catch_up(sequence)
+        return self._texts[sequence][self.model.length(sequence) :]
 
     def _advance(self, chains: list[Chain]) -> Tensor:
         """Run the next input of every chain, a backlog of committed tokens first; logits `[A, V]` after it."""
@@ -177,15 +159,6 @@ class DraftModelDrafter:
         for segment in segments:
             self.model.commit(segment.sequence, segment.num_pending)
         return logits
-
-
-def catch_up(model: LanguageModel, sequence: int, pending: list[int]) -> list[int]:
-    """Run a long backlog (a prompt) in pieces; what is left, at most one piece, is to be run with everybody else's rows."""
-    while len(pending) > _CATCH_UP_TOKENS:
-        piece, pending = pending[:_CATCH_UP_TOKENS], pending[_CATCH_UP_TOKENS:]
-        model.forward(torch.tensor(piece, dtype=torch.int64, device=model.device), [Segment(sequence, len(piece), (), 0)])
-        model.commit(sequence, len(piece))
-    return pending
 
 
 def _path(nodes: Mapping[tuple[int, int], int], tokens: Sequence[int]) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
-from foretoken.draft.base import CacheHolder, Drafter, Feedback, Taps
+from foretoken.draft.base import Drafter, Feedback, Releases, Taps
 from foretoken.draft.lookup_tree import Lookup, LookupTree, assemble
 
 DrafterKey = tuple[Hashable, ...]  # the name, and what else tells one instance from another
@@ -70,6 +70,7 @@ class DrafterGroup:
         self.drafters: dict[DrafterKey, Drafter] = {}
         self.device = device
         self.spent_s: dict[DrafterKey, float] = {}  # what each drafter took in the last round, proposing and committing
+        self.num_read_tokens: dict[DrafterKey, int] = {}  # what the models of each read in the last round before they could guess
         self._keys: dict[int, list[DrafterKey]] = {}  # by request, of its arms
         self._requests: dict[int, list[Request]] = {}  # each under one of its arms
         self._looks: dict[int, dict[int, LookupTree]] = {}  # guesses that were shown for the coming round, by request and arm
@@ -95,13 +96,15 @@ class DrafterGroup:
         entries = batch.decoding
         forced = {b: tokens for b, entry in enumerate(entries) if (tokens := _forced(entry))}
         parts = [([b], _chain(tokens)) for b, tokens in forced.items()]
-        self.spent_s = {}
+        self.spent_s, self.num_read_tokens = {}, {}
         for key, routed in self._proposers(entries).items():
             free = {b: entry for b, entry in routed.items() if b not in forced}
             if any(entry.num_draft for entry in free.values()):
                 began = time.perf_counter()
-                parts.append((list(free), self._guess(self.drafters[key], list(free.values()))))
+                drafter = self.drafters[key]
+                parts.append((list(free), self._guess(drafter, list(free.values()))))
                 self.spent_s[key] = time.perf_counter() - began
+                self.num_read_tokens[key] = getattr(drafter, "num_read_tokens", 0)  # `base.Reads`
         return merge_drafts(len(entries), parts, self.device) if parts else empty_draft(len(entries), self.device)
 
     def taps(self) -> tuple[int, ...]:
@@ -135,10 +138,10 @@ class DrafterGroup:
         drafter.commit(Batch(tuple(routed.values())), draft.select(indices), part, own)
 
     def release(self, request: Request) -> None:
-        """Take from a request that has to wait what its drafters cache for it."""
+        """Let the request's drafters give back what they hold in caches of their own; the request may go on, at once or later."""
         for key in dict.fromkeys(self._keys[request.request_id]):
             drafter = self.drafters[key]
-            if isinstance(drafter, CacheHolder):
+            if isinstance(drafter, Releases):
                 drafter.release(request.request_id)
 
     def finish(self, request: Request) -> None:

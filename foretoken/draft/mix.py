@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
-from foretoken.draft.base import CacheHolder, Drafter, Feedback, Taps
+from foretoken.draft.base import Drafter, Feedback, Reads, Releases, Taps
 from foretoken.draft.lookup_tree import Lookup
 from foretoken.draft.merge import first_nodes, graft, share_of
 from foretoken.draft.tree import TreeNode, merge_trees
@@ -48,6 +48,7 @@ class MixDrafter:
         self.records: dict[int, tuple[Record, ...]] = {}  # by request
         self._rounds: dict[int, _Round] = {}
         self._proposed_s = 0.0
+        self.num_read_tokens = 0  # see `base.Reads`: over the parts that were asked
 
     def start(self, request: Request) -> None:
         """Hand the request to every part, under that part's own configuration."""
@@ -90,9 +91,9 @@ class MixDrafter:
         return tuple(sorted({layer for part in self.parts if isinstance(part, Taps) for layer in part.taps()}))
 
     def release(self, request_id: int) -> None:
-        """Let every part give back what it caches."""
+        """See `base.Releases`: every part that has a cache."""
         for part in self.parts:
-            if isinstance(part, CacheHolder):
+            if isinstance(part, Releases):
                 part.release(request_id)
 
     def finish(self, request_id: int) -> None:
@@ -166,14 +167,18 @@ class MixDrafter:
     def _draw(self, entries: Sequence[BatchEntry], rounds: Sequence[_Round]) -> Draft:
         """Ask the models that were chosen, each for all its requests at once."""
         drafts: list[tuple[list[int], Draft]] = []
+        self.num_read_tokens = 0
         for index, part in enumerate(self.parts):
             asked = {b: round_.asked[index] for b, round_ in enumerate(rounds) if index in round_.asked}
             if not asked:
                 continue
             began = self._clock()
             drafts.append((list(asked), part.propose(Batch(tuple(self._entry(entries[b], index, count) for b, count in asked.items())))))
+            num_read = part.num_read_tokens if isinstance(part, Reads) else 0
+            self.num_read_tokens += num_read
             records = [self.records[entries[b].request.request_id][index] for b in asked]
-            if all(record.was_asked for record in records):  # the first time it reads the prompt, which says nothing about the next time
+            # The first time it reads the prompt, later what it missed: that says nothing about the next time.
+            if not num_read and all(record.was_asked for record in records):
                 self.prices.parts[index].observe(max(asked.values()), self._clock() - began)
             for record in records:
                 record.was_asked = True

@@ -29,7 +29,7 @@ from foretoken.config import SamplingParams
 from foretoken.core import Batch, BatchEntry, Draft, Processors, Request, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.chain import Chain, assemble, extend
-from foretoken.draft.draft_model import catch_up
+from foretoken.draft.own_cache import OwnCache
 from foretoken.draft.retokenize import DraftText, continuation, draft_writes
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.sampling import check_finite
@@ -69,17 +69,24 @@ class OtherVocabularyDrafter:
         self._mute = torch.ones(draft.num_columns, dtype=torch.bool, device=model.device)  # columns that are neither text nor have a twin
         self._mute[[*spoken, *self._twins.to_target]] = False
         self._texts: dict[int, DraftText] = {}
-        self._cached: dict[int, list[int]] = {}  # draft tokens that the draft's cache holds
+        self._cached: dict[int, list[int]] = {}  # draft tokens that the draft's cache holds, or held before it gave them back
+        self._cache = OwnCache(model, lambda sequence: self._texts[sequence].ids)
+
+    @property
+    def num_read_tokens(self) -> int:
+        """See `base.Reads`; in the draft's tokens."""
+        return self._cache.num_read_tokens
 
     def start(self, request: Request) -> None:
         """Open a sequence; the prompt is run when something is first drafted."""
-        self.model.open(request.request_id)
         text = DraftText(self.target.tokenizer, self.draft, self._twins.to_draft)
         text.push(request.prompt_ids)
         self._texts[request.request_id], self._cached[request.request_id] = text, []
+        self._cache.start(request.request_id, request.spec.tenant)
 
     def propose(self, batch: Batch) -> Draft:
         """Guess up to `num_draft` tokens per request; a request for which the draft has no room gets none."""
+        self._cache.begin_round(entry.request.request_id for entry in batch.decoding if entry.num_draft)
         guesses = [self._begin(entry) for entry in batch.decoding]
         growing = [guess for guess in guesses if guess.chain.grows]
         while growing:
@@ -91,7 +98,7 @@ class OtherVocabularyDrafter:
         """Encode the end of the text again and cut the cache back to the tokens that stayed."""
         for b, entry in enumerate(batch.decoding):
             sequence = entry.request.request_id
-            text, cached = self._texts[sequence], self._cached[sequence]
+            text, cached = self._texts[sequence], self._held(sequence)
             same = min(text.num_settled, len(cached))
             text.push(verdict.emitted(b))
             most = min(len(text.ids) - 1, len(cached))  # the last token is run again, if only for its logits
@@ -100,15 +107,15 @@ class OtherVocabularyDrafter:
             same = max(0, min(same, most))
             self.model.rollback(sequence, same)
             del cached[same:]
+        self._cache.publish_read()
 
     def release(self, request_id: int) -> None:
-        """Empty the cache; the text is run again when something is next drafted."""
-        self.model.rollback(request_id, 0)
-        self._cached[request_id].clear()
+        """See `base.Releases`."""
+        self._cache.release(request_id)
 
     def finish(self, request_id: int) -> None:
-        """Close the sequence."""
-        self.model.close(request_id)
+        """Close the sequence; what it holds of the text may serve another one."""
+        self._cache.finish(request_id)
         del self._texts[request_id], self._cached[request_id]
 
     def _begin(self, entry: BatchEntry) -> _Guess:
@@ -127,10 +134,18 @@ class OtherVocabularyDrafter:
         """How many tokens can be drafted within the draft's context and cache."""
         sequence = entry.request.request_id
         length = min(entry.num_draft, self.model.max_context_tokens - len(text.ids))
-        pending = len(text.ids) - len(self._cached[sequence])
-        if not text.ids or length <= 0 or not self.model.reserve(sequence, pending + length):
+        if entry.num_draft and length <= 0:
+            self._cache.release(sequence)  # the text has outgrown the draft, as far as can be seen
+        if not text.ids or length <= 0 or not self._cache.make_room(sequence, length):
             return 0
+        self._cached[sequence] = text.ids[: self.model.length(sequence)]
         return length
+
+    def _held(self, sequence: int) -> list[int]:
+        """The draft tokens that the cache holds now: it may have given them back."""
+        cached = self._cached[sequence]
+        del cached[self.model.length(sequence) :]
+        return cached
 
     def _advance(self, growing: Sequence[_Guess]) -> Tensor:
         """Run the next input of every chain, a backlog of committed tokens first; the draft's own logits `[A, V]` after it."""
@@ -143,8 +158,9 @@ class OtherVocabularyDrafter:
                 last = int(guess.chain.tokens[-1])
                 fresh = pending = [self.shared[last] if guess.shared else last]
             else:
+                self._cache.catch_up(sequence)
+                pending = guess.text.ids[self.model.length(sequence) :]
                 fresh = guess.text.ids[len(cached) :]
-                pending = catch_up(self.model, sequence, fresh)
             cached += fresh
             rows += pending
             segments.append(Segment(sequence, len(pending)))

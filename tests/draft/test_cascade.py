@@ -271,7 +271,7 @@ def test_caches_of_all_levels_hold_the_text(llm: LLM, pair: SimpleNamespace, mon
 
 
 def test_a_long_prompt_reaches_every_level_in_pieces(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.draft.cascade._CATCH_UP_TOKENS", 7)
+    monkeypatch.setattr("foretoken.draft.own_cache._PIECE_TOKENS", 7)
     spec, params = SpecConfig("cascade", str(pair.draft), num_draft=3), SamplingParams(max_tokens=20, ignore_eos=True)
     for length in (49, 50):
         prompt = token_ids(length, seed=9)

@@ -315,7 +315,7 @@ def test_a_draft_without_room_drafts_less_and_changes_nothing(pair: SimpleNamesp
 
 @pytest.mark.filterwarnings("ignore:the draft has")
 def test_a_long_prompt_reaches_the_draft_in_pieces(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.draft.draft_model._CATCH_UP_TOKENS", 7)
+    monkeypatch.setattr("foretoken.draft.own_cache._PIECE_TOKENS", 7)
     prompt = token_ids(50, seed=9)
     expected = llm.generate([prompt], LONG)[0].token_ids
     for length in (49, 50):  # 7 times 7, and one more

@@ -13,6 +13,7 @@ from foretoken.draft.lookahead import LookaheadDrafter
 from foretoken.draft.mix import MixDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
+from foretoken.draft.own_cache import OwnCache
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.draft.suffix import SuffixDrafter
@@ -30,12 +31,12 @@ KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
     PredictedDrafter: lambda drafter: drafter._cursors,
     LookaheadDrafter: lambda drafter: drafter._requests,
     RecyclingDrafter: lambda drafter: None,  # the matrix is everybody's
-    DraftModelDrafter: lambda drafter: drafter._pending or drafter._texts or drafter._released or open_sequences(drafter.model),
+    DraftModelDrafter: lambda drafter: drafter._texts or drafter._held or kept_in(drafter._cache),
     EarlyExitDrafter: lambda drafter: drafter._recent,
-    OtherVocabularyDrafter: lambda drafter: drafter._texts or drafter._cached or open_sequences(drafter.model),
+    OtherVocabularyDrafter: lambda drafter: drafter._texts or drafter._cached or kept_in(drafter._cache),
     CascadeDrafter: lambda drafter: (
         drafter._texts
-        or any(level.ran or open_sequences(level.model) for level in drafter.levels)
+        or any(level.ran or kept_in(level.cache) for level in drafter.levels)
         or (drafter.lookup is not None and kept_by(drafter.lookup))
     ),
     MixDrafter: lambda drafter: drafter.records or drafter._rounds or any(kept_by(part) for part in drafter.parts),
@@ -45,6 +46,11 @@ KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
 def kept_by(drafter: Any) -> object:
     """What a drafter still keeps, by request."""
     return KEPT_BY_DRAFTER[type(drafter)](drafter)
+
+
+def kept_in(cache: OwnCache) -> object:
+    """What the cache of a drafter's model still keeps, by request."""
+    return cache.sequences or cache._used or cache._readers or open_sequences(cache.model)
 
 
 def watch() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from foretoken.core import Batch, Draft, Request, Verdict
-from foretoken.draft.base import CacheHolder, Drafter, Feedback, Taps
+from foretoken.draft.base import Drafter, Feedback, Reads, Releases, Taps
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
@@ -65,8 +65,12 @@ class Watched:
             num_drafted = draft.lengths[b] if draft.is_chain(b) else num_accepted + goes_on(draft, b, verdict.paths[b])
             STATE_CHECKS[type(self.inner)](self.inner, sequence, self.texts[sequence], num_drafted, num_accepted)
 
+    @property
+    def num_read_tokens(self) -> int:
+        return self.inner.num_read_tokens if isinstance(self.inner, Reads) else 0
+
     def release(self, request_id: int) -> None:
-        if isinstance(self.inner, CacheHolder):
+        if isinstance(self.inner, Releases):
             self.inner.release(request_id)
 
     def finish(self, request_id: int) -> None:
@@ -168,11 +172,10 @@ def check_matrix(drafter: RecyclingDrafter, batch: Batch, draft: Draft, verdict:
 
 
 def check_draft_model_state(drafter: DraftModelDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
-    """I1 and I3: cache and backlog are the text; after a round one token waits, or two when a guess with none after it was kept."""
-    length, pending = drafter.model.length(sequence), drafter._pending[sequence]
-    assert text[length:] == pending
+    """I1 and I3: the drafter knows the text; after a round one token waits, or two when a guess with none after it was kept."""
+    assert drafter._texts[sequence] == text
     if num_drafted:
-        assert 1 <= len(pending) <= (2 if num_accepted == num_drafted else 1)
+        assert 1 <= len(text) - drafter.model.length(sequence) <= (2 if num_accepted == num_drafted else 1)
 
 
 def check_early_exit_state(drafter: EarlyExitDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:

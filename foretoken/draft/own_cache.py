@@ -1,0 +1,147 @@
+"""What a draft model holds of every request: begun with what others of its tenant left, given back when others need the room.
+
+A request that has not drafted for a while holds nothing that cannot be read again. So its blocks go to one that wants to draft, least
+recently used first; what they hold stays findable until somebody writes there (`kv.prefix`), and what is missing is read, in pieces,
+when the request drafts again. Sequences are known by the numbers of their requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from foretoken.model.interface import LanguageModel, PrefixModel, Segment
+
+_PIECE_TOKENS = 512  # rows of a long backlog that a model takes in one forward
+_USUAL_TOKENS = 8  # rows of committed text that any round may bring; more of them count as reading
+_IDLE_ROUNDS = 8  # who drafted within so many rounds keeps its cache: to read a text again costs more than a few guesses gain
+
+
+class OwnCache:
+    """The cache of `model`, which guesses for many requests.
+
+    `text_of` tells the committed text that a sequence stands for, in the model's tokens. What the cache holds is a beginning of it, the
+    guesses of a round that is not committed apart. `num_read_tokens` is what the last round read of texts that it had not seen.
+    """
+
+    def __init__(self, model: LanguageModel, text_of: Callable[[int], Sequence[int]]) -> None:
+        self.model, self._text_of = model, text_of
+        self.num_read_tokens = 0
+        self._prefix = model if isinstance(model, PrefixModel) else None
+        self._block_tokens = model.footprint_tokens(1)
+        self._tenants: dict[int, str] = {}
+        self._used: dict[int, int] = {}  # round in which a sequence last drafted
+        self._readers: list[int] = []  # sequences that have more than a block to read in this round
+        self._round = 0
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Every sequence that was started and not finished."""
+        return tuple(self._tenants)
+
+    def start(self, sequence: int, tenant: str) -> None:
+        """Open a sequence; it holds nothing before it drafts."""
+        self.model.open(sequence)
+        self._tenants[sequence], self._used[sequence] = tenant, self._round
+
+    def begin_round(self, sequences: Iterable[int]) -> None:
+        """Call before the first `make_room` of a round: none of `sequences`, which want to draft in it, gives way to another one."""
+        self._round += 1
+        self._used.update(dict.fromkeys(sequences, self._round))
+        self._readers.clear()
+        self.num_read_tokens = 0
+
+    def make_room(self, sequence: int, num_rows: int) -> bool:
+        """Room for what is missing of the text and `num_rows` more; False, with nothing read or held for it, if there is none.
+
+        An empty sequence begins with what is known of its text. Where another one is about to read the same in this round, that happens
+        first, so that it is read once.
+        """
+        model, text = self.model, self._text_of(sequence)
+        was_empty = not model.length(sequence)
+        if was_empty:
+            self._adopt(sequence, text)
+        length = model.length(sequence)
+        if not self._reserve(sequence, len(text) - length + num_rows):
+            model.rollback(sequence, 0 if was_empty else length)
+            return False
+        if len(text) - length > self._block_tokens:
+            self._readers.append(sequence)
+        return True
+
+    def catch_up(self, sequence: int) -> None:
+        """Read a long backlog in pieces; what is left, at most one piece, is to be run with everybody else's rows."""
+        missing = len(self._text_of(sequence)) - self.model.length(sequence)
+        pieces = max(0, missing - 1) // _PIECE_TOKENS
+        self._read(sequence, self.model.length(sequence) + pieces * _PIECE_TOKENS)
+        left = missing - pieces * _PIECE_TOKENS
+        self.num_read_tokens += left if left > _USUAL_TOKENS else 0
+
+    def publish_read(self) -> None:
+        """Call when a round is committed: what was read in it may serve other sequences from now on."""
+        for sequence in self._readers:
+            self._publish(sequence)
+        self._readers.clear()
+
+    def release(self, sequence: int) -> None:
+        """Give back what a sequence holds, between two rounds; it begins anew when it drafts again."""
+        if self.model.length(sequence):
+            self._publish(sequence)
+        self.model.rollback(sequence, 0)
+
+    def finish(self, sequence: int) -> None:
+        """Close a sequence; what it holds of its text may serve another one."""
+        self._publish(sequence)
+        self.model.close(sequence)
+        del self._tenants[sequence], self._used[sequence]
+        if sequence in self._readers:
+            self._readers.remove(sequence)
+
+    def _adopt(self, sequence: int, text: Sequence[int]) -> None:
+        if self._prefix is None:
+            return
+        tenant, size = self._tenants[sequence], self._block_tokens
+        for other in self._readers:
+            theirs = self._text_of(other)
+            shared = min(_common(text, theirs), len(text) - 1, len(theirs) - 1) // size * size
+            if self._tenants[other] == tenant and shared > self.model.length(other):
+                self._read(other, shared)
+                self._publish(other)
+        self.model.rollback(sequence, 0)  # room that it was given and did not use
+        self._prefix.adopt(sequence, text, tenant)
+
+    def _publish(self, sequence: int) -> None:
+        if self._prefix is not None:
+            self._prefix.publish(sequence, self._text_of(sequence), self._tenants[sequence])
+
+    def _read(self, sequence: int, stop: int) -> None:
+        """Run the first `stop` tokens of a text as far as they are missing."""
+        text, model = self._text_of(sequence), self.model
+        while (start := model.length(sequence)) < stop:
+            piece = text[start : min(stop, start + _PIECE_TOKENS)]
+            model.forward(torch.tensor(piece, dtype=torch.int64, device=model.device), [Segment(sequence, len(piece), (), 0)])
+            model.commit(sequence, len(piece))
+            self.num_read_tokens += len(piece)
+
+    def _reserve(self, sequence: int, num_rows: int) -> bool:
+        """Room for `num_rows` rows, with what idle sequences hold if need be."""
+        model = self.model
+        if model.reserve(sequence, num_rows):
+            return True
+        last = self._round - _IDLE_ROUNDS
+        idle = sorted((one for one, used in self._used.items() if used <= last and model.length(one)), key=self._used.__getitem__)
+        length = model.length(sequence)
+        needed = model.footprint_tokens(length + num_rows) - model.footprint_tokens(length)
+        if model.num_free_tokens() + sum(model.footprint_tokens(model.length(one)) for one in idle) < needed:
+            return False
+        for one in idle:
+            self.release(one)
+            if model.reserve(sequence, num_rows):
+                return True
+        return False
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts have in common at their beginning."""
+    return next((place for place, (mine, theirs) in enumerate(zip(one, other, strict=False)) if mine != theirs), min(len(one), len(other)))
