@@ -40,10 +40,10 @@ from foretoken.model.tokenizer import load_tokenizer
 from foretoken.plan.profile import Curve, DrafterCost, Profile, profile_from_mapping
 
 _SHORT = 32  # tokens of the past where the past is not what is measured
-_ROWS = (1, 2, 4, 8, 16, 32)
+_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _BATCHES = (1, 2, 4, 8, 16)
 _GUESSES = (1, 2, 4, 8)
-_DRAFT_BATCHES = (1, 4, 8)
+_DRAFT_BATCHES = (1, 4, 8, 16)
 _BATCH_NUM_DRAFT = 4
 _PROMPTS = (32, 256)
 _CONTEXTS = (32, 128, 512, 2048, 8192)
