@@ -230,6 +230,4 @@ def _submit(llm: Serving, job: Job, prompt: Sequence[int], spec: SpecConfig) -> 
 
 def _served(job: Job, state: RequestState, firsts: Mapping[int, float], finishes: Mapping[int, float]) -> Served:
     own, stats = state.request_id, state.stats
-    return Served(
-        job.arrival_s, firsts[own], finishes[own], stats.num_emitted, stats.num_steps, stats.num_drafted, stats.num_accepted
-    )
+    return Served(job.arrival_s, firsts[own], finishes[own], stats.num_emitted, stats.num_steps, stats.num_drafted, stats.num_accepted)

@@ -14,9 +14,9 @@ from foretoken.bench.calibrate import CALIBRATION, MEASURED, Calibration, calibr
 from foretoken.bench.replay import Clock, Replayed, Serving, WallClock, replay
 from foretoken.config import SpecConfig
 from foretoken.plan.arrivals import Job
-from foretoken.plan.outcome import Outcome, outcome
+from foretoken.plan.outcome import Outcome, Served, outcome
 from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.plan.refine import RealStep, refine
+from foretoken.plan.refine import refine
 from foretoken.plan.simulate import Limits, Setting, Step, simulate
 from foretoken.plan.traces import capacity
 
@@ -25,7 +25,7 @@ JUDGED = ("tokens_per_s", "latency_s_p95")  # what a prediction is judged by
 TOLERANCE = 0.15
 _AUTO_NUM_DRAFT = 8  # guesses per round of a calibration where the controller will choose
 _SEEDS = 7  # simulations of a trace; the median of each figure counts
-_CALIBRATION_REQUESTS = 64
+_CALIBRATION_REQUESTS = 96
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,13 @@ class Causes:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One setting on one trace."""
+    """One setting on one trace; `requests` are those that really ran, in order of arrival."""
 
     trace: str
     predicted: Outcome
     measured: Outcome
     causes: Causes
+    requests: tuple[Served, ...]
 
     def error(self, name: str) -> float:
         """Predicted over measured, less one; 0 where nothing was measured."""
@@ -66,7 +67,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is done in turn, and how progress is told: words, and requests finished so far of all that will run."""
+    """What is done in turn: each setting is calibrated on about `calibration_requests`, then runs all traces."""
 
     settings: tuple[Setting, ...]
     traces: Mapping[str, Sequence[Job]]
@@ -107,7 +108,7 @@ def compare(
             predicted, steps = predict(refined, jobs, setting, known, trial)
             own = [replace(spec, tenant=f"{name} {setting.name} {index}") for index in range(len(jobs))]
             done = replay(llm, jobs, prompts[name], own, setting.name, trial.clock(), _counter(tell, f"{setting.name}: {name}"))
-            found.append(Comparison(name, predicted, done.outcome, causes(refined, setting, predicted, steps, done)))
+            found.append(Comparison(name, predicted, done.outcome, causes(refined, setting, predicted, steps, done), done.served))
     return found
 
 
@@ -196,28 +197,3 @@ def _requests_per_step(steps: Sequence[Step]) -> float:
 
 def _less_one(predicted: float, measured: float) -> float:
     return predicted / measured - 1 if measured else 0.0
-
-
-def as_rows(found: Sequence[Comparison]) -> list[dict[str, object]]:
-    """Plain values for JSON: of each comparison the figures, their errors, and the causes."""
-    return [
-        {
-            "trace": one.trace,
-            "setting": one.predicted.setting,
-            "holds": one.holds,
-            "predicted": _plain(one.predicted),
-            "measured": _plain(one.measured),
-            "errors": {name: one.error(name) for name in FIGURES},
-            "causes": _plain(one.causes),
-        }
-        for one in found
-    ]
-
-
-def _plain(value: Outcome | Causes) -> dict[str, object]:
-    return {part.name: getattr(value, part.name) for part in fields(value)}
-
-
-def steps_as_rows(steps: Sequence[RealStep]) -> list[dict[str, object]]:
-    """Real steps as plain values."""
-    return [{part.name: getattr(step, part.name) for part in fields(step)} for step in steps]

@@ -60,9 +60,7 @@ def outcome(ended: Ended, price_per_hour: float | None = None) -> Outcome:
     return figures(ended.setting.name, served, busy_s, num_steps, len(ended.replicas), price_per_hour)
 
 
-def figures(
-    setting: str, served: Sequence[Served], busy_s: float, num_steps: int, replicas: int = 1, price_per_hour: float | None = None
-) -> Outcome:
+def figures(setting: str, served: Sequence[Served], busy_s: float, num_steps: int, replicas: int = 1, price_per_hour: float | None = None) -> Outcome:
     """The figures of requests that `replicas` engines served, computing for `busy_s` in `num_steps` steps."""
     arrivals, finishes = [one.arrival_s for one in served], [one.finish_s for one in served]
     tokens = sum(one.num_tokens for one in served)

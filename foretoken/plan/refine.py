@@ -104,7 +104,7 @@ def _shares(seen: Sequence[tuple[float, float, float]]) -> Shares:
     usable = sorted(one for one in seen if one[1] > 0)
     groups: list[list[tuple[float, float, float]]] = []
     for one in usable:
-        if not groups or _doubling(one[0]) > _doubling(groups[-1][0][0]) and len(groups[-1]) >= _FEWEST:
+        if not groups or (_doubling(one[0]) > _doubling(groups[-1][0][0]) and len(groups[-1]) >= _FEWEST):
             groups.append([])
         groups[-1].append(one)
     if len(groups) > 1 and len(groups[-1]) < _FEWEST:

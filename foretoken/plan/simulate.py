@@ -230,7 +230,14 @@ class Replica:
         return self.profile.drafters[self.setting.drafter].seconds(max(budgets), len(drafting), unread)
 
     def _observe(
-        self, anchors: Sequence[Course], lasts: Sequence[Course], budgets: Sequence[int], rounds: Sequence[Round], rows: int, target_s: float, alone: bool
+        self,
+        anchors: Sequence[Course],
+        lasts: Sequence[Course],
+        budgets: Sequence[int],
+        rounds: Sequence[Round],
+        rows: int,
+        target_s: float,
+        alone: bool,
     ) -> None:
         if alone:
             self.policy.observe_step(rows, rows - len(anchors), target_s)
@@ -289,7 +296,8 @@ def simulate(
 ) -> Ended:
     """Run `jobs`, in order of arrival, to their end; the same arguments give the same result.
 
-    `known` holds chances or records by drafter and name, for jobs that name theirs; of several records each job draws one. `watch` is called after each step.
+    `known` holds chances or records by drafter and name, for jobs that name theirs; of several records each job draws one. `watch` is
+    called after each step.
 
     Raises:
         ConfigError: a drafter that the profile does not know.

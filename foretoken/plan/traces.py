@@ -40,7 +40,9 @@ class Shape:
 
 SHAPES: dict[str, Shape] = {
     "steady": Shape((Phase(1.0, 0.6, 0.6),), ("code",), Lengths(32, 96), Lengths(32, 64)),
-    "bursts": Shape((Phase(0.3, 1.4, 1.4), Phase(0.7, 0.2, 0.2)), ("code", "docstring", "edit", "json", "text"), Lengths(16, 160), Lengths(16, 80), 4),
+    "bursts": Shape(
+        (Phase(0.3, 1.4, 1.4), Phase(0.7, 0.2, 0.2)), ("code", "docstring", "edit", "json", "text"), Lengths(16, 160), Lengths(16, 80), 4
+    ),
     "ramp": Shape((Phase(0.5, 0.2, 2.0), Phase(0.5, 0.1, 0.1)), ("code", "docstring"), Lengths(32, 96), Lengths(24, 48)),
 }
 
