@@ -28,11 +28,11 @@ def cut_prompts(encode: Callable[[str], list[int]], jobs: Sequence[Job], part: i
     Raises:
         InputError: a job that names no slice.
     """
-    texts = {name: _texts(encode, name, part) for name in dict.fromkeys(_slice_of(job) for job in jobs)}
+    texts = {name: _texts(encode, name, part) for name in dict.fromkeys(slice_of(job) for job in jobs)}
     used = dict.fromkeys(texts, 0)
     prompts = []
     for job in jobs:
-        name = _slice_of(job)
+        name = slice_of(job)
         prompts.append(_cut(texts[name], used[name], job.prompt_tokens))
         used[name] += 1
     return prompts
@@ -45,7 +45,7 @@ def sample_jobs(jobs: Iterable[Job], total: int, rate: float, seed: int) -> list
     """
     by_slice: dict[str, list[Job]] = {}
     for job in jobs:
-        by_slice.setdefault(_slice_of(job), []).append(job)
+        by_slice.setdefault(slice_of(job), []).append(job)
     count = sum(map(len, by_slice.values()))
     longest = max(job.output_tokens for own in by_slice.values() for job in own)
     chosen: list[Job] = []
@@ -86,7 +86,7 @@ def calibrate(
     for index, (job, rounds) in enumerate(zip(jobs, done.rounds(), strict=True)):
         record = record_of(rounds, index)
         if record is not None:
-            records.setdefault(_slice_of(job), []).append(record)
+            records.setdefault(slice_of(job), []).append(record)
     return Calibration({name: Records(tuple(own)) for name, own in records.items()}, real_steps(done), done)
 
 
@@ -108,7 +108,12 @@ def real_steps(done: Replayed) -> tuple[RealStep, ...]:
     )
 
 
-def _slice_of(job: Job) -> str:
+def slice_of(job: Job) -> str:
+    """The slice that a request's prompt is taken from.
+
+    Raises:
+        InputError: it names none.
+    """
     if not isinstance(job.acceptance, str) or job.acceptance not in SLICES:
         raise InputError("acceptance", job.acceptance, f"a real run needs texts: name one of the slices {', '.join(SLICES)}")
     return job.acceptance

@@ -115,7 +115,7 @@ class _Recorder:
     numbers: dict[int, int] = field(default_factory=dict)  # of the trace's requests, by the engine's
     entries: list[RoundView] = field(default_factory=list)
     drafted: set[int] = field(default_factory=set)
-    held: dict[int, int] = field(default_factory=dict)  # tokens read, of requests that read their prompt
+    held: dict[int, int] = field(default_factory=dict)  # tokens read, of requests that ran and did not decode in the last step
 
     def begin(self, state: RequestState) -> None:
         """Requests come in the order of the trace."""
@@ -126,8 +126,7 @@ class _Recorder:
         self.entries.append(view)
 
     def end(self, state: RequestState) -> None:
-        """It will not come again."""
-        self.held.pop(state.request_id, None)
+        """Its last round was told before."""
 
     def between_steps(self) -> None:
         """No background work."""
@@ -143,13 +142,13 @@ class _Recorder:
         contexts = [view.entry.start for view in (*anchors, *wholes)]
         num_prompt = sum(len(view.entry.pending) for view in wholes)
         ended = {view.entry.request.request_id for view in views}
-        for request_id, state in self.engine.scheduler.running.items():
-            if not state.origins and request_id not in ended:
-                length, before = self.engine.target.length(request_id), self.held.get(request_id, 0)
-                if length > before:
-                    contexts.append(before)
-                    num_prompt += length - before
-                self.held[request_id] = length
+        running = {number: self.engine.target.length(number) for number in self.engine.scheduler.running if number not in ended}
+        for number, length in running.items():
+            before = self.held.get(number, 0)
+            if length > before:
+                contexts.append(before)
+                num_prompt += length - before
+        self.held = running
         drafting = [view for view in anchors if view.entry.num_draft]
         unread = sum(view.entry.round_start for view in drafting if view.entry.request.request_id not in self.drafted)
         self.drafted |= {view.entry.request.request_id for view in drafting}

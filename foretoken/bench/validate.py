@@ -102,13 +102,16 @@ def compare(
     for setting in trial.settings:
         spec = spec_of(setting, specs)
         known = calibrate(llm, others, other_prompts, _fixed(spec), trial.clock(), _counter(tell, f"{setting.name}: calibration"))
-        refined = refine(profile, known.steps, setting.drafter)
+        steps = known.steps
+        if spec.num_draft == "auto" and spec.drafter is not None:  # what steps cost where the controller chooses: drafts of other sizes
+            steps = calibrate(llm, others, other_prompts, spec, trial.clock(), _counter(tell, f"{setting.name}: calibration, free")).steps
+        refined = refine(profile, steps, setting.drafter)
         for name, jobs in trial.traces.items():
             tell(f"{setting.name}: {name}, simulated", 0)
-            predicted, steps = predict(refined, jobs, setting, known, trial)
+            predicted, simulated = predict(refined, jobs, setting, known, trial)
             own = [replace(spec, tenant=f"{name} {setting.name} {index}") for index in range(len(jobs))]
             done = replay(llm, jobs, prompts[name], own, setting.name, trial.clock(), _counter(tell, f"{setting.name}: {name}"))
-            found.append(Comparison(name, predicted, done.outcome, causes(refined, setting, predicted, steps, done), done.served))
+            found.append(Comparison(name, predicted, done.outcome, causes(refined, setting, predicted, simulated, done), done.served))
     return found
 
 
@@ -117,11 +120,6 @@ def spec_of(setting: Setting, specs: Mapping[str, SpecConfig]) -> SpecConfig:
     if setting.drafter is None:
         return SpecConfig()
     return replace(specs[setting.drafter], num_draft="auto" if setting.num_draft is None else setting.num_draft)
-
-
-def num_requests(trial: Trial) -> int:
-    """How many requests will run in all, those of the calibrations only about."""
-    return len(trial.settings) * (trial.calibration_requests + sum(map(len, trial.traces.values())))
 
 
 def predict(profile: Profile, jobs: Sequence[Job], setting: Setting, known: Calibration, trial: Trial) -> tuple[Outcome, list[Step]]:

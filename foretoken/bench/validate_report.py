@@ -16,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from foretoken.bench.calibrate import slice_of
 from foretoken.bench.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.profile import measure_profile
 from foretoken.bench.report import machine, source_caveats, versions
@@ -98,6 +99,8 @@ def run_validation(options: MeasureOptions, command: str, tell: Tell = lambda _w
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     choices = _choices(options)
+    for job in (job for jobs in options.traces.values() if jobs is not None for job in jobs):
+        slice_of(job)  # minutes of measuring must not end in an error
     folder, draft = model_folder(options.target), None if options.draft is None else model_folder(options.draft)
     caveats = source_caveats(folder, draft, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
     given = {"draft": options.draft}

@@ -108,7 +108,8 @@ def _shares(seen: Sequence[tuple[float, float, float]]) -> Shares:
             groups.append([])
         groups[-1].append(one)
     if len(groups) > 1 and len(groups[-1]) < _FEWEST:
-        groups[-2] += groups.pop()
+        last = groups.pop()
+        groups[-1].extend(last)
     return Shares(tuple(_share(group) for group in groups if len(group) >= _FEWEST))
 
 
