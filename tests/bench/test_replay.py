@@ -106,6 +106,7 @@ def test_what_is_written_down_adds_up(pair: SimpleNamespace) -> None:
     assert sum(map(len, prompts)) - 6 <= read <= sum(map(len, prompts))  # the last token of a prompt may stand alone, as a row
     rounds = done.rounds()
     assert sum(len(seen.parents) for own in rounds for _, seen in own.values()) == done.outcome.num_drafted > 0
+    assert all(min(own) == 0 for own in rounds)  # the second token is the first that is guessed
     assert [sum(len(seen.path) for _, seen in own.values()) for own in rounds] == [one.num_accepted for one in done.served]
     assert all(one.arrival_s <= one.first_s <= one.finish_s for one in done.served)
     starts = [one.step.start_s for one in done.steps]
