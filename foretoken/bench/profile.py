@@ -32,10 +32,10 @@ from foretoken.model.open import model_folder, open_model
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.plan.profile import DrafterCost, Profile
 
-_ROWS = (1, 2, 4, 8, 16, 32)
+_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _BATCHES = (1, 2, 4, 8, 16)
 _GUESSES = (1, 2, 4, 8)
-_DRAFT_BATCHES = (1, 4, 8)
+_DRAFT_BATCHES = (1, 4, 8, 16)
 _PROMPTS = (32, 256)
 _CONTEXTS = (32, 128, 512, 2048, 8192)
 

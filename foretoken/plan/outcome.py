@@ -38,22 +38,42 @@ class Outcome:
     price_per_million_tokens: float | None
 
 
+@dataclass(frozen=True)
+class Served:
+    """What became of one request, simulated or real; times in seconds on one clock, tokens and guesses as counts."""
+
+    arrival_s: float
+    first_s: float
+    finish_s: float
+    num_tokens: int
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
+
+
 def outcome(ended: Ended, price_per_hour: float | None = None) -> Outcome:
     """The figures of a simulation; `price_per_hour` is what one engine costs, busy or not."""
-    courses, replicas = ended.courses, ended.replicas
-    arrivals = [course.job.arrival_s for course in courses]
-    firsts, finishes = [_told(course.first_s) for course in courses], [_told(course.finish_s) for course in courses]
-    tokens = sum(course.num_emitted for course in courses)
+    served = [
+        Served(c.job.arrival_s, _told(c.first_s), _told(c.finish_s), c.num_emitted, c.num_steps, c.num_drafted, c.num_accepted) for c in ended.courses
+    ]
+    busy_s, num_steps = sum(replica.busy_s for replica in ended.replicas), sum(replica.num_steps for replica in ended.replicas)
+    return figures(ended.setting.name, served, busy_s, num_steps, len(ended.replicas), price_per_hour)
+
+
+def figures(setting: str, served: Sequence[Served], busy_s: float, num_steps: int, replicas: int = 1, price_per_hour: float | None = None) -> Outcome:
+    """The figures of requests that `replicas` engines served, computing for `busy_s` in `num_steps` steps."""
+    arrivals, finishes = [one.arrival_s for one in served], [one.finish_s for one in served]
+    tokens = sum(one.num_tokens for one in served)
     makespan_s = max(finishes) - min(arrivals)
-    latencies = [end - begin for end, begin in zip(finishes, arrivals, strict=True)]
-    waits = [first - begin for first, begin in zip(firsts, arrivals, strict=True)]
-    between = [(end - first) / (c.num_emitted - 1) for c, first, end in zip(courses, firsts, finishes, strict=True) if c.num_emitted > 1]
-    hours = makespan_s / 3600 * len(replicas)
+    latencies = [one.finish_s - one.arrival_s for one in served]
+    waits = [one.first_s - one.arrival_s for one in served]
+    between = [(one.finish_s - one.first_s) / (one.num_tokens - 1) for one in served if one.num_tokens > 1]
+    hours = makespan_s / 3600 * replicas
     return Outcome(
-        setting=ended.setting.name,
-        num_requests=len(courses),
+        setting=setting,
+        num_requests=len(served),
         num_tokens=tokens,
-        num_steps=sum(replica.num_steps for replica in replicas),
+        num_steps=num_steps,
         makespan_s=makespan_s,
         tokens_per_s=tokens / makespan_s if makespan_s > 0 else 0.0,
         latency_s_p50=percentile(latencies, 0.5),
@@ -62,11 +82,11 @@ def outcome(ended: Ended, price_per_hour: float | None = None) -> Outcome:
         ttft_s_p95=percentile(waits, 0.95),
         inter_token_s_p50=percentile(between, 0.5),
         inter_token_s_p95=percentile(between, 0.95),
-        utilisation=sum(replica.busy_s for replica in replicas) / (makespan_s * len(replicas)) if makespan_s > 0 else 0.0,
+        utilisation=busy_s / (makespan_s * replicas) if makespan_s > 0 else 0.0,
         mean_in_system=_mean_in_system(arrivals, finishes, makespan_s),
-        emitted_per_step=tokens / max(1, sum(course.num_steps for course in courses)),
-        num_drafted=sum(course.num_drafted for course in courses),
-        num_accepted=sum(course.num_accepted for course in courses),
+        emitted_per_step=tokens / max(1, sum(one.num_steps for one in served)),
+        num_drafted=sum(one.num_drafted for one in served),
+        num_accepted=sum(one.num_accepted for one in served),
         price_per_million_tokens=None if price_per_hour is None else price_per_hour * hours / tokens * 1e6,
     )
 

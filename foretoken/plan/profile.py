@@ -1,7 +1,7 @@
 """What a step of a target takes on a machine, as a few measured curves, and what a step that was not measured is taken to cost.
 
     step = rows(decoding rows)                                       one request, a short text
-         + chunk(decoding rows + prompt rows) - chunk(decoding rows)  where prompts run along
+         + chunk(decoding rows + prompt rows) - chunk(decoding rows)  where prompts run along (`rows` where `chunk` has not begun)
          + batch(requests) - rows(requests), each beyond its first    what several requests cost beyond as many rows of one
          + sum over requests of context(tokens) - context(short)      what a longer past costs to read
 
@@ -105,8 +105,7 @@ class Profile:
         """A step over `decode_rows` rows and `prompt_tokens` of prompts, of requests with so many tokens of past each."""
         seconds = self.rows.seconds(decode_rows) if decode_rows else 0.0
         if prompt_tokens:
-            alone = not decode_rows
-            seconds += self.chunk.seconds(prompt_tokens) if alone else self.chunk.beyond(decode_rows + prompt_tokens, decode_rows)
+            seconds += self._beside_s(decode_rows, prompt_tokens) if decode_rows else self.chunk.seconds(prompt_tokens)
         if len(contexts) > 1:  # differences within a curve: a machine's mood changes from one curve to the next
             seconds += max(0.0, self.batch.beyond(len(contexts), 1) - self.rows.beyond(len(contexts), 1))
         if self.context.points:
@@ -115,6 +114,12 @@ class Profile:
         elif self.roofline is not None:
             seconds += self.roofline.past_s(sum(contexts))
         return seconds
+
+    def _beside_s(self, decode_rows: int, prompt_tokens: int) -> float:
+        """What prompt rows add to decoding rows; up to where the chunk curve begins the curve of rows tells."""
+        total = decode_rows + prompt_tokens
+        first = self.chunk.points[0][0] if self.chunk.points else total
+        return self.rows.beyond(min(first, total), decode_rows) + self.chunk.beyond(total, max(first, decode_rows))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

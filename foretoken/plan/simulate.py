@@ -26,6 +26,9 @@ from foretoken.plan.admission import (
 from foretoken.plan.arrivals import Chances, Job
 from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy, wish_of
 from foretoken.plan.profile import Profile
+from foretoken.plan.rounds import Record, Records, Round, chain
+
+Known = Mapping[str, Mapping[str, Chances | Records]]  # by drafter and name: chances, or answers that were looked at
 
 PLAIN = "plain"
 DISPATCHES = ("round_robin", "least_loaded")
@@ -82,6 +85,7 @@ class Course:
     draws: tuple[float, ...]  # [output tokens] uniforms: whether a guess of this token would stand
     output_tokens: int
     urgency: Urgency
+    record: Record | None = None  # takes the place of chances and draws
     tokens: int = 0
     held: int = 0
     num_preempted: int = 0
@@ -108,6 +112,12 @@ class Course:
             if self.draws[self.num_emitted + place] >= self.chances[min(place, len(self.chances) - 1)]:
                 return place
         return num_draft
+
+    def guess(self, num_draft: int) -> Round:
+        """The next round with a budget of `num_draft`."""
+        if self.record is not None and num_draft:
+            return self.record.at(self.num_emitted - 1, num_draft)
+        return chain(num_draft, self.num_kept(num_draft))
 
 
 @dataclass(frozen=True)
@@ -173,13 +183,13 @@ class Replica:
         anchors = [course for course, ask, _ in seats if ask.decodes]
         budgets = [grant.num_draft for _, ask, grant in seats if ask.decodes]
         chunks = [(course, grant.num_pending) for course, ask, grant in seats if not ask.decodes and grant.num_pending]
-        kept = [course.num_kept(budget) for course, budget in zip(anchors, budgets, strict=True)]
+        rounds = [course.guess(budget) for course, budget in zip(anchors, budgets, strict=True)]
         draft_s = self._draft_s(anchors, budgets)
-        rows, prompt_tokens = len(anchors) + sum(budgets), sum(length for _, length in chunks)
+        rows, prompt_tokens = len(anchors) + sum(len(r.parents) for r in rounds), sum(length for _, length in chunks)
         lasts = [course for course, length in chunks if course.held + length == course.tokens]
         contexts = [course.held for course in (*anchors, *(course for course, _ in chunks))]
         target_s = self.profile.step_s(rows, contexts, prompt_tokens)
-        self._observe(anchors, lasts, budgets, kept, rows, target_s, alone=not chunks)
+        self._observe(anchors, lasts, budgets, rounds, rows, target_s, alone=not chunks)
         if self.setting.drafter is not None and any(budgets):
             self.policy.observe_draft(self.setting.drafter, max(budgets), draft_s, sum(budget > 0 for budget in budgets))
         start_s = self.clock_s
@@ -188,11 +198,11 @@ class Replica:
         self.num_steps += 1
         for course, length in chunks:
             course.held += length
-        for course, budget, count in zip(anchors, budgets, kept, strict=True):
-            course.held = course.tokens + count
-            course.num_drafted += budget
-            course.num_accepted += count
-        emitted = [(course, count + 1) for course, count in zip(anchors, kept, strict=True)] + [(course, 1) for course in lasts]
+        for course, found in zip(anchors, rounds, strict=True):
+            course.held = course.tokens + len(found.path)
+            course.num_drafted += len(found.parents)
+            course.num_accepted += len(found.path)
+        emitted = [(course, len(found.path) + 1) for course, found in zip(anchors, rounds, strict=True)] + [(course, 1) for course in lasts]
         for course, count in emitted:
             self._emit(course, count)
         if self.watch is not None:
@@ -253,18 +263,25 @@ class Replica:
         return self.profile.drafters[self.setting.drafter].seconds(max(budgets), len(drafting), unread)
 
     def _observe(
-        self, anchors: Sequence[Course], lasts: Sequence[Course], budgets: Sequence[int], kept: Sequence[int], rows: int, target_s: float, alone: bool
+        self,
+        anchors: Sequence[Course],
+        lasts: Sequence[Course],
+        budgets: Sequence[int],
+        rounds: Sequence[Round],
+        rows: int,
+        target_s: float,
+        alone: bool,
     ) -> None:
         if alone:
-            self.policy.observe_step(rows, sum(budgets), target_s)
+            self.policy.observe_step(rows, rows - len(anchors), target_s)
         for course in lasts:
             self.policy.observe_rest(course.index)
-        for course, budget, count in zip(anchors, budgets, kept, strict=True):
+        for course, budget, found in zip(anchors, budgets, rounds, strict=True):
             if self.setting.drafter is None or not budget:
                 self.policy.observe_rest(course.index)
             else:
-                chances = [float(place < count) for place in range(budget)]
-                self.policy.observe_round(course.index, self.setting.drafter, budget, chances, count > 0)
+                chances = [float(node in found.path) for node in range(len(found.parents))]
+                self.policy.observe_round(course.index, self.setting.drafter, budget, chances, bool(found.path), found.parents)
 
     def _emit(self, course: Course, count: int) -> None:
         course.tokens += count
@@ -307,12 +324,13 @@ def simulate(
     limits: Limits,
     seed: int = 0,
     fleet: Fleet | None = None,
-    known: Mapping[str, Mapping[str, Chances]] | None = None,
+    known: Known | None = None,
     watch: Callable[[Step], None] | None = None,
 ) -> Ended:
     """Run `jobs`, in order of arrival, to their end; the same arguments give the same result.
 
-    `known` holds chances by drafter and name, for jobs that name theirs. `watch` is called after each step.
+    `known` holds chances or records by drafter and name, for jobs that name theirs; of several records each job draws one. `watch` is
+    called after each step.
 
     Raises:
         ConfigError: a drafter that the profile does not know.
@@ -340,7 +358,7 @@ def _choose(replicas: Sequence[Replica], fleet: Fleet, course: Course) -> Replic
     return min(replicas, key=lambda replica: replica.load_at(course.job.arrival_s))
 
 
-def _course(index: int, job: Job, setting: Setting, limits: Limits, seed: int, known: Mapping[str, Mapping[str, Chances]]) -> Course:
+def _course(index: int, job: Job, setting: Setting, limits: Limits, seed: int, known: Known) -> Course:
     context = limits.max_context_tokens
     if context is not None and job.prompt_tokens >= context:
         raise InputError("prompt_tokens", job.prompt_tokens, f"the context holds {context} tokens; a prompt at most {context - 1}")
@@ -353,14 +371,17 @@ def _course(index: int, job: Job, setting: Setting, limits: Limits, seed: int, k
     rng = random.Random(f"{seed} {index}")
     draws = tuple(rng.random() for _ in range(output_tokens))
     order = urgency(index, job.arrival_s, job.priority, job.deadline_s, limits.aging_s)
-    return Course(index, job, _chances(job, setting, known), draws, output_tokens, order)
+    found = _acceptance(job, setting, known)
+    if isinstance(found, Records):
+        return Course(index, job, (), draws, output_tokens, order, rng.choice(found.answers))
+    return Course(index, job, found, draws, output_tokens, order)
 
 
 def _urgency(course: Course) -> Urgency:
     return course.urgency
 
 
-def _chances(job: Job, setting: Setting, known: Mapping[str, Mapping[str, Chances]]) -> Chances:
+def _acceptance(job: Job, setting: Setting, known: Known) -> Chances | Records:
     if setting.drafter is None:
         return (0.0,)
     if not isinstance(job.acceptance, str):

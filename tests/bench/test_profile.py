@@ -49,6 +49,9 @@ def test_a_step_by_hand() -> None:
     assert HAND.step_s(2, [10, 10]) == 1.5 + 2.5
     assert HAND.step_s(0, [0], prompt_tokens=6) == 2.0
     assert HAND.step_s(2, [10], prompt_tokens=8) == 1.5 + (3.0 - 1.0)
+    late = replace(HAND, chunk=Curve(((3, 1.0), (10, 3.0))))  # up to where the chunk curve begins the curve of rows tells
+    assert late.step_s(2, [10], prompt_tokens=8) == 1.5 + (2.0 - 1.5) + (3.0 - 1.0)
+    assert late.step_s(1, [10], prompt_tokens=1) == 1.5
     cost = HAND.drafters["ngram"]
     assert cost.seconds(4) == pytest.approx(0.4)
     assert cost.seconds(4, batch=2) == pytest.approx(0.4 * 1.5)
@@ -113,7 +116,7 @@ def test_a_tiny_model_is_measured(pair: SimpleNamespace, monkeypatch: pytest.Mon
     assert [count for count, _ in found.rows.points] == [1, 2, 4, 8, 16]  # 32 rows may need 385 tokens
     assert [count for count, _ in found.context.points] == [count for count, _ in found.chunk.points] == [32, 128]
     assert [count for count, _ in found.drafters["draft_model"].guesses.points] == [1, 2, 4, 8]
-    assert [count for count, _ in found.drafters["ngram"].batch.points] == [1, 4, 8]
+    assert [count for count, _ in found.drafters["ngram"].batch.points] == [1, 4, 8, 16]
     assert [count for count, _ in found.drafters["ngram"].prompt.points] == [32]
     assert all(seconds > 0 for curve in (found.rows, found.batch, found.chunk, found.context) for _, seconds in curve.points)
     assert (found.command, found.target["max_context_tokens"], found.target["block_tokens"]) == ("the command", 256, 32)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken.bench import profile as profile_module
+from foretoken.bench import validate_report
 from foretoken.bench.profile import write_profile
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from tests.cli.conftest import Run
@@ -98,11 +99,83 @@ def test_bad_input(foretoken: Run, profile: Path, trace: Path) -> None:
         (4, ["--trace", "nowhere.jsonl"], "trace: cannot read nowhere.jsonl"),
         (4, ["--trace", "poisson:1", "--bench", "odd.jsonl", "--profile", "nowhere.json"], "profile: cannot read nowhere.json"),
         (2, ["--trace", "poisson:1", "--bench", profile], "not a result of `foretoken bench"),
+        (2, ["--trace", "steady,ramp"], "one trace at a time"),
+        (2, ["--trace", "steady", "--requests", 5], "the trace steady says it for each request"),
+        (2, ["--trace", "steady", "--acceptance", "0.5"], "the trace steady says it for each request"),
+        (2, ["--trace", "poisson:1", "--trace-seconds", 5], "goes with the built-in traces steady, bursts, ramp only"),
+        (2, ["--trace", "steady", "--trace-seconds", 0], "trace_seconds=0.0"),
+        (2, ["--trace", "poisson:1", "--draft", "reference:draft"], "draft='reference:draft': is read with --measure only"),
+        (2, ["--trace", "poisson:1", "--out", "results"], "is read with --measure only"),
+        (2, ["--trace", "poisson:1", "--measure"], "does not go with --measure, which profiles one engine itself"),
     ]
     for code, arguments, message in cases:
         done = foretoken("simulate", "--profile", profile, *arguments)
         assert (done.code, done.out) == (code, ""), (arguments, done.err)
         assert message in done.err, (arguments, done.err)
+
+
+def test_built_in_traces_fit_the_profile(foretoken: Run, profile: Path) -> None:
+    """Twice as long, about twice as many requests."""
+    rows = []
+    for seconds in (500, 1000):
+        done = foretoken("simulate", "--profile", _longer(profile), "--trace", "ramp", "--trace-seconds", seconds, "--settings", "plain", "--json")
+        assert done.code == 0, done.err
+        rows += json.loads(done.lines[-1])["rows"]
+    assert rows[1]["num_requests"] == pytest.approx(2 * rows[0]["num_requests"], rel=0.25)
+
+
+def _longer(profile: Path) -> Path:
+    """The same with a context that a built-in trace fits into."""
+    raw = json.loads(profile.read_text())
+    raw["target"]["max_context_tokens"] = 2048
+    path = profile.with_name("longer.json")
+    path.write_text(json.dumps(raw))
+    return path
+
+
+def test_measured_for_real(foretoken: Run, text_pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predicted, measured and error of each setting, on the eye's table and in the file with everything needed to judge it."""
+    for name in ("_ROWS", "_BATCHES", "_GUESSES", "_DRAFT_BATCHES"):
+        monkeypatch.setattr(profile_module, name, getattr(profile_module, name)[:2])
+    monkeypatch.setattr(validate_report, "_MOST_PASSES", 1)
+    Path("mine.jsonl").write_text("\n".join(json.dumps({"arrival_s": 0.01 * i, "prompt_tokens": 9, "output_tokens": 4}) for i in range(6)))
+    common = ["simulate", "--measure", "-t", text_pair.target, "--trace", "mine.jsonl", "--settings", "plain,ngram-2", "--out", "results"]
+    done = foretoken(*common)
+    assert done.code == 0, done.err
+    assert "within 15% in throughput and p95 latency: " in done.out
+    assert [line for line in done.err.splitlines() if "calibration" in line] == ["plain: calibration", "ngram-2: calibration"]
+    (file,) = Path("results").iterdir()
+    assert done.lines[-1] == f"written: {file}"
+    raw = json.loads(file.read_text())
+    assert {"command", "machine", "date", "versions", "options", "profile", "traces", "tolerance", "caveats"} <= set(raw)
+    assert [(row["trace"], row["setting"], len(row["requests"])) for row in raw["rows"]] == [("mine.jsonl", name, 6) for name in ("plain", "ngram-2")]
+    for row in raw["rows"]:
+        assert row["predicted"]["num_tokens"] == row["measured"]["num_tokens"] == 24
+        assert row["holds"] == all(abs(row["errors"][name]) <= raw["tolerance"] for name in raw["judged"])
+        assert row["errors"]["latency_s_p95"] == pytest.approx(row["predicted"]["latency_s_p95"] / row["measured"]["latency_s_p95"] - 1)
+    second = foretoken(*common, "--name", "again", "--requests", 2, "--acceptance", "text", "--settings", "plain", "--json")
+    told = json.loads(second.lines[-1])
+    assert told["file"].endswith("-again.json")
+    assert [job["acceptance"] for job in told["traces"]["mine.jsonl"]] == ["text", "text"]
+
+
+def test_what_cannot_be_measured_for_real(foretoken: Run, text_pair: SimpleNamespace) -> None:
+    common = ["simulate", "--measure", "-t", text_pair.target]
+    cases = [
+        (["--trace", "steady", "--settings", "draft_model-4"], "drafter draft_model needs a draft"),
+        (["--trace", "steady", "--settings", "predicted-4"], "needs a prediction for each prompt"),
+        (["--trace", "steady", "--settings", "eagle-4"], "drafters='eagle'"),
+        (["--trace", "steady", "--threads", 0], "threads=0"),
+        (["--trace", "steady", "--name", "a/b"], "name='a/b'"),
+        (["--trace", "steady", "--replicas", 2], "does not go with --measure"),
+        (["--trace", "poisson:1", "--requests", 2, "--prompt-tokens", 9, "--acceptance", "0.5"], "a real run needs texts"),
+        (["--trace", "poisson:1", "--requests", 2, "--prompt-tokens", 400], "the context holds 256 tokens"),
+    ]
+    for arguments, message in cases:
+        done = foretoken(*common, *arguments)
+        assert (done.code, done.out) == (2, ""), (arguments, done.err)
+        assert message in done.err, (arguments, done.err)
+    assert "profile=None: give the file of" in foretoken("simulate", "--trace", "steady").err
 
 
 def test_measured_then_simulated(foretoken: Run, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

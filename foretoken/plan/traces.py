@@ -1,0 +1,103 @@
+"""Three built-in traces, scaled to a machine: a steady stream, bursts, and a ramp into overload that drains again.
+
+Rates are shares of what the engine manages without guesses, so the same names mean the same load on any machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from foretoken.errors import InputError
+from foretoken.plan.arrivals import Job, Lengths
+from foretoken.plan.profile import Profile
+from foretoken.plan.simulate import Limits, Setting, simulate
+
+_FEWEST_S, _MOST_S, _ALONE_TIMES = 12.0, 40.0, 20.0  # a trace lasts so many times as long as one answer alone, within these bounds
+_SAMPLE = 8  # requests per place of the batch, for the capacity
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a trace: its share of the time, and the rate at its begin and at its end, as shares of the capacity."""
+
+    share: float
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a built-in trace is made of: phases one after the other, `times` over; slices that take turns at random; lengths."""
+
+    phases: tuple[Phase, ...]
+    slices: tuple[str, ...]
+    prompts: Lengths
+    outputs: Lengths
+    times: int = 1
+
+
+SHAPES: dict[str, Shape] = {
+    "steady": Shape((Phase(1.0, 0.6, 0.6),), ("code",), Lengths(32, 96), Lengths(32, 64)),
+    "bursts": Shape(
+        (Phase(0.3, 1.4, 1.4), Phase(0.7, 0.2, 0.2)), ("code", "docstring", "edit", "json", "text"), Lengths(16, 160), Lengths(16, 80), 4
+    ),
+    "ramp": Shape((Phase(0.5, 0.2, 2.0), Phase(0.5, 0.1, 0.1)), ("code", "docstring"), Lengths(32, 96), Lengths(24, 48)),
+}
+
+
+def built_in(name: str, profile: Profile, limits: Limits, seed: int, seconds: float | None = None) -> list[Job]:
+    """The requests of a built-in trace on the machine of `profile`; `seconds` is how long they come, chosen by the machine if None.
+
+    Raises:
+        InputError: no such trace, or one that does not last.
+    """
+    if name not in SHAPES:
+        raise InputError("trace", name, f"choose one of {', '.join(SHAPES)}")
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise InputError("trace_seconds", seconds, "must be above 0")
+    shape = SHAPES[name]
+    rng = random.Random(f"trace {name} {seed}")
+    sample = [_request(shape, rng) for _ in range(_SAMPLE * limits.max_batch_size)]
+    rate = capacity(profile, sample, limits)
+    if seconds is None:
+        seconds = min(_MOST_S, max(_FEWEST_S, _ALONE_TIMES * _alone_s(profile, sample, limits)))
+    rng = random.Random(f"arrivals {name} {seed}")
+    return [replace(_request(shape, rng), arrival_s=time_s) for time_s in _arrivals(shape, rate, seconds, rng)]
+
+
+def capacity(profile: Profile, jobs: Sequence[Job], limits: Limits) -> float:
+    """Requests per second that an engine which never guesses finishes when all of `jobs` are there at once."""
+    ended = simulate(profile, [replace(job, arrival_s=0.0) for job in jobs], Setting(), limits)
+    return len(jobs) / max(replica.clock_s for replica in ended.replicas)
+
+
+def _alone_s(profile: Profile, jobs: Sequence[Job], limits: Limits) -> float:
+    """What one request takes on the average that has the engine for itself."""
+    return 1 / capacity(profile, jobs, replace(limits, max_batch_size=1))
+
+
+def _request(shape: Shape, rng: random.Random) -> Job:
+    return Job(0.0, shape.prompts.draw(rng), shape.outputs.draw(rng), rng.choice(shape.slices))
+
+
+def _arrivals(shape: Shape, rate: float, seconds: float, rng: random.Random) -> list[float]:
+    """Times of a Poisson process whose rate follows the phases; at least one."""
+    phases = [replace(phase, share=phase.share / shape.times) for _ in range(shape.times) for phase in shape.phases]
+    highest = max(max(phase.begin, phase.end) for phase in phases) * rate
+    times: list[float] = []
+    now = 0.0
+    while now < seconds or not times:
+        now += rng.expovariate(highest)
+        if rng.random() * highest < _rate(phases, min(now / seconds, 1.0)) * rate:  # thinning
+            times.append(now)
+    return times if times[-1] < seconds or len(times) == 1 else times[:-1]
+
+
+def _rate(phases: Sequence[Phase], place: float) -> float:
+    for phase in phases:
+        if place <= phase.share:
+            return phase.begin + (phase.end - phase.begin) * place / phase.share
+        place -= phase.share
+    return phases[-1].end

@@ -1,0 +1,113 @@
+"""Rounds that were seen, by hand; a profile put right by steps; built-in traces against their rates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from foretoken.errors import InputError
+from foretoken.plan.profile import Curve, DrafterCost, Profile
+from foretoken.plan.refine import RealStep, Shares, refine
+from foretoken.plan.rounds import Record, Round, chain, record_of
+from foretoken.plan.simulate import Limits
+from foretoken.plan.traces import SHAPES, built_in, capacity
+
+UNIT = Profile({}, {}, {}, "", "", rows=Curve(((1, 1.0),)), chunk=Curve(((1, 1.0),)), drafters={"ngram": DrafterCost(Curve(((1, 0.5),)))})
+#   0 - 1 - 3      0, 2, 4 stood
+#     \ 2 - 4 - 5
+TREE = Round((-1, 0, 0, 1, 2, 4), (0, 2, 4))
+
+
+def test_a_smaller_budget_gets_the_first_nodes() -> None:
+    assert TREE.within(9) is TREE
+    assert TREE.within(3) == Round((-1, 0, 0), (0, 2))
+    assert TREE.within(2) == Round((-1, 0), (0,))
+    assert TREE.within(0) == Round() == chain(0, 0)
+    assert chain(3, 2) == Round((-1, 0, 1), (0, 1))
+
+
+def test_what_is_behind_a_guess_that_stood() -> None:
+    assert TREE.behind() == Round((-1, -1, 0, 1, 3), (1, 3))
+    assert TREE.behind().behind() == Round((-1, 0), (0,))
+    assert TREE.behind().behind().behind() == Round((-1,), ())
+    assert chain(3, 1).behind() == chain(2, 0)
+
+
+def test_a_record_by_hand() -> None:
+    """Two of three guesses stood, then none was made, then one failed: each place has the round that begins there."""
+    seen = {0: (4, chain(3, 2)), 3: (4, Round()), 4: (4, chain(1, 0))}
+    record = record_of(seen)
+    assert record == Record((chain(3, 2), chain(2, 1), chain(1, 0), Round(), chain(1, 0)))
+    assert [record.at(place, 1).path for place in (0, 2, 3, 5)] == [(0,), (), (), (0,)]
+    assert record_of({}) is record_of({0: (0, Round())}) is None
+
+
+def test_a_draft_that_its_budget_cut_goes_on() -> None:
+    """Behind a failure with guesses that fail; behind one that stood with the round that came, or with a failure, drawn."""
+    failed = record_of({0: (2, chain(2, 1)), 2: (2, chain(1, 0))})
+    assert failed.rounds[0] == chain(24, 1)
+    assert failed.at(0, 2) == chain(2, 1)
+    after = {seed: record_of({0: (2, chain(2, 2)), 3: (4, chain(3, 1))}, seed).rounds for seed in range(40)}
+    lengths = {len(rounds[0].path) for rounds in after.values()}
+    assert lengths == {2, 4}  # 2, or 2 + the one never judged + 1
+    assert all(rounds[0].within(2) == chain(2, 2) for rounds in after.values())
+    assert all(len(rounds[1].path) == len(rounds[0].path) - 1 for rounds in after.values())
+    assert all(rounds[-1] == chain(2, 0) for rounds in after.values())
+
+
+def test_steps_that_took_twice_as_long() -> None:
+    """Each kind gets its own share; a pause counts as four usual steps at most; what was not seen stays."""
+    decode = [RealStep(4, (9,) * 4, 0, 2.0) for _ in range(50)] + [RealStep(4, (9,) * 4, 0, 1000.0)]
+    drafts = [RealStep(8, (9,), 0, 2.0, longest_draft=4, num_drafting=2, draft_s=1.5) for _ in range(9)]
+    few = [RealStep(4, (9,), 60, 7.0) for _ in range(3)]
+    found = refine(UNIT, [*decode, *drafts, *few], "ngram")
+    assert found.step_s(4, [9] * 4) == pytest.approx((100 + 8) / 51)
+    assert found.step_s(8, [9]) == pytest.approx(2.0)
+    assert found.step_s(4, [9], 60) == 1.0  # three steps tell nothing
+    assert found.drafters["ngram"].seconds(4, 2) == pytest.approx(1.5)
+    assert found.drafters["ngram"].seconds(4, 2, prompt_tokens=9) == 0.5
+    assert found.drafters["ngram"].seconds(0) == 0.0
+    assert refine(UNIT, [], None).step_s(4, [9]) == 1.0
+    assert found.rows == UNIT.rows
+    assert "decode" in found.as_dict()
+
+
+def test_shares_between_and_outside() -> None:
+    shares = Shares(((2.0, 1.0), (4.0, 2.0)))
+    assert [shares.at(size) for size in (1, 2, 3, 4, 50)] == [1.0, 1.0, 1.5, 2.0, 2.0]
+    assert Shares().at(3) == 1.0
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_built_in_traces_follow_their_rates(name: str) -> None:
+    """As many requests as the phases say, at a rate that the machine's capacity gives; a machine twice as slow gets them twice as slowly."""
+    limits = Limits(max_context_tokens=2048)
+    jobs = built_in(name, UNIT, limits, 0, 4000.0)
+    shape = SHAPES[name]
+    expected = capacity(UNIT, jobs, limits) * 4000 * sum(p.share * (p.begin + p.end) / 2 for p in shape.phases)
+    assert len(jobs) == pytest.approx(expected, rel=0.15)
+    assert [job.arrival_s for job in jobs] == sorted(job.arrival_s for job in jobs)
+    assert 0 < jobs[0].arrival_s <= jobs[-1].arrival_s < 4000
+    assert {job.acceptance for job in jobs} == set(shape.slices)
+    assert all(shape.prompts.low <= job.prompt_tokens <= shape.prompts.high for job in jobs)
+    assert jobs == built_in(name, UNIT, limits, 0, 4000.0) != built_in(name, UNIT, limits, 1, 4000.0)
+    slow = replace(UNIT, rows=Curve(((1, 2.0),)), chunk=Curve(((1, 2.0),)))
+    slower = built_in(name, slow, limits, 0, 8000.0)
+    assert [job.arrival_s for job in slower] == pytest.approx([2 * job.arrival_s for job in jobs])
+
+
+def test_a_ramp_comes_early_and_a_trace_fits_the_machine() -> None:
+    limits = Limits(max_context_tokens=2048)
+    ramp = built_in("ramp", UNIT, limits, 0, 4000.0)
+    assert sum(job.arrival_s < 2000 for job in ramp) > 0.85 * len(ramp)
+    fast = replace(UNIT, rows=Curve(((1, 0.001),)), chunk=Curve(((1, 0.001),)))
+    assert 11 < built_in("steady", fast, limits, 0)[-1].arrival_s < 12
+    assert 30 < built_in("steady", replace(UNIT, rows=Curve(((1, 0.1),)), chunk=Curve(((1, 0.1),))), limits, 0)[-1].arrival_s < 40
+    assert len(built_in("steady", UNIT, limits, 0, 1e-6)) == 1
+    for value, message in (("rush", "choose one of steady, bursts, ramp"),):
+        with pytest.raises(InputError, match=message):
+            built_in(value, UNIT, limits, 0)
+    for seconds in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(InputError, match="must be above 0"):
+            built_in("steady", UNIT, limits, 0, seconds)
