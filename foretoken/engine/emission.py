@@ -5,12 +5,13 @@ from __future__ import annotations
 from foretoken.core import Draft, StepOutput, TokenKind, TokenLogprobs, TokenOrigin, Verdict
 from foretoken.engine.request import RequestState
 from foretoken.engine.runner import TargetOutput
+from foretoken.engine.stats import EngineStats, RequestStats, RoundCounts
 from foretoken.errors import NumericsError
 from foretoken.model.logprobs import log_law, log_model, token_logprobs
 
 
-def emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdict, b: int, now: float) -> StepOutput:
-    """Append what request `b` emitted, up to where its answer ends; only tokens before that point count as accepted.
+def emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdict, b: int, now: float, totals: EngineStats) -> StepOutput:
+    """Append what request `b` emitted, up to where its answer ends, and count it for the request and in `totals`.
 
     A request whose used rows are broken, or whose processors gave up, fails alone.
     """
@@ -30,16 +31,11 @@ def emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdi
     logprobs = _logprobs(state, target, rows[:num_new], tokens)
     state.logprobs += logprobs
     gaps = [target.tie_gaps[row] for row in rows[:num_new] if target.tie_gaps[row] != float("inf")]
-    stats = state.stats
-    stats.count_round(draft.depths(b), min(num_new, len(verdict.accepted[b])), num_new, gaps)
-    stats.num_probed += draft.probe_lengths[b]
-    stats.count_authors(draft.authors(b), verdict.paths[b][:num_new])
-    if draft.inner:
-        stats.num_inner_drafted += draft.inner[b][0]
-        stats.num_inner_accepted += draft.inner[b][1]
-    stats.total_s = now - state.arrived_s
-    if not first:
-        stats.ttft_s = stats.total_s
+    inner = draft.inner[b] if draft.inner else (0, 0)
+    counts = RoundCounts(draft.depths(b), draft.authors(b), verdict.paths[b], num_new, draft.probe_lengths[b], inner, gaps)
+    for counters in (state.stats, totals):
+        counters.count_round(counts)
+    _tell_time(state.stats, totals, now - state.arrived_s, is_first=not first)
     state.num_rounds += 1
     if state.noise is not None:
         state.noise.forget(len(state.tokens))
@@ -64,6 +60,19 @@ def note_prompt(state: RequestState, target: TargetOutput, start: int, pending: 
     followers = state.request.prompt_ids[start + 1 : start + 1 + len(logits)]
     state.prompt_logprobs += token_logprobs(log_model(logits), followers, state.request.params.prompt_logprobs)
     assert len(followers) == len(logits) <= len(pending)
+
+
+def _tell_time(stats: RequestStats, totals: EngineStats, total_s: float, is_first: bool) -> None:
+    """Tokens have come `total_s` after the request did."""
+    if is_first:
+        stats.ttft_s = total_s
+        totals.ttft_s += total_s
+        totals.num_first_tokens += 1
+    else:
+        gap_s = total_s - stats.total_s
+        totals.decode_s += gap_s
+        stats.longest_gap_s, totals.longest_gap_s = max(stats.longest_gap_s, gap_s), max(totals.longest_gap_s, gap_s)
+    stats.total_s = total_s
 
 
 def _used_rows(draft: Draft, verdict: Verdict, b: int) -> list[int]:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.core import Batch, Draft, StepOutput, Verdict
+from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup
+from foretoken.engine.accounts import charge, gain
 from foretoken.engine.controller import Controller
 from foretoken.engine.emission import emit, fail, note_prompt
 from foretoken.engine.intake import Intake
@@ -70,6 +71,10 @@ class Engine:
         self.drafters.start(state.request)
         self.states[state.request_id] = state
         self.scheduler.add(state)
+        state.stats.num_prompt_tokens = len(prompt_ids)
+        self.stats.num_prompt_tokens += len(prompt_ids)
+        self.stats.num_submitted += 1
+        self._gauge()
         for watcher in self.watchers:
             watcher.begin(state)
         return state
@@ -86,7 +91,6 @@ class Engine:
         outputs = []
         for state in list(self.scheduler.running.values()):
             outputs.append(fail(state, error))
-            self.stats.count(outputs[-1], 0)
             self._release(state)
         return outputs
 
@@ -105,6 +109,7 @@ class Engine:
     def _schedule(self) -> Batch:
         self._clock = StepClock(began=time.perf_counter())
         batch = self.scheduler.schedule()
+        self._gauge()
         self._clock.scheduled = time.perf_counter()
         return batch
 
@@ -136,45 +141,63 @@ class Engine:
             if len(entry.pending) > 1:  # a piece of a prompt
                 self.scheduler.publish(self.states[entry.request.request_id])
         feedback = Feedback(target.processed, tuple(range(draft.num_rows)), target.taps, target.probe_logits, tuple(range(sum(draft.probe_lengths))))
+        proposing_s = sum(self.drafters.spent_s.values())
         self.drafters.commit(batch, draft, verdict, feedback)
+        self._clock.taught_s = sum(self.drafters.spent_s.values()) - proposing_s
+        self._clock.committed = time.perf_counter()
 
     def _observe(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
-        """Share out the time the step took, and let the controller learn from it."""
-        clock, drafted = self._clock, max(1, draft.num_nodes)
-        num_rows = draft.num_rows + sum(draft.probe_lengths)
-        self.controller.observe(batch, draft, target.probs, verdict, self.drafters.spent_s, clock.verified - clock.proposed)
-        for b, entry in enumerate(batch.decoding):
-            stats = self.states[entry.request.request_id].stats
-            stats.num_steps += 1
-            stats.draft_s += (clock.proposed - clock.scheduled) * draft.lengths[b] / drafted
-            stats.verify_s += (clock.verified - clock.proposed) * (1 + draft.lengths[b] + draft.probe_lengths[b]) / num_rows
+        """Let the controller learn from the step, and share out the time it took."""
+        clock, spent_s, states = self._clock, self.drafters.spent_s, [self.states[entry.request.request_id] for entry in batch.entries]
+        self.controller.observe(batch, draft, target.probs, verdict, spent_s, clock.target_s + clock.rule_s)
+        for entry, state in zip(batch.entries, states, strict=True):
+            if not state.stats.started:
+                self._count_start(state, entry)
+        charge(batch, draft, verdict, clock, spent_s, self.controller.policy.target_cost, [state.stats for state in states], self.stats)
+        clock.observed = time.perf_counter()
 
     def _emit(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> list[StepOutput]:
-        outputs, now = [], time.perf_counter()
+        outputs, now = [], self._clock.observed
+        per_token = gain(batch, self._clock, self.controller.policy.target_cost)
         for entry in batch.entries:
             note_prompt(self.states[entry.request.request_id], target, entry.start, entry.pending)
         for b, entry in enumerate(batch.decoding):
             state = self.states[entry.request.request_id]
-            output = emit(state, draft, target, verdict, b, now)
-            self.stats.count(output, draft.lengths[b], draft.probe_lengths[b])
+            output = emit(state, draft, target, verdict, b, now, self.stats)
+            if per_token is not None:
+                for counters in (state.stats, self.stats):
+                    counters.count_gain(len(output.token_ids) * per_token[0], per_token[1])
             outputs.append(output)
             for watcher in self.watchers:
                 watcher.round(RoundView(entry, draft, verdict, b, output, self._clock))
             if state.finish_reason is not None:
                 self._release(state)
-        self._book(now)
+        self._book()
         for watcher in self.watchers:
             watcher.between_steps()
         return outputs
 
-    def _book(self, now: float) -> None:
-        clock = self._clock
-        self.stats.num_steps += 1
-        self.stats.schedule_s += clock.scheduled - clock.began
-        self.stats.draft_s += clock.proposed - clock.scheduled
-        self.stats.target_s += clock.forwarded - clock.proposed
-        self.stats.rule_s += clock.verified - clock.forwarded
-        self.stats.rest_s += now - clock.verified
+    def _book(self) -> None:
+        """Add the step's phases to the totals; the drafting is there already, charged to the requests."""
+        clock, stats = self._clock, self.stats
+        clock.emitted = time.perf_counter()
+        stats.num_steps += 1
+        stats.schedule_s += clock.schedule_s
+        stats.target_s += clock.target_s
+        stats.rule_s += clock.rule_s
+        stats.commit_s += clock.commit_s
+        stats.observe_s += clock.observe_s
+        stats.emit_s += clock.emit_s
+
+    def _count_start(self, state: RequestState, entry: BatchEntry) -> None:
+        """A request takes part for the first time: it has waited, and the cache knew the beginning of its prompt."""
+        state.stats.started, state.stats.queued_s, state.stats.num_cached_tokens = True, self._clock.scheduled - state.arrived_s, entry.start
+        self.stats.num_started += 1
+        self.stats.queued_s += state.stats.queued_s
+        self.stats.num_cached_tokens += entry.start
+
+    def _gauge(self) -> None:
+        self.stats.num_waiting, self.stats.num_running = len(self.scheduler.waiting), len(self.scheduler.running)
 
     def _release(self, state: RequestState) -> None:
         """Forget a request everywhere: queue, cache, drafter."""
@@ -187,5 +210,7 @@ class Engine:
             self.target.close(state.request_id)
         self.drafters.finish(state.request)
         self.controller.finish(state.request_id)
+        self.stats.count_end(state.finish_reason, state.stats.num_emitted)
+        self._gauge()
         for watcher in self.watchers:
             watcher.end(state)

@@ -37,6 +37,10 @@ class CostTable:
         """Whether nothing was measured yet."""
         return not self._counts
 
+    def reaches(self, count: int) -> bool:
+        """Whether so small a count was measured, or a smaller one: what `seconds` says of it is then no guess."""
+        return bool(self._counts) and self._counts[0] <= count
+
     def observe(self, count: int, seconds: float) -> None:
         """Take in one measurement."""
         bucket = _bucket(count)
