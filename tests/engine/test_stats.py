@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -166,12 +166,25 @@ def test_who_pays_for_a_step() -> None:
 
 @pytest.mark.parametrize(("slope", "wasted"), [(0.0, 0.0), (0.25, 1.0), (100.0, 4 * 24.0 / 5)])
 def test_waste_is_what_the_rows_added_and_never_more_than_their_share(slope: float, wasted: float) -> None:
-    """A table without slope: guesses came for nothing. A grammar's guesses cost no drafting either."""
+    """A table without slope: guesses came for nothing."""
     steps = CostTable()
     for rows in (1, 5):
         steps.observe(rows, 20.0 + slope * rows)
     (account,) = charged(Batch((entry(0, NGRAM),)), draft_of([4], [GRAMMAR]), verdict_of(0), steps, {})
     assert account.wasted_s == pytest.approx(wasted)
+
+
+def test_a_grammars_guesses_cost_no_drafting() -> None:
+    batch, draft = Batch((entry(0, NGRAM), entry(1, NGRAM))), draft_of([4, 1], [GRAMMAR, "ngram"])
+    accounts = charged(batch, draft, verdict_of(2, 0), CostTable(), {drafter_key(NGRAM): 3.0})
+    assert [account.draft_s for account in accounts] == [0.0, 3.0]
+    assert [account.wasted_s for account in accounts] == [0.0, 3.0]  # nothing is known of the forward yet
+
+
+def test_the_last_token_of_a_prompt_is_prompt_also_alone() -> None:
+    batch = Batch((replace(entry(0, NGRAM), start=9), replace(entry(1, NGRAM), start=8)))
+    accounts = charged(batch, draft_of([0, 0], [None, None]), verdict_of(0, 0), CostTable(), {})
+    assert [(account.verify_s, account.prompt_s) for account in accounts] == [(12.0, 0.0), (0.0, 12.0)]
 
 
 def test_the_gain_over_plain_decoding() -> None:
@@ -256,7 +269,7 @@ def test_a_snapshot_stays_as_it_is(pair: SimpleNamespace) -> None:
     with LLM(pair.target, dtype="float32", cache_tokens=512) as llm:
         seen = []
         for _ in range(2):
-            llm.generate([token_ids(6) * 3], SamplingParams(max_tokens=12, ignore_eos=True), SpecConfig("ngram", num_draft=3))
+            llm.generate([token_ids(6) * 3], SamplingParams(max_tokens=12, ignore_eos=True), SpecConfig("draft_model", str(pair.draft), num_draft=3))
             seen.append((llm.stats, json.dumps(llm.stats.as_dict())))
         assert json.dumps(seen[0][0].as_dict()) == seen[0][1] != seen[1][1]
         assert json.loads(seen[1][1])["prefix"]["num_looked_up_tokens"] == 36
