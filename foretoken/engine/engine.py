@@ -47,7 +47,7 @@ class Engine:
         self.stats = EngineStats()
         self.watchers: list[Watcher] = []
         self._ids = itertools.count()
-        self._clock = StepClock()
+        self.clock = StepClock()
 
     def step(self) -> list[StepOutput]:
         """Advance every running request by one round; what each of them emitted. Nothing happens when there is no work."""
@@ -107,20 +107,20 @@ class Engine:
         return bool(self.states)
 
     def _schedule(self) -> Batch:
-        self._clock = StepClock(began=time.perf_counter())
+        self.clock = StepClock(began=time.perf_counter())
         batch = self.scheduler.schedule()
         self._gauge()
-        self._clock.scheduled = time.perf_counter()
+        self.clock.scheduled = time.perf_counter()
         return batch
 
     def _propose(self, batch: Batch) -> Draft:
         draft = self.drafters.propose(batch)
-        self._clock.proposed = time.perf_counter()
+        self.clock.proposed = time.perf_counter()
         return draft
 
     def _forward(self, batch: Batch, draft: Draft) -> TargetOutput:
         target = self.runner.forward(batch, draft, self.drafters.taps())
-        self._clock.forwarded = time.perf_counter()
+        self.clock.forwarded = time.perf_counter()
         return target
 
     def _verify(self, batch: Batch, draft: Draft, target: TargetOutput) -> Verdict:
@@ -129,7 +129,7 @@ class Engine:
         race = tuple(None if e.noise is None else e.noise.at([e.round_start + d for d in (0, *draft.depths(b))]) for b, e in enumerate(entries))
         rules = [self.states[entry.request.request_id].rule for entry in entries]
         verdict = verify_batch(draft, target.probs, replace(uniforms, race=race), rules)
-        self._clock.verified = time.perf_counter()
+        self.clock.verified = time.perf_counter()
         return verdict
 
     def _commit(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
@@ -143,12 +143,12 @@ class Engine:
         feedback = Feedback(target.processed, tuple(range(draft.num_rows)), target.taps, target.probe_logits, tuple(range(sum(draft.probe_lengths))))
         proposing_s = sum(self.drafters.spent_s.values())
         self.drafters.commit(batch, draft, verdict, feedback)
-        self._clock.taught_s = sum(self.drafters.spent_s.values()) - proposing_s
-        self._clock.committed = time.perf_counter()
+        self.clock.taught_s = sum(self.drafters.spent_s.values()) - proposing_s
+        self.clock.committed = time.perf_counter()
 
     def _observe(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
         """Let the controller learn from the step, and share out the time it took."""
-        clock, spent_s, states = self._clock, self.drafters.spent_s, [self.states[entry.request.request_id] for entry in batch.entries]
+        clock, spent_s, states = self.clock, self.drafters.spent_s, [self.states[entry.request.request_id] for entry in batch.entries]
         self.controller.observe(batch, draft, target.probs, verdict, spent_s, clock.target_s + clock.rule_s)
         for entry, state in zip(batch.entries, states, strict=True):
             if not state.stats.started:
@@ -157,8 +157,8 @@ class Engine:
         clock.observed = time.perf_counter()
 
     def _emit(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> list[StepOutput]:
-        outputs, now = [], self._clock.observed
-        per_token = gain(batch, self._clock, self.controller.policy.target_cost)
+        outputs, now = [], self.clock.observed
+        per_token = gain(batch, self.clock, self.controller.policy.target_cost)
         for entry in batch.entries:
             note_prompt(self.states[entry.request.request_id], target, entry.start, entry.pending)
         for b, entry in enumerate(batch.decoding):
@@ -169,7 +169,7 @@ class Engine:
                     counters.count_gain(len(output.token_ids) * per_token[0], per_token[1])
             outputs.append(output)
             for watcher in self.watchers:
-                watcher.round(RoundView(entry, draft, verdict, b, output, self._clock))
+                watcher.round(RoundView(entry, draft, verdict, b, output, self.clock))
             if state.finish_reason is not None:
                 self._release(state)
         self._book()
@@ -179,7 +179,7 @@ class Engine:
 
     def _book(self) -> None:
         """Add the step's phases to the totals; the drafting is there already, charged to the requests."""
-        clock, stats = self._clock, self.stats
+        clock, stats = self.clock, self.stats
         clock.emitted = time.perf_counter()
         stats.num_steps += 1
         stats.schedule_s += clock.schedule_s
@@ -191,7 +191,7 @@ class Engine:
 
     def _count_start(self, state: RequestState, entry: BatchEntry) -> None:
         """A request takes part for the first time: it has waited, and the cache knew the beginning of its prompt."""
-        state.stats.started, state.stats.queued_s, state.stats.num_cached_tokens = True, self._clock.scheduled - state.arrived_s, entry.start
+        state.stats.started, state.stats.queued_s, state.stats.num_cached_tokens = True, self.clock.scheduled - state.arrived_s, entry.start
         self.stats.num_started += 1
         self.stats.queued_s += state.stats.queued_s
         self.stats.num_cached_tokens += entry.start

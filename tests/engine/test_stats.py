@@ -106,7 +106,7 @@ def test_the_phases_are_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     spent = 0.0
     while engine.has_work:
         engine.step()
-        spent += engine._clock.emitted - engine._clock.began
+        spent += engine.clock.emitted - engine.clock.began
         assert engine.stats.step_s == spent
     assert engine.stats.num_accepted > 0
     assert engine.stats.commit_s == 2 * engine.stats.num_steps  # three looks at the clock, one step of it the drafter's
