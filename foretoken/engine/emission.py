@@ -30,7 +30,7 @@ def emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdi
     tokens = tuple(state.tokens[-num_new:])
     logprobs = _logprobs(state, target, rows[:num_new], tokens)
     state.logprobs += logprobs
-    gaps = [target.tie_gaps[row] for row in rows[:num_new] if target.tie_gaps[row] != float("inf")]
+    gaps = [target.near_ties[row] for row in rows[:num_new] if row in target.near_ties] if target.near_ties else ()
     inner = draft.inner[b] if draft.inner else (0, 0)
     counts = RoundCounts(draft.depths(b), draft.authors(b), verdict.paths[b], num_new, draft.probe_lengths[b], inner, gaps)
     for counters in (state.stats, totals):

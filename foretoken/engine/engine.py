@@ -7,8 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Verdict
+from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Uniforms, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup
 from foretoken.engine.accounts import charge, gain
@@ -24,7 +26,7 @@ from foretoken.model.interface import LanguageModel
 from foretoken.model.randomness import round_uniforms
 from foretoken.model.tokenizer import Tokenizer
 from foretoken.plan.routing import RoutingRules
-from foretoken.verify import verify_batch
+from foretoken.verify import needs_uniforms, verify_batch
 
 
 class Engine:
@@ -124,13 +126,20 @@ class Engine:
         return target
 
     def _verify(self, batch: Batch, draft: Draft, target: TargetOutput) -> Verdict:
-        entries, device = batch.decoding, target.probs.device
-        uniforms = round_uniforms(draft, [e.request.seed for e in entries], [e.round_start for e in entries], device)
-        race = tuple(None if e.noise is None else e.noise.at([e.round_start + d for d in (0, *draft.depths(b))]) for b, e in enumerate(entries))
+        entries = batch.decoding
         rules = [self.states[entry.request.request_id].rule for entry in entries]
+        uniforms = self._uniforms(batch, draft, rules)
+        race = tuple(None if e.noise is None else e.noise.at([e.round_start + d for d in (0, *draft.depths(b))]) for b, e in enumerate(entries))
         verdict = verify_batch(draft, target.probs, replace(uniforms, race=race), rules)
         self.clock.verified = time.perf_counter()
         return verdict
+
+    def _uniforms(self, batch: Batch, draft: Draft, rules: Sequence[str]) -> Uniforms:
+        """The round's random numbers; where no rule reads any, as in greedy rounds, numbers that would break one that did."""
+        device = self.target.device
+        if not any(needs_uniforms(rule) for rule in set(rules)):
+            return Uniforms(torch.full((draft.num_nodes,), torch.nan, device=device), torch.full((draft.num_requests,), torch.nan, device=device))
+        return round_uniforms(draft, [e.request.seed for e in batch.decoding], [e.round_start for e in batch.decoding], device)
 
     def _commit(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
         for b, entry in enumerate(batch.decoding):
