@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 from foretoken.core import Draft, StepOutput, TokenKind, TokenLogprobs, TokenOrigin, Verdict
 from foretoken.engine.request import RequestState
 from foretoken.engine.runner import TargetOutput
@@ -31,10 +34,9 @@ def emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdi
     logprobs = _logprobs(state, target, rows[:num_new], tokens)
     state.logprobs += logprobs
     gaps = [target.near_ties[row] for row in rows[:num_new] if row in target.near_ties] if target.near_ties else ()
-    inner = draft.inner[b] if draft.inner else (0, 0)
-    counts = RoundCounts(draft.depths(b), draft.authors(b), verdict.paths[b], num_new, draft.probe_lengths[b], inner, gaps)
-    for counters in (state.stats, totals):
-        counters.count_round(counts)
+    counts = _counts(draft, verdict, b, num_new, gaps)
+    state.stats.count_round(counts)
+    totals.count_round(counts)
     _tell_time(state.stats, totals, now - state.arrived_s, is_first=not first)
     state.num_rounds += 1
     if state.noise is not None:
@@ -62,6 +64,19 @@ def note_prompt(state: RequestState, target: TargetOutput, start: int, pending: 
     assert len(followers) == len(logits) <= len(pending)
 
 
+def _counts(draft: Draft, verdict: Verdict, b: int, num_new: int, gaps: Sequence[float]) -> RoundCounts:
+    if not draft.lengths[b] and not gaps and not draft.probe_lengths[b] and not draft.inner:
+        return _plain_round(num_new)
+    inner = draft.inner[b] if draft.inner else (0, 0)
+    return RoundCounts(draft.depths(b), draft.authors(b), verdict.paths[b], num_new, draft.probe_lengths[b], inner, gaps)
+
+
+@functools.cache
+def _plain_round(num_new: int) -> RoundCounts:
+    """The same for every round in which nothing was guessed: of one token, or of none."""
+    return RoundCounts((), (), (), num_new)
+
+
 def _tell_time(stats: RequestStats, totals: EngineStats, total_s: float, is_first: bool) -> None:
     """Tokens have come `total_s` after the request did."""
     if is_first:
@@ -82,15 +97,17 @@ def _used_rows(draft: Draft, verdict: Verdict, b: int) -> list[int]:
 
 
 def _error(state: RequestState, target: TargetOutput, rows: list[int]) -> Exception | None:
-    if not target.broken.isdisjoint(rows):
+    if target.broken and not target.broken.isdisjoint(rows):
         return NumericsError(f"request {state.request_id}: the target's logits are not finite at token {len(state.tokens)}")
     return None if state.processors is None else state.processors.error
 
 
 def _origins(state: RequestState, draft: Draft, verdict: Verdict, b: int) -> list[TokenOrigin]:
-    authors, step = draft.authors(b), state.num_rounds
-    nothing = not draft.lengths[b] and verdict.next_kinds[b] == "bonus"
-    last: TokenKind = "plain" if nothing else verdict.next_kinds[b]
+    step = state.num_rounds
+    if not draft.lengths[b]:
+        last: TokenKind = "plain" if verdict.next_kinds[b] == "bonus" else verdict.next_kinds[b]
+        return [TokenOrigin(None, last, step)]
+    authors, last = draft.authors(b), verdict.next_kinds[b]
     chances = verdict.probabilities[b] if verdict.probabilities else (None,) * draft.lengths[b]
     return [*(TokenOrigin(authors[node], "accepted", step, chances[node]) for node in verdict.paths[b]), TokenOrigin(None, last, step)]
 

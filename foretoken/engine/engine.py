@@ -169,13 +169,15 @@ class Engine:
         outputs, now = [], self.clock.observed
         per_token = gain(batch, self.clock, self.controller.policy.target_cost)
         for entry in batch.entries:
-            note_prompt(self.states[entry.request.request_id], target, entry.start, entry.pending)
+            if entry.request.params.prompt_logprobs is not None:
+                note_prompt(self.states[entry.request.request_id], target, entry.start, entry.pending)
         for b, entry in enumerate(batch.decoding):
             state = self.states[entry.request.request_id]
             output = emit(state, draft, target, verdict, b, now, self.stats)
             if per_token is not None:
-                for counters in (state.stats, self.stats):
-                    counters.count_gain(len(output.token_ids) * per_token[0], per_token[1])
+                plain_s = len(output.token_ids) * per_token[0]
+                state.stats.count_gain(plain_s, per_token[1])
+                self.stats.count_gain(plain_s, per_token[1])
             outputs.append(output)
             for watcher in self.watchers:
                 watcher.round(RoundView(entry, draft, verdict, b, output, self.clock))
