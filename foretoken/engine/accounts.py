@@ -9,11 +9,10 @@ since most of a small step is reading weights, which guesses do not make longer.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from foretoken.core import Batch, BatchEntry, Draft, Verdict
-from foretoken.draft.group import GRAMMAR, DrafterKey, drafter_key
+from foretoken.draft.group import GRAMMAR, DrafterKey, arm_keys, chosen_arm
 from foretoken.engine.stats import EngineStats, RequestStats
 from foretoken.engine.watch import StepClock
 from foretoken.plan.cost import CostTable
@@ -88,15 +87,23 @@ def _added_row_s(steps: CostTable, num_rows: int, num_rejected: int, row_s: floa
 
 
 def _drafting_s(entries: Sequence[BatchEntry], draft: Draft, spent_s: Mapping[DrafterKey, float]) -> list[float]:
-    """Each entry's part of what its drafter took. A grammar's guesses cost nothing, whoever else drafts for the request."""
+    """Each entry's part of what its drafters took: by the guesses they made, evenly among their requests where they made none.
+
+    A grammar's guesses cost nothing, whoever else drafts for the request.
+    """
+    parts = [0.0] * len(entries)
     if not spent_s:
-        return [0.0] * len(entries)
-    keys = [drafter_key(entry.request.spec) for entry in entries]
-    guesses = [0 if drafter == GRAMMAR else length for drafter, length in zip(draft.drafters, draft.lengths, strict=True)]
-    members, sums = Counter(keys), Counter[DrafterKey | None]()
-    for key, count in zip(keys, guesses, strict=True):
-        sums[key] += count
-    return [
-        0.0 if key is None else spent_s.get(key, 0.0) * (count / sums[key] if sums[key] else 1 / members[key])
-        for key, count in zip(keys, guesses, strict=True)
-    ]
+        return parts
+    guesses: dict[DrafterKey, dict[int, int]] = {}  # by drafter and request
+    for b, entry in enumerate(entries):
+        keys, chosen = arm_keys(entry.request.spec), chosen_arm(entry)
+        for arm, key in enumerate(keys):
+            made = draft.lengths[b] if arm == chosen and draft.drafters[b] != GRAMMAR else 0
+            own = guesses.setdefault(key, {})
+            own[b] = own.get(b, 0) + made
+    for key, took_s in spent_s.items():
+        own = guesses[key]
+        total = sum(own.values())
+        for b, made in own.items():
+            parts[b] += took_s * (made / total if total else 1 / len(own))
+    return parts
