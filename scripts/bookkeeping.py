@@ -57,7 +57,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     counts = [int(word) for word in options.requests.split(",")]
     rows = []
-    with LLM(options.target, max_batch_size=max(counts), max_prompt_tokens=1024) as llm:
+    with LLM(options.target, max_batch_size=max(counts), max_prompt_tokens=1024, profile="off") as llm:
         for count in counts:
             for setting in options.settings.split(","):
                 rows.append(measure(llm, setting, options.draft, count, options.steps))

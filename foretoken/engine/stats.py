@@ -253,7 +253,8 @@ class EngineStats(Counters):
     `num_submitted` requests are waiting, running, finished, failed or aborted; `num_aborted_tokens` were emitted by those that were
     aborted. `num_steps` are the engine's; `schedule_s` to `emit_s` are their phases and add up to them: `target_s` and `rule_s`
     together are `verify_s` and `prompt_s`; `commit_s` leaves out what drafters took for it, which is drafting. `queued_s` and `ttft_s`
-    are sums over requests that have started and that have a first token. `shadow` is None where no share of the answers is scored
+    are sums over requests that have started and that have a first token. `profile_s` was spent before the first request on measuring
+    what steps cost. `shadow` is None where no share of the answers is scored
     again, `prefix` where the target keeps none.
     """
 
@@ -273,6 +274,7 @@ class EngineStats(Counters):
     commit_s: float = 0.0
     observe_s: float = 0.0
     emit_s: float = 0.0
+    profile_s: float = 0.0
     shadow: ShadowStats | None = None
     prefix: PrefixStats | None = None
 
@@ -303,7 +305,7 @@ class EngineStats(Counters):
     def as_dict(self) -> dict[str, Any]:
         """Plain values under the public names, for JSON; `shadow` and `prefix` are objects, or null."""
         names = ("num_submitted", "num_waiting", "num_running", "num_finished", "num_failed", "num_aborted", "num_aborted_tokens")
-        phases = ("step_s", "schedule_s", "target_s", "rule_s", "commit_s", "observe_s", "emit_s")
+        phases = ("step_s", "schedule_s", "target_s", "rule_s", "commit_s", "observe_s", "emit_s", "profile_s")
         values = self._values(*names, "num_started", "num_first_tokens", *phases)
         for name in ("shadow", "prefix"):
             inner = getattr(self, name)

@@ -105,6 +105,10 @@ class SeededCost(CostTable):
         """Never: the prior says something of every count."""
         return False
 
+    def reaches(self, count: int) -> bool:  # noqa: ARG002 - the prior knows the shape
+        """Whether a step ran: then the mood is known, and with it every count."""
+        return bool(self._counts)
+
     @property
     def mood(self) -> float:
         """By what factor the machine is slower now than the prior says."""
