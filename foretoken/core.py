@@ -194,7 +194,7 @@ class Draft:
         """Number of nodes of each request."""
         return tuple(stop - start for start, stop in zip(self.offsets, self.offsets[1:], strict=False))
 
-    @property
+    @cached_property
     def probe_lengths(self) -> tuple[int, ...]:
         """Number of probes of each request."""
         return (0,) * self.num_requests if self.probes is None else self.probes.lengths
@@ -213,9 +213,14 @@ class Draft:
 
     def depths(self, request: int) -> list[int]:
         """Depth of each node of `request`; a child of the committed text has depth 1."""
-        depths: list[int] = []
-        for parent in self.parents[self.offsets[request] : self.offsets[request + 1]]:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return self._all_depths[self.offsets[request] : self.offsets[request + 1]]
+
+    @cached_property
+    def _all_depths(self) -> list[int]:
+        depths: list[int] = []  # [N]
+        for start, stop in zip(self.offsets, self.offsets[1:], strict=False):
+            for parent in self.parents[start:stop]:
+                depths.append(1 if parent < 0 else depths[start + parent] + 1)
         return depths
 
     def anchor_row(self, request: int) -> int:
@@ -225,9 +230,11 @@ class Draft:
     @cached_property
     def parent_rows(self) -> tuple[int, ...]:
         """For every node the row whose law it must answer to, `[N]`."""
-        return tuple(
-            self.anchor_row(b) + 1 + self.parents[node] for b in range(self.num_requests) for node in range(self.offsets[b], self.offsets[b + 1])
-        )
+        rows: list[int] = []
+        for b, (start, stop) in enumerate(zip(self.offsets, self.offsets[1:], strict=False)):
+            first = start + b + 1
+            rows += [first + parent for parent in self.parents[start:stop]]
+        return tuple(rows)
 
     def authors(self, request: int) -> list[str | None]:
         """Who guessed each node of `request`."""
@@ -238,6 +245,8 @@ class Draft:
 
     def select(self, requests: Sequence[int]) -> Draft:
         """The draft of some requests only, in the given order, over the same laws."""
+        if tuple(requests) == tuple(range(self.num_requests)):
+            return self
         nodes = [node for b in requests for node in range(self.offsets[b], self.offsets[b + 1])]
         offsets = [0]
         for b in requests:
@@ -266,7 +275,10 @@ class Draft:
 
     def rows_of(self, requests: Sequence[int]) -> list[int]:
         """Rows (anchor, then nodes) of some requests, in the given order."""
-        return [row for b in requests for row in range(self.anchor_row(b), self.anchor_row(b) + 1 + self.lengths[b])]
+        offsets, rows = self.offsets, list[int]()
+        for b in requests:
+            rows += range(offsets[b] + b, offsets[b + 1] + b + 1)
+        return rows
 
 
 def empty_draft(num_requests: int, device: torch.device | str = "cpu") -> Draft:

@@ -54,8 +54,9 @@ class Answer:
     """One setting's answer to one prompt; None where an engine does not tell.
 
     `decode_tokens` left the engine during the last `decode_s` seconds, in `decode_steps` target forwards: what was out
-    after the prompt's own pass is not counted. `draft_s` and `verify_s` lie within `decode_s`, `rule_s` within `verify_s`. `positions[i]` counts
-    (drafted, accepted) at the i-th place of a draft. `token_ids` is empty when only the text is known.
+    after the prompt's own pass is not counted. `draft_s` and `verify_s` lie within `decode_s`, `rule_s` within `verify_s`, `wasted_s` (guesses
+    that did not stand) within both together. `positions[i]` counts (drafted, accepted) at the i-th place of a draft. `token_ids` is empty
+    when only the text is known.
     """
 
     token_ids: tuple[int, ...]
@@ -71,6 +72,7 @@ class Answer:
     draft_s: float | None = None
     verify_s: float | None = None
     rule_s: float | None = None
+    wasted_s: float | None = None
     positions: tuple[tuple[int, int], ...] = ()
 
 
@@ -186,7 +188,7 @@ def _rotated(contenders: list[Contender], turn: int) -> list[Contender]:
 class Row:
     """One setting on one slice at one temperature.
 
-    Counters and `draft_s`, `verify_s` are sums over prompts and repeats; `lossy` says that the rule changes the target's
+    Counters and `draft_s`, `verify_s`, `wasted_s` are sums over prompts and repeats; `lossy` says that the rule changes the target's
     law. `tokens_per_s` counts the tokens after the prompt's own pass; it is the median over repeats, beside its extremes.
     `speedup` is the ratio of that median to plain decoding's on the same slice, its extremes those of the repeats compared
     one by one. `*_ms_per_step` are medians over repeats, the rule's part of the verification's. `repeated_4grams` is the
@@ -222,6 +224,7 @@ class Row:
     emitted_per_step: float | None
     draft_s: float | None
     verify_s: float | None
+    wasted_s: float | None
     step_ms: float | None
     draft_ms_per_step: float | None
     verify_ms_per_step: float | None
@@ -284,6 +287,7 @@ def _row(own: list[Sample], plain: list[Sample], name: str, prompts: Sequence[Pr
         emitted_per_step=emitted / steps if steps else None,
         draft_s=_total(a.draft_s for a in answers),
         verify_s=_total(a.verify_s for a in answers),
+        wasted_s=_total(a.wasted_s for a in answers),
         step_ms=_ms_per_step(own, lambda a: a.decode_s),
         draft_ms_per_step=_ms_per_step(own, lambda a: a.draft_s),
         verify_ms_per_step=_ms_per_step(own, lambda a: a.verify_s),

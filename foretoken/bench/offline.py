@@ -119,6 +119,8 @@ class Stats(Protocol):
     @property
     def num_accepted(self) -> int: ...  # noqa: D102
     @property
+    def wasted_s(self) -> float: ...  # noqa: D102
+    @property
     def accepted_per_position(self) -> Sequence[tuple[int, int]]: ...  # noqa: D102
 
 
@@ -248,6 +250,7 @@ class Own:
             draft_s=draft_s - watch.first_totals[0],
             verify_s=verify_s - watch.first_totals[1],
             rule_s=rule_s - watch.first_totals[2],
+            wasted_s=output.stats.wasted_s,
             positions=tuple(output.stats.accepted_per_position),
         )
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from foretoken.cli.common import print_json
-from foretoken.cli.show import print_shown
+from foretoken.cli.show import print_counts, print_shown
 from foretoken.core import StepOutput
 from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput
@@ -36,6 +36,9 @@ def report(llm: LLM, output: GenerateOutput, show: bool, as_json: bool, streamed
     line = f"{stats.num_emitted} tokens in {stats.num_steps} steps, {stats.tokens_per_s:.1f} tokens/s, first token after {stats.ttft_s:.2f} s"
     if stats.num_drafted:
         line += f"; {stats.num_accepted} of {stats.num_drafted} guesses kept ({stats.acceptance_rate:.0%})"
+        line += f", {stats.wasted_s:.2f} of {stats.draft_s + stats.verify_s:.2f} s wasted on others"
+        if stats.estimated_speedup is not None:
+            line += f", about {stats.estimated_speedup:.2f}x plain decoding"
     if stats.num_probed:
         line += f"; {stats.num_probed} rows of probes"
     if stats.lossy:
@@ -70,6 +73,7 @@ def as_json_object(output: GenerateOutput) -> dict[str, Any]:
 def _print_choice(llm: LLM, output: GenerateOutput, show: bool, streamed: bool) -> None:
     if show:
         print_shown(Console(soft_wrap=True), token_pieces(llm, output), output.provenance)
+        print_counts(Console(), output.stats)
     elif llm.tokenizer is None:
         typer.echo(",".join(str(token) for token in output.token_ids))
     elif not streamed:

@@ -152,7 +152,7 @@ def _measure(
                 answers[name] = pair
                 for way, output in enumerate(pair):
                     tokens[way] += output.stats.num_emitted - 1
-                    seconds[way] += output.stats.total_s - output.stats.ttft_s
+                    seconds[way] += output.stats.decode_s
             for way in (0, 1):
                 speeds[way].append(tokens[way] / seconds[way])
     return Timing(tuple(speeds[0])), Timing(tuple(speeds[1])), answers

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from foretoken.core import TokenOrigin
+from foretoken.engine.stats import RequestStats
 
 # kind -> (style, what it means). The styles differ in weight and underline too, so colour is never alone.
 _STYLES = {
@@ -50,3 +52,17 @@ def print_shown(console: Console, pieces: Sequence[str], origins: Sequence[Token
     console.print(coloured(pieces, origins), soft_wrap=True)
     console.print("\nby token, a group per step:", marks(origins), style="dim", markup=False, highlight=False, soft_wrap=True)
     console.print(legend(origins), end="")
+
+
+def print_counts(console: Console, stats: RequestStats) -> None:
+    """How many guesses were made and kept at each place of the draft and, where several drafters guessed, by each of them."""
+    if not stats.num_drafted:
+        return
+    table = Table("guesses", "drafted", "kept", "share", box=None, pad_edge=False, header_style="dim")
+    rows = [(f"at place {place}", *counts) for place, counts in enumerate(stats.accepted_per_position, start=1)]
+    if len(stats.drafted_by) > 1:
+        rows += [(f"by {name}", drafted, stats.accepted_by.get(name, 0)) for name, drafted in stats.drafted_by.items()]
+    for name, drafted, kept in rows:
+        table.add_row(name, str(drafted), str(kept), f"{kept / drafted:.0%}" if drafted else "")
+    console.print()
+    console.print(table)

@@ -20,7 +20,7 @@ from torch import Tensor
 from foretoken.core import BatchEntry, Draft, Mass
 from foretoken.draft.tree import OVERLAP, Shape, best_nodes, most_children, sampled_shape, share_level, static_shape
 from foretoken.model.randomness import Purpose, uniforms
-from foretoken.model.sampling import check_finite, draft_law, sample
+from foretoken.model.sampling import draft_law, sample, without_broken
 
 DEFAULT_BRANCHING = 4
 _SHARPNESS = 2  # of the chances of a race's leaders: a draft law that is a little off rarely makes one win that is far behind
@@ -151,7 +151,7 @@ def extend(growths: Sequence[Growth], logits: Tensor) -> None:
     owners = [(growth, node) for growth in growths for node in growth.frontier]
     params = [growth.entry.request.params for growth, _ in owners]
     # A draft that overflows guesses at random from here on: a law with NaN in it would reach the target's residual.
-    logits = torch.where(check_finite(logits)[:, None], logits, torch.zeros_like(logits))
+    logits = without_broken(logits)
     logits = _processed(growths, logits)
     laws = draft_law(logits, params, [growth.entry.request.spec.draft_top_k for growth, _ in owners])  # [A, V]
     width = max(most_children(growth.branching, growth.level) for growth in growths)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from foretoken.core import BatchEntry, Draft, Mass
 from foretoken.model.randomness import Purpose, uniforms
-from foretoken.model.sampling import check_finite, draft_law, sample
-from foretoken.verify.base import race_winner
+from foretoken.model.sampling import draft_law, sample, without_broken
+from foretoken.verify.base import first_max, race_winner
 
 
 @dataclass
@@ -43,10 +43,9 @@ def extend(chains: list[Chain], logits: Tensor) -> None:
     params = [chain.entry.request.params for chain in chains]
     specs = [chain.entry.request.spec for chain in chains]
     # A draft that overflows guesses at random from here on: a law with NaN in it would reach the target's residual.
-    logits = torch.where(check_finite(logits)[:, None], logits, torch.zeros_like(logits))
-    logits = _processed(chains, logits)
+    logits = _processed(chains, without_broken(logits))
     if all(p.greedy for p in params) and not any(spec.min_confidence for spec in specs):
-        law, chosen = None, logits.argmax(-1)
+        law, chosen = None, first_max(logits)
     else:
         law = draft_law(logits, params, [spec.draft_top_k for spec in specs])  # [A, V]; temperature 1 where the request is greedy
         chosen = _draw(chains, law, position)
@@ -77,7 +76,7 @@ def _processed(chains: list[Chain], logits: Tensor) -> Tensor:
 
 def _draw(chains: list[Chain], law: Tensor, position: int) -> Tensor:
     """One token `[A]` per chain: the likeliest for a greedy request, the winner of the race for a coupled one, else a sample."""
-    chosen = law.argmax(-1)
+    chosen = first_max(law)
     sampled = [i for i, chain in enumerate(chains) if not chain.entry.request.params.greedy and chain.entry.noise is None]
     if sampled:
         entries = [chains[i].entry for i in sampled]

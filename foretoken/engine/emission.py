@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 from foretoken.core import Draft, StepOutput, TokenKind, TokenLogprobs, TokenOrigin, Verdict
 from foretoken.engine.request import RequestState
 from foretoken.engine.runner import TargetOutput
+from foretoken.engine.stats import EngineStats, RequestStats, RoundCounts
 from foretoken.errors import NumericsError
 from foretoken.model.logprobs import log_law, log_model, token_logprobs
 
 
-def emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdict, b: int, now: float) -> StepOutput:
-    """Append what request `b` emitted, up to where its answer ends; only tokens before that point count as accepted.
+def emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdict, b: int, now: float, totals: EngineStats) -> StepOutput:
+    """Append what request `b` emitted, up to where its answer ends, and count it for the request and in `totals`.
 
     A request whose used rows are broken, or whose processors gave up, fails alone.
     """
@@ -29,17 +33,11 @@ def emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdi
     tokens = tuple(state.tokens[-num_new:])
     logprobs = _logprobs(state, target, rows[:num_new], tokens)
     state.logprobs += logprobs
-    gaps = [target.tie_gaps[row] for row in rows[:num_new] if target.tie_gaps[row] != float("inf")]
-    stats = state.stats
-    stats.count_round(draft.depths(b), min(num_new, len(verdict.accepted[b])), num_new, gaps)
-    stats.num_probed += draft.probe_lengths[b]
-    stats.count_authors(draft.authors(b), verdict.paths[b][:num_new])
-    if draft.inner:
-        stats.num_inner_drafted += draft.inner[b][0]
-        stats.num_inner_accepted += draft.inner[b][1]
-    stats.total_s = now - state.arrived_s
-    if not first:
-        stats.ttft_s = stats.total_s
+    gaps = [target.near_ties[row] for row in rows[:num_new] if row in target.near_ties] if target.near_ties else ()
+    counts = _counts(draft, verdict, b, num_new, gaps)
+    state.stats.count_round(counts)
+    totals.count_round(counts)
+    _tell_time(state.stats, totals, now - state.arrived_s, is_first=not first)
     state.num_rounds += 1
     if state.noise is not None:
         state.noise.forget(len(state.tokens))
@@ -69,6 +67,32 @@ def note_prompt(state: RequestState, target: TargetOutput) -> None:
     known += token_logprobs(log_model(logits), followers, count)
 
 
+def _counts(draft: Draft, verdict: Verdict, b: int, num_new: int, gaps: Sequence[float]) -> RoundCounts:
+    if not draft.lengths[b] and not gaps and not draft.probe_lengths[b] and not draft.inner:
+        return _plain_round(num_new)
+    inner = draft.inner[b] if draft.inner else (0, 0)
+    return RoundCounts(draft.depths(b), draft.authors(b), verdict.paths[b], num_new, draft.probe_lengths[b], inner, gaps)
+
+
+@functools.cache
+def _plain_round(num_new: int) -> RoundCounts:
+    """The same for every round in which nothing was guessed: of one token, or of none."""
+    return RoundCounts((), (), (), num_new)
+
+
+def _tell_time(stats: RequestStats, totals: EngineStats, total_s: float, is_first: bool) -> None:
+    """Tokens have come `total_s` after the request did."""
+    if is_first:
+        stats.ttft_s = total_s
+        totals.ttft_s += total_s
+        totals.num_first_tokens += 1
+    else:
+        gap_s = total_s - stats.total_s
+        totals.decode_s += gap_s
+        stats.longest_gap_s, totals.longest_gap_s = max(stats.longest_gap_s, gap_s), max(totals.longest_gap_s, gap_s)
+    stats.total_s = total_s
+
+
 def _used_rows(draft: Draft, verdict: Verdict, b: int) -> list[int]:
     """The rows whose laws the emitted tokens came from, in order."""
     anchor = draft.anchor_row(b)
@@ -76,15 +100,17 @@ def _used_rows(draft: Draft, verdict: Verdict, b: int) -> list[int]:
 
 
 def _error(state: RequestState, target: TargetOutput, rows: list[int]) -> Exception | None:
-    if not target.broken.isdisjoint(rows):
+    if target.broken and not target.broken.isdisjoint(rows):
         return NumericsError(f"request {state.request_id}: the target's logits are not finite at token {len(state.tokens)}")
     return None if state.processors is None else state.processors.error
 
 
 def _origins(state: RequestState, draft: Draft, verdict: Verdict, b: int) -> list[TokenOrigin]:
-    authors, step = draft.authors(b), state.num_rounds
-    nothing = not draft.lengths[b] and verdict.next_kinds[b] == "bonus"
-    last: TokenKind = "plain" if nothing else verdict.next_kinds[b]
+    step = state.num_rounds
+    if not draft.lengths[b]:
+        last: TokenKind = "plain" if verdict.next_kinds[b] == "bonus" else verdict.next_kinds[b]
+        return [TokenOrigin(None, last, step)]
+    authors, last = draft.authors(b), verdict.next_kinds[b]
     chances = verdict.probabilities[b] if verdict.probabilities else (None,) * draft.lengths[b]
     return [*(TokenOrigin(authors[node], "accepted", step, chances[node]) for node in verdict.paths[b]), TokenOrigin(None, last, step)]
 

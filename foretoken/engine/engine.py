@@ -7,10 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.core import Batch, Draft, StepOutput, Verdict
+from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Uniforms, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup
+from foretoken.engine.accounts import charge, gain
 from foretoken.engine.controller import Controller
 from foretoken.engine.emission import emit, fail, note_prompt
 from foretoken.engine.intake import Intake
@@ -24,7 +27,7 @@ from foretoken.model.randomness import round_uniforms
 from foretoken.model.tokenizer import Tokenizer
 from foretoken.plan.admission import SchedulerConfig
 from foretoken.plan.routing import RoutingRules
-from foretoken.verify import verify_batch
+from foretoken.verify import needs_uniforms, verify_batch
 
 
 class Engine:
@@ -47,7 +50,7 @@ class Engine:
         self.stats = EngineStats()
         self.watchers: list[Watcher] = []
         self._ids = itertools.count()
-        self._clock = StepClock()
+        self.clock = StepClock()
 
     def step(self) -> list[StepOutput]:
         """Advance every running request by one round; what each of them emitted. Nothing happens when there is no work."""
@@ -71,6 +74,10 @@ class Engine:
         self.drafters.start(state.request)
         self.states[state.request_id] = state
         self.scheduler.add(state)
+        state.stats.num_prompt_tokens = len(prompt_ids)
+        self.stats.num_prompt_tokens += len(prompt_ids)
+        self.stats.num_submitted += 1
+        self._gauge()
         for watcher in self.watchers:
             watcher.begin(state)
         return state
@@ -87,7 +94,6 @@ class Engine:
         outputs = []
         for state in list(self.scheduler.running.values()):
             outputs.append(fail(state, error))
-            self.stats.count(outputs[-1], 0)
             self._release(state)
         return outputs
 
@@ -104,33 +110,41 @@ class Engine:
         return bool(self.states)
 
     def _schedule(self) -> Batch:
-        self._clock = StepClock(began=time.perf_counter())
+        self.clock = StepClock(began=time.perf_counter())
         batch = self.scheduler.schedule()
         for state in self.scheduler.preempted:
             self.drafters.release(state.request)
         self.stats.num_preempted += len(self.scheduler.preempted)
         self.stats.num_recomputed_tokens += self.scheduler.num_recomputed_tokens
-        self._clock.scheduled = time.perf_counter()
+        self._gauge()
+        self.clock.scheduled = time.perf_counter()
         return batch
 
     def _propose(self, batch: Batch) -> Draft:
         draft = self.drafters.propose(batch)
-        self._clock.proposed = time.perf_counter()
+        self.clock.proposed = time.perf_counter()
         return draft
 
     def _forward(self, batch: Batch, draft: Draft) -> TargetOutput:
         target = self.runner.forward(batch, draft, self.drafters.taps())
-        self._clock.forwarded = time.perf_counter()
+        self.clock.forwarded = time.perf_counter()
         return target
 
     def _verify(self, batch: Batch, draft: Draft, target: TargetOutput) -> Verdict:
-        entries, device = batch.decoding, target.probs.device
-        uniforms = round_uniforms(draft, [e.request.seed for e in entries], [e.round_start for e in entries], device)
-        race = tuple(None if e.noise is None else e.noise.at([e.round_start + d for d in (0, *draft.depths(b))]) for b, e in enumerate(entries))
+        entries = batch.decoding
         rules = [self.states[entry.request.request_id].rule for entry in entries]
+        uniforms = self._uniforms(batch, draft, rules)
+        race = tuple(None if e.noise is None else e.noise.at([e.round_start + d for d in (0, *draft.depths(b))]) for b, e in enumerate(entries))
         verdict = verify_batch(draft, target.probs, replace(uniforms, race=race), rules)
-        self._clock.verified = time.perf_counter()
+        self.clock.verified = time.perf_counter()
         return verdict
+
+    def _uniforms(self, batch: Batch, draft: Draft, rules: Sequence[str]) -> Uniforms:
+        """The round's random numbers; where no rule reads any, as in greedy rounds, numbers that would break one that did."""
+        device = self.target.device
+        if not any(needs_uniforms(rule) for rule in set(rules)):
+            return Uniforms(torch.full((draft.num_nodes,), torch.nan, device=device), torch.full((draft.num_requests,), torch.nan, device=device))
+        return round_uniforms(draft, [e.request.seed for e in batch.decoding], [e.round_start for e in batch.decoding], device)
 
     def _commit(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
         for b, entry in enumerate(batch.decoding):
@@ -141,45 +155,65 @@ class Engine:
             if len(entry.pending) > 1:  # a piece of a prompt
                 self.scheduler.publish(self.states[entry.request.request_id])
         feedback = Feedback(target.processed, tuple(range(draft.num_rows)), target.taps, target.probe_logits, tuple(range(sum(draft.probe_lengths))))
+        proposing_s = sum(self.drafters.spent_s.values())
         self.drafters.commit(batch, draft, verdict, feedback)
+        self.clock.taught_s = sum(self.drafters.spent_s.values()) - proposing_s
+        self.clock.committed = time.perf_counter()
 
     def _observe(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
-        """Share out the time the step took, and let the controller learn from it."""
-        clock, drafted = self._clock, max(1, draft.num_nodes)
-        num_rows = draft.num_rows + sum(draft.probe_lengths)
-        self.controller.observe(batch, draft, target.probs, verdict, self.drafters.spent_s, clock.verified - clock.proposed)
-        for b, entry in enumerate(batch.decoding):
-            stats = self.states[entry.request.request_id].stats
-            stats.num_steps += 1
-            stats.draft_s += (clock.proposed - clock.scheduled) * draft.lengths[b] / drafted
-            stats.verify_s += (clock.verified - clock.proposed) * (1 + draft.lengths[b] + draft.probe_lengths[b]) / num_rows
+        """Let the controller learn from the step, and share out the time it took."""
+        clock, spent_s, states = self.clock, self.drafters.spent_s, [self.states[entry.request.request_id] for entry in batch.entries]
+        self.controller.observe(batch, draft, target.probs, verdict, spent_s, clock.target_s + clock.rule_s)
+        for entry, state in zip(batch.entries, states, strict=True):
+            if not state.stats.started:
+                self._count_start(state, entry)
+        charge(batch, draft, verdict, clock, spent_s, self.controller.policy.target_cost, [state.stats for state in states], self.stats)
+        clock.observed = time.perf_counter()
 
     def _emit(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> list[StepOutput]:
-        outputs, now = [], time.perf_counter()
+        outputs, now = [], self.clock.observed
+        per_token = gain(batch, self.clock, self.controller.policy.target_cost)
         for entry in batch.entries:
-            note_prompt(self.states[entry.request.request_id], target)
+            if entry.request.params.prompt_logprobs is not None:
+                note_prompt(self.states[entry.request.request_id], target)
         for b, entry in enumerate(batch.decoding):
             state = self.states[entry.request.request_id]
-            output = emit(state, draft, target, verdict, b, now)
-            self.stats.count(output, draft.lengths[b], draft.probe_lengths[b])
+            output = emit(state, draft, target, verdict, b, now, self.stats)
+            if per_token is not None:
+                plain_s = len(output.token_ids) * per_token[0]
+                state.stats.count_gain(plain_s, per_token[1])
+                self.stats.count_gain(plain_s, per_token[1])
             outputs.append(output)
             for watcher in self.watchers:
-                watcher.round(RoundView(entry, draft, verdict, b, output, self._clock))
+                watcher.round(RoundView(entry, draft, verdict, b, output, self.clock))
             if state.finish_reason is not None:
                 self._release(state)
-        self._book(now)
+        self._book()
         for watcher in self.watchers:
             watcher.between_steps()
         return outputs
 
-    def _book(self, now: float) -> None:
-        clock = self._clock
-        self.stats.num_steps += 1
-        self.stats.schedule_s += clock.scheduled - clock.began
-        self.stats.draft_s += clock.proposed - clock.scheduled
-        self.stats.target_s += clock.forwarded - clock.proposed
-        self.stats.rule_s += clock.verified - clock.forwarded
-        self.stats.rest_s += now - clock.verified
+    def _book(self) -> None:
+        """Add the step's phases to the totals; the drafting is there already, charged to the requests."""
+        clock, stats = self.clock, self.stats
+        clock.emitted = time.perf_counter()
+        stats.num_steps += 1
+        stats.schedule_s += clock.schedule_s
+        stats.target_s += clock.target_s
+        stats.rule_s += clock.rule_s
+        stats.commit_s += clock.commit_s
+        stats.observe_s += clock.observe_s
+        stats.emit_s += clock.emit_s
+
+    def _count_start(self, state: RequestState, entry: BatchEntry) -> None:
+        """A request takes part for the first time: it has waited, and the cache knew the beginning of its prompt."""
+        state.stats.started, state.stats.queued_s, state.stats.num_cached_tokens = True, self.clock.scheduled - state.arrived_s, entry.start
+        self.stats.num_started += 1
+        self.stats.queued_s += state.stats.queued_s
+        self.stats.num_cached_tokens += entry.start
+
+    def _gauge(self) -> None:
+        self.stats.num_waiting, self.stats.num_running = len(self.scheduler.waiting), len(self.scheduler.running)
 
     def _release(self, state: RequestState) -> None:
         """Forget a request everywhere: queue, cache, drafter."""
@@ -192,5 +226,7 @@ class Engine:
             self.target.close(state.request_id)
         self.drafters.finish(state.request)
         self.controller.finish(state.request_id)
+        self.stats.count_end(state.finish_reason, state.stats.num_emitted)
+        self._gauge()
         for watcher in self.watchers:
             watcher.end(state)

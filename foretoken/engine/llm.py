@@ -151,7 +151,7 @@ class LLM:
     def stats(self) -> EngineStats:
         """Totals over all requests so far."""
         prefix = replace(self.target.prefix_stats) if isinstance(self.target, PrefixModel) else None
-        return replace(self.engine.stats, shadow=self._shadow.stats if self._shadow.rate else None, prefix=prefix)
+        return self.engine.stats.snapshot(self._shadow.stats if self._shadow.rate else None, prefix)
 
     def drain_shadow(self) -> None:
         """Score again what the shadow follows and has not scored yet; without it that happens between later steps."""

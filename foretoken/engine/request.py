@@ -56,6 +56,9 @@ class TextAssembler:
         return piece
 
     def _add(self, piece: str, may_stop: bool) -> bool:
+        if not self._stop_strings:
+            self._text += piece
+            return False
         searched = max(self._passed, len(self._text) - self._longest + 1)
         self._text += piece
         if not may_stop:
@@ -139,7 +142,7 @@ class RequestState:
             return self.finish_reason
         if self.processors is not None:
             self.processors.commit((token,))
-        if self.text.push(token, may_stop=len(self.output_ids) >= params.min_tokens):
+        if self.text.push(token, may_stop=len(self.tokens) >= len(self.request.prompt_ids) + params.min_tokens):
             self.finish_reason = "stop"
         elif self.processors is not None and self.processors.finished:
             self.text.finish(cut=False)

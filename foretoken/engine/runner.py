@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from foretoken.config import SamplingParams
 from foretoken.core import Batch, Draft
 from foretoken.model.interface import ForwardOutput, LanguageModel, Segment
-from foretoken.model.sampling import check_finite, target_probs, tie_gaps
+from foretoken.model.sampling import check_finite, near_ties, target_probs
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class TargetOutput:
     logits: Tensor
     taps: dict[int, Tensor]
     broken: frozenset[int]  # rows whose logits are not finite; their law here means nothing
-    tie_gaps: tuple[float, ...]  # [R] gap of greedy rows whose choice hangs on rounding, infinity elsewhere
+    near_ties: Mapping[int, float]  # by row, the gap of greedy rows whose choice hangs on rounding
     prompt_logits: dict[int, Tensor]
     probe_logits: Tensor | None = None
 
@@ -61,39 +62,59 @@ class Runner:
 
     def _run(self, batch: Batch, draft: Draft, taps: Sequence[int]) -> _Rows:
         segments: list[Segment] = []
-        pieces: list[Tensor] = []
-        device = self.target.device
+        pending: list[int] = []
         for b, entry in enumerate(batch.entries):
-            nodes = slice(draft.offsets[b], draft.offsets[b + 1]) if entry.decodes else slice(0, 0)
-            parents, probes = draft.parents[nodes], slice(0, 0)
-            if entry.decodes and draft.probes is not None:
-                probes = slice(draft.probes.offsets[b], draft.probes.offsets[b + 1])
-                parents = (*parents, *(_behind(parent, draft.lengths[b]) for parent in draft.probes.parents[probes]))
+            parents: tuple[int, ...] = ()
+            if entry.decodes:
+                parents = draft.parents[draft.offsets[b] : draft.offsets[b + 1]]
+                if draft.probes is not None:
+                    probes = draft.probes.parents[draft.probes.offsets[b] : draft.probes.offsets[b + 1]]
+                    parents = (*parents, *(_behind(parent, draft.lengths[b]) for parent in probes))
             num_logits = entry.num_prompt_rows + (1 + len(parents) if entry.decodes else 0)
             segments.append(Segment(entry.request.request_id, len(entry.pending), parents, num_logits))
-            pieces.append(torch.tensor(entry.pending, dtype=torch.int64, device=device))
-            if parents:
-                pieces.append(draft.tokens[nodes].to(device))
-                pieces += [] if draft.probes is None else [draft.probes.tokens[probes].to(device)]
-        output = self.target.forward(torch.cat(pieces), segments, taps)
+            pending += entry.pending
+        output = self.target.forward(_flat(batch, draft, pending, self.target.device), segments, taps)
         return _split(batch, draft, segments, output)
 
     def _law(self, batch: Batch, draft: Draft, rows: _Rows) -> TargetOutput:
         logits = rows.logits
-        finite = check_finite(logits)
+        scores = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits  # [R, V] what is computed with
+        finite = check_finite(scores)
         broken: frozenset[int] = frozenset()
         clean = logits
         if not bool(finite.all()):
             broken = frozenset(row for row, fine in enumerate(finite.tolist()) if not fine)
             # A broken row gets a harmless law; a request that would use it fails when the step emits, its neighbours go on.
-            clean = torch.where(finite[:, None], logits, torch.zeros_like(logits))
+            clean, scores = (torch.where(finite[:, None], one, torch.zeros_like(one)) for one in (logits, scores))
         processed = _processed(batch, draft, clean)
-        params = [entry.request.params for b, entry in enumerate(batch.decoding) for _ in range(1 + draft.lengths[b])]
-        gaps = [torch.inf] * len(params)
-        if any(p.greedy for p in params):
-            gaps = [gap if p.greedy else torch.inf for gap, p in zip(tie_gaps(processed, logits.dtype).tolist(), params, strict=True)]
-        probs = target_probs(processed, params)
-        return TargetOutput(probs, processed, logits, rows.taps, broken, tuple(gaps), rows.prompt_logits, rows.probe_logits)
+        if processed is not clean:
+            scores = processed
+        params: list[SamplingParams] = []  # [R]
+        for entry, length in zip(batch.decoding, draft.lengths, strict=True):
+            params += [entry.request.params] * (1 + length)
+        ties: dict[int, float] = {}
+        if any(entry.request.params.greedy for entry in batch.decoding):
+            ties = {row: gap for row, gap in near_ties(scores, logits.dtype).items() if params[row].greedy}
+        probs = target_probs(scores, params)
+        return TargetOutput(probs, processed, logits, rows.taps, broken, ties, rows.prompt_logits, rows.probe_logits)
+
+
+def _flat(batch: Batch, draft: Draft, pending: Sequence[int], device: torch.device) -> Tensor:
+    """The step's tokens [T]: for each entry its part of all `pending` tokens, its guesses, its probes. Guesses stay on their device."""
+    own = torch.tensor(pending, dtype=torch.int64, device=device)
+    probes = draft.probes
+    if not draft.num_nodes and probes is None:
+        return own
+    parts = [own, draft.tokens.to(device), *([] if probes is None else [probes.tokens.to(device)])]
+    first, behind = 0, len(pending) + draft.num_nodes  # of an entry's pending tokens, of all probes
+    order: list[int] = []
+    for b, entry in enumerate(batch.entries):
+        order += range(first, first + len(entry.pending))
+        first += len(entry.pending)
+        if entry.decodes:
+            order += range(len(pending) + draft.offsets[b], len(pending) + draft.offsets[b + 1])
+            order += () if probes is None else range(behind + probes.offsets[b], behind + probes.offsets[b + 1])
+    return torch.cat(parts)[torch.tensor(order, dtype=torch.int64, device=device)]
 
 
 def _behind(parent: int, num_nodes: int) -> int:

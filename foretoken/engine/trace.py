@@ -61,9 +61,9 @@ class Trace:
             emitted=list(output.token_ids),
             kinds=[origin.kind for origin in output.origins],
             batch_size=draft.num_requests,
-            draft_s=round(clock.proposed - clock.scheduled, 6),
-            target_s=round(clock.forwarded - clock.proposed, 6),
-            rule_s=round(clock.verified - clock.forwarded, 6),
+            draft_s=round(clock.draft_s, 6),
+            target_s=round(clock.target_s, 6),
+            rule_s=round(clock.rule_s, 6),
         )
 
     def end(self, state: RequestState) -> None:

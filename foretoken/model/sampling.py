@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SamplingParams
-from foretoken.verify import draw
+from foretoken.verify import draw, first_max
 
 _SORT_WHOLE = 1024  # columns up to which sorting a whole row costs less than selecting what needs sorting
 _COLDEST = 1e-20  # a lower temperature gives the same law, but dividing by it may overflow float32
@@ -57,17 +57,29 @@ def check_finite(logits: Tensor) -> Tensor:
     return torch.isfinite(logits.amax(-1))  # amax hands NaN on; a lone -inf is a masked token
 
 
-def tie_gaps(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gap `[R]` between the two best logits where it is at most one rounding unit of `dtype`, else infinity.
+def without_broken(logits: Tensor) -> Tensor:
+    """`[R, V]` with zeros in the rows that cannot be sampled from; the input itself where a CPU sees that there are none."""
+    finite = check_finite(logits)
+    if logits.device.type == "cpu" and bool(finite.all()):  # elsewhere asking would wait for the device
+        return logits
+    return torch.where(finite[:, None], logits, torch.zeros_like(logits))
+
+
+def near_ties(logits: Tensor, dtype: torch.dtype) -> dict[int, float]:
+    """Rows of `logits` [R, V] (32 bits or more) whose two best lie at most one rounding unit of `dtype` apart, with their gaps.
 
     Such a row's argmax may change with the number of rows computed at once, because sums are then rounded in another
-    order. `dtype` is what the model computed in; in float32 and float64 no row counts.
+    order. `dtype` is what the model computed in; in float32 and float64 no row counts. The best of each row is hidden for a moment:
+    that costs less than a copy, and both less than sorting two numbers out of each row.
     """
-    if dtype not in (torch.bfloat16, torch.float16) or logits.shape[-1] < 2:
-        return torch.full((logits.shape[0],), torch.inf, device=logits.device)
-    best = logits.topk(2, dim=-1).values.float()  # [R, 2]
-    gap = best[:, 0] - best[:, 1]
-    return torch.where(gap <= torch.finfo(dtype).eps * best[:, 0].abs(), gap, torch.inf)
+    if dtype not in (torch.bfloat16, torch.float16) or logits.shape[-1] < 2 or not logits.shape[0]:
+        return {}
+    place = first_max(logits)[:, None]  # [R, 1]
+    best = logits.gather(-1, place)  # [R, 1]
+    gaps = (best - logits.scatter_(-1, place, -torch.inf).amax(-1, keepdim=True))[:, 0]
+    logits.scatter_(-1, place, best)
+    near = gaps <= torch.finfo(dtype).eps * best[:, 0].abs()
+    return {row: gap for row, (gap, is_near) in enumerate(zip(gaps.tolist(), near.tolist(), strict=True)) if is_near}
 
 
 def sample(probs: Tensor, u: Tensor) -> Tensor:
@@ -78,7 +90,7 @@ def sample(probs: Tensor, u: Tensor) -> Tensor:
 def _law(scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     """One law per row for rows that share their parameters: [R, V] -> [R, V]."""
     if temperature == 0.0:
-        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1)
+        return torch.zeros_like(scores).scatter_(-1, first_max(scores)[:, None], 1)
     scores = scores / max(temperature, _COLDEST)
     if top_k > 0:
         kth = torch.topk(scores, min(top_k, scores.shape[-1])).values[..., -1:]

@@ -6,6 +6,7 @@ A folder with another kind of tokenizer file goes through transformers once, whi
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -294,6 +295,7 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def _byte_level(token: str) -> bytes:
     try:
         return bytes([_BYTE_OF[character] for character in token])

@@ -37,6 +37,10 @@ class CostTable:
         """Whether nothing was measured yet."""
         return not self._counts
 
+    def reaches(self, count: int) -> bool:
+        """Whether so small a count was measured, or a smaller one: what `seconds` says of it is then no guess."""
+        return bool(self._counts) and self._counts[0] <= count
+
     def observe(self, count: int, seconds: float) -> None:
         """Take in one measurement."""
         bucket = _bucket(count)
@@ -100,6 +104,10 @@ class SeededCost(CostTable):
     def is_empty(self) -> bool:
         """Never: the prior says something of every count."""
         return False
+
+    def reaches(self, count: int) -> bool:  # noqa: ARG002 - the prior knows the shape
+        """Whether a step ran: then the mood is known, and with it every count."""
+        return bool(self._counts)
 
     @property
     def mood(self) -> float:

@@ -3,7 +3,20 @@
 A new rule is one file with a subclass of `Rule` and one line in `dispatch.RULES`.
 """
 
-from foretoken.verify.base import Rule, draw, race_winner
-from foretoken.verify.dispatch import RULES, is_lossless, needs_race, resolve, rule_for, takes_trees, verify_batch
+from foretoken.verify.base import Rule, draw, first_max, race_winner
+from foretoken.verify.dispatch import RULES, is_lossless, needs_race, needs_uniforms, resolve, rule_for, takes_trees, verify_batch
 
-__all__ = ["RULES", "Rule", "draw", "is_lossless", "needs_race", "race_winner", "resolve", "rule_for", "takes_trees", "verify_batch"]
+__all__ = [
+    "RULES",
+    "Rule",
+    "draw",
+    "first_max",
+    "is_lossless",
+    "needs_race",
+    "needs_uniforms",
+    "race_winner",
+    "resolve",
+    "rule_for",
+    "takes_trees",
+    "verify_batch",
+]

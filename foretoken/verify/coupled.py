@@ -21,6 +21,7 @@ class CoupledRule(Rule):
 
     name = "coupled"
     needs_race = True
+    needs_uniforms = False
 
     def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
         """p(x) at every node, the law of the race over the noise; of equal siblings the first has it all: -> [N].

@@ -46,6 +46,11 @@ def needs_race(rule_name: str) -> bool:
     return rule_name != "auto" and RULES[rule_name].needs_race
 
 
+def needs_uniforms(rule_name: str) -> bool:
+    """Whether a rule, by its resolved name, reads `Uniforms.accept` or `Uniforms.next`."""
+    return rule_name == "auto" or RULES[rule_name].needs_uniforms
+
+
 def takes_trees(rule_name: str) -> bool:
     """Whether a rule, by its resolved name, judges drafts that are not chains."""
     return rule_name == "auto" or RULES[rule_name].takes_trees

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
-from foretoken.verify.base import Rule, deepest_walk, host_lists, take, verdict_at
+from foretoken.verify.base import Rule, deepest_walk, first_max, host_lists, take, verdict_at
 
 
 class GreedyRule(Rule):
@@ -18,20 +18,21 @@ class GreedyRule(Rule):
     """
 
     name = "greedy"
+    needs_uniforms = False
 
     def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
         """1 where the node's token is the argmax of its parent's row (of equal siblings: the one that leads deepest), else 0: -> [N]."""
-        best, tokens = target_probs.argmax(-1).tolist(), draft.tokens.tolist()
+        best, tokens = first_max(target_probs).tolist(), draft.tokens.tolist()
         steps = deepest_walk(draft, [tokens[node] == best[row] for node, row in enumerate(draft.parent_rows)])[1]
         return torch.tensor(steps, dtype=target_probs.dtype, device=target_probs.device)
 
     def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:  # noqa: ARG002 - a point whatever was drafted
         """A point at the argmax of each row: -> [len(rows), V]."""
         at_rows = take(target_probs, rows)  # [B, V]
-        return torch.zeros_like(at_rows).scatter_(-1, at_rows.argmax(-1, keepdim=True), 1)
+        return torch.zeros_like(at_rows).scatter_(-1, first_max(at_rows)[:, None], 1)
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:  # noqa: ARG002 - nothing is random
         """Choose the deepest path of argmax tokens of every request; the next token is the argmax after it."""
-        best, tokens = host_lists(target_probs.argmax(-1), draft.tokens)
+        best, tokens = host_lists(first_max(target_probs), draft.tokens)
         rows, steps = deepest_walk(draft, [tokens[node] == best[row] for node, row in enumerate(draft.parent_rows)])
         return verdict_at(draft, tokens, rows, [best[row] for row in rows], steps)

@@ -10,7 +10,7 @@ from foretoken.bench.measure import Answer, Row, Sample, Setting, summarise
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
-from foretoken.engine.stats import EngineStats, RequestStats
+from foretoken.engine.stats import EngineStats, RequestStats, RoundCounts
 from foretoken.errors import ForetokenError, MismatchError
 
 PROMPTS = (Prompt("a", "code", "abc"), Prompt("b", "code", "bcd"), Prompt("c", "edit", "cde"))
@@ -70,7 +70,7 @@ class FakeLLM:
             piece = ids[out : out + max(1, num_draft)]
             out += len(piece)
             stats.num_steps += 1
-            stats.count_round(list(range(1, num_draft + 1)), len(piece) - 1, len(piece), [])
+            stats.count_round(RoundCounts(range(1, num_draft + 1), [spec.drafter] * num_draft, range(len(piece) - 1), len(piece)))
             on_step([StepOutput(0, tuple(piece), "", ())])
         return [FakeOutput("".join(chr(65 + i % 26) for i in ids), tuple(ids), stats)]
 

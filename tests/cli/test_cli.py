@@ -119,6 +119,9 @@ def test_show_marks_every_token_and_explains_the_marks(foretoken: Run, pair: Sim
         line = next(line for line in shown.lines if line.startswith(f"{mark} {kind}"))
         count = sum(one == kind for _, one, _ in answer["provenance"])
         assert re.search(rf"\b{count} tokens  .*{meaning}", line)
+    for place, (drafted, kept) in enumerate(answer["stats"]["accepted_per_position"], start=1):
+        line = next(line for line in shown.lines if line.startswith(f"at place {place}"))
+        assert line.split()[3:5] == [str(drafted), str(kept)]
 
 
 def test_marks_and_legend_by_hand() -> None:

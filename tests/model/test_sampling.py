@@ -12,7 +12,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, Temperature
 from foretoken.config import SamplingParams
 from foretoken.core import Draft, empty_draft
 from foretoken.model.randomness import Purpose, philox4x32, round_uniforms, uniforms
-from foretoken.model.sampling import check_finite, sample, target_probs
+from foretoken.model.sampling import check_finite, near_ties, sample, target_probs, without_broken
 
 GRID = [
     SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
@@ -89,6 +89,28 @@ def test_top_p_keeps_at_least_one_token(vocab: int) -> None:
         law = target_probs(logits, [SamplingParams(temperature=1.0, top_p=1e-20)])
         assert abs(float(law.sum()) - 1) < 1e-6
         assert float(law[0, logits[0] == logits.max()].sum()) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_near_ties_are_the_two_best_within_a_rounding_unit(dtype: torch.dtype) -> None:
+    """Against a sort of every row, ties, masked tokens and a lone token among them; the logits stay as they were."""
+    logits = torch.randn(4000, 60, generator=torch.Generator().manual_seed(4)).mul(3).to(dtype).float()
+    logits[0, :] = -torch.inf
+    logits[0, 7] = 2.0
+    logits[1, 3] = logits[1, 9] = 50.0
+    before, best = logits.clone(), logits.sort(dim=-1, descending=True).values[:, :2]
+    expected = {row: a - b for row, (a, b) in enumerate(best.tolist()) if a - b <= torch.finfo(dtype).eps * abs(a)}
+    assert near_ties(logits, dtype) == expected
+    assert 5 < len(expected) < 2000
+    assert expected[1] == 0.0
+    assert torch.equal(logits, before)
+    assert near_ties(logits, torch.float32) == near_ties(logits[:0], dtype) == near_ties(logits[:, :1], dtype) == {}
+
+
+def test_broken_rows_become_zeros() -> None:
+    logits = torch.tensor([[1.0, -torch.inf], [torch.nan, 2.0], [torch.inf, 0.0]])
+    assert without_broken(logits).tolist() == [[1.0, -torch.inf], [0.0, 0.0], [0.0, 0.0]]
+    assert without_broken(logits[:1]).tolist() == logits[:1].tolist()
 
 
 def test_no_rows() -> None:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from foretoken.core import Draft, Mass
+from foretoken.core import Draft, Mass, Uniforms
 from foretoken.errors import ConfigError
-from foretoken.verify import RULES, is_lossless, needs_race, resolve, rule_for
+from foretoken.verify import RULES, first_max, is_lossless, needs_race, needs_uniforms, resolve, rule_for
 
 ON_CHAINS = [name for name, rule in RULES.items() if rule.lossless and name != "greedy"]
 
@@ -50,6 +50,33 @@ def test_every_rule_says_what_it_is() -> None:
     assert [name for name in ("auto", *RULES) if is_lossless(name)] == ["auto", "greedy", "rejection", "block", "coupled", "tree", "traversal"]
     assert [name for name in ("auto", *RULES) if needs_race(name)] == ["coupled"]
     assert [name for name, rule in RULES.items() if not rule.takes_trees] == ["rejection", "block"]
+    assert [name for name in ("auto", *RULES) if not needs_uniforms(name)] == ["greedy", "coupled"]
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if not needs_uniforms(name)])
+def test_a_rule_that_needs_no_uniforms_reads_none(name: str) -> None:
+    """It decides the same when they are no numbers."""
+    generator = torch.Generator().manual_seed(0)
+    draft = Draft(torch.tensor([3, 1, 3, 2]), (-1, 0, -1, 0), (0, 2, 2, 4), ("toy",) * 3)
+    verdicts = []
+    for trial in range(20):
+        probs = torch.rand(7, 5, generator=generator)
+        race = tuple(torch.rand(rows, 5, generator=generator) for rows in (3, 1, 3))
+        for fill in (0.0, 1.0 - 2**-53, torch.nan):
+            verdicts.append(RULES[name].verify(draft, probs, Uniforms(torch.full((4,), fill), torch.full((3,), fill), race)))
+        assert verdicts[3 * trial] == verdicts[3 * trial + 1] == verdicts[3 * trial + 2]
+    assert len({verdict.accepted for verdict in verdicts}) > 3
+
+
+def test_the_first_of_the_largest() -> None:
+    """As `Tensor.argmax`, in every precision, ties and numbers that are none included."""
+    rows = torch.randint(-9, 9, (50, 12), generator=torch.Generator().manual_seed(1)).float()
+    rows[0, 5], rows[1] = torch.nan, -torch.inf
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        found = first_max(rows.to(dtype))
+        assert found.dtype == torch.int64
+        assert found.tolist() == rows.argmax(-1).tolist() == [5, 0, *((row == row.max()).nonzero()[0].item() for row in rows[2:])]
+    assert first_max(rows[:0]).shape == (0,)
 
 
 def test_auto_is_settled_by_what_was_drafted() -> None:
