@@ -83,12 +83,23 @@ class Controller:
         return [DraftPlan(grant.num_draft, self._draft_probability(state, grant), grant.arm) for state, grant in zip(states, grants, strict=True)]
 
     def observe(
-        self, batch: Batch, draft: Draft, target_probs: Tensor, verdict: Verdict, draft_s: Mapping[DrafterKey, float], target_s: float
+        self,
+        batch: Batch,
+        draft: Draft,
+        target_probs: Tensor,
+        verdict: Verdict,
+        draft_s: Mapping[DrafterKey, float],
+        target_s: float,
+        num_read_tokens: Mapping[DrafterKey, int] | None = None,
     ) -> None:
-        """Learn from a round: `draft_s` is what each drafter took, `target_s` what the target's forward and the rules took."""
+        """Learn from a round: `draft_s` is what each drafter took, `target_s` what the target's forward and the rules took.
+
+        `num_read_tokens` are those that drafters first had to read of their texts.
+        """
         if all(entry.decodes and len(entry.pending) == 1 for entry in batch.entries):
             num_probed = sum(draft.probe_lengths)
-            self.policy.observe_step(draft.num_rows + num_probed, draft.num_nodes + num_probed, target_s)
+            num_tokens = draft.num_requests + sum(map(len, verdict.paths))
+            self.policy.observe_step(draft.num_rows + num_probed, draft.num_nodes + num_probed, target_s, num_tokens, sum(draft_s.values()))
         drafting: dict[Hashable, list[int]] = {}
         for b, entry in enumerate(batch.decoding):
             request_id, arm = entry.request.request_id, chosen_arm(entry)
@@ -113,7 +124,8 @@ class Controller:
             key = drafter_key(batch.decoding[places[0]].request.spec.arms[chosen_arm(batch.decoding[places[0]]) or 0])
             assert key is not None
             longest = max(batch.decoding[b].num_draft for b in places)
-            self.policy.observe_draft(kind, longest, draft_s.get(key, 0.0), len(places))
+            reads = bool(num_read_tokens and num_read_tokens.get(key))
+            self.policy.observe_draft(kind, longest, draft_s.get(key, 0.0), len(places), reads)
             self._keep_accounts(batch, draft, verdict, places, draft_s.get(key, 0.0))
         self._learn_probabilities(batch, draft, target_probs, verdict, sum(draft_s.values()), target_s)
 

@@ -163,7 +163,7 @@ class Engine:
     def _observe(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
         """Let the controller learn from the step, and share out the time it took."""
         clock, spent_s, states = self.clock, self.drafters.spent_s, [self.states[entry.request.request_id] for entry in batch.entries]
-        self.controller.observe(batch, draft, target.probs, verdict, spent_s, clock.target_s + clock.rule_s)
+        self.controller.observe(batch, draft, target.probs, verdict, spent_s, clock.target_s + clock.rule_s, self.drafters.num_read_tokens)
         for entry, state in zip(batch.entries, states, strict=True):
             if not state.stats.started:
                 self._count_start(state, entry)

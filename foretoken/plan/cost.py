@@ -41,6 +41,11 @@ class CostTable:
         """Whether so small a count was measured, or a smaller one: what `seconds` says of it is then no guess."""
         return bool(self._counts) and self._counts[0] <= count
 
+    @property
+    def largest(self) -> int:
+        """The largest count of which something is known, 0 if none."""
+        return self._counts[-1] if self._counts else 0
+
     def observe(self, count: int, seconds: float) -> None:
         """Take in one measurement."""
         bucket = _bucket(count)
@@ -108,6 +113,11 @@ class SeededCost(CostTable):
     def reaches(self, count: int) -> bool:  # noqa: ARG002 - the prior knows the shape
         """Whether a step ran: then the mood is known, and with it every count."""
         return bool(self._counts)
+
+    @property
+    def largest(self) -> int:
+        """The largest count of which something is known."""
+        return max(super().largest, self._prior.points[-1][0])
 
     @property
     def mood(self) -> float:

@@ -7,8 +7,9 @@ they were used or not (`looks`); others are tried again for a small share of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from foretoken.plan.budget import Choice, Option, choose_budgets
@@ -24,6 +25,9 @@ _MOST_CREDIT_STEPS = 4  # saved up at most, in steps of the target
 _FIRST_PLAIN = 4  # steps after which a step without guesses is measured for the first time
 _PLAIN_EVERY = 128  # ... and again
 _ENTRY_MEMORY = 4
+_RATE_MEMORY = 0.96  # weight of the past per step
+_FIRST_GUESSES = 2  # of a drafter whose price is not known
+_FIRST_ROWS = 8  # that may be run beside the requests' own before anything is known
 _THINKING_S = 4e-5  # what weighing one option takes ...
 _THINKING_SHARE = 0.01  # ... and the share of the time that it may take
 _MOST_HELD_STEPS = 16  # for which prices are kept at most
@@ -84,9 +88,11 @@ class BudgetPolicy:
         self.experience = Experience()
         self._entry_s: dict[Hashable, float] = {}  # what a drafter takes more for a request that is new to it
         self._reading: set[Hashable] = set()  # drafters for which some request of the round was new
+        self._most_rows = 0
         self._num_users: dict[Hashable, int] = {}  # requests that may use a drafter in this round
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
         self._token_s = 0.0  # what a token takes without guesses
+        self._rate = _Rate()
         self._steps_since_plain = 0
         self._plain_seen = False
         self._prices: _Prices | None = None
@@ -107,19 +113,25 @@ class BudgetPolicy:
             return [self._at_prices(wish, self._prices) for wish in wishes]
         return self._weigh(wishes)
 
-    def observe_step(self, num_rows: int, num_nodes: int, target_s: float) -> None:
-        """Take in a step in which nothing but decoding ran: `num_rows` rows, `num_nodes` of them guesses or probes."""
+    def observe_step(self, num_rows: int, num_nodes: int, target_s: float, num_tokens: int = 0, draft_s: float = 0.0) -> None:
+        """Take in a step in which nothing but decoding ran: `num_rows` rows, `num_nodes` of them guesses or probes.
+
+        It gave `num_tokens` to its requests and took `target_s` and `draft_s`; where tokens are left out it does not count as a rate.
+        """
         self.target_cost.observe(num_rows, target_s)
+        if num_tokens and self._token_s:
+            self._rate.observe(num_tokens * self._token_s, target_s + draft_s)
         self._credit_s = min(self._credit_s + _PROBE_SHARE * target_s, _MOST_CREDIT_STEPS * target_s)
         self._steps_since_plain = self._steps_since_plain + 1 if num_nodes else 0
         self._plain_seen |= not num_nodes
 
-    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1) -> None:
+    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, reads: bool = False) -> None:
         """Take in what a drafter took for `num_requests` requests, the longest draft being `longest`; after `observe_round`.
 
-        A round in which a request drafts for the first time does not count: a draft model reads the whole prompt then.
+        A round in which it first read what it had missed of a text (`reads`), such as a prompt when a request drafts for the first time,
+        says nothing of the price of guesses.
         """
-        if drafter in self._reading:
+        if reads or drafter in self._reading:
             self._reading.discard(drafter)
             if drafter in self.draft_cost:
                 extra_s = max(0.0, draft_s - self._draft_s(drafter, longest))
@@ -163,21 +175,47 @@ class BudgetPolicy:
     def _weigh(self, wishes: Sequence[Wish]) -> list[Grant]:
         """The best for all together; what was given up is tried again where there is time for it."""
         self._num_users = {}
+        self._most_rows = 2 * max(self.target_cost.largest, len(wishes)) + _FIRST_ROWS
+        wishes = self._one_by_one(wishes)
         for wish in wishes:
             for arm in wish.arms:
                 self._num_users[arm.drafter] = self._num_users.get(arm.drafter, 0) + 1
         options = [[self._option(wish, arm) for arm in wish.arms] for wish in wishes]
-        choice = choose_budgets(options, 0, self.target_cost.seconds, self._draft_s)
+        self._token_s = self.target_cost.seconds(len(wishes)) / max(1, len(wishes))
+        rate = self._rate.of_late / self._token_s if self._token_s else 0.0
+        choice = choose_budgets(options, 0, self._step_s, self._draft_s, rate)
         for wish, pick in zip(wishes, choice.picks, strict=True):
             if pick is not None:
                 self.experience.of(wish.request_id).in_use = wish.arms[pick].drafter
         self._prices = self._prices_of(wishes, options, choice)
-        self._token_s = self.target_cost.seconds(len(wishes)) / max(1, len(wishes))
         trials = self._trials(wishes, options, choice)
         picked = [
             (trials.get(b, pick), 1 if b in trials else budget) for b, (pick, budget) in enumerate(zip(choice.picks, choice.budgets, strict=True))
         ]
         return [NO_GUESS if pick is None else Grant(wish.arms[pick].number, budget) for wish, (pick, budget) in zip(wishes, picked, strict=True)]
+
+    def _one_by_one(self, wishes: Sequence[Wish]) -> Sequence[Wish]:
+        """Leave a drafter whose price is not known to one request and few guesses: it may be dear, and all would read their prompts for it."""
+        unknown: dict[Hashable, int] = {}
+        for wish in wishes:
+            for arm in wish.arms:
+                if wish.is_open and arm.look is None and arm.drafter not in self.draft_cost:
+                    unknown.setdefault(arm.drafter, wish.request_id)
+        if not unknown:
+            return wishes
+        return [
+            replace(
+                wish,
+                arms=tuple(
+                    replace(arm, most=min(arm.most, _FIRST_GUESSES)) if arm.drafter in unknown else arm
+                    for arm in wish.arms
+                    if unknown.get(arm.drafter, wish.request_id) == wish.request_id
+                ),
+            )
+            if wish.is_open
+            else wish
+            for wish in wishes
+        ]
 
     def _option(self, wish: Wish, arm: Arm) -> Option:
         known = self.experience.of(wish.request_id)
@@ -195,6 +233,10 @@ class BudgetPolicy:
         at_least = 0 if wish.is_open else arm.most
         return Option(arm.drafter, tuple(drafted), tuple(emitted), at_least, entry_s, known.in_use == arm.drafter, wish.weight)
 
+    def _step_s(self, num_rows: float) -> float:
+        """What a step takes; rows far beyond what was ever run are tried in steps of twice as many."""
+        return self.target_cost.seconds(num_rows) if num_rows <= self._most_rows else math.inf
+
     def _draft_s(self, drafter: Hashable, num_draft: int) -> float:
         """What a drafter takes, as it was with about as many requests as there are now."""
         tables = self.draft_cost.get(drafter)
@@ -210,7 +252,9 @@ class BudgetPolicy:
         trials: dict[int, int] = {}
         for _, b, place in sorted(self._passed_over(wishes, choice), reverse=True):
             known, arm, pick = self.experience.of(wishes[b].request_id), wishes[b].arms[place], choice.picks[b]
-            loss_s = self._draft_s(arm.drafter, 1) + options[b][place].entry_s
+            loss_s = self._draft_s(arm.drafter, 1)
+            if self.experience.is_new(wishes[b].request_id, arm.drafter):
+                loss_s += self._entry_s.get(arm.drafter, 0.0)
             loss_s += max(0.0, self.target_cost.seconds(rows + 1 + arm.num_probe) - rows_s)
             if pick is not None:
                 loss_s += sum(options[b][pick].emitted[: choice.budgets[b]]) * self._token_s
@@ -241,7 +285,8 @@ class BudgetPolicy:
         rows = len(wishes) + sum(choice.budgets)
         low, high = rows - min(rows - 1, rows // 8), rows + 1 + rows // 8
         slope_s = max(0.0, self.target_cost.seconds(high) - self.target_cost.seconds(low)) / (high - low)
-        row_price = choice.tokens_per_s * slope_s
+        rate = self._rate.of_late / self._token_s if self._rate.took_s else choice.tokens_per_s
+        row_price = rate * slope_s
         surplus: dict[tuple[int, Hashable], tuple[int, float]] = {}
         for wish, own, pick, budget in zip(wishes, options, choice.picks, choice.budgets, strict=True):
             if pick is None:
@@ -249,7 +294,7 @@ class BudgetPolicy:
             option = own[pick]
             assert option.drafter is not None
             share_s = self._draft_s(option.drafter, budget) / self._num_users[option.drafter]
-            gain = sum(option.emitted[:budget]) - row_price * sum(option.drafted[:budget]) - choice.tokens_per_s * share_s
+            gain = sum(option.emitted[:budget]) - row_price * sum(option.drafted[:budget]) - rate * share_s
             surplus[wish.request_id, option.drafter] = budget, gain
         return _Prices(steps, row_price, surplus, {wish.request_id for wish in wishes})
 
@@ -270,6 +315,24 @@ class BudgetPolicy:
             if count and gain > best:
                 best, grant = gain, Grant(arm.number, min(count, arm.most))
         return grant
+
+
+@dataclass
+class _Rate:
+    """Tokens per second over those without guesses, of late: it is compared across loads, which change what a second brings."""
+
+    saved_s: float = 0.0
+    took_s: float = 0.0
+
+    @property
+    def of_late(self) -> float:
+        """0 while nothing is known."""
+        return self.saved_s / self.took_s if self.took_s else 0.0
+
+    def observe(self, plain_s: float, took_s: float) -> None:
+        """Take in a step whose tokens would have taken `plain_s` without guesses."""
+        self.saved_s = _RATE_MEMORY * self.saved_s + plain_s
+        self.took_s = _RATE_MEMORY * self.took_s + took_s
 
 
 @dataclass

@@ -35,10 +35,10 @@ class Policy(Protocol):
     def plan(self, wishes: Sequence[Wish]) -> list[Grant]:
         """What each request of the next round may do."""
 
-    def observe_step(self, num_rows: int, num_nodes: int, target_s: float) -> None:
+    def observe_step(self, num_rows: int, num_nodes: int, target_s: float, num_tokens: int = 0, draft_s: float = 0.0) -> None:
         """A step in which nothing but decoding ran took `target_s`."""
 
-    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1) -> None:
+    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, reads: bool = False) -> None:
         """A drafter took `draft_s` for `num_requests` requests and `longest` guesses at most."""
 
     def observe_round(
@@ -74,11 +74,11 @@ class _Rule:
         self._granted = {wish.request_id: grant.num_draft for wish, grant in zip(wishes, grants, strict=True) if wish.request_id in drafting}
         return grants
 
-    def observe_step(self, num_rows: int, num_nodes: int, target_s: float) -> None:
+    def observe_step(self, num_rows: int, num_nodes: int, target_s: float, num_tokens: int = 0, draft_s: float = 0.0) -> None:
         """For the controller's accounts."""
         self.target_cost.observe(num_rows, target_s)
 
-    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1) -> None:
+    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, reads: bool = False) -> None:
         """Not looked at."""
 
     def observe_round(

@@ -189,7 +189,7 @@ class Replica:
         lasts = [course for course, length in chunks if course.held + length == course.tokens]
         contexts = [course.held for course in (*anchors, *(course for course, _ in chunks))]
         target_s = self.profile.step_s(rows, contexts, prompt_tokens)
-        self._observe(anchors, lasts, budgets, rounds, rows, target_s, alone=not chunks)
+        self._observe(anchors, lasts, budgets, rounds, rows, target_s, draft_s, alone=not chunks)
         if self.setting.drafter is not None and any(budgets):
             self.policy.observe_draft(self.setting.drafter, max(budgets), draft_s, sum(budget > 0 for budget in budgets))
         start_s = self.clock_s
@@ -270,10 +270,12 @@ class Replica:
         rounds: Sequence[Round],
         rows: int,
         target_s: float,
+        draft_s: float,
         alone: bool,
     ) -> None:
         if alone:
-            self.policy.observe_step(rows, rows - len(anchors), target_s)
+            num_tokens = len(anchors) + sum(len(found.path) for found in rounds)
+            self.policy.observe_step(rows, rows - len(anchors), target_s, num_tokens, draft_s)
         for course in lasts:
             self.policy.observe_rest(course.index)
         for course, budget, found in zip(anchors, budgets, rounds, strict=True):

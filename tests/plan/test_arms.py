@@ -12,6 +12,7 @@ from foretoken.plan.looks import Look
 from foretoken.plan.policy import MOST_NUM_DRAFT, Arm, BudgetPolicy, Grant, Wish
 
 LOOKUP, MODEL = 0, 1
+COLD = 40  # rounds in which costs and texts become known
 
 
 @dataclass
@@ -45,7 +46,7 @@ Choose = Callable[[list[Wish]], list[Grant]]
 
 
 def run(world: World, texts: Callable[[int, int], Text], rounds: int, batch: int, choose: Choose | None = None) -> BudgetPolicy:
-    """`choose` instead of the policy where it is given."""
+    """`choose` instead of the policy where it is given; the first `COLD` rounds do not count."""
     policy, started = BudgetPolicy(), set()
     for turn in range(rounds):
         wishes, said = [], []
@@ -58,6 +59,8 @@ def run(world: World, texts: Callable[[int, int], Text], rounds: int, batch: int
             wishes.append(Wish(b, (*arms, Arm(MODEL, "model", MOST_NUM_DRAFT))))
         grants = (choose or policy.plan)(wishes)
         step(world, policy, wishes, said, grants, started)
+        if turn == COLD:
+            world.seconds, world.tokens = 0.0, 0
     return policy
 
 
@@ -69,7 +72,7 @@ def step(world: World, policy: BudgetPolicy, wishes: list[Wish], said: list[tupl
         longest = max(grants[b].num_draft for b in modelled)
         draft_s = world.price_s * longest * (1 + 0.05 * (len(modelled) - 1)) + world.entry_s * len(set(modelled) - started)
         started.update(modelled)
-    policy.observe_step(rows, rows - len(wishes), target_s)
+    before = world.tokens
     for b, (wish, grant, (text, copied)) in enumerate(zip(wishes, grants, said, strict=True)):
         emitted = 1
         for arm in wish.arms:
@@ -86,6 +89,7 @@ def step(world: World, policy: BudgetPolicy, wishes: list[Wish], said: list[tupl
         else:
             policy.observe_rest(b)
         world.tokens += emitted
+    policy.observe_step(rows, rows - len(wishes), target_s, world.tokens - before, draft_s)
     if modelled:
         policy.observe_draft("model", longest, draft_s, len(modelled))
     world.seconds += target_s + draft_s

@@ -96,7 +96,7 @@ class Real:
         self.observe, self.engine.controller.observe = self.engine.controller.observe, self.timed
         self.rows = self.prompt_tokens = 0
 
-    def timed(self, batch: Batch, draft: Draft, probs: torch.Tensor, verdict: Verdict, draft_s: object, target_s: float) -> None:
+    def timed(self, batch: Batch, draft: Draft, probs: torch.Tensor, verdict: Verdict, draft_s: object, target_s: float, num_read_tokens: object = None) -> None:
         """The controller learns the profile's times instead of this machine's."""
         whole = [e for e in batch.entries if not (e.decodes and len(e.pending) == 1)]
         anchors = [(b, e) for b, e in enumerate(batch.decoding) if len(e.pending) == 1]
