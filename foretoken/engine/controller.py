@@ -124,8 +124,8 @@ class Controller:
             key = drafter_key(batch.decoding[places[0]].request.spec.arms[chosen_arm(batch.decoding[places[0]]) or 0])
             assert key is not None
             longest = max(batch.decoding[b].num_draft for b in places)
-            reads = bool(num_read_tokens and num_read_tokens.get(key))
-            self.policy.observe_draft(kind, longest, draft_s.get(key, 0.0), len(places), reads)
+            num_read = num_read_tokens.get(key, 0) if num_read_tokens else 0
+            self.policy.observe_draft(kind, longest, draft_s.get(key, 0.0), len(places), num_read)
             self._keep_accounts(batch, draft, verdict, places, draft_s.get(key, 0.0))
         self._learn_probabilities(batch, draft, target_probs, verdict, sum(draft_s.values()), target_s)
 
@@ -163,7 +163,7 @@ class Controller:
                 num_draft = own.at_most(most) if look is None else len(look.parents)
                 if num_draft or not is_open:
                     arms.append(Arm(arm, kind, num_draft, num_probe, look))
-        return Wish(state.request_id, tuple(arms), is_open, spec.slice, state.num_remaining)
+        return Wish(state.request_id, tuple(arms), is_open, spec.slice, len(state.tokens), state.num_remaining)
 
     def _is_routed_away(self, state: RequestState, num_running: int) -> bool:
         most = state.max_total_tokens - len(state.request.prompt_ids)

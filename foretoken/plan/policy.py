@@ -24,7 +24,7 @@ _MOST_DEBT_STEPS = 3
 _MOST_CREDIT_STEPS = 4  # saved up at most, in steps of the target
 _FIRST_PLAIN = 4  # steps after which a step without guesses is measured for the first time
 _PLAIN_EVERY = 128  # ... and again
-_ENTRY_MEMORY = 4
+_READ_MEMORY = 4
 _RATE_MEMORY = 0.96  # weight of the past per step
 _FIRST_GUESSES = 2  # of a drafter whose price is not known
 _FIRST_ROWS = 8  # that may be run beside the requests' own before anything is known
@@ -53,13 +53,15 @@ class Wish:
     """What a request brings into a round: its drafters, none if it does not draft now.
 
     `is_open`: the number is left to the policy; otherwise as many guesses are made as the arm allows. `label` names the kind of text, whose
-    earlier requests tell what to expect of a new one. `num_remaining` tokens may still come. `weight` is what its tokens count.
+    earlier requests tell what to expect of a new one. The text has `num_tokens` by now, and `num_remaining` may still come. `weight` is what
+    its tokens count.
     """
 
     request_id: int
     arms: tuple[Arm, ...] = ()
     is_open: bool = True
     label: str = ""
+    num_tokens: int = 0
     num_remaining: int = 1 << 30
     weight: float = 1.0
 
@@ -74,9 +76,10 @@ class Grant(NamedTuple):
 NO_GUESS = Grant(None, 0)
 
 
-def wish_of(request_id: int, drafter: Hashable | None, most: int, is_open: bool, num_remaining: int = 1 << 30) -> Wish:
+def wish_of(request_id: int, drafter: Hashable | None, most: int, is_open: bool, num_tokens: int = 0, num_remaining: int = 1 << 30) -> Wish:
     """The wish of a request with a single drafter; None does not draft."""
-    return Wish(request_id, () if drafter is None or most < 1 else (Arm(0, drafter, most),), is_open, num_remaining=num_remaining)
+    arms = () if drafter is None or most < 1 else (Arm(0, drafter, most),)
+    return Wish(request_id, arms, is_open, num_tokens=num_tokens, num_remaining=num_remaining)
 
 
 class BudgetPolicy:
@@ -86,8 +89,7 @@ class BudgetPolicy:
         self.target_cost = CostTable()  # seconds of a target step by rows
         self.draft_cost: dict[Hashable, dict[int, CostTable]] = {}  # seconds of a drafter by requests (`_crowd`), then by its longest draft
         self.experience = Experience()
-        self._entry_s: dict[Hashable, float] = {}  # what a drafter takes more for a request that is new to it
-        self._reading: set[Hashable] = set()  # drafters for which some request of the round was new
+        self._read_token_s: dict[Hashable, float] = {}  # what a drafter takes for a token of a text that is new to it
         self._most_rows = 0
         self._num_users: dict[Hashable, int] = {}  # requests that may use a drafter in this round
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
@@ -125,18 +127,16 @@ class BudgetPolicy:
         self._steps_since_plain = self._steps_since_plain + 1 if num_nodes else 0
         self._plain_seen |= not num_nodes
 
-    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, reads: bool = False) -> None:
-        """Take in what a drafter took for `num_requests` requests, the longest draft being `longest`; after `observe_round`.
+    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0) -> None:
+        """Take in what a drafter took for `num_requests` requests, the longest draft being `longest`.
 
-        A round in which it first read what it had missed of a text (`reads`), such as a prompt when a request drafts for the first time,
-        says nothing of the price of guesses.
+        A round in which it first read `num_read_tokens` that it had missed of a text, such as the prompt of a request that drafts for the
+        first time, tells the price of reading instead of that of guesses.
         """
-        if reads or drafter in self._reading:
-            self._reading.discard(drafter)
-            if drafter in self.draft_cost:
-                extra_s = max(0.0, draft_s - self._draft_s(drafter, longest))
-                known_s = self._entry_s.get(drafter, extra_s)
-                self._entry_s[drafter] = known_s + (extra_s - known_s) / _ENTRY_MEMORY
+        if num_read_tokens:
+            price_s = max(0.0, draft_s - self._draft_s(drafter, longest)) / num_read_tokens
+            known_s = self._read_token_s.get(drafter, price_s)
+            self._read_token_s[drafter] = known_s + (price_s - known_s) / _READ_MEMORY
             return
         self.draft_cost.setdefault(drafter, {}).setdefault(_crowd(num_requests), CostTable(grows=True)).observe(longest, draft_s)
 
@@ -147,8 +147,6 @@ class BudgetPolicy:
 
         `parents` are the guesses that they follow (-1 none), a chain where it is left out.
         """
-        if self.experience.is_new(request_id, drafter):
-            self._reading.add(drafter)
         self.experience.observe_round(request_id, drafter, num_offered, chances, parents)
         known = self.experience.of(request_id)
         for other in known.untried:
@@ -225,9 +223,7 @@ class BudgetPolicy:
             drafted = [1.0] * len(emitted)
         else:
             drafted, emitted = self.experience.shares(wish.request_id, arm.drafter, arm.most)
-            if arm.drafter in self._entry_s and self.experience.is_new(wish.request_id, arm.drafter):
-                rounds = max(1.0, wish.num_remaining / (1 + sum(emitted)))
-                entry_s = self._entry_s[arm.drafter] / rounds
+            entry_s = self._entry_s(wish, arm.drafter) * min(1.0, (1 + sum(emitted)) / max(1, wish.num_remaining))
         if arm.num_probe and drafted:
             drafted[0] += arm.num_probe
         at_least = 0 if wish.is_open else arm.most
@@ -245,6 +241,10 @@ class BudgetPolicy:
         crowd = _crowd(self._num_users.get(drafter, 1))
         return tables[min(tables, key=lambda known: abs(known - crowd))].seconds(num_draft)
 
+    def _entry_s(self, wish: Wish, drafter: Hashable) -> float:
+        """What a drafter takes to read the text of a request that it never guessed for."""
+        return wish.num_tokens * self._read_token_s.get(drafter, 0.0) if self.experience.is_new(wish.request_id, drafter) else 0.0
+
     def _trials(self, wishes: Sequence[Wish], options: Sequence[Sequence[Option]], choice: Choice) -> dict[int, int]:
         """Requests that give a guess to a drafter which was passed over, by its place: while its trials gain, or when their time was saved up."""
         rows = len(wishes) + sum(choice.budgets)
@@ -252,9 +252,7 @@ class BudgetPolicy:
         trials: dict[int, int] = {}
         for _, b, place in sorted(self._passed_over(wishes, choice), reverse=True):
             known, arm, pick = self.experience.of(wishes[b].request_id), wishes[b].arms[place], choice.picks[b]
-            loss_s = self._draft_s(arm.drafter, 1)
-            if self.experience.is_new(wishes[b].request_id, arm.drafter):
-                loss_s += self._entry_s.get(arm.drafter, 0.0)
+            loss_s = self._draft_s(arm.drafter, 1) + self._entry_s(wishes[b], arm.drafter)
             loss_s += max(0.0, self.target_cost.seconds(rows + 1 + arm.num_probe) - rows_s)
             if pick is not None:
                 loss_s += sum(options[b][pick].emitted[: choice.budgets[b]]) * self._token_s

@@ -38,7 +38,7 @@ class Policy(Protocol):
     def observe_step(self, num_rows: int, num_nodes: int, target_s: float, num_tokens: int = 0, draft_s: float = 0.0) -> None:
         """A step in which nothing but decoding ran took `target_s`."""
 
-    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, reads: bool = False) -> None:
+    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0) -> None:
         """A drafter took `draft_s` for `num_requests` requests and `longest` guesses at most."""
 
     def observe_round(
@@ -78,7 +78,7 @@ class _Rule:
         """For the controller's accounts."""
         self.target_cost.observe(num_rows, target_s)
 
-    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, reads: bool = False) -> None:
+    def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0) -> None:
         """Not looked at."""
 
     def observe_round(

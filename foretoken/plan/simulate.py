@@ -184,14 +184,16 @@ class Replica:
         budgets = [grant.num_draft for _, ask, grant in seats if ask.decodes]
         chunks = [(course, grant.num_pending) for course, ask, grant in seats if not ask.decodes and grant.num_pending]
         rounds = [course.guess(budget) for course, budget in zip(anchors, budgets, strict=True)]
-        draft_s = self._draft_s(anchors, budgets)
+        drafting = [course for course, budget in zip(anchors, budgets, strict=True) if budget and self.setting.drafter is not None]
+        unread = sum(course.tokens for course in drafting if not course.has_drafted)
+        draft_s = self._draft_s(drafting, max(budgets, default=0), unread)
         rows, prompt_tokens = len(anchors) + sum(len(r.parents) for r in rounds), sum(length for _, length in chunks)
         lasts = [course for course, length in chunks if course.held + length == course.tokens]
         contexts = [course.held for course in (*anchors, *(course for course, _ in chunks))]
         target_s = self.profile.step_s(rows, contexts, prompt_tokens)
         self._observe(anchors, lasts, budgets, rounds, rows, target_s, draft_s, alone=not chunks)
-        if self.setting.drafter is not None and any(budgets):
-            self.policy.observe_draft(self.setting.drafter, max(budgets), draft_s, sum(budget > 0 for budget in budgets))
+        if drafting:
+            self.policy.observe_draft(self.setting.drafter, max(budgets), draft_s, len(drafting), unread)
         start_s = self.clock_s
         self.clock_s += draft_s + target_s
         self.busy_s += draft_s + target_s
@@ -250,17 +252,17 @@ class Replica:
     def _budgets(self, anchors: Sequence[Course]) -> list[int]:
         wanted = MOST_NUM_DRAFT if self.setting.num_draft is None else self.setting.num_draft
         is_open = self.setting.num_draft is None
-        wishes = [wish_of(c.index, self.setting.drafter, min(wanted, c.most_guesses), is_open, c.output_tokens - c.num_emitted) for c in anchors]
+        wishes = [
+            wish_of(c.index, self.setting.drafter, min(wanted, c.most_guesses), is_open, c.tokens, c.output_tokens - c.num_emitted) for c in anchors
+        ]
         return [grant.num_draft for grant in self.policy.plan(wishes)] if wishes else []
 
-    def _draft_s(self, anchors: Sequence[Course], budgets: Sequence[int]) -> float:
-        if self.setting.drafter is None or not any(budgets):
+    def _draft_s(self, drafting: Sequence[Course], longest: int, unread: int) -> float:
+        if self.setting.drafter is None or not drafting:
             return 0.0
-        drafting = [course for course, budget in zip(anchors, budgets, strict=True) if budget]
-        unread = sum(course.tokens for course in drafting if not course.has_drafted)
         for course in drafting:
             course.has_drafted = True
-        return self.profile.drafters[self.setting.drafter].seconds(max(budgets), len(drafting), unread)
+        return self.profile.drafters[self.setting.drafter].seconds(longest, len(drafting), unread)
 
     def _observe(
         self,

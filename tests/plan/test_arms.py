@@ -56,7 +56,7 @@ def run(world: World, texts: Callable[[int, int], Text], rounds: int, batch: int
             look = Look(tuple(range(-1, number - 1)), tuple(0.8 ** (k + 1) for k in range(number)))
             said.append((text, world.kept(text.copied, number)))
             arms = [Arm(LOOKUP, "lookup", number, look=look)] if number else []
-            wishes.append(Wish(b, (*arms, Arm(MODEL, "model", MOST_NUM_DRAFT))))
+            wishes.append(Wish(b, (*arms, Arm(MODEL, "model", MOST_NUM_DRAFT)), num_tokens=100))
         grants = (choose or policy.plan)(wishes)
         step(world, policy, wishes, said, grants, started)
         if turn == COLD:
@@ -71,6 +71,7 @@ def step(world: World, policy: BudgetPolicy, wishes: list[Wish], said: list[tupl
     if modelled:
         longest = max(grants[b].num_draft for b in modelled)
         draft_s = world.price_s * longest * (1 + 0.05 * (len(modelled) - 1)) + world.entry_s * len(set(modelled) - started)
+        num_read = 100 * len(set(modelled) - started)
         started.update(modelled)
     before = world.tokens
     for b, (wish, grant, (text, copied)) in enumerate(zip(wishes, grants, said, strict=True)):
@@ -91,7 +92,7 @@ def step(world: World, policy: BudgetPolicy, wishes: list[Wish], said: list[tupl
         world.tokens += emitted
     policy.observe_step(rows, rows - len(wishes), target_s, world.tokens - before, draft_s)
     if modelled:
-        policy.observe_draft("model", longest, draft_s, len(modelled))
+        policy.observe_draft("model", longest, draft_s, len(modelled), num_read)
     world.seconds += target_s + draft_s
 
 
@@ -154,7 +155,7 @@ def test_another_drafter_takes_over_within_fifty_rounds() -> None:
                 look = Look(tuple(range(-1, number - 1)), tuple(0.8 ** (k + 1) for k in range(number)))
                 said.append((text, world.kept(text.copied, number)))
                 arms = [Arm(LOOKUP, "lookup", number, look=look)] if number else []
-                wishes.append(Wish(b, (*arms, Arm(MODEL, "model", MOST_NUM_DRAFT))))
+                wishes.append(Wish(b, (*arms, Arm(MODEL, "model", MOST_NUM_DRAFT)), num_tokens=100))
             grants = policy.plan(wishes)
             chosen.append([grant.arm if grant.num_draft else None for grant in grants])
             step(world, policy, wishes, said, grants, started)

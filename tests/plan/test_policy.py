@@ -62,7 +62,8 @@ def test_reading_a_prompt_does_not_make_a_drafter_dear() -> None:
             policy.observe_step(1 + budget, budget, 1.0)
             if budget:
                 policy.observe_round(request, "d", budget, [1.0] * budget, True)
-                policy.observe_draft("d", budget, 10.0 if request not in started else 0.01 * budget)
+                new = request not in started
+                policy.observe_draft("d", budget, 10.0 if new else 0.01 * budget, num_read_tokens=100 * new)
                 started.add(request)
             else:
                 policy.observe_rest(request)

@@ -96,7 +96,9 @@ class Real:
         self.observe, self.engine.controller.observe = self.engine.controller.observe, self.timed
         self.rows = self.prompt_tokens = 0
 
-    def timed(self, batch: Batch, draft: Draft, probs: torch.Tensor, verdict: Verdict, draft_s: object, target_s: float, num_read_tokens: object = None) -> None:
+    def timed(
+        self, batch: Batch, draft: Draft, probs: torch.Tensor, verdict: Verdict, draft_s: object, target_s: float, num_read_tokens: object = None
+    ) -> None:
         """The controller learns the profile's times instead of this machine's."""
         whole = [e for e in batch.entries if not (e.decodes and len(e.pending) == 1)]
         anchors = [(b, e) for b, e in enumerate(batch.decoding) if len(e.pending) == 1]
@@ -109,7 +111,7 @@ class Real:
         self.drafted |= set(given)
         cost = self.profile.drafters["ngram"]
         self.draft_s = cost.seconds(max(e.num_draft for e in given.values()), len(given), unread) if given else 0.0
-        self.observe(batch, draft, probs, verdict, {drafter_key(self.spec): self.draft_s}, self.target_s)
+        self.observe(batch, draft, probs, verdict, {drafter_key(self.spec): self.draft_s}, self.target_s, {drafter_key(self.spec): unread})
 
     def submit(self, job: Job) -> None:
         """Queue a request as if it had come at the time the trace says."""
