@@ -81,7 +81,7 @@ class SpecConfig:
       prediction and a draft, by default. With `combine="best"` the one with the most expected tokens per second guesses,
       with `"merge"` the likeliest guesses of all of them form one tree (under rules that take chains only: best).
     - `auto`: the engine chooses anew in every round who guesses for which request, and how much, weighing all requests of the step
-      together; the same parts as `mix` by default.
+      together; `ngram`, `suffix`, and `predicted` and `draft_model` where there is a prediction and a draft, by default.
 
     `slice` names the kind of text ("code", "chat"): what the engine learns of a drafter there is where the next request of that name begins.
     """
@@ -209,7 +209,8 @@ class SpecConfig:
         if self.drafter == "cascade":
             return ("ngram", "draft_model")
         given = {"predicted": self.prediction, "draft_model": self.draft}
-        return ("ngram", "suffix", "recycling", *(name for name, value in given.items() if value is not None))
+        always = ("ngram", "suffix") if self.drafter == "auto" else ("ngram", "suffix", "recycling")
+        return (*always, *(name for name, value in given.items() if value is not None))
 
     def _check_parts(self) -> None:
         """What parts may be, and that nothing set here or there is left without effect."""

@@ -103,9 +103,12 @@ class Controller:
         drafting: dict[Hashable, list[int]] = {}
         for b, entry in enumerate(batch.decoding):
             request_id, arm = entry.request.request_id, chosen_arm(entry)
+            most_right = 0
             for kind, look, tokens in self._shown.get(request_id, ()):
                 found = outcomes(look, tokens, verdict.emitted(b))
-                self._sights[request_id][kind].brought(sum(right is True for right in found))
+                num_right = sum(right is True for right in found)
+                self._sights[request_id][kind].brought(max(0, num_right - most_right))  # beyond what those before it showed
+                most_right = max(most_right, num_right)
                 self.policy.observe_look(request_id, kind, look, found)
             if arm is None or not entry.num_draft:
                 self.policy.observe_rest(request_id)

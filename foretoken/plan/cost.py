@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
@@ -166,11 +167,53 @@ class SeededCost(CostTable):
         return (1 - share) * self._off[below].factor + share * self._off[above].factor
 
 
+class StepCosts:
+    """Seconds of a target's step by rows, told apart by how many requests they belong to: attention and bookkeeping go by request.
+
+    A number of requests that was not seen yet is taken to cost as much more, at any count of rows, as its first step took beyond the nearest
+    one known.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[int, CostTable] = {}
+
+    def at(self, num_requests: int) -> CostTable:
+        """The table of steps of about so many requests, else of the nearest number; an empty one while nothing is known."""
+        if not self._tables:
+            self._tables[_load(num_requests)] = CostTable()
+        return self._nearest(_load(num_requests))
+
+    def seed(self, table: CostTable) -> None:
+        """Begin with `table` for a single request."""
+        assert all(known.is_empty for known in self._tables.values())
+        self._tables = {_load(1): table}
+
+    def observe(self, num_requests: int, num_rows: int, seconds: float) -> None:
+        """Take in one step."""
+        load = _load(num_requests)
+        nearest = self._nearest(load) if self._tables else CostTable()
+        if load not in self._tables and nearest.is_empty:
+            self._tables = {load: CostTable()}
+        elif load not in self._tables:
+            extra_s = seconds - nearest.seconds(num_rows)
+            counts = sorted({*nearest.as_dict(), num_rows})
+            self._tables[load] = SeededCost(Curve(tuple((count, max(_LEAST_S, nearest.seconds(count) + extra_s)) for count in counts)))
+        self._tables[load].observe(num_rows, seconds)
+
+    def _nearest(self, load: int) -> CostTable:
+        return self._tables[min(self._tables, key=lambda known: abs(known - load))]
+
+
 def seed_tables(profile: Profile) -> tuple[CostTable, dict[str, CostTable]]:
     """Tables that begin with `profile`: of the target's step by rows, its gaps filled by the roofline, and of every drafter by guesses."""
     rows = profile.rows if profile.roofline is None else Curve(profile.roofline.fill(profile.rows.points))
     drafters = {name: SeededCost(cost.guesses, grows=True) for name, cost in profile.drafters.items() if cost.guesses.points}
     return SeededCost(rows), dict(drafters)
+
+
+def _load(num_requests: int) -> int:
+    """Numbers of requests that count as alike: two to a doubling."""
+    return round(2 * math.log2(max(1, num_requests)))
 
 
 def _bucket(count: int) -> int:

@@ -12,8 +12,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from foretoken.plan.budget import Choice, Option, choose_budgets
-from foretoken.plan.cost import CostTable
+from foretoken.plan.budget import Choice, Option, StepSeconds, choose_budgets
+from foretoken.plan.cost import CostTable, StepCosts
 from foretoken.plan.experience import Experience
 from foretoken.plan.looks import Look
 
@@ -27,6 +27,8 @@ _PLAIN_EVERY = 128  # ... and again
 _READ_MEMORY = 4
 _RATE_MEMORY = 0.96  # weight of the past per step
 _FIRST_GUESSES = 2  # of a drafter whose price is not known
+_REST_ROUNDS = 48
+_FREE_ROWS, _FREE_ROWS_EACH = 48, 8  # so many rows more, and for each request, take as long as another step at least
 _FIRST_ROWS = 8  # that may be run beside the requests' own before anything is known
 _THINKING_S = 4e-5  # what weighing one option takes ...
 _THINKING_SHARE = 0.01  # ... and the share of the time that it may take
@@ -86,27 +88,33 @@ class BudgetPolicy:
     """Plans a round before anything in it is drawn; what it learns comes from finished rounds only."""
 
     def __init__(self) -> None:
-        self.target_cost = CostTable()  # seconds of a target step by rows
+        self.step_costs = StepCosts()
+        self._num_requests = 1  # of the round that is planned or was last
         self.draft_cost: dict[Hashable, dict[int, CostTable]] = {}  # seconds of a drafter by requests (`_crowd`), then by its longest draft
         self.experience = Experience()
         self._read_token_s: dict[Hashable, float] = {}  # what a drafter takes for a token of a text that is new to it
-        self._most_rows = 0
         self._num_users: dict[Hashable, int] = {}  # requests that may use a drafter in this round
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
         self._token_s = 0.0  # what a token takes without guesses
         self._rate = _Rate()
         self._steps_since_plain = 0
         self._plain_seen = False
+        self._rounds_at_rest = 0  # in which nobody was given guesses
         self._prices: _Prices | None = None
 
     def seed(self, target_cost: CostTable, draft_cost: Mapping[Hashable, CostTable]) -> None:
         """Begin with these tables, before any step was observed."""
-        assert self.target_cost.is_empty
-        self.target_cost = target_cost
+        self.step_costs.seed(target_cost)
         self.draft_cost = {drafter: {0: table} for drafter, table in draft_cost.items()}
+
+    @property
+    def target_cost(self) -> CostTable:
+        """Seconds of a step of the target by rows, at the present number of requests."""
+        return self.step_costs.at(self._num_requests)
 
     def plan(self, wishes: Sequence[Wish]) -> list[Grant]:
         """What each request of the next round may do."""
+        self._num_requests = len(wishes)
         for wish in wishes:
             self.experience.of(wish.request_id, wish.label).on_trial = False
         if self._steps_since_plain >= (_PLAIN_EVERY if self._plain_seen else _FIRST_PLAIN):
@@ -120,7 +128,7 @@ class BudgetPolicy:
 
         It gave `num_tokens` to its requests and took `target_s` and `draft_s`; where tokens are left out it does not count as a rate.
         """
-        self.target_cost.observe(num_rows, target_s)
+        self.step_costs.observe(num_rows - num_nodes, num_rows, target_s)
         if num_tokens and self._token_s:
             self._rate.observe(num_tokens * self._token_s, target_s + draft_s)
         self._credit_s = min(self._credit_s + _PROBE_SHARE * target_s, _MOST_CREDIT_STEPS * target_s)
@@ -173,7 +181,6 @@ class BudgetPolicy:
     def _weigh(self, wishes: Sequence[Wish]) -> list[Grant]:
         """The best for all together; what was given up is tried again where there is time for it."""
         self._num_users = {}
-        self._most_rows = 2 * max(self.target_cost.largest, len(wishes)) + _FIRST_ROWS
         wishes = self._one_by_one(wishes)
         for wish in wishes:
             for arm in wish.arms:
@@ -181,12 +188,17 @@ class BudgetPolicy:
         options = [[self._option(wish, arm) for arm in wish.arms] for wish in wishes]
         self._token_s = self.target_cost.seconds(len(wishes)) / max(1, len(wishes))
         rate = self._rate.of_late / self._token_s if self._token_s else 0.0
-        choice = choose_budgets(options, 0, self._step_s, self._draft_s, rate)
+        step_s = self._step_times()
+        choice = choose_budgets(options, 0, step_s, self._draft_s, rate)
+        self._rounds_at_rest = 0 if any(choice.budgets) else self._rounds_at_rest + 1
+        if self._rounds_at_rest > _REST_ROUNDS and any(options):  # what rows cost was learnt long ago: suppose that they cost little, once
+            choice = choose_budgets(options, 0, self._least_times(), self._draft_s, rate)
+            self._rounds_at_rest = 0
         for wish, pick in zip(wishes, choice.picks, strict=True):
             if pick is not None:
                 self.experience.of(wish.request_id).in_use = wish.arms[pick].drafter
         self._prices = self._prices_of(wishes, options, choice)
-        trials = self._trials(wishes, options, choice)
+        trials = self._trials(wishes, options, choice, step_s)
         picked = [
             (trials.get(b, pick), 1 if b in trials else budget) for b, (pick, budget) in enumerate(zip(choice.picks, choice.budgets, strict=True))
         ]
@@ -229,9 +241,28 @@ class BudgetPolicy:
         at_least = 0 if wish.is_open else arm.most
         return Option(arm.drafter, tuple(drafted), tuple(emitted), at_least, entry_s, known.in_use == arm.drafter, wish.weight)
 
-    def _step_s(self, num_rows: float) -> float:
-        """What a step takes; rows far beyond what was ever run are tried in steps of twice as many."""
-        return self.target_cost.seconds(num_rows) if num_rows <= self._most_rows else math.inf
+    def _least_times(self) -> StepSeconds:
+        """What a step takes at least by rows, from what is known without guesses; only few rows more."""
+        own_rows, own_s = self._num_requests, self.target_cost.seconds(self._num_requests)
+        least_s = own_s / (_FREE_ROWS + _FREE_ROWS_EACH * own_rows)
+        return lambda num_rows: own_s + least_s * (num_rows - own_rows) if num_rows <= own_rows + own_rows // 4 + 4 else math.inf
+
+    def _step_times(self) -> StepSeconds:
+        """What a step takes by rows; rows far beyond what was ever run are tried in steps of twice as many.
+
+        A further row is never free: measured times scatter, and a low one by chance would make room for guesses that bring nothing.
+        """
+        table, known, own_rows = self.target_cost, dict[float, float](), self._num_requests
+        own_s = table.seconds(own_rows)
+        least_s = own_s / (_FREE_ROWS + _FREE_ROWS_EACH * own_rows)
+        most_rows = 2 * max(table.largest, self._num_requests) + _FIRST_ROWS
+
+        def step_s(num_rows: float) -> float:
+            if num_rows not in known:
+                known[num_rows] = max(table.seconds(num_rows), own_s + least_s * (num_rows - own_rows)) if num_rows <= most_rows else math.inf
+            return known[num_rows]
+
+        return step_s
 
     def _draft_s(self, drafter: Hashable, num_draft: int) -> float:
         """What a drafter takes, as it was with about as many requests as there are now."""
@@ -245,15 +276,15 @@ class BudgetPolicy:
         """What a drafter takes to read the text of a request that it never guessed for."""
         return wish.num_tokens * self._read_token_s.get(drafter, 0.0) if self.experience.is_new(wish.request_id, drafter) else 0.0
 
-    def _trials(self, wishes: Sequence[Wish], options: Sequence[Sequence[Option]], choice: Choice) -> dict[int, int]:
+    def _trials(self, wishes: Sequence[Wish], options: Sequence[Sequence[Option]], choice: Choice, step_s: StepSeconds) -> dict[int, int]:
         """Requests that give a guess to a drafter which was passed over, by its place: while its trials gain, or when their time was saved up."""
         rows = len(wishes) + sum(choice.budgets)
-        rows_s = self.target_cost.seconds(rows)
+        rows_s = step_s(rows)
         trials: dict[int, int] = {}
         for _, b, place in sorted(self._passed_over(wishes, choice), reverse=True):
             known, arm, pick = self.experience.of(wishes[b].request_id), wishes[b].arms[place], choice.picks[b]
             loss_s = self._draft_s(arm.drafter, 1) + self._entry_s(wishes[b], arm.drafter)
-            loss_s += max(0.0, self.target_cost.seconds(rows + 1 + arm.num_probe) - rows_s)
+            loss_s += max(0.0, step_s(rows + 1 + arm.num_probe) - rows_s)
             if pick is not None:
                 loss_s += sum(options[b][pick].emitted[: choice.budgets[b]]) * self._token_s
             # A trial that gained is followed by others at once, on credit: whether it pays again should be known soon.
@@ -281,8 +312,9 @@ class BudgetPolicy:
         if len(wishes) <= _FEW_REQUESTS or steps < 1 or not choice.seconds:
             return None
         rows = len(wishes) + sum(choice.budgets)
-        low, high = rows - min(rows - 1, rows // 8), rows + 1 + rows // 8
-        slope_s = max(0.0, self.target_cost.seconds(high) - self.target_cost.seconds(low)) / (high - low)
+        own_rows, step_s = len(wishes), self._step_times()
+        far = min(rows + rows // 4 + 2, 2 * max(self.target_cost.largest, own_rows) + _FIRST_ROWS)
+        slope_s = (step_s(far) - step_s(own_rows)) / (far - own_rows)
         rate = self._rate.of_late / self._token_s if self._rate.took_s else choice.tokens_per_s
         row_price = rate * slope_s
         surplus: dict[tuple[int, Hashable], tuple[int, float]] = {}
@@ -343,9 +375,10 @@ class _Prices:
     requests: set[int]
 
     def hold_for(self, wishes: Sequence[Wish]) -> bool:
-        """Whether to decide by them once more: for some steps, and only about the same requests."""
+        """Whether to decide by them once more: for some steps, and while most requests are the same and about as many."""
         self.steps_left -= 1
-        return self.steps_left >= 0 and len(wishes) == len(self.requests) and all(wish.request_id in self.requests for wish in wishes)
+        num_known = sum(wish.request_id in self.requests for wish in wishes)
+        return self.steps_left >= 0 and 4 * num_known >= 3 * max(len(wishes), len(self.requests))
 
 
 def _crowd(num_requests: int) -> int:

@@ -30,7 +30,9 @@ _HEURISTIC_FIRST, _HEURISTIC_MORE, _HEURISTIC_LESS = 5, 2, 1
 class Policy(Protocol):
     """Who decides the numbers of guesses: plans before a round, and takes in what finished rounds showed (see `BudgetPolicy`)."""
 
-    target_cost: CostTable
+    @property
+    def target_cost(self) -> CostTable:
+        """Seconds of a step of the target by rows."""
 
     def plan(self, wishes: Sequence[Wish]) -> list[Grant]:
         """What each request of the next round may do."""
