@@ -18,6 +18,7 @@ from foretoken.model.randomness import RaceNoise
 
 _TEXTS = 4  # answers whose logits and seeds are compared; the checks on laws take all of them
 _OTHER_NUM_DRAFTS = (1, 7)
+_CHOOSERS = ("mix", "auto")
 
 
 def check_greedy(session: Session) -> list[Check]:
@@ -100,14 +101,23 @@ def _row(session: Session, output: GenerateOutput, params: SamplingParams, place
 
 
 def check_seeds(session: Session) -> list[Check]:
-    """A given seed repeats its answer: with the same settings always, under the coupled rule with any."""
+    """A given seed repeats its answer: with the same settings, under the coupled rule with any.
+
+    What is chosen by measured times does not repeat under other rules: the number of guesses is set for them, and drafters that choose by
+    times among others are not asked.
+    """
     options, name = session.options, "equal seeds, equal answers"
+    spec, by_times = options.spec, options.spec.rule not in ("auto", "coupled", "greedy")
+    if by_times and spec.drafter in _CHOOSERS:
+        return []
+    if by_times and spec.drafter is not None and spec.num_draft == "auto":
+        spec = replace(spec, num_draft=_OTHER_NUM_DRAFTS[0])
     temperature = max(options.sampled)
     prompts = session.prompts_in_turn(min(_TEXTS, options.num_prompts))
     params = [
         SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=options.seed + i, ignore_eos=True) for i in range(len(prompts))
     ]
-    base = session.answers(prompts, params, options.spec).outputs
+    base = session.answers(prompts, params, spec).outputs
 
     def compare(words: str, spec: SpecConfig, exact: bool, together: bool = True) -> Check:
         again = session.answers(prompts, params, spec, together).outputs
@@ -122,7 +132,7 @@ def check_seeds(session: Session) -> list[Check]:
 
         return _equality(name, f"temperature {temperature:g}, {words}", base, again, exact, gap)
 
-    checks = [compare("the same again", options.spec, exact=True)]
+    checks = [compare("the same again", spec, exact=True)]
     if options.spec.rule not in ("auto", "coupled"):
         return checks
     exact = session.exact()

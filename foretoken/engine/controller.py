@@ -16,7 +16,7 @@ from foretoken.draft.lookup_tree import LookupTree
 from foretoken.engine.request import RequestState
 from foretoken.plan.cost import seed_tables
 from foretoken.plan.looks import NOTHING_SEEN, Look, Sight, outcomes
-from foretoken.plan.policy import MOST_NUM_DRAFT, Arm, BudgetPolicy, Grant, Wish
+from foretoken.plan.policy import MOST_NUM_DRAFT, Arm, BudgetPolicy, Grant, Wish, weight_of
 from foretoken.plan.profile import Profile
 from foretoken.plan.routing import Routing, RoutingRules
 from foretoken.plan.rules import Policy
@@ -60,6 +60,7 @@ class Controller:
     def __init__(self, look: Callable[[BatchEntry, int], LookupTree | None], rules: RoutingRules | None = None) -> None:
         self.policy: Policy = BudgetPolicy()
         self.routing = Routing(rules or RoutingRules())
+        self.clock: Callable[[], float] = time.perf_counter  # that of `RequestState.arrived_s`
         self._look = look
         self._shown: dict[int, list[tuple[Hashable, Look, Sequence[int]]]] = {}  # what was ready in this round: drafter, guesses, their tokens
         self._last_grants: dict[int, int] = {}  # guesses that were last made for a request
@@ -166,7 +167,14 @@ class Controller:
                 num_draft = own.at_most(most) if look is None else len(look.parents)
                 if num_draft or not is_open:
                     arms.append(Arm(arm, kind, num_draft, num_probe, look))
-        return Wish(state.request_id, tuple(arms), is_open, spec.slice, len(state.tokens), state.num_remaining)
+        return Wish(state.request_id, tuple(arms), is_open, spec.slice, len(state.tokens), state.num_remaining, self._weight(state, num_running))
+
+    def _weight(self, state: RequestState, num_running: int) -> float:
+        params = state.request.params
+        if not params.priority and params.deadline_s is None:
+            return 1.0
+        left_s = None if params.deadline_s is None else state.arrived_s + params.deadline_s - self.clock()
+        return weight_of(params.priority, left_s, state.num_remaining * self.policy.target_cost.seconds(num_running))
 
     def _is_routed_away(self, state: RequestState, num_running: int) -> bool:
         most = state.max_total_tokens - len(state.request.prompt_ids)

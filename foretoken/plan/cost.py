@@ -180,17 +180,17 @@ class StepCosts:
     def at(self, num_requests: int) -> CostTable:
         """The table of steps of about so many requests, else of the nearest number; an empty one while nothing is known."""
         if not self._tables:
-            self._tables[_load(num_requests)] = CostTable()
-        return self._nearest(_load(num_requests))
+            self._tables[load_of(num_requests)] = CostTable()
+        return self._nearest(load_of(num_requests))
 
     def seed(self, table: CostTable) -> None:
         """Begin with `table` for a single request."""
         assert all(known.is_empty for known in self._tables.values())
-        self._tables = {_load(1): table}
+        self._tables = {load_of(1): table}
 
     def observe(self, num_requests: int, num_rows: int, seconds: float) -> None:
         """Take in one step."""
-        load = _load(num_requests)
+        load = load_of(num_requests)
         nearest = self._nearest(load) if self._tables else CostTable()
         if load not in self._tables and nearest.is_empty:
             self._tables = {load: CostTable()}
@@ -211,7 +211,7 @@ def seed_tables(profile: Profile) -> tuple[CostTable, dict[str, CostTable]]:
     return SeededCost(rows), dict(drafters)
 
 
-def _load(num_requests: int) -> int:
+def load_of(num_requests: int) -> int:
     """Numbers of requests that count as alike: two to a doubling."""
     return round(2 * math.log2(max(1, num_requests)))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from foretoken.plan.budget import Choice, Option, StepSeconds, choose_budgets
-from foretoken.plan.cost import CostTable, StepCosts
+from foretoken.plan.cost import CostTable, StepCosts, load_of
 from foretoken.plan.experience import Experience
 from foretoken.plan.looks import Look
 
@@ -28,6 +28,7 @@ _READ_MEMORY = 4
 _RATE_MEMORY = 0.96  # weight of the past per step
 _FIRST_GUESSES = 2  # of a drafter whose price is not known
 _REST_ROUNDS = 48
+_WEIGHT_OF_PRIORITY, _MOST_PRIORITY, _WEIGHT_OF_LATENESS = 1.2, 8, 2.0
 _FREE_ROWS, _FREE_ROWS_EACH = 48, 8  # so many rows more, and for each request, take as long as another step at least
 _FIRST_ROWS = 8  # that may be run beside the requests' own before anything is known
 _THINKING_S = 4e-5  # what weighing one option takes ...
@@ -68,6 +69,15 @@ class Wish:
     weight: float = 1.0
 
 
+def weight_of(priority: int, seconds_left: float | None, seconds_needed: float) -> float:
+    """What a request's tokens count beside others': a fifth more for every step of priority, twice where its deadline cannot be met plainly.
+
+    `seconds_left` until the deadline, None if it has none; `seconds_needed` for what may still come without guesses.
+    """
+    late = seconds_left is not None and seconds_needed > seconds_left
+    return _WEIGHT_OF_PRIORITY ** -max(-_MOST_PRIORITY, min(_MOST_PRIORITY, priority)) * (_WEIGHT_OF_LATENESS if late else 1.0)
+
+
 class Grant(NamedTuple):
     """What a request may do in a round: the number of its arm (None: nobody guesses), and how many guesses."""
 
@@ -78,10 +88,18 @@ class Grant(NamedTuple):
 NO_GUESS = Grant(None, 0)
 
 
-def wish_of(request_id: int, drafter: Hashable | None, most: int, is_open: bool, num_tokens: int = 0, num_remaining: int = 1 << 30) -> Wish:
+def wish_of(
+    request_id: int,
+    drafter: Hashable | None,
+    most: int,
+    is_open: bool,
+    num_tokens: int = 0,
+    num_remaining: int = 1 << 30,
+    weight: float = 1.0,
+) -> Wish:
     """The wish of a request with a single drafter; None does not draft."""
     arms = () if drafter is None or most < 1 else (Arm(0, drafter, most),)
-    return Wish(request_id, arms, is_open, num_tokens=num_tokens, num_remaining=num_remaining)
+    return Wish(request_id, arms, is_open, num_tokens=num_tokens, num_remaining=num_remaining, weight=weight)
 
 
 class BudgetPolicy:
@@ -97,14 +115,14 @@ class BudgetPolicy:
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
         self._token_s = 0.0  # what a token takes without guesses
         self._rate = _Rate()
-        self._steps_since_plain = 0
-        self._plain_seen = False
+        self._since_plain: dict[int, int] = {}  # steps with guesses since one without, by load
         self._rounds_at_rest = 0  # in which nobody was given guesses
         self._prices: _Prices | None = None
 
     def seed(self, target_cost: CostTable, draft_cost: Mapping[Hashable, CostTable]) -> None:
         """Begin with these tables, before any step was observed."""
         self.step_costs.seed(target_cost)
+        self._since_plain[load_of(1)] = 0
         self.draft_cost = {drafter: {0: table} for drafter, table in draft_cost.items()}
 
     @property
@@ -117,7 +135,7 @@ class BudgetPolicy:
         self._num_requests = len(wishes)
         for wish in wishes:
             self.experience.of(wish.request_id, wish.label).on_trial = False
-        if self._steps_since_plain >= (_PLAIN_EVERY if self._plain_seen else _FIRST_PLAIN):
+        if self._since_plain.get(load_of(len(wishes)), _PLAIN_EVERY - _FIRST_PLAIN) >= _PLAIN_EVERY:
             wishes = [Wish(wish.request_id) if wish.is_open else wish for wish in wishes]  # what guesses gain is told by a step without
         if self._prices is not None and self._prices.hold_for(wishes):
             return [self._at_prices(wish, self._prices) for wish in wishes]
@@ -132,8 +150,8 @@ class BudgetPolicy:
         if num_tokens and self._token_s:
             self._rate.observe(num_tokens * self._token_s, target_s + draft_s)
         self._credit_s = min(self._credit_s + _PROBE_SHARE * target_s, _MOST_CREDIT_STEPS * target_s)
-        self._steps_since_plain = self._steps_since_plain + 1 if num_nodes else 0
-        self._plain_seen |= not num_nodes
+        load = load_of(num_rows - num_nodes)
+        self._since_plain[load] = self._since_plain.get(load, _PLAIN_EVERY - _FIRST_PLAIN) + 1 if num_nodes else 0
 
     def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0) -> None:
         """Take in what a drafter took for `num_requests` requests, the longest draft being `longest`.
@@ -182,10 +200,11 @@ class BudgetPolicy:
         """The best for all together; what was given up is tried again where there is time for it."""
         self._num_users = {}
         wishes = self._one_by_one(wishes)
+        mean_weight = sum(wish.weight for wish in wishes) / max(1, len(wishes))
         for wish in wishes:
             for arm in wish.arms:
                 self._num_users[arm.drafter] = self._num_users.get(arm.drafter, 0) + 1
-        options = [[self._option(wish, arm) for arm in wish.arms] for wish in wishes]
+        options = [[self._option(wish, arm, wish.weight / mean_weight) for arm in wish.arms] for wish in wishes]
         self._token_s = self.target_cost.seconds(len(wishes)) / max(1, len(wishes))
         rate = self._rate.of_late / self._token_s if self._token_s else 0.0
         step_s = self._step_times()
@@ -227,7 +246,7 @@ class BudgetPolicy:
             for wish in wishes
         ]
 
-    def _option(self, wish: Wish, arm: Arm) -> Option:
+    def _option(self, wish: Wish, arm: Arm, weight: float = 1.0) -> Option:
         known = self.experience.of(wish.request_id)
         entry_s = 0.0
         if arm.look is not None:
@@ -239,7 +258,7 @@ class BudgetPolicy:
         if arm.num_probe and drafted:
             drafted[0] += arm.num_probe
         at_least = 0 if wish.is_open else arm.most
-        return Option(arm.drafter, tuple(drafted), tuple(emitted), at_least, entry_s, known.in_use == arm.drafter, wish.weight)
+        return Option(arm.drafter, tuple(drafted), tuple(emitted), at_least, entry_s, known.in_use == arm.drafter, weight)
 
     def _least_times(self) -> StepSeconds:
         """What a step takes at least by rows, from what is known without guesses; only few rows more."""

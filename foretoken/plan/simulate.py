@@ -24,7 +24,7 @@ from foretoken.plan.admission import (
     within_cache,
 )
 from foretoken.plan.arrivals import Chances, Job
-from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy, wish_of
+from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy, weight_of, wish_of
 from foretoken.plan.profile import Profile
 from foretoken.plan.rounds import Record, Records, Round, chain
 
@@ -253,9 +253,26 @@ class Replica:
         wanted = MOST_NUM_DRAFT if self.setting.num_draft is None else self.setting.num_draft
         is_open = self.setting.num_draft is None
         wishes = [
-            wish_of(c.index, self.setting.drafter, min(wanted, c.most_guesses), is_open, c.tokens, c.output_tokens - c.num_emitted) for c in anchors
+            wish_of(
+                c.index,
+                self.setting.drafter,
+                min(wanted, c.most_guesses),
+                is_open,
+                c.tokens,
+                c.output_tokens - c.num_emitted,
+                self._weight(c, len(anchors)),
+            )
+            for c in anchors
         ]
         return [grant.num_draft for grant in self.policy.plan(wishes)] if wishes else []
+
+    def _weight(self, course: Course, num_running: int) -> float:
+        """As `engine.controller` weighs a request."""
+        job = course.job
+        if not job.priority and job.deadline_s is None:
+            return 1.0
+        left_s = None if job.deadline_s is None else job.arrival_s + job.deadline_s - self.clock_s
+        return weight_of(job.priority, left_s, (course.output_tokens - course.num_emitted) * self.policy.target_cost.seconds(num_running))
 
     def _draft_s(self, drafting: Sequence[Course], longest: int, unread: int) -> float:
         if self.setting.drafter is None or not drafting:

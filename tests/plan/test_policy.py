@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy, wish_of
+from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy, weight_of, wish_of
 
 
 class World:
@@ -122,6 +123,24 @@ def test_load_takes_guesses_away_and_gives_them_back() -> None:
     alone = World(free=12)
     policy = run(alone, lambda *_: 0.7, 100, 1)
     assert policy.plan([wish_of(0, "d", MOST_NUM_DRAFT, True)])[0].num_draft >= 3
+
+
+def test_rows_go_to_those_in_a_hurry() -> None:
+    """Four texts of a kind and room for few guesses: the one that counts more is given more; alone its weight changes nothing."""
+    policy = run(World(free=10), lambda *_: 0.7, 100, 4)
+    wishes = [replace(wish_of(b, "d", 8, True), weight=3.0 if b == 2 else 1.0) for b in range(4)]
+    budgets = [grant.num_draft for grant in policy.plan(wishes)]
+    assert budgets[2] > max(budgets[0], budgets[1], budgets[3])
+    alone = run(World(), lambda *_: 0.7, 100, 1)
+    plans = [alone.plan([replace(wish_of(0, "d", 8, True), weight=weight)]) for weight in (0.3, 1.0, 4.0)]
+    assert plans[0] == plans[1] == plans[2]
+
+
+def test_weights() -> None:
+    assert weight_of(0, None, 9.0) == weight_of(0, 10.0, 9.0) == 1.0
+    assert weight_of(0, 8.0, 9.0) == 2.0
+    assert weight_of(-1, None, 0.0) == pytest.approx(1.2)
+    assert weight_of(100, None, 0.0) == weight_of(8, None, 0.0) > 0.2
 
 
 def test_what_the_caller_set_stands_whatever_was_learnt() -> None:

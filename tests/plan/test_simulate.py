@@ -94,6 +94,7 @@ class Real:
         self.drafted: set[int] = set()
         self.clock, self.steps, self.finished = 0.0, [], []
         self.observe, self.engine.controller.observe = self.engine.controller.observe, self.timed
+        self.engine.controller.clock = lambda: self.clock
         self.rows = self.prompt_tokens = 0
 
     def timed(
