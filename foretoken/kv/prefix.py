@@ -33,7 +33,9 @@ class PrefixIndex:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._roots: dict[str, int] = {}
+        self._roots: dict[str, int] = {}  # by salt, while anything of it is known
+        self._salts: dict[int, str] = {}  # by root
+        self._num_behind: dict[int, int] = {}  # blocks right behind a place
         self._blocks: dict[_Key, tuple[int, int]] = {}  # -> block, and its own number in the chain
         self._keys: dict[int, _Key] = {}  # by block
         self._numbers = itertools.count()
@@ -58,11 +60,15 @@ class PrefixIndex:
 
     def add(self, salt: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Note that `blocks` hold the full blocks of `tokens`. Where a text is known already, the block that was first stays."""
-        place = self._roots.setdefault(salt, next(self._numbers))
-        for piece, block in zip(self._pieces(tokens), blocks, strict=False):
+        pairs = list(zip(self._pieces(tokens), blocks, strict=False))
+        if not pairs:
+            return
+        place = self._root(salt)
+        for piece, block in pairs:
             key = (place, piece)
             known = self._blocks.get(key)
             if known is None:
+                self._num_behind[place] = self._num_behind.get(place, 0) + 1  # first, so that the place stays
                 if block in self._keys:  # stands for another text already: its own chain broke off before it
                     self.remove(block)
                 known = self._blocks[key] = (block, next(self._numbers))
@@ -72,8 +78,21 @@ class PrefixIndex:
     def remove(self, block: int) -> None:
         """Forget a block; those behind it cannot be found any more."""
         key = self._keys.pop(block, None)
-        if key is not None:
-            del self._blocks[key]
+        if key is None:
+            return
+        del self._blocks[key]
+        place = key[0]
+        self._num_behind[place] -= 1
+        if not self._num_behind[place]:
+            del self._num_behind[place]
+            if place in self._salts:
+                del self._roots[self._salts.pop(place)]
+
+    def _root(self, salt: str) -> int:
+        if salt not in self._roots:
+            root = self._roots[salt] = next(self._numbers)
+            self._salts[root] = salt
+        return self._roots[salt]
 
     def _pieces(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
         size = self.block_size

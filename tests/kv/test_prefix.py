@@ -94,3 +94,21 @@ def test_two_that_ran_the_same_text_at_once() -> None:
     assert adopt(allocator, TEXT).blocks == one.blocks
     allocator.free(two)
     assert allocator.num_free == 6
+
+
+def test_a_tenant_whose_blocks_are_gone_is_forgotten() -> None:
+    """Any number of tenants over time: no more is kept of them than blocks can hold, and those that are known are found."""
+    allocator = BlockAllocator(6, 2)
+    for number in range(300):
+        salt, text = f"tenant {number}", [number, 1, number, 2, number, 3]
+        table = BlockTable()
+        allocator.adopt(table, salt, text)
+        assert allocator.reserve(table, 6 - table.length) is not None
+        table.length = 6
+        allocator.publish(table, salt, text)
+        assert allocator._index.find(salt, text) == table.blocks
+        allocator.free(table)
+        allocator.check([])
+    index = allocator._index
+    assert len(index._roots) == len(index._salts) <= 6
+    assert sum(index._num_behind.values()) == len(index) <= 6
