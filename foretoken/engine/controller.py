@@ -16,10 +16,11 @@ from foretoken.draft.lookup_tree import LookupTree
 from foretoken.engine.request import RequestState
 from foretoken.plan.cost import seed_tables
 from foretoken.plan.looks import NOTHING_SEEN, Look, Sight, outcomes
-from foretoken.plan.policy import MOST_NUM_DRAFT, Arm, BudgetPolicy, Grant, Wish, weight_of
+from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy
 from foretoken.plan.profile import Profile
 from foretoken.plan.routing import Routing, RoutingRules
 from foretoken.plan.rules import Policy
+from foretoken.plan.wishes import Arm, Grant, Wish, weight_of
 from foretoken.verify import takes_trees
 
 _CANDIDATES = (0.25, 0.5, 0.75, 1.0)  # draft probabilities that "auto" chooses from

@@ -15,7 +15,7 @@ from typing import Protocol
 from foretoken.errors import InputError
 from foretoken.plan.cost import CostTable
 from foretoken.plan.looks import Look
-from foretoken.plan.policy import NO_GUESS, Grant, Wish
+from foretoken.plan.wishes import NO_GUESS, Grant, Wish
 
 TABLE: Mapping[int, int] = {1: 5, 4: 3, 16: 1, 32: 0}
 STEP_SETS: Mapping[int, tuple[int, ...]] = {1: (1, 3, 5, 7), 8: (0, 1, 3), 32: (0, 1), 64: (0,)}

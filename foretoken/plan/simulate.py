@@ -24,9 +24,10 @@ from foretoken.plan.admission import (
     within_cache,
 )
 from foretoken.plan.arrivals import Chances, Job
-from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy, weight_of, wish_of
+from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy
 from foretoken.plan.profile import Profile
 from foretoken.plan.rounds import Record, Records, Round, chain
+from foretoken.plan.wishes import weight_of, wish_of
 
 Known = Mapping[str, Mapping[str, Chances | Records]]  # by drafter and name: chances, or answers that were looked at
 

@@ -10,7 +10,7 @@ import pytest
 
 from foretoken import LLM, RoutingRules, SamplingParams, SpecConfig
 from foretoken.draft.group import own_drafters
-from foretoken.plan.policy import Grant, Wish
+from foretoken.plan.wishes import Grant, Wish
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import token_ids
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from foretoken.plan.looks import Look
-from foretoken.plan.policy import MOST_NUM_DRAFT, Arm, BudgetPolicy, Grant, Wish
+from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy
+from foretoken.plan.wishes import Arm, Grant, Wish
 
 LOOKUP, MODEL = 0, 1
 COLD = 40  # rounds in which costs and texts become known

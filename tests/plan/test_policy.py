@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy, weight_of, wish_of
+from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy
+from foretoken.plan.wishes import weight_of, wish_of
 
 
 class World:

@@ -9,8 +9,9 @@ import pytest
 
 from foretoken.errors import InputError
 from foretoken.plan.looks import Look
-from foretoken.plan.policy import Arm, BudgetPolicy, Wish, wish_of
+from foretoken.plan.policy import BudgetPolicy
 from foretoken.plan.rules import BatchTable, EmaRule, HeuristicRule, Policy, measured_table
+from foretoken.plan.wishes import Arm, Wish, wish_of
 
 MAKERS: list[Callable[[], Policy]] = [BatchTable, EmaRule, HeuristicRule, BudgetPolicy]
 
