@@ -79,8 +79,9 @@ class DrafterGroup:
         """Hand a new request to its drafters."""
         self._keys[request.request_id] = arm_keys(request.spec)
         self._requests[request.request_id] = [request if arm is request.spec else replace(request, spec=arm) for arm in request.spec.arms]
-        for key, spec in own_drafters(request.spec).items():
-            self.drafters[key].start(replace(request, spec=spec))
+        keys = self._keys[request.request_id]
+        for key in dict.fromkeys(keys):
+            self.drafters[key].start(self._requests[request.request_id][keys.index(key)])
 
     def look(self, entry: BatchEntry, arm: int) -> LookupTree | None:
         """The guesses that one arm of `entry` has ready; None if its drafter cannot tell them before it is chosen."""
