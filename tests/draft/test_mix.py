@@ -20,6 +20,7 @@ from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.worth import RETRY_ROUNDS, Offer, Prices, Promise
 from foretoken.engine.engine import Engine
 from foretoken.model.randomness import RaceNoise
+from foretoken.plan.wishes import NO_GUESS, Grant
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.scripted import ScriptedModel, recite
 from tests.helpers.watch import Watched, check_cache
@@ -59,7 +60,10 @@ def mixed_engine(target: ScriptedModel, draft: ScriptedModel, spec: SpecConfig, 
     mix = MixDrafter([NgramDrafter(), DraftModelDrafter(draft)], clock)
     drafters = DrafterGroup(torch.device("cpu"))
     drafters.drafters[drafter_key(spec)] = Watched(mix, VOCAB)
-    return Engine(target, drafters), mix
+    engine = Engine(target, drafters)
+    # The engine's own times are real ones: here it grants all that can be used, and the mix decides by the scripted clock.
+    engine.controller.policy.plan = lambda wishes: [Grant(0, wish.arms[0].most) if wish.arms else NO_GUESS for wish in wishes]
+    return engine, mix
 
 
 def authors_by_place(prompt: Sequence[int], answer: Sequence[int], spec: SpecConfig = TWO, draft_s: float = 0.1) -> list[str | None]:
