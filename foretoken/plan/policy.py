@@ -129,6 +129,8 @@ class BudgetPolicy:
     def finish(self, request_id: int) -> None:
         """Forget a request."""
         self.experience.finish(request_id)
+        if self._prices is not None:
+            self._prices.finish(request_id)
 
     def _weigh(self, wishes: Sequence[Wish]) -> list[Grant]:
         """The best for all together; what was given up is tried again where there is time for it."""
@@ -279,7 +281,7 @@ class BudgetPolicy:
             share_s = self._draft_s(option.drafter, budget) / self._num_users[option.drafter]
             gain = sum(option.emitted[:budget]) - row_price * sum(option.drafted[:budget]) - rate * share_s
             surplus[wish.request_id, option.drafter] = budget, gain
-        return _Prices(steps, row_price, surplus, {wish.request_id for wish in wishes})
+        return _Prices(steps, row_price, surplus, {wish.request_id for wish in wishes}, len(wishes))
 
     def _at_prices(self, wish: Wish, prices: _Prices) -> Grant:
         """The arm with the largest gain at the prices of the last choice."""
@@ -325,13 +327,20 @@ class _Prices:
     steps_left: int
     row: float
     surplus: dict[tuple[int, Hashable], tuple[int, float]]
-    requests: set[int]
+    requests: set[int]  # that are there still ...
+    num_requests: int  # ... of so many
 
     def hold_for(self, wishes: Sequence[Wish]) -> bool:
         """Whether to decide by them once more: for some steps, and while most requests are the same and about as many."""
         self.steps_left -= 1
         num_known = sum(wish.request_id in self.requests for wish in wishes)
-        return self.steps_left >= 0 and 4 * num_known >= 3 * max(len(wishes), len(self.requests))
+        return self.steps_left >= 0 and 4 * num_known >= 3 * max(len(wishes), self.num_requests)
+
+    def finish(self, request_id: int) -> None:
+        """Forget a request; it still counts as one of those the prices were made for."""
+        self.requests.discard(request_id)
+        for key in [key for key in self.surplus if key[0] == request_id]:
+            del self.surplus[key]
 
 
 def _crowd(num_requests: int) -> int:

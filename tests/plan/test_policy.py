@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from foretoken.plan.cost import StepCosts
 from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy
 from foretoken.plan.wishes import weight_of, wish_of
 
@@ -155,3 +156,22 @@ def test_a_finished_request_is_forgotten() -> None:
     for b in range(3):
         policy.finish(b)
     assert not policy.experience.requests
+
+
+def test_prices_that_are_held_do_not_outlive_a_request() -> None:
+    """What the last choice said stands for some steps; it names nobody who left, and holds while most of those it was made for are there."""
+    policy = run(World(), lambda *_: 0.7, 40, 12)
+    wishes = [wish_of(b, "d", MOST_NUM_DRAFT, True) for b in range(12)]
+    policy.step_costs = StepCosts()
+    policy.step_costs.observe(12, 12, 1e-3)  # so short that weighing every option in every step would cost too much
+    policy.plan(wishes)
+    prices = policy._prices
+    assert prices is not None
+    assert prices.surplus
+    for b in range(3):
+        policy.finish(b)
+    assert prices.requests == set(range(3, 12))
+    assert not {key[0] for key in prices.surplus} & {0, 1, 2}
+    assert prices.hold_for(wishes[3:])
+    policy.finish(3)
+    assert not prices.hold_for(wishes[4:])
