@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from foretoken.plan.looks import Calibration, Classes, Look
-from foretoken.plan.survival import Survival
+from foretoken.plan.survival import OwnSurvival, Survival
 
 _MOST_LABELS = 256
 
@@ -20,12 +20,11 @@ class Known:
     """What is known of one request, by drafter."""
 
     label: str
-    survivals: dict[Hashable, Survival] = field(default_factory=dict)
+    survivals: dict[Hashable, OwnSurvival] = field(default_factory=dict)
     calibrations: dict[Hashable, Calibration] = field(default_factory=dict)
     untried: dict[Hashable, int] = field(default_factory=dict)  # rounds since it guessed
-    patience: dict[Hashable, int] = field(default_factory=dict)  # trials that are still on credit since one of them gained
     in_use: Hashable | None = None
-    on_trial: bool = False
+    trial_tokens: float | None = None  # that were expected of this round's trial
 
 
 @dataclass
@@ -52,8 +51,10 @@ class Experience:
     def shares(self, request_id: int, drafter: Hashable, num_places: int) -> tuple[list[float], list[float]]:
         """For each of the first places of a draft the share of rounds in which something is guessed there, and in which it is emitted."""
         known = self.of(request_id)
-        survivals = (known.survivals, self._alike(known.label).survivals, self._every.survivals)
-        return next((own[drafter] for own in survivals if drafter in own), Survival()).shares(num_places)
+        if drafter in known.survivals:
+            return known.survivals[drafter].shares(num_places)
+        shared = (self._alike(known.label).survivals, self._every.survivals)
+        return next((own[drafter] for own in shared if drafter in own), Survival()).shares(num_places)
 
     def chances(self, request_id: int, drafter: Hashable, look: Look) -> list[float]:
         """The chance of each guess that is ready to be emitted."""
@@ -68,8 +69,8 @@ class Experience:
         known = self.of(request_id)
         every = self._every.survivals.setdefault(drafter, Survival())
         alike = self._alike(known.label).survivals.setdefault(drafter, Survival(every))
-        own = known.survivals.setdefault(drafter, Survival(alike, forgets=True))
-        for survival in dict.fromkeys((own, alike, every)):
+        known.survivals.setdefault(drafter, OwnSurvival(alike)).observe(num_offered, chances, parents)
+        for survival in dict.fromkeys((alike, every)):
             survival.observe(num_offered, chances, parents)
 
     def observe_look(self, request_id: int, drafter: Hashable, look: Look, found: Sequence[bool | None]) -> None:

@@ -19,13 +19,12 @@ from foretoken.plan.wishes import NO_GUESS, Arm, Grant, Wish
 
 MOST_NUM_DRAFT = 24  # guesses per request and round that are considered where the caller leaves the number open
 _PROBE_SHARE = 0.015  # of the time goes into trying again what did not pay
-_PATIENCE = 3
-_MOST_DEBT_STEPS = 3
+_MOST_TRIALS = 8  # of one drafter in one round
 _MOST_CREDIT_STEPS = 4  # saved up at most, in steps of the target
 _FIRST_PLAIN = 4  # steps after which a step without guesses is measured for the first time
 _PLAIN_EVERY = 128  # ... and again
 _READ_MEMORY = 4
-_RATE_MEMORY = 0.96  # weight of the past per step
+_RATE_MEMORY = 0.96  # weight of the past per request and step
 _FIRST_GUESSES = 2  # of a drafter whose price is not known
 _REST_ROUNDS = 48
 _FREE_ROWS, _FREE_ROWS_EACH = 48, 8  # so many rows more, and for each request, take as long as another step at least
@@ -48,6 +47,7 @@ class BudgetPolicy:
         self._num_users: dict[Hashable, int] = {}  # requests that may use a drafter in this round
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
         self._token_s = 0.0  # what a token takes without guesses
+        self._worth_s = 0.0  # what a token takes of late, guesses and all
         self._rate = _Rate()
         self._since_plain: dict[int, int] = {}  # steps with guesses since one without, by load
         self._rounds_at_rest = 0  # in which nobody was given guesses
@@ -68,7 +68,7 @@ class BudgetPolicy:
         """What each request of the next round may do."""
         self._num_requests = len(wishes)
         for wish in wishes:
-            self.experience.of(wish.request_id, wish.label).on_trial = False
+            self.experience.of(wish.request_id, wish.label).trial_tokens = None
         if self._since_plain.get(load_of(len(wishes)), _PLAIN_EVERY - _FIRST_PLAIN) >= _PLAIN_EVERY:
             wishes = [Wish(wish.request_id) if wish.is_open else wish for wish in wishes]  # what guesses gain is told by a step without
         if self._prices is not None and self._prices.hold_for(wishes):
@@ -82,7 +82,7 @@ class BudgetPolicy:
         """
         self.step_costs.observe(num_rows - num_nodes, num_rows, target_s)
         if num_tokens and self._token_s:
-            self._rate.observe(num_tokens * self._token_s, target_s + draft_s)
+            self._rate.observe(num_tokens * self._token_s, target_s + draft_s, num_rows - num_nodes)
         self._credit_s = min(self._credit_s + _PROBE_SHARE * target_s, _MOST_CREDIT_STEPS * target_s)
         load = load_of(num_rows - num_nodes)
         self._since_plain[load] = self._since_plain.get(load, _PLAIN_EVERY - _FIRST_PLAIN) + 1 if num_nodes else 0
@@ -112,9 +112,8 @@ class BudgetPolicy:
         for other in known.untried:
             known.untried[other] += 1
         known.untried[drafter] = 0
-        known.patience[drafter] = _PATIENCE if gained else max(0, known.patience.get(drafter, 0) - 1)
-        if known.on_trial:
-            self._credit_s += sum(chances) * self._token_s
+        if known.trial_tokens is not None:
+            self._credit_s += (sum(chances) - known.trial_tokens) * self._worth_s
 
     def observe_look(self, request_id: int, drafter: Hashable, look: Look, found: Sequence[bool | None]) -> None:
         """Take in how the guesses that a drafter showed compare with what was emitted, used or not: True right, None not judged."""
@@ -143,6 +142,7 @@ class BudgetPolicy:
         options = [[self._option(wish, arm, wish.weight / mean_weight) for arm in wish.arms] for wish in wishes]
         self._token_s = self.target_cost.seconds(len(wishes)) / max(1, len(wishes))
         rate = self._rate.of_late / self._token_s if self._token_s else 0.0
+        self._worth_s = 1 / rate if rate else self._token_s
         step_s = self._step_times()
         choice = choose_budgets(options, 0, step_s, self._draft_s, rate)
         self._rounds_at_rest = 0 if any(choice.budgets) else self._rounds_at_rest + 1
@@ -232,22 +232,29 @@ class BudgetPolicy:
         return wish.num_tokens * self._read_token_s.get(drafter, 0.0) if self.experience.is_new(wish.request_id, drafter) else 0.0
 
     def _trials(self, wishes: Sequence[Wish], options: Sequence[Sequence[Option]], choice: Choice, step_s: StepSeconds) -> dict[int, int]:
-        """Requests that give a guess to a drafter which was passed over, by its place: while its trials gain, or when their time was saved up."""
+        """Requests that give a guess to a drafter which was passed over, by its place: as many at once as there is time saved up for.
+
+        Most of what a drafter takes it takes once for all of them, and every one of them tells how good it is.
+        """
         rows = len(wishes) + sum(choice.budgets)
-        rows_s = step_s(rows)
+        running = {wish.arms[pick].drafter for wish, pick in zip(wishes, choice.picks, strict=True) if pick is not None}
         trials: dict[int, int] = {}
+        num_tried: dict[Hashable, int] = {}
         for _, b, place in sorted(self._passed_over(wishes, choice), reverse=True):
             known, arm, pick = self.experience.of(wishes[b].request_id), wishes[b].arms[place], choice.picks[b]
-            loss_s = self._draft_s(arm.drafter, 1) + self._entry_s(wishes[b], arm.drafter)
-            loss_s += max(0.0, step_s(rows + 1 + arm.num_probe) - rows_s)
-            if pick is not None:
-                loss_s += sum(options[b][pick].emitted[: choice.budgets[b]]) * self._token_s
-            # A trial that gained is followed by others at once, on credit: whether it pays again should be known soon.
-            overdraft_s = _MOST_DEBT_STEPS * rows_s if known.patience.get(arm.drafter, 0) else 0.0
-            if b not in trials and loss_s <= self._credit_s + overdraft_s:
+            if b in trials or num_tried.get(arm.drafter, 0) >= _MOST_TRIALS:
+                continue
+            gain = options[b][place].emitted[0] - (sum(options[b][pick].emitted[: choice.budgets[b]]) if pick is not None else 0.0)
+            loss_s = max(0.0, step_s(rows + 1 + arm.num_probe) - step_s(rows)) + self._entry_s(wishes[b], arm.drafter) - gain * self._worth_s
+            if arm.drafter not in running:
+                loss_s += self._draft_s(arm.drafter, 1)
+            if loss_s <= max(0.0, self._credit_s):
                 self._credit_s -= loss_s
-                known.on_trial = True
+                known.trial_tokens = options[b][place].emitted[0]
                 trials[b] = place
+                rows += 1 + arm.num_probe - (choice.budgets[b] if pick is not None else 0)
+                running.add(arm.drafter)
+                num_tried[arm.drafter] = num_tried.get(arm.drafter, 0) + 1
         return trials
 
     def _passed_over(self, wishes: Sequence[Wish], choice: Choice) -> list[tuple[int, int, int]]:
@@ -314,10 +321,11 @@ class _Rate:
         """0 while nothing is known."""
         return self.saved_s / self.took_s if self.took_s else 0.0
 
-    def observe(self, plain_s: float, took_s: float) -> None:
-        """Take in a step whose tokens would have taken `plain_s` without guesses."""
-        self.saved_s = _RATE_MEMORY * self.saved_s + plain_s
-        self.took_s = _RATE_MEMORY * self.took_s + took_s
+    def observe(self, plain_s: float, took_s: float, num_requests: int) -> None:
+        """Take in a step whose tokens would have taken `plain_s` without guesses; one of many requests tells as much as many of one."""
+        keep = _RATE_MEMORY**num_requests
+        self.saved_s = keep * self.saved_s + plain_s
+        self.took_s = keep * self.took_s + took_s
 
 
 @dataclass

@@ -118,13 +118,13 @@ CASES = {
 @pytest.mark.parametrize("price_s", [0.02, 0.1, 0.5])
 @pytest.mark.parametrize("name", CASES)
 def test_as_good_as_the_best_fixed_drafter_and_number(name: str, price_s: float, batch: int) -> None:
-    def measured(choose: Choose | None) -> float:
-        world = World(price_s=price_s, entry_s=0.5)
+    def measured(choose: Choose | None, seed: int = 5) -> float:
+        world = World(price_s=price_s, entry_s=0.5, rng=random.Random(seed))
         run(world, lambda *_: CASES[name], 400, batch, choose)
         return speed(world)
 
     best = max(measured(fixed(arm, count)) for arm in (LOOKUP, MODEL) for count in (0, 1, 2, 3, 4, 6, 8, 12))
-    chosen, plain = measured(None), measured(fixed(LOOKUP, 0))
+    chosen, plain = sum(measured(None, seed) for seed in (1, 2, 3)) / 3, measured(fixed(LOOKUP, 0))
     assert chosen >= 0.95 * best
     assert chosen >= 0.97 * plain
 
