@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakSet
 
-from foretoken.config import LOOKUPS, QUANTISED, SpecConfig, know_drafter
+from foretoken.config import A_DRAFT, LOOKUPS, QUANTISED, SpecConfig, know_drafter
 from foretoken.draft.base import Drafter
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
@@ -86,7 +86,7 @@ class DrafterFactory:
 
 def _draft_model(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
     if spec.draft is None:
-        raise ConfigError("draft", None, "drafter='draft_model' needs the folder or hub id of a draft model")
+        raise ConfigError("draft", None, f"drafter='draft_model' needs {A_DRAFT}")
     folder = model_folder(spec.draft)
     draft = factory.open_draft(folder, spec.draft_dtype)
     return pair(factory.target, factory.tokenizer, draft, load_tokenizer(folder), spec.draft, spec.draft_vocabulary)
