@@ -13,7 +13,18 @@ from foretoken.plan.admission import SchedulerConfig
 from foretoken.plan.routing import RoutingRules
 from tests.cli.conftest import Run
 
-PROMPT = ("generate", "--prompt", "a = 1\nb = 1\na = 1\nb = 1\na = 1\n", "--max-tokens", "16", "--ignore-eos", "--cost-profile", "off")
+PROMPT = (
+    "generate",
+    "--prompt",
+    "a = 1\nb = 1\na = 1\nb = 1\na = 1\n",
+    "--max-tokens",
+    "16",
+    "--ignore-eos",
+    "--cost-profile",
+    "off",
+    "--dtype",
+    "float32",
+)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from tests.cli.conftest import Run
 
-GENERATE = ("generate", "--prompt", "def f(x):", "--max-tokens", "4", "--cost-profile", "off")
+GENERATE = ("generate", "--prompt", "def f(x):", "--max-tokens", "4", "--cost-profile", "off", "--dtype", "float32")
 DRAFT = ("--draft", "reference:draft")
 A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with reference:target)"
 
