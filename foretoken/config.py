@@ -40,6 +40,9 @@ LOSSY_RULES: tuple[str, ...] = ("typical",)
 _Config = TypeVar("_Config")
 
 
+A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with reference:target)"
+
+
 @dataclass(frozen=True)
 class SpecConfig:
     """Who drafts, how much, and which rule decides.
@@ -111,8 +114,15 @@ class SpecConfig:
 
     def __post_init__(self) -> None:
         if self.drafter is not None and self.drafter not in known_drafters():
-            raise ConfigError("drafter", self.drafter, f"choose one of {', '.join(known_drafters())}, or None for plain decoding")
+            near = difflib.get_close_matches(str(self.drafter).lower(), known_drafters(), n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(
+                "drafter", self.drafter, f"{hint}choose one of {', '.join(known_drafters())}, or None (leave it out) for plain decoding"
+            )
+        if self.draft is not None and (not isinstance(self.draft, str) or not self.draft):
+            raise ConfigError("draft", self.draft, f"must be {A_DRAFT}")
         self._expand_parts()
+        self._check_nesting()
         if self.rule not in RULES:
             raise ConfigError("rule", self.rule, f"choose one of {', '.join(RULES)}")
         check_flag("allow_lossy", self.allow_lossy)
@@ -180,7 +190,11 @@ class SpecConfig:
     def _needs(self, field: str, drafter: str) -> None:
         """Refuse `field` where `drafter` is not at work."""
         if drafter not in self.leaves:
-            raise ConfigError(field, getattr(self, field), f"only drafter={drafter!r} takes it, not drafter={self.drafter!r}")
+            others = ", ".join(str(part.drafter) for part in self.configs)
+            remedy = f" (parts: {others}): name {drafter} among the parts" if others else f": name {drafter} as the drafter"
+            raise ConfigError(
+                field, getattr(self, field), f"only drafter={drafter!r} takes it, not drafter={self.drafter!r}{remedy}, or leave it out"
+            )
 
     def _expand_parts(self) -> None:
         """Make every part a configuration: one given by name takes over the fields that its drafter reads."""
@@ -204,6 +218,14 @@ class SpecConfig:
         if predictions and self.prediction is None:
             object.__setattr__(self, "prediction", predictions[0])
 
+    def _check_nesting(self) -> None:
+        """Only a cascade may be a part."""
+        for part in self.configs:
+            if part.drafter in (self.drafter, "mix", "auto"):
+                nests = self.drafter == "cascade" and part.drafter != "cascade"
+                remedy = f"put the cascade into the {part.drafter}" if nests else "name its parts here"
+                raise ConfigError("parts", part.drafter, f"cannot be a part of drafter={self.drafter!r}; {remedy} instead")
+
     def _usual_parts(self) -> tuple[str, ...]:
         """What a composite drafter works with unless told otherwise."""
         if self.drafter == "cascade":
@@ -215,14 +237,10 @@ class SpecConfig:
     def _check_parts(self) -> None:
         """What parts may be, and that nothing set here or there is left without effect."""
         for part in self.configs:
-            if part.drafter in (self.drafter, "mix", "auto"):
-                nests = self.drafter == "cascade" and part.drafter != "cascade"
-                remedy = f"put the cascade into the {part.drafter}" if nests else "name its parts here"
-                raise ConfigError("parts", part.drafter, f"cannot be a part of drafter={self.drafter!r}; {remedy} instead")
             if part.rule != "auto":
                 raise ConfigError("rule", part.rule, f"one rule decides for all parts; set it beside drafter={self.drafter!r}")
             if part.drafter == "draft_model" and part.draft is None:
-                raise ConfigError("draft", None, f"part 'draft_model' of drafter={self.drafter!r} needs the folder or hub id of a draft model")
+                raise ConfigError("draft", None, f"part 'draft_model' of drafter={self.drafter!r} needs {A_DRAFT}")
             if part.prediction is not None and part.prediction != self.prediction:
                 raise ConfigError("prediction", part.prediction, "a request has one prediction, and the drafter or another part names another")
             if part.draft_probability != self.draft_probability and not part.leaves.isdisjoint(SAMPLERS):
@@ -309,7 +327,8 @@ class SpecConfig:
         for name, neutral in (("draft_probability", 1.0), ("min_confidence", 0.0), ("draft_top_k", 0)):
             value = getattr(self, name)
             if value != neutral and self.leaves.isdisjoint(SAMPLERS):
-                raise ConfigError(name, value, f"needs a drafter that samples from a law ({', '.join(SAMPLERS)}), not drafter={self.drafter!r}")
+                without = "" if self.drafter is None else f", and drafter={self.drafter!r} has none; choose one, or leave it out"
+                raise ConfigError(name, value, f"needs a drafter that samples from a law ({', '.join(SAMPLERS)}){without}")
 
     def _check_layers(self) -> None:
         if self.exit_layer != "auto":

@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 from foretoken.errors import InputError
 
+PRIORITIES = (-100, 100)
+DEADLINES_S = (0.0, 1e9)  # the first excluded
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -119,9 +122,9 @@ class SamplingParams:
                 raise InputError(name, value, "must be a text of at least one character")
 
     def _check_service(self) -> None:
-        check_whole("priority", self.priority, low=-100, high=100)
+        check_whole("priority", self.priority, *PRIORITIES)
         if self.deadline_s is not None:
-            check_number("deadline_s", self.deadline_s, low=0.0, high=1e9, open_low=True)
+            check_number("deadline_s", self.deadline_s, *DEADLINES_S, open_low=True)
 
     @property
     def greedy(self) -> bool:

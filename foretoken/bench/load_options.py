@@ -14,14 +14,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
-from foretoken.bench.batch_settings import BatchSetting, Stage
+from foretoken.bench.batch_settings import BatchSetting, Stage, parse_batch_settings
 from foretoken.bench.prompts import ALL, read_prompts
 from foretoken.bench.report import check_folder, check_name, machine, source_caveats, versions
 from foretoken.bench.sheets import Sheet, SheetReport, write_sheets
+from foretoken.engine.intake import check_limits, check_share
 from foretoken.engine.llm import LLM
-from foretoken.errors import InputError
+from foretoken.errors import ConfigError, InputError
 from foretoken.model.open import model_folder
 from foretoken.model.tokenizer import load_tokenizer
+from foretoken.plan.admission import SchedulerConfig
+from foretoken.plan.routing import RoutingRules
 from foretoken.plan.rules import TABLE, BatchTable, measured_table
 
 MEASURED = "measured"
@@ -47,6 +50,9 @@ class LoadOptions:
     """`prompts` is a file or folder of prompts in place of the library's. A cell answers `prompts_per_slice` requests, or a whole batch
     where that is more; `prompt_tokens` is how much of a prompt is kept. `table` belongs to the rule of this name: None is measured first.
     `phases` are those of a trace, each long enough for plain decoding to take `phase_s`.
+
+    The engine's limits are `foretoken.LLM`'s. Without them a step takes all prompts of a batch, and place and cache suffice for the largest
+    batch. `min_tokens_to_speculate` and `max_speculating_requests` are `RoutingRules`, for settings that choose the number of guesses.
     """
 
     target: str
@@ -59,6 +65,13 @@ class LoadOptions:
     phase_s: float = 4.0
     prompts: Path | None = None
     prompt_tokens: int = 64
+    cache_tokens: int | None = None
+    cache_reserve: float = SchedulerConfig.cache_reserve
+    max_batch_size: int | None = None
+    max_prompt_tokens: int = _PROMPT_TOKENS_PER_STEP
+    max_step_tokens: int | None = None
+    min_tokens_to_speculate: int = RoutingRules.min_tokens_to_speculate
+    max_speculating_requests: int | None = None
     prompts_per_slice: int = 2
     max_tokens: int = 48
     repeats: int = 2
@@ -89,9 +102,27 @@ class LoadOptions:
             raise InputError("slices", self.slices, f"give at least one of {', '.join(BATCH_SLICES)}")
         if self.table is not None:
             BatchTable(self.table)
+        check_limits(cache_tokens=self.cache_tokens, max_prompt_tokens=self.max_prompt_tokens, max_step_tokens=self.max_step_tokens)
+        if self.max_batch_size is not None:
+            check_limits(max_batch_size=self.max_batch_size)
+        check_share("cache_reserve", self.cache_reserve)
+        self._check_rules()
         check_name(self.name)
         if self.out is not None:
             check_folder(self.out)
+
+    @property
+    def routing(self) -> RoutingRules:
+        """When not to guess."""
+        return RoutingRules(min_tokens_to_speculate=self.min_tokens_to_speculate, max_speculating_requests=self.max_speculating_requests)
+
+    def _check_rules(self) -> None:
+        """Rules make sense, and there is a setting that asks them."""
+        neutral = RoutingRules()
+        if self.routing == neutral or any(setting.adapts for setting in parse_batch_settings(self.settings, self.draft)[0]):
+            return
+        name = next(name for name in ("min_tokens_to_speculate", "max_speculating_requests") if getattr(self, name) != getattr(neutral, name))
+        raise ConfigError(name, getattr(self, name), "is for settings that choose the number of guesses; add one, such as ngram-auto, or drop it")
 
 
 def parse_table(text: str) -> dict[int, int] | None:
@@ -176,14 +207,16 @@ def opened(
         torch.set_num_threads(options.threads)
     found = asks(slices, count, tokenizer.encode, options.prompt_tokens, options.seed, options.prompts)
     longest = max(len(ask.prompt_ids) for own in found.values() for ask in own)
-    cache_tokens = 2 * most_batch * (longest + answer_tokens + _SPARE_TOKENS)
     with LLM(
         options.target,
         dtype=options.dtype,
         device=options.device,
-        cache_tokens=cache_tokens,
-        max_batch_size=most_batch,
-        max_prompt_tokens=_PROMPT_TOKENS_PER_STEP,
+        cache_tokens=options.cache_tokens or 2 * most_batch * (longest + answer_tokens + _SPARE_TOKENS),
+        cache_reserve=options.cache_reserve,
+        max_batch_size=options.max_batch_size or most_batch,
+        max_prompt_tokens=options.max_prompt_tokens,
+        max_step_tokens=options.max_step_tokens,
+        routing=options.routing,
     ) as llm:
         yield Stage(llm, options.draft, options.table or TABLE, options.seed), found
 

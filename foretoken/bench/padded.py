@@ -36,6 +36,7 @@ from foretoken.model.architecture import NATIVE_MODEL_TYPES
 from foretoken.model.decoder import Decoder
 from foretoken.model.interface import LanguageModel
 from foretoken.model.paged import PagedModel
+from foretoken.verify import first_max
 
 _HONOURED = frozenset({"max_tokens", "temperature", "seed", "ignore_eos"})
 
@@ -176,7 +177,7 @@ class _Run:
         """Read the prompts of new rows, and emit the token after each."""
         self.clock.lap("rest_s")
         logits = self.target.read_prompts([row.number for row in rows], [row.tokens for row in rows], 1)  # [B, 1, V]
-        for row, token in zip(rows, logits[:, 0].argmax(-1).tolist(), strict=True):
+        for row, token in zip(rows, first_max(logits[:, 0]).tolist(), strict=True):
             row.take([token])
         self.guesser.start(rows)
         for row in rows:
@@ -214,7 +215,7 @@ class _Run:
         given = [(row.tokens[-1], *guesses.get(row.number, ())) for row in rows]
         columns = [[*tokens, *[0] * (1 + width - len(tokens))] for tokens in given]
         logits = self.target.forward(torch.tensor(columns, device=self.device), 1 + width)  # [B, 1 + width, V]
-        return {row.number: best for row, best in zip(rows, logits.argmax(-1).tolist(), strict=True)}
+        return {row.number: best for row, best in zip(rows, first_max(logits).tolist(), strict=True)}
 
     def _leave(self, row: Row) -> None:
         """Let the caches and the drafter forget a row that has finished."""

@@ -16,6 +16,7 @@ from foretoken.core import Batch, BatchEntry, Draft, NextKind, Request, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.lookup_tree import Lookup
 from foretoken.model.decoder import Decoder
+from foretoken.verify import first_max
 
 Guess = tuple[int, ...]
 
@@ -167,7 +168,7 @@ class ModelGuesser:
         tokens = torch.tensor([row.tokens[-num_behind:] for row in rows], device=self.model.cache.device)  # [B, 1 or 2]
         chosen = []
         for _ in range(max(most)):
-            best = self.model.forward(tokens, 1).argmax(-1)  # [B, 1]
+            best = first_max(self.model.forward(tokens, 1))  # [B, 1]
             self.model.keep(tokens.shape[1])
             chosen.append(best)
             tokens = best

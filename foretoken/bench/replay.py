@@ -224,7 +224,8 @@ def replay(
 
 
 def _submit(llm: Serving, job: Job, prompt: Sequence[int], spec: SpecConfig) -> RequestState:
-    return llm.submit(list(prompt), SamplingParams(max_tokens=job.output_tokens, temperature=0.0, ignore_eos=True, seed=0), spec)
+    params = SamplingParams(max_tokens=job.output_tokens, temperature=0.0, ignore_eos=True, seed=0, priority=job.priority, deadline_s=job.deadline_s)
+    return llm.submit(list(prompt), params, spec)
 
 
 def _served(job: Job, state: RequestState, firsts: Mapping[int, float], finishes: Mapping[int, float]) -> Served:

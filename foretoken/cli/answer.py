@@ -43,7 +43,7 @@ def report(llm: LLM, output: GenerateOutput, show: bool, as_json: bool, streamed
         line += f"; {stats.num_probed} rows of probes"
     if stats.lossy:
         line += f"; rule {stats.rule} is lossy: this is not the target's law"
-    Console(stderr=True).print(line, style="dim", highlight=False, markup=False)
+    Console(stderr=True).print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 def print_cost_profile(llm: LLM) -> None:

@@ -1,5 +1,7 @@
 """`foretoken audit`: do this target, drafter and rule answer as the target alone would? A report to attach."""
 
+# ruff: noqa: ARG001 - options of the drafter are read from the context
+
 from __future__ import annotations
 
 import json
@@ -11,7 +13,7 @@ from typing import Annotated
 import typer
 
 from foretoken.audit.plan import AuditOptions, Prompt, read_prompts
-from foretoken.audit.report import check_out, print_report, write_report
+from foretoken.audit.report import AuditReport, check_out, print_report, write_report
 from foretoken.audit.run import run_audit
 from foretoken.bench.report import machine, versions
 from foretoken.bench.workload import SLICES, slices
@@ -33,12 +35,13 @@ from foretoken.cli.common import (
     TargetOption,
     TreeOption,
     progress,
-    spec_config,
+    spec_from,
 )
 from foretoken.errors import ConfigError, GateError
 
 
 def audit(
+    context: typer.Context,
     target: TargetOption = "reference:target",
     drafter: DrafterOption = None,
     draft: DraftOption = None,
@@ -67,20 +70,7 @@ def audit(
     """Check greedy equality, the law of sampled tokens, seeds, logits and cache; exit code 5 if anything fails."""
     if target == "reference:target" and drafter is None and draft is None:
         draft = "reference:draft"
-    spec = spec_config(
-        drafter,
-        draft,
-        num_draft,
-        rule,
-        allow_lossy,
-        draft_probability,
-        min_confidence=min_confidence,
-        draft_top_k=draft_top_k,
-        draft_dtype=draft_dtype,
-        draft_vocabulary=draft_vocabulary,
-        tree=tree,
-        branching=branching,
-    )
+    spec = spec_from({**context.params, "draft": draft})
     options = AuditOptions(
         target=target,
         spec=spec,
@@ -93,9 +83,20 @@ def audit(
         device=device,
         cache_tokens=cache_tokens,
     )
+    report = _run(options, prompts, out)
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), default=str, allow_nan=False))
+    else:
+        print_report(report)
+    if report.failed:
+        raise GateError("audit failed: " + "; ".join(dict.fromkeys(f"{check.name} ({check.where})" for check in report.failed)))
+
+
+def _run(options: AuditOptions, prompts: Path | None, out: Path | None) -> AuditReport:
+    """The audit, with its report written to `out`, which is checked first."""
     if out is not None:
         check_out(out)
-    texts = _own_prompts(num_prompts) if prompts is None else read_prompts(prompts)
+    texts = _own_prompts(options.num_prompts) if prompts is None else read_prompts(prompts)
     with progress("auditing") as status:
         report = run_audit(
             options,
@@ -107,12 +108,7 @@ def audit(
         )
     if out is not None:
         write_report(report, out)
-    if as_json:
-        typer.echo(json.dumps(report.as_dict(), default=str, allow_nan=False))
-    else:
-        print_report(report)
-    if report.failed:
-        raise GateError("audit failed: " + "; ".join(dict.fromkeys(f"{check.name} ({check.where})" for check in report.failed)))
+    return report
 
 
 def _own_prompts(count: int) -> list[Prompt]:

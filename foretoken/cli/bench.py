@@ -1,13 +1,15 @@
 """`foretoken bench`: plain against speculative decoding, and against other engines."""
 
-# ruff: noqa: ARG001 - options of --batches, --trace and --recovery are read from the context
+# ruff: noqa: ARG001 - most options are read from the context
 
 from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -88,6 +90,25 @@ def bench(
     phase_s: Annotated[
         float, typer.Option(help="Seconds that plain decoding takes for each part of a trace.", rich_help_panel=LOAD)
     ] = LoadOptions.phase_s,
+    cache_tokens: Annotated[
+        int | None, typer.Option(help="Tokens that the key/value cache holds; without it, enough for the largest batch.", rich_help_panel=LOAD)
+    ] = LoadOptions.cache_tokens,
+    cache_reserve: Annotated[
+        float, typer.Option(help="Share of the cache that stays free when an answer begins.", rich_help_panel=LOAD)
+    ] = LoadOptions.cache_reserve,
+    max_batch_size: Annotated[
+        int | None, typer.Option(help="Answers that run at once, others wait; without it, the largest batch.", rich_help_panel=LOAD)
+    ] = LoadOptions.max_batch_size,
+    max_prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens that a step takes.", rich_help_panel=LOAD)] = LoadOptions.max_prompt_tokens,
+    max_step_tokens: Annotated[
+        int | None, typer.Option(help="Rows of a step altogether: prompts, guesses, and one for each answer; no bound.", rich_help_panel=LOAD)
+    ] = LoadOptions.max_step_tokens,
+    min_tokens_to_speculate: Annotated[
+        int, typer.Option(help="Where the number of guesses is open: answers of fewer tokens are not guessed for.", rich_help_panel=LOAD)
+    ] = LoadOptions.min_tokens_to_speculate,
+    max_speculating_requests: Annotated[
+        int | None, typer.Option(help="Where it is open: nobody guesses while more answers run than this; no limit.", rich_help_panel=LOAD)
+    ] = LoadOptions.max_speculating_requests,
     as_json: JsonOption = False,
 ) -> None:
     """Measure tokens per second, time per step and acceptance, everything interleaved in one run."""
@@ -99,73 +120,53 @@ def bench(
     if draft is None and target == "reference:target" and any("draft" in choice.needs for choice in parse_drafters(names)):
         draft = "reference:draft"
     if profile:
-        _measure_profile(context, target, draft, names, dtype, device, threads, out, name, seed, as_json)
+        _measure_profile(context, draft, names)
         return
-    options = BenchOptions(
-        target=target,
-        draft=draft,
-        drafters=names,
-        num_drafts=tuple("auto" if word == "auto" else whole("num_drafts", word) for word in words(num_drafts)),
-        rules=words(rule),
-        allow_lossy=allow_lossy,
-        slices=words(slices),
-        prompts=prompts,
-        prompts_per_slice=prompts_per_slice,
-        max_tokens=max_tokens,
-        repeats=repeats,
-        warmup=warmup,
-        temperatures=tuple(number("temperatures", word) for word in words(temperatures)),
-        ignore_eos=not stop_at_eos,
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        peers=peers,
-        peer_drafters=words(peer_drafters),
-        peer_num_drafts=tuple(whole("peer_num_drafts", word) for word in words(peer_num_drafts)),
-        plot=plot,
-        out=out,
-        name=name,
-        seed=seed,
-    )
-    report = run_bench(options, command=shlex.join(["foretoken", *sys.argv[1:]]))
+    report = run_bench(_options(context.params, draft), command=shlex.join(["foretoken", *sys.argv[1:]]))
     if not as_json:
         print_report(report)
     else:
         typer.echo(report.json_line())
 
 
-def _measure_profile(
-    context: typer.Context,
-    target: str,
-    draft: str | None,
-    drafters: tuple[str, ...],
-    dtype: str,
-    device: str,
-    threads: int | None,
-    out: Path | None,
-    name: str,
-    seed: int,
-    as_json: bool,
-) -> None:
+def _options(given: Mapping[str, Any], draft: str | None) -> BenchOptions:
+    """What to measure, from the options by name; lists are written with commas."""
+    as_given = {field.name: given[field.name] for field in fields(BenchOptions) if field.name in given}
+    return BenchOptions(
+        **as_given
+        | {
+            "draft": draft,
+            "num_drafts": tuple("auto" if word == "auto" else whole("num_drafts", word) for word in words(given["num_drafts"])),
+            "rules": words(given["rule"]),
+            "temperatures": tuple(number("temperatures", word) for word in words(given["temperatures"])),
+            "ignore_eos": not given["stop_at_eos"],
+            "peer_num_drafts": tuple(whole("peer_num_drafts", word) for word in words(given["peer_num_drafts"])),
+        }
+        | {name: words(given[name]) for name in ("drafters", "slices", "peer_drafters")}
+    )
+
+
+def _measure_profile(context: typer.Context, draft: str | None, drafters: tuple[str, ...]) -> None:
     """The short measurement behind `simulate`; options of the long one are refused."""
-    given = refuse_others(context, "profile", _PROFILE_OPTIONS)
+    given, options = refuse_others(context, "profile", _PROFILE_OPTIONS), context.params
+    out, name = options["out"], options["name"]
     choices = parse_drafters(drafters)
     if "drafters" not in given and draft is None:
         choices = tuple(choice for choice in choices if "draft" not in choice.needs)
     check_name(name)
     if out is not None:
         check_folder(out)
-    options = ProfileOptions(target, draft, choices, dtype, device, threads, seed=seed)
+    asked = ProfileOptions(options["target"], draft, choices, options["dtype"], options["device"], options["threads"], seed=options["seed"])
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("measuring", total=1.0)
         found = run_profile(
-            options,
+            asked,
             command=shlex.join(["foretoken", *sys.argv[1:]]),
             tell=lambda words, share: bar.update(task, completed=share, description=words),
         )
     file = None if out is None else write_profile(found, out, "profile" if "name" not in given else name)
-    if as_json:
+    if options["as_json"]:
         print_json(found.as_dict() | {"file": None if file is None else str(file)})
     else:
         print_profile(found, file)

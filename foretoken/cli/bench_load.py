@@ -15,14 +15,18 @@ from foretoken.bench.load_trace import run_trace
 from foretoken.bench.prompts import ALL
 from foretoken.bench.recovery import run_recovery
 from foretoken.bench.sheets import SheetReport, print_sheets
+from foretoken.cli.common import was_given
 from foretoken.errors import ConfigError
 
 LOAD = "Batches, changing load, recovery"  # the part of the help in which their options stand
 _COMMON = frozenset({"target", "dtype", "device", "threads", "repeats", "table", "out", "name", "seed", "as_json"})
 _TEXTS = frozenset({"draft", "settings", "prompts", "prompt_tokens", "max_tokens"})
+_ENGINE = frozenset(
+    {"cache_tokens", "cache_reserve", "max_batch_size", "max_prompt_tokens", "max_step_tokens", "min_tokens_to_speculate", "max_speculating_requests"}
+)
 _TAKES: Mapping[str, frozenset[str]] = {
-    "batches": _COMMON | _TEXTS | {"batches", "slices", "prompts_per_slice", "warmup"},
-    "trace": _COMMON | _TEXTS | {"trace", "phase_s"},
+    "batches": _COMMON | _TEXTS | _ENGINE | {"batches", "slices", "prompts_per_slice", "warmup"},
+    "trace": _COMMON | _TEXTS | _ENGINE | {"trace", "phase_s"},
     "recovery": _COMMON | {"recovery", "batches"},
 }
 _RUNS: Mapping[str, Callable[[LoadOptions, str], SheetReport]] = {"batches": run_batches, "trace": run_trace, "recovery": run_recovery}
@@ -37,8 +41,8 @@ def load_kind(context: typer.Context) -> str | None:
     """
     kind = next((name for name in ("recovery", "trace", "batches") if context.params[name]), None)
     if kind is None:
-        for name in ("settings", "table", "prompt_tokens", "phase_s"):
-            if _was_given(context, name):
+        for name in ("settings", "table", "prompt_tokens", "phase_s", *sorted(_ENGINE)):
+            if was_given(context, name):
                 raise ConfigError(name, context.params[name], "goes with --batches or --trace only")
     return kind
 
@@ -99,16 +103,11 @@ def refuse_others(context: typer.Context, kind: str, takes: Collection[str]) -> 
     Raises:
         ConfigError: names the first of them.
     """
-    given = [str(p.name) for p in context.command.params if _was_given(context, str(p.name))]
+    given = [str(p.name) for p in context.command.params if was_given(context, str(p.name))]
     for other in given:
         if other not in takes:
             raise ConfigError(other, context.params[other], f"does not go with --{kind}, which takes {', '.join(sorted(takes))}")
     return given
-
-
-def _was_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _is_set(context: typer.Context, name: str) -> bool:

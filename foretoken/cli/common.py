@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
@@ -34,7 +35,24 @@ CacheOption = Annotated[int | None, typer.Option(help="Tokens that the key/value
 CostProfileOption = Annotated[
     str, typer.Option(help="What steps cost: auto (kept from an earlier start, or measured at this one), off, measure, or a file of bench --profile.")
 ]
+MaxBatchSizeOption = Annotated[int, typer.Option(help="Answers that run at once.")]
+MaxPromptTokensOption = Annotated[int, typer.Option(help="Prompt tokens that a step takes.")]
+MaxStepTokensOption = Annotated[int | None, typer.Option(help="Rows of a step altogether: prompts, guesses, and one for each answer; no bound.")]
+CacheReserveOption = Annotated[float, typer.Option(help="Share of the cache that stays free when an answer begins.")]
+MinTokensToSpeculateOption = Annotated[int, typer.Option(help="With an open number of guesses: answers of fewer tokens are not guessed for.")]
+MaxSpeculatingOption = Annotated[
+    int | None, typer.Option(help="With an open number of guesses: nobody guesses while more answers run than this; no limit.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")]
+
+
+def spec_from(given: Mapping[str, Any]) -> SpecConfig:
+    """`spec_config` of the options by name, those of other matters left out.
+
+    Raises:
+        ConfigError: see there.
+    """
+    return spec_config(**{name: given[name] for name in inspect.signature(spec_config).parameters if name in given})
 
 
 def spec_config(
@@ -140,6 +158,12 @@ def announcer(status: Status | None) -> Callable[[str], None]:
     if status is not None:
         return status.update
     return lambda words: Console(stderr=True).print(words, markup=False, highlight=False)
+
+
+def was_given(context: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def print_json(value: object) -> None:

@@ -1,9 +1,13 @@
 """`foretoken generate`: one answer, streamed, or several."""
 
+# ruff: noqa: ARG001 - most options are read from the context
+
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +16,7 @@ from foretoken.cli.common import (
     AllowLossyOption,
     BranchingOption,
     CacheOption,
+    CacheReserveOption,
     CombineOption,
     CostProfileOption,
     DeviceOption,
@@ -22,6 +27,11 @@ from foretoken.cli.common import (
     DraftVocabularyOption,
     DtypeOption,
     JsonOption,
+    MaxBatchSizeOption,
+    MaxPromptTokensOption,
+    MaxSpeculatingOption,
+    MaxStepTokensOption,
+    MinTokensToSpeculateOption,
     NumDraftOption,
     NumericsOption,
     PartsOption,
@@ -30,14 +40,22 @@ from foretoken.cli.common import (
     TreeOption,
     announcer,
     progress,
-    spec_config,
+    spec_from,
+    was_given,
 )
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.engine.llm import LLM
-from foretoken.errors import InputError, StorageError
+from foretoken.errors import ConfigError, InputError, StorageError
+from foretoken.plan.admission import SchedulerConfig
+from foretoken.plan.routing import RoutingRules
+
+# Options of `LLM` that are passed on as they are, and those that make its `routing`.
+_ENGINE = ("dtype", "device", "cache_tokens", "cache_reserve", "max_batch_size", "max_prompt_tokens", "max_step_tokens", "numerics", "trace")
+_ROUTING = ("min_tokens_to_speculate", "max_speculating_requests")
 
 
 def generate(
+    context: typer.Context,
     target: TargetOption = "reference:target",
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to continue.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue, separated by commas (for a folder without a tokenizer).")] = None,
@@ -86,6 +104,12 @@ def generate(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     cache_tokens: CacheOption = None,
+    cache_reserve: CacheReserveOption = SchedulerConfig.cache_reserve,
+    max_batch_size: MaxBatchSizeOption = SchedulerConfig.max_batch_size,
+    max_prompt_tokens: MaxPromptTokensOption = SchedulerConfig.max_prompt_tokens,
+    max_step_tokens: MaxStepTokensOption = None,
+    min_tokens_to_speculate: MinTokensToSpeculateOption = RoutingRules.min_tokens_to_speculate,
+    max_speculating_requests: MaxSpeculatingOption = None,
     numerics: NumericsOption = "default",
     cost_profile: CostProfileOption = "auto",
     trace: Annotated[Path | None, typer.Option(help="Append one line per event to this .jsonl file.")] = None,
@@ -93,65 +117,12 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text, plainly or with a drafter, and say what it cost."""
-    ids = _prompt(prompt, prompt_ids)
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        repetition_penalty=repetition_penalty,
-        logit_bias=dict(_bias(entry) for entry in logit_bias or ()),
-        bad_words=tuple(bad_word or ()),
-        seed=seed,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-        n=n,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        json_schema=_text_or_file("json_schema", json_schema),
-        regex=regex,
-        grammar=_text_or_file("grammar", grammar),
-        priority=priority,
-        deadline_s=deadline_s,
-    )
-    spec = spec_config(
-        drafter,
-        draft,
-        num_draft,
-        rule,
-        allow_lossy,
-        draft_probability,
-        min_confidence=min_confidence,
-        draft_top_k=draft_top_k,
-        draft_dtype=draft_dtype,
-        draft_vocabulary=draft_vocabulary,
-        prediction=_text_or_file("prediction", prediction),
-        corpus=corpus,
-        exit_layer=exit_layer,
-        skip_layers=skip_layers,
-        lookahead_window=lookahead_window,
-        lookahead_ngram=lookahead_ngram,
-        tree=tree,
-        branching=branching,
-        parts=parts,
-        combine=combine,
-    )
+    given = context.params
+    ids, params = _prompt(prompt, prompt_ids), _params(given)
+    spec = spec_from({**given, "prediction": _text_or_file("prediction", prediction)})
+    rules = _rules(context, spec)
     with progress(f"loading {target}") as status:
-        llm = LLM(
-            target,
-            spec=spec,
-            dtype=dtype,
-            device=device,
-            cache_tokens=cache_tokens,
-            numerics=numerics,
-            trace=trace,
-            profile=cost_profile,
-            on_profile=announcer(status),
-        )
+        llm = LLM(target, spec=spec, routing=rules, on_profile=announcer(status), profile=cost_profile, **{name: given[name] for name in _ENGINE})
     with llm:
         stream_out = not show and not as_json and llm.tokenizer is not None and n == 1 and logprobs is None
         output = llm.generate([ids], params, on_step=print_pieces if stream_out else None)[0]
@@ -160,6 +131,35 @@ def generate(
         report(llm, output, show, as_json, stream_out)
         if show and llm.stats.profile_s:
             print_cost_profile(llm)
+
+
+def _params(given: Mapping[str, Any]) -> SamplingParams:
+    """How to choose tokens, from the options by name."""
+    as_given = {field.name: given[field.name] for field in fields(SamplingParams) if field.name in given}
+    return SamplingParams(
+        **as_given
+        | {
+            "logit_bias": dict(_bias(entry) for entry in given["logit_bias"] or ()),
+            "bad_words": tuple(given["bad_word"] or ()),
+            "stop": tuple(given["stop"] or ()),
+            "json_schema": _text_or_file("json_schema", given["json_schema"]),
+            "grammar": _text_or_file("grammar", given["grammar"]),
+        }
+    )
+
+
+def _rules(context: typer.Context, spec: SpecConfig) -> RoutingRules:
+    """When not to guess; only an open number of guesses is open to rules.
+
+    Raises:
+        InputError: a rule that makes no sense, or that nothing here would ask.
+    """
+    given = {name: context.params[name] for name in _ROUTING}
+    for name in _ROUTING:
+        if was_given(context, name) and (spec.drafter is None or spec.num_draft != "auto"):
+            remedy = "nobody guesses: name a --drafter" if spec.drafter is None else f"num_draft={spec.num_draft} is set: leave that to auto"
+            raise ConfigError(name, given[name], f"rules hold where the number of guesses is open, and {remedy}, or leave this out")
+    return RoutingRules(**given)
 
 
 def _bias(entry: str) -> tuple[int, float]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Batch, Draft, Request, Verdict
+from foretoken.verify import first_max
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Feedback:
         """The likeliest token after every probe of the draft: [P]; None when the target did not run them."""
         if self.probe_logits is None:
             return None
-        return self.probe_logits.argmax(-1)[torch.tensor(self.probe_rows, dtype=torch.int64, device=self.probe_logits.device)]
+        return first_max(self.probe_logits)[torch.tensor(self.probe_rows, dtype=torch.int64, device=self.probe_logits.device)]
 
     def _own(self, tensor: Tensor) -> Tensor:
         return tensor[torch.tensor(self.rows, dtype=torch.int64, device=tensor.device)]

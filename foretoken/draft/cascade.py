@@ -27,7 +27,7 @@ from foretoken.draft.own_cache import OwnCache
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.randomness import Purpose, uniforms
 from foretoken.model.sampling import check_finite, draft_law
-from foretoken.verify import verify_batch
+from foretoken.verify import first_max, verify_batch
 
 _MOST_INNER = 4  # tokens that a model hands to the level above it at once, unless its part says otherwise
 
@@ -258,7 +258,7 @@ def _laws(runs: Sequence[_Run], draft: Draft, logits: Tensor, parts: Sequence[Sp
     least = torch.tensor([parts[b].min_confidence for b in owners], device=probs.device)
     sure = [bool(one) for one in (probs.amax(-1) >= least).tolist()]
     greedy = [row for row, choice in enumerate(params) if choice.greedy]
-    probs[greedy] = torch.zeros_like(probs[greedy]).scatter_(-1, logits[greedy].argmax(-1, keepdim=True), 1)
+    probs[greedy] = torch.zeros_like(probs[greedy]).scatter_(-1, first_max(logits[greedy])[:, None], 1)
     return _Laws(probs, sure)
 
 

@@ -21,6 +21,7 @@ from foretoken.draft.chain import Chain, assemble, extend
 from foretoken.draft.layer_choice import ExitChoice, SkipSearch, kept_layers
 from foretoken.model.interface import EarlyExitModel, EarlySegment
 from foretoken.model.sampling import check_finite, target_probs
+from foretoken.verify import first_max
 
 _LOOK_ROWS = 4  # rows of a round that a look takes: a head over a few rows costs as much as over one
 _TRIAL_ROWS = 24  # rows of finished text in a trial of a set of layers
@@ -154,7 +155,7 @@ class EarlyExitDrafter:
                 inputs, segment = torch.tensor(rows, device=target.device), EarlySegment(_TRIAL_SEQUENCE, 0, len(rows), len(rows))
 
                 def agree(layers: tuple[int, ...]) -> list[float]:
-                    return (target.forward_early(inputs, [segment], layers).argmax(-1) == said).double().tolist()
+                    return (first_max(target.forward_early(inputs, [segment], layers)) == said).double().tolist()
 
                 self.skips.trial(agree, max(1, ready[0].num_draft))
         finally:

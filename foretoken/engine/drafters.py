@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from weakref import WeakSet
 
-from foretoken.config import LOOKUPS, QUANTISED, SpecConfig, know_drafter
+from foretoken.config import A_DRAFT, LOOKUPS, QUANTISED, SpecConfig, know_drafter
 from foretoken.draft.base import Drafter
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
@@ -21,8 +22,9 @@ from foretoken.draft.suffix import SuffixDrafter
 from foretoken.engine.pairing import pair
 from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.model.architecture import NATIVE_MODEL_TYPES
-from foretoken.model.interface import EarlyExitModel, LanguageModel
-from foretoken.model.open import model_folder, open_model
+from foretoken.model.interface import EarlyExitModel, LanguageModel, OpenModel
+from foretoken.model.loader import dtype_of
+from foretoken.model.open import model_folder, native_config, open_model
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -40,6 +42,7 @@ class DrafterFactory:
 
     def __init__(self, folder: Path, target: LanguageModel, tokenizer: Tokenizer | None, options: ModelOptions) -> None:
         self.folder, self.target, self.tokenizer, self.options = folder, target, tokenizer, options
+        self._drafts: dict[tuple[Hashable, ...], WeakSet[OpenModel]] = {}  # those in use, by what their weights are
 
     def make(self, spec: SpecConfig) -> Drafter:
         """A new drafter for `spec`, whose `drafter` is set.
@@ -51,6 +54,24 @@ class DrafterFactory:
         """
         assert spec.drafter is not None
         return _MAKERS[spec.drafter](self, spec)
+
+    def open_draft(self, folder: Path, draft_dtype: str) -> LanguageModel:
+        """The draft model in `folder` with a cache of its own; weights that another drafter has in use are not loaded again.
+
+        Raises:
+            CheckpointError, UnsupportedModelError, ConfigError, InputError: see `open_model`.
+        """
+        options, quantised = self.options, draft_dtype in QUANTISED
+        dtype = options.dtype if quantised or draft_dtype == "auto" else draft_dtype
+        named: Hashable = dtype_of(folder, dtype) if native_config(folder) is not None else dtype
+        in_use = self._drafts.setdefault((folder.resolve(), named, draft_dtype if quantised else None), WeakSet())
+        known = next(iter(in_use), None)
+        if known is not None:
+            model = known.fresh()
+        else:
+            model = open_model(folder, dtype, options.device, options.cache_tokens, weights=draft_dtype if quantised else "auto")
+        in_use.add(model)
+        return model
 
     def corpus(self, path: str) -> list[int]:
         """Token ids of a text file to guess from."""
@@ -65,11 +86,9 @@ class DrafterFactory:
 
 def _draft_model(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
     if spec.draft is None:
-        raise ConfigError("draft", None, "drafter='draft_model' needs the folder or hub id of a draft model")
-    folder, options = model_folder(spec.draft), factory.options
-    quantised = spec.draft_dtype in QUANTISED
-    dtype = options.dtype if quantised or spec.draft_dtype == "auto" else spec.draft_dtype
-    draft = open_model(folder, dtype, options.device, options.cache_tokens, weights=spec.draft_dtype if quantised else "auto")
+        raise ConfigError("draft", None, f"drafter='draft_model' needs {A_DRAFT}")
+    folder = model_folder(spec.draft)
+    draft = factory.open_draft(folder, spec.draft_dtype)
     return pair(factory.target, factory.tokenizer, draft, load_tokenizer(folder), spec.draft, spec.draft_vocabulary)
 
 

@@ -7,6 +7,7 @@ whose cache cannot be cut back (recurrent, hybrid, chunked) is recomputed from t
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -118,6 +119,12 @@ class TransformersModel:
     def footprint_tokens(self, num_tokens: int) -> int:
         """What a sequence of `num_tokens` takes: nothing is rounded."""
         return num_tokens
+
+    def fresh(self) -> TransformersModel:
+        """See `interface.OpenModel`."""
+        fresh = copy.copy(self)
+        fresh._sequences = {}
+        return fresh
 
     def open(self, sequence: int) -> None:
         """Begin an empty sequence."""

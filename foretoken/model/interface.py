@@ -130,6 +130,13 @@ class LanguageModel(Protocol):
         """Forget everything after the first `length` tokens."""
 
 
+class OpenModel(LanguageModel, Protocol):
+    """A language model as it was loaded."""
+
+    def fresh(self) -> OpenModel:
+        """The same weights with an empty memory of its own, as large as this one's."""
+
+
 @runtime_checkable
 class PrefixModel(LanguageModel, Protocol):
     """A language model that can begin a sequence with what another one of the same tenant has computed for the same text."""

@@ -58,13 +58,15 @@ def resolve_folder(path_or_hub_id: str | Path, revision: str | None = None) -> P
         CheckpointError: neither a local folder nor reachable on the hub.
     """
     name = os.fspath(path_or_hub_id)
+    if not name:
+        raise CheckpointError("no model is named; give the folder of a checkpoint, a hub id, or reference:target")
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     if path.exists():
         raise CheckpointError(f"{path} is a file; give the folder that holds config.json")
     if isinstance(path_or_hub_id, Path) or not _HUB_ID.fullmatch(name) or name[0] == ".":
-        raise CheckpointError(f"folder {path} does not exist")
+        raise CheckpointError(f"folder {path} does not exist; give the folder of a checkpoint, or a hub id")
     import huggingface_hub
 
     try:
@@ -261,7 +263,7 @@ def load_decoder(
         InputError: unknown `dtype` or `quant`, or a pair that does not go together.
     """
     config, weights = read_config(folder), Weights(folder)
-    target, place = parse_dtype(dtype, _stored_dtype(folder, weights)), torch.device(device)
+    target, place = dtype_of(folder, dtype), torch.device(device)
     quantiser = None
     if quant is not None:
         check_quant(quant, target, place)
@@ -287,11 +289,16 @@ def load_decoder(
     return decoder.eval()
 
 
-def _stored_dtype(folder: Path, weights: Weights) -> torch.dtype:
-    """What config.json says, or else how the embedding is stored."""
+def dtype_of(folder: Path, dtype: str | torch.dtype = "auto") -> torch.dtype:
+    """What `load_decoder` makes of `dtype`: "auto" is what config.json says, or else how the embedding is stored.
+
+    Raises:
+        CheckpointError: a file is missing or broken.
+        InputError: unknown `dtype`.
+    """
     raw = read_raw_config(folder)
     named = str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
-    return _FLOATS[named] if named in _FLOATS else weights.dtype("model.embed_tokens.weight")
+    return parse_dtype(dtype, _FLOATS[named] if named in _FLOATS else Weights(folder).dtype("model.embed_tokens.weight"))
 
 
 class _Filler:

@@ -9,7 +9,7 @@ import torch
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.kv.pool import bytes_per_token
 from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, check_causal, config_from_hf
-from foretoken.model.interface import LanguageModel
+from foretoken.model.interface import OpenModel
 from foretoken.model.loader import load_decoder, read_raw_config, resolve_folder
 from foretoken.model.paged import DEFAULT_BLOCK_SIZE, PagedModel
 from foretoken.model.strict import StrictModel
@@ -48,7 +48,7 @@ def open_model(
     cache_tokens: int | None = None,
     numerics: str = "default",
     weights: str = "auto",
-) -> LanguageModel:
+) -> OpenModel:
     """Load the checkpoint in `folder` with a cache of `cache_tokens` tokens (None: 512 MB, or up to 4 GB to hold one whole context).
 
     `numerics` "strict" makes the logits of a position bitwise the same however its rows are batched, see `strict`. `weights` "int8" or

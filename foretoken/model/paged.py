@@ -105,6 +105,10 @@ class PagedModel:
         twin.allocator, twin.tables, twin._early = BlockAllocator(self.allocator.num_blocks, self.block_size), {}, {}
         return twin
 
+    def fresh(self) -> PagedModel:
+        """See `interface.OpenModel`."""
+        return type(self)(self.decoder, self.capacity_tokens, self.block_size)
+
     def adopt(self, sequence: int, tokens: Sequence[int], tenant: str) -> int:
         """See `interface.PrefixModel`: whole blocks are taken over, without a copy."""
         return self.allocator.adopt(self.tables[sequence], tenant, tokens)

@@ -6,9 +6,10 @@ import json
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from foretoken.errors import InputError
+from foretoken.params import DEADLINES_S, PRIORITIES, check_number, check_whole
 
 Chances = tuple[float, ...]
 
@@ -17,7 +18,8 @@ Chances = tuple[float, ...]
 class Job:
     """One request: `acceptance` is the chance that a guess stands once all before it stood, by place (the last goes on), or a name.
 
-    A name stands for chances that were measured, a different one for each drafter (`chances_from_bench`).
+    A name stands for chances that were measured, a different one for each drafter (`chances_from_bench`). `priority` and `deadline_s` are
+    `SamplingParams`'.
     """
 
     arrival_s: float
@@ -58,7 +60,7 @@ def poisson(rate: float, count: int, prompts: Lengths, outputs: Lengths, accepta
 
 
 def parse_trace(lines: Iterable[str], acceptance: Chances | str) -> list[Job]:
-    """Requests from JSON lines with `arrival_s`, `prompt_tokens`, `output_tokens` and maybe `acceptance`, in order of arrival.
+    """Requests from JSON lines in order of arrival; the keys are the fields of `Job`, and only the two lengths must be there.
 
     `acceptance` holds for lines that name none.
 
@@ -78,9 +80,10 @@ def _job(number: int, line: str, acceptance: Chances | str) -> Job:
         raise InputError(f"trace line {number}", line, f"is not JSON: {error}") from error
     if not isinstance(raw, Mapping):
         raise InputError(f"trace line {number}", line, "must be an object")
-    unknown = set(raw) - {"arrival_s", "prompt_tokens", "output_tokens", "acceptance"}
+    known = [field.name for field in fields(Job)]
+    unknown = set(raw) - set(known)
     if unknown:
-        raise InputError(f"trace line {number}", sorted(unknown)[0], "unknown key; known: arrival_s, prompt_tokens, output_tokens, acceptance")
+        raise InputError(f"trace line {number}", sorted(unknown)[0], f"unknown key; known: {', '.join(known)}")
     arrival = raw.get("arrival_s", 0.0)
     if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not math.isfinite(arrival) or arrival < 0:
         raise InputError(f"trace line {number}: arrival_s", arrival, "must be a number of seconds, at least 0")
@@ -89,7 +92,11 @@ def _job(number: int, line: str, acceptance: Chances | str) -> Job:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise InputError(f"trace line {number}: {name}", count, "must be a whole number of at least 1")
     given = acceptance if raw.get("acceptance") is None else parse_acceptance(raw["acceptance"], f"trace line {number}: acceptance")
-    return Job(float(arrival), raw["prompt_tokens"], raw["output_tokens"], given)
+    priority, deadline_s = raw.get("priority", 0), raw.get("deadline_s")
+    check_whole(f"trace line {number}: priority", priority, *PRIORITIES)
+    if deadline_s is not None:
+        check_number(f"trace line {number}: deadline_s", deadline_s, *DEADLINES_S, open_low=True)
+    return Job(float(arrival), raw["prompt_tokens"], raw["output_tokens"], given, priority, deadline_s)
 
 
 def parse_acceptance(value: object, field: str = "acceptance") -> Chances | str:

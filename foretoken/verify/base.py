@@ -73,7 +73,7 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def first_max(rows: Tensor) -> Tensor:
-    """Place of the largest number of each row, the first of equal ones (a NaN counts as largest): [n, V] -> [n].
+    """Place of the largest number of each row, the first of equal ones (a NaN counts as largest): [..., V] -> [...].
 
     `Tensor.argmax`, whose CPU kernel reads number by number: numpy's is ten times as fast in 32 bits, a hundred times in 16.
     """

@@ -15,13 +15,14 @@ from foretoken.bench import load_trace, recovery
 from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
 from foretoken.bench.batch_settings import Answered, BatchSetting, Stage, Turn, parse_batch_settings, together
 from foretoken.bench.batches import BatchSample, grid_summary, measure_grid, run_batches, summarise_grid
-from foretoken.bench.load_options import LoadOptions, Phase, parse_phases, parse_table, settle_table, slice_names
+from foretoken.bench.load_options import LoadOptions, Phase, opened, parse_phases, parse_table, settle_table, slice_names
 from foretoken.bench.load_trace import TraceTurn, run_trace, summarise_trace, trace_summary
 from foretoken.bench.recovery import StepTimes, Stretch, expected_tokens, run_recovery
 from foretoken.bench.sheets import print_sheets
 from foretoken.config import known_drafters
 from foretoken.errors import ConfigError, InputError
 from foretoken.plan.policy import BudgetPolicy
+from foretoken.plan.routing import RoutingRules
 from foretoken.plan.rules import BatchTable, EmaRule
 
 
@@ -365,6 +366,54 @@ def test_recovery_from_end_to_end(text_pair: SimpleNamespace, monkeypatch: pytes
     assert set(report.summary["within_goal"]) == {"auto", "table", "ema", "heuristic"}
     with pytest.raises(InputError, match="table"):
         run_recovery(options(text_pair, table=None))
+
+
+def test_the_engine_has_the_limits_that_were_asked_for(text_pair: SimpleNamespace) -> None:
+    """By default a whole batch reads in one step, runs at once and fits; the answers are the same under any limits."""
+    limits = {"max_batch_size": 2, "max_prompt_tokens": 5, "max_step_tokens": 9, "cache_tokens": 320, "cache_reserve": 0.2}
+    rules = {"min_tokens_to_speculate": 6, "max_speculating_requests": 1}
+    found = {}
+    for name, values in (("usual", {}), ("asked", {**limits, **rules})):
+        with opened(options(text_pair, **values), ("chat",), 3, 3, 8) as (stage, asks):
+            engine = stage.llm.engine
+            config, routing = engine.scheduler.config, engine.controller.routing
+            if name == "usual":
+                assert (config.max_batch_size, config.max_prompt_tokens, config.max_step_tokens, config.cache_reserve) == (3, 4096, None, 0.1)
+                assert routing.rules == RoutingRules()
+            else:
+                assert (config.max_batch_size, config.max_prompt_tokens, config.max_step_tokens, config.cache_reserve) == (2, 5, 9, 0.2)
+                assert stage.llm.target.capacity_tokens == 320
+                assert (routing.rules.min_tokens_to_speculate, routing.rules.max_speculating_requests) == (6, 1)
+            (setting,) = parse_batch_settings(("ngram-auto",), None)[0][1:]
+            found[name] = [answer.token_ids for answer in stage.answer(setting, asks["chat"], 8).answers]
+            assert (routing.num_by_reason["load"] > 0) == (name == "asked")
+    assert found["usual"] == found["asked"]
+
+
+@pytest.mark.parametrize("wrong", [{"min_tokens_to_speculate": 3}, {"max_speculating_requests": 2}])
+def test_rules_need_a_setting_that_asks_them(text_pair: SimpleNamespace, wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}=.*is for settings that choose the number of guesses"):
+        options(text_pair, settings=("plain", "ngram-2"), **wrong)
+    assert options(text_pair, settings=("plain", "ngram-auto"), **wrong).routing != RoutingRules()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_batch_size": 0},
+        {"max_prompt_tokens": 0},
+        {"max_step_tokens": 0},
+        {"cache_tokens": 0},
+        {"cache_reserve": 1.1},
+        {"min_tokens_to_speculate": -1},
+        {"max_speculating_requests": -1},
+    ],
+    ids=str,
+)
+def test_limits_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(InputError, match=f"{name}={value}: must be"):
+        LoadOptions("t", **wrong)
 
 
 @pytest.mark.parametrize(

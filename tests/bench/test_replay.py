@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from foretoken.bench.validate import Trial, causes, compare, median_profile, pre
 from foretoken.core import StepOutput
 from foretoken.engine.request import RequestState
 from foretoken.errors import EngineError, InputError
-from foretoken.plan.arrivals import Job
+from foretoken.plan.arrivals import Job, parse_trace
 from foretoken.plan.outcome import outcome
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.plan.rounds import Record, Records, chain
@@ -77,6 +77,30 @@ def scripted_cost(one: object) -> object:
     """What the drafter took on the scripted clock, instead of what it really took."""
     draft_s = CURVED.drafters["ngram"].seconds(one.longest_draft, one.num_drafting, one.num_unread) if one.num_drafting else 0.0
     return replace(one, step=replace(one.step, draft_s=draft_s))
+
+
+def test_priorities_and_deadlines_of_a_trace_are_the_requests(pair: SimpleNamespace) -> None:
+    """One at a time, all there at once: the engine serves them in the order in which the simulator does."""
+    lines = [
+        '{"prompt_tokens": 4, "output_tokens": 3}',
+        '{"prompt_tokens": 4, "output_tokens": 3, "deadline_s": 500}',
+        '{"prompt_tokens": 4, "output_tokens": 3, "deadline_s": 100}',
+        '{"prompt_tokens": 4, "output_tokens": 3, "priority": 2, "deadline_s": 1}',
+        '{"prompt_tokens": 4, "output_tokens": 3, "priority": -5}',
+    ]
+    jobs, limits = parse_trace(lines, (0.0,)), Limits(max_batch_size=1)
+    prompts = [token_ids(4, seed=i) for i in range(len(jobs))]
+    with LLM(pair.target, dtype="float32", max_batch_size=1) as llm:
+        llm.engine.scheduler.config = replace(llm.engine.scheduler.config, aging_s=1e9)  # no period ends while they come
+        done = replay(llm, jobs, prompts, [SpecConfig()] * len(jobs), "plain")
+    told = simulate(UNIT, jobs, Setting(), limits).courses
+    assert order(one.finish_s for one in done.served) == order(course.finish_s for course in told) == [4, 2, 1, 0, 3]
+
+
+def order(times: Iterable[float]) -> list[int]:
+    """Numbers of the requests, the earliest first."""
+    listed = list(times)
+    return sorted(range(len(listed)), key=listed.__getitem__)
 
 
 @pytest.mark.filterwarnings("ignore:the draft has")

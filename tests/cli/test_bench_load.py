@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
 
 from foretoken.cli import bench_load
 from tests.cli.conftest import Run
+
+LIMITS = (
+    *("max_batch_size", "max_prompt_tokens", "max_step_tokens", "cache_tokens", "cache_reserve"),
+    *("min_tokens_to_speculate", "max_speculating_requests"),
+)
 
 
 @pytest.fixture
@@ -58,6 +64,20 @@ def test_a_trace_and_recovery(foretoken: Run, asked: dict[str, object]) -> None:
     assert (asked["recovery"].batches, asked["recovery"].name) == ((2,), "mine")
 
 
+def test_limits_and_rules_of_the_engine(foretoken: Run, asked: dict[str, object]) -> None:
+    """Whatever was named, for batches and for a trace alike; the rest is as ever."""
+    limits = ("--max-batch-size", "3", "--max-prompt-tokens", "64", "--max-step-tokens", "20", "--cache-tokens", "640", "--cache-reserve", "0.3")
+    rules = ("--min-tokens-to-speculate", "4", "--max-speculating-requests", "2")
+    for kind, value in (("batches", "4"), ("trace", "mixed")):
+        assert foretoken("bench", f"--{kind}", value, *limits, *rules, "--json").code == 0
+        options = asked[kind]
+        assert (options.max_batch_size, options.max_prompt_tokens, options.max_step_tokens) == (3, 64, 20)
+        assert (options.cache_tokens, options.cache_reserve) == (640, 0.3)
+        assert (options.routing.min_tokens_to_speculate, options.routing.max_speculating_requests) == (4, 2)
+        assert foretoken("bench", f"--{kind}", value, "--max-step-tokens", "40", "--json").code == 0
+        assert replace(asked[kind], max_step_tokens=None) == replace(options, **{f.name: f.default for f in fields(options) if f.name in LIMITS})
+
+
 def test_an_interrupted_run_prints_what_there_is_and_says_so(foretoken: Run, asked: dict[str, object]) -> None:
     asked["stop"] = True
     done = foretoken("bench", "--batches", "1", "--json")
@@ -79,6 +99,10 @@ def test_an_interrupted_run_prints_what_there_is_and_says_so(foretoken: Run, ask
         (("--batches", "x"), "batches"),
         (("--batches", "1", "--slices", "poems"), "slices"),
         (("--batches", "1", "--table", "x"), "table"),
+        (("--max-batch-size", "2"), "max_batch_size"),
+        (("--recovery", "--max-step-tokens", "40"), "max_step_tokens"),
+        (("--batches", "1", "--cache-reserve", "2"), "cache_reserve"),
+        (("--batches", "1", "--settings", "plain", "--min-tokens-to-speculate", "2"), "min_tokens_to_speculate"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(foretoken: Run, asked: dict[str, object], arguments: tuple[str, ...], field: str) -> None:

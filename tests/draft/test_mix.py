@@ -12,7 +12,7 @@ import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
-from foretoken.draft.base import Drafter, Feedback
+from foretoken.draft.base import Feedback
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.draft.mix import MixDrafter
@@ -124,18 +124,14 @@ def test_a_part_that_is_passed_over_gets_a_turn_now_and_then() -> None:
     assert all(later - earlier >= RETRY_ROUNDS for earlier, later in itertools.pairwise(late))
 
 
-class Recording:
-    """A drafter that notes when it is asked to draw."""
+class Recording(DraftModelDrafter):
+    """A draft model that notes when it is asked to draw."""
 
-    def __init__(self, inner: Drafter) -> None:
-        self.inner, self.name, self.asked = inner, inner.name, 0
-
-    def __getattr__(self, attribute: str) -> object:
-        return getattr(self.inner, attribute)
+    asked = 0
 
     def propose(self, batch: Batch) -> Draft:
         self.asked += 1
-        return self.inner.propose(batch)
+        return super().propose(batch)
 
 
 @pytest.mark.parametrize("spec", [TWO, MERGED], ids=lambda spec: spec.combine)
@@ -145,7 +141,7 @@ def test_the_choice_does_not_look_at_what_is_drawn(spec: SpecConfig) -> None:
     flat = ScriptedModel(lambda context: [0.0] * 10, 10)
     shapes, texts = set(), set()
     for seed in range(30):
-        model = Recording(DraftModelDrafter(flat))
+        model = Recording(flat)
         mix = MixDrafter([NgramDrafter(), model], Clock())
         request = Request(seed, tuple(prompt), SamplingParams(temperature=1.0), spec, seed)
         mix.start(request)
@@ -158,7 +154,7 @@ def test_the_choice_does_not_look_at_what_is_drawn(spec: SpecConfig) -> None:
 
 
 def test_no_model_is_asked_where_a_lookup_goes() -> None:
-    model = Recording(DraftModelDrafter(says([0] * 99, 0)))
+    model = Recording(says([0] * 99, 0))
     mix = MixDrafter([NgramDrafter(), model], Clock())
     prompt = list(range(1, 12)) * 3
     request = Request(0, tuple(prompt), SamplingParams(), TWO, 0)

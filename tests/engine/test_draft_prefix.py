@@ -19,23 +19,26 @@ from tests.helpers.specs import spec_of
 
 COLUMNS = 400
 PROMPT = token_ids(150, 355, seed=3)
-WITH_CACHE = ("draft_model", "static", "best_first", "cascade", "two levels", "mix", "strings", "intersection", "mix of others")
+WITH_CACHE = ("draft_model", "padded", "static", "best_first", "cascade", "two levels", "mix", "strings", "intersection", "mix of others")
 pytestmark = pytest.mark.filterwarnings("ignore:draft .* has another tokenizer", "ignore:the draft has")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A target, a draft with its tokenizer, and one with another; the latter's context is longer, since it needs more tokens."""
+    """A target, drafts with its tokenizer, one of them with more columns, and one with another tokenizer, which needs more tokens."""
     folder = tmp_path_factory.mktemp("prefixes")
-    for seed, name in enumerate(("target", "draft", "foreign")):
-        shape = {"num_hidden_layers": 1 + (name == "target"), "hidden_size": 32, "vocab_size": COLUMNS, "max_position_embeddings": 2048}
+    for seed, name in enumerate(("target", "draft", "foreign", "padded")):
+        columns = COLUMNS + 16 * (name == "padded")
+        shape = {"num_hidden_layers": 1 + (name == "target"), "hidden_size": 32, "vocab_size": columns, "max_position_embeddings": 2048}
         tiny_checkpoint(folder / name, "llama", seed, **shape)
         foreign_tokenizer(folder / name, "sentencepiece") if name == "foreign" else tiny_tokenizer(folder / name, COLUMNS, PROSE)
-    return {name: folder / name for name in ("target", "draft", "foreign")}
+    return {name: folder / name for name in ("target", "draft", "foreign", "padded")}
 
 
 def spec_for(name: str, folders: dict[str, Path], tenant: str = "") -> SpecConfig:
     own, foreign = {"draft": str(folders["draft"]), "num_draft": 3, "tenant": tenant}, SpecConfig("draft_model", str(folders["foreign"]))
+    if name == "padded":
+        return SpecConfig("draft_model", **own | {"draft": str(folders["padded"])})
     if name in ("static", "best_first"):
         return SpecConfig("draft_model", tree=name, branching=2, **own)
     if name in ("strings", "intersection"):

@@ -30,7 +30,16 @@ def test_random_arrivals_have_the_rate_and_the_lengths() -> None:
 def test_a_trace_is_sorted_and_filled_in() -> None:
     lines = ['{"arrival_s": 2, "prompt_tokens": 3, "output_tokens": 4, "acceptance": 0.5}', "", '{"prompt_tokens": 1, "output_tokens": 1}']
     assert parse_trace(lines, "code") == [Job(0.0, 1, 1, "code"), Job(2.0, 3, 4, (0.5,))]
+    urgent = '{"prompt_tokens": 1, "output_tokens": 1, "arrival_s": 1, "priority": -3, "deadline_s": 2.5}'
+    late = '{"prompt_tokens": 1, "output_tokens": 1, "arrival_s": 2, "deadline_s": null}'
+    assert parse_trace([late, urgent], "code") == [Job(1.0, 1, 1, "code", -3, 2.5), Job(2.0, 1, 1, "code", 0, None)]
     for line, message in (
+        ('{"prompt_tokens": 1, "output_tokens": 1, "urgency": 1}', "trace line 2='urgency': unknown key; known: .*priority, deadline_s"),
+        ('{"prompt_tokens": 1, "output_tokens": 1, "priority": 1.5}', "trace line 2: priority=1.5: must be a whole number"),
+        ('{"prompt_tokens": 1, "output_tokens": 1, "priority": 101}', "trace line 2: priority=101: must be at least -100 and at most 100"),
+        ('{"prompt_tokens": 1, "output_tokens": 1, "priority": null}', "trace line 2: priority=None: must be a whole number"),
+        ('{"prompt_tokens": 1, "output_tokens": 1, "deadline_s": 0}', r"trace line 2: deadline_s=0: must lie in \(0"),
+        ('{"prompt_tokens": 1, "output_tokens": 1, "deadline_s": "soon"}', "trace line 2: deadline_s='soon': must be a finite number"),
         ("{", "is not JSON"),
         ("[]", "must be an object"),
         ('{"prompt_tokens": 1}', "output_tokens=None"),
