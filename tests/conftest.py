@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from foretoken import LLM
+from foretoken.engine import intake
 from tests.helpers import audit
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 
@@ -23,6 +26,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Numbers that nobody seeded, those of requests without a seed among them, are a test's own: a failure can be repeated."""
+    own = random.Random(item.nodeid)
+    intake.secrets = SimpleNamespace(randbits=own.getrandbits)  # type: ignore[assignment]
+    random.seed(own.getrandbits(32))
+    np.random.seed(own.getrandbits(32))
+    torch.manual_seed(own.getrandbits(32))
 
 
 @pytest.fixture(scope="session", autouse=True)
