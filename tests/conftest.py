@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from foretoken import LLM
 from foretoken.engine import intake
@@ -18,6 +19,8 @@ from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 
 torch.set_num_threads(1)  # tiny matrices: a second thread costs more than it brings
 audit.watch()
+settings.register_profile("the same everywhere", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("the same everywhere")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
