@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from foretoken import LLM
+from foretoken.engine import intake
 from tests.helpers import audit
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 
 torch.set_num_threads(1)  # tiny matrices: a second thread costs more than it brings
 audit.watch()
+settings.register_profile("the same everywhere", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("the same everywhere")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,6 +29,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Numbers that nobody seeded, those of requests without a seed among them, are a test's own: a failure can be repeated."""
+    own = random.Random(item.nodeid)
+    intake.secrets = SimpleNamespace(randbits=own.getrandbits)  # type: ignore[assignment]
+    random.seed(own.getrandbits(32))
+    np.random.seed(own.getrandbits(32))
+    torch.manual_seed(own.getrandbits(32))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -76,12 +76,13 @@ def choose_budgets(
     step = _Step(num_other_rows, len(requests), step_s, draft_s, users, rate)
     active = set(users)
     best = step.best(requests, active)
-    dear = {drafter for drafter in active if draft_s(drafter, 1) > _CHEAP * best.seconds}
+    dear = [drafter for drafter in users if draft_s(drafter, 1) > _CHEAP * best.seconds]  # in order: of equals the first goes, whatever their hashes
     while dear:  # guesses are admitted without a look at what their drafter takes: leave out, one by one, who gains least by it
         fewer = {drafter: step.best(requests, active - {drafter}) for drafter in dear}
         least = max(fewer, key=lambda drafter: step.worth(fewer[drafter].tokens, fewer[drafter].seconds))
         best = max(best, fewer[least], key=lambda choice: step.worth(choice.tokens, choice.seconds))
-        active, dear = active - {least}, dear - {least}
+        active.remove(least)
+        dear.remove(least)
     return best
 
 

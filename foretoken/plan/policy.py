@@ -277,7 +277,7 @@ class BudgetPolicy:
         own_rows, step_s = len(wishes), self._step_times()
         far = min(rows + rows // 4 + 2, 2 * max(self.target_cost.largest, own_rows) + _FIRST_ROWS)
         slope_s = (step_s(far) - step_s(own_rows)) / (far - own_rows)
-        rate = self._rate.of_late / self._token_s if self._rate.took_s else choice.tokens_per_s
+        rate = self._rate.of_late / self._token_s if self._rate.took_s and self._token_s else choice.tokens_per_s
         row_price = rate * slope_s
         surplus: dict[tuple[int, Hashable], tuple[int, float]] = {}
         for wish, own, pick, budget in zip(wishes, options, choice.picks, choice.budgets, strict=True):

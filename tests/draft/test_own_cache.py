@@ -15,6 +15,7 @@ from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.draft.mix import MixDrafter
 from foretoken.draft.ngram import NgramDrafter
+from foretoken.draft.own_cache import OwnCache
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
@@ -237,3 +238,55 @@ def test_a_mix_takes_no_price_from_a_round_that_read(pair: SimpleNamespace) -> N
     guesses(one)
     assert not mix.prices.parts[0].is_empty
     one.finish()
+
+
+class Rounds:
+    """A cache of three sequences of 40 tokens in 128 places: 0 drafted last, 1 before it, 2 wants to; all of them rested since."""
+
+    def __init__(self, pair: SimpleNamespace) -> None:
+        self.model, self.texts = Counting(pair, 128), {number: token_ids(40, seed=number) for number in range(3)}
+        self.cache = OwnCache(self.model, self.texts.__getitem__)
+        for number in range(3):
+            self.cache.start(number, "")
+        for number in (1, 0):
+            assert self.draft(number, 8)
+        self.rest(9)
+
+    def draft(self, number: int, num_rows: int) -> bool:
+        self.cache.begin_round([number])
+        has_room = self.cache.make_room(number, num_rows)
+        if has_room:
+            self.cache.catch_up(number)
+            missing = self.texts[number][self.model.length(number) :]
+            self.model.forward(torch.tensor(missing), [Segment(number, len(missing), (), 0)])
+            self.model.commit(number, len(missing))
+            self.cache.publish_read()
+        return has_room
+
+    def rest(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.cache.begin_round([])
+
+    def close(self) -> None:
+        for number in self.texts:
+            self.cache.finish(number)
+        assert self.model.num_free_tokens() == 128
+
+
+def test_who_rested_longest_gives_way_first(pair: SimpleNamespace) -> None:
+    """And nobody else as long as that is enough."""
+    rounds = Rounds(pair)
+    assert rounds.draft(2, 20)
+    assert [rounds.model.length(number) for number in range(3)] == [40, 0, 40]
+    rounds.close()
+
+
+def test_nobody_gives_way_in_vain(pair: SimpleNamespace) -> None:
+    """Who would not fit even then takes nothing from anybody, and loses nothing that it has."""
+    rounds = Rounds(pair)
+    rounds.texts[2] = [*rounds.texts[0][:36], 1, 2, 3, 4]  # what it could begin with is not kept either
+    assert not rounds.draft(2, 130)
+    assert [rounds.model.length(number) for number in range(3)] == [40, 40, 0]
+    assert not rounds.draft(0, 130)
+    assert [rounds.model.length(number) for number in range(3)] == [40, 40, 0]
+    rounds.close()

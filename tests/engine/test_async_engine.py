@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 
 import pytest
 
@@ -37,6 +37,34 @@ def wait_until_idle(engine: AsyncEngine) -> None:
     engine.submit([1], SamplingParams(max_tokens=1)).result()
     assert not engine._tickets
     check_idle(engine.llm.engine)
+
+
+class Paced:
+    """While it is entered the engine's thread stands before every forward until the test lets it go on: nothing hangs on who is faster."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.target, self.forward, self.is_over = llm.target, llm.target.forward, False
+        self.standing, self.allowed = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __enter__(self) -> Paced:
+        self.target.forward = self.wait_and_run
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.is_over, self.target.forward = True, self.forward
+        self.allowed.release()
+
+    def wait_and_run(self, *arguments: object) -> object:
+        self.standing.release()
+        if not self.is_over:
+            self.allowed.acquire()
+        return self.forward(*arguments)
+
+    def go(self, num_forwards: int) -> None:
+        """Let so many forwards begin; all steps but the last are over then."""
+        for _ in range(num_forwards):
+            self.standing.acquire()
+            self.allowed.release()
 
 
 def test_threads_get_the_answers_they_would_get_alone(engine: AsyncEngine, alone: list[tuple[int, ...]]) -> None:
@@ -80,37 +108,52 @@ def test_leaving_frees_everything_at_once(engine: AsyncEngine) -> None:
     wait_until_idle(engine)
 
     async def cancelled() -> None:
-        task = asyncio.create_task(engine.generate(PROMPTS[1], LONG))
-        async for _piece in engine.stream(PROMPTS[2], LONG):
-            break
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        with Paced(engine.llm) as paced:
+            task = asyncio.create_task(engine.generate(PROMPTS[1], LONG))
+            await asyncio.sleep(0)  # it has asked
+            pieces = engine.stream(PROMPTS[2], LONG)
+            first = asyncio.create_task(anext(pieces))
+            await asyncio.sleep(0)
+            paced.go(4)
+            await first
+            await pieces.aclose()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
 
     asyncio.run(cancelled())
     wait_until_idle(engine)
-    tickets = [engine.submit(PROMPTS[i], LONG) for i in range(8)]  # four run, four wait
-    for ticket in tickets:
-        ticket.cancel()
-    assert all(ticket.result().finish_reason == "abort" for ticket in tickets if ticket.state is not None)
+    with Paced(engine.llm) as paced:
+        tickets = [engine.submit(PROMPTS[i], LONG) for i in range(8)]
+        paced.go(3)
+        assert (engine.llm.stats.num_running, engine.llm.stats.num_waiting) == (4, 4)
+        for ticket in tickets:
+            ticket.cancel()
+    assert [ticket.result().finish_reason for ticket in tickets] == ["abort"] * 8
     wait_until_idle(engine)
 
 
 def test_a_loop_that_ends_without_leaving_frees_its_request(engine: AsyncEngine) -> None:
-    loop = asyncio.new_event_loop()
-    pieces = engine.submit(PROMPTS[0], LONG).__aiter__()
-    loop.run_until_complete(anext(pieces))
-    loop.close()
+    with Paced(engine.llm) as paced:
+        loop = asyncio.new_event_loop()
+        ticket = engine.submit(PROMPTS[0], LONG)
+        pieces = ticket.__aiter__()
+        paced.go(2)
+        loop.run_until_complete(anext(pieces))
+        loop.close()
     wait_until_idle(engine)
+    assert ticket.result().finish_reason == "abort"
 
 
 def test_overload_is_told_and_passes(pair: SimpleNamespace) -> None:
     with LLM(pair.target, dtype="float32", max_batch_size=1, cache_tokens=2048) as llm, AsyncEngine(llm, max_waiting=2) as engine:
-        first = iter(engine.submit(PROMPTS[0], LONG))
-        next(first)  # runs
-        waiting = [engine.submit(PROMPTS[i], GREEDY) for i in (1, 2)]
-        with pytest.raises(OverloadedError, match="2 requests wait"):
-            engine.submit(PROMPTS[3], GREEDY)
+        with Paced(llm) as paced:
+            first = iter(engine.submit(PROMPTS[0], LONG))
+            paced.go(2)
+            next(first)  # runs
+            waiting = [engine.submit(PROMPTS[i], GREEDY) for i in (1, 2)]
+            with pytest.raises(OverloadedError, match="2 requests wait"):
+                engine.submit(PROMPTS[3], GREEDY)
         first.close()
         assert [len(ticket.result().token_ids) for ticket in waiting] == [20, 20]
         assert len(engine.submit(PROMPTS[3], GREEDY).result().token_ids) == 20
@@ -151,9 +194,15 @@ def test_a_step_that_breaks_down_fails_who_ran_in_it(engine: AsyncEngine, alone:
 def test_closing_ends_what_runs(pair: SimpleNamespace) -> None:
     with LLM(pair.target, dtype="float32", max_batch_size=2) as llm:
         engine = AsyncEngine(llm)
-        tickets = [engine.submit(PROMPTS[i], LONG) for i in range(4)]
-        next(iter(tickets[0]))
-        engine.close()
+        with Paced(llm) as paced:
+            tickets = [engine.submit(PROMPTS[i], LONG) for i in range(4)]
+            paced.go(3)
+            next(iter(tickets[0]))
+            closing = threading.Thread(target=engine.close)
+            closing.start()
+            while not engine._closing:
+                closing.join(0.01)
+        closing.join()
         engine.close()
         assert all(ticket.result().finish_reason == "abort" for ticket in tickets[1:])
         with pytest.raises(InputError, match="closed"):

@@ -102,6 +102,44 @@ def test_a_look_that_was_shown_is_not_made_twice(llm: LLM, monkeypatch: pytest.M
     assert out.stats.num_accepted
 
 
+def test_a_look_is_judged_by_its_own_round_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a round for each drafter that showed something, and for nothing more: what it took was spent before it was chosen."""
+    policy, judged, priced = llm.engine.controller.policy, [], []
+    observe = policy.observe_look
+    monkeypatch.setattr(policy, "observe_look", lambda *told: judged.append((told[0], told[1])) or observe(*told))
+    monkeypatch.setattr(policy, "observe_draft", lambda *told: priced.append(told))
+    spec, params = SpecConfig("auto", parts=("ngram", "suffix")), SamplingParams(max_tokens=30, ignore_eos=True)
+    states, num_judged = [llm.engine.submit(prompt, params, spec) for prompt in PROMPTS[:4]], 0
+    while llm.engine.has_work:
+        judged.clear()
+        for state in states:
+            if state.finish_reason is None and len(state.output_ids) > 1:
+                llm.engine.controller.plan([state])  # comes to nothing, as where a request is preempted
+        llm.engine.step()
+        assert len(judged) == len(set(judged))
+        num_judged += len(judged)
+    assert num_judged > 20
+    assert sum(state.stats.num_drafted for state in states) > 0
+    assert priced == []
+    check_idle(llm.engine)
+
+
+def test_who_is_about_to_miss_a_deadline_counts_twice(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time since the arrival, on the clock that told it."""
+    controller, weights = llm.engine.controller, []
+    llm.generate(PROMPTS[:1], SamplingParams(max_tokens=8, ignore_eos=True))  # what a step takes is known
+    plan = controller.policy.plan
+    monkeypatch.setattr(controller.policy, "plan", lambda wishes: weights.append(wishes[0].weight) or plan(wishes))
+    state = llm.engine.submit(PROMPTS[0], SamplingParams(max_tokens=8, ignore_eos=True, deadline_s=9000.0), SpecConfig("ngram"))
+    while llm.engine.has_work:
+        late = 3 < len(state.output_ids) < 6
+        monkeypatch.setattr(controller, "clock", lambda late=late: state.arrived_s + (9001.0 if late else 1.0))
+        weights.clear()
+        llm.engine.step()
+        assert weights in ([], [2.0 if late else 1.0])
+    assert state.finish_reason == "length"
+
+
 @pytest.mark.parametrize(
     ("rules", "reason"), [(RoutingRules(min_tokens_to_speculate=50), "short answer"), (RoutingRules(max_speculating_requests=0), "load")]
 )

@@ -32,14 +32,16 @@ from tests.helpers.checkpoints import foreign_tokenizer, tiny_checkpoint, token_
 
 PROMPT = token_ids(20)
 ANSWER = SamplingParams(max_tokens=24, temperature=0.8, seed=5)
+PLENTY_S = 600.0  # every point is measured, however slow or busy the machine is; what is measured takes milliseconds
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty cache for every test, tiny targets measured too, and a copy that takes no time."""
+    """An empty cache for every test, tiny targets measured too, a copy that takes no time, and time enough for every point."""
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(known_costs, "_TINY_STEP_BYTES", 0)
     monkeypatch.setattr(start_profile, "_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(known_costs, "measure_start", lambda target, made, name, _, say: measure_start(target, made, name, PLENTY_S, say))
 
 
 @pytest.fixture
@@ -91,7 +93,7 @@ def test_measuring_leaves_no_trace(name: str, open_llm: Callable[..., LLM], pair
         before = everything(llm)
         made = model_drafters([(spec, drafter) for drafter in llm._drafters.drafters.values()])
         assert list(made) == {"plain": [], "ngram": [], "tree": ["draft_model"], "mix": ["draft_model"]}.get(name, [name])
-        profile = measure_start(llm.target, made, "it")
+        profile = measure_start(llm.target, made, "it", PLENTY_S)
         assert profile is not None
         assert everything(llm) == before
         audit.check_idle(llm)
@@ -116,7 +118,7 @@ def test_other_models_leave_no_trace_either(kind: str, text_pair: SimpleNamespac
         spec = SpecConfig("draft_model", draft=str(tmp_path / "draft"), draft_vocabulary="strings")
     with LLM(target, spec=spec, dtype="float32", cache_tokens=4096, profile="off") as llm:
         before = everything(llm)
-        profile = measure_start(llm.target, model_drafters([(spec, drafter) for drafter in llm._drafters.drafters.values()]), "it")
+        profile = measure_start(llm.target, model_drafters([(spec, drafter) for drafter in llm._drafters.drafters.values()]), "it", PLENTY_S)
         assert everything(llm) == before
         assert profile is not None
         assert len(profile.rows.points) == 6

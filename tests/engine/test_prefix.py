@@ -130,3 +130,19 @@ def test_a_full_cache_gives_up_what_is_only_kept(pair: SimpleNamespace) -> None:
             assert len(llm.generate([prompt], GREEDY)[0].token_ids) == 12
         assert llm.stats.prefix.num_evicted_blocks > 0
         check_idle(llm.engine)
+
+
+def test_nobody_waits_for_what_it_cannot_have_or_who_comes_after_it(llm: LLM) -> None:
+    """While a prompt is read in pieces only a later request of the same tenant waits to share it."""
+    engine = llm.engine
+    first = engine.submit(PROMPT, GREEDY, SpecConfig(tenant="a"))
+    engine.step()
+    stranger = engine.submit(PROMPT, GREEDY, SpecConfig(tenant="b"))
+    urgent = engine.submit(PROMPT, SamplingParams(max_tokens=12, ignore_eos=True, priority=-9), SpecConfig(tenant="a"))
+    later = engine.submit(PROMPT, GREEDY, SpecConfig(tenant="b"))
+    engine.step()
+    assert set(engine.scheduler.running) == {first.request_id, stranger.request_id, urgent.request_id}
+    while engine.has_work:
+        engine.step()
+    assert first.output_ids == stranger.output_ids == urgent.output_ids == later.output_ids
+    assert later.stats.num_cached_tokens == 128

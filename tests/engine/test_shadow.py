@@ -116,8 +116,8 @@ LAW = (0.5, 0.3, 0.2, 0.0)
 def test_which_requests_are_followed() -> None:
     """A share of about `rate`, the same ones every time, whatever else the program draws."""
     chosen = []
-    for _ in range(2):
-        shadow, rng = Shadow(scripted(LAW), 0.3), np.random.default_rng()
+    for turn in range(2):
+        shadow, rng = Shadow(scripted(LAW), 0.3), np.random.default_rng(turn)
         chosen.append([request.request_id for request in requests(400) if shadow.offer(request, answers(rng, LAW)) | bool(shadow.drain().alarm)])
     assert chosen[0] == chosen[1]
     assert 90 < len(chosen[0]) < 150

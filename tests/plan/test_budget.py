@@ -88,3 +88,25 @@ def test_load_takes_guesses_away() -> None:
     assert alone.budgets[0] >= 8
     assert max(crowd.budgets) == 0
     assert choose_budgets([], 3, step_s, lambda *_: 0.0).budgets == ()
+
+
+def test_equal_drafters_are_told_apart_by_their_order() -> None:
+    """A drafter's name hashes to another number in every process; who guesses must not hang on it."""
+
+    class Named(str):
+        """Equal as its text, with a hash that the test sets."""
+
+        number = 0
+
+        def __hash__(self) -> int:
+            return self.number
+
+    found = []
+    for numbers in ((1, 2), (2, 1)):
+        names = [Named("a"), Named("b")]
+        for name, number in zip(names, numbers, strict=True):
+            name.number = number
+        one, other = (chain(name, 0.6, 3) for name in names)  # each request begins with another one; to pay for one of them is best
+        found.append(choose_budgets([[one, other], [other, one]], 0, lambda _: 1.0, lambda *_: 0.3))
+    assert found[0] == found[1]
+    assert found[0].picks in ((0, 1), (1, 0))
