@@ -19,7 +19,7 @@ from foretoken.errors import EngineError
 from foretoken.plan.arrivals import Job
 from foretoken.plan.outcome import Outcome, Served, figures
 from foretoken.plan.rounds import Round
-from foretoken.plan.simulate import Step
+from foretoken.plan.replica import Step
 
 _NAP_S = 0.0005  # idle waiting is done in naps no longer than this, so that an arrival is noticed in time
 

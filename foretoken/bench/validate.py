@@ -17,7 +17,9 @@ from foretoken.plan.arrivals import Job
 from foretoken.plan.outcome import Outcome, Served, outcome
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.plan.refine import refine
-from foretoken.plan.simulate import Limits, Setting, Step, simulate
+from foretoken.plan.replica import Step
+from foretoken.plan.setting import Limits, Setting
+from foretoken.plan.simulate import simulate
 from foretoken.plan.traces import capacity
 
 FIGURES = ("tokens_per_s", "latency_s_p50", "latency_s_p95", "ttft_s_p50", "ttft_s_p95")

@@ -28,7 +28,7 @@ from foretoken.errors import ConfigError, StorageError
 from foretoken.model.open import model_folder
 from foretoken.plan.arrivals import Job
 from foretoken.plan.profile import Profile
-from foretoken.plan.simulate import Limits, Setting
+from foretoken.plan.setting import Limits, Setting
 from foretoken.plan.traces import SHAPES, built_in
 
 _MOST_PASSES, _PASSES_S = 3, 60.0  # a profile is measured again until so much time is spent

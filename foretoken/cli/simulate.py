@@ -21,7 +21,8 @@ from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.plan.arrivals import Chances, Job, Lengths, chances_from_bench, parse_acceptance, parse_trace, poisson
 from foretoken.plan.outcome import Outcome, outcome
 from foretoken.plan.profile import Profile
-from foretoken.plan.simulate import PLAIN, Fleet, Limits, Setting, parse_setting
+from foretoken.plan.setting import PLAIN, Limits, Setting, parse_setting
+from foretoken.plan.simulate import Fleet
 from foretoken.plan.simulate import simulate as run_simulation
 from foretoken.plan.traces import SHAPES, built_in
 

@@ -15,6 +15,7 @@ from typing import Any
 from foretoken.plan.profile import DrafterCost, Profile
 
 _FEWEST = 6  # steps that a share is taken from
+_TURNS = 4
 _OUTLIER = 4.0  # a step counts as at most so many times the usual share: machines pause
 
 
@@ -65,38 +66,60 @@ class RefinedCost(DrafterCost):
 
 
 @dataclass(frozen=True)
-class RefinedProfile(Profile):
-    """A profile with its shares: of steps that only decode by rows, of steps that take in prompts by all their rows."""
+class StepShares:
+    """Shares of steps: by their requests, and of what that leaves by their rows. Sixteen rows of one request are not one row of sixteen."""
 
-    decode: Shares = field(default_factory=Shares)
-    prompt: Shares = field(default_factory=Shares)
+    requests: Shares = Shares()
+    rows: Shares = Shares()
+
+    def at(self, num_requests: int, num_rows: int) -> float:
+        """The share of a step."""
+        return self.requests.at(num_requests) * self.rows.at(num_rows)
+
+
+@dataclass(frozen=True)
+class RefinedProfile(Profile):
+    """A profile with its shares: of steps that only decode, and of steps that take in prompts, by all their rows."""
+
+    decode: StepShares = field(default_factory=StepShares)
+    prompt: StepShares = field(default_factory=StepShares)
 
     def step_s(self, decode_rows: int, contexts: Sequence[int], prompt_tokens: int = 0) -> float:
         """See `Profile.step_s`."""
         shares = self.prompt if prompt_tokens else self.decode
-        return super().step_s(decode_rows, contexts, prompt_tokens) * shares.at(decode_rows + prompt_tokens)
+        return super().step_s(decode_rows, contexts, prompt_tokens) * shares.at(len(contexts), decode_rows + prompt_tokens)
 
 
 def refine(profile: Profile, steps: Iterable[RealStep], drafter: str | None) -> RefinedProfile:
     """The profile with the shares that `steps` tell; `drafter` is who guessed in them."""
-    decode: list[tuple[float, float, float]] = []
-    prompt: list[tuple[float, float, float]] = []
+    decode: list[tuple[float, float, float, float]] = []
+    prompt: list[tuple[float, float, float, float]] = []
     later: list[tuple[float, float, float]] = []
     first: list[tuple[float, float, float]] = []
     for step in steps:
         said_s = profile.step_s(step.decode_rows, step.contexts, step.prompt_tokens)
-        (prompt if step.prompt_tokens else decode).append((step.decode_rows + step.prompt_tokens, said_s, step.target_s))
+        rows = step.decode_rows + step.prompt_tokens
+        (prompt if step.prompt_tokens else decode).append((len(step.contexts), rows, said_s, step.target_s))
         if drafter is not None and step.num_drafting:
             said_s = profile.drafters[drafter].seconds(step.longest_draft, step.num_drafting, step.num_unread)
             (first if step.num_unread else later).append((step.num_drafting, said_s, step.draft_s))
     drafters: Mapping[str, DrafterCost] = profile.drafters
     if drafter is not None:
         drafters = {**drafters, drafter: RefinedCost(**_values(drafters[drafter]), later=_shares(later), first=_shares(first))}
-    return RefinedProfile(**_values(replace(profile, drafters=drafters)), decode=_shares(decode), prompt=_shares(prompt))
+    return RefinedProfile(**_values(replace(profile, drafters=drafters)), decode=_step_shares(decode), prompt=_step_shares(prompt))
 
 
 def _values(value: Profile | DrafterCost) -> dict[str, Any]:
     return {part.name: getattr(value, part.name) for part in fields(value)}
+
+
+def _step_shares(seen: Sequence[tuple[float, float, float, float]]) -> StepShares:
+    """From (requests, rows, said, measured) of each step: each kind of share is taken from what the other one leaves, in turn."""
+    found = StepShares()
+    for _ in range(_TURNS):
+        requests = _shares([(count, said_s * found.rows.at(rows), took_s) for count, rows, said_s, took_s in seen])
+        found = StepShares(requests, _shares([(rows, said_s * requests.at(count), took_s) for count, rows, said_s, took_s in seen]))
+    return found
 
 
 def _shares(seen: Sequence[tuple[float, float, float]]) -> Shares:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from foretoken.errors import InputError
 from foretoken.plan.arrivals import Job, Lengths
 from foretoken.plan.profile import Profile
-from foretoken.plan.simulate import Limits, Setting, simulate
+from foretoken.plan.setting import Limits, Setting
+from foretoken.plan.simulate import simulate
 
 _FEWEST_S, _MOST_S, _ALONE_TIMES = 12.0, 40.0, 20.0  # a trace lasts so many times as long as one answer alone, within these bounds
 _SAMPLE = 8  # requests per place of the batch, for the capacity

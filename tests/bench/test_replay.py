@@ -19,9 +19,11 @@ from foretoken.plan.arrivals import Job
 from foretoken.plan.outcome import outcome
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.plan.rounds import Record, Records, chain
-from foretoken.plan.simulate import Limits, Setting, Step, simulate
+from foretoken.plan.replica import Step
+from foretoken.plan.setting import Limits, Setting
+from foretoken.plan.simulate import simulate
 from tests.helpers.checkpoints import token_ids
-from tests.plan.test_simulate import CURVED, UNIT, Real, mixed_jobs
+from tests.plan.test_simulate import CURVED, UNIT, Guesser, Real, mixed_jobs
 
 
 class Scripted:
@@ -48,7 +50,7 @@ class Scripted:
 def replayed(profile: Profile, jobs: Sequence[Job], setting: Setting, limits: Limits) -> tuple[Replayed, list[Step], object]:
     steps: list[Step] = []
     ended = simulate(profile, jobs, setting, limits, seed=3, watch=steps.append)
-    scripted = Scripted(Real(profile, setting, limits, jobs, ended.courses))
+    scripted = Scripted(Real(profile, setting, limits, jobs, Guesser(ended.courses)))
     specs = [scripted.real.spec] * len(jobs)
     return replay(scripted, jobs, [[1] * job.prompt_tokens for job in jobs], specs, setting.name, scripted), steps, ended
 

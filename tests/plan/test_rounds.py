@@ -10,7 +10,7 @@ from foretoken.errors import InputError
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.plan.refine import RealStep, Shares, refine
 from foretoken.plan.rounds import Record, Round, chain, record_of
-from foretoken.plan.simulate import Limits
+from foretoken.plan.setting import Limits
 from foretoken.plan.traces import SHAPES, built_in, capacity
 
 UNIT = Profile({}, {}, {}, "", "", rows=Curve(((1, 1.0),)), chunk=Curve(((1, 1.0),)), drafters={"ngram": DrafterCost(Curve(((1, 0.5),)))})
