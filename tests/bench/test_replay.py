@@ -9,17 +9,18 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.bench.calibrate import CALIBRATION, MEASURED, calibrate, cut_prompts, real_steps, sample_jobs
+from foretoken.bench.calibrate import CALIBRATION, MEASURED, Prompts, calibrate, real_steps, records_from, sample_jobs
 from foretoken.bench.replay import Replayed, WallClock, replay
 from foretoken.bench.validate import Trial, causes, compare, median_profile, predict
+from foretoken.bench.workload import slices
 from foretoken.core import StepOutput
 from foretoken.engine.request import RequestState
 from foretoken.errors import EngineError, InputError
 from foretoken.plan.arrivals import Job
 from foretoken.plan.outcome import outcome
 from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.plan.rounds import Record, Records, chain
 from foretoken.plan.replica import Step
+from foretoken.plan.rounds import Record, Records, chain
 from foretoken.plan.setting import Limits, Setting
 from foretoken.plan.simulate import simulate
 from tests.helpers.checkpoints import token_ids
@@ -71,8 +72,9 @@ def test_on_a_scripted_clock_a_replay_is_the_simulation(setting: Setting, limits
     for name in ("tokens_per_s", "latency_s_p50", "latency_s_p95", "ttft_s_p95", "inter_token_s_p50", "utilisation", "emitted_per_step"):
         assert getattr(done.outcome, name) == pytest.approx(getattr(expected, name)), name
     assert (done.outcome.num_drafted, done.outcome.num_accepted) == (expected.num_drafted, expected.num_accepted)
-    found = causes(CURVED, setting, expected, steps, replace(done, steps=tuple(scripted_cost(one) for one in done.steps)))
+    found = causes(CURVED, setting, expected, steps, replace(done, steps=tuple(scripted_cost(one) for one in done.steps)), 0.25)
     assert (found.step, found.emitted, found.rows, found.batch, found.outside_share) == pytest.approx((0, 0, 0, 0, 0), abs=1e-9)
+    assert found.pace == 0.25
 
 
 def scripted_cost(one: object) -> object:
@@ -126,12 +128,13 @@ def test_a_record_gives_back_the_run_it_is_of(pair: SimpleNamespace, drafter: st
     spec = SpecConfig("ngram", num_draft=4) if drafter == "ngram" else SpecConfig("draft_model", str(pair.draft), num_draft=4)
     with LLM(pair.target, dtype="float32") as llm:
         found = calibrate(llm, [job], [token_ids(24, seed=5)], spec)
+        known = {drafter: records_from(llm, spec, found, found.answers)}
     profile = replace(UNIT, drafters={drafter: DrafterCost(Curve())})
     steps: list[Step] = []
-    ended = simulate(profile, [job], Setting(drafter, 4), Limits(), known={drafter: found.records}, watch=steps.append)
+    ended = simulate(profile, [job], Setting(drafter, 4), Limits(), known=known, watch=steps.append)
     assert [(s.num_rows, s.emitted) for s in steps] == [(s.step.num_rows, s.step.emitted) for s in found.run.steps]
     assert ended.courses[0].num_accepted == found.run.outcome.num_accepted > 0
-    predicted, _ = predict(profile, [job], Setting(drafter, 4), found, Trial((), {}, Limits()))
+    predicted, _ = predict(profile, [job], Setting(drafter, 4), known, Trial((), {}, Limits()))
     assert predicted.emitted_per_step == found.run.outcome.emitted_per_step
 
 
@@ -152,20 +155,23 @@ def test_a_failing_request_fails_the_replay(pair: SimpleNamespace) -> None:
 
 
 def test_prompts_are_cut_to_the_wanted_lengths() -> None:
-    """Calibration and measurement share no text; what is used again ends earlier; a text that is too short gets others before it."""
+    """Calibration and measurement share no text and are cut alike; what is used again ends elsewhere; short texts get others before them."""
 
     def encode(text: str) -> list[int]:
         return [ord(char) for char in text]
 
     jobs = [Job(0.0, length, 4, name) for name in ("code", "json") for length in (1, 30, 4000)]
-    mine, others = cut_prompts(encode, jobs, MEASURED), cut_prompts(encode, jobs, CALIBRATION)
+    mine, others = Prompts(encode, MEASURED).cut(jobs), Prompts(encode, CALIBRATION).cut(jobs)
     assert [len(ids) for ids in mine] == [len(ids) for ids in others] == [job.prompt_tokens for job in jobs]
     assert mine[1] != others[1]
-    many = cut_prompts(encode, [Job(0.0, 60, 4, "json")] * 40, MEASURED)
-    assert len({tuple(ids) for ids in many}) == 40
+    prompts = Prompts(encode, MEASURED)
+    many = [*prompts.cut([Job(0.0, 60, 4, "json")] * 40), *prompts.cut([Job(0.0, 60, 4, "json")] * 40)]
+    assert len({tuple(ids) for ids in many}) == 80
+    texts = [prompt.text for prompt in slices(["json"], 400)]
+    assert sum(any(text.endswith("".join(map(chr, ids))) for text in texts) for ids in many) < 8  # cut anywhere, not where texts end
     for value in ((0.5,), "poems"):
         with pytest.raises(InputError, match="a real run needs texts: name one of the slices code"):
-            cut_prompts(encode, [Job(0.0, 3, 3, value)], MEASURED)
+            Prompts(encode, MEASURED).cut([Job(0.0, 3, 3, value)])
 
 
 def test_calibration_requests_are_like_those_to_come() -> None:
@@ -176,7 +182,7 @@ def test_calibration_requests_are_like_those_to_come() -> None:
     assert sum(job.acceptance == "code" for job in sample) == 30
     assert sorted(job.prompt_tokens for job in sample) == sorted(job.prompt_tokens for job in jobs)
     assert sample == sample_jobs(jobs, 40, rate=2.0, seed=0) != sample_jobs(jobs, 40, rate=2.0, seed=1)
-    # At first at 0.3 of the rate, at last at 3 times: the second half comes much faster.
+    # At first at 0.1 of the rate, at last at 3 times: the second half comes much faster.
     assert sample[-1].arrival_s - sample[20].arrival_s < sample[20].arrival_s
 
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from foretoken.errors import InputError
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.plan.refine import RealStep, Shares, refine
 from foretoken.plan.rounds import Record, Round, chain, record_of
-from foretoken.plan.setting import Limits
-from foretoken.plan.traces import SHAPES, built_in, capacity
 
 UNIT = Profile({}, {}, {}, "", "", rows=Curve(((1, 1.0),)), chunk=Curve(((1, 1.0),)), drafters={"ngram": DrafterCost(Curve(((1, 0.5),)))})
 #   0 - 1 - 3      0, 2, 4 stood
@@ -77,37 +72,3 @@ def test_shares_between_and_outside() -> None:
     shares = Shares(((2.0, 1.0), (4.0, 2.0)))
     assert [shares.at(size) for size in (1, 2, 3, 4, 50)] == [1.0, 1.0, 1.5, 2.0, 2.0]
     assert Shares().at(3) == 1.0
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_built_in_traces_follow_their_rates(name: str) -> None:
-    """As many requests as the phases say, at a rate that the machine's capacity gives; a machine twice as slow gets them twice as slowly."""
-    limits = Limits(max_context_tokens=2048)
-    jobs = built_in(name, UNIT, limits, 0, 4000.0)
-    shape = SHAPES[name]
-    expected = capacity(UNIT, jobs, limits) * 4000 * sum(p.share * (p.begin + p.end) / 2 for p in shape.phases)
-    assert len(jobs) == pytest.approx(expected, rel=0.15)
-    assert [job.arrival_s for job in jobs] == sorted(job.arrival_s for job in jobs)
-    assert 0 < jobs[0].arrival_s <= jobs[-1].arrival_s < 4000
-    assert {job.acceptance for job in jobs} == set(shape.slices)
-    assert all(shape.prompts.low <= job.prompt_tokens <= shape.prompts.high for job in jobs)
-    assert jobs == built_in(name, UNIT, limits, 0, 4000.0) != built_in(name, UNIT, limits, 1, 4000.0)
-    slow = replace(UNIT, rows=Curve(((1, 2.0),)), chunk=Curve(((1, 2.0),)))
-    slower = built_in(name, slow, limits, 0, 8000.0)
-    assert [job.arrival_s for job in slower] == pytest.approx([2 * job.arrival_s for job in jobs])
-
-
-def test_a_ramp_comes_early_and_a_trace_fits_the_machine() -> None:
-    limits = Limits(max_context_tokens=2048)
-    ramp = built_in("ramp", UNIT, limits, 0, 4000.0)
-    assert sum(job.arrival_s < 2000 for job in ramp) > 0.85 * len(ramp)
-    fast = replace(UNIT, rows=Curve(((1, 0.001),)), chunk=Curve(((1, 0.001),)))
-    assert 11 < built_in("steady", fast, limits, 0)[-1].arrival_s < 12
-    assert 30 < built_in("steady", replace(UNIT, rows=Curve(((1, 0.1),)), chunk=Curve(((1, 0.1),))), limits, 0)[-1].arrival_s < 40
-    assert len(built_in("steady", UNIT, limits, 0, 1e-6)) == 1
-    for value, message in (("rush", "choose one of steady, bursts, ramp"),):
-        with pytest.raises(InputError, match=message):
-            built_in(value, UNIT, limits, 0)
-    for seconds in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(InputError, match="must be above 0"):
-            built_in("steady", UNIT, limits, 0, seconds)

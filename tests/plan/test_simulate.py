@@ -20,9 +20,9 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.errors import CapacityError, ConfigError, InputError
 from foretoken.plan.arrivals import Job, Lengths, poisson
+from foretoken.plan.course import Course
 from foretoken.plan.outcome import outcome
 from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.plan.course import Course
 from foretoken.plan.replica import Step
 from foretoken.plan.setting import Limits, Setting, parse_setting
 from foretoken.plan.simulate import Ended, Fleet, simulate
