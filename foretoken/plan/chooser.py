@@ -12,7 +12,7 @@ from foretoken.plan.looks import NOTHING_SEEN, Look, Sight, outcomes, reach
 from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy
 from foretoken.plan.rounds import Ready, Round
 from foretoken.plan.setting import Setting
-from foretoken.plan.wishes import Arm, Wish, weight_of
+from foretoken.plan.wishes import Wish, weight_of, wish_of
 
 
 class Chooser:
@@ -66,18 +66,11 @@ class Chooser:
         self.policy.finish(index)
 
     def _wish(self, course: Course, num_running: int, clock_s: float) -> Wish:
-        is_open = self.setting.num_draft is None
+        drafter, is_open, left = self.setting.drafter, self.setting.num_draft is None, course.output_tokens - course.num_emitted
         most = min(MOST_NUM_DRAFT if self.setting.num_draft is None else self.setting.num_draft, course.most_guesses)
-        arms: tuple[Arm, ...] = ()
-        if self.setting.drafter is not None and most > 0:
-            look = self._see(course, most, num_running) if is_open else None
-            num_draft = most if look is None else len(look.parents)
-            if num_draft:
-                arms = (Arm(0, self.setting.drafter, num_draft, look=look),)
-        left = course.output_tokens - course.num_emitted
-        return Wish(
-            course.index, arms, is_open, num_tokens=course.tokens, num_remaining=left, weight=self._weight(course, left, num_running, clock_s)
-        )
+        look = self._see(course, most, num_running) if is_open and drafter is not None and most > 0 else None
+        num_draft = most if look is None else len(look.parents)
+        return wish_of(course.index, drafter, num_draft, is_open, course.tokens, left, self._weight(course, left, num_running, clock_s), look)
 
     def _see(self, course: Course, most: int, num_running: int) -> Look | None:
         """The guesses that are ready; None of a drafter that does not show them."""

@@ -10,6 +10,7 @@ import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.bench.calibrate import CALIBRATION, MEASURED, Prompts, calibrate, real_steps, records_from, sample_jobs
+from foretoken.bench.pace import pace_s
 from foretoken.bench.replay import Replayed, WallClock, replay
 from foretoken.bench.validate import Trial, causes, compare, median_profile, predict
 from foretoken.bench.workload import slices
@@ -136,6 +137,33 @@ def test_a_record_gives_back_the_run_it_is_of(pair: SimpleNamespace, drafter: st
     assert ended.courses[0].num_accepted == found.run.outcome.num_accepted > 0
     predicted, _ = predict(profile, [job], Setting(drafter, 4), known, Trial((), {}, Limits()))
     assert predicted.emitted_per_step == found.run.outcome.emitted_per_step
+
+
+def test_the_pace_is_the_median_of_steps(pair: SimpleNamespace) -> None:
+    """The prompt's step and pauses do not count; the engine is idle before and after."""
+    with LLM(pair.target, dtype="float32") as llm:
+        took = iter([9.0] * 4 + [2.0, 8.0, 2.0] * 13 + [2.0])
+        real, clock = llm.engine.step, SimpleNamespace(time=0.0)
+        clock.now = lambda: clock.time
+
+        def step() -> list[StepOutput]:
+            clock.time += next(took)
+            return real()
+
+        llm.engine.step = step  # type: ignore[method-assign]
+        assert pace_s(llm, clock) == 2.0
+        assert next(took, None) is None
+        assert not llm.engine.has_work
+
+
+def test_a_replay_begins_with_a_controller_that_knows_nothing(pair: SimpleNamespace) -> None:
+    with LLM(pair.target, dtype="float32", profile="off") as llm:
+        replay(llm, [Job(0.0, 4, 9)], [[1, 2, 3, 4]], [SpecConfig("ngram")], "before")
+        learnt = llm.engine.controller.policy
+        assert not learnt.target_cost.is_empty
+        done = replay(llm, [Job(0.0, 1, 1)], [[1]], [SpecConfig()], "after")
+        assert llm.engine.controller.policy is not learnt
+        assert len(done.steps) == 1
 
 
 def test_a_failing_request_fails_the_replay(pair: SimpleNamespace) -> None:
