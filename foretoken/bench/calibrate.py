@@ -47,6 +47,10 @@ class Prompts:
         """
         return [self._next(slice_of(job), job.prompt_tokens) for job in jobs]
 
+    def begin_anew(self) -> None:
+        """Let the same prompts come again."""
+        self._used.clear()
+
     def _next(self, name: str, length: int) -> list[int]:
         if name not in self._texts:
             self._texts[name] = [self._encode(prompt.text) for prompt in slices([name], _PER_SLICE)[self._part :: _PARTS]]

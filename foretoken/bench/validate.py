@@ -118,11 +118,11 @@ class _Lab:
     def __init__(
         self, llm: Serving, encode: Callable[[str], list[int]], profile: Profile, specs: Mapping[str, SpecConfig], trial: Trial, tell: Tell
     ) -> None:
-        self._llm, self._encode, self._profile, self._specs, self._trial, self._tell = llm, encode, profile, specs, trial, tell
+        self._llm, self._profile, self._specs, self._trial, self._tell = llm, profile, specs, trial, tell
         every = [job for name, jobs in trial.traces.items() for job in (sample(name, _SAMPLED, trial.seed) if jobs is None else jobs)]
         rate = Server(profile, trial.limits).capacity(every)
         self._others = sample_jobs(every, trial.calibration_requests, rate, trial.seed)
-        self._other_prompts = Prompts(encode, CALIBRATION)
+        self._prompts, self._other_prompts = Prompts(encode, MEASURED), Prompts(encode, CALIBRATION)
         self._answers: list[Answer] = []
 
     def compare(self, setting: Setting) -> list[Comparison]:
@@ -135,8 +135,8 @@ class _Lab:
             self._tell(f"{setting.name}: {name}, simulated", 0)
             predicted, simulated = predict(refined, jobs, setting, known, trial)
             own = [replace(spec, tenant=f"{name} {setting.name} {index}") for index in range(len(jobs))]
-            prompts = Prompts(self._encode, MEASURED).cut(jobs)
-            done = replay(self._llm, jobs, prompts, own, setting.name, trial.clock(), self._counter(f"{setting.name}: {name}"))
+            self._prompts.begin_anew()
+            done = replay(self._llm, jobs, self._prompts.cut(jobs), own, setting.name, trial.clock(), self._counter(f"{setting.name}: {name}"))
             before_s, pace = pace, self._pace_s()
             why = causes(refined, setting, predicted, simulated, done, calibration_s / ((before_s + pace) / 2) - 1)
             found.append(Comparison(name, tuple(jobs), predicted, done.outcome, why, done.served))

@@ -195,6 +195,8 @@ def test_prompts_are_cut_to_the_wanted_lengths() -> None:
     prompts = Prompts(encode, MEASURED)
     many = [*prompts.cut([Job(0.0, 60, 4, "json")] * 40), *prompts.cut([Job(0.0, 60, 4, "json")] * 40)]
     assert len({tuple(ids) for ids in many}) == 80
+    prompts.begin_anew()
+    assert prompts.cut([Job(0.0, 60, 4, "json")] * 80) == many
     texts = [prompt.text for prompt in slices(["json"], 400)]
     assert sum(any(text.endswith("".join(map(chr, ids))) for text in texts) for ids in many) < 8  # cut anywhere, not where texts end
     for value in ((0.5,), "poems"):
