@@ -227,19 +227,28 @@ def test_settings_are_compared_on_traces(text_pair: SimpleNamespace) -> None:
     """The whole way on a tiny checkpoint: calibrated, simulated, run; what both count alike is equal."""
     jobs = [Job(0.002 * i, 8 + i, 6, ("code", "text")[i % 2]) for i in range(8)]
     words: list[str] = []
+    settings = (Setting(), Setting("ngram", 3), Setting("ngram", None), Setting("draft_model", None))
+    specs = {"ngram": SpecConfig("ngram"), "draft_model": SpecConfig("draft_model", str(text_pair.draft))}
     with LLM(text_pair.target, dtype="float32") as llm:
+        for spec in specs.values():
+            llm.prepare(spec)
         limits = Limits(cache_tokens=llm.target.capacity_tokens, max_context_tokens=llm.target.max_context_tokens)
-        trial = Trial((Setting(), Setting("ngram", 3), Setting("ngram", None)), {"mine": jobs}, limits, calibration_requests=12)
-        profile = replace(UNIT, rows=Curve(((1, 0.002),)), chunk=Curve(((1, 0.002),)))
-        found = compare(llm, llm.encode, profile, {"ngram": SpecConfig("ngram")}, trial, lambda said, _: words.append(said))
-    assert [(one.trace, one.predicted.setting) for one in found] == [("mine", "plain"), ("mine", "ngram-3"), ("mine", "ngram-auto")]
+        trial = Trial(settings, {"mine": jobs, "steady": None}, limits, seconds=0.2, calibration_requests=12)
+        cost = DrafterCost(Curve(((1, 0.001),)))
+        profile = replace(UNIT, rows=Curve(((1, 0.002),)), chunk=Curve(((1, 0.002),)), drafters={"ngram": cost, "draft_model": cost})
+        found = compare(llm, llm.encode, profile, specs, trial, lambda said, _: words.append(said))
+    names = [setting.name for setting in settings]
+    assert [(one.predicted.setting, one.trace) for one in found] == [(name, trace) for name in names for trace in ("mine", "steady")]
     for one in found:
-        assert one.predicted.num_tokens == one.measured.num_tokens == 48
-        assert len(one.requests) == 8
+        assert one.predicted.num_tokens == one.measured.num_tokens == sum(job.output_tokens for job in one.jobs)
+        assert len(one.requests) == len(one.jobs)
         assert one.error("tokens_per_s") == pytest.approx(one.predicted.tokens_per_s / one.measured.tokens_per_s - 1)
+        assert one.causes.pace > -1
+        assert one.trace == "steady" or one.jobs == tuple(jobs)
     assert found[0].causes.emitted == found[0].causes.rows == 0.0
     assert found[0].causes.draft is None
-    assert words[0] == "plain: calibration"
+    begun = [said for said in dict.fromkeys(words) if "calibration" in said]
+    assert begun == [*(f"{name}: calibration" for name in names), "draft_model-auto: calibration, free"]
     assert words.count("ngram-3: mine") == 1 + 8
 
 
