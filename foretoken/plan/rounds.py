@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from foretoken.plan.looks import Look, outcomes
 
-MOST_NODES = 24  # guesses of a round that are kept; what the policy asks for at most
+_MOST_NODES = 24  # guesses of a round that are kept; what the policy asks for at most
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def record_of(seen: Mapping[int, tuple[int, Round]], seed: int = 0) -> Record | 
     for place, (budget, found) in sorted(whole.items(), reverse=True):
         rest = _continued(found, rounds.get(place + len(found.path) + 1, Round()), rng.random() < share) if len(found.parents) >= budget else found
         for inner in range(len(found.path) + 1):
-            rounds[place + inner] = rest.within(MOST_NODES)
+            rounds[place + inner] = rest.within(_MOST_NODES)
             if rest.path:
                 rest = rest.behind()
     return Record(tuple(rounds[place] for place in sorted(rounds)))
@@ -139,6 +139,6 @@ def _continued(found: Round, after: Round, stands: bool) -> Round:
     """A round that its budget cut short, as far as a larger budget might have taken it."""
     ends = bool(found.path) and found.path[-1] not in found.parents
     longer = found.under(stands, after) if ends else found
-    while len(longer.parents) < MOST_NODES:
+    while len(longer.parents) < _MOST_NODES:
         longer = Round((*longer.parents, len(longer.parents) - 1), longer.path)
     return longer
