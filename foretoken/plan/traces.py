@@ -44,7 +44,7 @@ class Shape:
 SHAPES: dict[str, Shape] = {
     "steady": Shape((Phase(1.0, 0.6, 0.6),), ("code",), Lengths(32, 96), Lengths(32, 64)),
     "bursts": Shape(
-        (Phase(0.2, 1.3, 1.3), Phase(0.8, 0.35, 0.35)), ("code", "docstring", "edit", "json", "text"), Lengths(16, 160), Lengths(16, 80), 4
+        (Phase(0.2, 1.2, 1.2), Phase(0.8, 0.4, 0.4)), ("code", "docstring", "edit", "json", "text"), Lengths(16, 160), Lengths(16, 80), 6
     ),
     "ramp": Shape((Phase(1.0, 0.2, 0.9),), ("code", "docstring"), Lengths(32, 96), Lengths(24, 48)),
     "overload": Shape((Phase(0.5, 0.2, 2.0), Phase(0.5, 0.1, 0.1)), ("code", "docstring"), Lengths(32, 96), Lengths(24, 48)),
