@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from foretoken.bench.answers import FROM_TEXT, Answer, looked_through
 from foretoken.bench.replay import Clock, Replayed, Serving, replay
 from foretoken.bench.workload import SLICES, slices
 from foretoken.config import SpecConfig
+from foretoken.draft.group import drafter_key
+from foretoken.draft.lookup_tree import Lookup
 from foretoken.errors import InputError
 from foretoken.plan.arrivals import Job
 from foretoken.plan.refine import RealStep
@@ -16,26 +20,51 @@ from foretoken.plan.rounds import Record, Records, record_of
 
 MEASURED, CALIBRATION = 0, 1  # parts of the prompts, no text in both
 _PARTS = 2
-_PER_SLICE = 200  # texts of a slice that are asked for; what the library has of them is used
-_SHIFT = 17  # tokens by which a text ends earlier the next time it is used
+_PER_SLICE = 400  # texts of a slice that are asked for; what the library has of them is used
 _FEWEST = 6  # requests per slice
-_LIGHT, _HEAVY = 0.3, 3.0  # load at the begin and at the end, as shares of the capacity
+_numbers = itertools.count()  # of calibrations, so that no two share a tenant
+_LIGHT, _HEAVY = 0.1, 3.0  # load at the begin and at the end, as shares of the capacity
 
 
-def cut_prompts(encode: Callable[[str], list[int]], jobs: Sequence[Job], part: int) -> list[list[int]]:
-    """A prompt of the wanted length for every job, the end of some text of its slice, from one `part` of the texts.
+class Prompts:
+    """Prompts from one `part` of the texts: of each slice its texts in turn, each ending somewhere in its later half.
 
-    Raises:
-        InputError: a job that names no slice.
+    Both parts are cut in the same way, so that prompts of the one are like those of the other: a model goes on differently from where
+    a text stops by itself than from its middle. What is asked for later is cut elsewhere.
     """
-    texts = {name: _texts(encode, name, part) for name in dict.fromkeys(slice_of(job) for job in jobs)}
-    used = dict.fromkeys(texts, 0)
-    prompts = []
-    for job in jobs:
-        name = slice_of(job)
-        prompts.append(_cut(texts[name], used[name], job.prompt_tokens))
-        used[name] += 1
-    return prompts
+
+    def __init__(self, encode: Callable[[str], list[int]], part: int) -> None:
+        self._encode, self._part = encode, part
+        self._texts: dict[str, list[list[int]]] = {}
+        self._ends: dict[str, list[list[int]]] = {}  # of each text, in a random order
+        self._used: dict[str, int] = {}
+
+    def cut(self, jobs: Sequence[Job]) -> list[list[int]]:
+        """A prompt of the wanted length for every job.
+
+        Raises:
+            InputError: a job that names no slice.
+        """
+        return [self._next(slice_of(job), job.prompt_tokens) for job in jobs]
+
+    def begin_anew(self) -> None:
+        """Let the same prompts come again."""
+        self._used.clear()
+
+    def _next(self, name: str, length: int) -> list[int]:
+        if name not in self._texts:
+            self._texts[name] = [self._encode(prompt.text) for prompt in slices([name], _PER_SLICE)[self._part :: _PARTS]]
+            rng = random.Random(f"prompts {name} {self._part}")
+            self._ends[name] = [rng.sample(range(-(-len(ids) // 2), len(ids) + 1), len(ids) // 2 + 1) for ids in self._texts[name]]
+        texts, number = self._texts[name], self._used.get(name, 0)
+        self._used[name] = number + 1
+        place, turn = number % len(texts), number // len(texts)
+        ends = self._ends[name][place]
+        ids = texts[place][: ends[turn % len(ends)]]
+        while len(ids) < length:  # other texts before it
+            place = (place + 1) % len(texts)
+            ids = texts[place] + ids
+        return ids[-length:]
 
 
 def sample_jobs(jobs: Iterable[Job], total: int, rate: float, seed: int) -> list[Job]:
@@ -64,11 +93,20 @@ def sample_jobs(jobs: Iterable[Job], total: int, rate: float, seed: int) -> list
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a run of other requests told: records by slice (none of plain decoding), its steps, and the run itself."""
+    """What a run of other requests told: its steps, what it answered, and the run itself."""
 
-    records: Mapping[str, Records]
     steps: tuple[RealStep, ...]
+    answers: tuple[Answer, ...]
     run: Replayed
+
+    def records(self) -> dict[str, Records]:
+        """Records by slice, from the rounds that ran; none of plain decoding."""
+        found: dict[str, list[Record]] = {}
+        for index, (answer, rounds) in enumerate(zip(self.answers, self.run.rounds(), strict=True)):
+            record = record_of(rounds, index)
+            if record is not None:
+                found.setdefault(answer.name, []).append(record)
+        return {name: Records(tuple(own)) for name, own in found.items()}
 
 
 def calibrate(
@@ -80,29 +118,39 @@ def calibrate(
     tell: Callable[[int], None] = lambda _finished: None,
 ) -> Calibration:
     """Run `jobs`; `spec.num_draft` is the budget of every round."""
-    specs = [replace(spec, tenant=f"calibration {spec.drafter} {spec.num_draft} {index}") for index in range(len(jobs))]
-    done = replay(llm, jobs, prompts, specs, "calibration", clock, tell)
-    records: dict[str, list[Record]] = {}
-    for index, (job, rounds) in enumerate(zip(jobs, done.rounds(), strict=True)):
-        record = record_of(rounds, index)
-        if record is not None:
-            records.setdefault(slice_of(job), []).append(record)
-    return Calibration({name: Records(tuple(own)) for name, own in records.items()}, real_steps(done), done)
+    name = f"calibration {next(_numbers)}"
+    done = replay(llm, jobs, prompts, [replace(spec, tenant=f"{name} {index}") for index in range(len(jobs))], "calibration", clock, tell)
+    answers = tuple(Answer(slice_of(job), tuple(prompt), said) for job, prompt, said in zip(jobs, prompts, done.token_ids, strict=True))
+    return Calibration(real_steps(done), answers, done)
+
+
+def records_from(llm: Serving, spec: SpecConfig, own: Calibration, answers: Sequence[Answer]) -> dict[str, Records]:
+    """What is known of a drafter's guesses, by slice: of one that needs nothing but texts from all `answers`, else from its `own` rounds."""
+    if spec.drafter not in FROM_TEXT:
+        return own.records()
+    key = drafter_key(spec)
+    assert key is not None
+    drafter = llm.engine.drafters.drafters[key]
+    assert isinstance(drafter, Lookup)
+    return {name: Records(tuple(found)) for name, found in looked_through(drafter, spec, answers).items()}
 
 
 def real_steps(done: Replayed) -> tuple[RealStep, ...]:
-    """A run's steps as the profile is asked for them; the time between steps is shared among them alike."""
+    """A run's steps as the profile is asked for them; the time between steps is shared among them alike.
+
+    Where nobody drafts, what drafters take to follow the text is part of the step.
+    """
     between_s = done.outside_s / max(1, len(done.steps))
     return tuple(
         RealStep(
             one.step.num_rows,
             one.contexts,
             one.step.num_prompt_tokens,
-            one.step.seconds - one.step.draft_s + between_s,
+            one.step.seconds - (one.step.draft_s if one.num_drafting else 0.0) + between_s,
             one.longest_draft,
             one.num_drafting,
             one.num_unread,
-            one.step.draft_s,
+            one.step.draft_s if one.num_drafting else 0.0,
         )
         for one in done.steps
     )
@@ -117,17 +165,3 @@ def slice_of(job: Job) -> str:
     if not isinstance(job.acceptance, str) or job.acceptance not in SLICES:
         raise InputError("acceptance", job.acceptance, f"a real run needs texts: name one of the slices {', '.join(SLICES)}")
     return job.acceptance
-
-
-def _texts(encode: Callable[[str], list[int]], name: str, part: int) -> list[list[int]]:
-    return [encode(prompt.text) for prompt in slices([name], _PER_SLICE)[part::_PARTS]]
-
-
-def _cut(texts: Sequence[list[int]], number: int, length: int) -> list[int]:
-    """The last `length` tokens of a text, others before it where it is too short; a text that was used before ends earlier."""
-    place, turn = number % len(texts), number // len(texts)
-    ids = texts[place][: max(1, len(texts[place]) - turn * _SHIFT)]
-    while len(ids) < length:
-        place = (place + 1) % len(texts)
-        ids = texts[place] + ids
-    return ids[-length:]

@@ -18,8 +18,9 @@ from foretoken.engine.watch import RoundView
 from foretoken.errors import EngineError
 from foretoken.plan.arrivals import Job
 from foretoken.plan.outcome import Outcome, Served, figures
+from foretoken.plan.policy import BudgetPolicy
+from foretoken.plan.replica import Step
 from foretoken.plan.rounds import Round
-from foretoken.plan.simulate import Step
 
 _NAP_S = 0.0005  # idle waiting is done in naps no longer than this, so that an arrival is noticed in time
 
@@ -182,11 +183,14 @@ def replay(
 ) -> Replayed:
     """Run `jobs`, in order of arrival, to their end, greedily; `prompts` and `specs` are one for each. `tell` hears how many finished.
 
+    The controller begins knowing nothing, as a simulation's does: what earlier runs taught it would be forgotten in no other way.
+
     Raises:
         EngineError: a request failed; a run that lost requests measures nothing.
     """
     clock = clock or WallClock()
     recorder = _Recorder(llm.engine)
+    llm.engine.controller.policy = BudgetPolicy()
     llm.engine.watchers.append(recorder)
     states: list[RequestState] = []
     firsts: dict[int, float] = {}

@@ -1,7 +1,8 @@
 """`foretoken simulate --measure`: what the simulator says of a trace, and what the engine then does with it.
 
 Every setting is calibrated on requests of their own (other prompts, other arrivals), then the traces are simulated, and only then
-run in real time. Beside the figures stands where an error comes from: each batch that really ran is put to the cost model again.
+run in real time. Beside the figures stands where an error comes from: each batch that really ran is put to the cost model again, and a
+probe tells whether the machine changed its pace meanwhile.
 """
 
 from __future__ import annotations
@@ -10,22 +11,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import median
 
-from foretoken.bench.calibrate import CALIBRATION, MEASURED, Calibration, calibrate, cut_prompts, real_steps, sample_jobs
+from foretoken.bench.answers import FROM_TEXT, Answer
+from foretoken.bench.calibrate import CALIBRATION, MEASURED, Calibration, Prompts, calibrate, real_steps, records_from, sample_jobs
+from foretoken.bench.pace import pace_s
 from foretoken.bench.replay import Clock, Replayed, Serving, WallClock, replay
 from foretoken.config import SpecConfig
 from foretoken.plan.arrivals import Job
+from foretoken.plan.course import Known
 from foretoken.plan.outcome import Outcome, Served, outcome
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.plan.refine import refine
-from foretoken.plan.simulate import Limits, Setting, Step, simulate
-from foretoken.plan.traces import capacity
+from foretoken.plan.replica import Step
+from foretoken.plan.setting import Limits, Setting
+from foretoken.plan.simulate import simulate
+from foretoken.plan.traces import Server, built_in, sample
 
 FIGURES = ("tokens_per_s", "latency_s_p50", "latency_s_p95", "ttft_s_p50", "ttft_s_p95")
 JUDGED = ("tokens_per_s", "latency_s_p95")  # what a prediction is judged by
 TOLERANCE = 0.15
 _AUTO_NUM_DRAFT = 8  # guesses per round of a calibration where the controller will choose
 _SEEDS = 7  # simulations of a trace; the median of each figure counts
-_CALIBRATION_REQUESTS = 96
+_CALIBRATION_REQUESTS = 192
+_SAMPLED = 256  # requests of a built-in trace that stand for all of it before its rate is known
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,8 @@ class Causes:
     """Where an error may come from: predicted against measured, each pair as a ratio less one.
 
     `step` and `draft`: seconds that the cost model gives the very batches that ran. `emitted`: tokens per pass of a request.
-    `rows`: rows of a decoding request. `batch`: requests per step. `outside_share` is the measured share of the time between steps.
+    `rows`: rows of a decoding request. `batch`: requests per step. `pace`: seconds of a fixed probe beside the calibration against those
+    beside the run, so what `step` would be if all else were right. `outside_share` is the measured share of the time between steps.
     """
 
     step: float
@@ -41,14 +49,16 @@ class Causes:
     emitted: float
     rows: float
     batch: float
+    pace: float
     outside_share: float
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One setting on one trace; `requests` are those that really ran, in order of arrival."""
+    """One setting on one trace; `jobs` came, and `requests` is what became of each, in order of arrival."""
 
     trace: str
+    jobs: tuple[Job, ...]
     predicted: Outcome
     measured: Outcome
     causes: Causes
@@ -67,12 +77,16 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is done in turn: each setting is calibrated on about `calibration_requests`, then runs all traces."""
+    """What is done in turn: each setting is calibrated on about `calibration_requests`, then runs all traces.
+
+    A trace is its requests, or None for the built-in one of that name, which lasts `seconds` and comes at shares of what the setting manages.
+    """
 
     settings: tuple[Setting, ...]
-    traces: Mapping[str, Sequence[Job]]
+    traces: Mapping[str, Sequence[Job] | None]
     limits: Limits
     seed: int = 0
+    seconds: float | None = None
     calibration_requests: int = _CALIBRATION_REQUESTS
     clock: Callable[[], Clock] = WallClock
 
@@ -94,25 +108,68 @@ def compare(
         InputError: a request that names no slice of texts.
         ForetokenError: what the engine or the simulator raises.
     """
-    every = [job for jobs in trial.traces.values() for job in jobs]
-    others = sample_jobs(every, trial.calibration_requests, capacity(profile, every, trial.limits), trial.seed)
-    other_prompts = cut_prompts(encode, others, CALIBRATION)
-    prompts = {name: cut_prompts(encode, jobs, MEASURED) for name, jobs in trial.traces.items()}
-    found = []
-    for setting in trial.settings:
-        spec = spec_of(setting, specs)
-        known = calibrate(llm, others, other_prompts, _fixed(spec), trial.clock(), _counter(tell, f"{setting.name}: calibration"))
-        steps = known.steps
-        if spec.num_draft == "auto" and spec.drafter is not None:  # what steps cost where the controller chooses: drafts of other sizes
-            steps = calibrate(llm, others, other_prompts, spec, trial.clock(), _counter(tell, f"{setting.name}: calibration, free")).steps
-        refined = refine(profile, steps, setting.drafter)
-        for name, jobs in trial.traces.items():
-            tell(f"{setting.name}: {name}, simulated", 0)
+    lab = _Lab(llm, encode, profile, specs, trial, tell)
+    return [found for setting in trial.settings for found in lab.compare(setting)]
+
+
+class _Lab:
+    """Runs and predicts; answers of all calibrations are kept, since any tells what a lookup would have guessed."""
+
+    def __init__(
+        self, llm: Serving, encode: Callable[[str], list[int]], profile: Profile, specs: Mapping[str, SpecConfig], trial: Trial, tell: Tell
+    ) -> None:
+        self._llm, self._profile, self._specs, self._trial, self._tell = llm, profile, specs, trial, tell
+        every = [job for name, jobs in trial.traces.items() for job in (sample(name, _SAMPLED, trial.seed) if jobs is None else jobs)]
+        rate = Server(profile, trial.limits).capacity(every)
+        self._others = sample_jobs(every, trial.calibration_requests, rate, trial.seed)
+        self._prompts, self._other_prompts = Prompts(encode, MEASURED), Prompts(encode, CALIBRATION)
+        self._answers: list[Answer] = []
+
+    def compare(self, setting: Setting) -> list[Comparison]:
+        """One setting on all traces."""
+        trial, spec = self._trial, spec_of(setting, self._specs)
+        refined, known, calibration_s = self._calibrated(setting, spec)
+        pace, found = self._pace_s(), []
+        for name, given in trial.traces.items():
+            jobs = built_in(name, Server(refined, trial.limits, (setting,), known), trial.seed, trial.seconds) if given is None else given
+            self._tell(f"{setting.name}: {name}, simulated", 0)
             predicted, simulated = predict(refined, jobs, setting, known, trial)
             own = [replace(spec, tenant=f"{name} {setting.name} {index}") for index in range(len(jobs))]
-            done = replay(llm, jobs, prompts[name], own, setting.name, trial.clock(), _counter(tell, f"{setting.name}: {name}"))
-            found.append(Comparison(name, predicted, done.outcome, causes(refined, setting, predicted, simulated, done), done.served))
-    return found
+            self._prompts.begin_anew()
+            done = replay(self._llm, jobs, self._prompts.cut(jobs), own, setting.name, trial.clock(), self._counter(f"{setting.name}: {name}"))
+            before_s, pace = pace, self._pace_s()
+            why = causes(refined, setting, predicted, simulated, done, calibration_s / ((before_s + pace) / 2) - 1)
+            found.append(Comparison(name, tuple(jobs), predicted, done.outcome, why, done.served))
+        return found
+
+    def _calibrated(self, setting: Setting, spec: SpecConfig) -> tuple[Profile, Known, float]:
+        """The profile put right, what is known of guesses, and the probe's seconds meanwhile.
+
+        Where the controller is to choose, a run of its own choices tells what steps cost with drafts of all sizes; of drafters whose
+        guesses no text alone tells, another one with as many guesses in every round tells what stands.
+        """
+        before_s = self._pace_s()
+        free = spec.num_draft == "auto" and spec.drafter is not None
+        runs = []
+        if free and spec.drafter not in FROM_TEXT:
+            runs.append(self._calibrate(f"{setting.name}: calibration", replace(spec, num_draft=_AUTO_NUM_DRAFT)))
+        runs.append(self._calibrate(f"{setting.name}: calibration" + (", free" if runs else ""), spec))
+        refined = refine(self._profile, runs[-1].steps, setting.drafter)
+        calibration_s = (before_s + self._pace_s()) / 2
+        known: Known = {} if setting.drafter is None else {setting.drafter: records_from(self._llm, spec, runs[0], self._answers)}
+        return refined, known, calibration_s
+
+    def _calibrate(self, words: str, spec: SpecConfig) -> Calibration:
+        found = calibrate(self._llm, self._others, self._other_prompts.cut(self._others), spec, self._trial.clock(), self._counter(words))
+        self._answers += found.answers
+        return found
+
+    def _pace_s(self) -> float:
+        return pace_s(self._llm, self._trial.clock())
+
+    def _counter(self, words: str) -> Callable[[int], None]:
+        self._tell(words, 0)
+        return lambda _finished: self._tell(words, 1)
 
 
 def spec_of(setting: Setting, specs: Mapping[str, SpecConfig]) -> SpecConfig:
@@ -122,20 +179,19 @@ def spec_of(setting: Setting, specs: Mapping[str, SpecConfig]) -> SpecConfig:
     return replace(specs[setting.drafter], num_draft="auto" if setting.num_draft is None else setting.num_draft)
 
 
-def predict(profile: Profile, jobs: Sequence[Job], setting: Setting, known: Calibration, trial: Trial) -> tuple[Outcome, list[Step]]:
+def predict(profile: Profile, jobs: Sequence[Job], setting: Setting, known: Known, trial: Trial) -> tuple[Outcome, list[Step]]:
     """The median of each figure over simulations that differ by their luck, and the steps of the first."""
-    acceptance = {} if setting.drafter is None else {setting.drafter: known.records}
     steps: list[Step] = []
     outcomes = []
     for turn in range(_SEEDS):
         watch = None if turn else steps.append
-        outcomes.append(outcome(simulate(profile, jobs, setting, trial.limits, trial.seed + turn, known=acceptance, watch=watch)))
+        outcomes.append(outcome(simulate(profile, jobs, setting, trial.limits, trial.seed + turn, known=known, watch=watch)))
     numbers = [part.name for part in fields(Outcome) if isinstance(getattr(outcomes[0], part.name), int | float)]
     return replace(outcomes[0], **{name: median(getattr(one, name) for one in outcomes) for name in numbers}), steps
 
 
-def causes(profile: Profile, setting: Setting, predicted: Outcome, steps: Sequence[Step], done: Replayed) -> Causes:
-    """The decomposition of one comparison."""
+def causes(profile: Profile, setting: Setting, predicted: Outcome, steps: Sequence[Step], done: Replayed, pace: float) -> Causes:
+    """The decomposition of one comparison; `pace` as in `Causes`."""
     real = real_steps(done)
     said_s = sum(profile.step_s(one.decode_rows, one.contexts, one.prompt_tokens) for one in real)
     draft_s = sum(one.draft_s for one in real)
@@ -151,6 +207,7 @@ def causes(profile: Profile, setting: Setting, predicted: Outcome, steps: Sequen
         emitted=_less_one(predicted.emitted_per_step, measured.emitted_per_step),
         rows=_less_one(_rows_per_request(steps), _rows_per_request(theirs)),
         batch=_less_one(_requests_per_step(steps), _requests_per_step(theirs)),
+        pace=pace,
         outside_share=done.outside_s / measured.makespan_s if measured.makespan_s else 0.0,
     )
 
@@ -172,15 +229,6 @@ def _median_cost(costs: Sequence[DrafterCost]) -> DrafterCost:
 def _median_curve(curves: Sequence[Curve]) -> Curve:
     told = [dict(curve.points) for curve in curves]
     return Curve(tuple((count, median(points[count] for points in told)) for count in told[0] if all(count in points for points in told)))
-
-
-def _fixed(spec: SpecConfig) -> SpecConfig:
-    return replace(spec, num_draft=_AUTO_NUM_DRAFT) if spec.drafter is not None and spec.num_draft == "auto" else spec
-
-
-def _counter(tell: Tell, words: str) -> Callable[[int], None]:
-    tell(words, 0)
-    return lambda _finished: tell(words, 1)
 
 
 def _rows_per_request(steps: Sequence[Step]) -> float:

@@ -26,10 +26,10 @@ from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError, StorageError
 from foretoken.model.open import model_folder
+from foretoken.plan.admission import SchedulerConfig
 from foretoken.plan.arrivals import Job
 from foretoken.plan.profile import Profile
-from foretoken.plan.simulate import Limits, Setting
-from foretoken.plan.traces import SHAPES, built_in
+from foretoken.plan.setting import Limits, Setting
 
 _MOST_PASSES, _PASSES_S = 3, 60.0  # a profile is measured again until so much time is spent
 _WORDS = {"tokens_per_s": "tok/s", "latency_s_p50": "whole answer", "latency_s_p95": "p95", "ttft_s_p50": "first token", "ttft_s_p95": "p95"}
@@ -50,6 +50,8 @@ class MeasureOptions:
     max_batch_size: int = 16
     max_prompt_tokens: int = 512
     cache_tokens: int | None = None
+    max_step_tokens: int | None = None
+    cache_reserve: float = SchedulerConfig.cache_reserve
     seconds: float | None = None
     dtype: str = "auto"
     device: str = "auto"
@@ -59,7 +61,7 @@ class MeasureOptions:
 
 @dataclass(frozen=True)
 class Validation:
-    """Every comparison, with everything needed to judge it; `traces` holds the requests that came."""
+    """Every comparison, with everything needed to judge it."""
 
     command: str
     date: str
@@ -67,7 +69,6 @@ class Validation:
     versions: Mapping[str, str]
     options: Mapping[str, Any]
     profile: Profile
-    traces: Mapping[str, Sequence[Job]]
     rows: tuple[Comparison, ...]
     caveats: tuple[str, ...]
 
@@ -80,13 +81,13 @@ class Validation:
                 "holds": row.holds,
                 "errors": {name: row.error(name) for name in FIGURES},
                 **{name: asdict(getattr(row, name)) for name in ("predicted", "measured", "causes")},
+                "jobs": [asdict(one) for one in row.jobs],
                 "requests": [asdict(one) for one in row.requests],
             }
             for row in self.rows
         ]
         about = {name: getattr(self, name) for name in ("command", "date", "machine", "versions", "options", "caveats")}
-        traces = {name: [asdict(job) for job in jobs] for name, jobs in self.traces.items()}
-        return {**about, "tolerance": TOLERANCE, "judged": JUDGED, "profile": self.profile.as_dict(), "traces": traces, "rows": rows}
+        return {**about, "tolerance": TOLERANCE, "judged": JUDGED, "profile": self.profile.as_dict(), "rows": rows}
 
 
 def run_validation(options: MeasureOptions, command: str, tell: Tell = lambda _words, _finished: None) -> Validation:
@@ -113,22 +114,24 @@ def run_validation(options: MeasureOptions, command: str, tell: Tell = lambda _w
         cache_tokens=options.cache_tokens,
         max_batch_size=options.max_batch_size,
         max_prompt_tokens=options.max_prompt_tokens,
+        max_step_tokens=options.max_step_tokens,
+        cache_reserve=options.cache_reserve,
+        profile="off",
     ) as llm:
         profile = _profile(llm, specs, options, command, tell)
         limits = Limits(
             max_batch_size=options.max_batch_size,
             max_prompt_tokens=options.max_prompt_tokens,
+            max_step_tokens=options.max_step_tokens,
+            cache_reserve=options.cache_reserve,
             cache_tokens=llm.target.capacity_tokens,
             block_tokens=llm.target.footprint_tokens(1),
             max_context_tokens=llm.target.max_context_tokens,
         )
-        traces = {
-            name: built_in(name, profile, limits, options.seed, options.seconds) if jobs is None else jobs for name, jobs in options.traces.items()
-        }
-        rows = compare(llm, llm.encode, profile, specs, Trial(options.settings, traces, limits, options.seed), tell)
+        rows = compare(llm, llm.encode, profile, specs, Trial(options.settings, options.traces, limits, options.seed, options.seconds), tell)
     shown = {**asdict(options), "settings": [setting.name for setting in options.settings], "traces": list(options.traces)}
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return Validation(command, date, machine(), versions(), shown, profile, traces, tuple(rows), tuple(dict.fromkeys((*caveats, *profile.caveats))))
+    return Validation(command, date, machine(), versions(), shown, profile, tuple(rows), tuple(dict.fromkeys((*caveats, *profile.caveats))))
 
 
 def _choices(options: MeasureOptions) -> dict[str, DrafterChoice]:
@@ -182,12 +185,12 @@ def print_validation(found: Validation, file: Path | None, console: Console | No
     causes = Table("trace", "setting", title="where it comes from", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in FIGURES:
         figures.add_column(_WORDS[name], justify="right", no_wrap=True)
-    for heading in ("steps", "drafter", "tok/round", "rows", "requests", "between steps"):
+    for heading in ("steps", "drafter", "tok/round", "rows", "requests", "pace", "between steps"):
         causes.add_column(heading, justify="right")
     for row in found.rows:
         figures.add_row(row.trace, row.predicted.setting, *(_cell(row, name) for name in FIGURES), style=None if row.holds else "red")
         one = row.causes
-        errors = (one.step, one.draft, one.emitted, one.rows, one.batch)
+        errors = (one.step, one.draft, one.emitted, one.rows, one.batch, one.pace)
         causes.add_row(row.trace, row.predicted.setting, *("" if e is None else f"{e:+.0%}" for e in errors), f"{one.outside_share:.1%}")
     console.print(figures)
     console.print(causes)
@@ -203,9 +206,3 @@ def _cell(row: Comparison, name: str) -> str:
     unit, scale = ("", 1.0) if name == "tokens_per_s" else ("ms", 1e3)
     predicted, measured = (scale * getattr(side, name) for side in (row.predicted, row.measured))
     return f"{predicted:.4g} | {measured:.4g} {unit} {row.error(name):+.0%}".replace("  ", " ")
-
-
-def trace_names(text: str) -> tuple[str, ...]:
-    """The built-in traces that `text` names, separated by commas; none where it names anything else."""
-    words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    return words if words and all(word in SHAPES for word in words) else ()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -12,26 +14,55 @@ from rich.progress import Progress
 from foretoken.bench.report import check_folder, check_name
 from foretoken.bench.validate_report import MeasureOptions, Validation, print_validation, run_validation, write_validation
 from foretoken.cli.common import print_json
+from foretoken.cli.simulate_requests import jobs_of, settings_of, trace_names
 from foretoken.errors import ConfigError
 
+_SLICE = "code"  # that prompts are taken from where nothing is said
 
-def measure_for_real(options: MeasureOptions, out: Path | None, name: str, as_json: bool) -> None:
-    """Run the comparison; what is being done goes to stderr, as a bar on a terminal and as lines elsewhere.
+
+def measure_for_real(given: Mapping[str, Any]) -> None:
+    """Run the comparison that the command's options ask for; what is being done goes to stderr, as a bar on a terminal and as lines elsewhere.
 
     Raises:
         ForetokenError: see `run_validation`, or a result that cannot be written.
     """
-    check_name(name)
+    out: Path | None = given["out"]
+    check_name(given["name"])
+    options = _options(given)
     if options.threads is not None and options.threads < 1:
         raise ConfigError("threads", options.threads, "must be at least 1; leave it out for torch's own number")
     if out is not None:
         check_folder(out)
     found = _with_progress(options)
-    file = None if out is None else write_validation(found, out, name)
-    if as_json:
+    file = None if out is None else write_validation(found, out, given["name"])
+    if given["as_json"]:
         print_json(found.as_dict() | {"file": None if file is None else str(file)})
     else:
         print_validation(found, file)
+
+
+def _options(given: Mapping[str, Any]) -> MeasureOptions:
+    names = trace_names(given["trace"])
+    settings = given["settings"] or ("plain,ngram-4" + ("" if given["draft"] is None else ",draft_model-4"))
+    same = (
+        "target",
+        "draft",
+        "max_batch_size",
+        "max_prompt_tokens",
+        "max_step_tokens",
+        "cache_reserve",
+        "cache_tokens",
+        "dtype",
+        "device",
+        "threads",
+    )
+    return MeasureOptions(
+        settings=tuple(settings_of(settings)),
+        traces=dict.fromkeys(names) or {given["trace"]: jobs_of(given, _SLICE)},
+        seconds=given["trace_seconds"],
+        seed=given["seed"],
+        **{name: given[name] for name in same},
+    )
 
 
 def _with_progress(options: MeasureOptions) -> Validation:

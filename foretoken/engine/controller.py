@@ -15,7 +15,7 @@ from foretoken.draft.group import GRAMMAR, DrafterKey, chosen_arm, drafter_key
 from foretoken.draft.lookup_tree import LookupTree
 from foretoken.engine.request import RequestState
 from foretoken.plan.cost import seed_tables
-from foretoken.plan.looks import NOTHING_SEEN, Look, Sight, outcomes
+from foretoken.plan.looks import NOTHING_SEEN, Look, Sight, outcomes, reach
 from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy
 from foretoken.plan.profile import Profile
 from foretoken.plan.routing import Routing, RoutingRules
@@ -25,7 +25,6 @@ from foretoken.verify import takes_trees
 
 _CANDIDATES = (0.25, 0.5, 0.75, 1.0)  # draft probabilities that "auto" chooses from
 _MEMORY = 0.9  # weight of the past when a new observation comes in
-_FIRST_LOOK = 8  # guesses that are looked at where few were made before
 _WARM_ROUNDS = 4  # rounds at full probability before "auto" trusts its estimates
 
 
@@ -197,7 +196,7 @@ class Controller:
                 len(state.tokens) - 1,
                 (state.tokens[-1],),
                 True,
-                min(spec.at_most(most), _FIRST_LOOK + 2 * self._last_grants.get(state.request_id, 0)),
+                min(spec.at_most(most), reach(self._last_grants.get(state.request_id, 0))),
                 takes_trees=takes_a_tree,
             )
             tree = self._look(entry, arm)

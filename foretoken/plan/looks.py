@@ -21,6 +21,7 @@ _KEEP_SIGHT = 0.8
 _WORTH_LOOKING = 0.5  # share of what a look brings that it may take
 _FREE_LOOK = 0.005  # share of a token's time that any look may take
 _MOST_BLIND_ROUNDS = 15
+_FIRST_LOOK = 8  # guesses that are looked at where few were made before
 _KEEP_KIND = 0.99  # of a kind of requests
 
 
@@ -38,6 +39,11 @@ class Look:
 
 
 NOTHING_SEEN = Look((), ())
+
+
+def reach(last_num_draft: int) -> int:
+    """How many guesses to look at for a request that last made so many."""
+    return _FIRST_LOOK + 2 * last_num_draft
 
 
 class Sight:

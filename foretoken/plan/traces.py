@@ -1,18 +1,21 @@
-"""Three built-in traces, scaled to a machine: a steady stream, bursts, and a ramp into overload that drains again.
+"""Built-in traces, scaled to a machine: a steady stream, bursts, a ramp to nearly full load, and by name one into overload.
 
-Rates are shares of what the engine manages without guesses, so the same names mean the same load on any machine.
+Rates are shares of what the slowest of the settings manages, so the same names mean the same load on any machine and under any
+setting: how long requests wait is then a property of the system, and not of which side of full load it happens to be on.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from foretoken.errors import InputError
 from foretoken.plan.arrivals import Job, Lengths
+from foretoken.plan.course import Known
 from foretoken.plan.profile import Profile
-from foretoken.plan.simulate import Limits, Setting, simulate
+from foretoken.plan.setting import Limits, Setting
+from foretoken.plan.simulate import simulate
 
 _FEWEST_S, _MOST_S, _ALONE_TIMES = 12.0, 40.0, 20.0  # a trace lasts so many times as long as one answer alone, within these bounds
 _SAMPLE = 8  # requests per place of the batch, for the capacity
@@ -41,41 +44,60 @@ class Shape:
 SHAPES: dict[str, Shape] = {
     "steady": Shape((Phase(1.0, 0.6, 0.6),), ("code",), Lengths(32, 96), Lengths(32, 64)),
     "bursts": Shape(
-        (Phase(0.3, 1.4, 1.4), Phase(0.7, 0.2, 0.2)), ("code", "docstring", "edit", "json", "text"), Lengths(16, 160), Lengths(16, 80), 4
+        (Phase(0.2, 1.2, 1.2), Phase(0.8, 0.4, 0.4)), ("code", "docstring", "edit", "json", "text"), Lengths(16, 160), Lengths(16, 80), 6
     ),
-    "ramp": Shape((Phase(0.5, 0.2, 2.0), Phase(0.5, 0.1, 0.1)), ("code", "docstring"), Lengths(32, 96), Lengths(24, 48)),
+    "ramp": Shape((Phase(1.0, 0.2, 0.9),), ("code", "docstring"), Lengths(32, 96), Lengths(24, 48)),
+    "overload": Shape((Phase(0.5, 0.2, 2.0), Phase(0.5, 0.1, 0.1)), ("code", "docstring"), Lengths(32, 96), Lengths(24, 48)),
 }
 
 
-def built_in(name: str, profile: Profile, limits: Limits, seed: int, seconds: float | None = None) -> list[Job]:
-    """The requests of a built-in trace on the machine of `profile`; `seconds` is how long they come, chosen by the machine if None.
+@dataclass(frozen=True)
+class Server:
+    """Who is to serve a trace: the machine, the limits, and the settings with what is known of their guesses."""
+
+    profile: Profile
+    limits: Limits
+    settings: tuple[Setting, ...] = (Setting(),)
+    known: Known = field(default_factory=dict)
+
+    def capacity(self, jobs: Sequence[Job]) -> float:
+        """Requests per second that the slowest setting finishes when all of `jobs` are there at once."""
+        return min(self._rate(jobs, setting, self.limits) for setting in self.settings)
+
+    def alone_s(self, jobs: Sequence[Job]) -> float:
+        """What one request takes on the average that has an engine without guesses for itself."""
+        return 1 / self._rate(jobs, Setting(), replace(self.limits, max_batch_size=1, max_step_tokens=None))
+
+    def _rate(self, jobs: Sequence[Job], setting: Setting, limits: Limits) -> float:
+        ended = simulate(self.profile, [replace(job, arrival_s=0.0) for job in jobs], setting, limits, known=self.known)
+        return len(jobs) / max(replica.clock_s for replica in ended.replicas)
+
+
+def sample(name: str, count: int, seed: int) -> list[Job]:
+    """`count` requests such as a built-in trace consists of, all there from the begin.
+
+    Raises:
+        InputError: no such trace.
+    """
+    if name not in SHAPES:
+        raise InputError("trace", name, f"choose one of {', '.join(SHAPES)}")
+    rng = random.Random(f"trace {name} {seed}")
+    return [_request(SHAPES[name], rng) for _ in range(count)]
+
+
+def built_in(name: str, server: Server, seed: int, seconds: float | None = None) -> list[Job]:
+    """The requests of a built-in trace for `server`; `seconds` is how long they come, chosen by the machine if None.
 
     Raises:
         InputError: no such trace, or one that does not last.
     """
-    if name not in SHAPES:
-        raise InputError("trace", name, f"choose one of {', '.join(SHAPES)}")
+    few = sample(name, _SAMPLE * server.limits.max_batch_size, seed)
     if seconds is not None and not 0 < seconds < float("inf"):
         raise InputError("trace_seconds", seconds, "must be above 0")
-    shape = SHAPES[name]
-    rng = random.Random(f"trace {name} {seed}")
-    sample = [_request(shape, rng) for _ in range(_SAMPLE * limits.max_batch_size)]
-    rate = capacity(profile, sample, limits)
     if seconds is None:
-        seconds = min(_MOST_S, max(_FEWEST_S, _ALONE_TIMES * _alone_s(profile, sample, limits)))
-    rng = random.Random(f"arrivals {name} {seed}")
-    return [replace(_request(shape, rng), arrival_s=time_s) for time_s in _arrivals(shape, rate, seconds, rng)]
-
-
-def capacity(profile: Profile, jobs: Sequence[Job], limits: Limits) -> float:
-    """Requests per second that an engine which never guesses finishes when all of `jobs` are there at once."""
-    ended = simulate(profile, [replace(job, arrival_s=0.0) for job in jobs], Setting(), limits)
-    return len(jobs) / max(replica.clock_s for replica in ended.replicas)
-
-
-def _alone_s(profile: Profile, jobs: Sequence[Job], limits: Limits) -> float:
-    """What one request takes on the average that has the engine for itself."""
-    return 1 / capacity(profile, jobs, replace(limits, max_batch_size=1))
+        seconds = min(_MOST_S, max(_FEWEST_S, _ALONE_TIMES * server.alone_s(few)))
+    shape, rng = SHAPES[name], random.Random(f"arrivals {name} {seed}")
+    return [replace(_request(shape, rng), arrival_s=time_s) for time_s in _arrivals(shape, server.capacity(few), seconds, rng)]
 
 
 def _request(shape: Shape, rng: random.Random) -> Job:

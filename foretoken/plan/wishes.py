@@ -70,7 +70,8 @@ def wish_of(
     num_tokens: int = 0,
     num_remaining: int = 1 << 30,
     weight: float = 1.0,
+    look: Look | None = None,
 ) -> Wish:
     """The wish of a request with a single drafter; None does not draft."""
-    arms = () if drafter is None or most < 1 else (Arm(0, drafter, most),)
+    arms = () if drafter is None or most < 1 else (Arm(0, drafter, most, look=look),)
     return Wish(request_id, arms, is_open, num_tokens=num_tokens, num_remaining=num_remaining, weight=weight)

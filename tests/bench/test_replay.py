@@ -9,19 +9,23 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.bench.calibrate import CALIBRATION, MEASURED, calibrate, cut_prompts, real_steps, sample_jobs
+from foretoken.bench.calibrate import CALIBRATION, MEASURED, Prompts, calibrate, real_steps, records_from, sample_jobs
+from foretoken.bench.pace import pace_s
 from foretoken.bench.replay import Replayed, WallClock, replay
 from foretoken.bench.validate import Trial, causes, compare, median_profile, predict
+from foretoken.bench.workload import slices
 from foretoken.core import StepOutput
 from foretoken.engine.request import RequestState
 from foretoken.errors import EngineError, InputError
 from foretoken.plan.arrivals import Job, parse_trace
 from foretoken.plan.outcome import outcome
 from foretoken.plan.profile import Curve, DrafterCost, Profile
+from foretoken.plan.replica import Step
 from foretoken.plan.rounds import Record, Records, chain
-from foretoken.plan.simulate import Limits, Setting, Step, simulate
+from foretoken.plan.setting import Limits, Setting
+from foretoken.plan.simulate import simulate
 from tests.helpers.checkpoints import token_ids
-from tests.plan.test_simulate import CURVED, UNIT, Real, mixed_jobs
+from tests.plan.test_simulate import CURVED, UNIT, Guesser, Real, mixed_jobs
 
 
 class Scripted:
@@ -48,7 +52,7 @@ class Scripted:
 def replayed(profile: Profile, jobs: Sequence[Job], setting: Setting, limits: Limits) -> tuple[Replayed, list[Step], object]:
     steps: list[Step] = []
     ended = simulate(profile, jobs, setting, limits, seed=3, watch=steps.append)
-    scripted = Scripted(Real(profile, setting, limits, jobs, ended.courses))
+    scripted = Scripted(Real(profile, setting, limits, jobs, Guesser(ended.courses)))
     specs = [scripted.real.spec] * len(jobs)
     return replay(scripted, jobs, [[1] * job.prompt_tokens for job in jobs], specs, setting.name, scripted), steps, ended
 
@@ -69,8 +73,9 @@ def test_on_a_scripted_clock_a_replay_is_the_simulation(setting: Setting, limits
     for name in ("tokens_per_s", "latency_s_p50", "latency_s_p95", "ttft_s_p95", "inter_token_s_p50", "utilisation", "emitted_per_step"):
         assert getattr(done.outcome, name) == pytest.approx(getattr(expected, name)), name
     assert (done.outcome.num_drafted, done.outcome.num_accepted) == (expected.num_drafted, expected.num_accepted)
-    found = causes(CURVED, setting, expected, steps, replace(done, steps=tuple(scripted_cost(one) for one in done.steps)))
+    found = causes(CURVED, setting, expected, steps, replace(done, steps=tuple(scripted_cost(one) for one in done.steps)), 0.25)
     assert (found.step, found.emitted, found.rows, found.batch, found.outside_share) == pytest.approx((0, 0, 0, 0, 0), abs=1e-9)
+    assert found.pace == 0.25
 
 
 def scripted_cost(one: object) -> object:
@@ -148,13 +153,41 @@ def test_a_record_gives_back_the_run_it_is_of(pair: SimpleNamespace, drafter: st
     spec = SpecConfig("ngram", num_draft=4) if drafter == "ngram" else SpecConfig("draft_model", str(pair.draft), num_draft=4)
     with LLM(pair.target, dtype="float32") as llm:
         found = calibrate(llm, [job], [token_ids(24, seed=5)], spec)
+        known = {drafter: records_from(llm, spec, found, found.answers)}
     profile = replace(UNIT, drafters={drafter: DrafterCost(Curve())})
     steps: list[Step] = []
-    ended = simulate(profile, [job], Setting(drafter, 4), Limits(), known={drafter: found.records}, watch=steps.append)
+    ended = simulate(profile, [job], Setting(drafter, 4), Limits(), known=known, watch=steps.append)
     assert [(s.num_rows, s.emitted) for s in steps] == [(s.step.num_rows, s.step.emitted) for s in found.run.steps]
     assert ended.courses[0].num_accepted == found.run.outcome.num_accepted > 0
-    predicted, _ = predict(profile, [job], Setting(drafter, 4), found, Trial((), {}, Limits()))
+    predicted, _ = predict(profile, [job], Setting(drafter, 4), known, Trial((), {}, Limits()))
     assert predicted.emitted_per_step == found.run.outcome.emitted_per_step
+
+
+def test_the_pace_is_the_median_of_steps(pair: SimpleNamespace) -> None:
+    """The prompt's step and pauses do not count; the engine is idle before and after."""
+    with LLM(pair.target, dtype="float32") as llm:
+        took = iter([9.0] * 4 + [2.0, 8.0, 2.0] * 13 + [2.0])
+        real, clock = llm.engine.step, SimpleNamespace(time=0.0)
+        clock.now = lambda: clock.time
+
+        def step() -> list[StepOutput]:
+            clock.time += next(took)
+            return real()
+
+        llm.engine.step = step  # type: ignore[method-assign]
+        assert pace_s(llm, clock) == 2.0
+        assert next(took, None) is None
+        assert not llm.engine.has_work
+
+
+def test_a_replay_begins_with_a_controller_that_knows_nothing(pair: SimpleNamespace) -> None:
+    with LLM(pair.target, dtype="float32", profile="off") as llm:
+        replay(llm, [Job(0.0, 4, 9)], [[1, 2, 3, 4]], [SpecConfig("ngram")], "before")
+        learnt = llm.engine.controller.policy
+        assert not learnt.target_cost.is_empty
+        done = replay(llm, [Job(0.0, 1, 1)], [[1]], [SpecConfig()], "after")
+        assert llm.engine.controller.policy is not learnt
+        assert len(done.steps) == 1
 
 
 def test_a_failing_request_fails_the_replay(pair: SimpleNamespace) -> None:
@@ -174,20 +207,25 @@ def test_a_failing_request_fails_the_replay(pair: SimpleNamespace) -> None:
 
 
 def test_prompts_are_cut_to_the_wanted_lengths() -> None:
-    """Calibration and measurement share no text; what is used again ends earlier; a text that is too short gets others before it."""
+    """Calibration and measurement share no text and are cut alike; what is used again ends elsewhere; short texts get others before them."""
 
     def encode(text: str) -> list[int]:
         return [ord(char) for char in text]
 
     jobs = [Job(0.0, length, 4, name) for name in ("code", "json") for length in (1, 30, 4000)]
-    mine, others = cut_prompts(encode, jobs, MEASURED), cut_prompts(encode, jobs, CALIBRATION)
+    mine, others = Prompts(encode, MEASURED).cut(jobs), Prompts(encode, CALIBRATION).cut(jobs)
     assert [len(ids) for ids in mine] == [len(ids) for ids in others] == [job.prompt_tokens for job in jobs]
     assert mine[1] != others[1]
-    many = cut_prompts(encode, [Job(0.0, 60, 4, "json")] * 40, MEASURED)
-    assert len({tuple(ids) for ids in many}) == 40
+    prompts = Prompts(encode, MEASURED)
+    many = [*prompts.cut([Job(0.0, 60, 4, "json")] * 40), *prompts.cut([Job(0.0, 60, 4, "json")] * 40)]
+    assert len({tuple(ids) for ids in many}) == 80
+    prompts.begin_anew()
+    assert prompts.cut([Job(0.0, 60, 4, "json")] * 80) == many
+    texts = [prompt.text for prompt in slices(["json"], 400)]
+    assert sum(any(text.endswith("".join(map(chr, ids))) for text in texts) for ids in many) < 8  # cut anywhere, not where texts end
     for value in ((0.5,), "poems"):
         with pytest.raises(InputError, match="a real run needs texts: name one of the slices code"):
-            cut_prompts(encode, [Job(0.0, 3, 3, value)], MEASURED)
+            Prompts(encode, MEASURED).cut([Job(0.0, 3, 3, value)])
 
 
 def test_calibration_requests_are_like_those_to_come() -> None:
@@ -198,7 +236,7 @@ def test_calibration_requests_are_like_those_to_come() -> None:
     assert sum(job.acceptance == "code" for job in sample) == 30
     assert sorted(job.prompt_tokens for job in sample) == sorted(job.prompt_tokens for job in jobs)
     assert sample == sample_jobs(jobs, 40, rate=2.0, seed=0) != sample_jobs(jobs, 40, rate=2.0, seed=1)
-    # At first at 0.3 of the rate, at last at 3 times: the second half comes much faster.
+    # At first at 0.1 of the rate, at last at 3 times: the second half comes much faster.
     assert sample[-1].arrival_s - sample[20].arrival_s < sample[20].arrival_s
 
 
@@ -213,19 +251,28 @@ def test_settings_are_compared_on_traces(text_pair: SimpleNamespace) -> None:
     """The whole way on a tiny checkpoint: calibrated, simulated, run; what both count alike is equal."""
     jobs = [Job(0.002 * i, 8 + i, 6, ("code", "text")[i % 2]) for i in range(8)]
     words: list[str] = []
+    settings = (Setting(), Setting("ngram", 3), Setting("ngram", None), Setting("draft_model", None))
+    specs = {"ngram": SpecConfig("ngram"), "draft_model": SpecConfig("draft_model", str(text_pair.draft))}
     with LLM(text_pair.target, dtype="float32") as llm:
+        for spec in specs.values():
+            llm.prepare(spec)
         limits = Limits(cache_tokens=llm.target.capacity_tokens, max_context_tokens=llm.target.max_context_tokens)
-        trial = Trial((Setting(), Setting("ngram", 3), Setting("ngram", None)), {"mine": jobs}, limits, calibration_requests=12)
-        profile = replace(UNIT, rows=Curve(((1, 0.002),)), chunk=Curve(((1, 0.002),)))
-        found = compare(llm, llm.encode, profile, {"ngram": SpecConfig("ngram")}, trial, lambda said, _: words.append(said))
-    assert [(one.trace, one.predicted.setting) for one in found] == [("mine", "plain"), ("mine", "ngram-3"), ("mine", "ngram-auto")]
+        trial = Trial(settings, {"mine": jobs, "steady": None}, limits, seconds=0.2, calibration_requests=12)
+        cost = DrafterCost(Curve(((1, 0.001),)))
+        profile = replace(UNIT, rows=Curve(((1, 0.002),)), chunk=Curve(((1, 0.002),)), drafters={"ngram": cost, "draft_model": cost})
+        found = compare(llm, llm.encode, profile, specs, trial, lambda said, _: words.append(said))
+    names = [setting.name for setting in settings]
+    assert [(one.predicted.setting, one.trace) for one in found] == [(name, trace) for name in names for trace in ("mine", "steady")]
     for one in found:
-        assert one.predicted.num_tokens == one.measured.num_tokens == 48
-        assert len(one.requests) == 8
+        assert one.predicted.num_tokens == one.measured.num_tokens == sum(job.output_tokens for job in one.jobs)
+        assert len(one.requests) == len(one.jobs)
         assert one.error("tokens_per_s") == pytest.approx(one.predicted.tokens_per_s / one.measured.tokens_per_s - 1)
+        assert one.causes.pace > -1
+        assert one.trace == "steady" or one.jobs == tuple(jobs)
     assert found[0].causes.emitted == found[0].causes.rows == 0.0
     assert found[0].causes.draft is None
-    assert words[0] == "plain: calibration"
+    begun = [said for said in dict.fromkeys(words) if "calibration" in said]
+    assert begun == [*(f"{name}: calibration" for name in names), "draft_model-auto: calibration, free"]
     assert words.count("ngram-3: mine") == 1 + 8
 
 

@@ -90,6 +90,8 @@ def test_bad_input(foretoken: Run, profile: Path, trace: Path) -> None:
         (2, ["--trace", "poisson:1", "--prompt-tokens", "8", "--acceptance", "code"], "no chances of this name were measured for ngram"),
         (2, ["--trace", "poisson:1", "--prompt-tokens", "8", "--settings", "eagle-3"], "it knows draft_model, ngram"),
         (2, ["--trace", "poisson:1", "--dispatch", "random"], "dispatch='random'"),
+        (2, ["--trace", "poisson:1", "--max-step-tokens", "16"], "max_step_tokens=16: must be more than max_batch_size, 16"),
+        (2, ["--trace", "poisson:1", "--cache-reserve", "1.5"], "cache_reserve=1.5: must be a number from 0 to 1"),
         (2, ["--trace", "poisson:1", "--price-per-hour", "-1"], "price_per_hour=-1.0"),
         (2, ["--trace", trace, "--output-tokens", "3"], "the trace file says it for each request"),
         (2, ["--trace", "broken.jsonl"], "trace line 2: prompt_tokens=0"),
@@ -102,7 +104,7 @@ def test_bad_input(foretoken: Run, profile: Path, trace: Path) -> None:
         (2, ["--trace", "steady,ramp"], "one trace at a time"),
         (2, ["--trace", "steady", "--requests", 5], "the trace steady says it for each request"),
         (2, ["--trace", "steady", "--acceptance", "0.5"], "the trace steady says it for each request"),
-        (2, ["--trace", "poisson:1", "--trace-seconds", 5], "goes with the built-in traces steady, bursts, ramp only"),
+        (2, ["--trace", "poisson:1", "--trace-seconds", 5], "goes with the built-in traces steady, bursts, ramp, overload only"),
         (2, ["--trace", "steady", "--trace-seconds", 0], "trace_seconds=0.0"),
         (2, ["--trace", "poisson:1", "--draft", "reference:draft"], "draft='reference:draft': is read with --measure only"),
         (2, ["--trace", "poisson:1", "--out", "results"], "is read with --measure only"),
@@ -147,7 +149,7 @@ def test_measured_for_real(foretoken: Run, text_pair: SimpleNamespace, monkeypat
     (file,) = Path("results").iterdir()
     assert done.lines[-1] == f"written: {file}"
     raw = json.loads(file.read_text())
-    assert {"command", "machine", "date", "versions", "options", "profile", "traces", "tolerance", "caveats"} <= set(raw)
+    assert {"command", "machine", "date", "versions", "options", "profile", "tolerance", "caveats"} <= set(raw)
     assert [(row["trace"], row["setting"], len(row["requests"])) for row in raw["rows"]] == [("mine.jsonl", name, 6) for name in ("plain", "ngram-2")]
     for row in raw["rows"]:
         assert row["predicted"]["num_tokens"] == row["measured"]["num_tokens"] == 24
@@ -156,7 +158,7 @@ def test_measured_for_real(foretoken: Run, text_pair: SimpleNamespace, monkeypat
     second = foretoken(*common, "--name", "again", "--requests", 2, "--acceptance", "text", "--settings", "plain", "--json")
     told = json.loads(second.lines[-1])
     assert told["file"].endswith("-again.json")
-    assert [job["acceptance"] for job in told["traces"]["mine.jsonl"]] == ["text", "text"]
+    assert [[job["acceptance"] for job in row["jobs"]] for row in told["rows"]] == [["text", "text"]]
 
 
 def test_what_cannot_be_measured_for_real(foretoken: Run, text_pair: SimpleNamespace) -> None:
@@ -168,6 +170,8 @@ def test_what_cannot_be_measured_for_real(foretoken: Run, text_pair: SimpleNames
         (["--trace", "steady", "--threads", 0], "threads=0"),
         (["--trace", "steady", "--name", "a/b"], "name='a/b'"),
         (["--trace", "steady", "--replicas", 2], "does not go with --measure"),
+        (["--trace", "steady", "--max-step-tokens", 3], "max_step_tokens=3"),
+        (["--trace", "steady", "--cache-reserve", -0.1], "cache_reserve=-0.1"),
         (["--trace", "poisson:1", "--requests", 2, "--prompt-tokens", 9, "--acceptance", "0.5"], "a real run needs texts"),
         (["--trace", "poisson:1", "--requests", 2, "--prompt-tokens", 400], "the context holds 256 tokens"),
     ]

@@ -13,19 +13,22 @@ import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.core import Batch, Draft, Request, Verdict
-from foretoken.draft.base import Feedback
+from foretoken.draft.base import Drafter, Feedback
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.draft.lookup_tree import LookupTree, assemble
 from foretoken.engine.engine import Engine
 from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.errors import CapacityError, ConfigError, InputError
 from foretoken.plan.arrivals import Job, Lengths, poisson
+from foretoken.plan.course import Course
 from foretoken.plan.outcome import outcome
 from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.plan.simulate import Course, Fleet, Limits, Setting, Step, parse_setting, simulate
+from foretoken.plan.replica import Step
+from foretoken.plan.setting import Limits, Setting, parse_setting
+from foretoken.plan.simulate import Ended, Fleet, simulate
 from tests.helpers.audit import KEPT_BY_DRAFTER
 from tests.helpers.checkpoints import token_ids
-from tests.helpers.scripted import ScriptedModel
+from tests.helpers.scripted import Script, ScriptedModel
 
 VOCAB = 64
 WRONG = 60
@@ -80,15 +83,24 @@ KEPT_BY_DRAFTER[Guesser] = lambda _: ()
 class Real:
     """The engine with a scripted target, on the clock of a profile: what each step did, in the simulator's own words."""
 
-    def __init__(self, profile: Profile, setting: Setting, limits: Limits, jobs: Sequence[Job], courses: Sequence[Course]) -> None:
-        self.profile, self.setting, self.jobs = profile, setting, jobs
+    def __init__(
+        self,
+        profile: Profile,
+        setting: Setting,
+        limits: Limits,
+        jobs: Sequence[Job],
+        drafter: Drafter,
+        script: Script = lambda context: says(len(context)),
+        prompts: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.profile, self.setting, self.jobs, self.prompts = profile, setting, jobs, prompts or [[1] * job.prompt_tokens for job in jobs]
         capacity = limits.cache_tokens or 10**6
-        target = ScriptedModel(lambda context: says(len(context)), VOCAB, max_context=limits.max_context_tokens or 10**6, capacity=capacity)
+        target = ScriptedModel(script, VOCAB, max_context=limits.max_context_tokens or 10**6, capacity=capacity)
         num_draft = "auto" if setting.num_draft is None else setting.num_draft
         self.spec = SpecConfig() if setting.drafter is None else SpecConfig("ngram", num_draft=num_draft)
         group = DrafterGroup(torch.device("cpu"))
         if setting.drafter is not None:
-            group.drafters[drafter_key(self.spec)] = Guesser(courses)
+            group.drafters[drafter_key(self.spec)] = drafter
         own = {field.name: getattr(limits, field.name) for field in fields(SchedulerConfig)}
         self.engine = Engine(target, group, limits=SchedulerConfig(**own))
         self.drafted: set[int] = set()
@@ -114,21 +126,21 @@ class Real:
         self.draft_s = cost.seconds(max(e.num_draft for e in given.values()), len(given), unread) if given else 0.0
         self.observe(batch, draft, probs, verdict, {drafter_key(self.spec): self.draft_s}, self.target_s, {drafter_key(self.spec): unread})
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, prompt: Sequence[int]) -> None:
         """Queue a request as if it had come at the time the trace says."""
         params = SamplingParams(max_tokens=job.output_tokens, ignore_eos=True, priority=job.priority, deadline_s=job.deadline_s)
-        state = self.engine.submit([1] * job.prompt_tokens, params, self.spec)
+        state = self.engine.submit(list(prompt), params, self.spec)
         self.engine.scheduler.remove(state.request_id)
         state.arrived_s = job.arrival_s
         self.engine.scheduler.add(state)
 
     def run(self) -> None:
-        coming = list(self.jobs)
+        coming = list(zip(self.jobs, self.prompts, strict=True))
         while coming or self.engine.has_work:
             if not self.engine.has_work:
-                self.clock = max(self.clock, coming[0].arrival_s)
-            while coming and coming[0].arrival_s <= self.clock:
-                self.submit(coming.pop(0))
+                self.clock = max(self.clock, coming[0][0].arrival_s)
+            while coming and coming[0][0].arrival_s <= self.clock:
+                self.submit(*coming.pop(0))
             outputs = self.engine.step()
             seconds = self.draft_s + self.target_s
             emitted = tuple((o.request_id, len(o.token_ids)) for o in outputs)
@@ -142,15 +154,20 @@ def compare(profile: Profile, jobs: Sequence[Job], setting: Setting, limits: Lim
     """Simulated steps, after they were found equal to the engine's: rows, prompt tokens, tokens per request, times, order of finishing."""
     steps: list[Step] = []
     ended = simulate(profile, jobs, setting, limits, seed=3, watch=steps.append)
-    real = Real(profile, setting, limits, jobs, ended.courses)
+    real = Real(profile, setting, limits, jobs, Guesser(ended.courses))
     real.run()
+    assert_alike(steps, ended, real)
+    return steps
+
+
+def assert_alike(steps: Sequence[Step], ended: Ended, real: Real) -> None:
+    """No step and no finish differs."""
     assert len(steps) == len(real.steps) == real.engine.stats.num_steps
     for ours, theirs in zip(steps, real.steps, strict=True):
         assert replace(ours, start_s=0, seconds=0, draft_s=0) == replace(theirs, start_s=0, seconds=0, draft_s=0)
         assert (ours.start_s, ours.seconds, ours.draft_s) == pytest.approx((theirs.start_s, theirs.seconds, theirs.draft_s))
     assert dict(real.finished) == pytest.approx({c.index: c.finish_s for c in ended.courses})
     assert [r for r, _ in real.finished] == [c.index for c in sorted(ended.courses, key=lambda c: (c.finish_s, ranks(steps)[c.index]))]
-    return steps
 
 
 def ranks(steps: Sequence[Step]) -> dict[int, int]:

@@ -1,0 +1,107 @@
+"""`foretoken simulate` without a run: every setting on a virtual clock, and a table of what it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from foretoken.bench.profile import load_profile
+from foretoken.cli.common import print_json, progress
+from foretoken.cli.simulate_requests import jobs_of, read_json, settings_of, trace_names
+from foretoken.errors import InputError
+from foretoken.plan.arrivals import chances_from_bench
+from foretoken.plan.outcome import Outcome, outcome
+from foretoken.plan.profile import Profile
+from foretoken.plan.setting import PLAIN, Limits, Setting
+from foretoken.plan.simulate import Fleet, simulate
+from foretoken.plan.traces import Server, built_in
+
+_ACCEPTANCE = "0.7"
+_MIN_WIDTH = 120  # below this the table would be cut to nothing; a narrower terminal wraps its lines
+
+
+def predict(given: Mapping[str, Any]) -> None:
+    """Simulate what the command's options ask for, and print it.
+
+    Raises:
+        ForetokenError: an option that is wrong, a file that cannot be read, or requests that cannot run.
+    """
+    profile = load_profile(given["profile"])
+    known = chances_from_bench(read_json("bench", given["bench"])) if given["bench"] is not None else {}
+    limits, chosen = _limits(given, profile), _settings(given["settings"], profile)
+    fleet, price, seed = Fleet(given["replicas"], given["dispatch"]), given["price_per_hour"], given["seed"]
+    if price is not None and price < 0:
+        raise InputError("price_per_hour", price, "must be at least 0")
+    names = trace_names(given["trace"])
+    if len(names) > 1:
+        raise InputError("trace", given["trace"], "one trace at a time; several go with --measure")
+    jobs = built_in(names[0], Server(profile, limits, chosen, known), seed, given["trace_seconds"]) if names else jobs_of(given, _ACCEPTANCE)
+    with progress("simulating") as status:
+        found = []
+        for setting in chosen:
+            if status is not None:
+                status.update(f"simulating {setting.name}")
+            found.append(outcome(simulate(profile, jobs, setting, limits, seed, fleet, known), price))
+    if given["as_json"]:
+        about = {"profile": str(given["profile"]), "trace": given["trace"], "limits": asdict(limits), "fleet": asdict(fleet), "seed": seed}
+        print_json({**about, "machine": profile.machine, "target": profile.target, "rows": [asdict(row) for row in found]})
+    else:
+        _print(found, profile)
+
+
+def _limits(given: Mapping[str, Any], profile: Profile) -> Limits:
+    return Limits(
+        max_batch_size=given["max_batch_size"],
+        max_prompt_tokens=given["max_prompt_tokens"],
+        max_step_tokens=given["max_step_tokens"],
+        cache_reserve=given["cache_reserve"],
+        cache_tokens=given["cache_tokens"],
+        block_tokens=_target_number(profile, "block_tokens") or 32,
+        max_context_tokens=_target_number(profile, "max_context_tokens"),
+    )
+
+
+def _settings(text: str | None, profile: Profile) -> tuple[Setting, ...]:
+    if text is None:
+        return (Setting(), *(Setting(drafter, None) for drafter in profile.drafters))
+    return tuple(settings_of(text)) or (Setting(),)
+
+
+def _target_number(profile: Profile, name: str) -> int | None:
+    value = profile.target.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise InputError(f"profile.target.{name}", value, "must be a whole number of at least 1")
+    return value
+
+
+def _print(rows: Sequence[Outcome], profile: Profile) -> None:
+    console = Console()
+    if console.width < _MIN_WIDTH:
+        console.width = _MIN_WIDTH
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("setting", "tok/s", "first token", "p95", "per token", "p95", "whole answer", "p95", "busy", "there", "tok/step", "price/M"):
+        table.add_column(name, justify="left" if name == "setting" else "right")
+    for row in rows:
+        times = (row.ttft_s_p50, row.ttft_s_p95, row.inter_token_s_p50, row.inter_token_s_p95, row.latency_s_p50, row.latency_s_p95)
+        price = "" if row.price_per_million_tokens is None else f"{row.price_per_million_tokens:.3g}"
+        shares = (f"{row.utilisation:.0%}", f"{row.mean_in_system:.1f}", f"{row.emitted_per_step:.2f}")
+        table.add_row(row.setting, f"{row.tokens_per_s:.4g}", *map(_time, times), *shares, price)
+    console.print(table)
+    plain = next((row for row in rows if row.setting == PLAIN), None)
+    if plain is not None and plain.tokens_per_s > 0 and len(rows) > 1:
+        console.print(
+            "against plain: " + ", ".join(f"{row.setting} {row.tokens_per_s / plain.tokens_per_s:.2f}x" for row in rows if row is not plain),
+            highlight=False,
+        )
+    console.print(f"predicted from {profile.date or 'an undated profile'}, {profile.machine.get('cpu', 'unknown machine')}", highlight=False)
+    for caveat in profile.caveats:
+        console.print(f"note: {caveat}", highlight=False, markup=False)
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,113 @@
+"""`foretoken simulate`: the requests, the settings and the limits that the options ask for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import ConfigError, InputError, StorageError
+from foretoken.plan.arrivals import Chances, Job, Lengths, parse_acceptance, parse_trace, poisson
+from foretoken.plan.setting import Setting, parse_setting
+from foretoken.plan.traces import SHAPES
+
+_POISSON = "poisson:"
+_NUM_REQUESTS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 200, "256", "128"
+_OF_REQUESTS = ("requests", "prompt_tokens", "output_tokens", "acceptance")
+
+
+def trace_names(text: str) -> tuple[str, ...]:
+    """The built-in traces that `text` names, separated by commas; none where it names anything else."""
+    words = words_of(text)
+    return tuple(words) if words and all(word in SHAPES for word in words) else ()
+
+
+def check_trace(given: Mapping[str, Any]) -> None:
+    """Built-in traces say everything of their requests; only they last as long as they are told.
+
+    Raises:
+        ConfigError: an option that does not go with the trace.
+    """
+    built_ins = trace_names(given["trace"])
+    for name in _OF_REQUESTS:
+        if built_ins and given[name] is not None:
+            raise ConfigError(name, given[name], f"the trace {built_ins[0]} says it for each request; leave it out, or use --trace poisson:RATE")
+    if given["trace_seconds"] is not None and not built_ins:
+        raise ConfigError("trace_seconds", given["trace_seconds"], f"goes with the built-in traces {', '.join(SHAPES)} only; leave it out")
+
+
+def jobs_of(given: Mapping[str, Any], acceptance: str) -> list[Job]:
+    """The requests of a file or of random arrivals; `acceptance` holds for those that say nothing of it.
+
+    Raises:
+        InputError, ConfigError: an option that makes no requests, or does not go with the trace.
+        StorageError: a file that cannot be read.
+    """
+    trace, requests, chances = given["trace"], given["requests"], acceptance_of(given["acceptance"] or acceptance)
+    if requests is not None and requests < 1:
+        raise InputError("requests", requests, "must be at least 1")
+    if not trace.startswith(_POISSON):
+        for name in ("prompt_tokens", "output_tokens"):
+            if given[name] is not None:
+                raise ConfigError(name, given[name], "the trace file says it for each request; leave it out, or use --trace poisson:RATE")
+        return parse_trace(read_text("trace", Path(trace)).splitlines(), chances)[:requests]
+    try:
+        rate = float(trace.removeprefix(_POISSON))
+    except ValueError:
+        raise InputError("trace", trace, "must be poisson:RATE with a number of requests per second, or a file") from None
+    prompts, outputs = (
+        _lengths(name, given[name] or usual) for name, usual in (("prompt_tokens", _PROMPT_TOKENS), ("output_tokens", _OUTPUT_TOKENS))
+    )
+    return poisson(rate, requests or _NUM_REQUESTS, prompts, outputs, chances, given["seed"])
+
+
+def acceptance_of(text: str) -> Chances | str:
+    """Numbers if they look like numbers, else a name."""
+    words = [word.strip() for word in text.split(",")]
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        return parse_acceptance(text)
+    return parse_acceptance(numbers)
+
+
+def settings_of(text: str) -> list[Setting]:
+    """The settings that are named, each once."""
+    return [parse_setting(word) for word in words_of(text)]
+
+
+def words_of(text: str) -> list[str]:
+    """What stands between commas, each once."""
+    return [word for word in dict.fromkeys(word.strip() for word in text.split(",")) if word]
+
+
+def read_text(field: str, path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        StorageError: names the field.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(f"{field}: cannot read {path}: {error}") from error
+
+
+def read_json(field: str, path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
+    """What a file of JSON holds.
+
+    Raises:
+        StorageError: names the field.
+    """
+    try:
+        return json.loads(read_text(field, path))
+    except ValueError as error:
+        raise StorageError(f"{field}: {path} is not JSON: {error}") from error
+
+
+def _lengths(field: str, text: str) -> Lengths:
+    low, found, high = text.partition("-")
+    if not low.isdigit() or (found and not high.isdigit()) or not 1 <= int(low) <= int(high or low):
+        raise InputError(field, text, "must be a number of tokens, or LOW-HIGH")
+    return Lengths(int(low), int(high or low))
