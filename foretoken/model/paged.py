@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import CapacityError, InputError
-from foretoken.kv.blocks import BlockAllocator, BlockTable, slots_of
+from foretoken.kv.blocks import BlockAllocator, BlockTable, is_run, slots_of
 from foretoken.kv.pool import KVPool
 from foretoken.kv.prefix import PrefixStats
 from foretoken.model.attention.paged import PagedAttention, Reader, row_positions
@@ -46,6 +46,7 @@ class PagedModel:
         self.pool = KVPool(config.num_layers, config.num_kv_heads, self.allocator.num_blocks * block_size, config.head_dim, self.dtype, self._device)
         self.tables: dict[int, BlockTable] = {}
         self._early: dict[int, EarlyRows] = {}
+        self._offsets = torch.arange(block_size, device=self._device)  # [block_size] of the slots of a block
 
     @property
     def vocab_size(self) -> int:
@@ -147,8 +148,8 @@ class PagedModel:
     def reserve(self, sequence: int, num_rows: int) -> bool:
         """Make room for `num_rows` more rows; False, with nothing changed, if there is none."""
         copies = self.allocator.reserve(self.tables[sequence], num_rows)
-        if copies is None:
-            return False
+        if not copies:
+            return copies is not None
         size = self.block_size
         sources = [source * size + i for source, _ in copies for i in range(size)]
         self.pool.move(sources, [destination * size + i for _, destination in copies for i in range(size)])
@@ -233,10 +234,10 @@ class PagedModel:
     def _slots_to_read(self, table: BlockTable, stop: int) -> range | Tensor:
         """Slots of the first `stop` tokens: a range when the blocks are neighbours, else gathered block by block."""
         blocks = table.blocks[: -(-stop // self.block_size)]
-        if all(b - a == 1 for a, b in pairwise(blocks)):
+        if is_run(blocks):
             return range(blocks[0] * self.block_size, blocks[0] * self.block_size + stop)
         starts = torch.tensor(blocks, device=self._device) * self.block_size
-        return (starts[:, None] + torch.arange(self.block_size, device=self._device)).flatten()[:stop]
+        return (starts.unsqueeze(1) + self._offsets).flatten()[:stop]
 
     def commit(self, sequence: int, num_pending: int, path: Sequence[int] = ()) -> None:
         """Keep the pending rows and the nodes of `path`; a scattered path is moved to consecutive slots."""
