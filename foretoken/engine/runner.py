@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -81,13 +82,12 @@ class Runner:
         logits = rows.logits
         scores = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits  # [R, V] what is computed with
         best = first_max(scores)  # [R]
-        finite = scores.gather(-1, best.unsqueeze(-1)).squeeze(-1).isfinite()  # [R] what is not finite counts as largest; see `check_finite`
-        broken: frozenset[int] = frozenset()
+        peaks = scores.gather(-1, best.unsqueeze(-1))  # [R, 1] what is not finite counts as largest, so this is `check_finite`
+        broken = frozenset(row for row, (peak,) in enumerate(peaks.tolist()) if not math.isfinite(peak))
         clean = logits
-        if not bool(finite.all()):
-            broken = frozenset(row for row, fine in enumerate(finite.tolist()) if not fine)
+        if broken:
             # A broken row gets a harmless law; a request that would use it fails when the step emits, its neighbours go on.
-            clean, scores = (torch.where(finite[:, None], one, torch.zeros_like(one)) for one in (logits, scores))
+            clean, scores = (torch.where(peaks.isfinite(), one, torch.zeros_like(one)) for one in (logits, scores))
             best = first_max(scores)
         processed = _processed(batch, draft, clean)
         if processed is not clean:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -46,7 +47,6 @@ class PagedModel:
         self.pool = KVPool(config.num_layers, config.num_kv_heads, self.allocator.num_blocks * block_size, config.head_dim, self.dtype, self._device)
         self.tables: dict[int, BlockTable] = {}
         self._early: dict[int, EarlyRows] = {}
-        self._offsets = torch.arange(block_size, device=self._device)  # [block_size] of the slots of a block
 
     @property
     def vocab_size(self) -> int:
@@ -236,8 +236,7 @@ class PagedModel:
         blocks = table.blocks[: -(-stop // self.block_size)]
         if is_run(blocks):
             return range(blocks[0] * self.block_size, blocks[0] * self.block_size + stop)
-        starts = torch.tensor(blocks, device=self._device) * self.block_size
-        return (starts.unsqueeze(1) + self._offsets).flatten()[:stop]
+        return _slots_in(tuple(blocks), self.block_size, self._device)[:stop]
 
     def commit(self, sequence: int, num_pending: int, path: Sequence[int] = ()) -> None:
         """Keep the pending rows and the nodes of `path`; a scattered path is moved to consecutive slots."""
@@ -260,3 +259,9 @@ class PagedModel:
         """Assert that every block is free or held by an open sequence, and nothing is kept of others."""
         assert self._early.keys() <= self.tables.keys()
         self.allocator.check(list(self.tables.values()))
+
+
+@functools.lru_cache(maxsize=256)  # a sequence's blocks change once in `block_size` tokens
+def _slots_in(blocks: tuple[int, ...], block_size: int, device: torch.device) -> Tensor:
+    """The slots of some blocks, in their order: `[len(blocks) * block_size]`."""
+    return (torch.tensor(blocks, device=device).unsqueeze(1) * block_size + torch.arange(block_size, device=device)).flatten()

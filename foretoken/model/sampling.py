@@ -77,11 +77,11 @@ def near_ties(logits: Tensor, dtype: torch.dtype, best: Tensor | None = None) ->
     if dtype not in (torch.bfloat16, torch.float16) or logits.shape[-1] < 2 or not logits.shape[0]:
         return {}
     place = (first_max(logits) if best is None else best).unsqueeze(-1)  # [R, 1]
-    peak = logits.gather(-1, place)  # [R, 1]
-    gaps = peak - logits.scatter_(-1, place, -torch.inf).amax(-1, keepdim=True)
-    logits.scatter_(-1, place, peak)
-    near = (gaps <= torch.finfo(dtype).eps * peak.abs()).squeeze(-1)
-    return {row: gaps[row].item() for row in near.nonzero().flatten().tolist()}
+    peaks = logits.gather(-1, place)  # [R, 1]
+    seconds = logits.scatter_(-1, place, -torch.inf).amax(-1)  # [R]
+    logits.scatter_(-1, place, peaks)
+    unit, pairs = torch.finfo(dtype).eps, zip(peaks.tolist(), seconds.tolist(), strict=True)
+    return {row: peak - second for row, ((peak,), second) in enumerate(pairs) if peak - second <= unit * abs(peak)}
 
 
 def sample(probs: Tensor, u: Tensor) -> Tensor:
