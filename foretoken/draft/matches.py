@@ -78,10 +78,13 @@ class MatchIndex:
         The `most` latest that agree with six tokens, filled up with the latest that agree with two. Where the text ends a
         place copies itself on (a text that repeats).
         """
+        places = self._places(end, most)
+        if not places:
+            return None
         past = array("i", end[-MATCH_LIMIT:])[::-1]
-        agreeing = [(place, length) for place in self._places(end, most) if (length := self._agreement(place, past)) >= _KEY_SIZES[-1]]
+        agreeing = [(place, length) for place in places if (length := self._agreement(place, past)) >= _KEY_SIZES[-1]]
         if not agreeing:
-            return None  # nothing, or hashes that collided
+            return None  # hashes may collide
         return Matches([length for _, length in agreeing], [self._following(place, depth) for place, _ in agreeing])
 
     def _agreement(self, place: int, past: array[int]) -> int:
