@@ -42,7 +42,7 @@ class PagedAttention:
         window = self.config.window(layer)
         if len(self.readers) == 1:
             return self._read(layer, window, self.readers[0], query)
-        parts = query.split([reader.segment.num_rows for reader in self.readers])  # each [n, H, K]
+        parts = query.split_with_sizes([reader.segment.num_rows for reader in self.readers])  # each [n, H, K]
         return torch.cat([self._read(layer, window, reader, part) for reader, part in zip(self.readers, parts, strict=True)])
 
     def _read(self, layer: int, window: int | None, reader: Reader, query: Tensor) -> Tensor:
