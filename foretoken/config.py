@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from foretoken.errors import ConfigError
@@ -157,7 +158,7 @@ class SpecConfig:
         """Whether the shape of a draft may depend on what was drawn on the way: a model's trees, merged trees."""
         return self.tree != "chain" or self.combine == "merge" or any(part.shape_follows_draws for part in self.configs)
 
-    @property
+    @cached_property
     def configs(self) -> tuple[SpecConfig, ...]:
         """`parts` as configurations."""
         return tuple(part for part in self.parts if isinstance(part, SpecConfig))
@@ -166,7 +167,7 @@ class SpecConfig:
         """`count`, or `num_draft` where that is a smaller number."""
         return count if self.num_draft == "auto" else min(count, self.num_draft)
 
-    @property
+    @cached_property
     def arms(self) -> tuple[SpecConfig, ...]:
         """The configurations of which one guesses in a round: the parts of `auto`, else this one; none for plain decoding."""
         if self.drafter == "auto":

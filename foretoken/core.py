@@ -84,6 +84,12 @@ class BatchEntry:
         """Number of committed tokens when the round begins: the absolute position of the first drafted token."""
         return self.start + len(self.pending)
 
+    def under(self, request: Request) -> BatchEntry:
+        """The same part of a step, of the same request under another configuration."""
+        entry = object.__new__(BatchEntry)
+        entry.__dict__.update(self.__dict__, request=request)  # `replace` takes every field in hand, for every arm in every round
+        return entry
+
 
 @dataclass(frozen=True)
 class Batch:

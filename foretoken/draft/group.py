@@ -182,7 +182,7 @@ class DrafterGroup:
     def _under(self, entry: BatchEntry, arm: int) -> BatchEntry:
         """`entry` as the drafter of one of the request's arms sees it."""
         request = self._requests[entry.request.request_id][arm]
-        return entry if request is entry.request else replace(entry, request=request)
+        return entry if request is entry.request else entry.under(request)
 
 
 def _forced(entry: BatchEntry) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -62,12 +61,14 @@ def grow_tree(following: Sequence[Sequence[int]], budget: int, branching: int, d
         nonlocal serial
         if depth >= len(following[0]):
             return
-        said = Counter(following[row][depth] for row in rows)  # in the order of the places, which most_common keeps on ties
+        said: dict[int, list[int]] = {}  # by token the places that say it, latest first
+        for row in rows:
+            said.setdefault(following[row][depth], []).append(row)
         said.pop(NO_TOKEN, None)
-        for token, count in said.most_common(branching):
-            chance = estimate * count / (len(rows) + doubt)
+        for token, own in sorted(said.items(), key=lambda item: -len(item[1]))[:branching]:
+            chance = estimate * len(own) / (len(rows) + doubt)
             if chance >= least:
-                heapq.heappush(heap, (-chance, serial, parent, token, [row for row in rows if following[row][depth] == token], depth))
+                heapq.heappush(heap, (-chance, serial, parent, token, own, depth))
                 serial += 1
 
     if budget > 0 and following:

@@ -11,9 +11,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 # Neighbouring tokens that lead to places: two are the least that is not noise; six find the place that agrees longest
 # where the pair alone has stood too often.
 _KEY_SIZES = (6, 2)
@@ -22,15 +19,13 @@ MATCH_LIMIT = 32  # how far back agreement is measured
 NO_TOKEN = -1  # stands between texts of a store; never matches
 _ENTRY_BYTES = 140  # a dictionary entry with its two numbers, roughly
 
-Tokens = NDArray[np.int32]
-
 
 @dataclass(frozen=True)
 class Matches:
-    """Places that agree with the end of a text, latest first: `lengths` [m] of the agreement, `following` [m, d] tokens after each."""
+    """Places that agree with the end of a text, latest first: `lengths` [m] of the agreement, `following` [m][d] tokens after each."""
 
-    lengths: NDArray[np.int64]
-    following: Tokens
+    lengths: list[int]
+    following: list[list[int]]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -40,19 +35,21 @@ class MatchIndex:
     """A growing text and, for tokens that stand together, every place where something followed them."""
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
-        self._text: Tokens = np.empty(max(256, 2 * len(tokens)), dtype=np.int32)
+        self._text = array("i")
         self._latest: tuple[dict[int, int], ...] = tuple({} for _ in _KEY_SIZES)  # by hash of the tokens
         self._previous = tuple(array("i") for _ in _KEY_SIZES)  # of each place the one before it with the same tokens, -1 if none
-        self.num_tokens = 0
         self.extend(tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the text."""
+        return len(self._text)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens. A place enters the index with the token that stands there, so the text's own end never matches."""
-        start, stop = self.num_tokens, self.num_tokens + len(tokens)
-        if stop > len(self._text):
-            self._text = np.concatenate((self._text[:start], np.empty(max(stop, len(self._text)), dtype=np.int32)))
-        self._text[start:stop] = tokens
-        self.num_tokens = stop
+        start = len(self._text)
+        self._text.extend(array("i", tokens))
+        stop = len(self._text)
         for size, latest, previous in zip(_KEY_SIZES, self._latest, self._previous, strict=True):
             known = self._text[max(0, start - size) : stop].tolist()
             base = stop - len(known)
@@ -69,12 +66,11 @@ class MatchIndex:
     @property
     def num_bytes(self) -> int:
         """Memory of the text and of the index, roughly."""
-        return self._text.nbytes + sum(4 * len(places) for places in self._previous) + sum(_ENTRY_BYTES * len(found) for found in self._latest)
+        return 4 * len(self._text) + sum(4 * len(places) for places in self._previous) + sum(_ENTRY_BYTES * len(found) for found in self._latest)
 
     def end(self, count: int = MATCH_LIMIT) -> list[int]:
         """The last `count` tokens."""
-        tail: list[int] = self._text[max(0, self.num_tokens - count) : self.num_tokens].tolist()
-        return tail
+        return self._text[max(0, len(self._text) - count) :].tolist()
 
     def matches(self, end: Sequence[int], depth: int, most: int = MOST_PLACES) -> Matches | None:
         """Places that agree with at least the last two tokens of `end`, with `depth` tokens after each; None if there is none.
@@ -85,20 +81,28 @@ class MatchIndex:
         places = self._places(end, most)
         if not places:
             return None
-        at = np.array(places, dtype=np.int64)  # [m]
-        past = np.array(end[::-1][:MATCH_LIMIT], dtype=np.int32)  # [k], latest first
-        back = at[:, None] - 1 - np.arange(len(past))  # [m, k]
-        agrees = (self._text[np.maximum(back, 0)] == past) & (back >= 0)
-        lengths = np.where(agrees.all(1), len(past), np.argmin(agrees, axis=1))
-        real = lengths >= _KEY_SIZES[-1]  # hashes may collide
-        if not real.all():
-            at, lengths = at[real], lengths[real]
-            if not len(at):
-                return None
-        ahead = at[:, None] + np.arange(depth)  # [m, d]
-        if at[0] + depth > self.num_tokens:
-            ahead = np.where(ahead < self.num_tokens, ahead, at[:, None] + np.arange(depth) % (self.num_tokens - at)[:, None])
-        return Matches(lengths, self._text[ahead])
+        past = array("i", end[-MATCH_LIMIT:])[::-1]
+        agreeing = [(place, length) for place in places if (length := self._agreement(place, past)) >= _KEY_SIZES[-1]]
+        if not agreeing:
+            return None  # hashes may collide
+        return Matches([length for _, length in agreeing], [self._following(place, depth) for place, _ in agreeing])
+
+    def _agreement(self, place: int, past: array[int]) -> int:
+        """How many tokens before `place` are those of `past`, both latest first."""
+        own = self._text[max(0, place - len(past)) : place][::-1]
+        if own == past:
+            return len(past)
+        for length, token in enumerate(own):
+            if token != past[length]:
+                return length
+        return len(own)
+
+    def _following(self, place: int, depth: int) -> list[int]:
+        """The `depth` tokens from `place` on, in turn again where the text ends."""
+        found = self._text[place : place + depth].tolist()
+        while len(found) < depth:
+            found += found[: depth - len(found)]
+        return found
 
     def _places(self, end: Sequence[int], most: int) -> list[int]:
         """Latest first."""

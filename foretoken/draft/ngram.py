@@ -49,6 +49,6 @@ class NgramDrafter:
         matches = index.matches([*index.end(), *ahead], entry.num_draft) if entry.num_draft else None
         if matches is None:
             return EMPTY
-        longest = int(matches.lengths.max())
-        following = matches.following[matches.lengths == longest].tolist()
+        longest = max(matches.lengths)
+        following = [tokens for length, tokens in zip(matches.lengths, matches.following, strict=True) if length == longest]
         return grow_tree(following, entry.num_draft, BRANCHING if entry.takes_trees else 1, 1 / longest, LEAST_ESTIMATE)

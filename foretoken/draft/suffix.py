@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-import numpy as np
-
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble, grow_tree
@@ -136,9 +134,12 @@ class SuffixDrafter:
 
 def _trees(matches: Matches, budget: int, branching: int) -> list[LookupTree]:
     """One tree per length of agreement, longest first: a longer one knows more, a shorter one has seen more."""
-    lengths = np.unique(matches.lengths)[::-1][:_LENGTHS_TRIED].tolist()
-    return [grow_tree(matches.following[matches.lengths >= length].tolist(), budget, branching, 1 / length, LEAST_ESTIMATE) for length in lengths]
+    trees = []
+    for least in sorted(set(matches.lengths), reverse=True)[:_LENGTHS_TRIED]:
+        following = [tokens for length, tokens in zip(matches.lengths, matches.following, strict=True) if length >= least]
+        trees.append(grow_tree(following, budget, branching, 1 / least, LEAST_ESTIMATE))
+    return trees
 
 
 def _together(found: Sequence[Matches]) -> Matches:
-    return Matches(np.concatenate([one.lengths for one in found]), np.concatenate([one.following for one in found]))
+    return Matches([length for one in found for length in one.lengths], [tokens for one in found for tokens in one.following])

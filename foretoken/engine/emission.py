@@ -96,7 +96,7 @@ def _tell_time(stats: RequestStats, totals: EngineStats, total_s: float, is_firs
 def _used_rows(draft: Draft, verdict: Verdict, b: int) -> list[int]:
     """The rows whose laws the emitted tokens came from, in order."""
     anchor = draft.anchor_row(b)
-    return [anchor, *(anchor + 1 + node for node in verdict.paths[b])]
+    return [anchor, *[anchor + 1 + node for node in verdict.paths[b]]]
 
 
 def _error(state: RequestState, target: TargetOutput, rows: list[int]) -> Exception | None:

@@ -134,8 +134,10 @@ class Engine:
         entries = batch.decoding
         rules = [self.states[entry.request.request_id].rule for entry in entries]
         uniforms = self._uniforms(batch, draft, rules)
-        race = tuple(None if e.noise is None else e.noise.at([e.round_start + d for d in (0, *draft.depths(b))]) for b, e in enumerate(entries))
-        verdict = verify_batch(draft, target.probs, replace(uniforms, race=race), rules)
+        if any(entry.noise is not None for entry in entries):
+            race = (None if e.noise is None else e.noise.at([e.round_start + d for d in (0, *draft.depths(b))]) for b, e in enumerate(entries))
+            uniforms = replace(uniforms, race=tuple(race))
+        verdict = verify_batch(draft, target.probs, uniforms, rules)
         self.clock.verified = time.perf_counter()
         return verdict
 

@@ -50,7 +50,7 @@ class TextAssembler:
 
     def release(self, final: bool) -> str:
         """Text not handed out yet that can no longer become part of a stop string."""
-        safe = len(self._text) if final else len(self._text) - self._held_back()
+        safe = len(self._text) if final or not self._stop_strings else len(self._text) - self._held_back()
         piece = self._text[self._released : max(safe, self._released)]
         self._released += len(piece)
         return piece

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from foretoken.config import SamplingParams
 from foretoken.core import Batch, Draft
 from foretoken.model.interface import ForwardOutput, LanguageModel, Segment
 from foretoken.model.sampling import check_finite, near_ties, target_probs
+from foretoken.verify import first_max
 
 
 @dataclass(frozen=True)
@@ -79,23 +81,24 @@ class Runner:
     def _law(self, batch: Batch, draft: Draft, rows: _Rows) -> TargetOutput:
         logits = rows.logits
         scores = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits  # [R, V] what is computed with
-        finite = check_finite(scores)
-        broken: frozenset[int] = frozenset()
+        best = first_max(scores)  # [R]
+        peaks = scores.gather(-1, best.unsqueeze(-1))  # [R, 1] what is not finite counts as largest, so this is `check_finite`
+        broken = frozenset(row for row, (peak,) in enumerate(peaks.tolist()) if not math.isfinite(peak))
         clean = logits
-        if not bool(finite.all()):
-            broken = frozenset(row for row, fine in enumerate(finite.tolist()) if not fine)
+        if broken:
             # A broken row gets a harmless law; a request that would use it fails when the step emits, its neighbours go on.
-            clean, scores = (torch.where(finite[:, None], one, torch.zeros_like(one)) for one in (logits, scores))
+            clean, scores = (torch.where(peaks.isfinite(), one, torch.zeros_like(one)) for one in (logits, scores))
+            best = first_max(scores)
         processed = _processed(batch, draft, clean)
         if processed is not clean:
-            scores = processed
+            scores, best = processed, first_max(processed)
         params: list[SamplingParams] = []  # [R]
         for entry, length in zip(batch.decoding, draft.lengths, strict=True):
             params += [entry.request.params] * (1 + length)
         ties: dict[int, float] = {}
         if any(entry.request.params.greedy for entry in batch.decoding):
-            ties = {row: gap for row, gap in near_ties(scores, logits.dtype).items() if params[row].greedy}
-        probs = target_probs(scores, params)
+            ties = {row: gap for row, gap in near_ties(scores, logits.dtype, best).items() if params[row].greedy}
+        probs = target_probs(scores, params, best)
         return TargetOutput(probs, processed, logits, rows.taps, broken, ties, rows.prompt_logits, rows.probe_logits)
 
 

@@ -32,6 +32,8 @@ from foretoken.verify import takes_trees
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
+_NOTHING = DraftPlan(0)
+
 
 class Scheduler:
     """Serves the most urgent first, under the limits of `SchedulerConfig` and the target's cache.
@@ -175,8 +177,8 @@ class Scheduler:
         given = {state.request_id: plan for state, plan in zip(anchors, self._plan(anchors) if anchors else (), strict=True)}
         plans = []
         for state in states:
-            plan, most = given.get(state.request_id, DraftPlan(0)), state.num_remaining - 1 if state.origins else 0
-            plans.append(replace(plan, num_draft=max(0, min(plan.num_draft, most))))
+            plan, most = given.get(state.request_id, _NOTHING), max(0, state.num_remaining - 1) if state.origins else 0
+            plans.append(plan if plan.num_draft <= most else replace(plan, num_draft=most))
         return plans
 
     def _decodes(self, state: RequestState) -> bool:
@@ -195,8 +197,9 @@ class Scheduler:
         footprint = self.target.footprint_tokens
         while True:
             wanted = within_budget(asks[: len(states)], self.config)
-            if growth_tokens(asks[: len(states)], wanted, footprint) > self.target.num_free_tokens():
-                self._gather(states)
+            if growth_tokens(asks[: len(states)], wanted, footprint) <= self.target.num_free_tokens():
+                return wanted
+            self._gather(states)
             grants = within_cache(asks[: len(states)], wanted, self.target.num_free_tokens(), footprint)
             if grants is not None:
                 return grants

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from foretoken.kv.prefix import PrefixIndex, PrefixStats
 
@@ -179,7 +178,12 @@ def slots_of(table: BlockTable, start: int, stop: int, block_size: int) -> range
         return range(0)
     first, last = start // block_size, (stop - 1) // block_size
     blocks = table.blocks[first : last + 1]
-    if all(b - a == 1 for a, b in pairwise(blocks)):
+    if is_run(blocks):
         base = blocks[0] * block_size - first * block_size
         return range(base + start, base + stop)
     return [table.blocks[i // block_size] * block_size + i % block_size for i in range(start, stop)]
+
+
+def is_run(blocks: Sequence[int]) -> bool:
+    """Whether every block is the neighbour of the one before it."""
+    return list(blocks) == list(range(blocks[0], blocks[0] + len(blocks)))

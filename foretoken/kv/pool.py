@@ -28,7 +28,7 @@ class KVPool:
     def read(self, layer: int, slots: range | Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[G, C, K]` of `slots`: a view of an unbroken run, otherwise a gathered copy."""
         if isinstance(slots, range):
-            return self.keys[layer][:, slots.start : slots.stop], self.values[layer][:, slots.start : slots.stop]
+            return self.keys[layer].narrow(1, slots.start, len(slots)), self.values[layer].narrow(1, slots.start, len(slots))
         return self.keys[layer].index_select(1, slots), self.values[layer].index_select(1, slots)
 
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:

@@ -44,7 +44,7 @@ class Segment:
     @property
     def is_chain(self) -> bool:
         """Whether every node follows the one before it."""
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import CapacityError, InputError
-from foretoken.kv.blocks import BlockAllocator, BlockTable, slots_of
+from foretoken.kv.blocks import BlockAllocator, BlockTable, is_run, slots_of
 from foretoken.kv.pool import KVPool
 from foretoken.kv.prefix import PrefixStats
 from foretoken.model.attention.paged import PagedAttention, Reader, row_positions
@@ -151,8 +152,8 @@ class PagedModel:
     def reserve(self, sequence: int, num_rows: int) -> bool:
         """Make room for `num_rows` more rows; False, with nothing changed, if there is none."""
         copies = self.allocator.reserve(self.tables[sequence], num_rows)
-        if copies is None:
-            return False
+        if not copies:
+            return copies is not None
         size = self.block_size
         sources = [source * size + i for source, _ in copies for i in range(size)]
         self.pool.move(sources, [destination * size + i for _, destination in copies for i in range(size)])
@@ -237,10 +238,9 @@ class PagedModel:
     def _slots_to_read(self, table: BlockTable, stop: int) -> range | Tensor:
         """Slots of the first `stop` tokens: a range when the blocks are neighbours, else gathered block by block."""
         blocks = table.blocks[: -(-stop // self.block_size)]
-        if all(b - a == 1 for a, b in pairwise(blocks)):
+        if is_run(blocks):
             return range(blocks[0] * self.block_size, blocks[0] * self.block_size + stop)
-        starts = torch.tensor(blocks, device=self._device) * self.block_size
-        return (starts[:, None] + torch.arange(self.block_size, device=self._device)).flatten()[:stop]
+        return _slots_in(tuple(blocks), self.block_size, self._device)[:stop]
 
     def commit(self, sequence: int, num_pending: int, path: Sequence[int] = ()) -> None:
         """Keep the pending rows and the nodes of `path`; a scattered path is moved to consecutive slots."""
@@ -263,3 +263,9 @@ class PagedModel:
         """Assert that every block is free or held by an open sequence, and nothing is kept of others."""
         assert self._early.keys() <= self.tables.keys()
         self.allocator.check(list(self.tables.values()))
+
+
+@functools.lru_cache(maxsize=256)  # a sequence's blocks change once in `block_size` tokens
+def _slots_in(blocks: tuple[int, ...], block_size: int, device: torch.device) -> Tensor:
+    """The slots of some blocks, in their order: `[len(blocks) * block_size]`."""
+    return (torch.tensor(blocks, device=device).unsqueeze(1) * block_size + torch.arange(block_size, device=device)).flatten()

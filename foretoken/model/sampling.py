@@ -15,11 +15,11 @@ _SORT_WHOLE = 1024  # columns up to which sorting a whole row costs less than se
 _COLDEST = 1e-20  # a lower temperature gives the same law, but dividing by it may overflow float32
 
 
-def target_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def target_probs(logits: Tensor, params: Sequence[SamplingParams], best: Tensor | None = None) -> Tensor:
     """The target's law at every row: logits [R, V] and the parameters of each row -> probabilities [R, V].
 
-    Temperature 0 is a point at the argmax (lowest id on ties). Otherwise softmax after the filters in the order
-    temperature, top_k, top_p, min_p, each as in transformers. float32 (float64 for float64 logits).
+    Temperature 0 is a point at the argmax (lowest id on ties), `best` [R] where that is known. Otherwise softmax after the filters in
+    the order temperature, top_k, top_p, min_p, each as in transformers. float32 (float64 for float64 logits).
     """
     assert logits.shape[0] == len(params)
     scores = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
@@ -28,11 +28,11 @@ def target_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         key = (0.0, 0, 1.0, 0.0) if choice.greedy else (choice.temperature, choice.top_k, choice.top_p, choice.min_p)
         groups.setdefault(key, []).append(row)
     if len(groups) == 1:
-        return _law(scores, *next(iter(groups)))
+        return _law(scores, best, *next(iter(groups)))
     probs = torch.empty_like(scores)
     for key, members in groups.items():
         rows = torch.tensor(members, dtype=torch.int64, device=logits.device)
-        probs[rows] = _law(scores[rows], *key)
+        probs[rows] = _law(scores[rows], None if best is None else best[rows], *key)
     return probs
 
 
@@ -65,8 +65,10 @@ def without_broken(logits: Tensor) -> Tensor:
     return torch.where(finite[:, None], logits, torch.zeros_like(logits))
 
 
-def near_ties(logits: Tensor, dtype: torch.dtype) -> dict[int, float]:
+def near_ties(logits: Tensor, dtype: torch.dtype, best: Tensor | None = None) -> dict[int, float]:
     """Rows of `logits` [R, V] (32 bits or more) whose two best lie at most one rounding unit of `dtype` apart, with their gaps.
+
+    `best` [R] is the argmax of each row where it is known.
 
     Such a row's argmax may change with the number of rows computed at once, because sums are then rounded in another
     order. `dtype` is what the model computed in; in float32 and float64 no row counts. The best of each row is hidden for a moment:
@@ -74,12 +76,12 @@ def near_ties(logits: Tensor, dtype: torch.dtype) -> dict[int, float]:
     """
     if dtype not in (torch.bfloat16, torch.float16) or logits.shape[-1] < 2 or not logits.shape[0]:
         return {}
-    place = first_max(logits)[:, None]  # [R, 1]
-    best = logits.gather(-1, place)  # [R, 1]
-    gaps = (best - logits.scatter_(-1, place, -torch.inf).amax(-1, keepdim=True))[:, 0]
-    logits.scatter_(-1, place, best)
-    near = gaps <= torch.finfo(dtype).eps * best[:, 0].abs()
-    return {row: gap for row, (gap, is_near) in enumerate(zip(gaps.tolist(), near.tolist(), strict=True)) if is_near}
+    place = (first_max(logits) if best is None else best).unsqueeze(-1)  # [R, 1]
+    peaks = logits.gather(-1, place)  # [R, 1]
+    seconds = logits.scatter_(-1, place, -torch.inf).amax(-1)  # [R]
+    logits.scatter_(-1, place, peaks)
+    unit, pairs = torch.finfo(dtype).eps, zip(peaks.tolist(), seconds.tolist(), strict=True)
+    return {row: peak - second for row, ((peak,), second) in enumerate(pairs) if peak - second <= unit * abs(peak)}
 
 
 def sample(probs: Tensor, u: Tensor) -> Tensor:
@@ -87,10 +89,10 @@ def sample(probs: Tensor, u: Tensor) -> Tensor:
     return draw(probs, u)
 
 
-def _law(scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """One law per row for rows that share their parameters: [R, V] -> [R, V]."""
+def _law(scores: Tensor, best: Tensor | None, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """One law per row for rows that share their parameters: [R, V] -> [R, V]; `best` [R] where it is known."""
     if temperature == 0.0:
-        return torch.zeros_like(scores).scatter_(-1, first_max(scores)[:, None], 1)
+        return torch.zeros_like(scores).scatter_(-1, (first_max(scores) if best is None else best).unsqueeze(-1), 1)
     scores = scores / max(temperature, _COLDEST)
     if top_k > 0:
         kth = torch.topk(scores, min(top_k, scores.shape[-1])).values[..., -1:]

@@ -111,7 +111,9 @@ def node_terms(draft: Draft, target_probs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def host_lists(*parts: Tensor) -> list[Any]:
-    """Vectors as lists on the host, in one transfer; numbers of different types take the widest."""
+    """Vectors as lists on the host, in one transfer; in that numbers of different types take the widest."""
+    if parts[0].device.type == "cpu":
+        return [part.tolist() for part in parts]
     return [part.tolist() for part in torch.split(torch.cat(parts).cpu(), [part.shape[0] for part in parts])]
 
 

@@ -46,13 +46,9 @@ class CoupledRule(Rule):
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """Race at every row; the deepest path of winners stands."""
-        winners = []
-        for b in range(draft.num_requests):
-            noise = uniforms.race[b]
-            assert noise is not None, "the coupled rule needs the noise of every row"
-            anchor = draft.anchor_row(b)
-            winners.append(race_winner(target_probs[anchor : anchor + 1 + draft.lengths[b]], noise))
-        *own, tokens = host_lists(*winners, draft.tokens)
-        best = [token for one in own for token in one]
+        noise = [own for own in uniforms.race if own is not None]
+        assert len(noise) == draft.num_requests, "the coupled rule needs the noise of every row"
+        winners = race_winner(target_probs, torch.cat(noise) if noise else target_probs)  # [R]
+        best, tokens = host_lists(winners, draft.tokens)
         rows = deepest_walk(draft, [tokens[node] == best[row] for node, row in enumerate(draft.parent_rows)])[0]
         return verdict_at(draft, tokens, rows, [best[row] for row in rows], None)

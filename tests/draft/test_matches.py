@@ -34,7 +34,7 @@ def scan(text: Sequence[int], end: Sequence[int], depth: int) -> list[tuple[int,
 
 def looked_up(index: MatchIndex, end: Sequence[int], depth: int, most: int = 1000) -> list[tuple[int, list[int]]]:
     matches = index.matches(end, depth, most)
-    return [] if matches is None else list(zip(matches.lengths.tolist(), matches.following.tolist(), strict=True))
+    return [] if matches is None else list(zip(matches.lengths, matches.following, strict=True))
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

@@ -110,7 +110,7 @@ def test_a_store_forgets_the_oldest_and_stays_small() -> None:
     assert store.num_bytes < 400 * 500
     assert store.matches([1000, 1001], 1) == []
     (last,) = store.matches([1000 + 30 * 99, 1001 + 30 * 99], 3)
-    assert last.following.tolist() == [[1002 + 30 * 99, 1003 + 30 * 99, 1004 + 30 * 99]]
+    assert last.following == [[1002 + 30 * 99, 1003 + 30 * 99, 1004 + 30 * 99]]
     store.add(range(5000))  # longer than all of it
     assert store.num_tokens <= 400
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretoken.errors import CapacityError, InputError
 from foretoken.kv.blocks import slots_of
-from foretoken.model.attention.paged import PagedAttention, Reader, row_positions, visible_slots
+from foretoken.model.attention.paged import PagedAttention, Reader, additive_mask, row_positions, visible_slots
 from foretoken.model.decoder import Decoder
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.loader import load_decoder
@@ -357,3 +357,18 @@ def test_out_of_blocks_is_an_error_that_loses_nothing(families: functools.partia
 def test_a_cache_smaller_than_a_block_is_refused(families: functools.partial[Family]) -> None:
     with pytest.raises(InputError, match="num_slots=3: must be at least the block size, 4"):
         families("llama", torch.float32).model(num_slots=3)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(
+    "segment", [Segment(0, 1), Segment(0, 4), Segment(0, 1, (-1, 0, 1)), Segment(0, 0, (-1, 0, 1), 1, 2), Segment(0, 2, (-1, -1, 0))]
+)
+def test_additive_masks_say_what_is_visible(segment: Segment, window: int | None) -> None:
+    """The short way to a chain's mask is the long one's result; no mask means that everything is seen."""
+    past, per_group = 5, 2
+    visible = visible_slots(segment, past, window).repeat(per_group, 1)
+    mask = additive_mask(segment, past, window, per_group, torch.empty(0))
+    if mask is None:
+        assert bool(visible.all())
+    else:
+        assert torch.equal(mask[0, 0], torch.where(visible, 0.0, -torch.inf))

@@ -42,31 +42,47 @@ class PagedAttention:
         window = self.config.window(layer)
         if len(self.readers) == 1:
             return self._read(layer, window, self.readers[0], query)
-        return torch.cat([self._read(layer, window, reader, query[reader.rows]) for reader in self.readers])
+        parts = query.split_with_sizes([reader.segment.num_rows for reader in self.readers])  # each [n, H, K]
+        return torch.cat([self._read(layer, window, reader, part) for reader, part in zip(self.readers, parts, strict=True)])
 
     def _read(self, layer: int, window: int | None, reader: Reader, query: Tensor) -> Tensor:
         """`query` [n, H, K] over the segment's slots. Query heads of one group become rows: no key is copied."""
         num_rows, heads, head_dim = query.shape
         groups = self.config.num_kv_heads
         keys, values = self.pool.read(layer, reader.slots)  # [G, C, K]
-        rows = query.view(num_rows, groups, heads // groups, head_dim).permute(1, 2, 0, 3).reshape(1, groups, -1, head_dim)
+        rows = query.view(num_rows, groups, heads // groups, head_dim)
+        if num_rows > 1:
+            rows = rows.permute(1, 2, 0, 3).reshape(1, groups, -1, head_dim)
         mask = self._mask(reader, window, query)
-        read = F.scaled_dot_product_attention(rows, keys[None], values[None], attn_mask=mask)  # [1, G, H/G * n, K]
-        return read.view(groups, heads // groups, num_rows, head_dim).permute(2, 0, 1, 3).reshape(num_rows, heads, head_dim)
+        read = F.scaled_dot_product_attention(rows, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask)  # [1, G, H/G * n, K]
+        if num_rows > 1:
+            read = read.view(groups, heads // groups, num_rows, head_dim).permute(2, 0, 1, 3)
+        return read.reshape(num_rows, heads, head_dim)
 
     def _mask(self, reader: Reader, window: int | None, query: Tensor) -> Tensor | None:
         """Additive mask `[1, 1, H/G * n, C]`, made once per window and forward; None when every row sees everything."""
         if window is not None and window >= len(reader.slots):
             window = None
         if window not in reader.masks:
-            visible = visible_slots(reader.segment, reader.past, window)
-            if bool(visible.all()):
-                reader.masks[window] = None
-            else:
-                additive = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
-                per_group = self.config.num_heads // self.config.num_kv_heads
-                reader.masks[window] = additive.to(query.device).repeat(per_group, 1)[None, None]
+            per_group = self.config.num_heads // self.config.num_kv_heads
+            reader.masks[window] = additive_mask(reader.segment, reader.past, window, per_group, query)
         return reader.masks[window]
+
+
+def additive_mask(segment: Segment, past: int, window: int | None, per_group: int, like: Tensor) -> Tensor | None:
+    """What is added to the scores of a segment's rows, `[1, 1, per_group * num_rows, C]` of the kind of `like`; None: every row sees everything."""
+    num_rows = segment.num_rows
+    if window is None and segment.is_chain:
+        if num_rows == 1:
+            return None
+        mask = torch.zeros(per_group, num_rows, past + segment.num_held + num_rows, dtype=like.dtype)
+        mask[:, :, -num_rows:] = torch.full((num_rows, num_rows), float("-inf"), dtype=like.dtype).triu_(1)
+        return mask.view(1, 1, per_group * num_rows, -1).to(like.device)
+    visible = visible_slots(segment, past, window)
+    if bool(visible.all()):
+        return None
+    additive = torch.zeros(visible.shape, dtype=like.dtype).masked_fill_(~visible, float("-inf"))
+    return additive.to(like.device).repeat(per_group, 1)[None, None]
 
 
 def visible_slots(segment: Segment, past: int, window: int | None) -> Tensor:
@@ -95,6 +111,8 @@ def visible_slots(segment: Segment, past: int, window: int | None) -> Tensor:
 def row_positions(segment: Segment, past: int) -> list[int]:
     """Position of each new row: prefix length, and for a tree node prefix plus depth."""
     pending = segment.num_pending
+    if segment.is_chain:
+        return list(range(past + segment.num_held, past + pending + len(segment.parents)))
     positions = list(range(past, past + pending))
     for parent in segment.parents:
         positions.append(past + pending if parent < 0 else positions[pending + parent] + 1)
