@@ -123,7 +123,7 @@ class Controller:
             if GRAMMAR not in draft.authors(b):  # somebody else's guesses
                 chances = _emission_chances(draft, verdict, b)
                 parents = draft.parents[draft.offsets[b] : draft.offsets[b + 1]]
-                self.policy.observe_round(request_id, kind, entry.num_draft, chances, bool(verdict.paths[b]), parents)
+                self.policy.observe_round(request_id, kind, entry.num_draft, chances, parents)
         for kind, places in drafting.items():
             key = drafter_key(batch.decoding[places[0]].request.spec.arms[chosen_arm(batch.decoding[places[0]]) or 0])
             assert key is not None

@@ -50,7 +50,7 @@ class Chooser:
         self._last_grants[course.index] = budget
         if ready is None:
             chances = [float(node in found.path) for node in range(len(found.parents))]
-            self.policy.observe_round(course.index, drafter, budget, chances, bool(found.path), found.parents)
+            self.policy.observe_round(course.index, drafter, budget, chances, found.parents)
 
     def observe_draft(self, drafting: Sequence[tuple[Course, int]], draft_s: float, num_unread: int) -> None:
         """Take in what the drafter took for requests with their budgets; guesses that were shown were paid for before."""

@@ -100,10 +100,8 @@ class BudgetPolicy:
             return
         self.draft_cost.setdefault(drafter, {}).setdefault(_crowd(num_requests), CostTable(grows=True)).observe(longest, draft_s)
 
-    def observe_round(
-        self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], gained: bool, parents: Sequence[int] = ()
-    ) -> None:
-        """Take in which guesses of a request stood: for each place the chance of being emitted; `gained`: at least one was.
+    def observe_round(self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], parents: Sequence[int] = ()) -> None:
+        """Take in which guesses of a request stood: for each place the chance of being emitted.
 
         `parents` are the guesses that they follow (-1 none), a chain where it is left out.
         """

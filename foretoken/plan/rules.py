@@ -43,9 +43,7 @@ class Policy(Protocol):
     def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0) -> None:
         """A drafter took `draft_s` for `num_requests` requests and `longest` guesses at most."""
 
-    def observe_round(
-        self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], gained: bool, parents: Sequence[int] = ()
-    ) -> None:
+    def observe_round(self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], parents: Sequence[int] = ()) -> None:
         """For each guess of a request the chance with which the round emitted it."""
 
     def observe_look(self, request_id: int, drafter: Hashable, look: Look, found: Sequence[bool | None]) -> None:
@@ -83,9 +81,7 @@ class _Rule:
     def observe_draft(self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0) -> None:
         """Not looked at."""
 
-    def observe_round(
-        self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], gained: bool, parents: Sequence[int] = ()
-    ) -> None:
+    def observe_round(self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], parents: Sequence[int] = ()) -> None:
         """Guesses that stood."""
         if self._granted.get(request_id):
             self._saw(request_id, len(chances), sum(chances))

@@ -87,7 +87,7 @@ def step(world: World, policy: BudgetPolicy, wishes: list[Wish], said: list[tupl
         if b in modelled:
             kept = world.kept(text.modelled, grant.num_draft)
             emitted += kept
-            policy.observe_round(b, "model", grant.num_draft, [float(k < kept) for k in range(grant.num_draft)], kept > 0)
+            policy.observe_round(b, "model", grant.num_draft, [float(k < kept) for k in range(grant.num_draft)])
         else:
             policy.observe_rest(b)
         world.tokens += emitted

@@ -48,7 +48,7 @@ def run(world: World, chance: Callable[[int, int], float], rounds: int, batch: i
         policy.observe_step(batch + sum(budgets), sum(budgets), target_s)
         for b, places in enumerate(stood):
             if budgets[b]:
-                policy.observe_round(b, "d", budgets[b], places, bool(places[0]))
+                policy.observe_round(b, "d", budgets[b], places)
             else:
                 policy.observe_rest(b)
         if any(budgets):
@@ -64,7 +64,7 @@ def test_reading_a_prompt_does_not_make_a_drafter_dear() -> None:
             ((_, budget),) = policy.plan([wish_of(request, "d", 8, True)])
             policy.observe_step(1 + budget, budget, 1.0)
             if budget:
-                policy.observe_round(request, "d", budget, [1.0] * budget, True)
+                policy.observe_round(request, "d", budget, [1.0] * budget)
                 new = request not in started
                 policy.observe_draft("d", budget, 10.0 if new else 0.01 * budget, num_read_tokens=100 * new)
                 started.add(request)
@@ -99,7 +99,7 @@ def test_recovers_within_fifty_rounds_when_acceptance_changes() -> None:
             target_s, draft_s, (places,) = world.step([budget], [chance])
             policy.observe_step(1 + budget, budget, target_s)
             if budget:
-                policy.observe_round(0, "d", budget, places, bool(places[0]))
+                policy.observe_round(0, "d", budget, places)
                 policy.observe_draft("d", budget, draft_s)
             else:
                 policy.observe_rest(0)

@@ -34,7 +34,7 @@ def run(policy: Policy, batch: int, rounds: int, accepted: Callable[[int, int], 
         for request, budget in enumerate(budgets):
             if budget:
                 count = min(budget, accepted(turn, budget))
-                policy.observe_round(request, "d", budget, [float(place < count) for place in range(budget)], count > 0)
+                policy.observe_round(request, "d", budget, [float(place < count) for place in range(budget)])
             else:
                 policy.observe_rest(request)
         policy.observe_draft("d", max(budgets), 0.1)
@@ -105,7 +105,7 @@ def test_two_more_after_full_acceptance_and_one_less_otherwise() -> None:
     results = iter([5, 7, 0, 3, 8])
     assert [budgets[0] for budgets in run(rule, 1, 5, lambda turn, budget: next(results))] == [5, 7, 9, 8, 7]
     assert run(rule, 1, 20, lambda turn, budget: 0)[-1] == [1]
-    rule.observe_round(0, "d", 1, [], gained=False)  # the drafter found nothing: no news
+    rule.observe_round(0, "d", 1, [])  # the drafter found nothing: no news
     assert numbers(rule, wishes(1)) == [1]
     rule.finish(0)
     assert numbers(rule, wishes(1)) == [5]

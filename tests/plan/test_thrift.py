@@ -17,7 +17,7 @@ def learn(policy: BudgetPolicy, rounds: int, num_draft: int, target_s: float, dr
         policy.plan([wish_of(request, "d", 8, True)])
         policy.observe_step(1 + num_draft, num_draft, target_s)
         if num_draft:
-            policy.observe_round(request, "d", num_draft, [float(stands)] * num_draft, stands)
+            policy.observe_round(request, "d", num_draft, [float(stands)] * num_draft)
             policy.observe_draft("d", num_draft, draft_s)
         else:
             policy.observe_rest(request)
@@ -47,7 +47,7 @@ def test_a_drafter_of_unknown_price_is_tried_by_one_request_and_little() -> None
     mixed = budgets(policy.plan([*wishes, wish_of(6, "d", 8, False)]))
     assert mixed[6] == 8
     for b in range(6):
-        policy.observe_round(b, "d", 2, [1.0, 1.0], True)
+        policy.observe_round(b, "d", 2, [1.0, 1.0])
     policy.observe_draft("d", 2, 0.01, 1)
     policy.observe_step(8, 2, 1.0)
     assert sum(map(bool, budgets(policy.plan(wishes)))) > 1
@@ -96,7 +96,7 @@ def test_weighing_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatc
             policy.observe_step(batch + sum(numbers), sum(numbers), step_s)
             for b, number in enumerate(numbers):
                 if number:
-                    policy.observe_round(b, "d", number, [0.9**place for place in range(1, number + 1)], True)
+                    policy.observe_round(b, "d", number, [0.9**place for place in range(1, number + 1)])
                 else:
                     policy.observe_rest(b)
             if sum(numbers):
