@@ -1,4 +1,4 @@
-"""How much better or worse guesses do now than was expected of them: a factor on the odds that is sure while nothing changes, and quick after a change."""
+"""How much better or worse guesses do now than was expected: a factor on the odds, sure while nothing changes and quick after a change."""
 
 from __future__ import annotations
 
