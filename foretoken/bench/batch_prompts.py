@@ -62,11 +62,12 @@ _REQUESTS = (
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of a batch: its prompt's tokens and the temperature that its slice is answered at."""
+    """One request of a batch: its prompt's tokens, the temperature that its slice is answered at, and the slice."""
 
     name: str
     prompt_ids: tuple[int, ...]
     temperature: float = 0.0
+    slice: str = ""
 
 
 def asks(
@@ -87,7 +88,7 @@ def asks(
             usable = ids
         else:  # a text of two words says too little about what follows
             usable = [pair for pair in ids if len(pair[1]) >= min(prompt_tokens, _RANDOM_WORDS)] or ids
-        cut = [Ask(prompt.name, tuple(own if name in _WHOLE else own[-prompt_tokens:]), _temperature(name)) for prompt, own in usable if own]
+        cut = [Ask(prompt.name, tuple(own if name in _WHOLE else own[-prompt_tokens:]), _temperature(name), name) for prompt, own in usable if own]
         if not cut:
             raise InputError("slices", name, "has no prompt of at least one token; leave it out")
         found[name] = tuple(cut[place % len(cut)] for place in range(count))

@@ -6,6 +6,7 @@ DRAFTER-auto              the engine's own policy chooses how many
 DRAFTER-table             a rule of another engine does (`plan.rules`): table, ema or heuristic
 table, ema, heuristic     the same for the draft model where there is one, otherwise for ngram
 auto                      the engine also chooses who guesses
+auto-slices               the same, and requests name their slice (`SpecConfig.slice`), so that each begins with what others of it showed
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import copy
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from foretoken.bench.batch_prompts import Ask
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from foretoken.engine.stats import RequestStats
 
 AUTO = "auto"
+AUTO_SLICES = "auto-slices"
 RIVALS: Mapping[str, Callable[[Mapping[int, int]], Policy]] = {
     "table": BatchTable,
     "ema": lambda _table: EmaRule(),
@@ -46,6 +48,7 @@ class BatchSetting:
     choice: DrafterChoice | None = None
     num_draft: int | Literal["auto"] = 0
     rule: str | None = None
+    names_slice: bool = False
 
     @property
     def adapts(self) -> bool:
@@ -69,7 +72,7 @@ def parse_batch_settings(names: Sequence[str], draft: str | None) -> tuple[tuple
     found = {PLAIN: BatchSetting(PLAIN)}
     notes: list[str] = []
     for name in names:
-        if name == AUTO and AUTO not in known_drafters():
+        if name in (AUTO, AUTO_SLICES) and AUTO not in known_drafters():
             notes.append("auto was not measured: this version does not choose the drafter by itself.")
         else:
             setting = _parse(name, draft)
@@ -82,9 +85,11 @@ def _parse(name: str, draft: str | None) -> BatchSetting:
         return BatchSetting(PLAIN)
     if name == AUTO:
         return BatchSetting(name, DrafterChoice(AUTO), "auto")
+    if name == AUTO_SLICES:
+        return BatchSetting(name, DrafterChoice(AUTO), "auto", names_slice=True)
     drafter, _, how = name.rpartition("-")
     if how not in RIVALS and (not drafter or (how != AUTO and not how.isdigit())):
-        remedy = f"must be plain, auto, DRAFTER-5, DRAFTER-auto, or DRAFTER-RULE with one of the rules {', '.join(RIVALS)}"
+        remedy = f"must be plain, auto, auto-slices, DRAFTER-5, DRAFTER-auto, or DRAFTER-RULE with one of the rules {', '.join(RIVALS)}"
         raise ConfigError("settings", name, remedy)
     (choice,) = parse_drafters((drafter or ("ngram" if draft is None else "draft_model"),))
     if "draft" in choice.needs and draft is None:
@@ -110,7 +115,8 @@ class Turn:
     """One setting's answers to some requests that ran together.
 
     `seconds` runs from before the first step to after the last; `decode_s` from where every request had its first token, and
-    `decode_tokens` came after that. `num_steps` counts rounds over all requests.
+    `decode_tokens` came after that. `num_steps` counts rounds over all requests. `request_speeds` are the tokens per second that each
+    request itself saw after its first token: unlike the whole they do not wait for the slowest.
     """
 
     answers: tuple[Answered, ...]
@@ -120,6 +126,7 @@ class Turn:
     num_steps: int
     num_drafted: int
     num_accepted: int
+    request_speeds: tuple[float, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -150,9 +157,10 @@ class Stage:
             del drafters[key]
         self.llm.prepare(setting.spec(self.draft, ""))
 
-    def spec(self, setting: BatchSetting) -> SpecConfig:
+    def spec(self, setting: BatchSetting, ask: Ask) -> SpecConfig:
         """The configuration of the next request: a tenant of its own, so that nobody guesses or reads on from earlier answers."""
-        return setting.spec(self.draft, f"{setting.name} {next(self._tenants)}")
+        own = setting.spec(self.draft, f"{setting.name} {next(self._tenants)}")
+        return replace(own, slice=ask.slice) if setting.names_slice else own
 
     def params(self, ask: Ask, place: int, max_tokens: int) -> SamplingParams:
         """Sampling of the request at `place`, the same for every setting: with a seed, sampled answers must be equal too."""
@@ -180,7 +188,7 @@ class Stage:
         prompts = [list(ask.prompt_ids) for ask in asks]
         params = [self.params(ask, first_place + place, max_tokens) for place, ask in enumerate(asks)]
         began = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, [self.spec(setting) for _ in asks], on_step=watch)
+        outputs = self.llm.generate(prompts, params, [self.spec(setting, ask) for ask in asks], on_step=watch)
         ended = time.perf_counter()
         for output in outputs:
             if output.error is not None:
@@ -195,6 +203,7 @@ class Stage:
             sum(one.num_steps for one in stats),
             sum(one.num_drafted for one in stats),
             sum(one.num_accepted for one in stats),
+            tuple(one.tokens_per_s for one in stats),
         )
 
 
@@ -213,4 +222,5 @@ def together(turns: Sequence[Turn]) -> Turn:
         sum(turn.num_steps for turn in turns),
         sum(turn.num_drafted for turn in turns),
         sum(turn.num_accepted for turn in turns),
+        tuple(speed for turn in turns for speed in turn.request_speeds),
     )

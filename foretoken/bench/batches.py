@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.batch_settings import BatchSetting, Stage, Turn, parse_batch_settings, together
@@ -23,7 +23,9 @@ BAR = 0.97  # of the best fixed setting, and of plain: what an adaptive setting 
 EXPLAINED = (
     "A cell: tokens per second of the whole batch, reading the prompts included (median over repeats); how many times plain's; how many times "
     "those of the best setting with a fixed number of guesses, plain among them, on that batch and slice. Ratios are medians over repeats of "
-    "neighbouring turns. `decoding` counts from where every request had its first token. The best fixed setting is picked after the fact from "
+    "neighbouring turns. `decoding` counts from where every request had its first token. "
+    "`requests` is the mean of what each request itself saw after its first token, tokens per second: requests that guess well end early, and the "
+    "whole then waits for the others, as a server with more to do would not. The best fixed setting is picked after the fact from "
     "the same noisy turns, which flatters it a little. `differing` counts answers that are not plain's; in 16-bit arithmetic an answer may differ "
     "where a choice hung on rounding, and `unexplained` counts greedy ones in which none did."
 )
@@ -44,7 +46,8 @@ class BatchSample:
 class BatchRow:
     """A setting in a cell. `same` counts answers equal to plain's, `unexplained` greedy ones that differ although no choice hung on rounding.
 
-    Ratios: `speedup` to plain, `to_best_fixed` to the fastest fixed setting (`best_fixed`); `decode_...` the same for decoding alone.
+    Ratios: `speedup` to plain, `to_best_fixed` to the fastest fixed setting (`best_fixed`); `decode_...` the same for decoding alone,
+    `request_...` for what the requests themselves saw.
     `num_draft` is the mean number of guesses per round and request.
     """
 
@@ -60,6 +63,9 @@ class BatchRow:
     decode_speedup: float
     to_best_fixed: float
     decode_to_best_fixed: float
+    request_tokens_per_s: float
+    request_speedup: float
+    request_to_best_fixed: float
     best_fixed: str
     acceptance_rate: float
     emitted_per_step: float
@@ -96,7 +102,7 @@ def run_batches(options: LoadOptions, command: str = "foretoken bench --batches"
             interrupted = True
     rows = summarise_grid(samples)
     notes.append("What chooses numbers of guesses began anew for each setting and learnt from cell to cell, in the order of the tables.")
-    sheets = (*_slice_sheets(rows), *_choice_sheets(rows), summary_sheet(rows))
+    sheets = (*_slice_sheets(rows), *_request_sheets(rows), *_choice_sheets(rows), summary_sheet(rows))
     return make_report(options, "batches", command, rows, grid_summary(rows), sheets, EXPLAINED, notes, interrupted, load)
 
 
@@ -166,10 +172,13 @@ def _cell_rows(samples: Sequence[BatchSample], settings: Sequence[BatchSetting])
     if plain is None:
         return []
     fixed = {setting.name: turns for setting, turns in by_setting.items() if not setting.adapts}
-    best = max(fixed, key=lambda name: _median(fixed[name], whole_speed))
-    best_decode = max(fixed, key=lambda name: _median(fixed[name], decode_speed))
+    best, best_decode, best_request = (_fastest(fixed, speed) for speed in (whole_speed, decode_speed, request_speed))
     order = [setting for setting in settings if setting in by_setting]
-    return [_row(samples[0], setting, by_setting[setting], plain, (best, fixed[best]), fixed[best_decode]) for setting in order]
+    return [_row(samples[0], setting, by_setting[setting], plain, (best, fixed[best]), fixed[best_decode], fixed[best_request]) for setting in order]
+
+
+def _fastest(settings: Mapping[str, Mapping[int, Turn]], speed: Callable[[Turn], float]) -> str:
+    return max(settings, key=lambda name: _median(settings[name], speed))
 
 
 def _row(
@@ -179,6 +188,7 @@ def _row(
     plain: Mapping[int, Turn],
     best: tuple[str, Mapping[int, Turn]],
     best_decode: Mapping[int, Turn],
+    best_request: Mapping[int, Turn],
 ) -> BatchRow:
     speeds = [whole_speed(turn) for turn in turns.values()]
     rounds = sum(turn.num_steps for turn in turns.values())
@@ -197,6 +207,9 @@ def _row(
         decode_speedup=_ratio(turns, plain, decode_speed),
         to_best_fixed=_ratio(turns, best[1], whole_speed),
         decode_to_best_fixed=_ratio(turns, best_decode, decode_speed),
+        request_tokens_per_s=_median(turns, request_speed),
+        request_speedup=_ratio(turns, plain, request_speed),
+        request_to_best_fixed=_ratio(turns, best_request, request_speed),
         best_fixed=best[0],
         acceptance_rate=sum(turn.num_accepted for turn in turns.values()) / max(1, drafted),
         emitted_per_step=sum(turn.num_tokens for turn in turns.values()) / max(1, rounds),
@@ -222,6 +235,11 @@ def whole_speed(turn: Turn) -> float:
 def decode_speed(turn: Turn) -> float:
     """Tokens per second from where every request had its first token."""
     return turn.decode_tokens / turn.decode_s if turn.decode_s > 0 else 0.0
+
+
+def request_speed(turn: Turn) -> float:
+    """Tokens per second as requests saw them, the mean over requests."""
+    return fmean(turn.request_speeds)
 
 
 def _median(turns: Mapping[int, Turn], speed: Callable[[Turn], float]) -> float:
@@ -264,6 +282,11 @@ def grid_summary(rows: Sequence[BatchRow]) -> dict[str, dict[str, object]]:
             "decode_worst_speedup": min(row.decode_speedup for row in own),
             "decode_to_best_fixed": _geometric_mean([row.decode_to_best_fixed for row in own]),
             "decode_worst_to_best_fixed": min(row.decode_to_best_fixed for row in own),
+            "request_speedup": _geometric_mean([row.request_speedup for row in own]),
+            "request_worst_speedup": min(row.request_speedup for row in own),
+            "request_to_best_fixed": _geometric_mean([row.request_to_best_fixed for row in own]),
+            "request_worst_to_best_fixed": min(row.request_to_best_fixed for row in own),
+            "request_cells_below_bar": sum(row.request_to_best_fixed < BAR for row in own),
             "differing": sum(row.num_answers - row.same for row in own),
             "unexplained": sum(row.unexplained for row in own),
         }
@@ -276,6 +299,10 @@ def _geometric_mean(values: Sequence[float]) -> float:
 
 def _slice_sheets(rows: Sequence[BatchRow]) -> list[Sheet]:
     return [_sheet(rows, name, f"{name}: tokens/s, times plain, times best fixed", _speed_cell) for name in _slices(rows)]
+
+
+def _request_sheets(rows: Sequence[BatchRow]) -> list[Sheet]:
+    return [_sheet(rows, name, f"{name}: a request's own tokens/s, times plain, times best fixed", _request_cell) for name in _slices(rows)]
 
 
 def _choice_sheets(rows: Sequence[BatchRow]) -> list[Sheet]:
@@ -302,6 +329,10 @@ def _speed_cell(row: BatchRow) -> str:
     return f"{speed} {row.speedup:.2f} {row.to_best_fixed:.2f}"
 
 
+def _request_cell(row: BatchRow) -> str:
+    return f"{row.request_tokens_per_s:.1f} {row.request_speedup:.2f} {row.request_to_best_fixed:.2f}"
+
+
 def _choice_cell(row: BatchRow) -> str:
     return f"{row.num_draft:.1f} {row.emitted_per_step:.2f}"
 
@@ -310,7 +341,8 @@ def summary_sheet(rows: Sequence[BatchRow]) -> Sheet:
     """All settings, worst and mean."""
     headings = (
         *("setting", "times plain", "worst", "at", "times best fixed", "worst", "at", f"cells below {BAR}", "times best single fixed"),
-        *("decoding: times plain", "worst", "times best fixed", "worst", "differing", "unexplained"),
+        *("decoding: times plain", "worst", "times best fixed", "worst"),
+        *("requests: times plain", "worst", "times best fixed", "worst", f"cells below {BAR}", "differing", "unexplained"),
     )
     lines = []
     for name, one in grid_summary(rows).items():
@@ -318,7 +350,8 @@ def summary_sheet(rows: Sequence[BatchRow]) -> Sheet:
             *(one["speedup"], one["worst_speedup"], one["worst_speedup_at"]),
             *(one["to_best_fixed"], one["worst_to_best_fixed"], one["worst_to_best_fixed_at"], one["cells_below_bar"], one["to_single_fixed"]),
             *(one["decode_speedup"], one["decode_worst_speedup"], one["decode_to_best_fixed"], one["decode_worst_to_best_fixed"]),
-            *(one["differing"], one["unexplained"]),
+            *(one["request_speedup"], one["request_worst_speedup"], one["request_to_best_fixed"], one["request_worst_to_best_fixed"]),
+            *(one["request_cells_below_bar"], one["differing"], one["unexplained"]),
         )
         lines.append((name, *(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells)))
     return Sheet("summary: geometric means over all cells", headings, tuple(lines))

@@ -149,7 +149,7 @@ def run_through(stage: Stage, setting: BatchSetting, phases: Sequence[Phase], jo
         while queue or (last and running):
             while queue and running < phase.batch:
                 job = queue.popleft()
-                stage.llm.submit(list(job.ask.prompt_ids), stage.params(job.ask, job.place, job.max_tokens), stage.spec(setting))
+                stage.llm.submit(list(job.ask.prompt_ids), stage.params(job.ask, job.place, job.max_tokens), stage.spec(setting, job.ask))
                 running += 1
             if not queue and running < phase.batch and not last:
                 break  # a place is free that this phase has nobody for

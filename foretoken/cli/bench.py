@@ -81,7 +81,9 @@ def bench(
     ] = False,
     settings: Annotated[
         str,
-        typer.Option(help="With --batches, --trace: plain, DRAFTER-N, DRAFTER-auto, auto, or a rule: table, ema, heuristic.", rich_help_panel=LOAD),
+        typer.Option(
+            help="With --batches, --trace: plain, DRAFTER-N, DRAFTER-auto, auto, auto-slices, or a rule: table, ema, heuristic.", rich_help_panel=LOAD
+        ),
     ] = ",".join(DEFAULT_SETTINGS),
     table: Annotated[
         str, typer.Option(help="Guesses by batch size for the setting table, as 1:5,4:3; or measured (at the start).", rich_help_panel=LOAD)

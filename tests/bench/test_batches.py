@@ -158,8 +158,15 @@ def test_a_turn_counts_what_came_after_everybody_had_begun(stage: Stage) -> None
 
 def test_every_request_is_a_tenant_of_its_own(stage: Stage) -> None:
     """Or repeats would guess from earlier answers, and read none of their prompts."""
-    specs = [stage.spec(BatchSetting("plain")) for _ in range(3)]
+    specs = [stage.spec(BatchSetting("plain"), Ask("a", (5,), slice="chat")) for _ in range(3)]
     assert len({spec.tenant for spec in specs}) == 3
+
+
+def test_requests_name_their_slice_where_the_setting_says_so(stage: Stage) -> None:
+    ask = Ask("a", (5,), slice="chat")
+    named, unnamed = (parse_batch_settings((name,), stage.draft)[0][1] for name in ("auto-slices", "auto"))
+    assert (stage.spec(named, ask).slice, stage.spec(unnamed, ask).slice) == ("chat", "")
+    assert replace(named.spec(stage.draft, "a"), slice="") == unnamed.spec(stage.draft, "a")
 
 
 def test_nobody_remembers_the_answers_of_an_earlier_turn(stage: Stage) -> None:
@@ -185,7 +192,7 @@ def test_settings_take_turns_in_a_rotating_order(stage: Stage, text_pair: Simple
 
 def turn(seconds: float, tokens: int = 10, near_ties: int = 0, first: int = 0, greedy: bool = True) -> Turn:
     answer = Answered((first, *range(1, tokens)), greedy, near_ties)
-    return Turn((answer,), seconds, seconds / 2, tokens - 1, tokens, tokens, tokens // 2)
+    return Turn((answer,), seconds, seconds / 2, tokens - 1, tokens, tokens, tokens // 2, (2 * tokens / seconds,))
 
 
 PLAIN, TWO, OWN = BatchSetting("plain"), BatchSetting("ngram-2", None, 2), BatchSetting("ngram-auto", None, "auto")
@@ -197,9 +204,19 @@ def test_ratios_are_medians_of_neighbouring_turns() -> None:
     plain, two, own = summarise_grid(samples)
     assert (plain.speedup, two.speedup, own.speedup) == (1.0, 2.0, 2.5)
     assert (plain.best_fixed, two.to_best_fixed, own.to_best_fixed) == ("ngram-2", 1.0, 1.25)
-    assert own.decode_to_best_fixed == 1.25
+    assert own.decode_to_best_fixed == own.request_to_best_fixed == 1.25
+    assert own.request_tokens_per_s == 5.0
     assert (two.tokens_per_s, two.tokens_per_s_min, two.tokens_per_s_max) == (2.0, 1.0, 2.5)
     assert (two.acceptance_rate, two.num_draft, two.emitted_per_step) == (0.5, 1.0, 1.0)
+
+
+def test_requests_do_not_wait_for_the_slowest() -> None:
+    """Two settings take as long for the whole; in one of them half of the requests ended early."""
+    slow, quick = replace(turn(10.0), request_speeds=(1.0, 1.0)), replace(turn(10.0), request_speeds=(1.0, 3.0))
+    plain, own = summarise_grid([BatchSample(PLAIN, 2, "code", 0, slow), BatchSample(OWN, 2, "code", 0, quick)])
+    assert (own.to_best_fixed, own.request_to_best_fixed) == (1.0, 2.0)
+    assert together([slow, quick]).request_speeds == (1.0, 1.0, 1.0, 3.0)
+    assert plain.request_speedup == 1.0
 
 
 def test_the_summary_names_the_worst_cell() -> None:
