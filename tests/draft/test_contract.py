@@ -105,7 +105,7 @@ def test_trees_where_the_rule_takes_them_and_chains_elsewhere(
 ) -> None:
     """Two turns, so that a store and a matrix know something; that no chain rule is handed a tree is checked by `Watched`."""
     for _ in range(2):
-        outputs = llm.generate(PROMPTS, LONG, spec(num_draft=6, rule=rule))
+        outputs = llm.generate(PROMPTS, LONG, spec(num_draft=6, rule=rule, tenant=f"trees {rule}"))
         assert [out.token_ids for out in outputs] == plain
     assert (watched.num_trees > 0) == (rule == "auto" and name in TREES)
     assert sum(out.stats.num_accepted for out in outputs) > 0
