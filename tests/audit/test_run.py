@@ -165,8 +165,8 @@ class Stale:
 
 
 def another_temperature(patch: pytest.MonkeyPatch) -> None:
-    def warmer(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-        return target_probs(logits, [p if p.greedy else replace(p, temperature=1.15 * p.temperature) for p in params])
+    def warmer(logits: Tensor, params: Sequence[SamplingParams], best: Tensor | None = None) -> Tensor:
+        return target_probs(logits, [p if p.greedy else replace(p, temperature=1.15 * p.temperature) for p in params], best)
 
     patch.setattr(runner_module, "target_probs", warmer)
 
