@@ -126,20 +126,21 @@ class _Lab:
         self._answers: list[Answer] = []
 
     def compare(self, setting: Setting) -> list[Comparison]:
-        """One setting on all traces."""
-        trial, spec = self._trial, spec_of(setting, self._specs)
-        refined, known, calibration_s = self._calibrated(setting, spec)
-        pace, found = self._pace_s(), []
+        """One setting on all traces, each right after a calibration of its own: the machine's pace changes from minute to minute."""
+        trial, spec, found = self._trial, spec_of(setting, self._specs), []
         for name, given in trial.traces.items():
+            refined, known, calibration_s = self._calibrated(setting, spec)
+            before_s = self._pace_s()
             jobs = built_in(name, Server(refined, trial.limits, (setting,), known), trial.seed, trial.seconds) if given is None else given
             self._tell(f"{setting.name}: {name}, simulated", 0)
             predicted, simulated = predict(refined, jobs, setting, known, trial)
             own = [replace(spec, tenant=f"{name} {setting.name} {index}") for index in range(len(jobs))]
             self._prompts.begin_anew()
             done = replay(self._llm, jobs, self._prompts.cut(jobs), own, setting.name, trial.clock(), self._counter(f"{setting.name}: {name}"))
-            before_s, pace = pace, self._pace_s()
-            why = causes(refined, setting, predicted, simulated, done, calibration_s / ((before_s + pace) / 2) - 1)
-            found.append(Comparison(name, tuple(jobs), predicted, done.outcome, why, done.served))
+            pace = calibration_s / ((before_s + self._pace_s()) / 2) - 1
+            found.append(
+                Comparison(name, tuple(jobs), predicted, done.outcome, causes(refined, setting, predicted, simulated, done, pace), done.served)
+            )
         return found
 
     def _calibrated(self, setting: Setting, spec: SpecConfig) -> tuple[Profile, Known, float]:
