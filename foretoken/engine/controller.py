@@ -15,7 +15,7 @@ from foretoken.draft.group import GRAMMAR, DrafterKey, chosen_arm, drafter_key
 from foretoken.draft.lookup_tree import LookupTree
 from foretoken.engine.request import RequestState
 from foretoken.plan.cost import seed_tables
-from foretoken.plan.looks import NOTHING_SEEN, Look, Sights, outcomes, reach
+from foretoken.plan.looks import NOTHING_SEEN, Look, Sight, outcomes, reach
 from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy
 from foretoken.plan.profile import Profile
 from foretoken.plan.routing import Routing, RoutingRules
@@ -64,7 +64,7 @@ class Controller:
         self._look = look
         self._shown: dict[int, list[tuple[Hashable, Look, Sequence[int]]]] = {}  # what was ready in this round: drafter, guesses, their tokens
         self._last_grants: dict[int, int] = {}  # guesses that were last made for a request
-        self._sights = Sights()
+        self._sights: dict[int, dict[Hashable, Sight]] = {}
         self._estimates: dict[int, _Estimate] = {}
         self._num_probed: dict[int, int] = {}  # rows of probes that came with a request's last guesses
         self._kinds: dict[int, list[Hashable]] = {}  # by request, of its arms
@@ -108,7 +108,7 @@ class Controller:
             for kind, look, tokens in self._shown.get(request_id, ()):
                 found = outcomes(look, tokens, verdict.emitted(b))
                 num_right = sum(right is True for right in found)
-                self._sights.brought(request_id, kind, max(0, num_right - most_right))  # beyond what those before it showed
+                self._sights[request_id][kind].brought(max(0, num_right - most_right))  # beyond what those before it showed
                 most_right = max(most_right, num_right)
                 self.policy.observe_look(request_id, kind, look, found)
             if arm is None or not entry.num_draft:
@@ -148,7 +148,7 @@ class Controller:
         self._num_probed.pop(request_id, None)
         self._kinds.pop(request_id, None)
         self._shown.pop(request_id, None)
-        self._sights.finish(request_id)
+        self._sights.pop(request_id, None)
         self._last_grants.pop(request_id, None)
         self.routing.finish(request_id)
         self.policy.finish(request_id)
@@ -186,7 +186,7 @@ class Controller:
         token_s = self.policy.target_cost.seconds(num_running) / num_running
         takes_a_tree = takes_trees(state.rule)
         for arm, (spec, kind) in enumerate(zip(state.request.spec.arms, self._kinds_of(state.request), strict=True)):
-            sight = self._sights.of(state.request_id, kind)
+            sight = self._sights.setdefault(state.request_id, {}).setdefault(kind, Sight())
             if not sight.opens(token_s):
                 shown[arm] = NOTHING_SEEN
                 continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foretoken.plan.course import Course
-from foretoken.plan.looks import NOTHING_SEEN, Look, Sights, outcomes, reach
+from foretoken.plan.looks import NOTHING_SEEN, Look, Sight, outcomes, reach
 from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy
 from foretoken.plan.rounds import Ready, Round
 from foretoken.plan.setting import Setting
@@ -22,7 +22,7 @@ class Chooser:
         self.setting = setting
         self.policy = BudgetPolicy()
         self._shown: dict[int, Ready] = {}  # in this round, by request
-        self._sights = Sights()
+        self._sights: dict[int, Sight] = {}
         self._last_grants: dict[int, int] = {}
 
     def plan(self, anchors: Sequence[Course], clock_s: float) -> list[int]:
@@ -42,7 +42,7 @@ class Chooser:
         if ready is not None:
             assert course.record is not None
             right = outcomes(ready.look, ready.tokens, course.record.emitted(course.num_emitted - 1, len(found.path) + 1))
-            self._sights.brought(course.index, drafter, sum(one is True for one in right))
+            self._sights[course.index].brought(sum(one is True for one in right))
             self.policy.observe_look(course.index, drafter, ready.look, right)
         if drafter is None or not budget:
             self.policy.observe_rest(course.index)
@@ -61,7 +61,7 @@ class Chooser:
     def finish(self, index: int) -> None:
         """Forget a request."""
         self._shown.pop(index, None)
-        self._sights.finish(index)
+        self._sights.pop(index, None)
         self._last_grants.pop(index, None)
         self.policy.finish(index)
 
@@ -76,7 +76,7 @@ class Chooser:
         """The guesses that are ready; None of a drafter that does not show them."""
         if course.record is None or not course.record.ready:
             return None
-        sight = self._sights.of(course.index, self.setting.drafter)
+        sight = self._sights.setdefault(course.index, Sight())
         if not sight.opens(self.policy.target_cost.seconds(num_running) / num_running):
             return NOTHING_SEEN
         ready = course.record.ready_at(course.num_emitted - 1, min(most, reach(self._last_grants.get(course.index, 0))))

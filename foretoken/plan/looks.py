@@ -7,7 +7,7 @@ guesses were not used, so finding out whether a lookup pays costs no row of the 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,8 +17,7 @@ _TRUST = 6.0  # guesses that a lookup's own word is worth
 _KEEP_REQUEST = 0.9  # weight of a request's past per round
 _PRIOR_GUESSES = 2.0  # that what is expected beforehand is worth
 _HALF = 0.5  # keeps a few guesses from saying always or never
-_KEEP_SIGHT = 0.8  # weight of the past per look at a request's guesses ...
-_KEEP_SIGHTS = 0.98  # ... and at anybody's
+_KEEP_SIGHT = 0.8
 _WORTH_LOOKING = 0.5  # share of what a look brings that it may take
 _FREE_LOOK = 0.005  # share of a token's time that any look may take
 _MOST_BLIND_ROUNDS = 15
@@ -50,9 +49,9 @@ def reach(last_num_draft: int) -> int:
 class Sight:
     """Whether to look at what a drafter has ready for a request: every round where that pays or costs next to nothing, else now and then."""
 
-    def __init__(self, tokens: float = 1.0) -> None:
+    def __init__(self) -> None:
         self._look_s = 0.0
-        self._tokens = tokens  # that one look brought, a moving average
+        self._tokens = 1.0  # that one look brought, a moving average
         self._wait = 0
 
     def opens(self, token_s: float) -> bool:
@@ -73,30 +72,6 @@ class Sight:
         if tokens:
             self._wait = 0
         self._tokens = _KEEP_SIGHT * self._tokens + (1 - _KEEP_SIGHT) * tokens
-
-
-class Sights:
-    """The sights of all requests; a new one expects what looks of its drafter brought of late, whoever they were for."""
-
-    def __init__(self) -> None:
-        self._by_request: dict[int, dict[Hashable, Sight]] = {}
-        self._tokens: dict[Hashable, float] = {}  # that a look brought, by drafter
-
-    def of(self, request_id: int, drafter: Hashable) -> Sight:
-        """The sight of a request on a drafter's guesses."""
-        own = self._by_request.setdefault(request_id, {})
-        if drafter not in own:
-            own[drafter] = Sight(self._tokens.get(drafter, 1.0))
-        return own[drafter]
-
-    def brought(self, request_id: int, drafter: Hashable, tokens: int) -> None:
-        """Take in how many tokens of the text a look showed."""
-        self.of(request_id, drafter).brought(tokens)
-        self._tokens[drafter] = _KEEP_SIGHTS * self._tokens.get(drafter, 1.0) + (1 - _KEEP_SIGHTS) * tokens
-
-    def finish(self, request_id: int) -> None:
-        """Forget a request."""
-        self._by_request.pop(request_id, None)
 
 
 def outcomes(look: Look, tokens: Sequence[int], emitted: Sequence[int]) -> list[bool | None]:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from foretoken.plan.looks import Calibration, Classes, Look, Sight, Sights, outcomes
+from foretoken.plan.looks import Calibration, Classes, Look, Sight, outcomes
 
 
 def chain(*steps: float) -> Look:
@@ -85,25 +85,3 @@ def test_looking_at_next_to_no_cost_goes_on() -> None:
         assert sight.opens(token_s=1.0)
         sight.took(0.001)
         sight.brought(0)
-
-
-def test_new_requests_look_as_often_as_it_paid_for_others() -> None:
-    """Where looks take a fifth of a token and bring nothing, the first requests find out and later ones need not."""
-    sights, opened = Sights(), []
-    for request in range(30):
-        sight, count = sights.of(request, "d"), 0
-        for _ in range(20):
-            if sight.opens(token_s=1.0):
-                sight.took(0.2)
-                sights.brought(request, "d", 0)
-                count += 1
-        opened.append(count)
-        sights.finish(request)
-    assert opened[0] >= opened[-1] + 3 > 3
-    assert sights.of(99, "another").opens(1.0)
-    sight = sights.of(30, "d")
-    for _ in range(20):
-        if sight.opens(1.0):
-            sight.took(0.2)
-            sights.brought(30, "d", 2)
-    assert all(sight.opens(1.0) for _ in range(3))  # one that brings something is looked at again, whatever others did
