@@ -51,6 +51,8 @@ def jobs_of(given: Mapping[str, Any], acceptance: str) -> list[Job]:
         for name in ("prompt_tokens", "output_tokens"):
             if given[name] is not None:
                 raise ConfigError(name, given[name], "the trace file says it for each request; leave it out, or use --trace poisson:RATE")
+        if not Path(trace).suffix and not Path(trace).exists():
+            raise InputError("trace", trace, f"is no file and no built-in trace; choose one of {', '.join(SHAPES)}, poisson:RATE, or a file")
         return parse_trace(read_text("trace", Path(trace)).splitlines(), chances)[:requests]
     try:
         rate = float(trace.removeprefix(_POISSON))

@@ -168,7 +168,7 @@ class LLM:
         self.engine.close()
         self._drafters.drafters.clear()
         self._closed = True
-        del self.engine, self.target
+        del self.engine, self.target, self._factory, self._shadow  # all that holds weights
 
     def __enter__(self) -> LLM:
         return self

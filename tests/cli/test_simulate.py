@@ -99,6 +99,7 @@ def test_bad_input(foretoken: Run, profile: Path, trace: Path) -> None:
         (2, ["--trace", "empty.jsonl"], "holds no request"),
         (1, ["--trace", "poisson:1", "--prompt-tokens", "8", "--cache-tokens", "32"], "out of KV blocks"),
         (4, ["--trace", "nowhere.jsonl"], "trace: cannot read nowhere.jsonl"),
+        (2, ["--trace", "stedy"], "trace='stedy': is no file and no built-in trace; choose one of steady, bursts"),
         (4, ["--trace", "poisson:1", "--bench", "odd.jsonl", "--profile", "nowhere.json"], "profile: cannot read nowhere.json"),
         (2, ["--trace", "poisson:1", "--bench", profile], "not a result of `foretoken bench"),
         (2, ["--trace", "steady,ramp"], "one trace at a time"),

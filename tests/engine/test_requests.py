@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -199,6 +201,18 @@ def test_close_with_a_stream_open_and_twice(pair: SimpleNamespace) -> None:
     llm.close()
     assert list(stream) == []
     llm.close()
+
+
+def test_close_lets_the_weights_go(pair: SimpleNamespace) -> None:
+    """Though the closed object is still held: the target's and the draft's."""
+    llm = LLM(pair.target, cache_tokens=256, shadow_rate=1.0)
+    llm.generate([[1, 2]], LONG, SpecConfig("draft_model", draft=str(pair.draft), num_draft=2))
+    (drafter,) = llm.engine.drafters.drafters.values()
+    kept = [weakref.ref(llm.target), weakref.ref(drafter)]
+    del drafter
+    llm.close()
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None]
 
 
 def test_a_queue_longer_than_the_batch(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
