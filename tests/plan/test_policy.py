@@ -175,3 +175,23 @@ def test_prices_that_are_held_do_not_outlive_a_request() -> None:
     assert prices.hold_for(wishes[3:])
     policy.finish(3)
     assert not prices.hold_for(wishes[4:])
+
+
+def test_trials_ask_many_requests_at_once_and_cost_little() -> None:
+    """What a drafter takes it takes once for all of them: one that is too dear, though its guesses earn their rows, is asked by several at once."""
+    policy, world, asked = BudgetPolicy(), World(free=24, price_s=1.5), list[int]()
+    for turn in range(400):
+        budgets = [grant.num_draft for grant in policy.plan([wish_of(b, "d", 8, True) for b in range(8)])]
+        target_s, draft_s, stood = world.step(budgets, [0.6] * 8)
+        policy.observe_step(8 + sum(budgets), sum(budgets), target_s, 8 + round(sum(map(sum, stood))), draft_s)
+        for b, places in enumerate(stood):
+            policy.observe_round(b, "d", budgets[b], places) if budgets[b] else policy.observe_rest(b)
+        if any(budgets):
+            policy.observe_draft("d", max(budgets), draft_s, sum(map(bool, budgets)))
+        if turn == 100:
+            world.seconds, world.tokens = 0.0, 0
+        elif turn > 100 and any(budgets):
+            asked.append(sum(map(bool, budgets)))
+    assert 2 <= len(asked) < 60
+    assert max(asked) > 4
+    assert world.tokens_per_s > 0.97 * 8 / 1.35  # of plain: one row each
