@@ -265,7 +265,7 @@ class PagedModel:
         self.allocator.check(list(self.tables.values()))
 
 
-@functools.lru_cache(maxsize=256)  # a sequence's blocks change once in `block_size` tokens
+@functools.lru_cache(maxsize=64)  # a sequence's blocks change once in `block_size` tokens
 def _slots_in(blocks: tuple[int, ...], block_size: int, device: torch.device) -> Tensor:
     """The slots of some blocks, in their order: `[len(blocks) * block_size]`."""
     return (torch.tensor(blocks, device=device).unsqueeze(1) * block_size + torch.arange(block_size, device=device)).flatten()
