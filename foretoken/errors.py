@@ -11,6 +11,8 @@ ForetokenError                      exit code
 |- CapacityError (RuntimeError)     1   out of KV blocks
 |  |- OverloadedError               1   the queue is full: come again later
 |- EngineError (RuntimeError)       1   a step broke down: what ran in it failed, the engine goes on
+|- DraftError (RuntimeError)        1   a drafter broke its contract: its guesses are dropped, the request goes on
+|  |- DraftTimeout                  1   it took longer than it may
 |- NumericsError (RuntimeError)     1   NaN or infinite logits: the request fails, the engine goes on
 |- StorageError (OSError)           4   a file or folder that cannot be written or read
 |- GateError                        5   a measured value misses the bar that was asked for
@@ -76,6 +78,18 @@ class OverloadedError(CapacityError):
 
 class EngineError(ForetokenError, RuntimeError):
     """A step of the engine broke down; the requests that ran in it are lost, others are not."""
+
+
+class DraftError(ForetokenError, RuntimeError):
+    """A drafter handed over what cannot be verified, or did not come to an end; it never reaches who asked for an answer."""
+
+
+class DraftTimeout(DraftError):
+    """Raised inside a drafter that takes longer than it may."""
+
+
+class DrafterWarning(UserWarning):
+    """A drafter failed, or was switched off for a request that goes on without it."""
 
 
 class NumericsError(ForetokenError, RuntimeError):

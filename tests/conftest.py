@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from foretoken import LLM
+from foretoken.draft.base import Drafter, DrafterKey
+from foretoken.draft.failures import DrafterFailures
 from foretoken.engine import intake
 from tests.helpers import audit
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
@@ -52,6 +55,28 @@ def conserved() -> Iterator[None]:
     """Blocks: free + used = total, and an idle engine holds nothing, after every test."""
     yield
     audit.check_all()
+
+
+@pytest.fixture
+def failed_drafters(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What drafters failed at, in a test that means them to; everywhere else a failure is an error of the test."""
+    failed: list[str] = []
+    add = DrafterFailures.add
+
+    def record(self: DrafterFailures, key: DrafterKey, drafter: Drafter, request_id: int, reason: str, is_last: bool = False) -> None:
+        failed.append(f"{key[0]}: {reason}")
+        add(self, key, drafter, request_id, reason, is_last)
+
+    monkeypatch.setattr(DrafterFailures, "add", record)
+    return failed
+
+
+@pytest.fixture(autouse=True)
+def sound_drafters(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The engine goes on without a drafter that fails: what a test of ours would have shown as an exception must show here."""
+    failed = request.getfixturevalue("failed_drafters")
+    yield
+    assert not failed or "failed_drafters" in inspect.signature(request.function).parameters, failed
 
 
 @pytest.fixture(scope="session")

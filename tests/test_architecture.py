@@ -68,6 +68,8 @@ def test_exit_codes() -> None:
         "CapacityError": 1,
         "OverloadedError": 1,
         "EngineError": 1,
+        "DraftError": 1,
+        "DraftTimeout": 1,
         "NumericsError": 1,
         "StorageError": 4,
         "GateError": 5,

@@ -23,7 +23,7 @@ from foretoken.bench.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.measure import PLAIN
 from foretoken.config import SamplingParams, SpecConfig, known_drafters
 from foretoken.core import StepOutput
-from foretoken.draft.group import DrafterKey
+from foretoken.draft.base import DrafterKey
 from foretoken.errors import ConfigError
 from foretoken.plan.rules import BatchTable, EmaRule, HeuristicRule, Policy
 

@@ -189,7 +189,7 @@ class Layouts:
 
     def _ragged(self, prompts: Sequence[Sequence[int]], batch_size: int, spec: SpecConfig, num_at_once: int) -> LayoutSample:
         """The engine, given `num_at_once` prompts at a time; a batch of prompts is read in one step, so that its requests start together."""
-        group = DrafterGroup(self.target.device)
+        group = DrafterGroup(self.target)
         key = drafter_key(spec)
         if key is not None:
             group.drafters[key] = self.drafter

@@ -6,7 +6,7 @@ sees the target's probabilities of the step it drafts for, and may always propos
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from foretoken.core import Batch, Draft, Request, Verdict
 from foretoken.verify import first_max
+
+DrafterKey = tuple[Hashable, ...]  # the name, and what else tells one instance from another
 
 
 @dataclass(frozen=True)

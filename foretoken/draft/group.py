@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import cast
 
 import torch
 
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
-from foretoken.draft.base import Drafter, Feedback, Releases, Taps
-from foretoken.draft.lookup_tree import Lookup, LookupTree, assemble
+from foretoken.draft.base import Drafter, DrafterKey, Feedback, Releases, Taps
+from foretoken.draft.boundary import check_tree, draft_faults
+from foretoken.draft.deadline import Deadline
+from foretoken.draft.failures import DrafterFailures
+from foretoken.draft.lookup_tree import EMPTY, Lookup, LookupTree, assemble
+from foretoken.errors import DraftError
+from foretoken.model.interface import LanguageModel
 
-DrafterKey = tuple[Hashable, ...]  # the name, and what else tells one instance from another
 GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a grammar forced
 
 
@@ -64,65 +68,90 @@ def chosen_arm(entry: BatchEntry) -> int | None:
 
 
 class DrafterGroup:
-    """Routes requests to drafters by `drafter_key`; where a request may choose among several, all of them follow its text."""
+    """Routes requests to drafters by `drafter_key`; where a request may choose among several, all of them follow its text.
 
-    def __init__(self, device: torch.device) -> None:
+    What a drafter hands over is checked (`boundary`), and a drafter that fails costs its guesses alone (`failures`).
+    """
+
+    def __init__(self, target: LanguageModel) -> None:
         self.drafters: dict[DrafterKey, Drafter] = {}
-        self.device = device
+        self.failures = DrafterFailures()
+        self.device, self.vocab_size, self.num_layers = target.device, target.vocab_size, target.num_layers
         self.spent_s: dict[DrafterKey, float] = {}  # what each drafter took in the last round, proposing and committing
         self.num_read_tokens: dict[DrafterKey, int] = {}  # what the models of each read in the last round before they could guess
         self._keys: dict[int, list[DrafterKey]] = {}  # by request, of its arms
         self._requests: dict[int, list[Request]] = {}  # each under one of its arms
         self._looks: dict[int, dict[int, LookupTree]] = {}  # guesses that were shown for the coming round, by request and arm
 
+    def add(self, key: DrafterKey, drafter: Drafter, limit_s: float | None = None) -> None:
+        """Serve requests with `drafter`; a call of it that lasts longer than `limit_s` is interrupted and has failed."""
+        self.drafters[key] = drafter
+        if limit_s is not None:
+            self.failures.deadlines[key] = Deadline(limit_s)
+
     def start(self, request: Request) -> None:
         """Hand a new request to its drafters."""
-        self._keys[request.request_id] = arm_keys(request.spec)
-        self._requests[request.request_id] = [request if arm is request.spec else replace(request, spec=arm) for arm in request.spec.arms]
-        keys = self._keys[request.request_id]
+        request_id = request.request_id
+        keys = self._keys[request_id] = arm_keys(request.spec)
+        self._requests[request_id] = [request if arm is request.spec else replace(request, spec=arm) for arm in request.spec.arms]
         for key in dict.fromkeys(keys):
-            self.drafters[key].start(self._requests[request.request_id][keys.index(key)])
+            drafter, own = self.drafters[key], self._requests[request_id][keys.index(key)]
+            self.failures.attempt(key, drafter, [request_id], partial(drafter.start, own), must_succeed=True)
+
+    def serves(self, request_id: int, arm: int) -> bool:
+        """Whether the drafter of one of a request's arms may still guess for it."""
+        return not self.failures.is_off(request_id, self._keys[request_id][arm])
 
     def look(self, entry: BatchEntry, arm: int) -> LookupTree | None:
         """The guesses that one arm of `entry` has ready; None if its drafter cannot tell them before it is chosen."""
-        drafter = self.drafters[self._keys[entry.request.request_id][arm]]
+        request_id = entry.request.request_id
+        key = self._keys[request_id][arm]
+        drafter = self.drafters[key]
         if not shows_guesses(type(drafter)):
             return None
-        tree = cast(Lookup, drafter).guess(self._under(entry, arm))
-        self._looks.setdefault(entry.request.request_id, {})[arm] = tree
+        guess, own = cast(Lookup, drafter).guess, self._under(entry, arm)
+        tree = self.failures.attempt(key, drafter, [request_id], lambda: check_tree(guess(own), own.num_draft, self.vocab_size, own.takes_trees))
+        if tree is None:
+            tree = EMPTY
+        self._looks.setdefault(request_id, {})[arm] = tree
         return tree
 
     def propose(self, batch: Batch) -> Draft:
         """Every drafter guesses for its own requests."""
         entries = batch.decoding
         forced = {b: tokens for b, entry in enumerate(entries) if (tokens := _forced(entry))}
-        parts = [([b], _chain(tokens)) for b, tokens in forced.items()]
+        parts: list[tuple[Sequence[int], Draft]] = [([b], _chain(tokens)) for b, tokens in forced.items()]
         self.spent_s, self.num_read_tokens = {}, {}
         for key, routed in self._proposers(entries).items():
             free = {b: entry for b, entry in routed.items() if b not in forced}
             if any(entry.num_draft for entry in free.values()):
                 began = time.perf_counter()
-                drafter = self.drafters[key]
-                parts.append((list(free), self._guess(drafter, list(free.values()))))
+                parts += self._sound_guesses(key, free)
                 self.spent_s[key] = time.perf_counter() - began
-                self.num_read_tokens[key] = getattr(drafter, "num_read_tokens", 0)  # `base.Reads`
         return merge_drafts(len(entries), parts, self.device) if parts else empty_draft(len(entries), self.device)
 
     def taps(self) -> tuple[int, ...]:
         """Layers whose residual stream some drafter wants from the round's forward."""
-        tapping = (cast(Taps, drafter) for drafter in self.drafters.values() if _wants_taps(type(drafter)))
-        return tuple(sorted({layer for drafter in tapping for layer in drafter.taps()}))
+        wanted: set[int] = set()
+        for key, drafter in self.drafters.items():
+            if not _wants_taps(type(drafter)):
+                continue
+            users = [request_id for request_id, keys in self._keys.items() if key in keys and not self.failures.is_off(request_id, key)]
+            if users:
+                wanted.update(self.failures.attempt(key, drafter, users, partial(self._layers, cast(Taps, drafter))) or ())
+        return tuple(sorted(wanted))
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         """Tell every drafter what its requests emitted."""
         entries = batch.decoding
         self._looks.clear()
         for key, routed in self._followers(entries).items():
-            began = time.perf_counter()
+            began, drafter = time.perf_counter(), self.drafters[key]
             if len(routed) == len(entries):
-                self.drafters[key].commit(Batch(tuple(routed.values())), draft, verdict, feedback)
+                call = partial(drafter.commit, Batch(tuple(routed.values())), draft, verdict, feedback)
             else:
-                self._commit_some(self.drafters[key], routed, draft, verdict, feedback)
+                call = partial(self._commit_some, drafter, routed, draft, verdict, feedback)
+            self.failures.attempt(key, drafter, (entry.request.request_id for entry in routed.values()), call)
             self.spent_s[key] = self.spent_s.get(key, 0.0) + time.perf_counter() - began
 
     def _commit_some(self, drafter: Drafter, routed: Mapping[int, BatchEntry], draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
@@ -140,17 +169,42 @@ class DrafterGroup:
 
     def release(self, request: Request) -> None:
         """Let the request's drafters give back what they hold in caches of their own; the request may go on, at once or later."""
-        for key in dict.fromkeys(self._keys[request.request_id]):
+        request_id = request.request_id
+        for key in dict.fromkeys(self._keys[request_id]):
             drafter = self.drafters[key]
-            if isinstance(drafter, Releases):
-                drafter.release(request.request_id)
+            if isinstance(drafter, Releases) and not self.failures.is_off(request_id, key):
+                self.failures.attempt(key, drafter, [request_id], partial(drafter.release, request_id))
 
     def finish(self, request: Request) -> None:
         """Let the request's drafters forget it."""
-        self._looks.pop(request.request_id, None)
-        del self._requests[request.request_id]
-        for key in dict.fromkeys(self._keys.pop(request.request_id)):
-            self.drafters[key].finish(request.request_id)
+        request_id = request.request_id
+        self._looks.pop(request_id, None)
+        del self._requests[request_id]
+        for key in dict.fromkeys(self._keys.pop(request_id)):
+            drafter = self.drafters[key]
+            if not self.failures.is_off(request_id, key):
+                self.failures.attempt(key, drafter, [request_id], partial(drafter.finish, request_id))
+        self.failures.finish(request_id)
+
+    def _sound_guesses(self, key: DrafterKey, routed: Mapping[int, BatchEntry]) -> list[tuple[Sequence[int], Draft]]:
+        """What one drafter guesses, as (places in the batch, draft), without requests whose guesses cannot be used."""
+        drafter, places, entries = self.drafters[key], list(routed), list(routed.values())
+
+        def checked() -> tuple[Draft, dict[int, str]]:
+            draft = self._guess(drafter, entries)
+            self.num_read_tokens[key] = int(getattr(drafter, "num_read_tokens", 0))  # `base.Reads`
+            return draft, draft_faults(draft, entries, self.vocab_size)
+
+        found = self.failures.attempt(key, drafter, [entry.request.request_id for entry in entries], checked)
+        if found is None:
+            return []
+        draft, faults = found
+        if not faults:
+            return [(places, draft)]
+        for place, fault in faults.items():
+            self.failures.add(key, drafter, entries[place].request.request_id, fault)
+        sound = [place for place in range(len(places)) if place not in faults]
+        return [([places[place] for place in sound], draft.select(sound))] if sound else []
 
     def _guess(self, drafter: Drafter, entries: Sequence[BatchEntry]) -> Draft:
         """What one drafter guesses; what it has shown already is not looked up again."""
@@ -160,12 +214,23 @@ class DrafterGroup:
                 return assemble(drafter.name, [tree.first(entry.num_draft) for tree, entry in zip(shown, entries, strict=True) if tree is not None])
         return drafter.propose(Batch(tuple(entries)))
 
+    def _layers(self, drafter: Taps) -> tuple[int, ...]:
+        """The layers that one drafter wants.
+
+        Raises:
+            DraftError: one that the target does not have.
+        """
+        layers = drafter.taps()
+        if any(isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= self.num_layers for layer in layers):
+            raise DraftError(f"taps {layers} of a target with {self.num_layers} layers")
+        return layers
+
     def _proposers(self, entries: Sequence[BatchEntry]) -> dict[DrafterKey, dict[int, BatchEntry]]:
         """Who guesses for whom in this round: by drafter the entries of its requests, by their places in the batch."""
         routes: dict[DrafterKey, dict[int, BatchEntry]] = {}
         for b, entry in enumerate(entries):
             arm = chosen_arm(entry)
-            if arm is not None:
+            if arm is not None and self.serves(entry.request.request_id, arm):
                 routes.setdefault(self._keys[entry.request.request_id][arm], {})[b] = self._under(entry, arm)
         return routes
 
@@ -175,6 +240,8 @@ class DrafterGroup:
         for b, entry in enumerate(entries):
             keys, chosen = self._keys[entry.request.request_id], chosen_arm(entry)
             for arm, key in enumerate(keys):
+                if not self.serves(entry.request.request_id, arm):
+                    continue
                 if arm == chosen or b not in routes.get(key, {}):
                     routes.setdefault(key, {})[b] = self._under(entry, arm)
         return routes

@@ -19,6 +19,7 @@ from foretoken.draft.ngram import BRANCHING, LEAST_ESTIMATE
 _LENGTHS_TRIED = 3  # longest lengths of agreement that are compared
 _NUM_SEGMENTS = 4  # a store forgets a quarter at a time
 DEFAULT_STORE_TOKENS = 1 << 18
+_LEAST_STORE_TOKENS = 256  # that a store is taken for, since an index takes some KB however little it holds: this bounds their number
 
 
 class SharedStore:
@@ -63,8 +64,8 @@ class SuffixDrafter:
     """Deterministic trees from counts; the mass is a point at each guess.
 
     A finished request's answer enters the store of its tenant (`SpecConfig.tenant`), never another's. `corpus` is a text of token
-    ids that everybody may be guessed from. Each store keeps `store_tokens`, all together `most_tokens`: the tenant unused
-    longest is forgotten first.
+    ids that everybody may be guessed from. Each store keeps `store_tokens`, all together `most_tokens`, where one that holds less counts
+    as 256: the tenant unused longest is forgotten first.
     """
 
     name = "suffix"
@@ -74,6 +75,7 @@ class SuffixDrafter:
         self._requests: dict[int, Request] = {}
         self._stores: OrderedDict[str, SharedStore] = OrderedDict()  # by tenant, used last at the end
         self._store_tokens, self._most_tokens = min(store_tokens, most_tokens), most_tokens
+        self._num_counted = 0  # tokens of all stores, as they count towards `most_tokens`
         self._corpus = MatchIndex([*corpus, NO_TOKEN] if corpus else ())
 
     def start(self, request: Request) -> None:
@@ -99,10 +101,16 @@ class SuffixDrafter:
         if not num_answer:
             return
         store = self._stores.setdefault(request.spec.tenant, SharedStore(self._store_tokens))
+        self._num_counted -= self._counted(store)
         store.add(index.end(num_answer + min(MATCH_LIMIT, len(request.prompt_ids))))
+        self._num_counted += self._counted(store)
         self._stores.move_to_end(request.spec.tenant)
-        while self.num_stored_tokens > self._most_tokens:
-            self._stores.popitem(last=False)
+        while self._num_counted > self._most_tokens:
+            self._num_counted -= self._counted(self._stores.popitem(last=False)[1])
+
+    def _counted(self, store: SharedStore) -> int:
+        """Tokens that a store counts for."""
+        return max(store.num_tokens, min(_LEAST_STORE_TOKENS, self._store_tokens)) if store.num_tokens else 0
 
     @property
     def num_stored_tokens(self) -> int:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from foretoken.core import Batch, BatchEntry, Draft, Verdict
-from foretoken.draft.group import GRAMMAR, DrafterKey, arm_keys, chosen_arm
+from foretoken.draft.base import DrafterKey
+from foretoken.draft.group import GRAMMAR, arm_keys, chosen_arm
 from foretoken.engine.stats import EngineStats, RequestStats
 from foretoken.engine.watch import StepClock
 from foretoken.plan.cost import CostTable

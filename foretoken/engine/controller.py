@@ -11,7 +11,8 @@ from torch import Tensor
 
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
-from foretoken.draft.group import GRAMMAR, DrafterKey, chosen_arm, drafter_key
+from foretoken.draft.base import DrafterKey
+from foretoken.draft.group import GRAMMAR, chosen_arm, drafter_key
 from foretoken.draft.lookup_tree import LookupTree
 from foretoken.engine.request import RequestState
 from foretoken.plan.cost import seed_tables
@@ -54,14 +55,20 @@ class Controller:
     """Chooses the plans of a round before anything in it is drawn; it learns from finished rounds only.
 
     Who guesses and how much is `plan.policy`'s business; here stand what a round looks like to the policy, the rules that come before it
-    (`plan.routing`), and the draft probabilities. `look` shows the guesses that an arm of a request has ready, None if it cannot.
+    (`plan.routing`), and the draft probabilities. `look` shows the guesses that an arm of a request has ready, None if it cannot; `serves`
+    tells whether the drafter of an arm may guess for a request at all.
     """
 
-    def __init__(self, look: Callable[[BatchEntry, int], LookupTree | None], rules: RoutingRules | None = None) -> None:
+    def __init__(
+        self,
+        look: Callable[[BatchEntry, int], LookupTree | None],
+        rules: RoutingRules | None,
+        serves: Callable[[int, int], bool],
+    ) -> None:
         self.policy: Policy = BudgetPolicy()
         self.routing = Routing(rules or RoutingRules())
         self.clock: Callable[[], float] = time.perf_counter  # that of `RequestState.arrived_s`
-        self._look = look
+        self._look, self._serves = look, serves
         self._shown: dict[int, list[tuple[Hashable, Look, Sequence[int]]]] = {}  # what was ready in this round: drafter, guesses, their tokens
         self._last_grants: dict[int, int] = {}  # guesses that were last made for a request
         self._sights: dict[int, dict[Hashable, Sight]] = {}
@@ -163,6 +170,8 @@ class Controller:
             shown = self._see(state, most, num_running) if is_open or len(spec.arms) > 1 else {}
             num_probe = self._num_probed.get(state.request_id, spec.num_probe)
             for arm, (own, kind) in enumerate(zip(spec.arms, self._kinds_of(state.request), strict=True)):
+                if not self._serves(state.request_id, arm):
+                    continue
                 look = shown.get(arm)
                 num_draft = own.at_most(most) if look is None else len(look.parents)
                 if num_draft or not is_open:
@@ -186,6 +195,8 @@ class Controller:
         token_s = self.policy.target_cost.seconds(num_running) / num_running
         takes_a_tree = takes_trees(state.rule)
         for arm, (spec, kind) in enumerate(zip(state.request.spec.arms, self._kinds_of(state.request), strict=True)):
+            if not self._serves(state.request_id, arm):
+                continue
             sight = self._sights.setdefault(state.request_id, {}).setdefault(kind, Sight())
             if not sight.opens(token_s):
                 shown[arm] = NOTHING_SEEN

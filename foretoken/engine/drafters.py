@@ -26,6 +26,7 @@ from foretoken.model.interface import EarlyExitModel, LanguageModel, OpenModel
 from foretoken.model.loader import dtype_of
 from foretoken.model.open import model_folder, native_config, open_model
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
+from foretoken.params import check_number
 
 
 @dataclass(frozen=True)
@@ -131,14 +132,26 @@ _MAKERS: dict[str, Maker] = {
 }
 
 
-def add_drafter(name: str, make: Maker) -> None:
+_LIMITS_S: dict[str, float] = {}  # of drafters from outside: the longest that one call may take
+DEFAULT_LIMIT_S = 10.0
+
+
+def add_drafter(name: str, make: Maker, limit_s: float = DEFAULT_LIMIT_S) -> None:
     """Make a drafter of your own known to `SpecConfig` and every `LLM` of this process, under `name`.
 
     `make(factory, spec)` gives a new drafter for one target: `factory.target` and `factory.tokenizer` are the target's. It is called
-    once per `LLM` and kind of `spec`; adding a name again replaces the maker for what is made from then on.
+    once per `LLM` and kind of `spec`; adding a name again replaces the maker for what is made from then on. A call of the drafter that
+    takes longer than `limit_s` is interrupted and counts as failed, like one that raises; reading a long prompt counts too.
 
     Raises:
-        ConfigError: the name is one of foretoken's own drafters, or not an identifier.
+        ConfigError: the name is one of foretoken's own drafters, or not an identifier; `limit_s` is not a positive number.
     """
+    check_number("limit_s", limit_s, low=0.001, high=86_400.0)
     know_drafter(name)
-    _MAKERS[name] = make
+    _MAKERS[name], _LIMITS_S[name] = make, limit_s
+
+
+def limit_of(spec: SpecConfig) -> float | None:
+    """The longest that one call of the drafter of `spec` may take, in seconds; None where all of it is our own, whose work is bounded."""
+    limits = [_LIMITS_S.get(str(spec.drafter)), *(limit_of(part) for part in spec.configs)]
+    return max((limit for limit in limits if limit is not None), default=None)

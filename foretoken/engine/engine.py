@@ -43,7 +43,7 @@ class Engine:
         routing: RoutingRules | None = None,
     ) -> None:
         self.target, self.drafters = target, drafters
-        self.runner, self.controller = Runner(target), Controller(drafters.look, routing)
+        self.runner, self.controller = Runner(target), Controller(drafters.look, routing, drafters.serves)
         self.scheduler = Scheduler(target, limits or SchedulerConfig(), self.controller.plan)
         self.intake = Intake(target, tokenizer, target.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.states: dict[int, RequestState] = {}
@@ -165,6 +165,7 @@ class Engine:
     def _observe(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
         """Let the controller learn from the step, and share out the time it took."""
         clock, spent_s, states = self.clock, self.drafters.spent_s, [self.states[entry.request.request_id] for entry in batch.entries]
+        self._count_failures()
         self.controller.observe(batch, draft, target.probs, verdict, spent_s, clock.target_s + clock.rule_s, self.drafters.num_read_tokens)
         for entry, state in zip(batch.entries, states, strict=True):
             if not state.stats.started:
@@ -214,6 +215,16 @@ class Engine:
         self.stats.queued_s += state.stats.queued_s
         self.stats.num_cached_tokens += entry.start
 
+    def _count_failures(self, leaving: RequestState | None = None) -> None:
+        """Put what failed in drafters into the counters of the requests concerned, one that just leaves included."""
+        for failure in self.drafters.failures.take():
+            self.stats.count_failure(failure.drafter)
+            state = leaving if leaving is not None and leaving.request_id == failure.request_id else self.states.get(failure.request_id)
+            if state is not None:
+                state.stats.count_failure(failure.drafter)
+                if failure.is_last:
+                    state.stats.disabled_drafters[failure.drafter] = failure.reason
+
     def _gauge(self) -> None:
         self.stats.num_waiting, self.stats.num_running = len(self.scheduler.waiting), len(self.scheduler.running)
 
@@ -227,6 +238,7 @@ class Engine:
         if was_running:
             self.target.close(state.request_id)
         self.drafters.finish(state.request)
+        self._count_failures(state)
         self.controller.finish(state.request_id)
         self.stats.count_end(state.finish_reason, state.stats.num_emitted)
         self._gauge()

@@ -11,7 +11,7 @@ from types import TracebackType
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.draft.group import DrafterGroup, arm_keys, own_drafters
-from foretoken.engine.drafters import DrafterFactory, ModelOptions
+from foretoken.engine.drafters import DrafterFactory, ModelOptions, limit_of
 from foretoken.engine.engine import Engine
 from foretoken.engine.intake import Prompt, as_prompts, check_limits, check_share, check_types
 from foretoken.engine.known_costs import KnownCosts, check_mode, know_costs
@@ -75,7 +75,7 @@ class LLM:
         self.folder = model_folder(str(model))
         self.tokenizer = load_tokenizer(self.folder)
         self.target: LanguageModel = open_model(self.folder, dtype, device, cache_tokens, numerics)
-        self._drafters = DrafterGroup(self.target.device)
+        self._drafters = DrafterGroup(self.target)
         self._factory = DrafterFactory(self.folder, self.target, self.tokenizer, options)
         self._inboxes: dict[int, deque[StepOutput]] = {}  # of open streams
         self.engine = Engine(self.target, self._drafters, self.tokenizer, limits, self._eos_token_ids(), routing)
@@ -193,7 +193,7 @@ class LLM:
         """Load the drafters that `spec` names, each once."""
         for key, own in own_drafters(spec).items():
             if key not in self._drafters.drafters:
-                self._drafters.drafters[key] = self._factory.make(own)
+                self._drafters.add(key, self._factory.make(own), limit_of(own))
 
     def _know_costs(self, mode: str, on_profile: Callable[[str], None] | None) -> KnownCosts:
         """Let the controller begin with what steps cost, as far as that is known."""

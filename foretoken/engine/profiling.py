@@ -164,7 +164,7 @@ class StepBench:
     def step_times(self, words: str, work: Work, made: tuple[SpecConfig, Drafter] | None = None) -> Times:
         """Run the prompts, then some decode steps, and drop everything again."""
         self.tell(words, 1 - max(0.0, self.deadline - time.perf_counter()) / self.budget_s)
-        group, spec = DrafterGroup(self.target.device), SpecConfig()
+        group, spec = DrafterGroup(self.target), SpecConfig()
         if work.num_draft:
             base, drafter = made or (SpecConfig(drafter="ngram"), Filler())
             spec = replace(base, num_draft=work.num_draft)

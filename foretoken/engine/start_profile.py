@@ -179,7 +179,7 @@ class _Run:
             return {}
         spec = replace(made[0] if made else SpecConfig(drafter="ngram"), num_draft=max(counts))
         metered = _Metered(_fresh(made[1], self.twin) if made else Filler())
-        group, key = DrafterGroup(target.device), drafter_key(spec)
+        group, key = DrafterGroup(target), drafter_key(spec)
         assert key is not None
         group.drafters[key] = metered
         engine = Engine(target, group, limits=SchedulerConfig(1), eos_token_ids=())

@@ -45,6 +45,7 @@ class Counters:
     `drafted_at` and `accepted_at` count by place of the draft, `drafted_by` and `accepted_by` by drafter. `num_near_ties` counts greedy
     tokens whose two best logits were one rounding unit apart or less: only there can 16-bit arithmetic make a speculative answer differ
     from a plain one; `near_tie_gap` is the widest such gap. `num_preempted` counts how often a cache was given back to be read again.
+    `draft_failures` counts by drafter the calls that raised, took too long or gave what cannot be verified; they cost guesses only.
 
     `draft_s` went into drafting, `verify_s` into the target's forward and the rule where they decoded, `prompt_s` where they read
     prompts, and `wasted_s`, a part of `draft_s` + `verify_s`, into guesses that were rejected. `queued_s` is the time from arrival to
@@ -79,6 +80,7 @@ class Counters:
     accepted_at: list[int] = field(default_factory=list)
     drafted_by: dict[str, int] = field(default_factory=dict)
     accepted_by: dict[str, int] = field(default_factory=dict)
+    draft_failures: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_rejected(self) -> int:
@@ -115,6 +117,10 @@ class Counters:
         if counts.depths:
             self._count_guesses(counts)
 
+    def count_failure(self, drafter: str) -> None:
+        """Add one failure of a drafter."""
+        self.draft_failures[drafter] = self.draft_failures.get(drafter, 0) + 1
+
     def count_gain(self, plain_s: float, compared_s: float) -> None:
         """Add one round of one request: what its tokens would have taken without guesses, and what it was charged."""
         self.plain_s += plain_s
@@ -142,10 +148,11 @@ class Counters:
     def _values(self, *names: str) -> dict[str, Any]:
         """The values of some fields or properties, for JSON, and those that every kind of counters has."""
         values = {name: getattr(self, name) for name in (*names, *_PUBLIC)}
-        values |= {name: dict(getattr(self, name)) for name in ("drafted_by", "accepted_by")}
+        values |= {name: dict(getattr(self, name)) for name in ("drafted_by", "accepted_by", "draft_failures")}
         return values | {"accepted_per_position": [list(pair) for pair in self.accepted_per_position]}
 
 
+_CONTAINERS = ("drafted_at", "accepted_at", "drafted_by", "accepted_by", "draft_failures")
 _PUBLIC = (
     "num_steps",
     "num_drafts",
@@ -181,13 +188,15 @@ class RequestStats(Counters):
 
     `rule` is the rule by its resolved name; where `lossy` is true the answer does not have the target's law. `num_steps` are passes of
     the target that decoded for it, `num_cached_tokens` the tokens of its prompt that an earlier request had left in the cache.
-    `total_s` is the time from arrival to the last token.
+    `total_s` is the time from arrival to the last token. `disabled_drafters` names the drafters that were switched off for the request
+    after too many failures, each with the last of its reasons.
     """
 
     rule: str = "auto"
     lossy: bool = False
     started: bool = False  # whether it took part in a step
     total_s: float = 0.0
+    disabled_drafters: dict[str, str] = field(default_factory=dict)
 
     @property
     def emitted_per_step(self) -> float:
@@ -225,7 +234,7 @@ class RequestStats(Counters):
         """Plain values under the public names, for JSON."""
         return self._values(
             "rule", "lossy", "total_s", "tokens_per_s", "emitted_per_step", "accepted_prediction_tokens", "rejected_prediction_tokens"
-        )
+        ) | {"disabled_drafters": dict(self.disabled_drafters)}
 
 
 @dataclass(frozen=True)
@@ -302,7 +311,7 @@ class EngineStats(Counters):
 
     def snapshot(self, shadow: ShadowStats | None, prefix: PrefixStats | None) -> EngineStats:
         """A copy that later steps do not change."""
-        containers = {name: getattr(self, name).copy() for name in ("drafted_at", "accepted_at", "drafted_by", "accepted_by")}
+        containers = {name: getattr(self, name).copy() for name in _CONTAINERS}
         return replace(self, shadow=shadow, prefix=prefix, **containers)
 
     def as_dict(self) -> dict[str, Any]:

@@ -164,9 +164,10 @@ def test_inner_numbers_are_never_used_twice(monkeypatch: pytest.MonkeyPatch) -> 
         return original(seeds, purpose, starts, indices)
 
     monkeypatch.setattr(cascade, "uniforms", record)
-    drafters = DrafterGroup(torch.device("cpu"))
+    target = tables(3)
+    drafters = DrafterGroup(target)
     drafters.drafters[drafter_key(TWO)] = CascadeDrafter([tables(1), tables(2)])
-    engine = Engine(tables(3), drafters)
+    engine = Engine(target, drafters)
     for seed in range(4):
         engine.submit(
             PROMPT, SamplingParams(max_tokens=25, temperature=1.0, seed=seed), SpecConfig("cascade", parts=TWO.parts, num_draft=4, rule="block")
@@ -233,10 +234,11 @@ def test_a_level_that_is_unsure_stops_before_the_draw(temperature: float) -> Non
 def test_a_level_without_room_drafts_less_and_changes_nothing(llm: LLM, pair: SimpleNamespace, slots: int) -> None:
     prompts, params = [token_ids(3 + i, seed=i) * 2 for i in range(8)], SamplingParams(max_tokens=20, ignore_eos=True)
     plain = [out.token_ids for out in llm.generate(prompts, params)]
-    drafters = DrafterGroup(torch.device("cpu"))
+    target = PagedModel(load_decoder(pair.target), 4096, 4)
+    drafters = DrafterGroup(target)
     levels = [PagedModel(load_decoder(pair.draft), 4096, 4), PagedModel(load_decoder(pair.draft), slots, 4)]
     drafters.drafters[drafter_key(TWO)] = Watched(CascadeDrafter(levels), llm.target.vocab_size)
-    engine = Engine(PagedModel(load_decoder(pair.target), 4096, 4), drafters)
+    engine = Engine(target, drafters)
     states = [engine.submit(prompt, params, SpecConfig("cascade", parts=TWO.parts, num_draft=5)) for prompt in prompts]
     while engine.has_work:
         engine.step()

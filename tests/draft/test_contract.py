@@ -156,9 +156,9 @@ def test_eos_inside_an_accepted_run(name: str) -> None:
     said = recite(text[2:], len(prompt))
     cut_runs = 0
     for eos in text[2:]:
-        drafters = DrafterGroup(torch.device("cpu"))
         spec = spec_of(name, "d", text[2:], num_draft=6)
         target = ScriptedModel(said, 30, [eos])
+        drafters = DrafterGroup(target)
         drafters.drafters[drafter_key(spec)] = Watched(bare_drafter(name, target if name == "early_exit" else ScriptedModel(said, 30), 30), 30)
         engine = Engine(target, drafters)
         if name == "recycling":  # its matrix knows the text once it was said
@@ -300,7 +300,7 @@ def test_caches_hold_the_text_after_rejections_too(
 
 def engine_of(pair: SimpleNamespace, draft_slots: int) -> Engine:
     target, draft = (PagedModel(load_decoder(folder), slots, 4) for folder, slots in ((pair.target, 4096), (pair.draft, draft_slots)))
-    drafters = DrafterGroup(target.device)
+    drafters = DrafterGroup(target)
     drafters.drafters[key_of("draft_model", "d")] = Watched(DraftModelDrafter(draft), target.vocab_size)
     return Engine(target, drafters)
 
@@ -337,10 +337,11 @@ def test_nan_in_the_draft_model_does_not_reach_the_answer(temperature: float) ->
     def broken(context: tuple[int, ...]) -> list[float]:
         return [float("nan")] * 9 if len(context) % 3 == 0 else [8.0 * (token == context[-1] % 7 + 1) for token in range(9)]
 
-    drafters = DrafterGroup(torch.device("cpu"))
-    drafters.drafters[key_of("draft_model", "d")] = DraftModelDrafter(ScriptedModel(broken, 9))
     sharp = recite(answer)
-    engine = Engine(ScriptedModel(lambda context: [60.0 * (token == sharp(context)) for token in range(9)], 9), drafters)
+    target = ScriptedModel(lambda context: [60.0 * (token == sharp(context)) for token in range(9)], 9)
+    drafters = DrafterGroup(target)
+    drafters.drafters[key_of("draft_model", "d")] = DraftModelDrafter(ScriptedModel(broken, 9))
+    engine = Engine(target, drafters)
     params = SamplingParams(max_tokens=30, temperature=temperature, seed=3)
     states = [engine.submit([3], params, SpecConfig("draft_model", "d", num_draft=n)) for n in (1, 2, 4)]
     while engine.has_work:

@@ -44,7 +44,8 @@ def silenced(folder: Path, silent: Sequence[int]) -> Decoder:
 
 
 def engine_of(decoder: Decoder) -> tuple[Engine, EarlyExitDrafter]:
-    drafters, target = DrafterGroup(torch.device("cpu")), PagedModel(decoder, 4096, 16)
+    target = PagedModel(decoder, 4096, 16)
+    drafters = DrafterGroup(target)
     drafters.drafters[key_of("early_exit")] = drafter = EarlyExitDrafter(target)
     return Engine(target, drafters, eos_token_ids=()), drafter
 

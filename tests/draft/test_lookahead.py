@@ -29,7 +29,7 @@ from tests.helpers.watch import Watched
 
 
 def lookahead_engine(target: ScriptedModel) -> tuple[Engine, Watched]:
-    drafters = DrafterGroup(torch.device("cpu"))
+    drafters = DrafterGroup(target)
     watched = Watched(LookaheadDrafter(), target.vocab_size)
     drafters.drafters[key_of("lookahead")] = watched
     return Engine(target, drafters), watched

@@ -58,7 +58,7 @@ def says(answer: Sequence[int], start: int) -> ScriptedModel:
 
 def mixed_engine(target: ScriptedModel, draft: ScriptedModel, spec: SpecConfig, clock: Clock) -> tuple[Engine, MixDrafter]:
     mix = MixDrafter([NgramDrafter(), DraftModelDrafter(draft)], clock)
-    drafters = DrafterGroup(torch.device("cpu"))
+    drafters = DrafterGroup(target)
     drafters.drafters[drafter_key(spec)] = Watched(mix, VOCAB)
     engine = Engine(target, drafters)
     # The engine's own times are real ones: here it grants all that can be used, and the mix decides by the scripted clock.

@@ -100,7 +100,8 @@ def test_who_lagged_behind_catches_up_in_one_forward(pair: SimpleNamespace, name
 @pytest.mark.parametrize("name", WITH_CACHE)
 def test_what_was_given_back_is_read_again(pair: SimpleNamespace, name: str) -> None:
     """From blocks that are still there, or anew when another request has written over them; the guesses are the same."""
-    model, drafters = Counting(pair, 128), DrafterGroup(torch.device("cpu"))
+    model = Counting(pair, 128)
+    drafters = DrafterGroup(model)
     drafter = drafters.drafters[drafter_key(spec(name))] = drafter_of(name, model)
     assert isinstance(drafter, Releases)
     one, fresh = alone(name, model, PROMPT, drafter=drafters), alone(name, Counting(pair), PROMPT)
@@ -215,7 +216,7 @@ def test_a_round_that_broke_down_leaves_nothing(pair: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("name", [*WITH_CACHE, "ngram"])
 def test_the_group_tells_what_each_drafter_read(pair: SimpleNamespace, name: str) -> None:
-    drafters, key = DrafterGroup(torch.device("cpu")), drafter_key(spec(name))
+    drafters, key = DrafterGroup(Counting(pair)), drafter_key(spec(name))
     assert key is not None
     drafters.drafters[key] = NgramDrafter() if name == "ngram" else drafter_of(name, Counting(pair))
     one = Alone(drafters, PROMPT, spec=spec(name))

@@ -171,3 +171,15 @@ def test_two_answers_of_one_prompt_through_the_shared_engine(llm: LLM) -> None:
 def test_wrong_options_are_refused_by_name(values: dict) -> None:
     with pytest.raises(ConfigError, match="corpus" if "corpus" in values else "tenant"):
         SpecConfig(**({"drafter": "suffix"} | values))
+
+
+def test_l6_the_number_of_tenants_is_bounded() -> None:
+    """However little each of them said: an index takes some KB, and the tenant unused longest goes first."""
+    drafter = SuffixDrafter(most_tokens=2048)
+    for number in range(50):
+        tell(drafter, (9,), [1, 2, 3, 4, 5], SpecConfig("suffix", tenant=f"tenant {number}"))
+    assert len(drafter._stores) == 8
+    assert list(drafter._stores) == [f"tenant {number}" for number in range(42, 50)]
+    tell(drafter, (9,), list(range(3000)), SpecConfig("suffix", tenant="big"))
+    assert drafter.num_stored_tokens <= 2048
+    assert drafter._num_counted == sum(drafter._counted(store) for store in drafter._stores.values())

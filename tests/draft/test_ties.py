@@ -47,7 +47,7 @@ class DeepScript(ScriptedModel):
 
 
 def answer(drafter: Drafter, spec: SpecConfig, target: ScriptedModel) -> RequestState:
-    drafters = DrafterGroup(torch.device("cpu"))
+    drafters = DrafterGroup(target)
     key = drafter_key(spec)
     assert key is not None
     drafters.drafters[key] = drafter

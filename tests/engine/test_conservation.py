@@ -82,7 +82,7 @@ def engine_of(folders: dict[str, Path]) -> Engine:
     own, foreign = (load_tokenizer(folders[name]) for name in ("target", "f"))
     assert own is not None
     assert foreign is not None
-    drafters = DrafterGroup(torch.device("cpu"))
+    drafters = DrafterGroup(target)
 
     def other(how: str) -> OtherVocabularyDrafter:
         return OtherVocabularyDrafter(model("f", 120), Side(own, VOCAB, (0,)), Side(foreign, VOCAB, (2,)), how)

@@ -40,7 +40,7 @@ class Bench:
     def __init__(self, pair: SimpleNamespace, num_slots: int, draft_slots: int = 4096, limits: SchedulerConfig | None = None) -> None:
         self.pair, self.target = pair, PagedModel(load_decoder(pair.target), num_slots, BLOCK)
         self.drafts: list[PagedModel] = []
-        group = DrafterGroup(self.target.device)
+        group = DrafterGroup(self.target)
         for name in DRAFTERS:
             key = key_of(name, str(pair.draft))
             if key not in group.drafters:
@@ -247,7 +247,7 @@ def test_room_that_came_to_nothing_is_used_first(pair: SimpleNamespace) -> None:
 def test_a_transformers_target(pair: SimpleNamespace, roomy: Bench) -> None:
     """A model without blocks and without shared beginnings: everything is read again."""
     target = TransformersModel(pair.target, "float32", "cpu", 70)
-    drafters = DrafterGroup(target.device)
+    drafters = DrafterGroup(target)
     for name in ("draft_model", "ngram"):
         drafters.drafters[key_of(name, str(pair.draft))] = bare_drafter(name, TransformersModel(pair.draft, "float32", "cpu", 200), target.vocab_size)
     engine = Engine(target, drafters, limits=SchedulerConfig(4, 9, cache_reserve=0.0))

@@ -122,7 +122,7 @@ def test_the_cache_holds_the_text_alone(pair: SimpleNamespace) -> None:
 
 
 def engine_of(target: LanguageModel) -> tuple[Engine, Watched]:
-    drafters = DrafterGroup(target.device)
+    drafters = DrafterGroup(target)
     watched = Watched(LookaheadDrafter(), target.vocab_size)
     drafters.drafters[key_of("lookahead")] = watched
     return Engine(target, drafters), watched
@@ -141,7 +141,8 @@ def answers(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
 def test_a_cache_without_room_takes_fewer_probes(pair: SimpleNamespace, num_slots: int) -> None:
     """Nothing fails, whoever shares the cache; who draws with a seed has as many probes alone as in company, who does not need them gives way."""
     specs = [SpecConfig("lookahead", num_draft=4)] * 8
-    plain, _ = answers(Engine(PagedModel(load_decoder(pair.target), 4096, 4), DrafterGroup(torch.device("cpu"))), PROMPTS, GREEDY, [SpecConfig()] * 8)
+    roomy = PagedModel(load_decoder(pair.target), 4096, 4)
+    plain, _ = answers(Engine(roomy, DrafterGroup(roomy)), PROMPTS, GREEDY, [SpecConfig()] * 8)
     engine, _ = engine_of(PagedModel(load_decoder(pair.target), num_slots, 4))
     greedy = answers(engine, PROMPTS, GREEDY, specs)
     assert greedy[0] == plain
@@ -246,7 +247,7 @@ def test_every_drafter_gets_its_own_probes() -> None:
             self.seen = feedback.after_probes()
             super().commit(batch, draft, verdict, feedback)
 
-    group = DrafterGroup(torch.device("cpu"))
+    group = DrafterGroup(ScriptedModel(lambda context: 1, 100))
     first, second = Probing(), Probing()
     group.drafters = {key_of("ngram"): first, key_of("suffix"): second}
     requests = [Request(i, (1, 2, 3 + i), SamplingParams(), SpecConfig(("ngram", "suffix", None)[i % 3]), i) for i in range(5)]

@@ -60,12 +60,12 @@ def broken_target(bad: float) -> ScriptedModel:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_broken_logits_fail_their_request_only(bad: float, temperature: float) -> None:
     """Also when the broken row is that of a guess deep in the draft: nothing of that round leaves."""
-    drafters = DrafterGroup(torch.device("cpu"))
     guess = ScriptedModel(lambda context: (context[-1] + 1) % 7, 20)
-    drafters.drafters = {key_of("ngram"): NgramDrafter(), key_of("draft_model", "d"): DraftModelDrafter(guess)}
     specs = [SpecConfig(), SpecConfig("ngram"), SpecConfig("draft_model", "d", num_draft=4)]
 
     def run(target: ScriptedModel) -> dict[int, list[StepOutput]]:
+        drafters = DrafterGroup(target)
+        drafters.drafters = {key_of("ngram"): NgramDrafter(), key_of("draft_model", "d"): DraftModelDrafter(guess)}
         engine = Engine(target, drafters)
         params = SamplingParams(max_tokens=15, temperature=temperature, seed=1)
         states = [engine.submit([9 if i % 2 else 8, 0, 1], params, specs[i // 2]) for i in range(6)]
@@ -322,9 +322,10 @@ def test_stats_add_up(llm: LLM, pair: SimpleNamespace, temperature: float) -> No
 def test_provenance_by_hand() -> None:
     """The draft knows the first two tokens after the anchor, then errs, then knows four."""
     said, guessed = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 0, 5, 6, 7, 8, 9]
-    drafters = DrafterGroup(torch.device("cpu"))
+    target = ScriptedModel(recite(said), 10)
+    drafters = DrafterGroup(target)
     drafters.drafters[key_of("draft_model", "d")] = DraftModelDrafter(ScriptedModel(recite(guessed), 10))
-    engine = Engine(ScriptedModel(recite(said), 10), drafters)
+    engine = Engine(target, drafters)
     state = engine.submit([0], SamplingParams(max_tokens=9), SpecConfig("draft_model", "d", num_draft=4))
     while engine.has_work:
         engine.step()

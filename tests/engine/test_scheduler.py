@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from foretoken import LLM, ConfigError, InputError, SamplingParams, SpecConfig
 from foretoken.core import Batch
@@ -27,7 +26,7 @@ class Watch:
 
     def __init__(self, limits: SchedulerConfig, capacity: int = 100_000) -> None:
         target = ScriptedModel(lambda context: len(context) % 3 + 1, 64, capacity=capacity)
-        drafters = DrafterGroup(torch.device("cpu"))
+        drafters = DrafterGroup(target)
         drafters.drafters[key_of("ngram")] = NgramDrafter()
         self.engine, self.batches, self.now = Engine(target, drafters, limits=limits), [], 0.0
         self.schedule, self.engine.scheduler.schedule = self.engine.scheduler.schedule, self.remember  # type: ignore[method-assign]
@@ -93,7 +92,7 @@ def test_who_is_alone_may_use_the_whole_cache() -> None:
 def test_a_shared_beginning_is_not_counted_twice(pair: SimpleNamespace) -> None:
     """Two requests of 12 blocks with 11 in common fit into 16; two others do not."""
     target = PagedModel(load_decoder(pair.target), 64, 4)
-    engine = Engine(target, DrafterGroup(target.device), limits=SchedulerConfig(cache_reserve=0.0))
+    engine = Engine(target, DrafterGroup(target), limits=SchedulerConfig(cache_reserve=0.0))
     prompt, params = token_ids(46, seed=1), SamplingParams(max_tokens=2, ignore_eos=True)
     for prompts, together in (([prompt, [*prompt[:44], 1, 2]], 2), ([prompt[::-1], [*prompt[:40:-1], *prompt[:41]]], 1)):
         first, second = (engine.submit(one, params, SpecConfig()) for one in prompts)

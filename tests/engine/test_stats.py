@@ -42,10 +42,11 @@ def counting(context: tuple[int, ...]) -> list[float]:
 
 def engine_of(limits: SchedulerConfig | None = None) -> Engine:
     """An engine whose draft model errs at every 5 and whose target breaks where `counting` says so."""
-    drafters = DrafterGroup(torch.device("cpu"))
+    target = ScriptedModel(counting, 20)
+    drafters = DrafterGroup(target)
     guess = ScriptedModel(lambda context: (context[-1] + 1 + (context[-1] == 5)) % 7, 20)
     drafters.drafters = {key_of("ngram"): NgramDrafter(), key_of("draft_model", "d"): DraftModelDrafter(guess)}
-    return Engine(ScriptedModel(counting, 20), drafters, limits=limits)
+    return Engine(target, drafters, limits=limits)
 
 
 def check_sums(engine: Engine, states: list[RequestState]) -> None:
@@ -222,9 +223,10 @@ def test_guesses_are_accepted_rejected_or_cut() -> None:
 def test_guesses_behind_the_end_are_not_wasted() -> None:
     """Every guess is right, and the end token comes in the middle of a draft."""
     said = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    drafters = DrafterGroup(torch.device("cpu"))
+    target = ScriptedModel(recite(said), 10)
+    drafters = DrafterGroup(target)
     drafters.drafters[key_of("draft_model", "d")] = DraftModelDrafter(ScriptedModel(recite(said), 10))
-    engine = Engine(ScriptedModel(recite(said), 10), drafters, eos_token_ids=[4])
+    engine = Engine(target, drafters, eos_token_ids=[4])
     state = engine.submit([0], SamplingParams(max_tokens=9), SpecConfig("draft_model", "d", num_draft=5))
     while engine.has_work:
         engine.step()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,9 +49,10 @@ def speak(tokenizer: Tokenizer, ids: Sequence[int], params: SamplingParams, num_
     eos = tokenizer.vocabulary[END_OF_TEXT]
     said = recite(ids, len(PROMPT), eos)
     guessed = [(token + 1) % VOCAB if wrong_every and i % wrong_every == wrong_every - 1 else token for i, token in enumerate(ids)]
-    drafters = DrafterGroup(torch.device("cpu"))
+    target = ScriptedModel(said, VOCAB, [eos])
+    drafters = DrafterGroup(target)
     drafters.drafters[key_of("draft_model", "d")] = DraftModelDrafter(ScriptedModel(recite(guessed, len(PROMPT), eos), VOCAB))
-    engine = Engine(ScriptedModel(said, VOCAB, [eos]), drafters, tokenizer)
+    engine = Engine(target, drafters, tokenizer)
     state = engine.submit(PROMPT, params, SpecConfig("draft_model", "d", num_draft=num_draft))
     steps = []
     while engine.has_work:

@@ -98,7 +98,8 @@ def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None
     def draft(decoder: Decoder) -> PagedModel:
         return PagedModel(decoder, 2048, 16)
 
-    drafters, target = DrafterGroup(torch.device("cpu")), PagedModel(narrow.target, 2048, 16)
+    target = PagedModel(narrow.target, 2048, 16)
+    drafters = DrafterGroup(target)
     drafters.drafters = {
         key_of("draft_model", "reverse"): DraftModelDrafter(PagedModel(narrow.reverse, 2048, 16)),
         **{key_of(f"draft_model:{kind}", "low"): DraftModelDrafter(PagedModel(low, 2048, 16)) for kind, low in narrow.low_bits.items()},

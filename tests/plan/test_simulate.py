@@ -98,7 +98,7 @@ class Real:
         target = ScriptedModel(script, VOCAB, max_context=limits.max_context_tokens or 10**6, capacity=capacity)
         num_draft = "auto" if setting.num_draft is None else setting.num_draft
         self.spec = SpecConfig() if setting.drafter is None else SpecConfig("ngram", num_draft=num_draft)
-        group = DrafterGroup(torch.device("cpu"))
+        group = DrafterGroup(target)
         if setting.drafter is not None:
             group.drafters[drafter_key(self.spec)] = drafter
         own = {field.name: getattr(limits, field.name) for field in fields(SchedulerConfig)}

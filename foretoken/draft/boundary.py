@@ -1,0 +1,146 @@
+"""What a drafter hands over is checked here, before anything of it enters the step.
+
+The rules assume of a draft that it is a tree with sub-probability mass: token ids of the vocabulary, parents before their
+children, and laws that are finite, not negative, sum to at most 1 and are not zero at a token drawn from them. A draft that breaks one
+of these would end in wrong text or in an error far from its cause. That a law is the one really drawn from cannot be seen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from foretoken.core import BatchEntry, Draft, Mass
+from foretoken.draft.lookup_tree import LookupTree
+from foretoken.errors import DraftError
+
+_SUM_TOLERANCE = 1e-4  # float32 sums over the largest vocabularies are off by less
+
+
+def draft_faults(draft: object, entries: Sequence[BatchEntry], vocab_size: int) -> dict[int, str]:
+    """Why the guesses of a request cannot be used, by its place in `entries`; empty for a sound draft.
+
+    Raises:
+        DraftError: the fault concerns the draft as a whole.
+    """
+    if not isinstance(draft, Draft):
+        raise DraftError(f"propose returned {type(draft).__name__}, not a Draft")
+    _check_layout(draft, len(entries))
+    tokens: list[int] = draft.tokens.tolist()
+    faults: dict[int, str] = {}
+    for b, ((start, stop), entry) in enumerate(zip(pairwise(draft.offsets), entries, strict=True)):
+        fault = _tree_fault(tokens[start:stop], draft.parents[start:stop], entry.num_draft, vocab_size, entry.takes_trees)
+        if fault is not None:
+            faults[b] = fault
+    if draft.probes is not None:
+        _add_probe_faults(draft, entries, vocab_size, faults)
+    if draft.mass is not None:
+        _add_mass_faults(draft, draft.mass, tokens, vocab_size, faults)
+    return faults
+
+
+def check_tree(tree: object, num_draft: int, vocab_size: int, takes_trees: bool) -> LookupTree:
+    """A lookup's guesses, as they were shown.
+
+    Raises:
+        DraftError: they cannot be used.
+    """
+    if not isinstance(tree, LookupTree):
+        raise DraftError(f"guess returned {type(tree).__name__}, not a LookupTree")
+    if not tree.tokens:
+        return tree
+    if not len(tree.tokens) == len(tree.parents) == len(tree.chances):
+        raise DraftError(f"{len(tree.tokens)} tokens, {len(tree.parents)} parents and {len(tree.chances)} chances of one tree")
+    fault = _tree_fault(tree.tokens, tree.parents, num_draft, vocab_size, takes_trees)
+    if fault is not None:
+        raise DraftError(fault)
+    if not all(0 < chance <= 1 + _SUM_TOLERANCE for chance in tree.chances):
+        raise DraftError("a chance outside (0, 1]")
+    return tree
+
+
+def _check_layout(draft: Draft, num_requests: int) -> None:
+    """One segment per request, in order, and tensors of the agreed kinds."""
+    if draft.num_requests != num_requests:
+        raise DraftError(f"{draft.num_requests} segments for {num_requests} requests")
+    if draft.tokens.dtype != torch.int64 or draft.tokens.dim() != 1:
+        raise DraftError(f"tokens of type {draft.tokens.dtype} and shape {list(draft.tokens.shape)}, not int64 [N]")
+    if any(start > stop for start, stop in pairwise(draft.offsets)):
+        raise DraftError("offsets that decrease")
+
+
+def _tree_fault(tokens: Sequence[int], parents: Sequence[int], most: int, vocab_size: int, takes_trees: bool, are_probes: bool = False) -> str | None:
+    """Why one request's tokens are no tree of at most `most` tokens of the vocabulary; probes may repeat a token after one parent."""
+    if not tokens:
+        return None
+    if len(tokens) > most:
+        return f"{len(tokens)} guesses where {most} were granted"
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        return f"token id {min(tokens) if min(tokens) < 0 else max(tokens)} outside the vocabulary of {vocab_size}"
+    if tuple(parents) == tuple(range(-1, len(tokens) - 1)):
+        return None  # a chain
+    if not takes_trees:
+        return "a tree where the rule takes chains only"
+    if not all(-1 <= parent < node for node, parent in enumerate(parents)):
+        return "a parent that does not come before its child"
+    if not are_probes and len(set(zip(parents, tokens, strict=True))) < len(tokens):
+        return "the same token twice after one parent"
+    return None
+
+
+def _add_probe_faults(draft: Draft, entries: Sequence[BatchEntry], vocab_size: int, faults: dict[int, str]) -> None:
+    """Probes are a tree too, as many as were granted and no deeper."""
+    assert draft.probes is not None
+    tokens: list[int] = draft.probes.tokens.tolist()
+    for b, ((start, stop), entry) in enumerate(zip(pairwise(draft.probes.offsets), entries, strict=True)):
+        parents = draft.probes.parents[start:stop]
+        fault = _tree_fault(tokens[start:stop], parents, entry.num_probe, vocab_size, takes_trees=True, are_probes=True)
+        if fault is None and parents and _depth(parents) > entry.probe_depth:
+            fault = f"deeper than {entry.probe_depth}"
+        if fault is not None:
+            faults.setdefault(b, f"probes: {fault}")
+
+
+def _depth(parents: Sequence[int]) -> int:
+    """Depth of the deepest node; parents come before their children."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return max(depths)
+
+
+def _add_mass_faults(draft: Draft, mass: Mass, tokens: Sequence[int], vocab_size: int, faults: dict[int, str]) -> None:
+    """Laws are sub-probability mass, and not zero where a token was drawn from them."""
+    laws = mass.laws
+    if laws.dtype not in (torch.float32, torch.float64) or laws.dim() != 2 or laws.shape[1] != vocab_size:
+        raise DraftError(f"laws of type {laws.dtype} and shape {list(laws.shape)}, not float32 [M, {vocab_size}]")
+    law_of_row = mass.law_of_row
+    if len(law_of_row) != draft.num_rows or min(law_of_row, default=-1) < -1 or max(law_of_row, default=-1) >= laws.shape[0]:
+        raise DraftError(f"law_of_row does not lead from {draft.num_rows} rows to {laws.shape[0]} laws")
+    sampled = [node for node, drawn in enumerate(draft.sampled) if drawn]
+    drawn_from = [law_of_row[draft.parent_rows[node]] if draft.parents[node] >= -1 else -1 for node in sampled]
+    if -1 in drawn_from:
+        raise DraftError("a token that was drawn, without the law it was drawn from")
+    least, total, at_token = _law_figures(laws, drawn_from, [tokens[node] % vocab_size for node in sampled])
+    unsound = {law for law, (low, whole) in enumerate(zip(least, total, strict=True)) if not (low >= 0 and whole <= 1 + _SUM_TOLERANCE)}
+    missed = {node for node, chance in zip(sampled, at_token, strict=True) if not chance > 0}
+    if not unsound and not missed:
+        return
+    for b, (start, stop) in enumerate(pairwise(draft.offsets)):
+        if unsound.intersection(law_of_row[start + b : stop + b + 1]):
+            faults.setdefault(b, "a law that is not finite, has negative mass, or sums to more than 1")
+        elif missed.intersection(range(start, stop)):
+            faults.setdefault(b, "a drawn token that its law gives no mass")
+
+
+def _law_figures(laws: torch.Tensor, drawn_from: list[int], tokens: list[int]) -> tuple[list[float], list[float], list[float]]:
+    """Least mass [M] and sum [M] of each law, and the mass of each drawn token; one transfer from a device."""
+    if not laws.shape[0]:
+        return [], [], []
+    places = torch.tensor([law * laws.shape[1] + token for law, token in zip(drawn_from, tokens, strict=True)], dtype=torch.int64)
+    at_token = laws.reshape(-1).index_select(0, places.to(laws.device))
+    figures: list[float] = torch.cat((laws.amin(-1), laws.sum(-1), at_token)).tolist()
+    count = laws.shape[0]
+    return figures[:count], figures[count : 2 * count], figures[2 * count :]
