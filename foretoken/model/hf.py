@@ -20,7 +20,8 @@ from torch import Tensor
 from foretoken.errors import CapacityError, CheckpointError, UnsupportedModelError
 from foretoken.model.architecture import check_causal
 from foretoken.model.interface import ForwardOutput, Segment
-from foretoken.model.loader import WEIGHTS, Weights, parse_dtype, read_raw_config
+from foretoken.model.loader import parse_dtype, read_raw_config
+from foretoken.model.weights import WEIGHTS, Weights
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
 # Recurrent models have no longest sequence of their own; a bound keeps the bookkeeping finite.

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from foretoken.errors import CheckpointError, InputError, ModelError, StorageError, UnsupportedModelError
 from foretoken.model.architecture import check_causal, config_from_hf, config_to_hf, rope_context_cap
 from foretoken.model.decoder import Decoder
-from foretoken.model.loader import Weights, hf_state, load_decoder, read_config, resolve_folder, save_checkpoint
+from foretoken.model.loader import hf_state, load_decoder, read_config, resolve_folder, save_checkpoint
+from foretoken.model.weights import Weights
 from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, tiny_tokenizer, token_ids, transformers_logits, variant
 
 
