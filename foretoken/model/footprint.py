@@ -11,7 +11,8 @@ import torch
 
 from foretoken.errors import InputError, UnsupportedModelError
 from foretoken.kv.pool import bytes_per_token
-from foretoken.model.architecture import ModelConfig
+from foretoken.model.architecture import ModelConfig, rope_context_cap
+from foretoken.model.fields import Fields, shown
 from foretoken.model.layers import can_pack
 from foretoken.model.loader import parse_dtype, read_raw_config, stored_dtype
 from foretoken.model.open import native_config
@@ -27,6 +28,7 @@ _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers"),
     "num_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "vocab_size": ("vocab_size",),
     "context": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
 }
 
@@ -92,16 +94,17 @@ def _row_numbers(config: ModelConfig) -> int:
 
 def _foreign_shape(name: str, raw: Mapping[str, Any], weights: Weights, kind: torch.dtype) -> ModelShape:
     """Of a model that runs through transformers: the usual cache of keys and values, nothing rounded to blocks."""
-    text: Mapping[str, Any] = raw.get("text_config") or raw
-    sizes = {key: next((int(text[other]) for other in names if text.get(other)), 0) for key, names in _NAMES.items()}
-    missing = [key for key in ("hidden_size", "num_layers", "num_heads") if not sizes[key]]
-    vocab_size = int(text.get("vocab_size") or 0)
-    if missing or not vocab_size:
-        what = missing[0] if missing else "vocab_size"
-        raise UnsupportedModelError(f"{name}: config.json of a {raw.get('model_type')!r} model names no {what}, so that its cache cannot be planned")
-    heads = sizes["num_heads"]
-    groups = int(text.get("num_key_value_heads") or heads)
-    size = int(text.get("head_dim") or sizes["hidden_size"] // heads)
+    whole = Fields(raw, f"{name}: config.json")
+    text = whole.fields("text_config") or whole
+    sizes = {key: next((text.whole(other) for other in names if text.has(other)), 0) for key, names in _NAMES.items()}
+    missing = next((key for key in ("hidden_size", "num_layers", "num_heads", "vocab_size") if not sizes[key]), None)
+    if missing is not None:
+        family = shown(raw.get("model_type"))
+        raise UnsupportedModelError(f"{name}: config.json of a {family} model names no {missing}, so that its cache cannot be planned")
+    heads, vocab_size = sizes["num_heads"], sizes["vocab_size"]
+    groups = text.whole_or("num_key_value_heads", heads)
+    size = text.whole_or("head_dim", sizes["hidden_size"] // heads)
+    context = sizes["context"] or _UNBOUNDED_CONTEXT_TOKENS
     return ModelShape(
         name=name,
         weight_bytes=sum(math.prod(weights.shape(tensor)) for tensor in weights.names) * kind.itemsize,
@@ -111,6 +114,6 @@ def _foreign_shape(name: str, raw: Mapping[str, Any], weights: Weights, kind: to
         gather_bytes=2 * heads * size * kind.itemsize,  # keys and values repeated for every query head
         vocab_size=vocab_size,
         itemsize=kind.itemsize,
-        max_context_tokens=sizes["context"] or _UNBOUNDED_CONTEXT_TOKENS,
+        max_context_tokens=min(context, rope_context_cap(text.raw) or context),
         block_tokens=1,
     )

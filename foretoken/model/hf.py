@@ -17,8 +17,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from foretoken.errors import CapacityError, CheckpointError, UnsupportedModelError
+from foretoken.errors import CapacityError, CheckpointError, ModelError, UnsupportedModelError
 from foretoken.model.architecture import check_causal
+from foretoken.model.hf_size import check_counts, check_size
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.loader import parse_dtype, read_raw_config
 from foretoken.model.weights import WEIGHTS, Weights
@@ -262,7 +263,8 @@ def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: t
     if model_type not in CONFIG_MAPPING:
         code = "; it needs code from its own repository (auto_map), which is never run" if raw.get("auto_map") else ""
         raise UnsupportedModelError(f"model_type={model_type!r} is unknown to foretoken and to this version of transformers{code}")
-    Weights(folder)  # names the broken or missing file before transformers builds anything
+    weights, where = Weights(folder), str(folder / "config.json")  # names the broken or missing file before transformers builds anything
+    check_counts(raw, weights, where)
     wanted = "auto" if dtype == "auto" else parse_dtype(dtype)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -270,12 +272,13 @@ def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: t
             raise UnsupportedModelError(
                 f"model_type={model_type!r} has no causal language model in transformers: foretoken cannot continue text with it"
             )
+        check_size(config, weights, where)
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=wanted, trust_remote_code=False, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error:  # quantised ones need packages of their own
-        if isinstance(error, UnsupportedModelError):
-            raise
+    except ModelError:
+        raise
+    except Exception as error:  # whatever a foreign configuration makes a foreign library raise
         raise CheckpointError(f"transformers cannot load the {model_type!r} model in {folder}: {error}") from error
     missing = sorted(report["missing_keys"])
     if missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -10,10 +11,12 @@ from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.kv.limit import largest_cache_bytes
 from foretoken.kv.pool import bytes_per_token
 from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, check_causal
+from foretoken.model.fields import shown
 from foretoken.model.interface import OpenModel
 from foretoken.model.loader import load_decoder, read_config, read_raw_config, resolve_folder
 from foretoken.model.paged import DEFAULT_BLOCK_SIZE, PagedModel
 from foretoken.model.strict import StrictModel
+from foretoken.model.weights import Weights
 
 NUMERICS = ("default", "strict")
 REFERENCE_PREFIX = "reference:"
@@ -88,17 +91,16 @@ def native_config(folder: Path) -> ModelConfig | None:
         CheckpointError: the configuration cannot be read.
         UnsupportedModelError: no causal language model, or a family that transformers does not know either.
     """
-    raw = read_raw_config(folder)
-    family = check_causal(raw, str(folder / "config.json"))
+    family = check_causal(read_raw_config(folder), str(folder / "config.json"))
     if family in NATIVE_MODEL_TYPES:
-        try:
+        with suppress(UnsupportedModelError):  # an option the decoder lacks: transformers has it
             return read_config(folder)
-        except UnsupportedModelError:  # an option the decoder lacks: transformers has it
-            return None
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    else:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    if family not in CONFIG_MAPPING_NAMES:
-        raise UnsupportedModelError(f"model_type={family!r} is known neither to foretoken nor to transformers")
+        if family not in CONFIG_MAPPING_NAMES:
+            raise UnsupportedModelError(f"model_type={shown(family)} is known neither to foretoken nor to transformers")
+    Weights(folder)  # names the broken or missing file
     return None
 
 

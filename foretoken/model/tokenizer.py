@@ -186,9 +186,10 @@ def _tried(tokenizer: Tokenizer) -> Tokenizer:
 @contextmanager
 def _broken_means(complaint: str, *mistakes: type[Exception]) -> Iterator[None]:
     """Turn whatever the library underneath raises into a `CheckpointError`, except `mistakes`, which are the caller's."""
+    passed: tuple[type[Exception], ...] = (CheckpointError, *mistakes)
     try:
         yield
-    except (CheckpointError, *mistakes):
+    except passed:
         raise
     except Exception as error:  # the library raises nothing narrower
         raise CheckpointError(f"{complaint} ({error}); download it again") from error
