@@ -133,8 +133,9 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
     if quantised is not None and quantised.raw:
         method = quantised.text("quant_method", "unknown")
         raise UnsupportedModelError(f"quantization_config (quant_method={shown(method)}): take the checkpoint's float16 or bfloat16 version")
-    if fields.has("per_layer_config"):
-        raise UnsupportedModelError("per_layer_config has no native implementation")
+    part = next((key for key in ("per_layer_config", "text_config") if fields.has(key)), None)
+    if part is not None:
+        raise UnsupportedModelError(f"{part} has no native implementation")
     return _native_config(model_type, fields)
 
 
@@ -233,15 +234,15 @@ def _native_config(model_type: str, fields: Fields) -> ModelConfig:
 
 def _sliding_window(model_type: str, fields: Fields, layers: int) -> tuple[int | None, ...]:
     """One window per layer: `layer_types` where the family reads it, else Mistral everywhere and Qwen from `max_window_layers` on."""
-    if model_type == "llama":
+    types = _layer_types(fields, layers)
+    if model_type == "llama":  # the family reads none of it
         return ()
     # transformers runs a Mistral with `layer_types` as Ministral, which reads the list; Qwen has a switch on top.
     windowed = model_type == "mistral" or fields.flag("use_sliding_window")
     given = fields.whole("sliding_window") if fields.has("sliding_window") else None
     window = given if windowed else None
-    types = _layer_types(fields, layers)
+    first = 0 if model_type == "mistral" else fields.whole("max_window_layers", least=0)
     if types is None:
-        first = 0 if model_type == "mistral" else fields.whole("max_window_layers", least=0)
         return () if window is None else _windows([window if layer >= first else None for layer in range(layers)])
     if window is None and "sliding_attention" in types:
         switch = "" if model_type == "mistral" else " or use_sliding_window is false"
@@ -269,7 +270,7 @@ def _rope_config(fields: Fields) -> RopeConfig:
     """Read either spelling, with the precedence of transformers 5: `rope_scaling` (4) before `rope_parameters` (5), then `rope_theta`."""
     named = (found for key in ("rope_scaling", "rope_parameters") if (found := fields.fields(key)) is not None and found.raw)
     scaling = next(named, Fields({}, fields.where))
-    if any(isinstance(value, Mapping) for value in scaling.raw.values()):
+    if any(isinstance(value, Mapping) or key.endswith("_attention") for key, value in scaling.raw.items()):
         raise UnsupportedModelError("rope parameters by layer type have no native implementation")
     kind = scaling.text("rope_type") or scaling.text("type") or "default"
     if kind not in ("default", "linear", "dynamic", "yarn", "llama3"):

@@ -91,6 +91,7 @@ def checkpoint_file(folder: Path, name: object) -> Path:
     path = folder / name
     try:
         target, root = path.resolve(), folder.resolve()
+        path.exists()  # asks the system, which `resolve` does not always do
     except (OSError, RuntimeError, ValueError) as error:  # a ring of links, a name that is too long
         raise CheckpointError(f"{folder}: {shown(name)} cannot be opened: {error}") from error
     # The hub keeps models--x/snapshots/<revision>/file as a link to models--x/blobs/<hash>.

@@ -52,7 +52,8 @@ def _yarn(rope: RopeConfig, frequency: Tensor, head_dim: int) -> Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    width = high - low or 0.001  # negative for a very short trained length, as in the reference code
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / width
     extrapolate = 1 - ramp.clamp(0, 1)
     return frequency / rope.factor * (1 - extrapolate) + frequency * extrapolate
 
