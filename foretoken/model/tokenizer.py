@@ -233,8 +233,11 @@ class _Fast:
         return frozenset(token_id for token_id, token in self._inner.get_added_tokens_decoder().items() if token.special)
 
     def decoder(self) -> dict[str, Any]:
-        described: dict[str, Any] | None = json.loads(self._inner.to_str()).get("decoder") if self._inner.decoder is not None else None
-        return described or {}
+        if self._inner.decoder is None:
+            return {}
+        # What it is pickled as. Writing the whole tokenizer would list every id up to the largest, whatever that is.
+        described: dict[str, Any] = json.loads(self._inner.decoder.__getstate__())
+        return described
 
 
 class _Slow:
