@@ -47,6 +47,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
 }
 
+# The original length that transformers assumes where config.json names none.
+_LONGROPE_TRAINED_TOKENS = {"phi3": 4096, "phi4_multimodal": 4096}
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -145,6 +148,35 @@ def check_causal(raw: Mapping[str, Any]) -> str:
     if raw.get("is_encoder_decoder"):
         raise UnsupportedModelError(f"model_type={model_type!r} is encoder-decoder: foretoken runs decoder-only causal language models")
     return model_type
+
+
+def rope_context_cap(raw: Mapping[str, Any]) -> int | None:
+    """The longest sequence over which the rotation of a position never changes; None where it never does.
+
+    `raw` is a parsed `config.json`, its text part, or what `to_dict` of a transformers configuration gives. With `dynamic` and `longrope`
+    scaling the frequencies switch once a sequence is longer than a trained length. Keys that are in the cache by then keep their old
+    rotation, so that an answer would depend on which tokens ran together: no two ways of running it agree beyond that length.
+    """
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling")
+    if not isinstance(scaling, Mapping):
+        return None
+    nested = [value for value in scaling.values() if isinstance(value, Mapping)]  # one entry per layer type
+    caps = [_switching_length(raw, parameters) for parameters in [scaling, *nested]]
+    return min((cap for cap in caps if cap is not None), default=None)
+
+
+def _switching_length(raw: Mapping[str, Any], scaling: Mapping[str, Any]) -> int | None:
+    kind = scaling.get("rope_type") or scaling.get("type")
+    trained = raw.get("max_position_embeddings")
+    # Phi reads both of its old names as longrope.
+    if kind in ("longrope", "su") or (kind == "yarn" and raw.get("model_type") in _LONGROPE_TRAINED_TOKENS):
+        original = raw.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
+        lengths = (original or _LONGROPE_TRAINED_TOKENS.get(str(raw.get("model_type"))), trained)
+    elif kind == "dynamic":
+        lengths = (trained, None)
+    else:
+        return None
+    return min((length for length in lengths if isinstance(length, int) and length > 0), default=None)
 
 
 def _native_config(model_type: str, raw: Mapping[str, Any]) -> ModelConfig:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foretoken.errors import CheckpointError, InputError, ModelError, StorageError, UnsupportedModelError
-from foretoken.model.architecture import check_causal, config_from_hf, config_to_hf
+from foretoken.model.architecture import check_causal, config_from_hf, config_to_hf, rope_context_cap
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import Weights, hf_state, load_decoder, read_config, resolve_folder, save_checkpoint
 from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, tiny_tokenizer, token_ids, transformers_logits, variant
@@ -313,3 +313,22 @@ def test_families_defaults_are_transformers_own() -> None:
         assert (short.num_kv_heads, short.head_dim, short.max_context_tokens) == (long.num_kv_heads, long.head_dim, long.max_context_tokens)
         assert short.sliding_window == long.sliding_window
         assert short.rope == long.rope
+
+
+@pytest.mark.parametrize(
+    ("raw", "cap"),
+    [
+        ({"max_position_embeddings": 128}, None),
+        ({"max_position_embeddings": 128, "rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 32}}, None),
+        ({"max_position_embeddings": 128, "rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 32}}, None),
+        ({"max_position_embeddings": 128, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, 128),
+        ({"max_position_embeddings": 128, "rope_scaling": {"type": "longrope", "original_max_position_embeddings": 32}}, 32),
+        ({"max_position_embeddings": 128, "original_max_position_embeddings": 32, "rope_scaling": {"type": "su"}}, 32),
+        ({"model_type": "phi3", "max_position_embeddings": 8192, "rope_scaling": {"type": "yarn"}}, 4096),
+        ({"max_position_embeddings": 128, "rope_parameters": {"rope_type": "longrope"}}, 128),
+        ({"max_position_embeddings": 128, "rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {}}}, 128),
+        ({"max_position_embeddings": 128, "rope_parameters": 5}, None),
+    ],
+)
+def test_e3_scalings_that_switch_cap_the_context(raw: dict[str, Any], cap: int | None) -> None:
+    assert rope_context_cap(raw) == cap
