@@ -142,7 +142,9 @@ def check_causal(raw: Mapping[str, Any]) -> str:
     if not isinstance(model_type, str):
         raise CheckpointError("config.json has no 'model_type': this is not a Hugging Face model folder")
     architectures = raw.get("architectures") or []
-    if model_type in _NOT_CAUSAL and not any("CausalLM" in str(name) for name in architectures):
+    # An encoder family may have been trained as a decoder; whether it reads only what came before is then tried out (`trial`).
+    decoder = raw.get("is_decoder") is True or any("CausalLM" in str(name) for name in architectures)
+    if model_type in _NOT_CAUSAL and not decoder:
         kind = _NOT_CAUSAL[model_type]
         raise UnsupportedModelError(f"model_type={model_type!r} is {kind}: foretoken runs decoder-only causal language models")
     if raw.get("is_encoder_decoder"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +16,23 @@ VOCABULARY = 97
 # The first pattern that matches the whole name of a field gives its value; fields of no pattern keep their default.
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size|decoder_vocab_size|vocab_size_per_layer_input|unpadded_vocab_size", VOCABULARY),
-    (r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|model_max_length|max_target_positions|max_source_positions", CONTEXT),
+    (
+        r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|model_max_length|max_target_positions|max_source_positions",
+        CONTEXT,
+    ),
     (r"sliding_window|sliding_window_size|window_size|local_attention|attention_window_size|attention_chunk_size", 20),
     (r"num_hidden_layers|n_layers?|num_layers|(de|en)coder_layers|num_(de|en)coder_layers|num_blocks|depth|num_layers_per_stack", 4),
     (r"num_kv_heads|kv_n_heads|num_key_value_heads|swa_num_key_value_heads|num_query_groups", 2),
-    (r"num_attention_heads|n_heads?|num_heads|(de|en)coder_attention_heads|num_(de|en)coder_attention_heads|attention_heads|swa_num_attention_heads", 4),
+    (
+        r"num_attention_heads|n_heads?|num_heads|(de|en)coder_attention_heads|num_(de|en)coder_attention_heads|attention_heads|swa_num_attention_heads",
+        4,
+    ),
     (r"hidden_size|d_model|n_embd|emb_dim|embedding_dim|embedding_size|input_embedding_size|output_embedding_size|word_embed_proj_dim|lru_width", 32),
     (r"attention_hidden_size|hidden_size_global|out_hidden_size|vision_output_dim|projector_(in|out)put_dim", 32),
-    (r"head_dim|dim_head|attention_head_size|kv_channels|swa_head_dim|v_head_dim|qk_nope_head_dim|d_kv|d_head|rotary_dim|index_head_dim|query_pre_attn_scalar", 8),
+    (
+        r"head_dim|dim_head|attention_head_size|kv_channels|swa_head_dim|v_head_dim|qk_nope_head_dim|d_kv|d_head|rotary_dim|index_head_dim|query_pre_attn_scalar",
+        8,
+    ),
     (r"qk_rope_head_dim", 8),
     (r"qk_head_dim|backbone_hidden_size", 16),
     (r"kv_lora_rank|q_lora_rank|o_lora_rank|adapter_rank|hc_lowrank", 8),
@@ -51,10 +59,11 @@ _LINEAR, _FULL, _SLIDING = "linear_attention", "full_attention", "sliding_attent
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": {kind: dict(_ROPE) for kind in (_FULL, _SLIDING)}},
-    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2}, "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48}},
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "gemma3n_text": {"num_kv_shared_layers": 2, "num_hidden_layers": 6, "layer_types": [_SLIDING, _SLIDING, _FULL] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "attention_layers": ["global", "local"] * 2},
     "hunyuan_v1_dense": {"head_dim": 8},
@@ -65,6 +74,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16, "indexer_compress_ratio": 4},
     "reformer": {"is_decoder": True, "axial_pos_shape": [6, 8], "axial_pos_embds_dim": [16, 16]},
+    "xlm": {"causal": True},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 6, "layers_block_type": [_LINEAR, _LINEAR, "hybrid"] * 2},
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": [_LINEAR, "hybrid", _LINEAR, "hybrid"]},
@@ -104,11 +114,21 @@ def family_config(family: str) -> Any:
     return kind(**shrunk(kind, own | nested))
 
 
-def write_family(folder: Path, family: str, seed: int = 0) -> Path:
+def family_model(family: str, seed: int = 0) -> Any:
+    """A small random model of `family`, as transformers builds it."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(family_config(family)).eval()
     randomise(model, seed)
-    model.save_pretrained(folder)
-    return folder
+    return model
+
+
+@torch.no_grad()
+def disturb(model: Any, seed: int = 1) -> Any:
+    """The model with weights a little off: a draft that guesses many of its tokens, and not all."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std() * 0.1)
+    return model
