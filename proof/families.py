@@ -7,7 +7,10 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.pool import AsyncResult
 from pathlib import Path
 
 from tests.helpers.family_trial import HOWS, Finding, try_family
@@ -17,24 +20,25 @@ TABLE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 _HEAD = """\
 # Models
 
-Which causal families of transformers foretoken runs, and how. This page is written by `python -m proof.families --write`; `make proof` checks that it
-is what the sweep finds, with transformers {version}.
+Which causal families of transformers foretoken runs, and how. This page is written by `python -m proof.families --write`;
+`make proof` checks that it is what the sweep finds, with transformers {version}.
 
-For each family that `AutoModelForCausalLM` registers, the sweep writes a small random checkpoint ({context} tokens of context, sliding windows of 20),
-loads it in float32 and generates greedily to the end of its context: plain, with n-gram drafting, with a draft model, and with two kinds of trees.
-Every token must be the one that transformers finds when it reads the whole text again for each token, without a cache.
+For each family that `AutoModelForCausalLM` registers, the sweep writes a small random checkpoint (a context of {context} tokens, sliding
+windows of {window}), loads it in float32 and generates greedily to the end of its context: plain, with n-gram drafting, with a draft model,
+and with two kinds of trees. Every token must be the one that transformers finds when it reads the whole text again for each token,
+without a cache.
 
 | how | meaning |
 |---|---|
 | native | foretoken's own decoder |
 | transformers | the model of transformers with its cache of keys and values |
-| recomputed | the model of transformers, which reads the whole text for each step: it has no cache that can be cut back, or one that gives other logits |
+| recomputed | the model of transformers, reading the whole text in each step: no cache that can be cut back, or one that gives other logits |
 | refused | loading ends with `UnsupportedModelError` (exit code 3); the note is its reason |
-| not built | no small checkpoint could be made from the family's configuration alone; the note is the error. Nothing is known about it |
+| not built | no small checkpoint could be made from the family's configuration alone, so nothing is known; the note is the error |
 
-A family can be run in another way when its configuration asks for what the small checkpoint does not have, such as another kind of rotary embedding.
-The same trial of a few tokens runs on every model that is loaded through transformers (`foretoken/model/trial.py`), so that a model that
-does not pass it is refused whatever this table says.
+A checkpoint may run in another way than its family does here when its configuration asks for something else, such as another kind of rotary
+embedding. Every model that is loaded through transformers is first tried out on a few tokens (`foretoken/model/trial.py`), whatever
+this table says; what does not pass is refused.
 
 """
 
@@ -52,28 +56,29 @@ def find(family: str) -> Finding:
         return try_family(family, Path(folder))
 
 
-def sweep(names: list[str], num_processes: int | None = None) -> Iterator[Finding]:
-    """Findings as they come."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(num_processes or min(2, os.cpu_count() or 1), _one_thread) as pool:
-        yield from pool.imap_unordered(find, names)
+@contextmanager
+def sweep(names: Sequence[str]) -> Iterator[dict[str, AsyncResult[Finding]]]:
+    """Findings by family, on their way in two processes."""
+    with multiprocessing.get_context("spawn").Pool(min(2, os.cpu_count() or 1), _start_process) as pool:
+        yield {name: pool.apply_async(find, (name,)) for name in names}
 
 
-def _one_thread() -> None:
+def _start_process() -> None:
     import torch
 
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "the draft has")  # no smaller than the target: speed is not the point
 
 
 def page(findings: list[Finding]) -> str:
     """The text of docs/models.md."""
     import transformers
 
-    from tests.helpers.families import CONTEXT
+    from tests.helpers.families import CONTEXT, WINDOW
 
     counts = ", ".join(f"{sum(one.how == how for one in findings)} {how}" for how in HOWS)
     rows = [f"| {one.family} | {one.how} | {one.note.replace('|', '/')} |" for one in sorted(findings, key=lambda one: one.family)]
-    text = _HEAD.format(version=transformers.__version__, context=CONTEXT)
+    text = _HEAD.format(version=transformers.__version__, context=CONTEXT, window=WINDOW)
     return text + f"{len(findings)} families: {counts}.\n\n| family | how | note |\n|---|---|---|\n" + "\n".join(rows) + "\n"
 
 
@@ -86,18 +91,22 @@ def read_page() -> dict[str, tuple[str, str]]:
 def main() -> None:
     """Sweep, say what was found, and write the page if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("families", nargs="*", help="model types; all by default")
+    parser.add_argument("families", nargs="*", help="model types; all by default. Rows of others stay as they are")
     parser.add_argument("--write", action="store_true", help="write docs/models.md")
     options = parser.parse_args()
     findings = []
-    for finding in sweep(options.families or families()):
-        findings.append(finding)
-        print(f"{finding.family:24} {finding.how:12} {finding.note} {' / '.join(finding.differences)}", flush=True)
+    with sweep(options.families or families()) as results:
+        for result in results.values():
+            finding = result.get()
+            findings.append(finding)
+            print(f"{finding.family:24} {finding.how:12} {finding.note} {' / '.join(finding.differences)}", flush=True)
     wrong = [finding.family for finding in findings if finding.differences]
     if wrong:
         sys.exit(f"not exact: {', '.join(sorted(wrong))}")
     if options.write:
-        TABLE.write_text(page(findings), encoding="utf-8")
+        found = {finding.family for finding in findings}
+        others = [Finding(family, how, note) for family, (how, note) in read_page().items() if family not in found] if options.families else []
+        TABLE.write_text(page(findings + others), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ def try_out(model: _Foreign, vocab_size: int, context_tokens: int, new_cache: Ca
     trial = _Trial(model, vocab_size, min(_NUM_TOKENS, context_tokens))
     with _PositionTables(len(trial.ids)) as tables:
         num_layers = trial.read_whole()
+    trial.check_unchanged()
     trial.check_causal()
     return Findings(
         uses_cache=new_cache is not None and trial.cache_agrees(new_cache),
@@ -72,6 +73,7 @@ class _Trial:
         self._others = list(self.ids)
         self._others[self._place] = (self.ids[self._place] + vocab_size // 2) % vocab_size
         self._vocab_size = vocab_size
+        self._modes = _modes(model)
         self.logits = torch.empty(0)  # [T, V] of the text without a cache
         self._other_logits = torch.empty(0)  # [T, V] of the other one
 
@@ -85,6 +87,12 @@ class _Trial:
         self.logits = logits[0].float()
         hidden_states = getattr(output, "hidden_states", None)
         return len(hidden_states) - 1 if hidden_states else None
+
+    def check_unchanged(self) -> None:
+        """A model that switches to another kind of attention because a text is short reads long ones in another way."""
+        for (module, name), value in _modes(self._model).items():
+            if self._modes.get((module, name), value) != value:
+                self._refuse(f"turns from {name}={self._modes[module, name]!r} to {value!r} when it reads a short text")
 
     def check_causal(self) -> None:
         """A row may depend on its own token and those before it, and on nothing else."""
@@ -149,6 +157,11 @@ class _Trial:
 
     def _refuse(self, reason: str, error: Exception | None = None) -> NoReturn:
         raise UnsupportedModelError(f"model_type={self._name!r} {reason}: foretoken runs decoder-only causal language models") from error
+
+
+def _modes(model: _Foreign) -> dict[tuple[str, str], str]:
+    """The settings of every module that are words."""
+    return {(module, name): value for module, part in model.named_modules() for name, value in vars(part).items() if isinstance(value, str)}
 
 
 def _difference(left: Tensor, right: Tensor) -> Tensor:

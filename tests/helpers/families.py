@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from tests.helpers.checkpoints import randomise
 
 CONTEXT = 48
+WINDOW = 20  # within the context, and longer than the texts of the trial at loading
 VOCABULARY = 97
 
 # The first pattern that matches the whole name of a field gives its value; fields of no pattern keep their default.
@@ -20,7 +22,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
         r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|model_max_length|max_target_positions|max_source_positions",
         CONTEXT,
     ),
-    (r"sliding_window|sliding_window_size|window_size|local_attention|attention_window_size|attention_chunk_size", 20),
+    (r"sliding_window|sliding_window_size|window_size|local_attention|attention_window_size|attention_chunk_size", WINDOW),
     (r"num_hidden_layers|n_layers?|num_layers|(de|en)coder_layers|num_(de|en)coder_layers|num_blocks|depth|num_layers_per_stack", 4),
     (r"num_kv_heads|kv_n_heads|num_key_value_heads|swa_num_key_value_heads|num_query_groups", 2),
     (
@@ -62,7 +64,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32, "downsample_hidden_size": 16},
+    "dots3_note_text": {
+        "head_dim": 16,
+        "shared_experts_intermediate_size": 48,
+        "sliding_window": WINDOW,
+        **{f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_value_heads")},
+        **{f"swa_{name}": 8 for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+        "swa_head_dim": 16,
+    },
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense", "sparse"] * 2, "adapter_in_dim": 32, "adapter_out_dim": 32},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "gemma3n_text": {"num_kv_shared_layers": 2, "num_hidden_layers": 6, "layer_types": [_SLIDING, _SLIDING, _FULL] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "attention_layers": ["global", "local"] * 2},
@@ -132,3 +143,11 @@ def disturb(model: Any, seed: int = 1) -> Any:
         if parameter.dim() >= 2:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std() * 0.1)
     return model
+
+
+def write_family(model: Any, family: str, folder: Path) -> Path:
+    """Save `model` as a checkpoint of `family`, also where transformers built the text part only."""
+    model.save_pretrained(folder)
+    if model.config.model_type != family:
+        family_config(family).save_pretrained(folder)
+    return folder

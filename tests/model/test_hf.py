@@ -17,7 +17,7 @@ from foretoken.errors import CapacityError, CheckpointError, UnsupportedModelErr
 from foretoken.model.hf import TransformersModel
 from foretoken.model.interface import LanguageModel, Segment
 from tests.helpers.checkpoints import randomise, tiny_checkpoint, token_ids, transformers_logits
-from tests.helpers.families import family_model
+from tests.helpers.families import family_model, write_family
 
 FAMILIES = {"gpt2": True, "opt": True, "gpt_neox": True, "phi": True, "gemma2": True, "gemma3_text": True, "mistral": True, "mamba": False}
 
@@ -166,8 +166,7 @@ def test_dtype_is_honoured(folders: dict[str, Path]) -> None:
 
 
 def written(folder: Path, family: str) -> Path:
-    family_model(family).save_pretrained(folder)
-    return folder
+    return write_family(family_model(family), family, folder)
 
 
 def opened(folder: Path, dtype: str = "float32") -> TransformersModel:

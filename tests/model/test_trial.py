@@ -32,15 +32,21 @@ class Averaging(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.flaw, self.dtype, self.device = flaw, dtype, torch.device("cpu")
+        self.attention_type = "sparse"
         self.tokens = torch.randn(VOCABULARY, WIDTH, generator=generator)
         self.positions = torch.randn(CONTEXT + 2, WIDTH, generator=generator)
         self.head = torch.randn(WIDTH, VOCABULARY, generator=generator)
-        self.config: Any = SimpleNamespace(model_type="averaging", get_text_config=lambda decoder: SimpleNamespace(pad_token_id=1))
+        text = SimpleNamespace(pad_token_id=1)
+        self.config: Any = SimpleNamespace(model_type="averaging", get_text_config=lambda decoder: text)
 
-    def forward(self, ids: Tensor, past_key_values: Cache | None = None, use_cache: bool = False, output_hidden_states: bool = False) -> SimpleNamespace:
+    def forward(
+        self, ids: Tensor, past_key_values: Cache | None = None, use_cache: bool = False, output_hidden_states: bool = False
+    ) -> SimpleNamespace:
         if self.flaw == "wants pictures":
             raise ValueError("You must specify pixel_values")
         rows, text = ids.shape[1], ids[0].tolist()
+        if self.flaw == "switches":
+            self.attention_type = "sparse" if rows > 30 else "full"
         if use_cache and past_key_values is not None and self.flaw != "ignores its cache":
             past_key_values.ids += text
             text = past_key_values.ids
@@ -94,6 +100,7 @@ def test_a_model_without_a_cache_and_a_tiny_context_are_recomputed() -> None:
         ("reads later tokens", "'averaging' reads later tokens too"),
         ("knows how long the text is", "gives a text other logits when more text follows"),
         ("draws at random", "does not give the same logits for the same text twice"),
+        ("switches", "turns from attention_type='sparse' to 'full' when it reads a short text"),
         ("gives no rows", r"gives logits of shape \[1, 41\] for 12 tokens, not one row for each"),
         ("wants pictures", r"cannot run on token ids alone \(ValueError: You must specify pixel_values\)"),
     ],
