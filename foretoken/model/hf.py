@@ -331,6 +331,7 @@ def _new_cache(config: _Foreign) -> _Foreign:
     if not kinds or kinds - {DynamicLayer, DynamicSlidingWindowLayer, DummyLayer} or "chunked_attention" in types:
         return None
     cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
+    cache.layer_class_to_replicate = DynamicLayer  # a decoder may have more layers than the configuration counts: the encoder's
     return cache
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -186,6 +188,15 @@ def test_e4_families_that_do_not_read_the_cache_are_recomputed(tmp_path: Path, f
     close(out.logits.float(), plain(model, ids)[-1:].float())
 
 
+def test_e4_positions_that_are_counted_from_padding_tokens_are_counted_in_the_whole_text(tmp_path: Path) -> None:
+    model = opened(written(tmp_path, "roberta"))
+    ids = [5, 6, 1, 7, 8, 9, 1, 10]  # 1 is the padding token
+    model.open(1)
+    model.forward(torch.tensor(ids[:4]), [Segment(1, 4)])
+    model.commit(1, 4)
+    close(model.forward(torch.tensor(ids[4:]), [Segment(1, 4, num_logits=4)]).logits, plain(model, ids)[-4:])
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "gemma2"])
 def test_16_bit_rounding_does_not_cost_the_cache(tmp_path: Path, family: str, dtype: str) -> None:
@@ -200,6 +211,7 @@ def test_c10_a_decoder_with_fewer_encoder_layers_keeps_its_cache_and_its_count(t
     randomise(decoder)
     decoder.save_pretrained(tmp_path)
     model = opened(tmp_path)
+    assert model.can_crop
     assert model.num_layers == 3
     ids = token_ids(32)
     model.open(1)
@@ -239,18 +251,23 @@ LONGROPE_SHAPE = {
 }
 
 
-def test_nothing_of_transformers_reaches_the_terminal(tmp_path: Path, folders: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
-    from huggingface_hub.utils import are_progress_bars_disabled
-    from transformers.utils import logging
-
-    before = logging.get_verbosity(), logging.is_progress_bar_enabled(), are_progress_bars_disabled()
-    tensors = load_file(folders["gpt2"] / "model.safetensors")
+def test_nothing_of_transformers_reaches_the_terminal(tmp_path: Path, folders: dict[str, Path]) -> None:
+    """It reports tensors that it does not use, shows a bar, and says that a faster kernel is not installed."""
+    tensors = load_file(folders["mamba"] / "model.safetensors")
     save_file({**tensors, "classifier.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((folders["gpt2"] / "config.json").read_text())
-    TransformersModel(tmp_path)  # transformers reports a tensor that it does not use
-    TransformersModel(folders["mamba"])  # and that a faster kernel is not installed
-    assert capfd.readouterr() == ("", "")
-    assert before == (logging.get_verbosity(), logging.is_progress_bar_enabled(), are_progress_bars_disabled())
+    (tmp_path / "config.json").write_text((folders["mamba"] / "config.json").read_text())
+    program = f"""
+from foretoken.model.hf import TransformersModel
+from pathlib import Path
+from huggingface_hub.utils import are_progress_bars_disabled
+from transformers.utils import logging
+settings = lambda: (logging.get_verbosity(), logging.is_progress_bar_enabled(), are_progress_bars_disabled())
+before = settings()
+TransformersModel(Path({str(tmp_path)!r}))
+assert settings() == before
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_the_bars_of_transformers_are_as_before_also_after_a_failure(tmp_path: Path, folders: dict[str, Path]) -> None:
