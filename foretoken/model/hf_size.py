@@ -61,7 +61,9 @@ def check_size(config: _Foreign, weights: Weights, where: str) -> None:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     for name, parameter in model.named_parameters():
         if name in weights and weights.shape(name) != tuple(parameter.shape):
-            raise CheckpointError(f"tensor {name} has shape {list(weights.shape(name))}; {where} asks for {list(parameter.shape)}")
+            raise CheckpointError(
+                f"tensor {name} in {weights.folder} has shape {list(weights.shape(name))}; config.json asks for {list(parameter.shape)}"
+            )
     asked, held = sum(parameter.numel() for parameter in model.parameters()), sum(math.prod(weights.shape(name)) for name in weights.names)
     if asked > _MOST_TIMES * held + _SPARE_NUMBERS:
         raise CheckpointError(f"{where} describes a model of {asked:,} numbers, and the files hold {held:,}")

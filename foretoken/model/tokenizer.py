@@ -20,6 +20,7 @@ import tokenizers
 from foretoken.errors import CheckpointError, InputError
 from foretoken.model.chat_template import render
 from foretoken.model.fields import check_links, read_json, shown
+from foretoken.model.quiet import quiet_transformers
 
 _OTHER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "tekken.json")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -273,7 +274,8 @@ def _from_transformers(folder: Path, file: str) -> _Backend:
     from transformers import AutoTokenizer
 
     try:
-        inner = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        with quiet_transformers():
+            inner = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except BaseException as error:  # whatever a foreign file makes a foreign library raise
         if not isinstance(error, Exception) and not _is_panic(error):
             raise
