@@ -207,7 +207,6 @@ def _native_config(model_type: str, fields: Fields) -> ModelConfig:
     # Mistral and Qwen2 ignore the key in transformers; Qwen2 always has biases on q, k, v.
     attention_bias = fields.flag("attention_bias") and model_type in ("llama", "qwen3")
     vocab_size = fields.whole("vocab_size")
-    begin = fields.token_ids("bos_token_id", vocab_size)
     return ModelConfig(
         model_type=model_type,
         vocab_size=vocab_size,
@@ -226,7 +225,7 @@ def _native_config(model_type: str, fields: Fields) -> ModelConfig:
         qk_norm=model_type == "qwen3",
         tie_embeddings=fields.flag("tie_word_embeddings"),
         sliding_window=_sliding_window(model_type, fields, layers),
-        bos_token_id=begin[0] if begin else None,
+        bos_token_id=fields.whole("bos_token_id", least=0, most=vocab_size - 1) if fields.has("bos_token_id") else None,
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
         dtype=fields.text("dtype") or fields.text("torch_dtype") or "float32",
     )

@@ -61,6 +61,7 @@ _LINEAR, _FULL, _SLIDING = "linear_attention", "full_attention", "sliding_attent
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": {kind: dict(_ROPE) for kind in (_FULL, _SLIDING)}},
+    "cwm": {"eos_token_id": 1},
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},

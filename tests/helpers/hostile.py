@@ -64,6 +64,7 @@ _NOT_READ = {
     "num_labels",
     "attn_implementation",
     "metadata",
+    "transformers_version",
 }
 _ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "linear", "factor": 2.0},
