@@ -6,13 +6,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test check format clean
+.PHONY: demo test proof check format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
 
 test: check
 	$(BIN)/pytest
+
+# Long proofs, minutes each: -v names the one that runs.
+proof: $(VENV)/.ready
+	$(BIN)/pytest proof -v
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

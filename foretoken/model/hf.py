@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,15 +18,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from foretoken.errors import CapacityError, CheckpointError, UnsupportedModelError
-from foretoken.model.architecture import check_causal
+from foretoken.errors import CapacityError, CheckpointError, ModelError, UnsupportedModelError
+from foretoken.model.architecture import check_causal, rope_context_cap
+from foretoken.model.hf_size import check_counts, check_size
 from foretoken.model.interface import ForwardOutput, Segment
-from foretoken.model.loader import WEIGHTS, Weights, parse_dtype, read_raw_config
+from foretoken.model.loader import parse_dtype, read_raw_config
+from foretoken.model.quiet import quiet_transformers
+from foretoken.model.trial import Findings, try_out
+from foretoken.model.weights import WEIGHTS, Weights
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
 # Recurrent models have no longest sequence of their own; a bound keeps the bookkeeping finite.
 _UNBOUNDED_CONTEXT_TOKENS = 131_072
 _DEFAULT_CAPACITY_TOKENS = 65_536
+_IN_A_LAYER = re.compile(r"\.\d+(\.|$)")
 
 _Foreign: TypeAlias = Any  # objects of transformers, which has no types
 
@@ -58,25 +64,25 @@ class TransformersModel:
     ) -> None:
         self.folder = folder
         raw = read_raw_config(folder)
-        self._model = _load(folder, raw, dtype, torch.device(device))
-        self._text = self._model.config.get_text_config(decoder=True)
+        with quiet_transformers() as reports:
+            self._model = _load(folder, raw, dtype, torch.device(device), reports)
+            self._text = self._model.config.get_text_config(decoder=True)
+            self._findings, self._context = _try_out(self._model, self._text)
         self._eos = _as_ids(raw.get("eos_token_id", getattr(self._text, "eos_token_id", None)))
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
-        self.can_crop = _can_crop(self._model.config)
+        self.can_crop = self._findings.uses_cache
         self._capacity = capacity_tokens or max(_DEFAULT_CAPACITY_TOKENS, self.max_context_tokens)
         self._sequences: dict[int, _Sequence] = {}
-        self._check_causal()
 
     @property
     def vocab_size(self) -> int:
         """Number of columns of the logits."""
-        return int(self._text.vocab_size)
+        return self._findings.num_columns
 
     @property
     def max_context_tokens(self) -> int:
-        """Longest sequence the model was made for; a bound of our own for models without one."""
-        known = (getattr(self._text, key, None) for key in _CONTEXT_KEYS)
-        return next((int(value) for value in known if isinstance(value, int) and value > 0), _UNBOUNDED_CONTEXT_TOKENS)
+        """Longest sequence over which every way to run the model agrees; a bound of our own for models without one."""
+        return self._context
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -86,7 +92,7 @@ class TransformersModel:
     @property
     def num_layers(self) -> int:
         """Number of layers."""
-        return int(self._text.num_hidden_layers)
+        return self._findings.num_layers or int(self._text.num_hidden_layers)
 
     @property
     def num_parameters(self) -> int:
@@ -239,21 +245,8 @@ class TransformersModel:
             state.cache.crop(shared - len(state.cached))
         return shared
 
-    @torch.inference_mode()
-    def _check_causal(self) -> None:
-        """Change the last of four tokens: the logits before it must not move."""
-        first, second = (
-            self._model(torch.tensor([[1, 2, 3, last]], device=self.device) % self.vocab_size, use_cache=False).logits[0].float() for last in (4, 5)
-        )
-        change = (first - second).abs().amax(-1)  # [4]
-        # Rounding may move earlier rows a little where experts are batched; what a row really reads moves it far more.
-        noise = 1e-3 if self._model.dtype in (torch.float32, torch.float64) else 0.05
-        if change[:3].max() > noise * change[3]:
-            name = self._model.config.model_type
-            raise UnsupportedModelError(f"model_type={name!r} reads later tokens too: foretoken runs causal language models")
 
-
-def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: torch.device) -> _Foreign:
+def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: torch.device, reports: list[str]) -> _Foreign:
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -261,7 +254,8 @@ def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: t
     if model_type not in CONFIG_MAPPING:
         code = "; it needs code from its own repository (auto_map), which is never run" if raw.get("auto_map") else ""
         raise UnsupportedModelError(f"model_type={model_type!r} is unknown to foretoken and to this version of transformers{code}")
-    Weights(folder)  # names the broken or missing file before transformers builds anything
+    weights, where = Weights(folder), str(folder / "config.json")  # names the broken or missing file before transformers builds anything
+    check_counts(raw, weights, where)
     wanted = "auto" if dtype == "auto" else parse_dtype(dtype)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -269,37 +263,79 @@ def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: t
             raise UnsupportedModelError(
                 f"model_type={model_type!r} has no causal language model in transformers: foretoken cannot continue text with it"
             )
+        check_size(config, weights, where)
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=wanted, trust_remote_code=False, use_safetensors=True, local_files_only=True, output_loading_info=True
+            folder,
+            config=config,
+            dtype=wanted,
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # named below
         )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error:  # quantised ones need packages of their own
-        if isinstance(error, UnsupportedModelError):
-            raise
-        raise CheckpointError(f"transformers cannot load the {model_type!r} model in {folder}: {error}") from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise CheckpointError(f"tensor {missing[0]} is missing in {folder}/{WEIGHTS}: the checkpoint is incomplete or of another architecture")
+    except ModelError:
+        raise
+    except Exception as error:  # whatever a foreign configuration makes a foreign library raise; quantised ones need their own packages
+        said = " ".join(" ".join(reports).split())
+        raise CheckpointError(f"transformers cannot load the {model_type!r} model in {folder}: {error}{f' ({said})' if said else ''}") from error
+    _check_report(weights, model, report)
     return model.to(device).eval()
 
 
-def _can_crop(config: _Foreign) -> bool:
-    """Whether every layer's cache is keys and values that can be cut back."""
-    try:
-        return _new_cache(config) is not None
-    except (AttributeError, KeyError, TypeError, ValueError):  # a cache of the family's own making
-        return False
+def _check_report(weights: Weights, model: _Foreign, report: dict[str, Any]) -> None:
+    """Every weight of the model comes from the file, and every tensor of a layer that the model has goes into it.
+
+    Tensors of parts that the model lacks as a whole (a vision tower, a classifier, layers that predict further tokens) stay behind.
+    """
+    for name, stored, wanted in sorted(report["mismatched_keys"]):
+        raise CheckpointError(f"tensor {name} in {weights.folder} has shape {list(stored)}; config.json asks for {list(wanted)}")
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"tensor {missing[0]} is missing in {weights.folder}/{WEIGHTS}: the checkpoint is incomplete or of another architecture"
+        )
+    modules = {name for name, _ in model.named_modules()}
+    for name in sorted(set(report["unexpected_keys"]) & set(weights.own_names)):
+        parents = (name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1))
+        owner = next((parent for parent in parents if parent in modules or f"{model.base_model_prefix}.{parent}" in modules), "")
+        if _IN_A_LAYER.search(owner):
+            reason = f"belongs to {owner}, and the {model.config.model_type!r} model of transformers has no place for it"
+            raise CheckpointError(f"tensor {name} in {weights.folder} {reason}: the checkpoint is of another architecture")
+
+
+def _context_tokens(text: _Foreign) -> int:
+    known = [getattr(text, key, None) for key in _CONTEXT_KEYS]
+    stated = next((int(value) for value in known if isinstance(value, int) and value > 0), _UNBOUNDED_CONTEXT_TOKENS)
+    return min(stated, rope_context_cap(text.to_dict()) or stated)
+
+
+@torch.inference_mode()
+def _try_out(model: _Foreign, text: _Foreign) -> tuple[Findings, int]:
+    """What a few tokens show, and the longest sequence that may be run."""
+    context = _context_tokens(text)
+    takes_cache = "past_key_values" in inspect.signature(model.forward).parameters and _new_cache(model.config) is not None
+    findings = try_out(model, int(text.vocab_size), context, (lambda: _new_cache(model.config)) if takes_cache else None)
+    return findings, min(context, findings.num_positions or context)
 
 
 def _new_cache(config: _Foreign) -> _Foreign:
-    """A cache that keeps all keys and values, also of sliding layers (the mask hides the old ones); None if impossible."""
+    """A cache that keeps all keys and values, also of sliding layers (the mask hides the old ones).
+
+    None where a layer keeps something else, which cannot be cut back, or where the mask needs to know that old keys are gone.
+    """
     from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-    cache = DynamicCache(config=config)
+    try:
+        cache = DynamicCache(config=config)
+    except (AttributeError, KeyError, TypeError, ValueError):  # a cache of the family's own making
+        return None
     kinds = {type(layer) for layer in cache.layers}
     types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     if not kinds or kinds - {DynamicLayer, DynamicSlidingWindowLayer, DummyLayer} or "chunked_attention" in types:
         return None
     cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
+    cache.layer_class_to_replicate = DynamicLayer  # a decoder may have more layers than the configuration counts: the encoder's
     return cache
 
 

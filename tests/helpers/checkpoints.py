@@ -106,7 +106,7 @@ def tiny_checkpoint(folder: Path, family: str, seed: int = 0, dtype: torch.dtype
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    settings: Mapping[str, Any] = _OWN_SHAPE[family] if family in _OWN_SHAPE else _SHAPE | _FAMILY[family]
+    settings: Mapping[str, Any] = _OWN_SHAPE[family] if family in _OWN_SHAPE else _SHAPE | _FAMILY.get(family, {})
     config = AutoConfig.for_model(family, **(dict(settings) | overrides))
     torch.manual_seed(seed)
     maker = AutoModel if family == "bert" else AutoModelForCausalLM

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foretoken.errors import CapacityError, CheckpointError, UnsupportedModelError
 from foretoken.model.hf import TransformersModel
 from foretoken.model.interface import LanguageModel, Segment
-from tests.helpers.checkpoints import randomise, tiny_checkpoint, token_ids
+from tests.helpers.checkpoints import randomise, tiny_checkpoint, token_ids, transformers_logits
+from tests.helpers.families import family_model, write_family
 
 FAMILIES = {"gpt2": True, "opt": True, "gpt_neox": True, "phi": True, "gemma2": True, "gemma3_text": True, "mistral": True, "mamba": False}
 
@@ -160,6 +164,141 @@ def test_dtype_is_honoured(folders: dict[str, Path]) -> None:
     assert model.forward(torch.tensor([1]), [Segment(1, 1)]).logits.dtype == torch.bfloat16
 
 
+# --- how a model may be run ---
+
+
+def written(folder: Path, family: str) -> Path:
+    return write_family(family_model(family), family, folder)
+
+
+def opened(folder: Path, dtype: str = "float32") -> TransformersModel:
+    return TransformersModel(folder, dtype)
+
+
+@pytest.mark.parametrize("family", ["rwkv", "openai-gpt", "xlm", "mamba2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_e4_families_that_do_not_read_the_cache_are_recomputed(tmp_path: Path, family: str, dtype: str) -> None:
+    model = opened(written(tmp_path, family), dtype)
+    assert not model.can_crop
+    ids = token_ids(15)
+    model.open(1)
+    model.forward(torch.tensor(ids[:9]), [Segment(1, 9)])
+    model.commit(1, 9)
+    out = model.forward(torch.tensor(ids[9:]), [Segment(1, 6)])
+    close(out.logits.float(), plain(model, ids)[-1:].float())
+
+
+def test_e4_positions_that_are_counted_from_padding_tokens_are_counted_in_the_whole_text(tmp_path: Path) -> None:
+    model = opened(written(tmp_path, "roberta"))
+    ids = [5, 6, 1, 7, 8, 9, 1, 10]  # 1 is the padding token
+    model.open(1)
+    model.forward(torch.tensor(ids[:4]), [Segment(1, 4)])
+    model.commit(1, 4)
+    close(model.forward(torch.tensor(ids[4:]), [Segment(1, 4, num_logits=4)]).logits, plain(model, ids)[-4:])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "gemma2"])
+def test_16_bit_rounding_does_not_cost_the_cache(tmp_path: Path, family: str, dtype: str) -> None:
+    assert opened(written(tmp_path, family), dtype).can_crop
+
+
+def test_c10_a_decoder_with_fewer_encoder_layers_keeps_its_cache_and_its_count(tmp_path: Path) -> None:
+    from transformers import BartConfig, BartForCausalLM
+
+    sizes = {"d_model": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 48}
+    decoder = BartForCausalLM(BartConfig(**sizes, vocab_size=97, encoder_layers=1, decoder_layers=3, max_position_embeddings=32)).eval()
+    randomise(decoder)
+    decoder.save_pretrained(tmp_path)
+    model = opened(tmp_path)
+    assert model.can_crop
+    assert model.num_layers == 3
+    ids = token_ids(32)
+    model.open(1)
+    model.forward(torch.tensor(ids[:20]), [Segment(1, 20)])
+    model.commit(1, 20)
+    close(model.forward(torch.tensor(ids[20:]), [Segment(1, 12, num_logits=12)]).logits, plain(model, ids)[-12:])
+
+
+@pytest.mark.parametrize(("family", "context"), [("roberta", 46), ("opt", 48), ("gpt2", 48), ("camembert", 46), ("biogpt", 48)])
+def test_c10_the_context_ends_where_the_table_of_positions_does(tmp_path: Path, family: str, context: int) -> None:
+    model = opened(written(tmp_path, family))
+    assert model.max_context_tokens == context
+    ids = [5 + token % 90 for token in token_ids(context + 1)]
+    assert plain(model, ids[:context]).isfinite().all()
+    with pytest.raises((IndexError, RuntimeError)):
+        plain(model, ids)
+
+
+@pytest.mark.parametrize("family", ["phi3", "granite"])
+def test_e3_the_context_ends_where_the_rotation_of_a_position_changes(tmp_path: Path, family: str) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 24, "factor": 4.0, **factors}
+    folder = tiny_checkpoint(tmp_path, family, **LONGROPE_SHAPE, rope_parameters=rope)
+    assert opened(folder).max_context_tokens == 24
+
+
+LONGROPE_SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "original_max_position_embeddings": 24,
+    "pad_token_id": None,
+}
+
+
+def test_nothing_of_transformers_reaches_the_terminal(tmp_path: Path, folders: dict[str, Path]) -> None:
+    """It reports tensors that it does not use, shows a bar, and says that a faster kernel is not installed."""
+    tensors = load_file(folders["mamba"] / "model.safetensors")
+    save_file({**tensors, "classifier.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((folders["mamba"] / "config.json").read_text())
+    program = f"""
+from foretoken.model.hf import TransformersModel
+from pathlib import Path
+from huggingface_hub.utils import are_progress_bars_disabled
+from transformers.utils import logging
+settings = lambda: (logging.get_verbosity(), logging.is_progress_bar_enabled(), are_progress_bars_disabled())
+before = settings()
+TransformersModel(Path({str(tmp_path)!r}))
+assert settings() == before
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_bars_of_transformers_are_as_before_also_after_a_failure(tmp_path: Path, folders: dict[str, Path]) -> None:
+    from transformers.utils import logging
+
+    (tmp_path / "config.json").write_text((folders["gpt2"] / "config.json").read_text())
+    save_file({}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    logging.enable_progress_bar()
+    try:
+        with pytest.raises(CheckpointError):
+            TransformersModel(tmp_path)
+        assert logging.is_progress_bar_enabled()
+    finally:
+        logging.disable_progress_bar()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_e1_a_head_of_its_own_is_read_whatever_the_configuration_says(tmp_path: Path, folders: dict[str, Path], tied: bool) -> None:
+    tensors = load_file(folders["gpt2"] / "model.safetensors")
+    table = next(tensor for name, tensor in tensors.items() if name.endswith("wte.weight"))
+    head = torch.randn(table.shape, generator=torch.Generator().manual_seed(5))
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((folders["gpt2"] / "config.json").read_text())
+    edit_config(tmp_path, tie_word_embeddings=tied)
+    ids = token_ids(9)
+    model = opened(tmp_path)
+    model.open(1)
+    close(model.forward(torch.tensor(ids), [Segment(1, 9, num_logits=9)]).logits, transformers_logits(tmp_path, ids))
+    assert torch.equal(model._model.get_output_embeddings().weight, head)
+
+
 # --- refusals ---
 
 
@@ -213,9 +352,33 @@ def test_pickles_and_broken_files_are_refused(tmp_path: Path, folders: dict[str,
         TransformersModel(tmp_path)
 
 
-def test_a_missing_tensor_is_named_not_made_up(tmp_path: Path, folders: dict[str, Path]) -> None:
-    from safetensors.torch import load_file, save_file
+def test_a_decoder_of_an_encoder_family_is_tried_out(tmp_path: Path) -> None:
+    """BERT trained as a decoder is one; its classes are not called so."""
+    model = opened(written(tmp_path, "bert"))
+    assert model.max_context_tokens == 48
 
+
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path, folders: dict[str, Path]) -> None:
+    (tmp_path / "config.json").write_text((folders["gpt2"] / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes((folders["gpt2"] / "model.safetensors").read_bytes())
+    edit_config(tmp_path, n_positions=64)
+    with pytest.raises(CheckpointError, match=r"tensor .*wpe.weight .* has shape \[128, 32\]; config.json asks for \[64, 32\]"):
+        TransformersModel(tmp_path)
+
+
+def test_a_tensor_that_a_layer_has_no_place_for_is_refused(tmp_path: Path, folders: dict[str, Path]) -> None:
+    tensors = load_file(folders["gpt2"] / "model.safetensors")
+    (tmp_path / "config.json").write_text((folders["gpt2"] / "config.json").read_text())
+    for name in ("transformer.h.1.attn.q_norm.weight", "transformer.h.0.mlp.c_fc.weight_scale", "h.1.attn.q_norm.weight"):
+        save_file({**tensors, name: torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=f"tensor {name} .* belongs to .* no place for it"):
+            TransformersModel(tmp_path)
+    for name in ("transformer.h.0.attn.bias", "transformer.h.2.attn.q_norm.weight", "vision.encoder.layers.0.weight", "score.weight"):
+        save_file({**tensors, name: torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        TransformersModel(tmp_path)
+
+
+def test_a_missing_tensor_is_named_not_made_up(tmp_path: Path, folders: dict[str, Path]) -> None:
     tensors = load_file(folders["gpt2"] / "model.safetensors")
     name = next(name for name in tensors if name.endswith("h.1.mlp.c_fc.weight"))
     del tensors[name]

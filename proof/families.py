@@ -1,0 +1,113 @@
+"""Every causal family that transformers registers: run exactly, refused by name, or impossible to build here. Writes docs/models.md."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.pool import AsyncResult
+from pathlib import Path
+
+from tests.helpers.family_trial import HOWS, Finding, try_family
+
+TABLE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+
+_HEAD = """\
+# Models
+
+Which causal families of transformers foretoken runs, and how. This page is written by `python -m proof.families --write`;
+`make proof` checks that it is what the sweep finds, with transformers {version}.
+
+For each family that `AutoModelForCausalLM` registers, the sweep writes a small random checkpoint (a context of {context} tokens, sliding
+windows of {window}), loads it in float32 and generates greedily to the end of its context: plain, with n-gram drafting, with a draft model,
+and with two kinds of trees. Every token must be the one that transformers finds when it reads the whole text again for each token,
+without a cache.
+
+| how | meaning |
+|---|---|
+| native | foretoken's own decoder |
+| transformers | the model of transformers with its cache of keys and values |
+| recomputed | the model of transformers, reading the whole text in each step: no cache that can be cut back, or one that gives other logits |
+| refused | loading ends with `UnsupportedModelError` (exit code 3); the note is its reason |
+| not built | no small checkpoint could be made from the family's configuration alone, so nothing is known; the note is the error |
+
+A checkpoint may run in another way than its family does here when its configuration asks for something else, such as another kind of rotary
+embedding. Every model that is loaded through transformers is first tried out on a few tokens (`foretoken/model/trial.py`), whatever
+this table says; what does not pass is refused.
+
+"""
+
+
+def families() -> list[str]:
+    """The registered model types, by name."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def find(family: str) -> Finding:
+    """`try_family` in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        return try_family(family, Path(folder))
+
+
+@contextmanager
+def sweep(names: Sequence[str]) -> Iterator[dict[str, AsyncResult[Finding]]]:
+    """Findings by family, on their way in two processes."""
+    with multiprocessing.get_context("spawn").Pool(min(2, os.cpu_count() or 1), _start_process) as pool:
+        yield {name: pool.apply_async(find, (name,)) for name in names}
+
+
+def _start_process() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "the draft has")  # no smaller than the target: speed is not the point
+
+
+def page(findings: list[Finding]) -> str:
+    """The text of docs/models.md."""
+    import transformers
+
+    from tests.helpers.families import CONTEXT, WINDOW
+
+    counts = ", ".join(f"{sum(one.how == how for one in findings)} {how}" for how in HOWS)
+    rows = [f"| {one.family} | {one.how} | {one.note.replace('|', '/')} |" for one in sorted(findings, key=lambda one: one.family)]
+    text = _HEAD.format(version=transformers.__version__, context=CONTEXT, window=WINDOW)
+    return text + f"{len(findings)} families: {counts}.\n\n| family | how | note |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+
+
+def read_page() -> dict[str, tuple[str, str]]:
+    """How and note of every family of the committed page."""
+    rows = (line.strip("|").split("|") for line in TABLE.read_text(encoding="utf-8").split("| family | how | note |")[1].splitlines()[2:])
+    return {family.strip(): (how.strip(), note.strip()) for family, how, note in rows}
+
+
+def main() -> None:
+    """Sweep, say what was found, and write the page if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*", help="model types; all by default. Rows of others stay as they are")
+    parser.add_argument("--write", action="store_true", help="write docs/models.md")
+    options = parser.parse_args()
+    findings = []
+    with sweep(options.families or families()) as results:
+        for result in results.values():
+            finding = result.get()
+            findings.append(finding)
+            print(f"{finding.family:24} {finding.how:12} {finding.note} {' / '.join(finding.differences)}", flush=True)
+    wrong = [finding.family for finding in findings if finding.differences]
+    if wrong:
+        sys.exit(f"not exact: {', '.join(sorted(wrong))}")
+    if options.write:
+        found = {finding.family for finding in findings}
+        others = [Finding(family, how, note) for family, (how, note) in read_page().items() if family not in found] if options.families else []
+        TABLE.write_text(page(findings + others), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
