@@ -263,6 +263,10 @@ def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: t
             raise UnsupportedModelError(
                 f"model_type={model_type!r} has no causal language model in transformers: foretoken cannot continue text with it"
             )
+        if "lsh" in (getattr(config, "attn_layers", None) or ()):  # in texts longer than a chunk, which no trial at loading reads
+            raise UnsupportedModelError(
+                f"model_type={model_type!r} hashes at random which tokens attend to each other: its answers cannot be repeated"
+            )
         check_size(config, weights, where)
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -50,7 +50,7 @@ def try_out(model: _Foreign, vocab_size: int, context_tokens: int, new_cache: Ca
             the same logits for the same text.
     """
     trial = _Trial(model, vocab_size, min(_NUM_TOKENS, context_tokens))
-    with _PositionTables(len(trial.ids)) as tables:
+    with _PositionTables(model, len(trial.ids)) as tables:
         num_layers = trial.read_whole()
     trial.check_unchanged()
     trial.check_causal()
@@ -63,16 +63,18 @@ def try_out(model: _Foreign, vocab_size: int, context_tokens: int, new_cache: Ca
 
 
 class _Trial:
-    """One text, and the same text with another token in row 5."""
+    """One text, and the same text with another token in row 5, a padding token if there is one."""
 
     def __init__(self, model: _Foreign, vocab_size: int, num_tokens: int) -> None:
         self._model, self._name = model, model.config.model_type
         self._place = min(_CHANGED, num_tokens - 1)
         # Irregular, so that ids cannot be taken for positions.
         self.ids = [(7 * place * place + 3 * place + 11) % vocab_size for place in range(num_tokens)]
-        self._others = list(self.ids)
-        self._others[self._place] = (self.ids[self._place] + vocab_size // 2) % vocab_size
-        self._vocab_size = vocab_size
+        # Some families take masks or positions from padding tokens, which a model may well generate: the other text has one.
+        pad = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
+        usual = (self.ids[self._place] + vocab_size // 2) % vocab_size
+        other = pad if isinstance(pad, int) and 0 <= pad < vocab_size and pad != self.ids[self._place] else usual
+        self._others = [*self.ids[: self._place], other, *self.ids[self._place + 1 :]]
         self._modes = _modes(model)
         self.logits = torch.empty(0)  # [T, V] of the text without a cache
         self._other_logits = torch.empty(0)  # [T, V] of the other one
@@ -105,39 +107,31 @@ class _Trial:
                 self._refuse("does not give the same logits for the same text twice")
             self._refuse("reads later tokens too")
         length = min(_SHORTER, len(self.ids))
-        if float(_difference(self._read(self.ids[:length]), self.logits[:length]).max()) > noise:
+        if float(_difference(self._read(self._others[:length]), self._other_logits[:length]).max()) > noise:
             self._refuse("gives a text other logits when more text follows it")
 
     def cache_agrees(self, new_cache: Callable[[], _Foreign]) -> bool:
-        """Whether a text in pieces behind a cache, guesses cut back in between, has the logits of the whole text.
-
-        The other text is read, and with a padding token in it: families that count their positions from such tokens lose count behind a cache.
-        """
+        """Whether the other text in pieces behind a cache, guesses cut back in between, has the logits of the whole."""
         if len(self.ids) < _NUM_TOKENS:
             return False  # a context of a few tokens needs no cache
-        text, whole = list(self._others), self._other_logits
-        pad = getattr(self._model.config.get_text_config(decoder=True), "pad_token_id", None)
-        if isinstance(pad, int) and 0 <= pad < self._vocab_size:
-            text[_PIECES[0][1] - 1] = pad
-            whole = self._read(text)
         try:
-            far = self._behind(new_cache(), text, whole)
+            far = self._behind(new_cache())
         except _FOREIGN_ERRORS:
             return False
-        rounding = _ROUNDING_STEPS * torch.finfo(self._model.dtype).eps * float(whole.abs().max())
+        rounding = _ROUNDING_STEPS * torch.finfo(self._model.dtype).eps * float(self.logits.abs().max())
         reach = _difference(self._other_logits, self.logits)[_CHANGED + 1 :]
         if self._model.dtype in _EXACT:
             return float(far.max()) <= max(rounding, _CACHE_NOISE * float(reach.max()))
         # One row in 16 bit may choose another expert; a cache that is not read shows in most rows.
         return float(far.median()) <= max(rounding, _COARSE_CACHE_NOISE * float(reach.median()))
 
-    def _behind(self, cache: _Foreign, text: list[int], whole: Tensor) -> Tensor:
+    def _behind(self, cache: _Foreign) -> Tensor:
         """How far each row that has something in the cache is from the whole text's."""
         found = []
         for start, stop, kept in _PIECES:
-            logits = self._forward(text[start:stop], past_key_values=cache, use_cache=True).logits[0].float()
+            logits = self._forward(self._others[start:stop], past_key_values=cache, use_cache=True).logits[0].float()
             if start:
-                found.append(_difference(logits, whole[start:stop]))
+                found.append(_difference(logits, self._other_logits[start:stop]))
             if kept < stop:
                 cache.crop(kept - stop)
         return torch.cat(found)
@@ -173,9 +167,10 @@ def _difference(left: Tensor, right: Tensor) -> Tensor:
 class _PositionTables(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches look-ups in tables: one whose index goes up by one from token to token holds positions, and ends where its rows do."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, model: _Foreign, num_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._num_tokens = num_tokens
+        self._own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         self.num_positions: int | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
@@ -188,8 +183,10 @@ class _PositionTables(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _look_up(self, table: Tensor, index: Tensor) -> None:
-        if index.numel() != self._num_tokens or self._num_tokens < 2 or index.is_floating_point() or index.dtype == torch.bool:
+        if index.numel() != self._num_tokens or self._num_tokens < 2 or index.dtype not in (torch.int64, torch.int32):
             return
+        if table.untyped_storage().data_ptr() not in self._own:
+            return  # of this text, not of the model
         places = index.flatten().tolist()
         if places == list(range(places[0], places[0] + self._num_tokens)):
             most = table.shape[0] - places[0]

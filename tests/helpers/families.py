@@ -53,6 +53,10 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"linear_num_key_heads|linear_num_heads", 2),
     (r"linear_num_value_heads", 4),
     (r"index_topk", 16),
+    (r"(mamba_)?chunk_size|block_size|floor_scale", 8),
+    (r"keep_window_size|local_attention_window_len|rel_extent", WINDOW),
+    (r"index_block_size", 4),
+    (r"index_topk_blocks", 2),
 )
 
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import io
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -123,7 +125,7 @@ class _Oracle:
     @torch.inference_mode()
     def generated(self, prompt: list[int], context: int) -> list[int]:
         try:
-            with quiet_transformers():
+            with quiet_transformers(), redirect_stdout(io.StringIO()):  # Reformer prints
                 ids = torch.tensor([prompt])
                 text: Any = self._model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=context - len(prompt))
         except Exception:  # noqa: BLE001 - transformers' own generate fails: no answer

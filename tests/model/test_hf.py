@@ -175,7 +175,7 @@ def opened(folder: Path, dtype: str = "float32") -> TransformersModel:
     return TransformersModel(folder, dtype)
 
 
-@pytest.mark.parametrize("family", ["rwkv", "openai-gpt", "xlm", "mamba2"])
+@pytest.mark.parametrize("family", ["rwkv", "openai-gpt", "mamba2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_e4_families_that_do_not_read_the_cache_are_recomputed(tmp_path: Path, family: str, dtype: str) -> None:
     model = opened(written(tmp_path, family), dtype)
@@ -356,6 +356,20 @@ def test_a_decoder_of_an_encoder_family_is_tried_out(tmp_path: Path) -> None:
     """BERT trained as a decoder is one; its classes are not called so."""
     model = opened(written(tmp_path, "bert"))
     assert model.max_context_tokens == 48
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("xlm", "gives a text other logits when more text follows it"),
+        ("big_bird", "turns from attention_type='block_sparse' to 'original_full'"),
+        ("reformer", "hashes at random which tokens attend to each other"),
+        ("xlnet", "reads later tokens too"),
+    ],
+)
+def test_e4_families_without_one_law_for_a_text_are_refused_by_name(tmp_path: Path, family: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"model_type='{family}' {reason}"):
+        opened(written(tmp_path, family))
 
 
 def test_a_tensor_of_another_shape_is_named(tmp_path: Path, folders: dict[str, Path]) -> None:

@@ -33,12 +33,13 @@ class Averaging(nn.Module):
         generator = torch.Generator().manual_seed(0)
         self.flaw, self.dtype, self.device = flaw, dtype, torch.device("cpu")
         self.attention_type = "sparse"
-        self.tokens = torch.randn(VOCABULARY, WIDTH, generator=generator)
-        self.positions = torch.randn(CONTEXT + 2, WIDTH, generator=generator)
-        self.head = torch.randn(WIDTH, VOCABULARY, generator=generator)
+        self.tokens = nn.Parameter(torch.randn(VOCABULARY, WIDTH, generator=generator))
+        self.positions = nn.Parameter(torch.randn(CONTEXT + 2, WIDTH, generator=generator))
+        self.head = nn.Parameter(torch.randn(WIDTH, VOCABULARY, generator=generator))
         text = SimpleNamespace(pad_token_id=1)
         self.config: Any = SimpleNamespace(model_type="averaging", get_text_config=lambda decoder: text)
 
+    @torch.inference_mode()
     def forward(
         self, ids: Tensor, past_key_values: Cache | None = None, use_cache: bool = False, output_hidden_states: bool = False
     ) -> SimpleNamespace:
@@ -62,6 +63,8 @@ class Averaging(nn.Module):
             seen = seen * (1 + 0.01 * len(text))
         if self.flaw == "draws at random":
             seen = seen + 0.01 * torch.randn(seen.shape)
+        if self.flaw == "takes its length from padding tokens":
+            seen = seen * (torch.arange(len(text)) < sum(token != 1 for token in text))[:, None]
         logits = ((seen + x).to(self.dtype) @ self.head.to(self.dtype))[None, -rows:]
         if self.flaw == "gives no rows":
             logits = logits[:, -1]
@@ -100,6 +103,7 @@ def test_a_model_without_a_cache_and_a_tiny_context_are_recomputed() -> None:
         ("reads later tokens", "'averaging' reads later tokens too"),
         ("knows how long the text is", "gives a text other logits when more text follows"),
         ("draws at random", "does not give the same logits for the same text twice"),
+        ("takes its length from padding tokens", "gives a text other logits when more text follows"),
         ("switches", "turns from attention_type='sparse' to 'full' when it reads a short text"),
         ("gives no rows", r"gives logits of shape \[1, 41\] for 12 tokens, not one row for each"),
         ("wants pictures", r"cannot run on token ids alone \(ValueError: You must specify pixel_values\)"),
