@@ -132,6 +132,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def filtered(self) -> bool:
+        """Whether top_k, top_p or min_p take tokens away."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
     def structured(self) -> bool:
         """Whether the answer must follow a schema, a regular expression or a grammar."""
         return self.json_schema is not None or self.regex is not None or self.grammar is not None

@@ -1,0 +1,97 @@
+"""Which tokens survive top_k, top_p and min_p however the logits of a row were rounded, and which may survive.
+
+Two computations of the same row differ by rounding. A token whose logit lies close to the border of a filter can then be inside one law
+and outside the other. The filters keep the most likely tokens, so a border is one number: everything above it stays.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.config import SamplingParams
+from foretoken.model.sampling import coldest
+
+_LOG_SMALLEST = math.log(torch.finfo(torch.float32).smallest_normal) - 23 * math.log(2)  # below, exp() is 0 in float32
+_SUM_ERROR = 2e-6  # of a float32 softmax over a whole vocabulary, and of the sums that top_p makes of it
+_EXP_ERROR = 1e-6
+
+
+@dataclass(frozen=True)
+class Support:
+    """The tokens of some rows: `certain` [n, V] bool are kept under every rounding, `possible` [n, V] bool under at least one."""
+
+    certain: Tensor
+    possible: Tensor
+
+
+def support(logits: Tensor, rounding: Tensor, params: SamplingParams) -> Support:
+    """The support of the laws of `logits` [n, V] (processed) when two logits of row i may move against each other by `rounding[i]`.
+
+    For a temperature above 0. Bounds, not estimates: `certain` may be too small and `possible` too large, never the other way.
+    """
+    assert not params.greedy
+    temperature = coldest(params.temperature)
+    scores = logits.double() / temperature  # [n, V]
+    scores = scores - scores.amax(-1, keepdim=True)
+    moves = rounding.double() / temperature + _EXP_ERROR  # [n]
+    allowed = scores > -torch.inf
+    if not params.filtered:
+        return Support(allowed, allowed & (scores >= (_LOG_SMALLEST - moves)[:, None]))
+    borders = [_borders(row, move, params) for row, move in zip(scores, moves.tolist(), strict=True)]
+    surely, maybe = (torch.tensor([border[i] for border in borders], dtype=torch.float64, device=scores.device)[:, None] for i in (0, 1))
+    return Support(allowed & (scores >= surely), allowed & (scores >= maybe))
+
+
+def _borders(scores: Tensor, move: float, params: SamplingParams) -> tuple[float, float]:
+    """The least score `[V]` that is kept for certain and the least that may be kept, inf where nothing is certain; the best score is 0."""
+    places = min(len(scores), max(2, params.top_k + 1))
+    ranked = scores.topk(places).values.tolist()
+    second = ranked[1] if places > 1 else -math.inf
+    surely, maybe = -math.inf, _LOG_SMALLEST - move
+    if 0 < params.top_k < len(scores):
+        surely, maybe = ranked[params.top_k] + move, max(maybe, ranked[params.top_k - 1] - move)
+    if params.top_p < 1.0:
+        p_surely, p_maybe = _top_p_borders(scores, move, params.top_p, surely, maybe)
+        alone = 0.0 if second + move <= 0 else math.inf  # the best token stays in any case
+        surely, maybe = max(surely, min(p_surely, alone)), max(maybe, min(p_maybe, -move))
+    if params.min_p > 0.0:
+        depth = -math.log(params.min_p)
+        alone = 0.0 if second + move <= depth else math.inf  # the best token is compared with the next one
+        surely, maybe = max(surely, min(move - depth, alone)), max(maybe, -depth - move)
+    return surely, maybe
+
+
+def _top_p_borders(scores: Tensor, move: float, top_p: float, surely: float, maybe: float) -> tuple[float, float]:
+    """The borders of top_p alone, among tokens that top_k keeps for certain above `surely` and may keep above `maybe`; the best score is 0.
+
+    A token stays when it and all below it hold more than 1 - top_p. The least they can come to: they lose half of `move`, all others
+    gain as much, what is closer than `move` counts as above, and top_k keeps as little below as it can. The most: the reverse.
+    """
+    # Tokens below this level, all together and moved up, hold less than 1 - top_p: they need no order.
+    level = math.log(max(1 - top_p - _SUM_ERROR, 1e-300) / (4 * len(scores))) - 3 * move
+    kept = scores >= maybe
+    near = kept & (scores >= level)
+    ordered = scores[near].sort().values  # [m] rising
+    tail = float(scores[kept & ~near].exp().sum())
+    own = ordered.exp()  # [m]
+    below = torch.cat((own.new_zeros(1), own.cumsum(0)))  # [m + 1] what the lowest 0, 1, ... m hold
+    total, doubtful = below[-1], below[int((ordered < surely).sum())]
+
+    low = below[torch.searchsorted(ordered, ordered - move)]  # [m] held by what lies further below than `move`
+    far = torch.where(ordered - move >= level, tail, 0.0)
+    least = own + (low - doubtful).clamp(min=0) + (far if surely == -math.inf else 0.0)
+    certain = ordered[_share(least, total + tail - own - low - far, -move) > 1 - top_p + _SUM_ERROR]
+
+    up_to = below[torch.searchsorted(ordered, ordered + move, right=True)]  # [m] held by what lies no further above than `move`
+    above = torch.minimum(total - up_to, total - doubtful)
+    open_ = ordered[_share(up_to + tail, above, move) > 1 - top_p - _SUM_ERROR]
+    return float(certain[0]) if len(certain) else math.inf, float(open_[0]) if len(open_) else math.inf
+
+
+def _share(below: Tensor, above: Tensor, move: float) -> Tensor:
+    """`below / (below + above)`, both [m], after the two moved against each other by `move`."""
+    return torch.sigmoid(below.log() - above.clamp(min=0).log() + move)
