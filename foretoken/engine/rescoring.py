@@ -65,10 +65,10 @@ class ScoredRows:
         if params.greedy or not len(self.tokens):
             return laws, torch.zeros(len(self.tokens), dtype=torch.bool, device=laws.device)
         chosen = self.tokens[:, None]
-        found = support(self.logits, self.rounding, params)
-        inside = laws * (found.certain & ~self._blurred()[:, None])
+        found, blurred = support(self.logits, self.rounding, params), self._blurred()[:, None]
+        inside = laws * (found.certain & ~blurred)
         inside = inside / inside.sum(-1, keepdim=True).clamp(min=torch.finfo(inside.dtype).tiny)
-        return inside, (found.possible & (inside == 0)).gather(-1, chosen)[:, 0]
+        return inside, (found.possible & (~found.certain | blurred)).gather(-1, chosen)[:, 0]
 
     def _blurred(self) -> Tensor:
         """Rows `[n]` bool whose law hangs on rounding, as at a low temperature where two tokens are nearly as likely.

@@ -15,7 +15,8 @@ from torch import Tensor
 from foretoken.config import SamplingParams
 from foretoken.model.sampling import coldest
 
-_LOG_SMALLEST = math.log(torch.finfo(torch.float32).smallest_normal) - 23 * math.log(2)  # below, exp() is 0 in float32
+# exp() of float32: a normal number above the first, 0 below the second, and what the kernel likes between the two.
+_LOG_NORMAL, _LOG_ZERO = -87.3, -104.0
 _SUM_ERROR = 2e-6  # of a float32 softmax over a whole vocabulary, and of the sums that top_p makes of it
 _EXP_ERROR = 1e-6
 
@@ -39,8 +40,6 @@ def support(logits: Tensor, rounding: Tensor, params: SamplingParams) -> Support
     scores = scores - scores.amax(-1, keepdim=True)
     moves = rounding.double() / temperature + _EXP_ERROR  # [n]
     allowed = scores > -torch.inf
-    if not params.filtered:
-        return Support(allowed, allowed & (scores >= (_LOG_SMALLEST - moves)[:, None]))
     borders = [_borders(row, move, params) for row, move in zip(scores, moves.tolist(), strict=True)]
     surely, maybe = (torch.tensor([border[i] for border in borders], dtype=torch.float64, device=scores.device)[:, None] for i in (0, 1))
     return Support(allowed & (scores >= surely), allowed & (scores >= maybe))
@@ -48,20 +47,19 @@ def support(logits: Tensor, rounding: Tensor, params: SamplingParams) -> Support
 
 def _borders(scores: Tensor, move: float, params: SamplingParams) -> tuple[float, float]:
     """The least score `[V]` that is kept for certain and the least that may be kept, inf where nothing is certain; the best score is 0."""
-    places = min(len(scores), max(2, params.top_k + 1))
-    ranked = scores.topk(places).values.tolist()
-    second = ranked[1] if places > 1 else -math.inf
-    surely, maybe = -math.inf, _LOG_SMALLEST - move
+    ranked = scores.topk(min(len(scores), max(2, params.top_k + 1))).values.tolist()
+    second = ranked[1] if len(ranked) > 1 else -math.inf
+    is_best = 0.0 if second + move <= 0 else math.inf  # the border that keeps only the best token, where that is certainly the best
+    surely, maybe = min(_LOG_NORMAL + move, is_best), _LOG_ZERO - move
     if 0 < params.top_k < len(scores):
-        surely, maybe = ranked[params.top_k] + move, max(maybe, ranked[params.top_k - 1] - move)
+        surely, maybe = max(surely, ranked[params.top_k] + move), max(maybe, ranked[params.top_k - 1] - move)
     if params.top_p < 1.0:
         p_surely, p_maybe = _top_p_borders(scores, move, params.top_p, surely, maybe)
-        alone = 0.0 if second + move <= 0 else math.inf  # the best token stays in any case
-        surely, maybe = max(surely, min(p_surely, alone)), max(maybe, min(p_maybe, -move))
+        surely, maybe = max(surely, min(p_surely, is_best)), max(maybe, min(p_maybe, -move))
     if params.min_p > 0.0:
         depth = -math.log(params.min_p)
-        alone = 0.0 if second + move <= depth else math.inf  # the best token is compared with the next one
-        surely, maybe = max(surely, min(move - depth, alone)), max(maybe, -depth - move)
+        near_best = 0.0 if second + move <= depth else math.inf  # the best token is compared with the next one
+        surely, maybe = max(surely, min(move - depth, near_best)), max(maybe, -depth - move)
     return surely, maybe
 
 
@@ -76,15 +74,15 @@ def _top_p_borders(scores: Tensor, move: float, top_p: float, surely: float, may
     kept = scores >= maybe
     near = kept & (scores >= level)
     ordered = scores[near].sort().values  # [m] rising
-    tail = float(scores[kept & ~near].exp().sum())
+    tail, sure_tail = (float(scores[kept & ~near & (scores >= border)].exp().sum()) for border in (maybe, surely))
     own = ordered.exp()  # [m]
     below = torch.cat((own.new_zeros(1), own.cumsum(0)))  # [m + 1] what the lowest 0, 1, ... m hold
     total, doubtful = below[-1], below[int((ordered < surely).sum())]
 
     low = below[torch.searchsorted(ordered, ordered - move)]  # [m] held by what lies further below than `move`
-    far = torch.where(ordered - move >= level, tail, 0.0)
-    least = own + (low - doubtful).clamp(min=0) + (far if surely == -math.inf else 0.0)
-    certain = ordered[_share(least, total + tail - own - low - far, -move) > 1 - top_p + _SUM_ERROR]
+    far = (ordered - move >= level).double()  # [m] whether that is all of the tail too
+    least = own + (low - doubtful).clamp(min=0) + far * sure_tail
+    certain = ordered[_share(least, total - own - low + (1 - far) * tail, -move) > 1 - top_p + _SUM_ERROR]
 
     up_to = below[torch.searchsorted(ordered, ordered + move, right=True)]  # [m] held by what lies no further above than `move`
     above = torch.minimum(total - up_to, total - doubtful)

@@ -71,10 +71,10 @@ def test_without_ties_or_rounding_nothing_is_in_doubt(filters: dict[str, float])
 
 
 def test_without_filters_all_that_is_not_banned_is_certain() -> None:
-    logits = torch.tensor([[0.0, -5.0, -torch.inf, -300.0]])
+    logits = torch.tensor([[0.0, -5.0, -torch.inf, -103.8, -300.0]])
     found = support(logits, torch.tensor([0.5]), SamplingParams(temperature=1.0))
-    assert found.certain.tolist() == [[True, True, False, True]]
-    assert found.possible.tolist() == [[True, True, False, False]]  # exp(-300) is 0 in float32
+    assert found.certain.tolist() == [[True, True, False, False, False]]  # exp(-104) is 0 in float32
+    assert found.possible.tolist() == [[True, True, False, True, False]]
     cold = support(logits[:, :2], torch.tensor([0.5]), SamplingParams(temperature=1e-8))
     assert cold.possible.tolist() == [[True, False]]
 
