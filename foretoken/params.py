@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from foretoken.errors import InputError
 
+TEMPERATURES = (0.0, 100.0)
 PRIORITIES = (-100, 100)
 DEADLINES_S = (0.0, 1e9)  # the first excluded
 
@@ -73,7 +74,7 @@ class SamplingParams:
         self._check_service()
 
     def _check_law(self) -> None:
-        check_number("temperature", self.temperature, low=0.0, high=100.0)
+        check_number("temperature", self.temperature, *TEMPERATURES)
         check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         check_number("min_p", self.min_p, low=0.0, high=1.0)
         check_whole("top_k", self.top_k, low=0)
