@@ -17,8 +17,8 @@ from typer.core import TyperGroup, TyperOption
 
 import foretoken
 from foretoken import LLM, ForetokenError, SamplingParams, SpecConfig
-from foretoken.cli.app import app
 from foretoken.audit.plan import AuditOptions
+from foretoken.cli.app import app
 from foretoken.config import DRAFTERS, LOSSY_RULES, RULES
 from foretoken.plan.admission import SchedulerConfig
 from foretoken.plan.routing import RoutingRules

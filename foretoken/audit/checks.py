@@ -55,7 +55,7 @@ def _equality(
     base: Sequence[GenerateOutput],
     again: Sequence[GenerateOutput],
     exact: bool,
-    gap: Callable[[int, int], tuple[float, float]],
+    gap: Callable[[int, int], tuple[float, float]] = lambda *_: (math.inf, 0.0),
 ) -> Check:
     """Are two sets of answers equal? Unless `exact`, one may turn off where the two choices lie within rounding.
 
@@ -71,7 +71,7 @@ def _equality(
             num_beyond += 1
             continue
         apart, rounding = gap(i, place)
-        told.append(f"token {place}: {apart:.2g} apart, rounding explains {rounding:.2g}")
+        told.append(f"token {place}" + (f": {apart:.2g} apart, rounding explains {rounding:.2g}" if apart < math.inf else ""))
         num_beyond += exact or not apart <= rounding
     ties = len(told) - num_beyond
     return Check(
@@ -149,7 +149,7 @@ def _coupled_seeds(session: Session, prompts: Sequence[list[int]], params: Seque
 def _drawn_seeds(session: Session, prompts: Sequence[list[int]], params: Sequence[SamplingParams], spec: SpecConfig) -> Check:
     """Two runs that know nothing of each other: each has a tenant of its own, so neither begins with what the other left in the cache."""
     base, again = (session.answers(prompts, params, replace(spec, tenant=f"audit {name}")).outputs for name in ("one", "two"))
-    check = _equality(_SEEDS, f"temperature {params[0].temperature:g}, the same again", base, again, True, lambda i, place: (math.inf, 0.0))
+    check = _equality(_SEEDS, f"temperature {params[0].temperature:g}, the same again", base, again, exact=True)
     return check if check.result == "pass" or session.repeats_draws(spec) else replace(check, result="info", demanded="", detail=_WHY_NOT_DEMANDED)
 
 

@@ -69,7 +69,9 @@ def test_w3_the_number_of_guesses_follows_the_clock_and_no_audit_fails(
     assert {check.demanded for check in checks} == {"all equal but for near ties"}
 
 
-@pytest.mark.parametrize("spec", [SpecConfig("suffix"), SpecConfig("lookahead"), SpecConfig("ngram"), SpecConfig("mix"), SpecConfig()], ids=lambda s: s.drafter)
+@pytest.mark.parametrize(
+    "spec", [SpecConfig("suffix"), SpecConfig("lookahead"), SpecConfig("ngram"), SpecConfig("mix"), SpecConfig()], ids=lambda s: s.drafter
+)
 def test_w3_drawn_rules_repeat_themselves_in_wide_numbers(pair: SimpleNamespace, spec: SpecConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the clock says, and whatever earlier answers of the same seeds have taught; a drafter that goes by times is not asked."""
     jitter(monkeypatch, seed=2)
@@ -111,7 +113,13 @@ def test_what_is_chosen_by_times_is_set_or_left_out(pair: SimpleNamespace) -> No
     assert _untimed(draft_of(pair, num_draft=4)) == draft_of(pair, num_draft=4)
     assert _untimed(SpecConfig()) == SpecConfig()
     assert _untimed(SpecConfig("early_exit", exit_layer=1)) == SpecConfig("early_exit", exit_layer=1, num_draft=1)
-    for spec in (SpecConfig("mix"), SpecConfig("auto"), SpecConfig("recycling"), SpecConfig("early_exit"), SpecConfig("early_exit", skip_layers="auto")):
+    for spec in (
+        SpecConfig("mix"),
+        SpecConfig("auto"),
+        SpecConfig("recycling"),
+        SpecConfig("early_exit"),
+        SpecConfig("early_exit", skip_layers="auto"),
+    ):
         assert _untimed(spec) is None
 
 
