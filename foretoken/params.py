@@ -23,7 +23,10 @@ class SamplingParams:
     then temperature, top_k, top_p, min_p. `seed=None` draws a fresh seed for each request.
 
     - `repetition_penalty` looks at prompt and output, `presence_penalty` and `frequency_penalty` at the output alone.
-    - `bad_words` are texts (banned with and without a space before them) or lists of token ids.
+    - `bad_words`: a text never appears in the answer, inside longer words neither, whatever tokens would spell it (a space
+      bans every token with a space in it). A list of token ids bans that sequence, begun in the prompt or not, as transformers'
+      `bad_words_ids` does. With a tokenizer that does not say what each of its tokens writes (WordPiece), a text stands for its own token
+      sequences, with and without a space before it.
     - Before `min_tokens` no end token is drawn and no stop string ends the answer.
     - `n` answers are drawn for one prompt; answer i > 0 has a seed of its own, derived from `seed`.
     - `logprobs=k` reports the log-probability of every emitted token and of the k likeliest (0: of the token alone).
