@@ -71,6 +71,7 @@ class SamplingParams:
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise InputError("stop", text, "each stop string must be a text of at least one character")
+            check_text("stop", text)
         self._check_law()
         self._check_output()
         self._check_structure()
@@ -97,6 +98,8 @@ class SamplingParams:
         for word in self.bad_words:
             if not isinstance(word, str | list | tuple) or not word:
                 raise InputError("bad_words", word, "each must be a text or a list of token ids, and not empty")
+            if isinstance(word, str):
+                check_text("bad_words", word)
         object.__setattr__(self, "bad_words", tuple(w if isinstance(w, str) else tuple(w) for w in self.bad_words))
 
     def _check_output(self) -> None:
@@ -124,6 +127,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InputError(name, value, "must be a text of at least one character")
+        for name in given:
+            if isinstance(getattr(self, name), str):
+                check_text(name, getattr(self, name))
 
     def _check_service(self) -> None:
         check_whole("priority", self.priority, *PRIORITIES)
@@ -159,7 +165,7 @@ def check_number(name: str, value: object, low: float, high: float, open_low: bo
         InputError: names the field.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
-        raise InputError(name, value, "must be a finite number")
+        raise InputError(name, value, "must be a finite number" + _of_a_library(value, "float"))
     if value < low or value > high or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise InputError(name, value, f"must lie in {bracket}{low:g}, {high:g}]")
@@ -172,9 +178,22 @@ def check_whole(name: str, value: object, low: int, high: int | None = None) -> 
         InputError: names the field.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError(name, value, "must be a whole number")
+        raise InputError(name, value, "must be a whole number" + _of_a_library(value, "int"))
     if value < low or (high is not None and value > high):
         raise InputError(name, value, f"must be at least {low}" + ("" if high is None else f" and at most {high}"))
+
+
+def check_text(name: str, value: str) -> None:
+    """A text that can be written as UTF-8, which no tokenizer does without.
+
+    Raises:
+        InputError: names the field.
+    """
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        place = f"character {error.start} is half of a surrogate pair (U+{ord(value[error.start]):04X})"
+        raise InputError(name, value, f"{place}, which is no text; was it read from bytes that are not UTF-8?") from None
 
 
 def check_flag(name: str, value: object) -> None:
@@ -185,3 +204,8 @@ def check_flag(name: str, value: object) -> None:
     """
     if not isinstance(value, bool):
         raise InputError(name, value, "must be True or False")
+
+
+def _of_a_library(value: object, kind: str) -> str:
+    """What to do with a number of numpy or torch."""
+    return f" of Python's; {kind}(x) makes one" if hasattr(value, "item") else ""
