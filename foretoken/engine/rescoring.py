@@ -77,9 +77,12 @@ class ScoredRows:
         tokens that compete with the best one; noise that is larger than the temperature makes more tokens compete.
         """
         temperature, noise = coldest(self.params.temperature), self.rounding.double() * _NOISE
+        size = (noise / temperature).square().clamp(max=1)  # [n]
+        if not bool((size > _MOST_BLUR).any()):
+            return torch.zeros(len(size), dtype=torch.bool, device=size.device)
         warm = torch.maximum(4 * noise, torch.full_like(noise, temperature))
         rivals = 1 - (self.logits.double() / warm[:, None]).softmax(-1).amax(-1)
-        return (noise / temperature).square().clamp(max=1) * rivals > _MOST_BLUR
+        return size * rivals > _MOST_BLUR
 
 
 class Rescoring:

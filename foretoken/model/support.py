@@ -19,6 +19,7 @@ from foretoken.model.sampling import coldest
 _LOG_NORMAL, _LOG_ZERO = -87.3, -104.0
 _SUM_ERROR = 2e-6  # of a float32 softmax over a whole vocabulary, and of the sums that top_p makes of it
 _EXP_ERROR = 1e-6
+_FEW = 1024  # tokens that are sorted first; only a flat law has more inside top_p
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ def support(logits: Tensor, rounding: Tensor, params: SamplingParams) -> Support
     scores = scores - scores.amax(-1, keepdim=True)
     moves = rounding.double() / temperature + _EXP_ERROR  # [n]
     allowed = scores > -torch.inf
+    if not params.filtered and bool((moves < -_LOG_NORMAL).all()):  # the best token is normal in any case, and nothing is compared with it
+        return Support(allowed & (scores >= (_LOG_NORMAL + moves)[:, None]), allowed & (scores >= (_LOG_ZERO - moves)[:, None]))
     borders = [_borders(row, move, params) for row, move in zip(scores, moves.tolist(), strict=True)]
     surely, maybe = (torch.tensor([border[i] for border in borders], dtype=torch.float64, device=scores.device)[:, None] for i in (0, 1))
     return Support(allowed & (scores >= surely), allowed & (scores >= maybe))
@@ -69,24 +72,25 @@ def _top_p_borders(scores: Tensor, move: float, top_p: float, surely: float, may
     A token stays when it and all below it hold more than 1 - top_p. The least they can come to: they lose half of `move`, all others
     gain as much, what is closer than `move` counts as above, and top_k keeps as little below as it can. The most: the reverse.
     """
-    # Tokens below this level, all together and moved up, hold less than 1 - top_p: they need no order.
-    level = math.log(max(1 - top_p - _SUM_ERROR, 1e-300) / (4 * len(scores))) - 3 * move
-    kept = scores >= maybe
-    near = kept & (scores >= level)
-    ordered = scores[near].sort().values  # [m] rising
-    tail, sure_tail = (float(scores[kept & ~near & (scores >= border)].exp().sum()) for border in (maybe, surely))
-    own = ordered.exp()  # [m]
-    below = torch.cat((own.new_zeros(1), own.cumsum(0)))  # [m + 1] what the lowest 0, 1, ... m hold
-    total, doubtful = below[-1], below[int((ordered < surely).sum())]
+    total, sure_total = (float(scores[scores >= border].exp().sum()) for border in (maybe, surely))
+    for count in (_FEW, len(scores)):
+        ordered = scores.topk(min(count, len(scores))).values.flip(0)
+        ordered = ordered[ordered >= maybe]  # [m] rising, all tokens that top_k may keep or the likeliest of them
+        own = ordered.exp()  # [m]
+        below = torch.cat((own.new_zeros(1), own.cumsum(0)))  # [m + 1] what the lowest 0, 1, ... m hold
+        held, doubtful = below[-1], below[int((ordered < surely).sum())]
+        tail, sure_tail = max(0.0, total - float(held)), max(0.0, sure_total - float(held - doubtful))
+        up_to = below[torch.searchsorted(ordered, ordered + move, right=True)] + tail  # [m] held by what lies no further above than `move`
+        above = torch.minimum(held + tail - up_to, held - doubtful)
+        is_open = _share(up_to, above, move) > 1 - top_p - _SUM_ERROR
+        if not bool(is_open[0]):  # nor is any token of the tail, which needs no order then
+            break
 
     low = below[torch.searchsorted(ordered, ordered - move)]  # [m] held by what lies further below than `move`
-    far = (ordered - move >= level).double()  # [m] whether that is all of the tail too
+    far = (ordered - move > ordered[0]).double()  # [m] whether that is all of the tail too
     least = own + (low - doubtful).clamp(min=0) + far * sure_tail
-    certain = ordered[_share(least, total - own - low + (1 - far) * tail, -move) > 1 - top_p + _SUM_ERROR]
-
-    up_to = below[torch.searchsorted(ordered, ordered + move, right=True)]  # [m] held by what lies no further above than `move`
-    above = torch.minimum(total - up_to, total - doubtful)
-    open_ = ordered[_share(up_to + tail, above, move) > 1 - top_p - _SUM_ERROR]
+    certain = ordered[_share(least, held - own - low + (1 - far) * tail, -move) > 1 - top_p + _SUM_ERROR]
+    open_ = ordered[is_open]
     return float(certain[0]) if len(certain) else math.inf, float(open_[0]) if len(open_) else math.inf
 
 

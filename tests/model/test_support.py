@@ -49,7 +49,7 @@ def moved(logits: Tensor, rounding: float, number: int) -> Tensor:
 @pytest.mark.parametrize("step", [1e-6, 0.0625])
 @pytest.mark.parametrize("temperature", [0.05, 1.5])
 def test_every_rounding_lies_between_the_bounds(filters: dict[str, float], step: float, temperature: float) -> None:
-    for vocab in (40, 1500):
+    for vocab in (40, 1500, 3000):
         logits = rows(vocab, step)
         params = SamplingParams(temperature=temperature, **filters)  # type: ignore[arg-type]
         for rounding in (1e-5, 0.02, 0.4):
