@@ -6,12 +6,12 @@ twenty, and the alarm's bound of 1e6 in one of a million.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from foretoken import LLM, SamplingParams, SpecConfig
@@ -40,7 +40,7 @@ MIXES: list[dict[str, Any]] = [
 ]
 
 
-def followed(llm: LLM, params: dict[str, Any], first_seed: int, turns: int = 3, max_tokens: int = 24) -> Shadow:
+def followed(llm: LLM, params: dict[str, Any], first_seed: int, turns: int = 3, max_tokens: int = 18) -> Shadow:
     """A shadow of its own that has seen some answers with these parameters, by every drafter."""
     shadow = Shadow(llm.target, 1.0, room=llm.engine.scheduler, fresh_processors=llm.engine.intake.processors, tokens_per_step=256)
     llm.engine.watchers.append(shadow)
@@ -63,7 +63,7 @@ def test_w2_a_sound_engine_raises_no_alarm(dtype: str) -> None:
         for number, params in enumerate(MIXES):
             found = followed(llm, params, first_seed=10_000 * number).stats
             assert not found.alarm, f"{params}: {found.message}"
-            assert found.num_tokens > 1000
+            assert found.num_tokens > 800
             above += found.e_value >= 20
     assert above <= 5
 
@@ -91,6 +91,6 @@ def test_w2_another_temperature_is_found_behind_filters(dtype: str, monkeypatch:
 
     monkeypatch.setattr(runner_module, "target_probs", warmer)
     with LLM("reference:target", dtype=dtype, cache_tokens=4096) as llm, pytest.warns(UserWarning, match="do not follow the target's law"):
-        found = followed(llm, {"temperature": 0.8, "top_k": 20}, first_seed=0, turns=9).stats
+        found = followed(llm, {"temperature": 0.8, "top_k": 20}, first_seed=0, turns=4).stats
     assert found.alarm
-    assert torch.isfinite(torch.tensor(found.e_value))
+    assert math.isfinite(found.e_value)
