@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from foretoken.errors import InputError
 
+TEMPERATURES = (0.0, 100.0)
 PRIORITIES = (-100, 100)
 DEADLINES_S = (0.0, 1e9)  # the first excluded
 
@@ -22,7 +23,10 @@ class SamplingParams:
     then temperature, top_k, top_p, min_p. `seed=None` draws a fresh seed for each request.
 
     - `repetition_penalty` looks at prompt and output, `presence_penalty` and `frequency_penalty` at the output alone.
-    - `bad_words` are texts (banned with and without a space before them) or lists of token ids.
+    - `bad_words`: a text never appears in the answer, inside longer words neither, whatever tokens would spell it (a space
+      bans every token with a space in it). A list of token ids bans that sequence, begun in the prompt or not, as transformers'
+      `bad_words_ids` does. With a tokenizer that does not say what each of its tokens writes (WordPiece), a text stands for its own token
+      sequences, with and without a space before it.
     - Before `min_tokens` no end token is drawn and no stop string ends the answer.
     - `n` answers are drawn for one prompt; answer i > 0 has a seed of its own, derived from `seed`.
     - `logprobs=k` reports the log-probability of every emitted token and of the k likeliest (0: of the token alone).
@@ -67,13 +71,14 @@ class SamplingParams:
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise InputError("stop", text, "each stop string must be a text of at least one character")
+            check_text("stop", text)
         self._check_law()
         self._check_output()
         self._check_structure()
         self._check_service()
 
     def _check_law(self) -> None:
-        check_number("temperature", self.temperature, low=0.0, high=100.0)
+        check_number("temperature", self.temperature, *TEMPERATURES)
         check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         check_number("min_p", self.min_p, low=0.0, high=1.0)
         check_whole("top_k", self.top_k, low=0)
@@ -93,6 +98,8 @@ class SamplingParams:
         for word in self.bad_words:
             if not isinstance(word, str | list | tuple) or not word:
                 raise InputError("bad_words", word, "each must be a text or a list of token ids, and not empty")
+            if isinstance(word, str):
+                check_text("bad_words", word)
         object.__setattr__(self, "bad_words", tuple(w if isinstance(w, str) else tuple(w) for w in self.bad_words))
 
     def _check_output(self) -> None:
@@ -120,6 +127,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InputError(name, value, "must be a text of at least one character")
+        for name in given:
+            if isinstance(getattr(self, name), str):
+                check_text(name, getattr(self, name))
 
     def _check_service(self) -> None:
         check_whole("priority", self.priority, *PRIORITIES)
@@ -130,6 +140,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the target's law is a point: the argmax."""
         return self.temperature == 0.0
+
+    @property
+    def filtered(self) -> bool:
+        """Whether top_k, top_p or min_p take tokens away."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def structured(self) -> bool:
@@ -150,7 +165,7 @@ def check_number(name: str, value: object, low: float, high: float, open_low: bo
         InputError: names the field.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
-        raise InputError(name, value, "must be a finite number")
+        raise InputError(name, value, "must be a finite number" + _of_a_library(value, "float"))
     if value < low or value > high or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise InputError(name, value, f"must lie in {bracket}{low:g}, {high:g}]")
@@ -163,9 +178,22 @@ def check_whole(name: str, value: object, low: int, high: int | None = None) -> 
         InputError: names the field.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError(name, value, "must be a whole number")
+        raise InputError(name, value, "must be a whole number" + _of_a_library(value, "int"))
     if value < low or (high is not None and value > high):
         raise InputError(name, value, f"must be at least {low}" + ("" if high is None else f" and at most {high}"))
+
+
+def check_text(name: str, value: str) -> None:
+    """A text that can be written as UTF-8, which no tokenizer does without.
+
+    Raises:
+        InputError: names the field.
+    """
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        place = f"character {error.start} is half of a surrogate pair (U+{ord(value[error.start]):04X})"
+        raise InputError(name, value, f"{place}, which is no text; was it read from bytes that are not UTF-8?") from None
 
 
 def check_flag(name: str, value: object) -> None:
@@ -176,3 +204,8 @@ def check_flag(name: str, value: object) -> None:
     """
     if not isinstance(value, bool):
         raise InputError(name, value, "must be True or False")
+
+
+def _of_a_library(value: object, kind: str) -> str:
+    """What to do with a number of numpy or torch."""
+    return f" of Python's; {kind}(x) makes one" if hasattr(value, "item") else ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
 import re
 import subprocess
 import sys
@@ -15,8 +17,11 @@ from typer.core import TyperGroup, TyperOption
 
 import foretoken
 from foretoken import LLM, ForetokenError, SamplingParams, SpecConfig
+from foretoken.audit.plan import AuditOptions
 from foretoken.cli.app import app
 from foretoken.config import DRAFTERS, LOSSY_RULES, RULES
+from foretoken.plan.admission import SchedulerConfig
+from foretoken.plan.routing import RoutingRules
 from foretoken.verify import RULES as IMPLEMENTED_RULES
 from tests.helpers.specs import spec_of
 
@@ -154,3 +159,53 @@ def test_settings_of_generate_are_the_public_names() -> None:
     flags = {line.split()[-1].removeprefix("--").replace("-", "_") for line in OPTIONS_FILE.read_text().splitlines() if " generate " in line}
     params = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos"}
     assert params | {"drafter", "draft", "num_draft", "rule", "prediction", "corpus"} <= flags
+
+
+# ---- nothing is made and never read
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "foretoken").rglob("*.py"))}
+
+
+def called(node: ast.expr) -> str:
+    """The last name of what is called, "" if it has none."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+
+
+def dropped_errors(modules: dict[Path, ast.Module]) -> list[str]:
+    """Calls that are statements of their own and make an error: the class of one, or a function that returns one."""
+    nodes = [(path, node) for path, module in modules.items() for node in ast.walk(module)]
+    functions = {
+        node.name: ast.unparse(node.returns) for _, node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns
+    }
+    makers = {name for name, kind in functions.items() if re.search(r"(Error|Exception)\b", kind)}
+    statements = [(path, node.lineno, called(node.value)) for path, node in nodes if isinstance(node, ast.Expr)]
+    return [f"{path}:{line} {name}" for path, line, name in statements if name in makers or re.search(r"(Error|Exception)$", name)]
+
+
+def test_w4_no_error_is_made_and_dropped() -> None:
+    assert dropped_errors(trees()) == []
+    wrong = "def refusal() -> InputError | None: ...\nrefusal()\nself.refusal()\nValueError('x')\nraise ValueError('x')\nfound = refusal()\n"
+    assert [line.split()[-1] for line in dropped_errors({Path("x"): ast.parse(wrong)})] == ["refusal", "refusal", "ValueError"]
+
+
+@functools.cache
+def names_read() -> frozenset[str]:
+    """Attributes that are read, and texts, anywhere but in functions that check options."""
+    read: set[str] = set()
+    for module in trees().values():
+        checks = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and re.match("__post_init__$|_?check_", node.name)]
+        within = {id(node) for check in checks for node in ast.walk(check)}
+        nodes = [node for node in ast.walk(module) if id(node) not in within]
+        read |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+        read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return frozenset(read)
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, SpecConfig, SchedulerConfig, RoutingRules, AuditOptions], ids=lambda kind: kind.__name__)
+def test_w4_every_option_is_read_somewhere(kind: type) -> None:
+    """As an attribute, or by its name as a text; checking an option and never using it does not count."""
+    assert {field.name for field in dataclasses.fields(kind)} - names_read() == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -18,7 +19,10 @@ from foretoken.model.randomness import RaceNoise
 
 _TEXTS = 4  # answers whose logits and seeds are compared; the checks on laws take all of them
 _OTHER_NUM_DRAFTS = (1, 7)
-_CHOOSERS = ("mix", "auto")
+_SEEDS = "equal seeds, equal answers"
+_CHOOSERS = ("mix", "auto")  # drafters that choose among others by measured times
+_REMEMBERING = ("recycling",)  # drafters that guess differently after an answer, whoever asked for it
+_WHY_NOT_DEMANDED = "in 16-bit numbers rounding moves what this rule compares with; --rule coupled or --dtype float32 repeats a seed"
 
 
 def check_greedy(session: Session) -> list[Check]:
@@ -39,10 +43,10 @@ def check_greedy(session: Session) -> list[Check]:
     plain = session.answers(prompts, each, SpecConfig()).outputs
 
     def gap(i: int, place: int) -> tuple[float, float]:
-        logits, _, rounding = _row(session, outputs[i], params, place)
+        logits, rounding = _row(session, outputs[i], params, place)
         return abs(float(logits[plain[i].token_ids[place]] - logits[outputs[i].token_ids[place]])), rounding
 
-    return [_equality("the same answers as plain decoding", "temperature 0", plain, outputs, session.exact(), gap), *checks]
+    return [_equality("the same answers as plain decoding", "temperature 0", plain, outputs, session.exact, gap), *checks]
 
 
 def _equality(
@@ -51,7 +55,7 @@ def _equality(
     base: Sequence[GenerateOutput],
     again: Sequence[GenerateOutput],
     exact: bool,
-    gap: Callable[[int, int], tuple[float, float]],
+    gap: Callable[[int, int], tuple[float, float]] = lambda *_: (math.inf, 0.0),
 ) -> Check:
     """Are two sets of answers equal? Unless `exact`, one may turn off where the two choices lie within rounding.
 
@@ -67,7 +71,7 @@ def _equality(
             num_beyond += 1
             continue
         apart, rounding = gap(i, place)
-        told.append(f"token {place}: {apart:.2g} apart, rounding explains {rounding:.2g}")
+        told.append(f"token {place}" + (f": {apart:.2g} apart, rounding explains {rounding:.2g}" if apart < math.inf else ""))
         num_beyond += exact or not apart <= rounding
     ties = len(told) - num_beyond
     return Check(
@@ -88,12 +92,12 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _row(session: Session, output: GenerateOutput, params: SamplingParams, place: int) -> tuple[Tensor, Tensor, float]:
-    """Logits `[V]` and law `[V]` of one place of an answer, and the distance in logits that rounding explains there."""
+def _row(session: Session, output: GenerateOutput, params: SamplingParams, place: int) -> tuple[Tensor, float]:
+    """Logits `[V]` of one place of an answer, and the distance between two of them that rounding explains there."""
     for rows in session.rescore(output, params):
         if rows.first <= place < rows.first + len(rows.tokens):
             i = place - rows.first
-            return rows.logits[i].float(), rows.laws[i], float(rows.rounding[i])
+            return rows.logits[i].float(), float(rows.rounding[i])
     raise AssertionError(f"place {place} is not in the answer")
 
 
@@ -101,47 +105,62 @@ def _row(session: Session, output: GenerateOutput, params: SamplingParams, place
 
 
 def check_seeds(session: Session) -> list[Check]:
-    """A given seed repeats its answer: with the same settings, under the coupled rule with any.
+    """A given seed repeats its answer: under the coupled rule with any settings, under another rule with the same ones.
 
-    What is chosen by measured times does not repeat under other rules: the number of guesses is set for them, and drafters that choose by
-    times among others are not asked.
+    Under the coupled rule an answer may turn off where rounding decides the race between two tokens. Other rules compare random numbers
+    with probabilities of the target and of the draft, so they repeat themselves only where those have the same bits: see
+    `Session.repeats_draws`. What is chosen by measured times, or learned from the run before, does not repeat under them at all.
     """
-    options, name = session.options, "equal seeds, equal answers"
-    spec, by_times = options.spec, options.spec.rule not in ("auto", "coupled", "greedy")
-    if by_times and spec.drafter in _CHOOSERS:
-        return []
-    if by_times and spec.drafter is not None and spec.num_draft == "auto":
-        spec = replace(spec, num_draft=_OTHER_NUM_DRAFTS[0])
-    temperature = max(options.sampled)
+    options = session.options
     prompts = session.prompts_in_turn(min(_TEXTS, options.num_prompts))
     params = [
-        SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=options.seed + i, ignore_eos=True) for i in range(len(prompts))
+        SamplingParams(max_tokens=options.max_tokens, temperature=max(options.sampled), seed=options.seed + i, ignore_eos=True)
+        for i in range(len(prompts))
     ]
+    if options.spec.rule in ("auto", "coupled"):
+        return _coupled_seeds(session, prompts, params)
+    spec = _untimed(options.spec)
+    return [] if spec is None else [_drawn_seeds(session, prompts, params, spec)]
+
+
+def _coupled_seeds(session: Session, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Check]:
+    spec, exact, temperature = session.options.spec, session.exact, params[0].temperature
     base = session.answers(prompts, params, spec).outputs
 
-    def compare(words: str, spec: SpecConfig, exact: bool, together: bool = True) -> Check:
+    def compare(words: str, spec: SpecConfig, together: bool = True) -> Check:
         again = session.answers(prompts, params, spec, together).outputs
 
         def gap(i: int, place: int) -> tuple[float, float]:
-            """Distance in the race that decides under the coupled rule: noise over law, the least wins."""
-            _, law, rounding = _row(session, again[i], params[i], place)
-            assert params[i].seed is not None
-            noise = RaceNoise(params[i].seed or 0, len(law), law.device).at([len(again[i].prompt_ids) + place])[0]
-            keys = noise.log() - law.log()  # [V]
+            """Distance in the race that decides: noise over law, the least wins; in logarithms, up to a constant of the row."""
+            logits, rounding = _row(session, again[i], params[i], place)
+            noise = RaceNoise(params[i].seed or 0, len(logits), logits.device).at([len(again[i].prompt_ids) + place])[0]
+            keys = noise.double().log() - logits.double() / temperature  # [V]
             return abs(float(keys[base[i].token_ids[place]] - keys[again[i].token_ids[place]])), rounding / temperature
 
-        return _equality(name, f"temperature {temperature:g}, {words}", base, again, exact, gap)
+        return _equality(_SEEDS, f"temperature {temperature:g}, {words}", base, again, exact, gap)
 
-    checks = [compare("the same again", spec, exact=True)]
-    if options.spec.rule not in ("auto", "coupled"):
-        return checks
-    exact = session.exact()
-    checks.append(compare("one by one", options.spec, exact, together=False))
-    if options.spec.drafter is not None:
-        number = next(n for n in _OTHER_NUM_DRAFTS if n != options.spec.num_draft)
-        checks.append(compare(f"num_draft {number}", replace(options.spec, num_draft=number), exact))
-        checks.append(compare("plain decoding", SpecConfig(), exact))
+    checks = [compare("the same again", spec), compare("one by one", spec, together=False)]
+    if spec.drafter is not None:
+        number = next(n for n in _OTHER_NUM_DRAFTS if n != spec.num_draft)
+        checks += [compare(f"num_draft {number}", replace(spec, num_draft=number)), compare("plain decoding", SpecConfig())]
     return checks
+
+
+def _drawn_seeds(session: Session, prompts: Sequence[list[int]], params: Sequence[SamplingParams], spec: SpecConfig) -> Check:
+    """Two runs that know nothing of each other: each has a tenant of its own, so neither begins with what the other left in the cache."""
+    base, again = (session.answers(prompts, params, replace(spec, tenant=f"audit {name}")).outputs for name in ("one", "two"))
+    check = _equality(_SEEDS, f"temperature {params[0].temperature:g}, the same again", base, again, exact=True)
+    return check if check.result == "pass" or session.repeats_draws(spec) else replace(check, result="info", demanded="", detail=_WHY_NOT_DEMANDED)
+
+
+def _untimed(spec: SpecConfig) -> SpecConfig | None:
+    """The settings with every number set that would be chosen by measured times; None where the drafter itself goes by them or remembers."""
+    learns = spec.drafter == "early_exit" and (spec.skip_layers == "auto" or (spec.skip_layers is None and spec.exit_layer == "auto"))
+    if learns or not spec.leaves.isdisjoint(_REMEMBERING) or spec.drafter in _CHOOSERS:
+        return None
+    if spec.drafter is not None and spec.num_draft == "auto":
+        spec = replace(spec, num_draft=_OTHER_NUM_DRAFTS[0])
+    return replace(spec, draft_probability=1.0) if spec.draft_probability == "auto" else spec
 
 
 # ---- numbers

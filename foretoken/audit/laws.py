@@ -79,5 +79,6 @@ def _evidence(session: Session, temperature: float, spec: SpecConfig, seed: int)
             assert choice.seed is not None
             # The purpose keeps these numbers apart from all that chose the tokens.
             noise = uniforms([choice.seed] * len(places), Purpose.SHADOW, places, [1] * len(places))
-            total += weigh(rows.laws, rows.tokens, np.asarray(noise), guesses[places.start : places.stop], rows.edges())
+            laws, edges = rows.certain()
+            total += weigh(laws, rows.tokens, np.asarray(noise), guesses[places.start : places.stop], edges)
     return total

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from foretoken.config import SpecConfig
 from foretoken.errors import InputError, StorageError
+from foretoken.params import TEMPERATURES, check_number
 
 Prompt = str | list[int]
 REPORT_SUFFIXES = (".md", ".json")
@@ -39,6 +40,8 @@ class AuditOptions:
                 raise InputError(field, getattr(self, field), f"must be at least {low}")
         if not self.temperatures:
             raise InputError("temperatures", self.temperatures, "give at least one; 0 is greedy")
+        for temperature in self.temperatures:
+            check_number("temperatures", temperature, *TEMPERATURES)
 
     @property
     def sampled(self) -> tuple[float, ...]:

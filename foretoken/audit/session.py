@@ -137,12 +137,22 @@ class Session:
             found += [guess_of_law(law) if drafted[rows.first + i] else None for i, law in enumerate(rows.laws)]
         return found
 
+    @property
     def exact(self) -> bool:
-        """Whether every difference counts: numbers are wide, or the same however rows are batched."""
-        if self.options.numerics == "strict":
-            return True
-        (rows,) = rescore(self.target, self.prompts[0], [0], SamplingParams(temperature=1.0))
-        return rows.dtype not in (torch.bfloat16, torch.float16)
+        """Whether a row is the same to the last bit however rows are batched, so that every difference counts."""
+        return self.options.numerics == "strict"
+
+    def repeats_draws(self, spec: SpecConfig) -> bool:
+        """Whether rules that draw see the same probabilities in two runs of `spec`: target and draft compute in wide numbers.
+
+        Strict numerics are the target's; a draft has none.
+        """
+        rows = next(rescore(self.target, self.prompts[0], [0], SamplingParams(temperature=1.0)))
+        wide = rows.dtype not in (torch.bfloat16, torch.float16)
+        if "draft_model" not in spec.leaves:
+            return wide or self.exact
+        formats = {part.draft_dtype for part in _draft_models(spec)}
+        return (wide or self.exact) and formats <= ({"float32", "auto"} if self.options.dtype == "float32" else {"float32"})
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         most = self.target.max_context_tokens - self.options.max_tokens
@@ -153,3 +163,11 @@ class Session:
             raise InputError("prompts", next(prompt for prompt in prompts if isinstance(prompt, str)), remedy)
         found = [self.llm.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         return [ids[-most:] for ids in found]
+
+
+def _draft_models(spec: SpecConfig) -> Iterator[SpecConfig]:
+    """The configurations in `spec`, itself or parts of it, that name a draft model."""
+    if spec.drafter == "draft_model":
+        yield spec
+    for part in spec.configs:
+        yield from _draft_models(part)

@@ -88,7 +88,9 @@ def generate(
     frequency_penalty: Annotated[float, typer.Option(help="Taken off once for every time the answer holds the token.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Divides the logits of tokens in prompt and answer; 1 = off.")] = 1.0,
     logit_bias: Annotated[list[str] | None, typer.Option(help="ID=VALUE added to a token's logit; may be given several times.")] = None,
-    bad_word: Annotated[list[str] | None, typer.Option(help="A text that must not appear; may be given several times.")] = None,
+    bad_word: Annotated[
+        list[str] | None, typer.Option(help="A text that must not appear in the answer, not even inside a word; may be given several times.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Repeat the same random choices.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")] = None,
     min_tokens: Annotated[int, typer.Option(help="Shortest answer, in tokens.")] = 0,

@@ -76,8 +76,8 @@ class Evidence:
     """What some tokens say about their laws; the evidence of two streams is their sum.
 
     `ranks` [NUM_BINS] counts tokens by rank, `bets` [scores, stakes] is the logarithm of what each stake made of 1.
-    `num_impossible` counts tokens of probability 0; `num_edges` those that rounding may have moved over a filter's border,
-    which say nothing else.
+    `num_impossible` counts tokens of probability 0; `num_edges` those so near a filter's border that rounding decides whether it
+    keeps them. Neither says anything else.
     """
 
     num_tokens: int = 0
@@ -95,10 +95,11 @@ class Evidence:
 def weigh(
     laws: Tensor, tokens: Tensor, noise: NDArray[np.float64], guesses: Sequence[Guess | None] = (), edges: Tensor | None = None, slack: float = 0.0
 ) -> Evidence:
-    """The evidence of `tokens` [n] with their `laws` [n, V], each row a probability law.
+    """The evidence of `tokens` [n] with their `laws` [n, V]. A row is a probability law, or 0 throughout where nothing is known.
 
     `noise` [n] are uniforms in [0, 1) that had no part in drawing the tokens. `guesses[i]` is what was guessed for token i, None
-    where nobody guessed; () says that nobody knows. `edges` [n] bool marks tokens near a filter's border. `slack` is how far
+    where nobody guessed; () says that nobody knows. `edges` [n] bool marks tokens near a filter's border, whose
+    probability in `laws` is 0. `slack` is how far
     the mean of a bounded score may lie off because the laws were computed with other rounding; bets allow for it.
     """
     count, vocab = laws.shape

@@ -131,7 +131,7 @@ class RequestState:
         """Add one emitted token; the reason if the answer ends with it.
 
         An end-of-text token counts as a token but adds no text. A stop string wins over the length limit; an answer whose
-        structure is complete ends there.
+        structure is complete ends there, unless that is too early: then the processors hold an error and there is no reason.
         """
         params = self.request.params
         self.tokens.append(token)
@@ -145,8 +145,9 @@ class RequestState:
         if self.text.push(token, may_stop=len(self.tokens) >= len(self.request.prompt_ids) + params.min_tokens):
             self.finish_reason = "stop"
         elif self.processors is not None and self.processors.finished:
-            self.text.finish(cut=False)
-            self.finish_reason = "stop"
+            if self.processors.error is None:
+                self.text.finish(cut=False)
+                self.finish_reason = "stop"
         elif self.num_remaining <= 0:
             self.finish_reason = "stop" if self.text.finish(cut=False) else "length"
         return self.finish_reason

@@ -18,11 +18,14 @@ from foretoken.config import SamplingParams
 from foretoken.core import Processors
 from foretoken.errors import NumericsError
 from foretoken.model.interface import LanguageModel, Segment
-from foretoken.model.sampling import check_finite, target_probs
+from foretoken.model.sampling import check_finite, coldest, target_probs
+from foretoken.model.support import support
 
 # How far a logit moves with the number of rows computed at once, in rounding units of the row's largest logit. Measured in
 # bfloat16: up to 2. In wide formats sums round too, not only the result.
 _UNITS_16_BIT, _UNITS_WIDE = 4.0, 64.0
+_NOISE = 1 / 16  # of that, the standard deviation of one logit; measured in bfloat16 and float16
+_MOST_BLUR = 0.01  # of a score that rounding may move, in one row; the mean over rows is a tenth of it
 
 _private_sequences = itertools.count(-(1 << 40), -1)
 
@@ -51,17 +54,35 @@ class ScoredRows:
     dtype: torch.dtype
     params: SamplingParams
 
-    def edges(self) -> Tensor:
-        """Tokens `[n]` bool that have probability 0 here, but would have some if the logits had been rounded in their favour."""
+    def certain(self) -> tuple[Tensor, Tensor]:
+        """What can be said of the tokens whatever rounding did: laws `[n, V]` and edges `[n]` bool.
+
+        A row of the laws is the target's law given that the token is one that the filters keep under every rounding; all 0 where there
+        is no such token, or where rounding moves their probabilities too. Edges are the other tokens that may be kept: they say
+        nothing. A token that is neither has probability 0.
+        """
+        laws, params = self.laws, self.params
+        if params.greedy or not len(self.tokens):
+            return laws, torch.zeros(len(self.tokens), dtype=torch.bool, device=laws.device)
         chosen = self.tokens[:, None]
-        banned = (self.laws.gather(-1, chosen)[:, 0] == 0).nonzero()[:, 0]
-        found = torch.zeros(len(self.tokens), dtype=torch.bool, device=self.laws.device)
-        if len(banned):
-            logits, rounding = self.logits[banned].float(), self.rounding[banned, None].float()
-            likelier = logits > logits.gather(-1, chosen[banned])
-            moved = target_probs(torch.where(likelier, logits - rounding / 2, logits + rounding / 2), [self.params] * len(banned))
-            found[banned] = moved.gather(-1, chosen[banned])[:, 0] > 0
-        return found
+        found, blurred = support(self.logits, self.rounding, params), self._blurred()[:, None]
+        inside = laws * (found.certain & ~blurred)
+        inside = inside / inside.sum(-1, keepdim=True).clamp(min=torch.finfo(inside.dtype).tiny)
+        return inside, (found.possible & (~found.certain | blurred)).gather(-1, chosen)[:, 0]
+
+    def _blurred(self) -> Tensor:
+        """Rows `[n]` bool whose law hangs on rounding, as at a low temperature where two tokens are nearly as likely.
+
+        Noise of deviation s in the logits moves the mean of a bounded score by about (s / temperature)^2 times the share of the
+        tokens that compete with the best one; noise that is larger than the temperature makes more tokens compete.
+        """
+        temperature, noise = coldest(self.params.temperature), self.rounding.double() * _NOISE
+        size = (noise / temperature).square().clamp(max=1)  # [n]
+        if not bool((size > _MOST_BLUR).any()):
+            return torch.zeros(len(size), dtype=torch.bool, device=size.device)
+        warm = torch.maximum(4 * noise, torch.full_like(noise, temperature))
+        rivals = 1 - (self.logits.double() / warm[:, None]).softmax(-1).amax(-1)
+        return size * rivals > _MOST_BLUR
 
 
 class Rescoring:
@@ -133,6 +154,7 @@ class Rescoring:
             raise NumericsError(f"the target's logits are not finite when output token {first} or a later one is scored again")
         if self._processors is not None and answer:
             logits = self._processors.adjust(logits, [answer[:i] for i in range(len(answer))])
+            rounding = _rounding_after(rounding, logits, self._params.repetition_penalty)
             if self.num_remaining:  # what ends an answer (an end token) is never followed, so nobody has to know it
                 self._processors.commit(answer)
         laws = target_probs(logits, [self._params] * len(answer)) if answer else logits.float()
@@ -173,5 +195,16 @@ def rescore(
 def _rounding(logits: Tensor) -> Tensor:
     """Distance `[n]` in logits that rounding may put between two logits of the same row."""
     units = _UNITS_16_BIT if logits.dtype in (torch.bfloat16, torch.float16) else _UNITS_WIDE
-    size = torch.where(torch.isfinite(logits), logits, 0).abs().amax(-1) if logits.shape[0] else logits.new_zeros(0)
-    return units * torch.finfo(logits.dtype).eps * size.float()
+    return units * torch.finfo(logits.dtype).eps * _largest(logits)
+
+
+def _rounding_after(rounding: Tensor, processed: Tensor, repetition_penalty: float) -> Tensor:
+    """The same distance `[n]` behind processors: a repetition penalty multiplies it, and their own sums in float32 round too."""
+    return rounding * max(repetition_penalty, 1 / repetition_penalty) + 4 * torch.finfo(processed.dtype).eps * _largest(processed)
+
+
+def _largest(logits: Tensor) -> Tensor:
+    """The largest finite size of a logit of each row, `[n]`."""
+    if not logits.shape[0]:
+        return torch.zeros(0, device=logits.device)
+    return torch.where(torch.isfinite(logits), logits, 0).abs().amax(-1).float()

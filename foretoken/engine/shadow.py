@@ -234,7 +234,8 @@ class Shadow:
         noise = uniforms([case.request.seed] * len(places), Purpose.SHADOW, places, [1] * len(places))
         guesses = case.guesses[places.start : places.stop]
         slack = SLACK_16_BIT if rows.dtype in (torch.bfloat16, torch.float16) else 0.0
-        case.evidence += weigh(rows.laws, rows.tokens, noise, guesses, rows.edges(), slack)
+        laws, edges = rows.certain()
+        case.evidence += weigh(laws, rows.tokens, noise, guesses, edges, slack)
 
     def _settle(self) -> None:
         """Count scored answers, in order of arrival: one that is still running holds back those behind it."""

@@ -1,80 +1,30 @@
-"""Chat templates: Jinja from a model folder, rendered where it can do no harm and must come to an end."""
+"""Chat templates: Jinja from a model folder, rendered in a process that is bounded in time and memory and opens no file."""
 
 from __future__ import annotations
 
-import datetime
+import atexit
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, TypeAlias
-
-import jinja2
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
 
 from foretoken.errors import CheckpointError, InputError
 
-# A chat of thousands of messages stays far below; a template that loops without end is stopped within a second.
-_MAX_ITERATIONS = 1_000_000
-_MAX_REPEAT = 1_000_000
+# A template of a known model renders a chat of a million tokens in a second and 100 MB.
+CPU_S = 3.0
+MEMORY_BYTES = 256 << 20
+_WAIT_S = 20.0  # of the parent, where the processor time of a child cannot be bounded or the machine is busy
+_MAX_SOURCE = 1 << 20
+_MAX_CHARS = 4_000_000  # and twice what the messages have
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
-
-_Value: TypeAlias = Any  # whatever a template computes with
-
-
-class _Refusal(TemplateError):
-    """The template itself called `raise_exception`."""
-
-
-class _Meter:
-    """Counts loop iterations of one rendering."""
-
-    def __init__(self) -> None:
-        self._left = _MAX_ITERATIONS
-
-    def __call__(self, items: Iterable[Any]) -> Iterator[Any]:
-        for item in items:
-            self._left -= 1
-            if self._left < 0:
-                raise SecurityError(f"more than {_MAX_ITERATIONS:,} loop iterations")
-            yield item
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; for rendering it is transparent."""
-
-    tags = {"generation"}  # noqa: RUF012 - the name and form are Jinja's
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Return the body of the block as it stands."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with every loop metered and repetition bounded."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        for loop in tree.find_all(nodes.For):
-            loop.iter = nodes.Call(nodes.Name("_metered", "load"), [loop.iter], [], None, None)
-        return tree
-
-    def call_binop(self, context: Context, operator: str, left: _Value, right: _Value) -> _Value:
-        """Refuse powers, and products that would fill the memory."""
-        sized = (str, bytes, list, tuple)
-        for value, count in ((left, right), (right, left)):
-            if isinstance(value, sized) and isinstance(count, int) and len(value) * count > _MAX_REPEAT:
-                raise SecurityError(f"repetition beyond {_MAX_REPEAT:,} elements")
-        if operator == "**":
-            raise SecurityError("powers are not available in chat templates")
-        return super().call_binop(context, operator, left, right)
+_Json: TypeAlias = Any  # what a message may hold
 
 
 def render(
@@ -85,48 +35,118 @@ def render(
     special_tokens: Mapping[str, str],
     where: str,
 ) -> str:
-    """Return the text that `source` makes of a chat; `where` names the folder in errors.
+    """Return the text that `source` makes of a chat, as transformers would; `where` names the folder in errors.
 
     Raises:
         InputError: the template refuses the messages.
-        CheckpointError: the template is broken, or does not come to an end.
+        CheckpointError: the template is broken, or asks for too much time or memory.
     """
-    try:
-        template = _compiled(source)
-        return template.render(
-            messages=messages,
-            tools=tools,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            _metered=_Meter(),
-            **special_tokens,
-        )
-    except _Refusal as error:
-        raise InputError("messages", list(messages), f"the chat template refuses them: {error.message}") from error
-    except TemplateSyntaxError as error:
-        raise CheckpointError(f"the chat template in {where} is broken: line {error.lineno}: {error.message}") from error
-    except (TemplateError, OverflowError, RecursionError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"the chat template in {where} failed: {error}") from error
+    if len(source) > _MAX_SOURCE:
+        raise CheckpointError(f"the chat template in {where} is longer than {_MAX_SOURCE:,} characters; this is no template of a language model")
+    values = {
+        "messages": [_with_reasoning(message) for message in _plain(messages)],
+        "tools": _plain(tools),
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        **special_tokens,
+    }
+    given = json.dumps(values)
+    reply = _worker.ask(f'{{"source": {json.dumps(source)}, "values": {given}, "max_chars": {_MAX_CHARS + 2 * len(given)}}}')
+    if "text" in reply:
+        return reply["text"]
+    _fail(reply, messages, where)
 
 
-@lru_cache(maxsize=8)
-def _compiled(source: str) -> jinja2.Template:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    return environment.from_string(source)
+def _fail(reply: Mapping[str, str], messages: Sequence[Mapping[str, Any]], where: str) -> NoReturn:
+    """Raise what a reply without a text stands for."""
+    if "refused" in reply:
+        raise InputError("messages", list(messages), f"the chat template refuses them: {reply['refused']}")
+    if "broken" in reply:
+        raise CheckpointError(f"the chat template in {where} is broken: {reply['broken']}")
+    if "failed" in reply:
+        raise CheckpointError(f"the chat template in {where} failed: {reply['failed']}")
+    remedy = "shorten the messages, or replace the template if it is not to be trusted"
+    if "too_large" in reply:
+        raise CheckpointError(f"the chat template in {where} takes more than {MEMORY_BYTES >> 20} MB or writes too long a text; {remedy}")
+    raise CheckpointError(f"the chat template in {where} takes longer than {CPU_S:g} s or breaks its process ({reply['ended']}); {remedy}")
 
 
-def _to_json(
-    value: _Value, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
-) -> str:
-    """Plain JSON; Jinja's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _plain(value: _Json) -> _Json:
+    """The same in JSON's types: templates get no object with methods of its own."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return _plain(value.item())  # a number of numpy or torch
+    return f"<{type(value).__name__}>"
 
 
-def _refuse(message: object) -> None:
-    raise _Refusal(str(message))
+def _with_reasoning(message: _Json) -> _Json:
+    """A message whose reasoning stands under every name that templates read."""
+    found = next((message[name] for name in _REASONING if message.get(name) is not None), None) if isinstance(message, dict) else None
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+class _Worker:
+    """The process that renders, started when it is first needed and again after a template has ended it. Serves one caller at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, job: str) -> dict[str, str]:
+        """The reply to a job; `ended` says why there is none."""
+        with self._lock:
+            process = self._process if self._process is not None and self._process.poll() is None else self._start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            watchdog = threading.Timer(_WAIT_S, process.kill)
+            watchdog.start()
+            try:
+                with suppress(BrokenPipeError):  # then there is no reply either
+                    process.stdin.write(job + "\n")
+                    process.stdin.flush()
+                line = process.stdout.readline()
+            except BaseException:  # an interrupt leaves a reply behind that is nobody's
+                self.close()
+                raise
+            finally:
+                watchdog.cancel()
+            reply: dict[str, str] = json.loads(line) if line.endswith("\n") else {"ended": f"status {process.wait()}"}
+            if "ended" in reply or "too_large" in reply:
+                self.close()
+            return reply
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            for stream in (process.stdin, process.stdout):
+                assert stream is not None
+                with suppress(BrokenPipeError):  # what was not written yet
+                    stream.close()
+            process.wait()
+
+    def forget(self) -> None:
+        """In a forked child: the process is the parent's."""
+        self.__init__()  # type: ignore[misc]
+
+    def _start(self) -> subprocess.Popen[str]:
+        self.close()
+        folders = {str(Path(str(spec.origin)).parents[1]) for name in ("jinja2", "markupsafe") if (spec := find_spec(name)) is not None}
+        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_worker.py")), *sorted(folders)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, encoding="ascii")
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"memory_bytes": MEMORY_BYTES, "cpu_s": CPU_S}) + "\n")
+        return self._process
+
+
+_worker = _Worker()
+atexit.register(_worker.close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_worker.forget)

@@ -22,6 +22,7 @@ from foretoken.config import SamplingParams
 from foretoken.errors import InputError
 from foretoken.model import grammar_trial
 from foretoken.model.tokenizer import Tokenizer
+from foretoken.params import check_text
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -96,6 +97,7 @@ def _schema(value: Mapping[str, Any] | str) -> dict[str, Any]:
         schema = {}
     if not isinstance(schema, dict):
         raise InputError("json_schema", value, "a JSON schema must be an object, or true for any JSON")
+    check_text("json_schema", json.dumps(schema, ensure_ascii=False))
     options = schema.get("x-guidance", {})
     if isinstance(options, dict) and "whitespace_flexible" not in options:
         schema["x-guidance"] = {"whitespace_pattern": _WHITESPACE} | options

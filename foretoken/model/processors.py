@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretoken.config import SamplingParams
 from foretoken.errors import InputError
+from foretoken.model.bad_words import BannedTexts, TokenSequences, split_words
 from foretoken.model.tokenizer import Tokenizer
 
 
@@ -56,11 +57,14 @@ class RequestProcessors:
         end_ids: Collection[int],
         bad_words: Collection[tuple[int, ...]],
         structure: Structure | None = None,
+        bad_texts: BannedTexts | None = None,
     ) -> None:
         self._params, self._vocab_size, self._structure = params, vocab_size, structure
         self._end_ids = sorted(end_ids)
         self._touched = _Touched(params, prompt_ids, vocab_size)
-        self._bad_words = _BadWords(bad_words, prompt_ids)
+        self._bad_words, self._bad_texts = TokenSequences(bad_words, prompt_ids), bad_texts
+        single = {word[0] for word in bad_words if len(word) == 1} | set(bad_texts.single_ids if bad_texts is not None else ())
+        self._single_ids = torch.tensor(sorted(single), dtype=torch.int64)  # banned everywhere
         self._num_output = 0
         self._error: InputError | None = None
         self._dead: dict[tuple[int, ...], InputError] = {}  # by path: rows that had no token left
@@ -89,10 +93,13 @@ class RequestProcessors:
             return raw
         scores = self._touched.correct(raw, paths)
         rows, ids = self._bans(paths)
-        if not rows and self._bad_words.single_ids.numel() == 0 and self._structure is None:
+        if not rows and self._single_ids.numel() == 0 and self._bad_texts is None and self._structure is None:
             return scores
         scores = scores.clone() if scores is raw else scores
-        scores.index_fill_(1, self._bad_words.single_ids.to(raw.device), -torch.inf)
+        scores.index_fill_(1, self._single_ids.to(raw.device), -torch.inf)
+        for row, path in enumerate(paths if self._bad_texts is not None else ()):
+            for part in self._completing(path):
+                scores[row, part.to(raw.device)] = -torch.inf
         if rows:
             where = torch.tensor([rows, ids], dtype=torch.int64, device=raw.device)  # [2, bans]
             scores[where[0], where[1]] = -torch.inf
@@ -114,6 +121,8 @@ class RequestProcessors:
         self._num_output += len(tokens)
         self._touched.commit(tokens)
         self._bad_words.commit(tokens)
+        if self._bad_texts is not None:
+            self._bad_texts.commit(tokens)
         if self._structure is not None:
             self._structure.commit(tokens)
             if self._structure.finished and self._num_output < self._params.min_tokens:
@@ -123,11 +132,16 @@ class RequestProcessors:
     def forced(self, most: int) -> tuple[int, ...]:
         """Up to `most` tokens that spell text which must come next; () when there is a choice, or when the only token is banned."""
         tokens = self._structure.forced(most) if self._structure is not None else ()
-        single = set(self._bad_words.single_ids.tolist()) if tokens else set()
+        single = set(self._single_ids.tolist()) if tokens else set()
         for length, token in enumerate(tokens):
-            if token in single or token in self._bans([tokens[:length]])[1]:
-                return tokens[:length]
+            before = tokens[:length]
+            if token in single or token in self._bans([before])[1] or any(bool((part == token).any()) for part in self._completing(before)):
+                return before
         return tokens
+
+    def _completing(self, path: tuple[int, ...]) -> list[Tensor]:
+        """Tokens, in parts, that would complete a banned text behind `path`."""
+        return [] if self._bad_texts is None else self._bad_texts.after(path)
 
     def _bans(self, paths: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int]]:
         """(row, token) of every token that a longer bad word or `min_tokens` forbids behind its own path, as two lists."""
@@ -146,7 +160,7 @@ class RequestProcessors:
         """Note the rows that the request's own parameters left without a token."""
         structures = [name for name in ("json_schema", "regex", "grammar") if getattr(self._params, name) is not None]
         for path in paths:
-            guilty = ["bad_words"] if self._bad_words.single_ids.numel() or self._bad_words.after(path) else []
+            guilty = ["bad_words"] if self._single_ids.numel() or self._bad_words.after(path) or self._completing(path) else []
             guilty += ["min_tokens"] if self._end_ids and self._is_short(path) else []
             field, *others = guilty + structures
             together = f"together with {' and '.join(others)} it" if others else "it"
@@ -217,29 +231,6 @@ class _Touched:
             self._ids, self._bias, self._in_prompt, self._counts = (x.to(device) for x in (self._ids, self._bias, self._in_prompt, self._counts))
 
 
-class _BadWords:
-    """Sequences that must not be completed, looked up by what stands in front of their last token."""
-
-    def __init__(self, words: Collection[tuple[int, ...]], prompt_ids: Sequence[int]) -> None:
-        self.single_ids = torch.tensor(sorted(word[0] for word in words if len(word) == 1), dtype=torch.int64)
-        self._last: dict[tuple[int, ...], list[int]] = {}  # what comes before -> the tokens that would complete a word
-        for word in words:
-            if len(word) > 1:
-                self._last.setdefault(word[:-1], []).append(word[-1])
-        self._lengths = sorted({len(before) for before in self._last})
-        self._tail: tuple[int, ...] = ()  # as much of the text as a word can reach back
-        self.commit(prompt_ids)
-
-    def after(self, path: tuple[int, ...]) -> list[int]:
-        """Tokens that would complete a word of at least two tokens behind the committed text and `path`."""
-        text = self._tail + path
-        return [token for length in self._lengths if length <= len(text) for token in self._last.get(text[-length:], ())]
-
-    def commit(self, tokens: Sequence[int]) -> None:
-        if self._lengths:
-            self._tail = (*self._tail, *tokens[-self._lengths[-1] :])[-self._lengths[-1] :]
-
-
 def make_processors(
     params: SamplingParams,
     prompt_ids: Sequence[int],
@@ -257,25 +248,9 @@ def make_processors(
     for token in params.logit_bias or ():
         if token >= vocab_size:
             raise InputError("logit_bias", token, f"token ids go from 0 to {vocab_size - 1}")
-    words = {ids for word in params.bad_words for ids in _spellings(word, vocab_size, tokenizer)}
+    words, texts = split_words(params.bad_words, vocab_size, tokenizer)
     end_ids = {token for token in eos_token_ids if token < vocab_size} if params.min_tokens else set()
     penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-    if not (any((params.logit_bias or {}).values()) or penalised or words or end_ids or structure is not None):
+    if not (any((params.logit_bias or {}).values()) or penalised or words or texts or end_ids or structure is not None):
         return None
-    return RequestProcessors(params, prompt_ids, vocab_size, end_ids, words, structure)
-
-
-def _spellings(word: str | Sequence[int], vocab_size: int, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
-    """The token sequences that one bad word stands for: a text counts with and without a space before it."""
-    if not isinstance(word, str):
-        spellings = [tuple(word)]
-    elif tokenizer is None:
-        raise InputError("bad_words", word, "the model has no tokenizer; give lists of token ids")
-    else:
-        spellings = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (word, " " + word)]
-        if not all(spellings):
-            raise InputError("bad_words", word, "encodes to no token at all; leave it out")
-    for token in chain.from_iterable(spellings):
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise InputError("bad_words", word, f"token ids are whole numbers from 0 to {vocab_size - 1}")
-    return spellings
+    return RequestProcessors(params, prompt_ids, vocab_size, end_ids, words, structure, texts)

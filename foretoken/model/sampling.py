@@ -12,7 +12,7 @@ from foretoken.config import SamplingParams
 from foretoken.verify import draw, first_max
 
 _SORT_WHOLE = 1024  # columns up to which sorting a whole row costs less than selecting what needs sorting
-_COLDEST = 1e-20  # a lower temperature gives the same law, but dividing by it may overflow float32
+_COLDEST = 1e-20
 
 
 def target_probs(logits: Tensor, params: Sequence[SamplingParams], best: Tensor | None = None) -> Tensor:
@@ -84,6 +84,11 @@ def near_ties(logits: Tensor, dtype: torch.dtype, best: Tensor | None = None) ->
     return {row: peak - second for row, ((peak,), second) in enumerate(pairs) if peak - second <= unit * abs(peak)}
 
 
+def coldest(temperature: float) -> float:
+    """The temperature that logits are divided by: below 1e-20 the law is the same, and dividing may overflow float32."""
+    return max(temperature, _COLDEST)
+
+
 def sample(probs: Tensor, u: Tensor) -> Tensor:
     """Draw one token per row: probabilities [B, V] (need not be normalised), uniforms [B] -> ids [B]."""
     return draw(probs, u)
@@ -93,7 +98,7 @@ def _law(scores: Tensor, best: Tensor | None, temperature: float, top_k: int, to
     """One law per row for rows that share their parameters: [R, V] -> [R, V]; `best` [R] where it is known."""
     if temperature == 0.0:
         return torch.zeros_like(scores).scatter_(-1, (first_max(scores) if best is None else best).unsqueeze(-1), 1)
-    scores = scores / max(temperature, _COLDEST)
+    scores = scores / coldest(temperature)
     if top_k > 0:
         kth = torch.topk(scores, min(top_k, scores.shape[-1])).values[..., -1:]
         scores = scores.masked_fill(scores < kth, -torch.inf)

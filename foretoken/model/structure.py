@@ -162,6 +162,14 @@ class Structure:
                 tokens = whole
         return tuple(tokens[: min(most, self._matcher.deep_copy().validate_tokens(tokens))])
 
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens that the answer can have from here on; None unless the structure forces all of its text."""
+        text, mark, _ = self._matcher.deep_copy().compute_ff_bytes().partition(b"\xff")
+        walker, whole = self._matcher.deep_copy(), self._compiled.tokenizer.tokenize_bytes(text)
+        is_all = not mark and walker.try_consume_tokens(whole) == len(whole) and walker.is_stopped()
+        return len(text) if is_all else None
+
     def _places(self, paths: Sequence[tuple[int, ...]]) -> list[_Place]:
         while self.error is None:
             try:
@@ -270,7 +278,10 @@ class StructureCompiler:
         compiled = self._compiled(field, value, text)
         if isinstance(compiled, str):
             raise refusal(field, value, compiled)
-        return Structure(compiled)
+        structure = Structure(compiled)
+        if params.min_tokens and (most := structure.most_tokens) is not None and most < params.min_tokens:
+            raise InputError("min_tokens", params.min_tokens, f"an answer that fits `{field}` has at most {most} tokens; ask for no more than that")
+        return structure
 
     def _compiled(self, field: Field, value: object, text: str) -> _Compiled | str:
         key = (field, text)

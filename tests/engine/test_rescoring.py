@@ -150,10 +150,51 @@ def rows_of(logits: list[float], token: int, rounding: float, **params: float) -
 def test_tokens_at_the_edge_of_a_filter(logits: list[float], token: int, params: dict[str, float], least: float) -> None:
     """`least` is the rounding from which on the token may have been inside."""
     assert rows_of(logits, token, 0.0, **params).laws[0, token] == 0
-    assert not rows_of(logits, token, min(0.98 * least, 100.0), **params).edges()[0]
+    assert not is_edge(rows_of(logits, token, min(0.9 * least, 100.0), **params))
     if least < torch.inf:
-        assert rows_of(logits, token, 1.02 * least + 1e-3, **params).edges()[0]
-    assert not rows_of(logits, 0, 9.0, **params).edges()[0]  # inside anyway
+        assert is_edge(rows_of(logits, token, 1.02 * least + 1e-3, **params))
+    assert not is_edge(rows_of(logits, 0, 0.0, **params))  # inside
+
+
+def is_edge(rows: ScoredRows) -> bool:
+    return bool(rows.certain()[1][0])
+
+
+def test_w2_a_tie_with_the_last_token_that_is_kept_is_an_edge() -> None:
+    """top_k keeps both of the tied tokens, top_p drops the one with the lower id: with other rounding it drops the other one."""
+    logits, params = [4.0, 2.0, 2.0, 0.0], {"top_k": 3, "top_p": 0.85}
+    rows = rows_of(logits, 1, 1e-4, **params)
+    assert (rows.laws[0, 1], is_edge(rows)) == (0, True)
+    assert is_edge(rows_of(logits, 2, 1e-4, **params))  # in this law, but it might as well be out
+    assert not is_edge(rows_of(logits, 0, 1e-4, **params))
+    assert not is_edge(rows_of(logits, 3, 1e-4, **params))  # outside under every rounding
+
+
+def test_laws_speak_of_what_is_certain_only() -> None:
+    """Under every rounding the tokens that are certain keep their proportions, whatever else the filters keep."""
+    certain, _ = rows_of([3.0, 2.0, 1.0, 0.95, -1.0], 0, 0.1, top_k=3).certain()
+    expected = torch.tensor([3.0, 2.0]).softmax(-1)
+    torch.testing.assert_close(certain[0], torch.cat((expected, torch.zeros(3))))
+    nothing, edges = rows_of([3.0, 2.95, 1.0], 0, 0.1, top_k=1).certain()
+    assert (nothing.sum(), edges.tolist()) == (0, [True])
+
+
+@pytest.mark.parametrize(("temperature", "gap", "known"), [(0.01, 0.05, False), (0.01, 2.0, True), (1.0, 0.05, True), (0.3, 0.05, True)])
+def test_w2_a_law_that_hangs_on_rounding_says_nothing(temperature: float, gap: float, known: bool) -> None:
+    """In 16-bit numbers at a low temperature rounding, not chance, decides between two close tokens."""
+    row, law = torch.tensor([[12.0, 12.0 - gap, 3.0]]), SamplingParams(temperature=temperature)
+    rows = ScoredRows(0, torch.tensor([1]), row, target_probs(row, [law]), torch.tensor([0.375]), torch.bfloat16, law)
+    laws, edges = rows.certain()
+    assert bool(laws.sum() > 0) == known
+    assert bool(edges[0]) == (not known)
+
+
+@pytest.mark.parametrize("penalty", [0.1, 1.0, 4.0])
+def test_a_repetition_penalty_multiplies_the_rounding(llm: LLM, penalty: float) -> None:
+    params = SamplingParams(temperature=1.0, repetition_penalty=penalty, presence_penalty=0.1)
+    plain = torch.cat([rows.rounding for rows in rescore(llm.target, PROMPT, OUTPUT, SAMPLED)])
+    rows = list(rescore(llm.target, PROMPT, OUTPUT, params, make_processors(params, PROMPT, llm.target.vocab_size, ())))
+    assert (torch.cat([part.rounding for part in rows]) >= plain * max(penalty, 1 / penalty)).all()
 
 
 @pytest.mark.parametrize(("dtype", "units"), [("bfloat16", 4), ("float32", 64)])

@@ -119,3 +119,41 @@ def test_penalties_and_bans_work_beside_a_structure(reference: LLM) -> None:
     outputs = [reference.generate([PROMPTS[1]], params, spec)[0] for spec in SPECS]
     assert len({out.token_ids for out in outputs}) == 1
     assert "class" not in outputs[0].text
+
+
+SHORT = {
+    "regex": {"regex": "a{1,2}b"},
+    "json_schema": {"json_schema": {"enum": ["yes", "no"]}},
+    "grammar": {"grammar": 'start: "yes" | "no" "!"?'},
+}
+
+
+@pytest.mark.parametrize("field", SHORT)
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[2]], ids=["plain", "ngram"])
+def test_w4_an_answer_complete_before_min_tokens_is_an_error(reference: LLM, field: str, spec: SpecConfig) -> None:
+    """What came out stays, and the error names min_tokens; neighbours go on."""
+    params = SamplingParams(max_tokens=30, min_tokens=12, ignore_eos=True, **SHORT[field])  # type: ignore[arg-type]
+    short, free = reference.generate([PROMPTS[0]] * 2, [params, SamplingParams(max_tokens=12, ignore_eos=True)], spec)
+    assert short.finish_reason == "error"
+    assert isinstance(short.error, InputError)
+    assert short.error.field == "min_tokens"
+    assert "complete after" in str(short.error) or "bans every token" in str(short.error)
+    assert 0 < len(short.token_ids) < 12
+    assert (free.finish_reason, len(free.token_ids)) == ("length", 12)
+
+
+@pytest.mark.parametrize("values", [{"regex": "ab"}, {"json_schema": {"const": "ab"}}, {"grammar": 'start: "ab"'}], ids=list(SHORT))
+def test_w4_a_structure_shorter_than_min_tokens_is_refused(reference: LLM, values: dict) -> None:
+    """All of its text is known beforehand, so the request never runs."""
+    with pytest.raises(InputError, match=r"min_tokens=10: an answer that fits `\w+` has at most \d tokens; ask for no more than that"):
+        reference.generate([PROMPTS[0]], SamplingParams(min_tokens=10, **values))
+    assert not reference.engine.has_work
+    out = reference.generate([PROMPTS[0]], SamplingParams(min_tokens=1, **values))[0]
+    assert (out.finish_reason, out.text.strip('"')) == ("stop", "ab")
+
+
+def test_a_structure_that_can_go_on_reaches_min_tokens(reference: LLM) -> None:
+    for spec in SPECS:
+        out = reference.generate([PROMPTS[0]], SamplingParams(max_tokens=20, min_tokens=8, regex="[ab]{1,40}"), spec)[0]
+        assert out.error is None
+        assert len(out.token_ids) >= 8

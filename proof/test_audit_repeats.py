@@ -1,0 +1,31 @@
+"""Audits of the shipped pair in bfloat16 never fail by chance, however the engine's clock jumps."""
+
+from __future__ import annotations
+
+import pytest
+
+from foretoken import SpecConfig
+from foretoken.audit.checks import check_greedy, check_seeds
+from foretoken.audit.plan import AuditOptions
+from foretoken.audit.report import Check
+from foretoken.audit.session import Session
+from tests.helpers.clock import jitter
+
+TURNS = 50
+PROMPTS = ["def main():\n", "class Parser:\n    ", "import os\n", "x = [1,"]
+
+
+def test_w3_fifty_checks_of_equal_seeds_and_greedy_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of guesses is chosen by times that mean nothing, anew in every turn; answers turn off at near ties only."""
+    options = AuditOptions(
+        "reference:target", SpecConfig("draft_model", "reference:draft"), num_prompts=4, max_tokens=16, dtype="bfloat16", cache_tokens=4096
+    )
+    checks: list[Check] = []
+    session = Session(options, PROMPTS)
+    with session.llm:
+        for turn in range(TURNS):
+            jitter(monkeypatch, seed=turn)
+            checks += check_seeds(session) + (check_greedy(session) if turn % 5 == 0 else [])
+    assert len(checks) >= 4 * TURNS
+    assert [check for check in checks if check.result != "pass"] == []
+    assert any("differ at near ties" in check.found for check in checks)
