@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer
 
 from foretoken.errors import ConfigError, MismatchError, StorageError
@@ -16,6 +15,7 @@ from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder, save_checkpoint
 from foretoken.model.tokenizer import load_tokenizer
+from foretoken.printing.console import Console
 from foretoken.train.corpus import standard_library
 from foretoken.train.tokens import END_OF_TEXT, encode, tokenizer_config, train_tokenizer
 from foretoken.train.trainer import Data, Result, TrainConfig, Trainer
@@ -48,7 +48,7 @@ def prepare(folder: Path, vocab_size: int = 4096) -> tuple[Tokenizer, Data]:
     """Tokenizer and token ids of the standard library, made once and kept in `folder`."""
     corpus_file = folder / "corpus.npz"
     if not corpus_file.exists():
-        Console(stderr=True).print("reading the standard library and learning its tokens: about half a minute", highlight=False)
+        Console(stderr=True).line("reading the standard library and learning its tokens: about half a minute")
         corpus = standard_library()
         tokenizer = train_tokenizer((d.text for d in corpus.train if d.slice == "code"), vocab_size)
         held_out = [d for d in corpus.held_out if d.slice == "code"]
