@@ -84,7 +84,10 @@ def print_report(report: AuditReport, console: Console | None = None) -> None:
     console.line()
     styles = [None if check.result == "pass" else _STYLES[check.result] for check in report.checks]
     console.table(_COLUMNS, [_cells(check) for check in report.checks], justify=_JUSTIFY, styles=styles)
-    for line in _details(report.checks):
+    details = _details(report.checks)
+    if details:
+        console.line()
+    for line in details:
         console.line(line)
 
 

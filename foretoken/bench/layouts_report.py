@@ -29,6 +29,7 @@ def print_layouts(report: LayoutReport, files: tuple[Path, ...] = (), console: C
     for size, found in report.ratios.items():
         console.table(_COLUMNS, [_cells(row) for row in report.rows if row.batch_size == size], title=f"batch {size}")
         console.line(", ".join(f"{name} {ratio:.2f}x" for name, ratio in found.items()))
+        console.line()
     print_notes(console, report.caveats, files)
 
 

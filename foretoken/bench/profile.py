@@ -138,6 +138,7 @@ def print_profile(profile: Profile, file: Path | None, console: Console | None =
         curves |= {f"{name}: guesses": cost.guesses, f"{name}: requests": cost.batch, f"{name}: first, text of": cost.prompt}
     points = {name: "  ".join(f"{count}: {1e3 * seconds:.3g}" for count, seconds in curve.points) for name, curve in curves.items()}
     console.table(("step by", "milliseconds"), [row for row in points.items() if row[1]], justify="l")
+    console.line()
     print_notes(console, profile.caveats, () if file is None else (file,))
 
 

@@ -71,11 +71,13 @@ def print_report(report: Report, console: Console | None = None) -> None:
     console = console or Console()
     for (name, temperature), rows in _groups(report.rows).items():
         console.table(_COLUMNS, [_cells(row, rows) for row in rows], title=f"{name}, temperature {temperature:g}")
+        console.line()
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
         lines = summary(report.rows, temperature)
         if lines:
             console.table(lines[0], lines[1:], title=f"summary, temperature {temperature:g}")
             console.line(SUMMARY_NOTE)
+            console.line()
     for name, found in report.ratios.items():
         if found:
             console.line(f"{name}: " + ", ".join(f"{key} {value:.2f}x" for key, value in found.items()))

@@ -60,6 +60,7 @@ def print_sheets(report: SheetReport, console: Console | None = None) -> None:
     console = console or Console()
     for sheet in report.sheets:
         console.table(sheet.headings, sheet.lines, title=sheet.title)
+        console.line()
     console.line(report.explained)
     print_notes(console, report.caveats, report.files)
 

@@ -182,9 +182,11 @@ def print_validation(found: Validation, file: Path | None, console: Console | No
     styles = [None if row.holds else "red" for row in found.rows]
     headings = ("trace", "setting", *(_WORDS[figure] for figure in FIGURES))
     console.table(headings, figures, title="predicted | measured  error", justify="llr", styles=styles)
+    console.line()
     causes = [(*name, *_errors(row.causes)) for name, row in zip(names, found.rows, strict=True)]
     headings = ("trace", "setting", "steps", "drafter", "tok/round", "rows", "requests", "pace", "between steps")
     console.table(headings, causes, title="where it comes from", justify="llr")
+    console.line()
     held = sum(row.holds for row in found.rows)
     console.line(f"within {TOLERANCE:.0%} in throughput and p95 latency: {held} of {len(found.rows)}")
     print_notes(console, found.caveats, () if file is None else (file,))

@@ -188,8 +188,9 @@ def _show(llm: LLM, answers: dict[str, tuple[GenerateOutput, GenerateOutput]]) -
     )
     console.block(*legend(speculative.provenance))
     console.line()
-    headings = ("prompt", "plain tokens/s", "speculative tokens/s", "ratio", "guesses kept", "tokens per step", "same tokens")
+    headings = ("prompt", "plain tok/s", "speculative tok/s", "ratio", "kept", "tok/step", "same")
     console.table(headings, rows)
+    console.line()
 
 
 def _summary(

@@ -162,9 +162,11 @@ def _print(report: dict[str, object], grid: dict[int, dict[int, int]], rows: lis
     lines.append(("fits", *("yes" if row["fits"] else f"no, {_size(row['missing_bytes'])} missing" for row in rows)))
     lines.append(("requests of this length that fit", *(str(row["largest_batch"]) for row in rows)))
     console.table(("", *(f"draft {row['draft'] or 'none'}" for row in rows)), lines)
+    console.line()
     cells = [(str(context), *("fits" if not missing else _size(missing) for missing in line.values())) for context, line in grid.items()]
     title = f"requests at once (across) of so many tokens (down): what is missing; draft {report['table_draft'] or 'none'}"
     console.table(("tokens", *map(str, _BATCHES)), cells, title=title)
+    console.line()
     console.line(f"to run it: --cache-tokens {report['cache_tokens']}")
 
 

@@ -79,6 +79,7 @@ def _print(rows: Sequence[Outcome], profile: Profile) -> None:
     console = Console()
     headings = ("setting", "tok/s", "first token", "p95", "per token", "p95", "whole answer", "p95", "busy", "there", "tok/step", "price/M")
     console.table(headings, [_cells(row) for row in rows])
+    console.line()
     plain = next((row for row in rows if row.setting == PLAIN), None)
     if plain is not None and plain.tokens_per_s > 0 and len(rows) > 1:
         console.line("against plain: " + ", ".join(f"{row.setting} {row.tokens_per_s / plain.tokens_per_s:.2f}x" for row in rows if row is not plain))

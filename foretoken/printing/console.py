@@ -93,7 +93,6 @@ class Console:
             self.line(_GAP.join("-" * width for width in widths), style="dim")
             for row, style in styled:
                 self.line(_drawn(row, widths, justify), style=style)
-        self.line()
 
     def side_by_side(self, left: tuple[str, Sequence[Part]], right: tuple[str, Sequence[Part]]) -> None:
         """Print two texts of several lines, each under its title: beside each other where that fits, else one after the other."""
@@ -107,7 +106,8 @@ class Console:
                 self.line()
             return
         for one, other in zip_longest(*columns, fillvalue=[]):
-            self.line(*one, " " * (widths[0] - _width(one)) + 2 * _GAP, *other)
+            space = " " * (widths[0] - _width(one)) + 2 * _GAP if _width(other) else ""
+            self.line(*one, space, *other)
         self.line()
 
     @contextmanager

@@ -1,0 +1,1 @@
+"""Long proofs, run by `make proof`."""
