@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.hostile import ENCODINGS, MEGABYTE, SCENES, STRINGS, WIDTHS, check, play
+from tests.helpers.hostile import ENCODINGS, MEGABYTE, SCENES, STRINGS, WIDTHS, check, check_real_process, play
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +23,7 @@ def clean_place(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("scene", SCENES)
 def test_every_verb_prints_every_string_whole(scene: str, encoding: str, width: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product."""
     for name, text in STRINGS.items():
         played, done = play(monkeypatch, tmp_path, scene, text, width, encoding)
         try:
@@ -36,4 +37,10 @@ def test_every_verb_prints_every_string_whole(scene: str, encoding: str, width: 
 def test_every_verb_prints_a_megabyte(scene: str, width: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole where it is what was asked for; an error leaves out the middle."""
     played, done = play(monkeypatch, tmp_path, scene, MEGABYTE, width, "utf-8")
-    check(played, done, MEGABYTE, width, "utf-8", bounded=True)
+    check(played, done, MEGABYTE, width, "utf-8")
+
+
+@pytest.mark.parametrize("name", ["C", "C.UTF-8"])
+def test_real_processes(name: str, tmp_path: Path) -> None:
+    """In the locales that a container and a desktop have; the others are in `tests/`."""
+    check_real_process(name, tmp_path)

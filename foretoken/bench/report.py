@@ -24,6 +24,7 @@ from foretoken.engine.machine import versions as versions
 from foretoken.errors import InputError, StorageError
 from foretoken.printing import markdown as pages
 from foretoken.printing.console import Console
+from foretoken.printing.text import visible
 
 _PLOT_SUFFIXES = (".png", ".svg")
 _COLUMNS = (
@@ -269,16 +270,21 @@ def write_plot(report: Report, path: Path) -> None:
         at = [i for i, name in enumerate(names) if name in own]
         chosen = [own[names[i]] for i in at]
         spread = ([r.tokens_per_s - r.tokens_per_s_min for r in chosen], [r.tokens_per_s_max - r.tokens_per_s for r in chosen])
-        axes.bar([i + (place + 0.5) * width - 0.4 for i in at], [r.tokens_per_s for r in chosen], width, yerr=spread, label=setting)
-    axes.set_xticks(range(len(names)), names)
+        axes.bar([i + (place + 0.5) * width - 0.4 for i in at], [r.tokens_per_s for r in chosen], width, yerr=spread, label=_label(setting))
+    axes.set_xticks(range(len(names)), [_label(name) for name in names])
     axes.set_ylabel("tokens per second")
-    axes.set_title(f"temperature {lowest:g}, {report.machine.get('cpu', '')}", fontsize=9)
+    axes.set_title(_label(f"temperature {lowest:g}, {report.machine.get('cpu', '')}"), fontsize=9)
     figure.legend(loc="outside lower center", fontsize=7, ncols=4)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
     except OSError as error:
         raise StorageError(f"cannot write the plot to {path}: {error}") from error
+
+
+def _label(text: str) -> str:
+    """`text` in a plot, where dollar signs would enclose a formula."""
+    return visible(text).replace("$", r"\$")
 
 
 def source_caveats(target: Path, draft: Path | None, load: float) -> list[str]:

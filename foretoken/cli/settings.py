@@ -115,7 +115,7 @@ def _path() -> Path:
 
 def _read_file() -> dict[str, Any]:
     path = _path()
-    if not path.exists() and "FORETOKEN_TOML" not in os.environ:
+    if not os.path.exists(path) and "FORETOKEN_TOML" not in os.environ:
         return {}
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))

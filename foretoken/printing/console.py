@@ -31,7 +31,7 @@ Part = str | tuple[str, str]  # a text, or a text with its style
 
 _MOST_WIDTH = 400  # of a table in a pipe or file: beyond, padding every row to the longest cell makes the output huge
 _MOST_MESSAGE = 4000  # characters of an error or warning, which may quote a value of any length
-_MOST_DESCRIPTION = 200  # characters beside a spinner or bar
+_MOST_DESCRIPTION = 200  # characters beside a spinner
 _GAP = "  "
 
 
@@ -123,11 +123,15 @@ class Console:
     @contextmanager
     def bar(self, description: str, total: float | None, *, counts: bool = False, stays: bool = False) -> Iterator[Bar]:
         """A progress bar on a terminal, nothing elsewhere; `counts` shows pieces instead of a percentage, `stays` keeps the full bar."""
-        words = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
-        amount: ProgressColumn = MofNCompleteColumn() if counts else TaskProgressColumn()
-        columns = (words, BarColumn(), amount, TimeRemainingColumn())
+
+        def cut() -> Column:  # rich's own mark of a cut is a character that not every encoding has
+            return Column(no_wrap=True, overflow="crop")
+
+        amount: ProgressColumn = MofNCompleteColumn(table_column=cut()) if counts else TaskProgressColumn(table_column=cut())
+        words = TextColumn("{task.description}", markup=False, table_column=cut())
+        columns = (words, BarColumn(), amount, TimeRemainingColumn(table_column=cut()))
         with Progress(*columns, console=self._rich, disable=not self.is_terminal, transient=not stays) as progress:
-            yield Bar(self, progress, progress.add_task(str(self._description(description)), total=total))
+            yield Bar(self, progress, progress.add_task(self._label(description), total=total))
 
     def _put(self, *parts: Part, style: str | None, block: bool) -> None:
         segments = []
@@ -153,6 +157,11 @@ class Console:
 
     def _description(self, text: str) -> Text:
         return Text(self._shown(shortened(text, _MOST_DESCRIPTION), block=False), overflow="fold")
+
+    def _label(self, text: str) -> str:
+        """What stands beside a bar: half of the line at most."""
+        most = max(10, self._rich.width // 2)
+        return self._shown(text[:most], block=False)[:most]
 
     def _most_width(self) -> int:
         return self._rich.width if self.is_terminal else _MOST_WIDTH
@@ -187,7 +196,7 @@ class Bar:
         self, description: str | None = None, *, advance: float | None = None, completed: float | None = None, total: float | None = None
     ) -> None:
         """Move it, by `advance` or to `completed`, and show another description."""
-        words = None if description is None else str(self._console._description(description))
+        words = None if description is None else self._console._label(description)
         self._progress.update(self._task, description=words, advance=advance, completed=completed, total=total)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -106,7 +107,7 @@ def train_lm(
         raise ConfigError("device", device, "use cpu, cuda or cuda:N")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("device", device, "this machine has no CUDA device that torch can use; use cpu")
-    if corpus is not None and not (corpus / "corpus.npz").exists():
+    if corpus is not None and not os.path.exists(corpus / "corpus.npz"):
         raise StorageError(f"{corpus} holds no corpus.npz: give the folder of a run, or leave the corpus out to make one")
     tokenizer, data = prepare(corpus or out)
     decoder = Decoder(model_config(shape, tokenizer))
