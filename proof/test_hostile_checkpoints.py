@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.hostile import make_bases
+from tests.helpers.broken_checkpoints import make_bases
 
 NUM_CASES = 5000
 NUM_PROCESSES = 2
@@ -21,7 +21,9 @@ def test_c9_thousands_of_broken_checkpoints(tmp_path: Path) -> None:
     """In processes of their own, so that one that dies is seen, with an address space that an absurd size would exceed."""
     make_bases(tmp_path)
     share = NUM_CASES // NUM_PROCESSES
-    commands = [[sys.executable, "-m", "tests.helpers.hostile", str(tmp_path), str(i * share), str((i + 1) * share)] for i in range(NUM_PROCESSES)]
+    commands = [
+        [sys.executable, "-m", "tests.helpers.broken_checkpoints", str(tmp_path), str(i * share), str((i + 1) * share)] for i in range(NUM_PROCESSES)
+    ]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for command in commands]
     counts: Counter[str] = Counter()
     for process in running:

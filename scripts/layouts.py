@@ -15,13 +15,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-
 from foretoken.bench.layouts import DRAFTERS, LayoutOptions, run_layouts
 from foretoken.bench.layouts_report import print_layouts, write_layouts
 from foretoken.bench.report import check_folder, check_name
 from foretoken.errors import ForetokenError
+from foretoken.printing.console import Console
 
 
 def main() -> int:
@@ -49,18 +47,14 @@ def main() -> int:
         if out is not None:
             check_folder(out)
         options = LayoutOptions(**given)
-        console = Console(stderr=True)
-        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-            task = bar.add_task("measuring", total=1.0)
-            report = run_layouts(
-                options, shlex.join(["python", *sys.argv]), lambda words, share: bar.update(task, completed=share, description=words)
-            )
+        with Console(stderr=True).bar("measuring", 1.0) as bar:
+            report = run_layouts(options, shlex.join(["python", *sys.argv]), lambda words, share: bar.update(words, completed=share))
         files = () if out is None else write_layouts(report, out, name)
     except ForetokenError as error:
-        print(error, file=sys.stderr)
+        Console(stderr=True).message(f"error: {error}", style="red")
         return error.exit_code
     if as_json:
-        print(json.dumps(asdict(report) | {"files": [str(file) for file in files]}, allow_nan=False))
+        Console().json_line(json.dumps(asdict(report) | {"files": [str(file) for file in files]}, allow_nan=False))
     else:
         print_layouts(report, files)
     return 0

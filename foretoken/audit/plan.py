@@ -60,7 +60,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
     try:
         lines = [(number, line) for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1) if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise StorageError(f"cannot read prompts from {path}: {error}") from error
     if not lines:
         raise InputError("prompts", str(path), "the file is empty; write one prompt a line")

@@ -12,17 +12,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from foretoken.audit.plan import REPORT_SUFFIXES
 from foretoken.errors import InputError, StorageError
+from foretoken.printing import markdown as pages
+from foretoken.printing.console import Console
 
 Result = Literal["pass", "fail", "undecided", "not claimed", "info"]
 _COLUMNS = ("result", "check", "where", "tokens", "found", "demanded", "sees with probability 0.99")
+_JUSTIFY = "lllrl"
 _STYLES: Mapping[str, str] = {"pass": "green", "fail": "bold red", "undecided": "yellow", "not claimed": "yellow", "info": "dim"}
-_MIN_WIDTH = 150  # below, the table would be cut to nothing; a narrower terminal wraps its lines instead
 
 
 @dataclass(frozen=True)
@@ -82,17 +80,15 @@ class AuditReport:
 def print_report(report: AuditReport, console: Console | None = None) -> None:
     """Verdict and checks for a terminal."""
     console = console or Console()
-    if console.width < _MIN_WIDTH:
-        console.width = _MIN_WIDTH
-    console.print(report.verdict, style="bold red" if report.failed else "bold green", highlight=False, markup=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in _COLUMNS:
-        table.add_column(column, justify="right" if column == "tokens" else "left")
-    for check in report.checks:
-        table.add_row(*_cells(check), style=None if check.result == "pass" else _STYLES[check.result])
-    console.print(table)
-    for line in _details(report.checks):
-        console.print(line, highlight=False, markup=False)
+    console.line(report.verdict, style="bold red" if report.failed else "bold green")
+    console.line()
+    styles = [None if check.result == "pass" else _STYLES[check.result] for check in report.checks]
+    console.table(_COLUMNS, [_cells(check) for check in report.checks], justify=_JUSTIFY, styles=styles)
+    details = _details(report.checks)
+    if details:
+        console.line()
+    for line in details:
+        console.line(line)
 
 
 def markdown(report: AuditReport) -> str:
@@ -102,9 +98,7 @@ def markdown(report: AuditReport) -> str:
         "",
         f"    {report.command}",
         "",
-        f"| {' | '.join(_COLUMNS)} |",
-        "|" + "".join("---:|" if column == "tokens" else "---|" for column in _COLUMNS),
-        *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in _cells(check))} |" for check in report.checks),
+        *pages.table(_COLUMNS, [_cells(check) for check in report.checks], _JUSTIFY),
         "",
         *(f"- {line}" for line in _details(report.checks)),
         "",
@@ -116,7 +110,7 @@ def markdown(report: AuditReport) -> str:
         f"- versions: {', '.join(f'{key} {value}' for key, value in report.versions.items())}",
         f"- options: {json.dumps(report.options, default=str)}",
     ]
-    return "\n".join(lines) + "\n"
+    return pages.page(lines)
 
 
 def _cells(check: Check) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from foretoken.bench.measure import ALL_SLICES, ENGINE, PLAIN, Row
+from foretoken.printing import markdown
 
 _LLAMA_CPP = "llama.cpp"
 _NGRAM = "ngram"  # the counterpart of every lookup of another engine
@@ -122,7 +123,7 @@ _HEADINGS = ("drafter", "guesses", "against plain", "tokens a step", "accepted b
 
 
 def _slice_table(fastest: Sequence[Row], here: Sequence[Row]) -> list[str]:
-    lines = [f"| {' | '.join(_HEADINGS)} |", "|---" + "|---:" * (len(_HEADINGS) - 1) + "|"]
+    lines = []
     for row in fastest:
         peer = against_peer(row, here)
         cells = (
@@ -134,8 +135,8 @@ def _slice_table(fastest: Sequence[Row], here: Sequence[Row]) -> list[str]:
             "" if row.draft_ms_per_step is None else f"{row.draft_ms_per_step:.1f}",
             "" if peer is None else f"{peer[0]:.2f}x {peer[1]}",
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        lines.append(cells)
+    return markdown.table(_HEADINGS, lines)
 
 
 def by_position(row: Row, most: int = 5) -> str:

@@ -6,12 +6,11 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from foretoken.bench.layouts import LayoutReport, LayoutRow
+from foretoken.bench.report import print_notes
 from foretoken.errors import StorageError
+from foretoken.printing import markdown as pages
+from foretoken.printing.console import Console
 
 _COLUMNS = (
     *("way", "tok/s", "min-max", "whole run", "rounds", "tok/round", "accepted", "ms/round", "forward", "realign", "draft", "rest"),
@@ -28,19 +27,10 @@ def print_layouts(report: LayoutReport, files: tuple[Path, ...] = (), console: C
     """A table per batch size, the ratios, and what to be careful about."""
     console = console or Console()
     for size, found in report.ratios.items():
-        table = Table(title=f"batch {size}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        for column in _COLUMNS:
-            table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
-        for row in report.rows:
-            if row.batch_size == size:
-                table.add_row(*_cells(row))
-        console.width = max(console.width, console.measure(table, options=console.options.update(max_width=400)).maximum)
-        console.print(table)
-        console.print(", ".join(f"{name} {ratio:.2f}x" for name, ratio in found.items()), highlight=False)
-    for caveat in report.caveats:
-        console.print(f"note: {caveat}", highlight=False, markup=False)
-    for file in files:
-        console.print(f"written: {file}", highlight=False, markup=False)
+        console.table(_COLUMNS, [_cells(row) for row in report.rows if row.batch_size == size], title=f"batch {size}")
+        console.line(", ".join(f"{name} {ratio:.2f}x" for name, ratio in found.items()))
+        console.line()
+    print_notes(console, report.caveats, files)
 
 
 def write_layouts(report: LayoutReport, folder: Path, name: str) -> tuple[Path, Path]:
@@ -82,10 +72,9 @@ def markdown(report: LayoutReport, raw: str) -> str:
     for size, found in report.ratios.items():
         lengths = report.options["prompt_tokens"][size]
         lines += ["", f"## Batch {size}: {len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens", ""]
-        lines += [f"| {' | '.join(_COLUMNS)} |", "|---" + "|---:" * (len(_COLUMNS) - 1) + "|"]
-        lines += [f"| {' | '.join(_cells(row))} |" for row in report.rows if row.batch_size == size]
+        lines += pages.table(_COLUMNS, [_cells(row) for row in report.rows if row.batch_size == size])
         lines += ["", "Ratios: " + ", ".join(f"{name} {ratio:.2f}x" for name, ratio in found.items()) + "."]
-    return "\n".join(lines) + "\n"
+    return pages.page(lines)
 
 
 def _cells(row: LayoutRow) -> tuple[str, ...]:

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
 from foretoken.bench.batch_settings import BatchSetting, Stage, parse_batch_settings
@@ -26,6 +24,7 @@ from foretoken.model.tokenizer import load_tokenizer
 from foretoken.plan.admission import SchedulerConfig
 from foretoken.plan.routing import RoutingRules
 from foretoken.plan.rules import TABLE, BatchTable, measured_table
+from foretoken.printing.console import Console
 
 MEASURED = "measured"
 DEFAULT_SETTINGS = ("plain", "ngram-2", "ngram-5", "draft_model-2", "draft_model-5", "table", "ema", "ngram-auto", "draft_model-auto", "auto")
@@ -171,14 +170,11 @@ Tell = Callable[[str], None]  # a piece of work begins: what it is
 @contextmanager
 def progress(total: int) -> Iterator[Tell]:
     """A bar on a terminal's standard error that goes on by one at each call."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("measuring", total=total)
+    with Console(stderr=True).bar("measuring", total, counts=True) as bar:
         began = [False]
 
         def tell(words: str) -> None:
-            bar.update(task, advance=int(began[0]), description=words)
+            bar.update(words, advance=int(began[0]))
             began[0] = True
 
         yield tell
@@ -186,7 +182,7 @@ def progress(total: int) -> Iterator[Tell]:
 
 def announce(words: str) -> None:
     """One line on standard error, before something that takes minutes."""
-    Console(stderr=True).print(words, highlight=False, markup=False)
+    Console(stderr=True).line(words)
 
 
 @contextmanager

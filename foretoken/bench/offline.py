@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foretoken.bench import peers
 from foretoken.bench.compare import ratios
@@ -28,6 +26,7 @@ from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.errors import ConfigError, ForetokenError, InputError
 from foretoken.model.open import model_folder
+from foretoken.printing.console import Console
 from foretoken.verify import resolve
 
 # What to know about a drafter's numbers, alone or as a part of another.
@@ -395,8 +394,5 @@ def _open(options: BenchOptions, stack: ExitStack) -> Generator:
 
 
 def _with_progress(contenders: Sequence[Contender], plan: Plan) -> tuple[list[Sample], list[str]]:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("measuring", total=plan.num_runs(c.setting for c in contenders))
-        return measure(contenders, plan, lambda name: bar.update(task, advance=1, description=name))
+    with Console(stderr=True).bar("measuring", plan.num_runs(c.setting for c in contenders), counts=True) as bar:
+        return measure(contenders, plan, lambda name: bar.update(name, advance=1))

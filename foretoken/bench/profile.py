@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from foretoken.bench.drafting import DrafterChoice
-from foretoken.bench.report import machine, source_caveats, versions
+from foretoken.bench.report import machine, print_notes, source_caveats, versions
 from foretoken.config import SpecConfig
 from foretoken.draft.base import Drafter
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
@@ -31,6 +28,7 @@ from foretoken.model.interface import LanguageModel
 from foretoken.model.open import model_folder, open_model
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.plan.profile import DrafterCost, Profile
+from foretoken.printing.console import Console
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _BATCHES = (1, 2, 4, 8, 16)
@@ -138,15 +136,10 @@ def print_profile(profile: Profile, file: Path | None, console: Console | None =
     curves = {"rows": profile.rows, "requests": profile.batch, "prompt tokens": profile.chunk, "past tokens": profile.context}
     for name, cost in profile.drafters.items():
         curves |= {f"{name}: guesses": cost.guesses, f"{name}: requests": cost.batch, f"{name}: first, text of": cost.prompt}
-    table = Table("step by", "milliseconds", box=box.SIMPLE_HEAD)
-    for name, curve in curves.items():
-        if curve.points:
-            table.add_row(name, "  ".join(f"{count}: {1e3 * seconds:.3g}" for count, seconds in curve.points))
-    console.print(table)
-    for caveat in profile.caveats:
-        console.print(f"note: {caveat}", highlight=False, markup=False)
-    if file is not None:
-        console.print(f"written: {file}", highlight=False, markup=False)
+    points = {name: "  ".join(f"{count}: {1e3 * seconds:.3g}" for count, seconds in curve.points) for name, curve in curves.items()}
+    console.table(("step by", "milliseconds"), [row for row in points.items() if row[1]], justify="l")
+    console.line()
+    print_notes(console, profile.caveats, () if file is None else (file,))
 
 
 def _spec(choice: DrafterChoice, options: ProfileOptions) -> SpecConfig:

@@ -16,6 +16,7 @@ A text is continued as it stands: no chat template is put around it.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,7 +68,7 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
         StorageError: a file cannot be read, or the folder holds none.
         InputError: an object that is in none of the formats, or no prompt at all.
     """
-    files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES) if path.is_dir() else [path]
+    files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES) if os.path.isdir(path) else [path]
     if not files:
         raise StorageError(f"no .json or .jsonl file below {path}")
     prompts = [prompt for file in files for item in _items(file) if (prompt := _prompt(item)) is not None]
@@ -135,7 +136,7 @@ def _items(path: Path) -> Iterator[_Item]:
     """The objects of a file: one a line, or one list of all."""
     try:
         content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise StorageError(f"cannot read prompts from {path}: {error}") from error
     if content.lstrip().startswith("["):
         pieces = [(1, content)]

@@ -17,24 +17,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from foretoken.bench.compare import SUMMARY_NOTE, against_peer, by_position, summary
 from foretoken.bench.measure import ALL_SLICES, PLAIN, Row
 from foretoken.engine.machine import machine as machine
 from foretoken.engine.machine import versions as versions
 from foretoken.errors import InputError, StorageError
+from foretoken.printing import markdown as pages
+from foretoken.printing.console import Console
+from foretoken.printing.text import visible
 
 _PLOT_SUFFIXES = (".png", ".svg")
 _COLUMNS = (
     *("setting", "tok/s", "min-max", "speedup", "accepted", "by position", "tok/step", "ms/step", "draft+target+rest", "first token"),
     *("repeats", "same", "vs peer"),
 )
-# Widest table that is printed whole; a narrower terminal wraps its lines instead of cutting columns to nothing.
-_MOST_WIDTH = 400
 
 
 @dataclass(frozen=True)
@@ -75,40 +71,26 @@ def print_report(report: Report, console: Console | None = None) -> None:
     """Tables for a terminal, one per slice and temperature, then ratios, caveats and the files written."""
     console = console or Console()
     for (name, temperature), rows in _groups(report.rows).items():
-        table = Table(title=f"{name}, temperature {temperature:g}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        for column in _COLUMNS:
-            table.add_column(column, justify="left" if column == "setting" else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(*map(escape, _cells(row, rows)))
-        print_whole(table, console)
+        console.table(_COLUMNS, [_cells(row, rows) for row in rows], title=f"{name}, temperature {temperature:g}")
+        console.line()
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
-        _print_summary(summary(report.rows, temperature), temperature, console)
+        lines = summary(report.rows, temperature)
+        if lines:
+            console.table(lines[0], lines[1:], title=f"summary, temperature {temperature:g}")
+            console.line(SUMMARY_NOTE)
+            console.line()
     for name, found in report.ratios.items():
         if found:
-            console.print(f"{name}: " + ", ".join(f"{key} {value:.2f}x" for key, value in found.items()), highlight=False)
-    for caveat in report.caveats:
-        console.print(f"note: {caveat}", highlight=False, markup=False)
-    for file in report.files:
-        console.print(f"written: {file}", highlight=False, markup=False)
+            console.line(f"{name}: " + ", ".join(f"{key} {value:.2f}x" for key, value in found.items()))
+    print_notes(console, report.caveats, report.files)
 
 
-def _print_summary(lines: list[list[str]], temperature: float, console: Console) -> None:
-    if not lines:
-        return
-    table = Table(title=f"summary, temperature {temperature:g}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in lines[0]:
-        table.add_column(heading, justify="left" if heading == lines[0][0] else "right", no_wrap=True)
-    for line in lines[1:]:
-        table.add_row(*map(escape, line))
-    print_whole(table, console)
-    console.print(SUMMARY_NOTE, highlight=False, markup=False)
-
-
-def print_whole(table: Table, console: Console) -> None:
-    """A table in its full width, whatever the terminal's."""
-    needed = console.measure(table, options=console.options.update(max_width=_MOST_WIDTH)).maximum
-    console.width = max(console.width, needed)
-    console.print(table)
+def print_notes(console: Console, caveats: Sequence[str], files: Sequence[str | Path]) -> None:
+    """What to be careful about, and the files written."""
+    for caveat in caveats:
+        console.line(f"note: {caveat}")
+    for file in files:
+        console.line(f"written: {file}")
 
 
 def _groups(rows: Sequence[Row]) -> dict[tuple[str, float], list[Row]]:
@@ -203,8 +185,7 @@ def markdown(report: Report, raw: str | None = None) -> str:
         *(f"- {caveat}" for caveat in report.caveats),
     ]
     for (name, temperature), rows in _groups(report.rows).items():
-        lines += ["", f"## {name}, temperature {temperature:g}", "", f"| {' | '.join(_COLUMNS)} |", "|---" + "|---:" * (len(_COLUMNS) - 1) + "|"]
-        lines += [f"| {' | '.join(_cells(row, rows))} |" for row in rows]
+        lines += ["", f"## {name}, temperature {temperature:g}", "", *pages.table(_COLUMNS, [_cells(row, rows) for row in rows])]
         places = [f"{row.setting} {' '.join(f'{share:.2f}' for share in row.acceptance_per_position)}" for row in rows if row.acceptance_per_position]
         if places:
             lines += ["", f"Accepted by position: {'; '.join(places)}."]
@@ -213,14 +194,13 @@ def markdown(report: Report, raw: str | None = None) -> str:
             lines += ["", "Ratios: " + ", ".join(f"{key} {value:.2f}x" for key, value in report.ratios[name].items()) + "."]
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
         lines += _summary_lines(summary(report.rows, temperature), temperature)
-    return "\n".join(lines) + "\n"
+    return pages.page(lines)
 
 
 def _summary_lines(lines: list[list[str]], temperature: float) -> list[str]:
     if not lines:
         return []
-    head, *body = [f"| {' | '.join(line)} |" for line in lines]
-    return ["", f"## Summary, temperature {temperature:g}", "", SUMMARY_NOTE, "", head, "|---" + "|---:" * (len(lines[0]) - 1) + "|", *body]
+    return ["", f"## Summary, temperature {temperature:g}", "", SUMMARY_NOTE, "", *pages.table(lines[0], lines[1:])]
 
 
 def _difference_lines(rows: Sequence[Row]) -> list[str]:
@@ -290,16 +270,21 @@ def write_plot(report: Report, path: Path) -> None:
         at = [i for i, name in enumerate(names) if name in own]
         chosen = [own[names[i]] for i in at]
         spread = ([r.tokens_per_s - r.tokens_per_s_min for r in chosen], [r.tokens_per_s_max - r.tokens_per_s for r in chosen])
-        axes.bar([i + (place + 0.5) * width - 0.4 for i in at], [r.tokens_per_s for r in chosen], width, yerr=spread, label=setting)
-    axes.set_xticks(range(len(names)), names)
+        axes.bar([i + (place + 0.5) * width - 0.4 for i in at], [r.tokens_per_s for r in chosen], width, yerr=spread, label=_label(setting))
+    axes.set_xticks(range(len(names)), [_label(name) for name in names])
     axes.set_ylabel("tokens per second")
-    axes.set_title(f"temperature {lowest:g}, {report.machine.get('cpu', '')}", fontsize=9)
+    axes.set_title(_label(f"temperature {lowest:g}, {report.machine.get('cpu', '')}"), fontsize=9)
     figure.legend(loc="outside lower center", fontsize=7, ncols=4)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
     except OSError as error:
         raise StorageError(f"cannot write the plot to {path}: {error}") from error
+
+
+def _label(text: str) -> str:
+    """`text` in a plot, where dollar signs would enclose a formula."""
+    return visible(text).replace("$", r"\$")
 
 
 def source_caveats(target: Path, draft: Path | None, load: float) -> list[str]:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from foretoken.bench.report import as_plain, free_stem, print_whole
+from foretoken.bench.report import as_plain, free_stem, print_notes
 from foretoken.errors import StorageError
+from foretoken.printing import markdown
+from foretoken.printing.console import Console
 
 
 @dataclass(frozen=True)
@@ -62,14 +59,10 @@ def print_sheets(report: SheetReport, console: Console | None = None) -> None:
     """The tables, then what their columns mean, caveats and the files written."""
     console = console or Console()
     for sheet in report.sheets:
-        table = Table(title=sheet.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        for place, heading in enumerate(sheet.headings):
-            table.add_column(heading, justify="right" if place else "left", no_wrap=True)
-        for line in sheet.lines:
-            table.add_row(*map(escape, line))
-        print_whole(table, console)
-    for words in (report.explained, *(f"note: {caveat}" for caveat in report.caveats), *(f"written: {file}" for file in report.files)):
-        console.print(words, highlight=False, markup=False)
+        console.table(sheet.headings, sheet.lines, title=sheet.title)
+        console.line()
+    console.line(report.explained)
+    print_notes(console, report.caveats, report.files)
 
 
 def markdown_of(report: SheetReport, raw: str) -> str:
@@ -88,13 +81,8 @@ def markdown_of(report: SheetReport, raw: str) -> str:
         *(f"- {caveat}" for caveat in report.caveats),
     ]
     for sheet in report.sheets:
-        lines += ["", f"## {sheet.title}", "", *markdown_table(sheet.headings, sheet.lines)]
-    return "\n".join(lines) + "\n"
-
-
-def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """A table in Markdown, the first column to the left and the others to the right."""
-    return [f"| {' | '.join(headings)} |", "|---" + "|---:" * (len(headings) - 1) + "|", *(f"| {' | '.join(line)} |" for line in lines)]
+        lines += ["", f"## {sheet.title}", "", *markdown.table(sheet.headings, sheet.lines)]
+    return markdown.page(lines)
 
 
 def write_sheets(report: SheetReport, folder: Path, name: str) -> SheetReport:

@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from foretoken.bench.calibrate import slice_of
 from foretoken.bench.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.profile import measure_profile
-from foretoken.bench.report import machine, source_caveats, versions
-from foretoken.bench.validate import FIGURES, JUDGED, TOLERANCE, Comparison, Tell, Trial, compare, median_profile
+from foretoken.bench.report import machine, print_notes, source_caveats, versions
+from foretoken.bench.validate import FIGURES, JUDGED, TOLERANCE, Causes, Comparison, Tell, Trial, compare, median_profile
 from foretoken.config import SpecConfig
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.llm import LLM
@@ -30,10 +27,10 @@ from foretoken.plan.admission import SchedulerConfig
 from foretoken.plan.arrivals import Job
 from foretoken.plan.profile import Profile
 from foretoken.plan.setting import Limits, Setting
+from foretoken.printing.console import Console
 
 _MOST_PASSES, _PASSES_S = 3, 60.0  # a profile is measured again until so much time is spent
 _WORDS = {"tokens_per_s": "tok/s", "latency_s_p50": "whole answer", "latency_s_p95": "p95", "ttft_s_p50": "first token", "ttft_s_p95": "p95"}
-_MIN_WIDTH = 170
 
 
 @dataclass(frozen=True)
@@ -180,26 +177,24 @@ def write_validation(found: Validation, folder: Path, name: str) -> Path:
 def print_validation(found: Validation, file: Path | None, console: Console | None = None) -> None:
     """Predicted, measured and error of each figure; then where errors come from."""
     console = console or Console()
-    console.width = max(console.width, _MIN_WIDTH)
-    figures = Table("trace", "setting", title="predicted | measured  error", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    causes = Table("trace", "setting", title="where it comes from", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in FIGURES:
-        figures.add_column(_WORDS[name], justify="right", no_wrap=True)
-    for heading in ("steps", "drafter", "tok/round", "rows", "requests", "pace", "between steps"):
-        causes.add_column(heading, justify="right")
-    for row in found.rows:
-        figures.add_row(row.trace, row.predicted.setting, *(_cell(row, name) for name in FIGURES), style=None if row.holds else "red")
-        one = row.causes
-        errors = (one.step, one.draft, one.emitted, one.rows, one.batch, one.pace)
-        causes.add_row(row.trace, row.predicted.setting, *("" if e is None else f"{e:+.0%}" for e in errors), f"{one.outside_share:.1%}")
-    console.print(figures)
-    console.print(causes)
+    names = [(row.trace, row.predicted.setting) for row in found.rows]
+    figures = [(*name, *(_cell(row, figure) for figure in FIGURES)) for name, row in zip(names, found.rows, strict=True)]
+    styles = [None if row.holds else "red" for row in found.rows]
+    headings = ("trace", "setting", *(_WORDS[figure] for figure in FIGURES))
+    console.table(headings, figures, title="predicted | measured  error", justify="llr", styles=styles)
+    console.line()
+    causes = [(*name, *_errors(row.causes)) for name, row in zip(names, found.rows, strict=True)]
+    headings = ("trace", "setting", "steps", "drafter", "tok/round", "rows", "requests", "pace", "between steps")
+    console.table(headings, causes, title="where it comes from", justify="llr")
+    console.line()
     held = sum(row.holds for row in found.rows)
-    console.print(f"within {TOLERANCE:.0%} in throughput and p95 latency: {held} of {len(found.rows)}", highlight=False)
-    for caveat in found.caveats:
-        console.print(f"note: {caveat}", highlight=False, markup=False)
-    if file is not None:
-        console.print(f"written: {file}", highlight=False, markup=False)
+    console.line(f"within {TOLERANCE:.0%} in throughput and p95 latency: {held} of {len(found.rows)}")
+    print_notes(console, found.caveats, () if file is None else (file,))
+
+
+def _errors(causes: Causes) -> tuple[str, ...]:
+    errors = (causes.step, causes.draft, causes.emitted, causes.rows, causes.batch, causes.pace)
+    return (*("" if error is None else f"{error:+.0%}" for error in errors), f"{causes.outside_share:.1%}")
 
 
 def _cell(row: Comparison, name: str) -> str:

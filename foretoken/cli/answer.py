@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
-
-import typer
-from rich.console import Console
 
 from foretoken.cli.common import print_json
 from foretoken.cli.show import print_counts, print_shown
@@ -14,18 +12,20 @@ from foretoken.core import StepOutput
 from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput
 from foretoken.model.tokenizer import Detokenizer
+from foretoken.printing.console import Console
 
 
 def print_pieces(outputs: list[StepOutput]) -> None:
     """Print what a step added, at once."""
+    console = Console()
     for output in outputs:
-        typer.echo(output.text, nl=False)
+        console.answer(output.text)
 
 
 def report(llm: LLM, output: GenerateOutput, show: bool, as_json: bool, streamed: bool) -> None:
     """The answers in the form that was asked for, and what the first one cost."""
     if streamed:
-        typer.echo()
+        Console().line()
     for choice in output.choices if show or not as_json else ():
         _print_choice(llm, choice, show, streamed)
     if as_json:
@@ -43,14 +43,14 @@ def report(llm: LLM, output: GenerateOutput, show: bool, as_json: bool, streamed
         line += f"; {stats.num_probed} rows of probes"
     if stats.lossy:
         line += f"; rule {stats.rule} is lossy: this is not the target's law"
-    Console(stderr=True).print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+    Console(stderr=True).line(line, style="dim")
 
 
 def print_cost_profile(llm: LLM) -> None:
     """What measuring the costs of steps took before the first token, and where they are kept."""
     kept = f"kept in {llm.costs.path}" if llm.costs.path else "kept nowhere"
     line = f"costs of steps measured at the start in {llm.stats.profile_s:.2f} s, {kept}"
-    Console(stderr=True).print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+    Console(stderr=True).line(line, style="dim")
 
 
 def as_json_object(output: GenerateOutput) -> dict[str, Any]:
@@ -71,16 +71,17 @@ def as_json_object(output: GenerateOutput) -> dict[str, Any]:
 
 
 def _print_choice(llm: LLM, output: GenerateOutput, show: bool, streamed: bool) -> None:
+    console, pieces = Console(), token_pieces(llm, output)
     if show:
-        print_shown(Console(soft_wrap=True), token_pieces(llm, output), output.provenance)
-        print_counts(Console(), output.stats)
+        print_shown(console, pieces if llm.tokenizer is None else answer_pieces(pieces, output), output.provenance)
+        print_counts(console, output.stats)
     elif llm.tokenizer is None:
-        typer.echo(",".join(str(token) for token in output.token_ids))
+        console.line(",".join(str(token) for token in output.token_ids))
     elif not streamed:
-        typer.echo(output.text)
+        console.answer(output.text + "\n")
     if output.logprobs is not None:
-        for piece, entry in zip(token_pieces(llm, output), output.logprobs, strict=True):
-            typer.echo(f"{entry.logprob:9.4f}  rank {entry.rank:<5d} {piece!r}")
+        for piece, entry in zip(pieces, output.logprobs, strict=True):
+            console.line(f"{entry.logprob:9.4f}  rank {entry.rank:<5d} {piece!r}")
 
 
 def token_pieces(llm: LLM, output: GenerateOutput) -> list[str]:
@@ -92,3 +93,13 @@ def token_pieces(llm: LLM, output: GenerateOutput) -> list[str]:
     if pieces:
         pieces[-1] += detokenizer.flush()
     return pieces
+
+
+def answer_pieces(pieces: Sequence[str], output: GenerateOutput) -> list[str]:
+    """What of each token's text belongs to the answer: a stop string ends it, often inside a token."""
+    room, kept = len(output.text), []
+    for piece in pieces:
+        kept.append(piece[:room])
+        room -= len(kept[-1])
+    assert "".join(kept) == output.text
+    return kept

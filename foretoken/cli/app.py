@@ -6,13 +6,15 @@ import sys
 import warnings
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
 from foretoken.cli import audit, bench, demo, generate, models, plan, settings, simulate, train, widen
+from foretoken.cli.usage import Command, Group, show_usage_error
 from foretoken.errors import ForetokenError
+from foretoken.printing.console import Console, tolerate_encoding
 
 app = typer.Typer(
+    cls=Group,
     name="foretoken",
     help="Answers of a language model, faster and unchanged: guess cheaply, check exactly.",
     no_args_is_help=True,
@@ -20,14 +22,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-app.command("demo")(demo.demo)
-app.command("generate")(generate.generate)
-app.command("bench")(bench.bench)
-app.command("audit")(audit.audit)
-app.command("plan")(plan.plan)
-app.command("simulate")(simulate.simulate)
-app.command("widen")(widen.widen)
-app.command("models")(models.models)
+app.command("demo", cls=Command)(demo.demo)
+app.command("generate", cls=Command)(generate.generate)
+app.command("bench", cls=Command)(bench.bench)
+app.command("audit", cls=Command)(audit.audit)
+app.command("plan", cls=Command)(plan.plan)
+app.command("simulate", cls=Command)(simulate.simulate)
+app.command("widen", cls=Command)(widen.widen)
+app.command("models", cls=Command)(models.models)
 app.add_typer(train.app, name="train")
 app.add_typer(settings.app, name="config")
 
@@ -44,10 +46,11 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code."""
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    tolerate_encoding()
+    errors = Console(stderr=True)
 
     def show_warning(message: Warning | str, *_: object, **__: object) -> None:
-        errors.print(f"warning: {message}", style="yellow", markup=False)
+        errors.message(f"warning: {message}", style="yellow")
 
     warnings.showwarning = show_warning
     command = typer.main.get_command(app)
@@ -61,11 +64,11 @@ def run(arguments: list[str]) -> int:
     except typer.Exit as stop:
         return int(stop.exit_code)
     except _USAGE_ERROR as error:
-        error.show()
+        show_usage_error(error, errors)
         return 2
     except (typer.Abort, KeyboardInterrupt):
-        errors.print("interrupted; nothing that was finished is lost", markup=False)
+        errors.line("interrupted; nothing that was finished is lost")
         return _INTERRUPTED
     except ForetokenError as error:
-        errors.print(f"error: {error}", style="red", markup=False)
+        errors.message(f"error: {error}", style="red")
         return error.exit_code

@@ -38,6 +38,7 @@ from foretoken.cli.common import (
     spec_from,
 )
 from foretoken.errors import ConfigError, GateError
+from foretoken.printing.console import Console
 
 
 def audit(
@@ -85,7 +86,7 @@ def audit(
     )
     report = _run(options, prompts, out)
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), default=str, allow_nan=False))
+        Console().json_line(json.dumps(report.as_dict(), default=str, allow_nan=False))
     else:
         print_report(report)
     if report.failed:

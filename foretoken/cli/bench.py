@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from foretoken.bench.drafting import parse_drafters
 from foretoken.bench.load_options import DEFAULT_SETTINGS, LoadOptions, table_text
@@ -27,6 +25,7 @@ from foretoken.cli.bench_load import LOAD, load_kind, measure_load, number, refu
 from foretoken.cli.common import AllowLossyOption, DeviceOption, DraftOption, DtypeOption, JsonOption, TargetOption, print_json
 from foretoken.config import DRAFTERS, RULES
 from foretoken.plan.rules import TABLE
+from foretoken.printing.console import Console
 
 _PROFILE_OPTIONS = frozenset({"profile", "target", "draft", "drafters", "dtype", "device", "threads", "out", "name", "seed", "as_json"})
 _DEFAULT = BenchOptions(target="reference:target", draft="reference:draft")
@@ -128,7 +127,7 @@ def bench(
     if not as_json:
         print_report(report)
     else:
-        typer.echo(report.json_line())
+        Console().json_line(report.json_line())
 
 
 def _options(given: Mapping[str, Any], draft: str | None) -> BenchOptions:
@@ -159,13 +158,11 @@ def _measure_profile(context: typer.Context, draft: str | None, drafters: tuple[
     if out is not None:
         check_folder(out)
     asked = ProfileOptions(options["target"], draft, choices, options["dtype"], options["device"], options["threads"], seed=options["seed"])
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("measuring", total=1.0)
+    with Console(stderr=True).bar("measuring", 1.0) as bar:
         found = run_profile(
             asked,
             command=shlex.join(["foretoken", *sys.argv[1:]]),
-            tell=lambda words, share: bar.update(task, completed=share, description=words),
+            tell=lambda words, share: bar.update(words, completed=share),
         )
     file = None if out is None else write_profile(found, out, "profile" if "name" not in given else name)
     if options["as_json"]:

@@ -17,6 +17,7 @@ from foretoken.bench.recovery import run_recovery
 from foretoken.bench.sheets import SheetReport, print_sheets
 from foretoken.cli.common import was_given
 from foretoken.errors import ConfigError
+from foretoken.printing.console import Console
 
 LOAD = "Batches, changing load, recovery"  # the part of the help in which their options stand
 _COMMON = frozenset({"target", "dtype", "device", "threads", "repeats", "table", "out", "name", "seed", "as_json"})
@@ -57,7 +58,7 @@ def measure_load(context: typer.Context, kind: str) -> None:
     refuse_others(context, kind, _TAKES[kind])
     report = _RUNS[kind](_options(context, kind), shlex.join(["foretoken", *sys.argv[1:]]))
     if context.params["as_json"]:
-        typer.echo(report.json_line())
+        Console().json_line(report.json_line())
     else:
         print_sheets(report)
     if report.interrupted:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.status import Status
 
 from foretoken.config import COMBINE, COMPOSITES, DRAFT_DTYPES, DRAFT_VOCABULARIES, DRAFTERS, RULES, TREES, SpecConfig
 from foretoken.errors import ConfigError
+from foretoken.printing.console import Console, Spinner
 
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="The model whose answers you want: a folder, a hub id, or reference:target.")]
 DrafterOption = Annotated[str | None, typer.Option(help=f"Who guesses ahead: {', '.join(DRAFTERS)}. Without it, plain decoding.")]
@@ -141,23 +140,14 @@ def _number_or_auto(field: str, value: str, kind: type[int] | type[float], words
         raise ConfigError(field, value, f"must be {words} or auto") from None
 
 
-@contextmanager
-def progress(message: str, console: Console | None = None) -> Iterator[Status | None]:
+def progress(message: str) -> AbstractContextManager[Spinner | None]:
     """A spinner on stderr while something takes long; on a file or pipe one plain line."""
-    console = console or Console(stderr=True)
-    if console.is_terminal:
-        with console.status(message) as status:
-            yield status
-    else:
-        console.print(message, markup=False, highlight=False)
-        yield None
+    return Console(stderr=True).spinner(message)
 
 
-def announcer(status: Status | None) -> Callable[[str], None]:
+def announcer(spinner: Spinner | None) -> Callable[[str], None]:
     """Says on stderr what takes long: in the spinner of `progress`, or on a line of its own."""
-    if status is not None:
-        return status.update
-    return lambda words: Console(stderr=True).print(words, markup=False, highlight=False)
+    return spinner.update if spinner is not None else Console(stderr=True).line
 
 
 def was_given(context: typer.Context, name: str) -> bool:
@@ -168,4 +158,4 @@ def was_given(context: typer.Context, name: str) -> bool:
 
 def print_json(value: object) -> None:
     """One compact JSON object on its own line."""
-    typer.echo(json.dumps(value, default=str))
+    Console().json_line(json.dumps(value, default=str))

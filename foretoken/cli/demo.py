@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
 
 from foretoken.bench.widen import widen as widen_checkpoint
-from foretoken.cli.answer import token_pieces
+from foretoken.cli.answer import answer_pieces, token_pieces
 from foretoken.cli.common import JsonOption, print_json, progress
 from foretoken.cli.show import coloured, legend
 from foretoken.config import DRAFTERS, SamplingParams, SpecConfig
@@ -22,6 +19,7 @@ from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput
 from foretoken.errors import ConfigError
 from foretoken.model.open import model_folder
+from foretoken.printing.console import Console
 from foretoken.train.corpus import edit_prompt
 
 # Written for this demo, not taken from the training text, and chosen so that the answers end by themselves: a small
@@ -112,15 +110,18 @@ def demo(
         print_json(_summary(plain, speculative, answers, identical, speedup, to))
         return
     same = "the same tokens" if identical else "DIFFERENT tokens (near ties in 16-bit arithmetic)"
-    Console().print(
-        f"[bold]{plain.tokens_per_s:.1f}[/] tokens/s plain, [bold]{speculative.tokens_per_s:.1f}[/] speculative: "
-        f"[bold]{speedup:.2f}x[/], {same}. Median of {repeats} repeats on this machine, just now."
+    console = Console()
+    console.line(
+        (f"{plain.tokens_per_s:.1f}", "bold"),
+        " tokens/s plain, ",
+        (f"{speculative.tokens_per_s:.1f}", "bold"),
+        " speculative: ",
+        (f"{speedup:.2f}x", "bold"),
+        f", {same}. Median of {repeats} repeats on this machine, just now.",
     )
     if to != "none":
-        Console().print(
-            f"Target and draft are the shipped ones widened to {to} and {_DRAFT_SIZES[to]}: the same answers at the price of bigger models.",
-            style="dim",
-        )
+        widened = f"Target and draft are the shipped ones widened to {to} and {_DRAFT_SIZES[to]}"
+        console.line(f"{widened}: the same answers at the price of bigger models.", style="dim")
 
 
 def _pair(to: str, scratch: Path) -> tuple[Path, Path]:
@@ -160,29 +161,36 @@ def _measure(
 
 def _show(llm: LLM, answers: dict[str, tuple[GenerateOutput, GenerateOutput]]) -> None:
     console = Console()
-    table = Table("prompt", "plain tokens/s", "speculative tokens/s", "ratio", "guesses kept", "tokens per step", "same tokens")
+    rows = []
     for name, (plain, speculative) in answers.items():
         ratio = speculative.stats.tokens_per_s / plain.stats.tokens_per_s
-        table.add_row(
-            name,
-            f"{plain.stats.tokens_per_s:.1f}",
-            f"{speculative.stats.tokens_per_s:.1f}",
-            f"{ratio:.2f}",
-            f"{speculative.stats.acceptance_rate:.0%}",
-            f"{speculative.stats.emitted_per_step:.2f}",
-            "yes" if plain.token_ids == speculative.token_ids else "no",
+        rows.append(
+            (
+                name,
+                f"{plain.stats.tokens_per_s:.1f}",
+                f"{speculative.stats.tokens_per_s:.1f}",
+                f"{ratio:.2f}",
+                f"{speculative.stats.acceptance_rate:.0%}",
+                f"{speculative.stats.emitted_per_step:.2f}",
+                "yes" if plain.token_ids == speculative.token_ids else "no",
+            )
         )
     sample, (plain, speculative) = next(iter(answers.items()))
-    grid = Table.grid(expand=True)
-    grid.add_row(
-        Panel(plain.text.strip("\n"), title=f"plain: {plain.stats.num_steps} steps"),
-        Panel(coloured(token_pieces(llm, speculative), speculative.provenance), title=f"speculative: {speculative.stats.num_steps} steps"),
+    console.line("prompt ", (sample, "bold"), ":")
+    console.block((PROMPTS[sample], "dim"))
+    console.line()
+    console.side_by_side(
+        (f"plain: {plain.stats.num_steps} steps", [plain.text]),
+        (
+            f"speculative: {speculative.stats.num_steps} steps",
+            coloured(answer_pieces(token_pieces(llm, speculative), speculative), speculative.provenance),
+        ),
     )
-    console.print(f"prompt [bold]{sample}[/]:")
-    console.print(PROMPTS[sample], markup=False, highlight=False, style="dim")
-    console.print(grid)
-    console.print(legend(speculative.provenance))
-    console.print(table)
+    console.block(*legend(speculative.provenance))
+    console.line()
+    headings = ("prompt", "plain tok/s", "speculative tok/s", "ratio", "kept", "tok/step", "same")
+    console.table(headings, rows)
+    console.line()
 
 
 def _summary(

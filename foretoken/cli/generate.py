@@ -179,7 +179,7 @@ def _text_or_file(field: str, value: str | None) -> str | None:
         return value
     try:
         return Path(value[1:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise StorageError(f"{field}: cannot read {value[1:]}: {error}") from error
 
 

@@ -8,14 +8,13 @@ from typing import Annotated
 import typer
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
-from rich.console import Console
-from rich.table import Table
 
 from foretoken.cli.common import JsonOption, print_json
 from foretoken.errors import ModelError
 from foretoken.model.architecture import check_causal
 from foretoken.model.loader import read_raw_config
 from foretoken.model.open import model_folder, native_config, reference_names
+from foretoken.printing.console import Console
 
 
 def models(
@@ -28,10 +27,8 @@ def models(
     if as_json:
         print_json({"models": rows})
         return
-    table = Table("model", "family", "parameters", "layers", "context", "runs on")
-    for row in rows:
-        table.add_row(*(str(row[key]) for key in ("model", "family", "parameters", "layers", "context", "runs_on")))
-    Console().print(table)
+    cells = [[str(row[key]) for key in ("model", "family", "parameters", "layers", "context", "runs_on")] for row in rows]
+    Console().table(("model", "family", "parameters", "layers", "context", "runs on"), cells, justify="llrrrl")
 
 
 def _cached() -> list[tuple[str, Path]]:

@@ -9,9 +9,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from foretoken.cli.common import DeviceOption, DraftDtypeOption, DtypeOption, JsonOption, NumDraftOption, TargetOption, print_json
 from foretoken.config import DRAFT_DTYPES, QUANTISED
@@ -20,6 +17,7 @@ from foretoken.model.footprint import shape_of
 from foretoken.model.open import model_folder, open_device
 from foretoken.plan.memory import Account, Budget, Load, ModelShape, account, contexts_to_show, fitting, largest_batch
 from foretoken.plan.policy import MOST_NUM_DRAFT
+from foretoken.printing.console import Console
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -158,21 +156,18 @@ def _row(target: ModelShape, draft: ModelShape | None, load: Load, budget: Budge
 
 def _print(report: dict[str, object], grid: dict[int, dict[int, int]], rows: list[dict[str, object]]) -> None:
     console = Console()
-    console.print(
-        f"{report['device']}: {_size(report['memory_bytes'])}, of which {_size(report['usable_bytes'])} may be used", highlight=False, markup=False
-    )
-    parts = Table("", *(f"draft {row['draft'] or 'none'}" for row in rows), box=box.SIMPLE_HEAD)
-    for words, name in _PARTS.items():
-        parts.add_row(words, *(_size(row[name]) for row in rows))
-    parts.add_row("fits", *("yes" if row["fits"] else f"no, {_size(row['missing_bytes'])} missing" for row in rows))
-    parts.add_row("requests of this length that fit", *(str(row["largest_batch"]) for row in rows))
-    console.print(parts)
+    console.line(f"{report['device']}: {_size(report['memory_bytes'])}, of which {_size(report['usable_bytes'])} may be used")
+    console.line()
+    lines = [(words, *(_size(row[name]) for row in rows)) for words, name in _PARTS.items()]
+    lines.append(("fits", *("yes" if row["fits"] else f"no, {_size(row['missing_bytes'])} missing" for row in rows)))
+    lines.append(("requests of this length that fit", *(str(row["largest_batch"]) for row in rows)))
+    console.table(("", *(f"draft {row['draft'] or 'none'}" for row in rows)), lines)
+    console.line()
+    cells = [(str(context), *("fits" if not missing else _size(missing) for missing in line.values())) for context, line in grid.items()]
     title = f"requests at once (across) of so many tokens (down): what is missing; draft {report['table_draft'] or 'none'}"
-    table = Table("", *map(str, _BATCHES), title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for context, cells in grid.items():
-        table.add_row(str(context), *("fits" if not missing else _size(missing) for missing in cells.values()))
-    console.print(table)
-    console.print(f"to run it: --cache-tokens {report['cache_tokens']}", highlight=False, markup=False)
+    console.table(("tokens", *map(str, _BATCHES)), cells, title=title)
+    console.line()
+    console.line(f"to run it: --cache-tokens {report['cache_tokens']}")
 
 
 def _size(count: object) -> str:

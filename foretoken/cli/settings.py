@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+from foretoken.cli.usage import Command, Group
 from foretoken.errors import ConfigError, StorageError
+from foretoken.printing.console import Console
 
 SETTINGS_FILE = "foretoken.toml"
 _PREFIX = "FORETOKEN_"
 # Read by other parts than the command line.
 _OTHER_VARIABLES = frozenset({"FORETOKEN_LLAMA_CPP", "FORETOKEN_LLAMA_CPP_CONVERT", "FORETOKEN_COMPLETE", "FORETOKEN_TOML", "FORETOKEN_CACHE"})
 
-app = typer.Typer(help="Settings: what is in force, and where it comes from.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="Settings: what is in force, and where it comes from.", no_args_is_help=True)
 
 
-@app.command("show")
+@app.command("show", cls=Command)
 def show(
     context: typer.Context,
     origin: Annotated[bool, typer.Option("--origin", help="Also say where each value comes from.")] = False,
@@ -36,12 +36,11 @@ def show(
     assert isinstance(root, TyperGroup)
     rows = list(_resolved(root))
     if as_json:
-        typer.echo(json.dumps({f"{verb}.{name}": {"value": value, "origin": source} for verb, name, value, source in rows}, default=str))
+        Console().json_line(json.dumps({f"{verb}.{name}": {"value": value, "origin": source} for verb, name, value, source in rows}, default=str))
         return
-    table = Table("verb", "setting", "value", *(["origin"] if origin else []))
-    for verb, name, value, source in rows:
-        table.add_row(verb, name, str(value), *([source] if origin else []))
-    Console().print(table)
+    count = 4 if origin else 3
+    cells = [(verb, name, str(value), source)[:count] for verb, name, value, source in rows]
+    Console().table(("verb", "setting", "value", "origin")[:count], cells, justify="l")
 
 
 def default_map(root: TyperGroup) -> dict[str, Any]:
@@ -116,7 +115,7 @@ def _path() -> Path:
 
 def _read_file() -> dict[str, Any]:
     path = _path()
-    if not path.exists() and "FORETOKEN_TOML" not in os.environ:
+    if not os.path.exists(path) and "FORETOKEN_TOML" not in os.environ:
         return {}
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))

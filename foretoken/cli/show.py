@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from foretoken.core import TokenOrigin
 from foretoken.engine.stats import RequestStats
+from foretoken.printing.console import Console, Part
 
 # kind -> (style, what it means). The styles differ in weight and underline too, so colour is never alone.
 _STYLES = {
@@ -21,12 +18,9 @@ _STYLES = {
 _MARKS = {"accepted": "+", "residual": "!", "bonus": "*", "plain": "."}
 
 
-def coloured(pieces: Sequence[str], origins: Sequence[TokenOrigin]) -> Text:
+def coloured(pieces: Sequence[str], origins: Sequence[TokenOrigin]) -> list[Part]:
     """The pieces of an answer in the style of their origin; the characters themselves are untouched."""
-    text = Text()
-    for piece, origin in zip(pieces, origins, strict=True):
-        text.append(piece, style=_STYLES[origin.kind][0])
-    return text
+    return [(piece, _STYLES[origin.kind][0]) for piece, origin in zip(pieces, origins, strict=True)]
 
 
 def marks(origins: Sequence[TokenOrigin]) -> str:
@@ -37,32 +31,30 @@ def marks(origins: Sequence[TokenOrigin]) -> str:
     return line.rstrip()
 
 
-def legend(origins: Sequence[TokenOrigin]) -> Text:
-    """What the styles and marks mean, with how often each occurs."""
-    text = Text()
+def legend(origins: Sequence[TokenOrigin]) -> list[Part]:
+    """What the styles and marks mean, with how often each occurs, a line each."""
+    lines: list[Part] = []
     for kind, (style, meaning) in _STYLES.items():
         count = sum(origin.kind == kind for origin in origins)
-        text.append(f"{_MARKS[kind]} {kind:<9}", style=style)
-        text.append(f"{count:5d} tokens  {meaning}\n")
-    return text
+        lines += ["\n" if lines else "", (f"{_MARKS[kind]} {kind:<9}", style), f"{count:5d} tokens  {meaning}"]
+    return lines
 
 
 def print_shown(console: Console, pieces: Sequence[str], origins: Sequence[TokenOrigin]) -> None:
     """The coloured answer, the same as marks, and the legend."""
-    console.print(coloured(pieces, origins), soft_wrap=True)
-    console.print("\nby token, a group per step:", marks(origins), style="dim", markup=False, highlight=False, soft_wrap=True)
-    console.print(legend(origins), end="")
+    console.block(*coloured(pieces, origins))
+    console.line()
+    console.line("by token, a group per step: ", marks(origins), style="dim")
+    console.block(*legend(origins))
 
 
 def print_counts(console: Console, stats: RequestStats) -> None:
     """How many guesses were made and kept at each place of the draft and, where several drafters guessed, by each of them."""
     if not stats.num_drafted:
         return
-    table = Table("guesses", "drafted", "kept", "share", box=None, pad_edge=False, header_style="dim")
     rows = [(f"at place {place}", *counts) for place, counts in enumerate(stats.accepted_per_position, start=1)]
     if len(stats.drafted_by) > 1:
         rows += [(f"by {name}", drafted, stats.accepted_by.get(name, 0)) for name, drafted in stats.drafted_by.items()]
-    for name, drafted, kept in rows:
-        table.add_row(name, str(drafted), str(kept), f"{kept / drafted:.0%}" if drafted else "")
-    console.print()
-    console.print(table)
+    console.line()
+    cells = [(name, str(drafted), str(kept), f"{kept / drafted:.0%}" if drafted else "") for name, drafted, kept in rows]
+    console.table(("guesses", "drafted", "kept", "share"), cells)

@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
 from foretoken.bench.report import check_folder, check_name
 from foretoken.bench.validate_report import MeasureOptions, Validation, print_validation, run_validation, write_validation
 from foretoken.cli.common import print_json
 from foretoken.cli.simulate_requests import jobs_of, settings_of, trace_names
 from foretoken.errors import ConfigError
+from foretoken.printing.console import Console
 
 _SLICE = "code"  # that prompts are taken from where nothing is said
 
@@ -67,14 +65,13 @@ def _options(given: Mapping[str, Any]) -> MeasureOptions:
 
 def _with_progress(options: MeasureOptions) -> Validation:
     console, said = Console(stderr=True), ""
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=None)
+    with console.bar("", None) as bar:
 
         def tell(words: str, finished: int) -> None:
             nonlocal said
             if words != said and not console.is_terminal:
-                console.print(words, markup=False, highlight=False)
+                console.line(words)
             said = words
-            bar.update(task, advance=finished, description=words)
+            bar.update(words, advance=finished)
 
         return run_validation(options, shlex.join(["foretoken", *sys.argv[1:]]), tell)

@@ -6,10 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from foretoken.bench.profile import load_profile
 from foretoken.cli.common import print_json, progress
 from foretoken.cli.simulate_requests import jobs_of, read_json, settings_of, trace_names
@@ -20,9 +16,9 @@ from foretoken.plan.profile import Profile
 from foretoken.plan.setting import PLAIN, Limits, Setting
 from foretoken.plan.simulate import Fleet, simulate
 from foretoken.plan.traces import Server, built_in
+from foretoken.printing.console import Console
 
 _ACCEPTANCE = "0.7"
-_MIN_WIDTH = 120  # below this the table would be cut to nothing; a narrower terminal wraps its lines
 
 
 def predict(given: Mapping[str, Any]) -> None:
@@ -81,26 +77,22 @@ def _target_number(profile: Profile, name: str) -> int | None:
 
 def _print(rows: Sequence[Outcome], profile: Profile) -> None:
     console = Console()
-    if console.width < _MIN_WIDTH:
-        console.width = _MIN_WIDTH
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("setting", "tok/s", "first token", "p95", "per token", "p95", "whole answer", "p95", "busy", "there", "tok/step", "price/M"):
-        table.add_column(name, justify="left" if name == "setting" else "right")
-    for row in rows:
-        times = (row.ttft_s_p50, row.ttft_s_p95, row.inter_token_s_p50, row.inter_token_s_p95, row.latency_s_p50, row.latency_s_p95)
-        price = "" if row.price_per_million_tokens is None else f"{row.price_per_million_tokens:.3g}"
-        shares = (f"{row.utilisation:.0%}", f"{row.mean_in_system:.1f}", f"{row.emitted_per_step:.2f}")
-        table.add_row(row.setting, f"{row.tokens_per_s:.4g}", *map(_time, times), *shares, price)
-    console.print(table)
+    headings = ("setting", "tok/s", "first token", "p95", "per token", "p95", "whole answer", "p95", "busy", "there", "tok/step", "price/M")
+    console.table(headings, [_cells(row) for row in rows])
+    console.line()
     plain = next((row for row in rows if row.setting == PLAIN), None)
     if plain is not None and plain.tokens_per_s > 0 and len(rows) > 1:
-        console.print(
-            "against plain: " + ", ".join(f"{row.setting} {row.tokens_per_s / plain.tokens_per_s:.2f}x" for row in rows if row is not plain),
-            highlight=False,
-        )
-    console.print(f"predicted from {profile.date or 'an undated profile'}, {profile.machine.get('cpu', 'unknown machine')}", highlight=False)
+        console.line("against plain: " + ", ".join(f"{row.setting} {row.tokens_per_s / plain.tokens_per_s:.2f}x" for row in rows if row is not plain))
+    console.line(f"predicted from {profile.date or 'an undated profile'}, {profile.machine.get('cpu', 'unknown machine')}")
     for caveat in profile.caveats:
-        console.print(f"note: {caveat}", highlight=False, markup=False)
+        console.line(f"note: {caveat}")
+
+
+def _cells(row: Outcome) -> tuple[str, ...]:
+    times = (row.ttft_s_p50, row.ttft_s_p95, row.inter_token_s_p50, row.inter_token_s_p95, row.latency_s_p50, row.latency_s_p95)
+    price = "" if row.price_per_million_tokens is None else f"{row.price_per_million_tokens:.3g}"
+    shares = (f"{row.utilisation:.0%}", f"{row.mean_in_system:.1f}", f"{row.emitted_per_step:.2f}")
+    return (row.setting, f"{row.tokens_per_s:.4g}", *map(_time, times), *shares, price)
 
 
 def _time(seconds: float) -> str:

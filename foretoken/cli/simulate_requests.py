@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def jobs_of(given: Mapping[str, Any], acceptance: str) -> list[Job]:
         for name in ("prompt_tokens", "output_tokens"):
             if given[name] is not None:
                 raise ConfigError(name, given[name], "the trace file says it for each request; leave it out, or use --trace poisson:RATE")
-        if not Path(trace).suffix and not Path(trace).exists():
+        if not Path(trace).suffix and not os.path.exists(trace):
             raise InputError("trace", trace, f"is no file and no built-in trace; choose one of {', '.join(SHAPES)}, poisson:RATE, or a file")
         return parse_trace(read_text("trace", Path(trace)).splitlines(), chances)[:requests]
     try:
@@ -92,7 +93,7 @@ def read_text(field: str, path: Path) -> str:
     """
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise StorageError(f"{field}: cannot read {path}: {error}") from error
 
 

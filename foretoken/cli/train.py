@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 
 from foretoken.cli.common import JsonOption, print_json
+from foretoken.cli.usage import Command, Group
 from foretoken.errors import ConfigError
 from foretoken.model.open import model_folder
+from foretoken.printing.console import Console
 from foretoken.train.recipes import DRAFT_SHAPE, TARGET_SHAPE, Shape, train_lm
 from foretoken.train.trainer import TrainConfig
 
-app = typer.Typer(help="Train a language model from scratch, or distil a draft from one. Interrupted runs resume.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="Train a language model from scratch, or distil a draft from one. Interrupted runs resume.", no_args_is_help=True)
 _DEFAULT = TrainConfig()
 
 
@@ -23,7 +25,7 @@ def _verbs() -> None:
     """Keep `lm` a verb of its own: more recipes follow."""
 
 
-@app.command("lm")
+@app.command("lm", cls=Command)
 def lm(
     out: Annotated[Path, typer.Option(help="Folder of the run: state, corpus, and at the end the finished model in OUT/model.")],
     tokens: Annotated[int, typer.Option(help="Tokens to see in the whole run.")] = _DEFAULT.tokens,
@@ -46,7 +48,7 @@ def lm(
     if as_json:
         print_json(dataclasses.asdict(result) | {"model": str(folder)})
     else:
-        typer.echo(f"{folder}: {result.bits_per_byte:.4f} bits per byte on held-out modules after {result.tokens:,} tokens")
+        Console().line(f"{folder}: {result.bits_per_byte:.4f} bits per byte on held-out modules after {result.tokens:,} tokens")
 
 
 def _shape(text: str) -> Shape:

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from foretoken.bench.widen import widen as widen_checkpoint
 from foretoken.cli.common import JsonOption, print_json
 from foretoken.model.open import model_folder
+from foretoken.printing.console import Console
 
 
 def widen(
@@ -29,13 +28,13 @@ def widen(
 
     The result is an ordinary Hugging Face folder. Say that it is widened beside every number that uses it.
     """
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("writing parameters", total=None)
-        result = widen_checkpoint(model_folder(source), out, to, seed, lambda done, total: bar.update(task, completed=done, total=total), dtype)
+    with Console(stderr=True).bar("writing parameters", None) as bar:
+        result = widen_checkpoint(model_folder(source), out, to, seed, lambda done, total: bar.update(completed=done, total=total), dtype)
     if as_json:
         print_json(
             {"folder": str(out), "num_parameters": result.num_parameters, "dead_share": result.dead_share, "nonzero_share": result.nonzero_share}
         )
         return
-    typer.echo(f"{out}: {result.num_parameters / 1e6:,.0f} M parameters, {result.dead_share:.1%} of them dead, {result.nonzero_share:.1%} not zero")
+    Console().line(
+        f"{out}: {result.num_parameters / 1e6:,.0f} M parameters, {result.dead_share:.1%} of them dead, {result.nonzero_share:.1%} not zero"
+    )

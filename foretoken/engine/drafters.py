@@ -80,7 +80,7 @@ class DrafterFactory:
             raise InputError("corpus", path, f"{self.folder} has no tokenizer to read a text with")
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise StorageError(f"corpus: cannot read {path}: {error}") from error
         return self.tokenizer.encode(text, add_special_tokens=False)
 

@@ -48,7 +48,7 @@ def check_mode(profile: object) -> str:
     Raises:
         ConfigError: anything else.
     """
-    if isinstance(profile, str | Path) and (str(profile) in MODES or Path(profile).is_file()):
+    if isinstance(profile, str | Path) and (str(profile) in MODES or os.path.isfile(profile)):
         return str(profile)
     raise ConfigError("profile", profile, f"use {', '.join(MODES)}, or an existing file that `foretoken bench --profile --out DIR` wrote")
 

@@ -57,10 +57,10 @@ def resolve_folder(path_or_hub_id: str | Path, revision: str | None = None) -> P
     name = os.fspath(path_or_hub_id)
     if not name:
         raise CheckpointError("no model is named; give the folder of a checkpoint, a hub id, or reference:target")
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path):  # False for a name that no file can have, where Path.is_dir raises
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise CheckpointError(f"{path} is a file; give the folder that holds config.json")
     if isinstance(path_or_hub_id, Path) or not _HUB_ID.fullmatch(name) or name[0] == ".":
         raise CheckpointError(f"folder {path} does not exist; give the folder of a checkpoint, or a hub id")

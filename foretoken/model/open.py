@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def model_folder(name: str) -> Path:
     """
     if name.startswith(REFERENCE_PREFIX):
         folder = _REFERENCE_FOLDER / name.removeprefix(REFERENCE_PREFIX)
-        if not (folder / "config.json").exists():
+        if not os.path.exists(folder / "config.json"):
             raise CheckpointError(f"{name!r} is not part of the reference family; known: {', '.join(reference_names())}")
         return folder
     return resolve_folder(name)

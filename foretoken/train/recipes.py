@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer
 
 from foretoken.errors import ConfigError, MismatchError, StorageError
@@ -16,6 +16,7 @@ from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder, save_checkpoint
 from foretoken.model.tokenizer import load_tokenizer
+from foretoken.printing.console import Console
 from foretoken.train.corpus import standard_library
 from foretoken.train.tokens import END_OF_TEXT, encode, tokenizer_config, train_tokenizer
 from foretoken.train.trainer import Data, Result, TrainConfig, Trainer
@@ -48,7 +49,7 @@ def prepare(folder: Path, vocab_size: int = 4096) -> tuple[Tokenizer, Data]:
     """Tokenizer and token ids of the standard library, made once and kept in `folder`."""
     corpus_file = folder / "corpus.npz"
     if not corpus_file.exists():
-        Console(stderr=True).print("reading the standard library and learning its tokens: about half a minute", highlight=False)
+        Console(stderr=True).line("reading the standard library and learning its tokens: about half a minute")
         corpus = standard_library()
         tokenizer = train_tokenizer((d.text for d in corpus.train if d.slice == "code"), vocab_size)
         held_out = [d for d in corpus.held_out if d.slice == "code"]
@@ -106,7 +107,7 @@ def train_lm(
         raise ConfigError("device", device, "use cpu, cuda or cuda:N")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("device", device, "this machine has no CUDA device that torch can use; use cpu")
-    if corpus is not None and not (corpus / "corpus.npz").exists():
+    if corpus is not None and not os.path.exists(corpus / "corpus.npz"):
         raise StorageError(f"{corpus} holds no corpus.npz: give the folder of a run, or leave the corpus out to make one")
     tokenizer, data = prepare(corpus or out)
     decoder = Decoder(model_config(shape, tokenizer))

@@ -18,14 +18,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foretoken.errors import CheckpointError, ConfigError, StorageError
 from foretoken.model.decoder import Decoder
+from foretoken.printing.console import Console
 from foretoken.train.evaluate import Agreement, agreement, bits_per_byte, logits_of
 from foretoken.train.losses import cross_entropy, distillation
 from foretoken.train.tokens import windows
@@ -236,15 +235,14 @@ class Trainer:
         """A function to call after every step: a bar on a terminal, elsewhere a line now and then."""
         if self.config.compile and self.step < self.config.num_steps:
             self._say("compiling the training step: the first one takes a minute or two")
-        columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as bar:
-            task = bar.add_task("training", total=self.config.num_steps, completed=self.step)
+        with self._console.bar("training", self.config.num_steps, counts=True, stays=True) as bar:
+            bar.update(completed=self.step)
 
             def show(loss: float) -> None:
                 done, total = self.step, self.config.num_steps
                 rate = done * self.config.batch_tokens / max(self.seconds, 1e-9)
                 line = f"loss {loss:.4f}, {rate:,.0f} tokens/s"
-                bar.update(task, completed=done, description=line)
+                bar.update(line, completed=done)
                 if done % self.config.report_every_steps == 0 and not self._console.is_terminal:
                     left_s = (total - done) * self.config.batch_tokens / max(rate, 1e-9)
                     self._say(f"step {done}/{total} {line}, about {left_s / 60:.0f} min left")
@@ -252,7 +250,7 @@ class Trainer:
             yield show
 
     def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.line(line)
 
 
 @contextmanager

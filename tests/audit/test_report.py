@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from foretoken import InputError, StorageError
 from foretoken.audit.report import AuditReport, Check, check_out, markdown, print_report, write_report
+from foretoken.printing.console import Console
 
 GOOD = Check("the law", "temperature 0.8", "pass", 640, "z = 0.51, p = 0.6", "p >= 2e-05", "a temperature off by 14%")
 BAD = Check("equal | seeds", "num_draft 1", "fail", 96, "1 of 4 equal", "all equal", detail="first differences at token 3")
@@ -37,9 +38,9 @@ def test_markdown() -> None:
 
 
 def test_a_terminal_shows_all_of_it() -> None:
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_report(REPORT, console)
-    shown = console.export_text()
+    out = io.StringIO()
+    print_report(REPORT, Console(file=out, width=200))
+    shown = out.getvalue()
     for told in ("FAIL: 1 of 2", "z = 0.51", "first differences at token 3", "a temperature off by 14%"):
         assert told in shown
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from foretoken.bench.compare import ratios
 from foretoken.bench.report import Report, check_plot, is_widened, machine, markdown, print_report, source_caveats, versions, write_plot, write_result
 from foretoken.errors import InputError, StorageError
+from foretoken.printing.console import Console
 from tests.bench.fakes import rows
 
 

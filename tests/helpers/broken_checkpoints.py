@@ -1,6 +1,6 @@
 """Tiny checkpoints, broken at random: each is refused by name or answers as transformers does on the same folder.
 
-`python -m tests.helpers.hostile FOLDER FIRST LAST` tries the cases FIRST .. LAST and prints one JSON object for each that did neither,
+`python -m tests.helpers.broken_checkpoints FOLDER FIRST LAST` tries the cases FIRST .. LAST and prints one JSON object for each that did neither,
 then how many there were of each outcome.
 """
 

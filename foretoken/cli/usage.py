@@ -1,0 +1,68 @@
+"""Help and usage errors as plain text: typer's boxes cut words where the terminal is narrow, and need characters that not every encoding has."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from foretoken.printing.console import Console
+from foretoken.printing.text import encodable, map_texts, shortened, visible
+
+_MOST_DEFAULT = 200  # characters of a default in the help, which may come from a settings file
+
+
+class Command(TyperCommand):
+    """A verb whose help is plain text, options in the parts that `rich_help_panel` names."""
+
+    def get_help(self, ctx: Any) -> str:  # noqa: ANN401 - of the click inside typer
+        """The help in characters that standard output has: typer would write UTF-8 to a stream that takes ASCII."""
+        return encodable(super().get_help(ctx), sys.stdout.encoding)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
+        """Write the help, defaults from a settings file escaped; nothing runs afterwards."""
+        self.rich_markup_mode = None
+        ctx.default_map = map_texts(ctx.default_map, lambda text: shortened(visible(text), _MOST_DEFAULT))
+        super().format_help(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
+        """Write arguments and options, part by part."""
+        parts: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                parts.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(record)
+        for title, records in parts.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+class Group(TyperGroup):
+    """What has verbs below it, with the first paragraph of each verb's help."""
+
+    def get_help(self, ctx: Any) -> str:  # noqa: ANN401
+        """The help in characters that standard output has."""
+        return encodable(super().get_help(ctx), sys.stdout.encoding)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
+        """Write the help."""
+        self.rich_markup_mode = None
+        super().format_help(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
+        """Write the verbs."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, (self.commands[name].help or "").partition("\n\n")[0]) for name in self.list_commands(ctx)])
+
+
+def show_usage_error(error: typer.BadParameter, console: Console) -> None:
+    """Where help is, and what is wrong, a line each; the help itself where typer answers with that."""
+    if type(error).__name__ == "NoArgsIsHelpError":  # not exported
+        console.block(error.format_message())
+        return
+    if error.ctx is not None:
+        console.line(f"{' '.join(error.ctx.get_usage().split())}; try {error.ctx.command_path} --help")
+    console.message(f"error: {error.format_message()}", style="red")

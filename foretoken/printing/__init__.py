@@ -1,0 +1,1 @@
+"""Everything that foretoken prints goes through here: foreign text made visible, lines, tables, bars, Markdown."""

@@ -1,0 +1,225 @@
+"""Standard output and standard error: lines, tables and bars that show every text whole, whatever it holds.
+
+The rules, for all that is printed:
+
+- Markup means nothing; characters that a terminal would act on, and those that the stream's encoding lacks, are escaped (`printing.text`).
+- A line is never wrapped, cut or padded here: a terminal folds it, a pipe gets it whole.
+- A table is drawn where it fits: the width of a terminal, or `_MOST_WIDTH` characters elsewhere. Otherwise each row becomes a
+  record, a line for each cell behind its heading.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import TextIO
+
+import rich.console
+from rich.cells import cell_len
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.segment import Segment, Segments
+from rich.status import Status
+from rich.table import Column
+from rich.text import Text
+
+from foretoken.printing.text import encodable, shortened, visible, visible_block
+
+Part = str | tuple[str, str]  # a text, or a text with its style
+
+_MOST_WIDTH = 400  # of a table in a pipe or file: beyond, padding every row to the longest cell makes the output huge
+_MOST_MESSAGE = 4000  # characters of an error or warning, which may quote a value of any length
+_MOST_DESCRIPTION = 200  # characters beside a spinner
+_GAP = "  "
+
+
+class Console:
+    """One stream; standard output unless told otherwise. `width` is for tests: a terminal knows its own."""
+
+    def __init__(self, *, stderr: bool = False, file: TextIO | None = None, width: int | None = None) -> None:
+        self._stream: TextIO = file if file is not None else sys.stderr if stderr else sys.stdout
+        self.is_terminal = self._stream.isatty()
+        self._rich = rich.console.Console(file=self._stream, width=width, markup=False, emoji=False, highlight=False)
+
+    def line(self, *parts: Part, style: str | None = None) -> None:
+        """Print one line, `style` for the parts that have none of their own."""
+        self._put(*parts, style=style, block=False)
+
+    def block(self, *parts: Part) -> None:
+        """Print text whose line ends and tabs stay what they are."""
+        self._put(*parts, style=None, block=True)
+
+    def message(self, text: str, style: str) -> None:
+        """Print an error or a warning: one line, the middle of a very long one left out."""
+        self.line(shortened(text, _MOST_MESSAGE), style=style)
+
+    def exact(self, text: str) -> None:
+        """Write `text` as it is, with no line end: JSON, or an answer for another program.
+
+        What the stream's encoding lacks is escaped all the same: the alternative is half an answer and a traceback.
+        """
+        self._stream.write(encodable(text, self._stream.encoding))
+        self._stream.flush()
+
+    def answer(self, text: str) -> None:
+        """Write a piece of an answer: exactly in a pipe or file; on a terminal control characters other than line ends and tabs are escaped."""
+        self.exact(visible_block(text) if self.is_terminal else text)
+
+    def json_line(self, text: str) -> None:
+        """Write one line of JSON that `json.dumps` made; its only control character, DEL, is escaped as JSON does it."""
+        self.exact(text.replace("\x7f", "\\u007f") + "\n")
+
+    def table(
+        self, headings: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", justify: str = "lr", styles: Sequence[str | None] = ()
+    ) -> None:
+        """Print rows of text under headings, as a table or as records.
+
+        `justify` holds l or r for each column, its last letter goes on; `styles` may hold one for each row.
+        """
+        if title:
+            self.line(title, style="italic")
+        shown = [[self._shown(cell, block=False) for cell in row] for row in (headings, *rows)]
+        widths = self._widths(shown)
+        styled = list(zip_longest(shown[1:], styles[: len(rows)]))
+        if widths is None:
+            for row, style in styled:
+                for place, (heading, cell) in enumerate(zip(shown[0], row, strict=True)):
+                    if cell or not place:
+                        self.line(_GAP if place else "", f"{heading}: " if heading else "", cell, style=style)
+        else:
+            self.line(_drawn(shown[0], widths, justify), style="bold")
+            self.line(_GAP.join("-" * width for width in widths), style="dim")
+            for row, style in styled:
+                self.line(_drawn(row, widths, justify), style=style)
+
+    def side_by_side(self, left: tuple[str, Sequence[Part]], right: tuple[str, Sequence[Part]]) -> None:
+        """Print two texts of several lines, each under its title: beside each other where that fits, else one after the other."""
+        columns = [self._lines([(title, "bold"), "\n", *parts]) for title, parts in (left, right)]
+        widths = [max(map(_width, column)) for column in columns]
+        has_tabs = any("\t" in _text(part) for _, parts in (left, right) for part in parts)
+        if has_tabs or sum(widths) + 2 * len(_GAP) > self._most_width():
+            for title, parts in (left, right):
+                self.line((title, "bold"))
+                self.block(*parts)
+                self.line()
+            return
+        for one, other in zip_longest(*columns, fillvalue=[]):
+            space = " " * (widths[0] - _width(one)) + 2 * _GAP if _width(other) else ""
+            self.line(*one, space, *other)
+        self.line()
+
+    @contextmanager
+    def spinner(self, message: str) -> Iterator[Spinner | None]:
+        """A spinner while something takes long; without a terminal one plain line, and None."""
+        if not self.is_terminal:
+            self.line(message)
+            yield None
+            return
+        with self._rich.status(self._description(message), spinner="line") as status:  # ASCII: every encoding has it
+            yield Spinner(self, status)
+
+    @contextmanager
+    def bar(self, description: str, total: float | None, *, counts: bool = False, stays: bool = False) -> Iterator[Bar]:
+        """A progress bar on a terminal, nothing elsewhere; `counts` shows pieces instead of a percentage, `stays` keeps the full bar."""
+
+        def cut() -> Column:  # rich's own mark of a cut is a character that not every encoding has
+            return Column(no_wrap=True, overflow="crop")
+
+        amount: ProgressColumn = MofNCompleteColumn(table_column=cut()) if counts else TaskProgressColumn(table_column=cut())
+        words = TextColumn("{task.description}", markup=False, table_column=cut())
+        columns = (words, BarColumn(), amount, TimeRemainingColumn(table_column=cut()))
+        with Progress(*columns, console=self._rich, disable=not self.is_terminal, transient=not stays) as progress:
+            yield Bar(self, progress, progress.add_task(self._label(description), total=total))
+
+    def _put(self, *parts: Part, style: str | None, block: bool) -> None:
+        segments = []
+        for part in parts:
+            text, own = (part, style) if isinstance(part, str) else part
+            segments.append(Segment(self._shown(text, block), None if own is None else self._rich.get_style(own)))
+        # Segments reach the stream as they are; text would have its tabs expanded and some characters dropped.
+        self._rich.print(Segments([*segments, Segment("\n")]), soft_wrap=True)
+
+    def _shown(self, text: str, block: bool) -> str:
+        return encodable(visible_block(text) if block else visible(text), self._stream.encoding)
+
+    def _lines(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """The parts of each line, in the form in which they are shown."""
+        lines: list[list[Part]] = [[]]
+        for part in parts:
+            style = None if isinstance(part, str) else part[1]
+            pieces = [self._shown(piece, block=False) for piece in _text(part).split("\n")]
+            first, *others = pieces if style is None else [(piece, style) for piece in pieces]
+            lines[-1].append(first)
+            lines += [[piece] for piece in others]
+        return lines
+
+    def _description(self, text: str) -> Text:
+        return Text(self._shown(shortened(text, _MOST_DESCRIPTION), block=False), overflow="fold")
+
+    def _label(self, text: str) -> str:
+        """What stands beside a bar: half of the line at most."""
+        most = max(10, self._rich.width // 2)
+        return self._shown(text[:most], block=False)[:most]
+
+    def _most_width(self) -> int:
+        return self._rich.width if self.is_terminal else _MOST_WIDTH
+
+    def _widths(self, rows: Sequence[Sequence[str]]) -> list[int] | None:
+        """How wide each column is; None where the table does not fit."""
+        most = self._most_width()
+        if any(len(cell) > 4 * most for row in rows for cell in row):  # not worth measuring
+            return None
+        widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+        return widths if sum(widths) + len(_GAP) * (len(widths) - 1) <= most else None
+
+
+class Spinner:
+    """A running spinner, whose message can be changed."""
+
+    def __init__(self, console: Console, status: Status) -> None:
+        self._console, self._status = console, status
+
+    def update(self, message: str) -> None:
+        """Show another message."""
+        self._status.update(self._console._description(message))
+
+
+class Bar:
+    """A running bar, or nothing where there is no terminal."""
+
+    def __init__(self, console: Console, progress: Progress, task: TaskID) -> None:
+        self._console, self._progress, self._task = console, progress, task
+
+    def update(
+        self, description: str | None = None, *, advance: float | None = None, completed: float | None = None, total: float | None = None
+    ) -> None:
+        """Move it, by `advance` or to `completed`, and show another description."""
+        words = None if description is None else self._console._label(description)
+        self._progress.update(self._task, description=words, advance=advance, completed=completed, total=total)
+
+
+def tolerate_encoding() -> None:
+    """Let standard output and error escape what their encoding lacks, for the text that other libraries write to them."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drawn(cells: Sequence[str], widths: Sequence[int], justify: str) -> str:
+    """One line of a table, without spaces at its end."""
+    padded = []
+    for place, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+        space = " " * (width - cell_len(cell))
+        to_the_right = justify[min(place, len(justify) - 1)] == "r"
+        padded.append(space + cell if to_the_right else cell if place == len(cells) - 1 else cell + space)
+    return _GAP.join(padded)
+
+
+def _text(part: Part) -> str:
+    return part if isinstance(part, str) else part[0]
+
+
+def _width(line: Sequence[Part]) -> int:
+    return sum(cell_len(_text(part)) for part in line)

@@ -1,0 +1,54 @@
+"""Text that others wrote (paths, model names, answers, errors of libraries) in a form that a terminal or a page can hold.
+
+A character that must not be printed as it is becomes the backslash escape that Python writes for it, as in \\x1b, \\n or \\u202e.
+Backslashes that stand in the text stay single, so the form is for readers; `--json` is the lossless one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+_NOT_IN_A_BLOCK = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_CUT = " ... ({} characters left out) ... "
+
+
+def visible(text: str) -> str:
+    """`text` on one line: every character that `str.isprintable` refuses is escaped, line ends, tabs and direction marks among them."""
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else _escape(character) for character in text)
+
+
+def visible_block(text: str) -> str:
+    """`text` with its line ends and tabs: control characters and lone surrogates are escaped, everything else is left alone."""
+    return _NOT_IN_A_BLOCK.sub(lambda found: _escape(found.group()), text)
+
+
+def encodable(text: str, encoding: str | None) -> str:
+    """`text` with an escape for each character that `encoding` lacks; None holds everything."""
+    return text if encoding is None else text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def shortened(text: str, most: int) -> str:
+    """`text` cut in the middle to about `most` characters, saying how many were left out: what ends a message is often its remedy."""
+    if len(text) <= most:
+        return text
+    head = most * 3 // 4
+    tail = most - head
+    return text[:head] + _CUT.format(len(text) - most) + text[len(text) - tail :]
+
+
+def map_texts(value: object, change: Callable[[str], str]) -> object:
+    """`value` with every text in its lists and tables replaced by what `change` makes of it."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_texts(item, change) for item in value]
+    return value
+
+
+def _escape(character: str) -> str:
+    return repr(character)[1:-1]

@@ -1,0 +1,455 @@
+"""Strings that a terminal, a markup parser or an encoding acts on, and every verb of the command line printing one of them.
+
+A scene prepares what a verb meets (a model's answer, a settings file, what a measurement found) so that the string comes out of it,
+and says what stands where. Nothing here loads a model.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import unicodedata
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from foretoken.audit.report import AuditReport, Check
+from foretoken.bench.report import Report
+from foretoken.bench.sheets import Sheet, SheetReport
+from foretoken.bench.validate import Causes, Comparison
+from foretoken.bench.validate_report import Validation
+from foretoken.cli import answer, audit, bench, bench_load, demo, generate, models, plan, settings, simulate_measured, train, widen
+from foretoken.cli.app import run
+from foretoken.core import StepOutput, TokenLogprobs, TokenOrigin
+from foretoken.engine.output import GenerateOutput
+from foretoken.engine.stats import RequestStats
+from foretoken.errors import EngineError
+from foretoken.plan.outcome import Outcome
+from foretoken.plan.profile import Curve, DrafterCost, Profile
+from foretoken.train.trainer import Result
+from tests.bench.fakes import rows as bench_rows
+
+STRINGS: Mapping[str, str] = {
+    "closing markup": "x[/]y",
+    "markup": "[bold]table[name][/bold] [link=a]b[/link] [not a tag]",
+    "emoji code": "a :smile: b",
+    "escape sequences": "a\x1b[31mred\x1b[0m\x1b]0;title\x07b\x9b2J",
+    "control characters": "a" + "".join(map(chr, (*range(32), *range(127, 160)))) + "b",
+    "line ends": "one\ntwo\r\nthree\rfour\x0bfive\x0csix\x85seven\u2028eight\u2029nine\ttabs\t.",
+    "surrogates": "caf\udce9 \ud83d \udfff.",
+    "right to left": "a\u202egpj.exe\u202c \u05e9\u05dc\u05d5\u05dd \u0627\u0644 \u2066x\u2069\u200f\u061c.",
+    "wide and combining": "漢字とかな 👨\u200d👩\u200d👧 e\u0301 \xa0\xad\u200b\ufeff\U000e0041 ﷽.",
+    "table characters": "a|b`c`*d*_e_ <f> & \"g\" 'h' #i",
+    "spaces": "a  b   c",
+    "formats": "%s %(x)d {0} {x} $HOME \\n \\x1b \\",
+    "long": "a" + " ".join(f"word{i}" for i in range(150)) + "b",
+}
+MEGABYTE = "a" + "0123456789abcde " * 65_536 + "b"
+WIDTHS = (40, 80, 200, None)  # None: a pipe
+ENCODINGS = ("ascii", "utf-8", "latin-1")
+
+_STYLES = re.compile(r"\x1b\[[0-9;]*m")
+_ESCAPES = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|([nrt]))")
+_NAMED = {"n": "\n", "r": "\r", "t": "\t"}
+
+
+class Stream(io.TextIOWrapper):
+    """Standard output or error as a process has it: strict, in an encoding, on a terminal or not."""
+
+    def __init__(self, encoding: str, terminal: bool) -> None:
+        super().__init__(io.BytesIO(), encoding=encoding, errors="strict", newline="", write_through=True)
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+    @property
+    def shown(self) -> str:
+        """What was written, without colours and what a spinner or bar does to its own lines."""
+        self.flush()
+        raw = self.buffer.getvalue().decode(self.encoding)  # type: ignore[attr-defined]
+        return _STYLES.sub("", re.sub(r"\x1b\[(\?25[lh]|\d*[AK])|\r", "", raw)) if self._terminal else raw
+
+
+def undone(shown: str) -> str:
+    """Escapes turned back into the characters that they stand for."""
+
+    def character(found: re.Match[str]) -> str:
+        digits = found.group(1) or found.group(2) or found.group(3)
+        return chr(int(digits, 16)) if digits else _NAMED[found.group(4)]
+
+    return _ESCAPES.sub(character, shown)
+
+
+def count(shown: str, text: str) -> int:
+    """How often `text` stands in `shown` whole, escaped or not; escapes in the text itself are no escapes."""
+    return max(shown.count(text), undone(shown).count(text))
+
+
+@dataclass
+class Done:
+    """One run of the command line."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass
+class Scene:
+    """A command line, and in which streams the string stands as often as given; `exact` where standard output is nothing else in a pipe."""
+
+    arguments: list[str]
+    out: int = 0
+    err: int = 0
+    code: int = 0
+    exact: str | None = None
+    bounded: bool = False  # whether what stands on standard error may leave out the middle of a long string
+    lines: bool = True  # whether all that is printed is lines: no tab, no line end of the string itself
+
+
+def play(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, text: str, width: int | None, encoding: str, more: tuple[str, ...] = ()
+) -> tuple[Scene, Done]:
+    """Run scene `name` with `text` on streams of that width and encoding."""
+    with monkeypatch.context() as patched, warnings.catch_warnings():
+        patched.chdir(folder)
+        patched.setenv("TERM", "xterm-256color")
+        patched.setenv("COLUMNS", str(width or 80))
+        patched.setattr(sys, "argv", ["foretoken", text])
+        scene = SCENES[name](patched, folder, text)
+        out, err = (Stream(encoding, width is not None) for _ in range(2))
+        patched.setattr(sys, "stdout", out)
+        patched.setattr(sys, "stderr", err)
+        code = run([*scene.arguments, *more])
+        return scene, Done(code, out.shown, err.shown)
+
+
+# ---- what the verbs meet
+
+
+def _rest(kind: type, **values: Any) -> Any:
+    """A dataclass with 1 wherever nothing is given."""
+    return kind(**{field.name: 1 for field in fields(kind)} | values)
+
+
+def _stats(text: str) -> RequestStats:
+    stats = RequestStats(rule=text, lossy=True, num_steps=2, num_emitted=3, num_drafted=4, num_accepted=1, total_s=1.0)
+    stats.drafted_by, stats.accepted_by = {text: 3, "other": 1}, {text: 1}
+    stats.drafted_at, stats.accepted_at = [4], [1]
+    return stats
+
+
+def _pieces(text: str) -> list[str]:
+    """Three tokens, the last one partly behind the end of the answer."""
+    return [text[: len(text) // 2], text[len(text) // 2 :], "CUT OFF"]
+
+
+def _output(text: str, logprobs: bool) -> GenerateOutput:
+    origins = (TokenOrigin(None, "plain", 0), TokenOrigin(text, "accepted", 1), TokenOrigin(None, "bonus", 1))
+    entries = tuple(TokenLogprobs(token, -1.0, 1, ()) for token in (1, 2, 3)) if logprobs else None
+    return GenerateOutput((1,), text, (1, 2, 3), "stop", _stats(text), origins, entries)
+
+
+class _Answering:
+    """An LLM that answers with the string and the beginning of a token that a stop string cut off."""
+
+    text = ""
+    raises: Exception | None = None
+    warns = False
+    tokenizer = object()
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.stats = SimpleNamespace(profile_s=1.0)
+        self.costs = SimpleNamespace(path=self.text)
+
+    def __enter__(self) -> _Answering:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def generate(self, _prompts: object, params: Any, on_step: Callable[[list[StepOutput]], None] | None = None) -> list[GenerateOutput]:
+        if self.raises is not None:
+            raise self.raises
+        if self.warns:
+            warnings.warn(self.text, stacklevel=2)
+        if on_step is not None:
+            for piece in _pieces(self.text)[:2]:
+                on_step([StepOutput(0, (1,), piece, ())])
+        return [_output(self.text, params.logprobs is not None)]
+
+
+def _answers(patched: pytest.MonkeyPatch, text: str, **values: object) -> list[str]:
+    patched.setattr(generate, "LLM", type("Answering", (_Answering,), {"text": text, **values}))
+    patched.setattr(answer, "token_pieces", lambda _llm, _output: _pieces(text))
+    return ["generate", "--prompt", "x"]
+
+
+def _profile(text: str) -> Profile:
+    one = Curve(((1, 1.0),))
+    costs = {"ngram": DrafterCost(Curve()), text: DrafterCost(one, batch=one, prompt=one)}
+    target = {"name": text, "max_context_tokens": 100, "block_tokens": 32}
+    return Profile(target, {"cpu": text}, {"torch": text}, text, text, one, batch=one, chunk=one, drafters=costs, caveats=(text,))
+
+
+def _report(text: str) -> Report:
+    found = tuple(
+        replace(row, slice=row.slice if row.slice == "all" else text + row.slice, setting=row.setting if row.setting == "plain" else text)
+        for row in bench_rows(**{"ngram-3": 0.5})
+    )
+    return Report(text, {"cpu": text}, {"torch": text}, {"target": text}, found, {text: {text: 2.0}}, (text,), "2026-01-02T03:04:05", (text,))
+
+
+def _sheets(text: str) -> SheetReport:
+    sheet = Sheet(text, (text, text), ((text, text),))
+    return SheetReport(text, text, {"cpu": text}, {}, {"target": text}, (), {text: text}, (sheet,), text, (text,), files=(text,))
+
+
+def _validation(text: str) -> Validation:
+    outcome = _rest(Outcome, setting=text)
+    row = Comparison(text, (), outcome, outcome, _rest(Causes), ())
+    return Validation(text, "2026-01-02", {"cpu": text}, {}, {"target": text}, _profile(text), (row,), (text,))
+
+
+def _audit(text: str) -> AuditReport:
+    check = Check(text, text, "pass", 3, text, text, text, detail=text)
+    return AuditReport((check,), text, {"cpu": text}, {"torch": text}, {"target": text}, 1e-4, date="2026-01-02")
+
+
+# ---- scenes: one for each verb and kind of place
+
+
+def _streamed(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    return Scene(_answers(patched, text), out=1, err=1, exact=text + "\n", lines=False)
+
+
+def _several(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    return Scene([*_answers(patched, text), "--n", "2"], out=1, err=1, exact=text + "\n", lines=False)
+
+
+def _shown(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    return Scene([*_answers(patched, text), "--show"], out=2, err=2, lines=False)  # the answer, the drafter's name; the rule, where costs are kept
+
+
+def _logprobs(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    return Scene([*_answers(patched, text), "--logprobs", "1"], out=1, err=1, lines=False)
+
+
+def _warned(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    return Scene([*_answers(patched, text, warns=True), "--json"], err=1, bounded=True)
+
+
+def _failed(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    return Scene(_answers(patched, text, raises=EngineError(text)), err=1, code=1)
+
+
+def _demo(patched: pytest.MonkeyPatch, folder: Path, text: str) -> Scene:
+    pair = (replace(_output(text, False), provenance=(TokenOrigin(None, "plain", 0),) * 3), _output(text, False))
+    patched.setattr(demo, "_pair", lambda *_: (folder, folder))
+    patched.setattr(demo, "LLM", type("Answering", (_Answering,), {"text": text}))
+    patched.setattr(demo, "_measure", lambda *_: (demo.Timing((1.0,)), demo.Timing((2.0,)), {text: pair}))
+    patched.setattr(demo, "PROMPTS", {text: text})
+    patched.setattr(demo, "token_pieces", lambda _llm, _output: _pieces(text))
+    return Scene(["demo", "--to", "none"], out=5, lines=False)  # the prompt's name twice, the prompt, both answers
+
+
+def _models(patched: pytest.MonkeyPatch, folder: Path, text: str) -> Scene:
+    row = {"model": text, "family": text, "parameters": "", "layers": "", "context": "", "runs_on": text}
+    patched.setattr(models, "_cached", lambda: [(text, folder)])
+    patched.setattr(models, "_describe", lambda _name, _path: row)
+    patched.setattr(models, "reference_names", list)
+    return Scene(["models"], out=3)
+
+
+def _no_model(_patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    return Scene(["models", f"/nowhere/{text}"], err=1, code=3)
+
+
+def _plan(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    found = Path(__file__).resolve().parents[2] / "foretoken" / "reference" / "draft"
+    patched.setattr(plan, "model_folder", lambda _name: found)
+    return Scene(["plan", "--target", text, "--draft", text, "--memory", "1MB"], out=2, err=1, code=1)
+
+
+def _bench(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    patched.setattr(bench, "run_bench", lambda _options, command: _report(text))
+    return Scene(["bench"], out=6)
+
+
+def _load(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    patched.setattr(bench_load, "_RUNS", {"batches": lambda _options, _command: _sheets(text)})
+    return Scene(["bench", "--batches", "1"], out=6)
+
+
+def _profiled(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    def measured(_options: object, command: str, tell: Callable[[str, float], None]) -> Profile:
+        tell(text, 0.5)
+        return _profile(text)
+
+    patched.setattr(bench, "run_profile", measured)
+    return Scene(["bench", "--profile"], out=4)
+
+
+def _slices(_patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    return Scene(["bench", "--temperatures", text + "x"], err=0, code=2)
+
+
+def _audited(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    def ran(*_: object, tell: Callable[[str], None]) -> AuditReport:
+        tell(text)
+        return _audit(text)
+
+    patched.setattr(audit, "run_audit", ran)
+    patched.setattr(audit, "_own_prompts", lambda _count: [])
+    return Scene(["audit"], out=6)
+
+
+def _simulated(_patched: pytest.MonkeyPatch, folder: Path, text: str) -> Scene:
+    (folder / "profile.json").write_text(json.dumps(_profile(text).as_dict()), encoding="utf-8")
+    common = ["simulate", "--profile", "profile.json", "--trace", "poisson:1", "--requests", "2", "--prompt-tokens", "4", "--output-tokens", "4"]
+    return Scene([*common, "--settings", "plain,ngram-2"], out=3)  # date, machine, caveat
+
+
+def _compared(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    def ran(_options: object, _command: str, tell: Callable[[str, int], None]) -> Validation:
+        tell(text, 1)
+        return _validation(text)
+
+    patched.setattr(simulate_measured, "run_validation", ran)
+    return Scene(["simulate", "--measure", "--trace", "steady"], out=5)
+
+
+def _settings(patched: pytest.MonkeyPatch, text: str) -> None:
+    patched.setattr(settings, "_read_file", lambda: {"generate": {"prompt": text, "stop": [text], "target": text}})
+    patched.setattr(settings, "_path", lambda: text)
+
+
+def _config(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    _settings(patched, text)
+    return Scene(["config", "show", "--origin"], out=5)  # two values and three origins; the list is written as Python does
+
+
+def _unknown_setting(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    patched.setattr(settings, "_read_file", lambda: {"generate": {text: text}})
+    return Scene(["config", "show"], err=1, code=2)
+
+
+def _help(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    _settings(patched, text)
+    return Scene(["generate", "--help"])
+
+
+def _no_option(_patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    return Scene(["generate", f"--{text.replace('=', '')}"], code=2)
+
+
+def _widened(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    result = SimpleNamespace(num_parameters=1, dead_share=0.5, nonzero_share=0.5)
+    patched.setattr(widen, "widen_checkpoint", lambda *_: result)
+    if not _can_be_a_path(text):
+        return Scene(["widen", "--to", "25m", f"--out={text}"], code=2)
+    return Scene(["widen", "--to", "25m", f"--out={text}"], out=1)
+
+
+def _can_be_a_path(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def _trained(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    patched.setattr(train, "train_lm", lambda *_: (Result(1, 2, 3.0, 4.0, 5.0), text))
+    return Scene(["train", "lm", "--out", "x"], out=1)
+
+
+SCENES: Mapping[str, Callable[[pytest.MonkeyPatch, Path, str], Scene]] = {
+    "generate": _streamed,
+    "generate --n": _several,
+    "generate --show": _shown,
+    "generate --logprobs": _logprobs,
+    "a warning": _warned,
+    "an error": _failed,
+    "demo": _demo,
+    "models": _models,
+    "models, not there": _no_model,
+    "plan": _plan,
+    "bench": _bench,
+    "bench --batches": _load,
+    "bench --profile": _profiled,
+    "bench, wrong": _slices,
+    "audit": _audited,
+    "simulate": _simulated,
+    "simulate --measure": _compared,
+    "config show": _config,
+    "config show, wrong": _unknown_setting,
+    "help": _help,
+    "no such option": _no_option,
+    "widen": _widened,
+    "train": _trained,
+}
+
+
+def check(scene: Scene, done: Done, text: str, width: int | None, encoding: str) -> None:
+    """No traceback, nothing that acts on a terminal, nothing eaten but the middle of a long error."""
+    assert done.code == scene.code, done.err[:2000]
+    assert "Traceback" not in done.out + done.err
+    assert scene.exact is not None or "CUT OFF" not in done.out.replace("'CUT OFF'", "")
+    kept = "\n" if scene.lines else "\n\t"
+    if scene.exact is None or width is not None:
+        allowed = str.isprintable if scene.lines else _harmless
+        assert [character for character in set(done.out) if not allowed(character) and character not in kept] == []
+    else:
+        assert done.out == scene.exact.encode(encoding, "backslashreplace").decode(encoding)
+    assert [character for character in set(done.err) if not character.isprintable() and character != "\n"] == []
+    assert count(done.out, text) >= scene.out
+    if len(text) > 1000 and (scene.bounded or scene.code):
+        assert len(done.err) < 20_000
+    else:
+        assert count(done.err, text) >= scene.err
+
+
+def _harmless(character: str) -> bool:
+    """Whether a terminal prints a character instead of obeying it."""
+    return unicodedata.category(character) not in ("Cc", "Cs")
+
+
+# ---- real processes
+
+_ENVIRONMENTS: Mapping[str, tuple[dict[str, str], str]] = {
+    "latin-1": ({"PYTHONIOENCODING": "latin-1"}, "latin-1"),
+    "ascii": ({"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}, "ascii"),
+    "C": ({"LC_ALL": "C"}, "utf-8"),
+    "C.UTF-8": ({"LC_ALL": "C.UTF-8"}, "utf-8"),
+}
+_THREE_VERBS = r"""
+import sys
+from foretoken.cli.app import run
+codes = run(["config", "show", "--origin"]), run(["generate", "--help"]), run(["models", "/nowhere/\u6f22[/]\udce9\x1b"])
+sys.exit(str(codes))
+"""
+
+
+def check_real_process(name: str, folder: Path) -> None:
+    """A settings file and a path with hostile names, in a process whose streams have the encoding called `name`."""
+    (folder / "foretoken.toml").write_text('[generate]\nprompt = "漢字 é [/] \\u001b[31m"\n', encoding="utf-8")
+    environment, encoding = _ENVIRONMENTS[name]
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "FORETOKEN_", "PYTHON"))}
+    own |= {"PYTHONPATH": str(Path(__file__).resolve().parents[2])} | environment
+    done = subprocess.run([sys.executable, "-c", _THREE_VERBS], capture_output=True, cwd=folder, env=own, check=False)
+    out, err = done.stdout.decode(encoding), done.stderr.decode(encoding)
+    assert "Traceback" not in err
+    assert err.splitlines()[-1] == "(0, 0, 3)"
+    assert out.count("漢字 é [/] \\x1b[31m".encode(encoding, "backslashreplace").decode(encoding)) == 2
+    assert "/nowhere/漢[/]\\udce9\\x1b".encode(encoding, "backslashreplace").decode(encoding) in err
+    assert "\x1b" not in out + err
