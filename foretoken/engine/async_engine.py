@@ -22,7 +22,7 @@ from types import TracebackType
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.engine.engine import Engine
-from foretoken.engine.intake import Prompt, as_prompts, check_limits, check_params, check_types
+from foretoken.engine.intake import Prompt, as_prompt, check_limits, check_params, check_types
 from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput, answer_of, each_answer, unanswered
 from foretoken.engine.recovery import engine_error
@@ -81,7 +81,7 @@ class AsyncEngine:
         """
         self.check_process()
         params, spec = SamplingParams() if params is None else params, self.llm.spec if spec is None else spec
-        (one,) = as_prompts([prompt])
+        one = as_prompt(prompt)
         check_types(params, spec)
         if params.n > 1:
             raise InputError("n", params.n, "a ticket is one answer; use generate, or one ticket per answer")

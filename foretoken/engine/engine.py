@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -150,7 +151,8 @@ class Engine:
             self.abort(state.request_id)
             return
         self.scheduler.remove(state.request_id)
-        with self.faults.contained("a drafter", "it may keep what it holds of a request that was refused"):
+        refused = "it may keep what it holds of a request that was refused"
+        with self.faults.contained("a drafter", refused), suppress(KeyError):  # not every drafter need have begun
             self.drafters.finish(state.request)
 
     def _end_step(self) -> None:

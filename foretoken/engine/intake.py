@@ -39,12 +39,19 @@ def as_prompts(prompts: object) -> list[Prompt]:
         raise InputError("prompts", prompts, "give a text, a list of token ids, or a list of those")
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]
-    batch: list[Prompt] = []
-    for prompt in map(_plain, prompts):
-        if not isinstance(prompt, str | list):
-            raise InputError("prompt", prompt, "give a text or a list of token ids")
-        batch.append(prompt)
-    return batch
+    return [as_prompt(prompt) for prompt in prompts]
+
+
+def as_prompt(prompt: object) -> Prompt:
+    """One text, or one list of ids; a tensor or array of ids counts as a list.
+
+    Raises:
+        InputError: anything else.
+    """
+    plain = _plain(prompt)
+    if not isinstance(plain, str | list):
+        raise InputError("prompt", prompt, "give a text or a list of token ids")
+    return plain
 
 
 def _plain(value: object) -> object:

@@ -15,7 +15,7 @@ from foretoken.core import StepOutput
 from foretoken.draft.group import DrafterGroup, arm_keys, own_drafters
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.engine import Engine
-from foretoken.engine.intake import Prompt, as_prompts, check_limits, check_model_options, check_routing, check_share, check_spec, check_types
+from foretoken.engine.intake import Prompt, as_prompt, as_prompts, check_limits, check_model_options, check_routing, check_share, check_spec, check_types
 from foretoken.engine.known_costs import KnownCosts, check_mode, know_costs
 from foretoken.engine.output import GenerateOutput, collect, each_answer
 from foretoken.engine.request import RequestState
@@ -180,7 +180,7 @@ class LLM:
             InputError: a prompt or parameter that cannot be honoured.
         """
         self._check_free()
-        (one,) = as_prompts([prompt])
+        one = as_prompt(prompt)
         params, spec = SamplingParams() if params is None else params, self.spec if spec is None else spec
         check_types(params, spec)
         if params.n > 1:
@@ -246,7 +246,7 @@ class LLM:
             InputError, ContextLengthError, CapacityError: the request can never run; nothing was queued.
         """
         self._check_free()
-        (one,) = as_prompts([prompt])
+        one = as_prompt(prompt)
         check_types(params, spec)
         with self._turns.present():
             return self._submit(one, params, spec)
