@@ -1,10 +1,11 @@
 """foretoken: speculative decoding, exact and measured."""
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.engine.async_engine import AsyncEngine, Ticket
+from foretoken.engine.async_engine import AsyncEngine
 from foretoken.engine.drafters import add_drafter
 from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput
+from foretoken.engine.ticket import Ticket
 from foretoken.errors import (
     CapacityError,
     CheckpointError,

@@ -48,7 +48,8 @@ A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with refe
 class SpecConfig:
     """Who drafts, how much, and which rule decides.
 
-    `drafter=None` is plain decoding. `draft` is the draft model's folder or hub id, maybe the target's own; `draft_dtype` the format of its
+    `drafter=None` is plain decoding, which takes `tenant` and `slice` and nothing else (plain decoding under a rule of your choice is any
+    drafter with `num_draft=0`). `draft` is the draft model's folder or hub id, maybe the target's own; `draft_dtype` the format of its
     weights: "auto" takes the target's option; "int8" and "int4" (CPU) read a half and a quarter of the bytes. `num_draft="auto"` leaves the
     number to the engine. `rule="auto"` is greedy at temperature 0, coupled when the request has a seed, otherwise block for
     sampled chains and tree for trees. Three ways to draft less, each exact because the mass handed over accounts for it:
@@ -131,6 +132,10 @@ class SpecConfig:
             raise ConfigError("rule", self.rule, "changes the target's law (lossy); set allow_lossy=True if that is what you want")
         if self.num_draft != "auto":
             check_whole("num_draft", self.num_draft, low=0, high=1024)
+        if self.drafter is None:
+            for name in ("num_draft", "rule"):
+                if getattr(self, name) != "auto":
+                    raise ConfigError(name, getattr(self, name), "nobody guesses: name a drafter, or leave it out")
         if self.draft is not None:
             self._needs("draft", "draft_model")
         if self.draft_dtype not in DRAFT_DTYPES:

@@ -3,167 +3,99 @@
 Submitters never touch the engine: what they want goes through a queue of commands that the engine's thread empties between two
 steps, and what a step emitted comes back through each request's ticket. Leaving a ticket (cancelling, closing a stream) frees
 everything the request held before the next step begins.
+
+Every ticket ends. A command is queued under the same lock under which the thread takes its last ones, so a request is either refused or
+seen; what the thread has not ended when it stops, for whatever reason, it ends then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
+import os
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
-from foretoken.engine.intake import Prompt, as_prompts, check_limits, check_types
+from foretoken.engine.engine import Engine
+from foretoken.engine.intake import Prompt, as_prompt, check_limits, check_params, check_types
 from foretoken.engine.llm import LLM
-from foretoken.engine.output import GenerateOutput, collect, each_answer
+from foretoken.engine.output import GenerateOutput, answer_of, each_answer, unanswered
+from foretoken.engine.recovery import engine_error
 from foretoken.engine.request import RequestState
+from foretoken.engine.ticket import Ticket
 from foretoken.errors import EngineError, InputError, OverloadedError
 
-_Command = Callable[[], None]
+_Command = Callable[[Engine], None]
 
 
-class Ticket:
-    """One submitted answer: iterate over it for its pieces, `result()` for all of it, `cancel()` to leave it.
+@dataclass(eq=False)
+class _Order:
+    """What a ticket was issued for; `state` is None until the engine's thread has begun it."""
 
-    Iterating raises the error of a request that failed.
-    """
-
-    def __init__(self, owner: AsyncEngine, params: SamplingParams) -> None:
-        self._owner, self._params = owner, params
-        self._pieces: queue.SimpleQueue[StepOutput | Exception | None] = queue.SimpleQueue()
-        self._listener: Callable[[], bool] | None = None
-        self._listening = threading.Lock()
-        self.state: RequestState | None = None  # set by the engine's thread
-
-    def __iter__(self) -> Iterator[StepOutput]:
-        try:
-            while (piece := self._pieces.get()) is not None:
-                yield _checked(piece)
-        finally:
-            self.cancel()
-
-    async def __aiter__(self) -> AsyncGenerator[StepOutput]:
-        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-        with self._listening:
-            self._listener = lambda: _tell(loop, arrived)
-        try:
-            while True:
-                arrived.clear()
-                while not self._pieces.empty():
-                    piece = self._pieces.get()
-                    if piece is None:
-                        return
-                    yield _checked(piece)
-                    arrived.set()  # look again before waiting: more may have come meanwhile
-                await arrived.wait()
-        finally:
-            with self._listening:
-                self._listener = None
-            self.cancel()
-
-    def result(self) -> GenerateOutput:
-        """Wait for the whole answer; one that failed carries its `error`.
-
-        Raises:
-            InputError, CapacityError: the request could never run.
-        """
-        for _ in self._until_end():
-            pass
-        return self._output()
-
-    async def wait(self) -> GenerateOutput:
-        """`result` for coroutines; cancelling the task leaves the request."""
-        try:
-            async for _ in self:
-                pass
-        except Exception as error:
-            if self.state is None or self.state.error is not error:
-                raise
-        return self._output()
-
-    def cancel(self) -> None:
-        """Leave the request; one that has ended is not changed."""
-        if self.state is None or self.state.finish_reason is None:
-            self._owner._command(lambda: self._owner._leave(self))
-
-    def put(self, piece: StepOutput | Exception | None) -> None:
-        """For the engine's thread: hand over a piece, an error, or None at the end."""
-        self._pieces.put(piece)
-        with self._listening:
-            gone = self._listener is not None and not self._listener()
-        if gone:
-            self.cancel()
-
-    def _until_end(self) -> Iterator[StepOutput]:
-        while (piece := self._pieces.get()) is not None:
-            if isinstance(piece, Exception):
-                raise piece
-            yield piece
-
-    def _output(self) -> GenerateOutput:
-        assert self.state is not None
-        return collect([self.state], [1])[0]
-
-
-def _tell(loop: asyncio.AbstractEventLoop, arrived: asyncio.Event) -> bool:
-    """Wake a coroutine; False if its loop has ended without leaving the ticket."""
-    try:
-        loop.call_soon_threadsafe(arrived.set)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _checked(piece: StepOutput | Exception) -> StepOutput:
-    if isinstance(piece, Exception):
-        raise piece
-    if piece.error is not None:
-        raise piece.error
-    return piece
+    prompt: Prompt
+    params: SamplingParams
+    spec: SpecConfig
+    state: RequestState | None = None
 
 
 class AsyncEngine:
-    """Owns `llm` while it is open: nobody else may use it. At most `max_waiting` requests wait for a place in the batch."""
+    """Owns `llm` while it is open: nobody else may run requests there. At most `max_waiting` requests wait for a place in the batch.
+
+    Raises:
+        InputError: `llm` was closed, answers requests, or has an owner already.
+    """
 
     def __init__(self, llm: LLM, max_waiting: int = 256) -> None:
+        if not isinstance(llm, LLM):
+            raise InputError("llm", llm, "give an LLM")
         check_limits(max_waiting=max_waiting)
         self.llm, self.max_waiting = llm, max_waiting
-        self._tickets: dict[int, Ticket] = {}
+        self._orders: dict[Ticket, _Order] = {}  # of all tickets that have not ended
+        self._tickets: dict[int, Ticket] = {}  # of those that were begun, by request
         self._commands: deque[_Command] = deque()
         self._wake = threading.Condition()
-        self._loading = threading.Lock()
-        self._unborn = 0  # submitted, not yet seen by the engine's thread
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
-        self._thread.start()
+        self._num_unborn = 0  # submitted, not yet seen by the engine's thread
+        self._is_closing = False
+        self._cause: BaseException | None = None  # why the thread ended, where nobody closed
+        self._process = os.getpid()
+        engine = llm.claim(self)
+        self._thread = threading.Thread(target=self._run, args=(engine,), name="foretoken-engine", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            llm.disclaim()
+            raise
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None) -> Ticket:
         """Queue one answer; a drafter named for the first time is loaded in the caller's thread.
 
         Raises:
-            InputError: a parameter that cannot be honoured. What only the engine can see comes with the first piece.
+            InputError: a parameter that cannot be honoured, or this was closed. What only the engine can see comes with the ticket.
             OverloadedError: `max_waiting` requests wait already.
+            EngineError: the engine's thread has broken down.
         """
-        params, spec = params or SamplingParams(), spec or self.llm.spec
-        (one,) = as_prompts([prompt])
+        self.check_process()
+        params, spec = SamplingParams() if params is None else params, self.llm.spec if spec is None else spec
+        one = as_prompt(prompt)
         check_types(params, spec)
         if params.n > 1:
             raise InputError("n", params.n, "a ticket is one answer; use generate, or one ticket per answer")
-        with self._loading:
-            self.llm.prepare(spec)
-        ticket = Ticket(self, params)
+        self._check_open()
+        self.llm.prepare(spec)
+        ticket, order = Ticket(self), _Order(one, params, spec)
         with self._wake:
-            if self._closing:
-                raise InputError("engine", "closed", "was closed; open it again")
-            if len(self.llm.engine.scheduler.waiting) + self._unborn >= self.max_waiting:
+            self._check_open()
+            if len(self.llm.engine.scheduler.waiting) + self._num_unborn >= self.max_waiting:
                 raise OverloadedError(f"{self.max_waiting} requests wait already: come again later, or raise max_waiting")
-            self._unborn += 1
-        self._command(lambda: self._begin(ticket, one, params, spec))
+            self._num_unborn += 1
+            self._orders[ticket] = order
+            self._commands.append(lambda _engine: self._begin(ticket, order))
+            self._wake.notify()
         return ticket
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None) -> AsyncIterator[StepOutput]:
@@ -174,7 +106,8 @@ class AsyncEngine:
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None) -> GenerateOutput:
         """The whole answer to one prompt, all `n` of them."""
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        check_params(params)
         tickets: list[Ticket] = []
         try:
             for one in each_answer(params):
@@ -185,13 +118,32 @@ class AsyncEngine:
                 ticket.cancel()
         return replace(first, others=tuple(others))
 
-    def close(self) -> None:
-        """Stop after the step that runs now; requests that have not ended are aborted. Closing again does nothing."""
+    def cancel(self, ticket: Ticket) -> None:
+        """Leave a ticket, from any thread; one that has ended is not changed."""
         with self._wake:
-            self._closing = True
+            if ticket in self._orders:
+                self._commands.append(lambda engine: self._leave(engine, ticket))
+                self._wake.notify()
+
+    def close(self) -> None:
+        """Stop after the step that runs now; requests that have not ended are aborted. Closing again does nothing.
+
+        Any thread may close; the engine's own (a watcher) does not wait for itself.
+        """
+        with self._wake:
+            self._is_closing = True
             self._wake.notify()
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and os.getpid() == self._process:
             self._thread.join()
+
+    def check_process(self) -> None:
+        """Refuse a process that was forked from the one that opened this: it has no engine thread.
+
+        Raises:
+            InputError: it is such a process.
+        """
+        if os.getpid() != self._process:
+            raise InputError("engine", f"opened in process {self._process}", "has no thread in a forked process; open an AsyncEngine after the fork")
 
     def __enter__(self) -> AsyncEngine:
         return self
@@ -199,60 +151,93 @@ class AsyncEngine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _command(self, command: _Command) -> None:
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
+    def _check_open(self) -> None:
+        if self._cause is not None:
+            raise engine_error("the engine's thread has broken down, open a new AsyncEngine", self._cause)
+        if self._is_closing:
+            raise InputError("engine", "closed", "was closed; open it again")
 
-    def _run(self) -> None:
-        engine = self.llm.engine
-        while True:
-            with self._wake:
-                while not (self._commands or engine.has_work or self._closing):
-                    self._wake.wait()
-                commands, self._commands = self._commands, deque()
-                closing = self._closing
-            for command in commands:
-                command()
-            if closing:
-                break
-            self._step()
-        for ticket in list(self._tickets.values()):
-            self._leave(ticket)
+    # ---- the engine's thread
 
-    def _step(self) -> None:
-        engine = self.llm.engine
+    def _run(self, engine: Engine) -> None:
+        cause: BaseException | None = None
         try:
-            outputs = self.llm.step()
-        except Exception as error:  # noqa: BLE001 - whatever broke, those who wait for an answer must hear of it
-            broken = EngineError(f"a step of the engine broke down: {type(error).__name__}: {error}")
-            broken.__cause__ = error
-            outputs = engine.fail_running(broken)
-        for output in outputs:
-            ticket = self._tickets.get(output.request_id)
-            if ticket is None:
-                continue
-            ticket.put(output)
-            if output.finish_reason is not None:
-                self._end(ticket)
+            while self._turn(engine):
+                pass
+        except BaseException as error:  # noqa: BLE001 - nothing runs behind this thread: those who wait must hear of it
+            cause = error
+        with self._wake:  # from here on nothing is queued
+            self._is_closing, self._cause = True, cause
+            self._commands.clear()
+        broken = None if cause is None else engine_error("the engine's thread has broken down", cause)
+        for ticket in list(self._orders):
+            self._drop(engine, ticket, broken)
+        self.llm.disclaim()
 
-    def _begin(self, ticket: Ticket, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> None:
+    def _turn(self, engine: Engine) -> bool:
+        """What was asked for since the last step, then a step; False when it is time to stop."""
         with self._wake:
-            self._unborn -= 1
+            while not (self._commands or engine.has_work or self._is_closing):
+                self._wake.wait()
+            commands, self._commands = self._commands, deque()
+            is_closing = self._is_closing
+        for command in commands:
+            command(engine)
+        if is_closing:
+            return False
+        if engine.has_work:
+            self._step(engine)
+        return True
+
+    def _step(self, engine: Engine) -> None:
         try:
-            ticket.state = self.llm.submit(prompt, params, spec)
-        except Exception as error:  # noqa: BLE001 - belongs to who submitted
-            ticket.put(error)
-            ticket.put(None)
+            outputs: Sequence[StepOutput] = self.llm.step_for(self)
+        except Exception as error:  # noqa: BLE001 - what recovery could not mend costs those who run, not those who come
+            broken = engine_error("the engine could not recover from a step that broke down", error)
+            for ticket in list(self._tickets.values()):
+                self._drop(engine, ticket, broken)
             return
-        self._tickets[ticket.state.request_id] = ticket
+        for output in outputs:
+            if (reader := self._tickets.get(output.request_id)) is None:
+                continue
+            if output.error is None:
+                reader.put(output)
+            if output.finish_reason is not None:
+                self._end(reader, output.error)
 
-    def _leave(self, ticket: Ticket) -> None:
-        if ticket.state is not None and ticket.state.request_id in self._tickets:
-            self.llm.engine.abort(ticket.state.request_id)
-            self._end(ticket)
+    def _begin(self, ticket: Ticket, order: _Order) -> None:
+        with self._wake:
+            self._num_unborn -= 1
+        if ticket not in self._orders:
+            return  # cancelled before
+        try:
+            order.state = self.llm.submit_for(self, order.prompt, order.params, order.spec)
+        except Exception as error:  # noqa: BLE001 - belongs to who submitted
+            del self._orders[ticket]
+            ticket.end(None, error)
+            return
+        self._tickets[order.state.request_id] = ticket
 
-    def _end(self, ticket: Ticket) -> None:
-        assert ticket.state is not None
-        del self._tickets[ticket.state.request_id]
-        ticket.put(None)
+    def _leave(self, engine: Engine, ticket: Ticket) -> None:
+        """Abort the request of a ticket that was cancelled; it may have ended meanwhile."""
+        if ticket in self._orders:
+            self._drop(engine, ticket, None)
+
+    def _drop(self, engine: Engine, ticket: Ticket, error: EngineError | None) -> None:
+        """End a ticket whose request has not: cancelled, closed, or broken by `error`."""
+        state = self._orders[ticket].state
+        if state is not None:
+            try:
+                engine.abort(state.request_id)
+            except Exception as broken:  # noqa: BLE001 - its ticket must end all the same
+                error = error or engine_error("the request could not be aborted", broken)
+        self._end(ticket, error)
+
+    def _end(self, ticket: Ticket, error: Exception | None) -> None:
+        order = self._orders.pop(ticket)
+        if order.state is None:
+            ticket.end(None if error is not None else unanswered(order.prompt, order.params), error)
+            return
+        del self._tickets[order.state.request_id]
+        answer = answer_of(order.state)
+        ticket.end(answer if error is None else replace(answer, finish_reason="error", error=error), error)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from foretoken.core import Draft, StepOutput, TokenKind, TokenLogprobs, TokenOrigin, Verdict
+from foretoken.engine.recovery import engine_error
 from foretoken.engine.request import RequestState
 from foretoken.engine.runner import TargetOutput
 from foretoken.engine.stats import EngineStats, RequestStats, RoundCounts
@@ -16,10 +17,23 @@ from foretoken.model.logprobs import log_law, log_model, token_logprobs
 def emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdict, b: int, now: float, totals: EngineStats) -> StepOutput:
     """Append what request `b` emitted, up to where its answer ends, and count it for the request and in `totals`.
 
-    A request whose used rows are broken, or whose processors gave up, fails alone.
+    A request whose used rows are broken, whose processors gave up, or whose tokens cannot be turned into text or log-probabilities, fails
+    alone: nothing of the round is appended then.
     """
+    before = state.mark()
+    try:
+        return _emit(state, draft, target, verdict, b, now, totals)
+    except Exception as error:  # noqa: BLE001 - its own tokens, text and numbers are nobody else's concern
+        state.rewind(before)
+        return fail(state, engine_error("what the request emitted cannot be handed over", error))
+    except BaseException:
+        state.rewind(before)
+        raise
+
+
+def _emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdict, b: int, now: float, totals: EngineStats) -> StepOutput:
     rows = _used_rows(draft, verdict, b)
-    error = _error(state, target, rows)
+    error = _error(state, target, b, rows)
     if error is not None:
         return fail(state, error)
     first = len(state.origins)
@@ -32,6 +46,9 @@ def emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdi
     num_new = len(state.origins) - first
     tokens = tuple(state.tokens[-num_new:])
     logprobs = _logprobs(state, target, rows[:num_new], tokens)
+    if state.noise is not None:
+        state.noise.forget(len(state.tokens))
+    text = state.text.release(final=state.finish_reason is not None)
     state.logprobs += logprobs
     gaps = [target.near_ties[row] for row in rows[:num_new] if row in target.near_ties] if target.near_ties else ()
     counts = _counts(draft, verdict, b, num_new, gaps)
@@ -39,9 +56,6 @@ def emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdi
     totals.count_round(counts)
     _tell_time(state.stats, totals, now - state.arrived_s, is_first=not first)
     state.num_rounds += 1
-    if state.noise is not None:
-        state.noise.forget(len(state.tokens))
-    text = state.text.release(final=state.finish_reason is not None)
     return StepOutput(state.request_id, tokens, text, tuple(state.origins[first:]), state.finish_reason, state.error, logprobs)
 
 
@@ -51,20 +65,22 @@ def fail(state: RequestState, error: Exception) -> StepOutput:
     return StepOutput(state.request_id, (), state.text.release(final=True), (), "error", error)
 
 
-def note_prompt(state: RequestState, target: TargetOutput) -> None:
-    """Keep the log-probabilities of the next prompt tokens; those known already are not computed again when a prompt is."""
-    count = state.request.params.prompt_logprobs
-    if count is None:
-        return
+def note_prompt(state: RequestState, target: TargetOutput) -> Exception | None:
+    """Keep the log-probabilities of the next prompt tokens; those known already are not computed again when a prompt is. What broke, if anything."""
+    logits, count = target.prompt_logits.get(state.request_id), state.request.params.prompt_logprobs
+    assert count is not None
     known = state.prompt_logprobs
     if not known:
         known.append(None)  # nothing stands before the first token
-    logits = target.prompt_logits.get(state.request_id)
     if logits is None:
-        return
+        return None
     followers = state.request.prompt_ids[len(known) : len(known) + len(logits)]
     assert len(followers) == len(logits)
-    known += token_logprobs(log_model(logits), followers, count)
+    try:
+        known += token_logprobs(log_model(logits), followers, count)
+    except Exception as error:  # noqa: BLE001 - as in `emit`
+        return engine_error("the log-probabilities of the prompt cannot be told", error)
+    return None
 
 
 def _counts(draft: Draft, verdict: Verdict, b: int, num_new: int, gaps: Sequence[float]) -> RoundCounts:
@@ -99,7 +115,9 @@ def _used_rows(draft: Draft, verdict: Verdict, b: int) -> list[int]:
     return [anchor, *[anchor + 1 + node for node in verdict.paths[b]]]
 
 
-def _error(state: RequestState, target: TargetOutput, rows: list[int]) -> Exception | None:
+def _error(state: RequestState, target: TargetOutput, b: int, rows: list[int]) -> Exception | None:
+    if b in target.faults:
+        return engine_error("the request's own sampling parameters", target.faults[b])
     if target.broken and not target.broken.isdisjoint(rows):
         return NumericsError(f"request {state.request_id}: the target's logits are not finite at token {len(state.tokens)}")
     return None if state.processors is None else state.processors.error

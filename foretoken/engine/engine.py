@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -14,14 +15,16 @@ from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Uniforms, Verdi
 from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup
 from foretoken.engine.accounts import charge, gain
-from foretoken.engine.controller import Controller
+from foretoken.engine.controller import Controller, DraftPlan
 from foretoken.engine.emission import emit, fail, note_prompt
 from foretoken.engine.intake import Intake
+from foretoken.engine.recovery import Faults, engine_error, plan_alone, recover
 from foretoken.engine.request import RequestState
-from foretoken.engine.runner import Runner, TargetOutput
+from foretoken.engine.runner import Runner, TargetOutput, race_rows
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.watch import RoundView, StepClock, Watcher
+from foretoken.errors import EngineError, ForetokenError
 from foretoken.model.interface import LanguageModel
 from foretoken.model.randomness import round_uniforms
 from foretoken.model.tokenizer import Tokenizer
@@ -44,57 +47,80 @@ class Engine:
     ) -> None:
         self.target, self.drafters = target, drafters
         self.runner, self.controller = Runner(target), Controller(drafters.look, routing, drafters.serves)
-        self.scheduler = Scheduler(target, limits or SchedulerConfig(), self.controller.plan)
+        self.scheduler = Scheduler(target, limits or SchedulerConfig(), self._plan)
         self.intake = Intake(target, tokenizer, target.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.states: dict[int, RequestState] = {}
         self.stats = EngineStats()
+        self.faults = Faults(self.stats)
         self.watchers: list[Watcher] = []
         self._ids = itertools.count()
         self.clock = StepClock()
+        self._outputs: list[StepOutput] = []  # emitted and not handed over yet
+        self._is_stepping = False
+        self._leaving: list[int] = []  # requests that were aborted while a step ran
 
     def step(self) -> list[StepOutput]:
-        """Advance every running request by one round; what each of them emitted. Nothing happens when there is no work."""
-        if not self.has_work:
-            return []
-        batch = self._schedule()
-        draft = self._propose(batch)
-        target = self._forward(batch, draft)
-        verdict = self._verify(batch, draft, target)
-        self._commit(batch, draft, target, verdict)
-        self._observe(batch, draft, target, verdict)
-        return self._emit(batch, draft, target, verdict)
+        """Advance every running request by one round; what each of them emitted. Nothing happens when there is no work.
+
+        A call that raises costs no request that can go on without it (`recovery`); interrupts go through, and nothing is lost by them.
+        """
+        if self._is_stepping:
+            raise EngineError("a step was asked for while one runs: watchers may not run steps")
+        self._is_stepping = True
+        try:
+            if self.has_work:
+                batch = self._schedule()
+                draft = self._propose(batch)
+                target = self._forward(batch, draft)
+                verdict = self._verify(batch, draft, target)
+                self._commit(batch, draft, target, verdict)
+                self._observe(batch, draft, target, verdict)
+                self._emit(batch, draft, target, verdict)
+        except BaseException as error:
+            recover(self, error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._end_step()
+        return self.take_outputs()
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, spec: SpecConfig) -> RequestState:
         """Queue a request; the returned state carries its number and, as it runs, its tokens.
 
         Raises:
             InputError, ContextLengthError, CapacityError: the request can never run; nothing was queued.
+            EngineError: something broke on the way; nothing was queued.
         """
         state = self.intake.admit(next(self._ids), prompt_ids, params, spec)
-        self.drafters.start(state.request)
-        self.states[state.request_id] = state
-        self.scheduler.add(state)
-        state.stats.num_prompt_tokens = len(prompt_ids)
-        self.stats.num_prompt_tokens += len(prompt_ids)
-        self.stats.num_submitted += 1
-        self._gauge()
-        for watcher in self.watchers:
-            watcher.begin(state)
+        try:
+            self.drafters.start(state.request)
+            self.scheduler.add(state)
+            self._enter(state)
+        except BaseException as error:
+            self._withdraw(state)
+            if isinstance(error, ForetokenError) or not isinstance(error, Exception):
+                raise
+            raise engine_error("the request could not be started", error) from error
         return state
 
     def abort(self, request_id: int) -> None:
-        """Drop a request at once and free all it holds; unknown numbers are ignored, since it may just have finished."""
+        """Drop a request, at once or when the step that runs is over; unknown numbers are ignored, since it may just have finished."""
+        if self._is_stepping:
+            self._leaving.append(request_id)
+            return
         state = self.states.get(request_id)
         if state is not None:
-            state.finish_reason = "abort"
-            self._release(state)
+            state.finish_reason = state.finish_reason or "abort"
+            self.release(state)
 
-    def fail_running(self, error: Exception) -> list[StepOutput]:
-        """After a step that raised: end every request that ran in it with `error`; those that wait go on."""
-        outputs = []
-        for state in list(self.scheduler.running.values()):
-            outputs.append(fail(state, error))
-            self._release(state)
+    def fail(self, state: RequestState, error: Exception) -> None:
+        """End one request with an error; what it emitted before stays."""
+        self._outputs.append(fail(state, error))
+        self.release(state)
+
+    def take_outputs(self) -> list[StepOutput]:
+        """What was emitted and not handed over: after an interrupted step more than nothing."""
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     def close(self) -> None:
@@ -102,21 +128,57 @@ class Engine:
         for request_id in list(self.states):
             self.abort(request_id)
         for watcher in self.watchers:
-            watcher.close()
+            with self.faults.contained(f"closing the watcher {type(watcher).__name__}", "it is left as it is"):
+                watcher.close()
 
     @property
     def has_work(self) -> bool:
         """Whether any request is waiting or running."""
         return bool(self.states)
 
+    def _enter(self, state: RequestState) -> None:
+        """Count a request that was queued, and tell the watchers."""
+        self.states[state.request_id] = state
+        state.stats.num_prompt_tokens = len(state.request.prompt_ids)
+        self.stats.num_prompt_tokens += len(state.request.prompt_ids)
+        self.stats.num_submitted += 1
+        self._gauge()
+        self.faults.watch(self.watchers, lambda watcher: watcher.begin(state))
+
+    def _withdraw(self, state: RequestState) -> None:
+        """Take back a request that could not be queued."""
+        if state.request_id in self.states:  # interrupted at the end of it
+            self.abort(state.request_id)
+            return
+        self.scheduler.remove(state.request_id)
+        refused = "it may keep what it holds of a request that was refused"
+        with self.faults.contained("a drafter", refused), suppress(KeyError):  # not every drafter need have begun
+            self.drafters.finish(state.request)
+
+    def _end_step(self) -> None:
+        self._is_stepping = False
+        leaving, self._leaving = self._leaving, []
+        for request_id in leaving:
+            self.abort(request_id)
+
+    def _plan(self, states: Sequence[RequestState]) -> Sequence[DraftPlan]:
+        """The controller's plans; where it raises, none of its guesses."""
+        try:
+            return self.controller.plan(states)
+        except Exception as error:  # noqa: BLE001 - plain decoding needs no controller
+            self.faults.tell("the controller", error, "this step makes no guesses that are left to it")
+            return [plan_alone(state) for state in states]
+
     def _schedule(self) -> Batch:
         self.clock = StepClock(began=time.perf_counter())
-        batch = self.scheduler.schedule()
+        try:
+            batch = self.scheduler.schedule()
+        finally:  # some may have been preempted before it raised
+            self.stats.num_preempted += len(self.scheduler.preempted)
+            self.stats.num_recomputed_tokens += self.scheduler.num_recomputed_tokens
+            self._gauge()
         for state in self.scheduler.preempted:
             self.drafters.release(state.request)
-        self.stats.num_preempted += len(self.scheduler.preempted)
-        self.stats.num_recomputed_tokens += self.scheduler.num_recomputed_tokens
-        self._gauge()
         self.clock.scheduled = time.perf_counter()
         return batch
 
@@ -135,8 +197,7 @@ class Engine:
         rules = [self.states[entry.request.request_id].rule for entry in entries]
         uniforms = self._uniforms(batch, draft, rules)
         if any(entry.noise is not None for entry in entries):
-            race = (None if e.noise is None else e.noise.at([e.round_start + d for d in (0, *draft.depths(b))]) for b, e in enumerate(entries))
-            uniforms = replace(uniforms, race=tuple(race))
+            uniforms = replace(uniforms, race=tuple(race_rows(entry, draft, b, target) for b, entry in enumerate(entries)))
         verdict = verify_batch(draft, target.probs, uniforms, rules)
         self.clock.verified = time.perf_counter()
         return verdict
@@ -166,35 +227,42 @@ class Engine:
         """Let the controller learn from the step, and share out the time it took."""
         clock, spent_s, states = self.clock, self.drafters.spent_s, [self.states[entry.request.request_id] for entry in batch.entries]
         self._count_failures()
-        self.controller.observe(batch, draft, target.probs, verdict, spent_s, clock.target_s + clock.rule_s, self.drafters.num_read_tokens)
+        with self.faults.contained("the controller", "it learns nothing from this step"):
+            self.controller.observe(batch, draft, target.probs, verdict, spent_s, clock.target_s + clock.rule_s, self.drafters.num_read_tokens)
         for entry, state in zip(batch.entries, states, strict=True):
             if not state.stats.started:
                 self._count_start(state, entry)
         charge(batch, draft, verdict, clock, spent_s, self.controller.policy.target_cost, [state.stats for state in states], self.stats)
         clock.observed = time.perf_counter()
 
-    def _emit(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> list[StepOutput]:
-        outputs, now = [], self.clock.observed
-        per_token = gain(batch, self.clock, self.controller.policy.target_cost)
+    def _emit(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
+        now, per_token = self.clock.observed, gain(batch, self.clock, self.controller.policy.target_cost)
         for entry in batch.entries:
             if entry.request.params.prompt_logprobs is not None:
-                note_prompt(self.states[entry.request.request_id], target)
+                error = note_prompt(self.states[entry.request.request_id], target)
+                if error is not None:
+                    self.fail(self.states[entry.request.request_id], error)
         for b, entry in enumerate(batch.decoding):
-            state = self.states[entry.request.request_id]
-            output = emit(state, draft, target, verdict, b, now, self.stats)
+            state = self.states.get(entry.request.request_id)
+            if state is None:
+                continue  # it failed just now
+            try:
+                output = emit(state, draft, target, verdict, b, now, self.stats)
+            except BaseException as error:  # interrupted half-way: its processors and its decoder cannot go back
+                self.fail(state, engine_error("interrupted while the request emitted", error))
+                raise
+            self._outputs.append(output)
             if per_token is not None:
                 plain_s = len(output.token_ids) * per_token[0]
                 state.stats.count_gain(plain_s, per_token[1])
                 self.stats.count_gain(plain_s, per_token[1])
-            outputs.append(output)
-            for watcher in self.watchers:
-                watcher.round(RoundView(entry, draft, verdict, b, output, self.clock))
+            if self.watchers:
+                view = RoundView(entry, draft, verdict, b, output, self.clock)
+                self.faults.watch(self.watchers, lambda watcher, view=view: watcher.round(view))  # type: ignore[misc]  # bound in the loop
             if state.finish_reason is not None:
-                self._release(state)
+                self.release(state)
         self._book()
-        for watcher in self.watchers:
-            watcher.between_steps()
-        return outputs
+        self.faults.watch(self.watchers, lambda watcher: watcher.between_steps())
 
     def _book(self) -> None:
         """Add the step's phases to the totals; the drafting is there already, charged to the requests."""
@@ -215,11 +283,11 @@ class Engine:
         self.stats.queued_s += state.stats.queued_s
         self.stats.num_cached_tokens += entry.start
 
-    def _count_failures(self, leaving: RequestState | None = None) -> None:
-        """Put what failed in drafters into the counters of the requests concerned, one that just leaves included."""
+    def _count_failures(self) -> None:
+        """Put what failed in drafters into the counters of the requests concerned."""
         for failure in self.drafters.failures.take():
             self.stats.count_failure(failure.drafter)
-            state = leaving if leaving is not None and leaving.request_id == failure.request_id else self.states.get(failure.request_id)
+            state = self.states.get(failure.request_id)
             if state is not None:
                 state.stats.count_failure(failure.drafter)
                 if failure.is_last:
@@ -228,19 +296,31 @@ class Engine:
     def _gauge(self) -> None:
         self.stats.num_waiting, self.stats.num_running = len(self.scheduler.waiting), len(self.scheduler.running)
 
-    def _release(self, state: RequestState) -> None:
-        """Forget a request everywhere: queue, cache, drafter."""
-        self.states.pop(state.request_id)
-        was_running = state.request_id in self.scheduler.running
-        if was_running and state.finish_reason in ("stop", "length"):
-            self.scheduler.publish(state)  # a dialogue goes on where its last answer ended
+    def release(self, state: RequestState) -> None:
+        """Forget a request everywhere: queue, cache, drafter. Whatever raises on the way does not keep the rest from being freed.
+
+        An interrupted one is begun again by the next `abort`, so the request leaves `states` last.
+        """
+        if state.request_id not in self.states:
+            return
+        if state.request_id in self.scheduler.running:
+            with self.faults.contained("the target's cache", f"what it holds of request {state.request_id} may be lost"):
+                self._give_back(state)
         self.scheduler.remove(state.request_id)
-        if was_running:
-            self.target.close(state.request_id)
-        self.drafters.finish(state.request)
-        self._count_failures(state)
-        self.controller.finish(state.request_id)
+        with self.faults.contained("a drafter", f"it may keep what it holds of request {state.request_id}, which is over"):
+            self.drafters.finish(state.request)
+        self._count_failures()
+        with self.faults.contained("the controller", f"it may keep what it holds of request {state.request_id}, which is over"):
+            self.controller.finish(state.request_id)
+        del self.states[state.request_id]
         self.stats.count_end(state.finish_reason, state.stats.num_emitted)
         self._gauge()
-        for watcher in self.watchers:
-            watcher.end(state)
+        self.faults.watch(self.watchers, lambda watcher: watcher.end(state))
+
+    def _give_back(self, state: RequestState) -> None:
+        """Close a running request's sequence."""
+        try:
+            if state.finish_reason in ("stop", "length"):
+                self.scheduler.publish(state)  # a dialogue goes on where its last answer ended
+        finally:
+            self.target.close(state.request_id)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
+
+import torch
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import Request
@@ -11,10 +14,13 @@ from foretoken.engine.request import RequestState, TextAssembler
 from foretoken.engine.stats import RequestStats
 from foretoken.errors import CapacityError, ConfigError, ContextLengthError, InputError
 from foretoken.model.interface import LanguageModel
+from foretoken.model.loader import parse_dtype
+from foretoken.model.open import NUMERICS, open_device
 from foretoken.model.processors import RequestProcessors, make_processors
 from foretoken.model.randomness import RaceNoise
 from foretoken.model.structure import StructureCompiler
 from foretoken.model.tokenizer import Detokenizer, Tokenizer
+from foretoken.plan.routing import RoutingRules
 from foretoken.verify import is_lossless, resolve
 
 Prompt = str | Sequence[int]
@@ -33,12 +39,19 @@ def as_prompts(prompts: object) -> list[Prompt]:
         raise InputError("prompts", prompts, "give a text, a list of token ids, or a list of those")
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]
-    batch: list[Prompt] = []
-    for prompt in map(_plain, prompts):
-        if not isinstance(prompt, str | list):
-            raise InputError("prompt", prompt, "give a text or a list of token ids")
-        batch.append(prompt)
-    return batch
+    return [as_prompt(prompt) for prompt in prompts]
+
+
+def as_prompt(prompt: object) -> Prompt:
+    """One text, or one list of ids; a tensor or array of ids counts as a list.
+
+    Raises:
+        InputError: anything else.
+    """
+    plain = _plain(prompt)
+    if not isinstance(plain, str | list):
+        raise InputError("prompt", prompt, "give a text or a list of token ids")
+    return plain
 
 
 def _plain(value: object) -> object:
@@ -76,10 +89,68 @@ def check_types(params: object, spec: object) -> None:
     Raises:
         InputError: not a `SamplingParams`, not a `SpecConfig`.
     """
+    check_params(params)
+    check_spec(spec)
+
+
+def check_params(params: object) -> None:
+    """How to choose tokens.
+
+    Raises:
+        InputError: not a `SamplingParams`.
+    """
     if not isinstance(params, SamplingParams):
         raise InputError("params", params, "give SamplingParams, or a list with one for each prompt")
+
+
+def check_spec(spec: object) -> None:
+    """Who drafts.
+
+    Raises:
+        InputError: not a `SpecConfig`.
+    """
     if not isinstance(spec, SpecConfig):
         raise InputError("spec", spec, "give SpecConfig, or a list with one for each prompt")
+
+
+def check_model_options(model: object, dtype: object, device: object, numerics: object, trace: object, on_profile: object) -> None:
+    """What `LLM` takes to load a model, as far as it can be told before anything is loaded.
+
+    Raises:
+        InputError: names the option.
+    """
+    if not isinstance(model, str | Path) or not str(model):
+        raise InputError("model", model, "give a folder, a hub id, or reference:target")
+    if not isinstance(dtype, str | torch.dtype):
+        raise InputError("dtype", dtype, "give a name, such as auto, bfloat16 or float32")
+    parse_dtype(dtype, torch.float32)
+    if not isinstance(device, str | torch.device):
+        raise InputError("device", device, "use auto, cpu, cuda or cuda:N")
+    open_device(str(device))
+    if numerics not in NUMERICS:
+        raise ConfigError("numerics", numerics, f"choose one of {', '.join(NUMERICS)}")
+    if trace is not None and (not isinstance(trace, str | Path) or not str(trace)):
+        raise InputError("trace", trace, "give the name of a file, or leave it out")
+    if on_profile is not None and not callable(on_profile):
+        raise InputError("on_profile", on_profile, "give a function that takes a text, or leave it out")
+
+
+def check_routing(routing: object, spec: object) -> None:
+    """Rules for an engine whose requests draft as `spec` says unless they say otherwise; None: every request says it itself.
+
+    Raises:
+        InputError: not `RoutingRules`, or not a `SpecConfig`.
+        ConfigError: rules that `spec` leaves nothing to decide.
+    """
+    if spec is not None:
+        check_spec(spec)
+    if routing is None:
+        return
+    if not isinstance(routing, RoutingRules):
+        raise InputError("routing", routing, "give RoutingRules, or leave it out")
+    if isinstance(spec, SpecConfig) and routing != RoutingRules() and (spec.drafter is None or spec.num_draft != "auto"):
+        closed = "nobody guesses: name a drafter" if spec.drafter is None else f"num_draft={spec.num_draft} is set: leave that to 'auto'"
+        raise ConfigError("routing", routing, f"rules hold where the number of guesses is open, and {closed}, or leave this out")
 
 
 def check_request(prompt_ids: Sequence[int], params: SamplingParams, spec: SpecConfig, target: LanguageModel, has_text: bool) -> int:

@@ -46,7 +46,7 @@ def each_answer(params: SamplingParams) -> Iterator[SamplingParams]:
 
 def collect(states: Sequence[RequestState], counts: Sequence[int]) -> list[GenerateOutput]:
     """One output per prompt from the states of all answers, `counts[i]` of them for prompt i."""
-    answers = iter([_output(state) for state in states])
+    answers = iter([answer_of(state) for state in states])
     outputs = []
     for count in counts:
         first, *others = (next(answers) for _ in range(count))
@@ -54,17 +54,31 @@ def collect(states: Sequence[RequestState], counts: Sequence[int]) -> list[Gener
     return outputs
 
 
-def _output(state: RequestState) -> GenerateOutput:
-    assert state.finish_reason is not None
+def answer_of(state: RequestState) -> GenerateOutput:
+    """One answer as far as it came; one that was never ended counts as aborted."""
     params = state.request.params
     return GenerateOutput(
         prompt_ids=state.request.prompt_ids,
         text=state.text.text,
         token_ids=tuple(state.output_ids),
-        finish_reason=state.finish_reason,
+        finish_reason=state.finish_reason or "abort",
         stats=state.stats,
         provenance=tuple(state.origins),
         logprobs=None if params.logprobs is None else tuple(state.logprobs),
         prompt_logprobs=None if params.prompt_logprobs is None else tuple(state.prompt_logprobs),
         error=state.error,
+    )
+
+
+def unanswered(prompt: str | Sequence[int], params: SamplingParams) -> GenerateOutput:
+    """The answer to a request that was left before it began; the ids of a text were never computed."""
+    return GenerateOutput(
+        prompt_ids=() if isinstance(prompt, str) else tuple(prompt),
+        text="",
+        token_ids=(),
+        finish_reason="abort",
+        stats=RequestStats(),
+        provenance=(),
+        logprobs=None if params.logprobs is None else (),
+        prompt_logprobs=None if params.prompt_logprobs is None else (),
     )

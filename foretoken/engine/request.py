@@ -55,6 +55,10 @@ class TextAssembler:
         self._released += len(piece)
         return piece
 
+    def rewind(self, text: str) -> None:
+        """Back to `text`, as it was before tokens that are taken back; their bytes stay in the decoder."""
+        self._text = text
+
     def _add(self, piece: str, may_stop: bool) -> bool:
         if not self._stop_strings:
             self._text += piece
@@ -126,6 +130,16 @@ class RequestState:
     def num_remaining(self) -> int:
         """Tokens that may still be emitted."""
         return self.max_total_tokens - len(self.tokens)
+
+    def mark(self) -> tuple[int, int, str]:
+        """Where the answer stands: tokens, log-probabilities, text."""
+        return len(self.tokens), len(self.logprobs), self.text.text
+
+    def rewind(self, mark: tuple[int, int, str]) -> None:
+        """Take back what was appended since `mark`, for an answer that ends there."""
+        num_tokens, num_logprobs, text = mark
+        del self.tokens[num_tokens:], self.origins[max(0, num_tokens - len(self.request.prompt_ids)) :], self.logprobs[num_logprobs:]
+        self.text.rewind(text)
 
     def append(self, token: int, origin: TokenOrigin) -> FinishReason | None:
         """Add one emitted token; the reason if the answer ends with it.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from foretoken.config import SamplingParams
-from foretoken.core import Batch, Draft
+from foretoken.core import Batch, BatchEntry, Draft
 from foretoken.model.interface import ForwardOutput, LanguageModel, Segment
 from foretoken.model.sampling import check_finite, near_ties, target_probs
 from foretoken.verify import first_max
@@ -23,7 +23,8 @@ class TargetOutput:
     `probs` [R, V] float32 is the law after all sampling parameters, `processed` [R, V] the logits after each request's
     processors, `logits` [R, V] the model's own. `taps` by layer [R, D]. `prompt_logits` [n, V] by request, where prompt
     log-probabilities were asked for: one row for each of an entry's `num_prompt_rows`. `probe_logits` [P, V] are
-    the model's own behind the draft's probes, None where there are none or they had to be left out.
+    the model's own behind the draft's probes, None where there are none or they had to be left out. `faults` holds what a request's own
+    processors or noise raised, by its place among the decoding entries: its rows mean nothing, and it fails when the step emits.
     """
 
     probs: Tensor
@@ -34,6 +35,7 @@ class TargetOutput:
     near_ties: Mapping[int, float]  # by row, the gap of greedy rows whose choice hangs on rounding
     prompt_logits: dict[int, Tensor]
     probe_logits: Tensor | None = None
+    faults: dict[int, Exception] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ class Runner:
             # A broken row gets a harmless law; a request that would use it fails when the step emits, its neighbours go on.
             clean, scores = (torch.where(peaks.isfinite(), one, torch.zeros_like(one)) for one in (logits, scores))
             best = first_max(scores)
-        processed = _processed(batch, draft, clean)
+        faults: dict[int, Exception] = {}
+        processed = _processed(batch, draft, clean, faults)
         if processed is not clean:
             scores, best = processed, first_max(processed)
         params: list[SamplingParams] = []  # [R]
@@ -99,7 +102,7 @@ class Runner:
         if any(entry.request.params.greedy for entry in batch.decoding):
             ties = {row: gap for row, gap in near_ties(scores, logits.dtype, best).items() if params[row].greedy}
         probs = target_probs(scores, params, best)
-        return TargetOutput(probs, processed, logits, rows.taps, broken, ties, rows.prompt_logits, rows.probe_logits)
+        return TargetOutput(probs, processed, logits, rows.taps, broken, ties, rows.prompt_logits, rows.probe_logits, faults)
 
 
 def _flat(batch: Batch, draft: Draft, pending: Sequence[int], device: torch.device) -> Tensor:
@@ -147,13 +150,33 @@ def _split(batch: Batch, draft: Draft, segments: Sequence[Segment], output: Forw
     return _Rows(logits[rows], {layer: tap[rows] for layer, tap in taps.items()}, prompt_logits, logits[probed] if probed else None)
 
 
-def _processed(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
-    """Every request's own processors on its own rows: `[R, V]`, the input itself where nobody has any."""
+def _processed(batch: Batch, draft: Draft, logits: Tensor, faults: dict[int, Exception]) -> Tensor:
+    """Every request's own processors on its own rows: `[R, V]`, the input itself where nobody has any.
+
+    Rows of a request whose processors raise stay as they are; the error goes to `faults`.
+    """
     owners = [(b, entry.processors) for b, entry in enumerate(batch.decoding) if entry.processors is not None]
     if not owners:
         return logits
     processed = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
     for b, processors in owners:
         rows = slice(draft.anchor_row(b), draft.anchor_row(b) + 1 + draft.lengths[b])
-        processed[rows] = processors.adjust(processed[rows], draft.paths(b))
+        try:
+            processed[rows] = processors.adjust(processed[rows], draft.paths(b))
+        except Exception as error:  # noqa: BLE001 - a grammar or bias of one request is nobody else's concern
+            faults[b] = error
     return processed
+
+
+def race_rows(entry: BatchEntry, draft: Draft, b: int, target: TargetOutput) -> Tensor | None:
+    """The coupled rule's noise `[1 + nodes, V]` for the rows of decoding entry `b`, None where its rule needs none.
+
+    Where it raises, the error goes to the target's `faults`, and any noise will do.
+    """
+    if entry.noise is None:
+        return None
+    try:
+        return entry.noise.at([entry.round_start + depth for depth in (0, *draft.depths(b))])
+    except Exception as error:  # noqa: BLE001 - as above
+        target.faults[b] = error
+        return torch.ones(1 + draft.lengths[b], target.probs.shape[-1], device=target.probs.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from foretoken.core import Batch, BatchEntry
@@ -38,7 +39,8 @@ _NOTHING = DraftPlan(0)
 class Scheduler:
     """Serves the most urgent first, under the limits of `SchedulerConfig` and the target's cache.
 
-    `preempted` and `num_recomputed_tokens` are those of the latest `schedule`.
+    `preempted` and `num_recomputed_tokens` are those of the latest `schedule`. `alone` holds requests whose step raised, with the rounds that
+    they had finished by then: until it is empty each of them runs by itself, the most urgent one first, until it has emitted.
     """
 
     def __init__(self, target: LanguageModel, config: SchedulerConfig, plan: Callable[[Sequence[RequestState]], Sequence[DraftPlan]]) -> None:
@@ -49,6 +51,8 @@ class Scheduler:
         self.preempted: list[RequestState] = []
         self.num_recomputed_tokens = 0
         self._urgency: dict[int, Urgency] = {}
+        self.alone: dict[int, int] = {}
+        self._joining: RequestState | None = None  # on its way from `waiting` to `running`
         self._lost: dict[int, int] = {}  # tokens that a preempted request had in the cache
         self._reclaim: Callable[[], None] | None = None  # takes back cache that is lent to background work
 
@@ -69,6 +73,8 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next batch: requests that decode, then those that read the last of their prompt, then other chunks; each most urgent first."""
         self.preempted, self.num_recomputed_tokens = [], 0
+        if self.alone:
+            self._end_trials()
         self._admit()
         states = sorted(self.running.values(), key=self._key)
         plans = self._plans(states)
@@ -90,12 +96,36 @@ class Scheduler:
         """Take a request out, running or waiting; None if it is unknown."""
         self._lost.pop(request_id, None)
         self._urgency.pop(request_id, None)
+        self.alone.pop(request_id, None)
         state = self.running.pop(request_id, None)
         if state is None:
-            state = next((s for s in self.waiting if s.request_id == request_id), None)
-            if state is not None:
-                self.waiting.remove(state)
+            place = next((place for place, one in enumerate(self.waiting) if one.request_id == request_id), None)
+            state = None if place is None else self.waiting.pop(place)
         return state
+
+    def interrupted(self) -> list[RequestState]:
+        """Whom a step that raised was serving, most urgent first: all who run, one that was about to join, and if there is none the next one."""
+        states, joining = dict(self.running), self._joining
+        self._joining = None
+        if joining is not None:
+            states[joining.request_id] = joining
+        if not states and self.waiting:
+            states[self.waiting[0].request_id] = self.waiting[0]
+        return sorted(states.values(), key=self._key)
+
+    def set_back(self, state: RequestState, alone: bool) -> None:
+        """Queue one of those `interrupted` again, with nothing in the cache; if `alone`, to run by itself.
+
+        What the cache held of it is not published: nobody knows what the step has done to it.
+        """
+        with suppress(KeyError):  # the step had not opened it yet, or was about to preempt it
+            self._lost[state.request_id] = self.target.length(state.request_id)
+            self.target.close(state.request_id)
+        self.running.pop(state.request_id, None)
+        if not any(one is state for one in self.waiting):
+            self._enqueue(state)
+        if alone:
+            self.alone[state.request_id] = state.num_rounds
 
     def publish(self, state: RequestState) -> None:
         """Let later requests of the same tenant begin with what the target holds of a running request's text."""
@@ -122,18 +152,35 @@ class Scheduler:
     def _admit(self) -> None:
         """Let waiting requests join, strictly in their order: one that needs much room is not passed by others for ever."""
         while self.waiting and len(self.running) < self.config.max_batch_size:
-            state = self.waiting[0]
-            if self._will_share(state):
+            place = self._next_place()
+            if place is None:
                 return
-            if self.running and not self._has_room(state):
-                return
-            del self.waiting[0]
+            state = self._joining = self.waiting[place]
             self.target.open(state.request_id)
+            del self.waiting[place]
+            self.running[state.request_id] = state
+            self._joining = None
             adopted = 0
             if self._prefix is not None and _adopts(state):
                 adopted = self._prefix.adopt(state.request_id, state.tokens, state.request.spec.tenant)
-            self.running[state.request_id] = state
             self.num_recomputed_tokens += max(0, self._lost.pop(state.request_id, 0) - adopted)
+
+    def _next_place(self) -> int | None:
+        """Place in the queue of the request that may join now, if there is one."""
+        if self.alone:
+            return None if self.running else next(place for place, state in enumerate(self.waiting) if state.request_id in self.alone)
+        state = self.waiting[0]
+        if self._will_share(state):
+            return None
+        return None if self.running and not self._has_room(state) else 0
+
+    def _end_trials(self) -> None:
+        """Whoever ran by itself and has emitted makes room for the next one that has to."""
+        for state in list(self.running.values()):
+            if self.alone.get(state.request_id, state.num_rounds) < state.num_rounds:
+                del self.alone[state.request_id]
+                if self.alone:
+                    self._preempt(state)
 
     def _has_room(self, state: RequestState) -> bool:
         """Whether a request may join, if need be after cache that was lent is back."""
@@ -217,8 +264,8 @@ class Scheduler:
         self.publish(state)
         self._lost[state.request_id] = self.target.length(state.request_id)
         self.target.close(state.request_id)
-        del self.running[state.request_id]
         self._enqueue(state)
+        del self.running[state.request_id]
         state.stats.num_preempted += 1
         self.preempted.append(state)
 

@@ -265,8 +265,9 @@ class EngineStats(Counters):
     aborted. `num_steps` are the engine's; `schedule_s` to `emit_s` are their phases and add up to them: `target_s` and `rule_s`
     together are `verify_s` and `prompt_s`; `commit_s` leaves out what drafters took for it, which is drafting. `queued_s` and `ttft_s`
     are sums over requests that have started and that have a first token. `profile_s` was spent before the first request on measuring
-    what steps cost; `num_recomputed_tokens` were run again after preemptions. `shadow` is None where no share of the answers is scored
-    again, `prefix` where the target keeps none.
+    what steps cost; `num_recomputed_tokens` were run again after preemptions. `num_faults` counts calls that raised and were contained
+    (`recovery`): 0 unless something is broken. `shadow` is None where no share of the answers is scored again, `prefix` where the target
+    keeps none.
     """
 
     num_submitted: int = 0
@@ -275,6 +276,7 @@ class EngineStats(Counters):
     num_finished: int = 0
     num_failed: int = 0
     num_recomputed_tokens: int = 0
+    num_faults: int = 0
     num_aborted: int = 0
     num_aborted_tokens: int = 0
     num_started: int = 0
@@ -318,7 +320,7 @@ class EngineStats(Counters):
         """Plain values under the public names, for JSON; `shadow` and `prefix` are objects, or null."""
         names = ("num_submitted", "num_waiting", "num_running", "num_finished", "num_failed", "num_aborted", "num_aborted_tokens")
         phases = ("step_s", "schedule_s", "target_s", "rule_s", "commit_s", "observe_s", "emit_s", "profile_s")
-        values = self._values(*names, "num_started", "num_first_tokens", "num_recomputed_tokens", *phases)
+        values = self._values(*names, "num_started", "num_first_tokens", "num_recomputed_tokens", "num_faults", *phases)
         for name in ("shadow", "prefix"):
             inner = getattr(self, name)
             values[name] = None if inner is None else asdict(inner)

@@ -16,15 +16,18 @@ SCHEMA = 1
 class Trace:
     """Appends one JSON object per line to a file: `begin` and `end` of every request, `round` for every round of it.
 
+    When a line cannot be written, that is the `error`; the engine takes the trace off, and it ends there.
+
     Raises:
         StorageError: the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.error: StorageError | None = None
         try:
             self._file = path.open("a", encoding="utf-8", buffering=1)  # whole lines, so that a crash loses none
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             raise StorageError(f"cannot write the trace {path}: {error}") from error
 
     def begin(self, state: RequestState) -> None:
@@ -75,12 +78,24 @@ class Trace:
         """Nothing waits: every line is written at once."""
 
     def close(self) -> None:
-        """Close the file; closing again does nothing."""
-        self._file.close()
+        """Close the file; closing again does nothing.
+
+        Raises:
+            StorageError: the end of the trace could not be written.
+        """
+        try:
+            self._file.close()
+        except OSError as error:
+            if self.error is None:  # otherwise the same lines fail once more
+                raise self._failed(error) from error
 
     def _write(self, event: str, request_id: int, **values: object) -> None:
         line = {"schema": SCHEMA, "event": event, "time_s": round(time.time(), 6), "request": request_id, **values}
         try:
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except OSError as error:
-            raise StorageError(f"cannot write the trace {self.path}: {error}") from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> StorageError:
+        self.error = StorageError(f"cannot write the trace {self.path}: {error}")
+        return self.error

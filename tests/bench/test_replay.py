@@ -193,14 +193,16 @@ def test_a_replay_begins_with_a_controller_that_knows_nothing(pair: SimpleNamesp
 def test_a_failing_request_fails_the_replay(pair: SimpleNamespace) -> None:
     """The others are dropped, and nothing stays behind in the engine."""
     with LLM(pair.target, dtype="float32") as llm:
-        real, calls = llm.engine.step, []
+        real, calls = llm.target.forward, []
 
-        def step() -> list[StepOutput]:
+        def forward(*arguments: object) -> object:
             calls.append(1)
-            return real() if len(calls) < 3 else llm.engine.fail_running(RuntimeError("broke"))
+            if len(calls) >= 3:
+                raise RuntimeError("broke")
+            return real(*arguments)
 
-        llm.engine.step = step  # type: ignore[method-assign]
-        with pytest.raises(EngineError, match="of the replay failed: broke"):
+        llm.target.forward = forward  # type: ignore[method-assign]
+        with pytest.warns(UserWarning, match="RuntimeError: broke"), pytest.raises(EngineError, match="of the replay failed: .*: broke"):
             replay(llm, [Job(0.0, 4, 9)] * 2, [[1, 2, 3, 4]] * 2, [SpecConfig()] * 2, "plain")
         assert not llm.engine.has_work
         assert not llm.engine.watchers

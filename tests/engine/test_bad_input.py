@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +19,14 @@ from foretoken import (
     GenerateOutput,
     InputError,
     MismatchError,
+    RoutingRules,
     SamplingParams,
     SpecConfig,
 )
 from foretoken.config import from_mapping
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer, token_ids
+from tests.helpers.faults import Fault
 
 PROMPTS = [token_ids(3 + 2 * i, seed=70 + i) if i % 2 else token_ids(4 + i, seed=i) * 2 for i in range(8)]
 LONG = SamplingParams(max_tokens=16, ignore_eos=True)
@@ -102,6 +105,29 @@ def test_stop_in_every_form(stop: Any) -> None:
         ({"rule": "lucky"}, "rule='lucky': choose one of auto, greedy, rejection"),
         ({"drafter": "ngram", "draft": "x"}, "draft='x': only drafter='draft_model' takes it"),
         ({"draft": "x"}, "draft='x': only drafter='draft_model' takes it, not drafter=None"),
+        ({"num_draft": 5}, "num_draft=5: nobody guesses: name a drafter, or leave it out"),
+        ({"num_draft": 0}, "num_draft=0: nobody guesses: name a drafter, or leave it out"),
+        ({"rule": "block"}, "rule='block': nobody guesses: name a drafter, or leave it out"),
+        ({"allow_lossy": True, "rule": "typical"}, "rule='typical': nobody guesses: name a drafter, or leave it out"),
+        ({"draft_probability": 0.5}, "draft_probability=0.5: needs a drafter that samples"),
+        ({"min_confidence": 0.5}, "min_confidence=0.5: needs a drafter that samples"),
+        ({"draft_top_k": 2}, "draft_top_k=2: needs a drafter that samples"),
+        ({"draft_dtype": "int8"}, "draft_dtype='int8': only drafter='draft_model' takes it, not drafter=None"),
+        ({"draft_vocabulary": "same"}, "draft_vocabulary='same': only drafter='draft_model' takes it, not drafter=None"),
+        ({"prediction": "text"}, "prediction='text': only drafter='predicted' takes it, not drafter=None"),
+        ({"corpus": "file"}, "corpus='file': only drafter='suffix' takes it, not drafter=None"),
+        ({"exit_layer": 2}, "exit_layer=2: only drafter='early_exit' takes it, not drafter=None"),
+        ({"skip_layers": (1,)}, r"skip_layers=\(1,\): only drafter='early_exit' takes it, not drafter=None"),
+        ({"lookahead_window": 5}, "lookahead_window=5: only drafter='lookahead' takes it, not drafter=None"),
+        ({"lookahead_ngram": 5}, "lookahead_ngram=5: only drafter='lookahead' takes it, not drafter=None"),
+        ({"tree": "static"}, "tree='static': only drafter='draft_model' takes it, not drafter=None"),
+        ({"branching": 2}, "branching=2: a chain does not branch"),
+        ({"combine": "merge"}, "combine='merge': only drafter='mix' takes it, not drafter=None"),
+        ({"parts": ("ngram",)}, "parts=.*: drafter=None has no parts"),
+        ({"drafter": "ngram", "corpus": "file"}, "corpus='file': only drafter='suffix' takes it"),
+        ({"drafter": "ngram", "prediction": "text"}, "prediction='text': only drafter='predicted' takes it"),
+        ({"drafter": "ngram", "tree": "static"}, "tree='static': only drafter='draft_model' takes it"),
+        ({"drafter": "ngram", "lookahead_window": 5}, "lookahead_window=5: only drafter='lookahead' takes it"),
         ({"num_draft": -1}, "num_draft=-1: must be at least 0"),
         ({"num_draft": 100_000}, "num_draft=100000: must be at least 0 and at most 1024"),
         ({"num_draft": "many"}, "num_draft='many': must be a whole number"),
@@ -118,7 +144,7 @@ def test_stop_in_every_form(stop: Any) -> None:
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_bad_spec_values(values: dict[str, Any], message: str) -> None:
+def test_w8_bad_spec_values(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         SpecConfig(**values)
     assert (caught.value.field, caught.value.exit_code) == (list(values)[-1], 2)
@@ -277,6 +303,85 @@ def test_a_request_that_can_never_fit_is_refused(pair: SimpleNamespace) -> None:
 def test_bad_engine_options(pair: SimpleNamespace, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(pair.target, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": None}, "model=None: give a folder, a hub id, or reference:target"),
+        ({"model": 5}, "model=5: give a folder"),
+        ({"model": ""}, "model='': give a folder"),
+        ({"spec": "ngram"}, "spec='ngram': give SpecConfig"),
+        ({"spec": 5}, "spec=5: give SpecConfig"),
+        ({"spec": ""}, "spec='': give SpecConfig"),
+        ({"spec": 0}, "spec=0: give SpecConfig"),
+        ({"dtype": 5}, "dtype=5: give a name, such as auto, bfloat16 or float32"),
+        ({"dtype": None}, "dtype=None: give a name"),
+        ({"dtype": ["float32"]}, "dtype=.*: give a name"),
+        ({"dtype": "int8"}, "dtype='int8': choose one of auto, "),
+        ({"device": None}, "device=None: use auto, cpu, cuda or cuda:N"),
+        ({"device": 5}, "device=5: use auto, cpu, cuda or cuda:N"),
+        ({"device": "toaster"}, "device='toaster': use auto, cpu, cuda or cuda:N"),
+        ({"numerics": 5}, "numerics=5: choose one of default, strict"),
+        ({"numerics": "foo"}, "numerics='foo': choose one of default, strict"),
+        ({"trace": 5}, "trace=5: give the name of a file, or leave it out"),
+        ({"trace": ""}, "trace='': give the name of a file"),
+        ({"trace": True}, "trace=True: give the name of a file"),
+        ({"shadow_rate": "x"}, "shadow_rate='x': must be a number from 0 to 1"),
+        ({"shadow_rate": float("nan")}, "shadow_rate=nan: must be a number from 0 to 1"),
+        ({"cache_reserve": None}, "cache_reserve=None: must be a number from 0 to 1"),
+        ({"routing": 5}, "routing=5: give RoutingRules, or leave it out"),
+        ({"routing": {}}, "routing={}: give RoutingRules, or leave it out"),
+        ({"profile": 5}, "profile=5: use auto, off, measure, or an existing file"),
+        ({"profile": None}, "profile=None: use auto, off, measure, or an existing file"),
+        ({"on_profile": 5}, "on_profile=5: give a function that takes a text, or leave it out"),
+        ({"cache_tokens": "x"}, "cache_tokens='x': must be a whole number of at least 1"),
+        ({"cache_tokens": 1.5}, "cache_tokens=1.5: must be a whole number of at least 1"),
+        ({"max_batch_size": None}, "max_batch_size=None: must be a whole number of at least 1"),
+        ({"max_prompt_tokens": "x"}, "max_prompt_tokens='x': must be a whole number of at least 1"),
+        ({"max_step_tokens": True}, "max_step_tokens=True: must be a whole number of at least 1"),
+    ],
+    ids=str,
+)
+def test_c7_a_bad_option_is_named_before_anything_is_loaded(
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    for name in ("model_folder", "open_model", "load_tokenizer"):
+        monkeypatch.setattr(f"foretoken.engine.llm.{name}", Fault(lambda *_: None))
+    with pytest.raises(InputError, match=message):
+        LLM(**{"model": pair.target} | options)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (SpecConfig(), "routing=.*: rules hold where the number of guesses is open, and nobody guesses: name a drafter, or leave this out"),
+        (SpecConfig("ngram", num_draft=3), "routing=.*: rules hold where .*, and num_draft=3 is set: leave that to 'auto', or leave this out"),
+    ],
+)
+def test_w8_rules_that_nobody_would_ask_are_refused(pair: SimpleNamespace, spec: SpecConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(pair.target, spec=spec, routing=RoutingRules(min_tokens_to_speculate=4))
+    for open_spec in (None, SpecConfig("ngram"), SpecConfig("auto")):  # None: every request says it itself
+        LLM(pair.target, spec=open_spec, cache_tokens=256, profile="off", routing=RoutingRules(min_tokens_to_speculate=4)).close()
+
+
+def test_c7_things_of_the_wrong_kind_in_a_request(llm: LLM) -> None:
+    uses: list[tuple[Callable[[], object], str]] = [
+        (lambda: llm.stream([1], 0), "params=0: give SamplingParams"),  # type: ignore[arg-type]
+        (lambda: llm.stream([1], "hot"), "params='hot': give SamplingParams"),  # type: ignore[arg-type]
+        (lambda: llm.stream([1], spec=""), "spec='': give SpecConfig"),  # type: ignore[arg-type]
+        (lambda: llm.stream(5), "prompt=5: give a text or a list of token ids"),  # type: ignore[arg-type]
+        (lambda: llm.submit(None, LONG, SpecConfig()), "prompt=None: give a text or a list of token ids"),  # type: ignore[arg-type]
+        (lambda: llm.submit([1], LONG, "ngram"), "spec='ngram': give SpecConfig"),  # type: ignore[arg-type]
+        (lambda: llm.prepare("ngram"), "spec='ngram': give SpecConfig"),  # type: ignore[arg-type]
+        (lambda: llm.generate([[1]], on_step=5), "on_step=5: give a function"),  # type: ignore[arg-type]
+        (lambda: llm.encode(5), "text=5: must be a text"),  # type: ignore[arg-type]
+    ]
+    for use, message in uses:
+        with pytest.raises(InputError, match=message):
+            use()
+    check_idle(llm)
 
 
 def test_cache_tokens_is_honoured_by_models_of_transformers_too(tmp_path: Path) -> None:

@@ -148,10 +148,10 @@ class Crowd:
         rng, params = self.rng, self.params()
         if len(self.kinds) == 0 or rng.random() < 1 / SEASON:
             self.kinds = (SpecConfig(), *rng.sample(DRAFTING, KINDS))
-        spec = replace(rng.choice(self.kinds), num_draft=rng.choice(("auto", 1, 3, 5)), tenant=rng.choice(("", "a", "b")))
-        rule = rng.choice(RULES)
-        if rule != "greedy" or params.greedy:
-            spec = replace(spec, rule=rule)
+        spec = replace(rng.choice(self.kinds), tenant=rng.choice(("", "a", "b")))
+        num_draft, rule = rng.choice(("auto", 1, 3, 5)), rng.choice(RULES)
+        if spec.drafter is not None:
+            spec = replace(spec, num_draft=num_draft, rule=rule if rule != "greedy" or params.greedy else "auto")
         prompt = self.prompt()
         try:
             for one in each_answer(params):
@@ -251,8 +251,7 @@ def compare_with_alone(crowd: Crowd, folders: dict[str, Path]) -> None:
         request = state.request
         if state.rule not in ("greedy", "coupled") and not request.params.greedy:
             continue
-        rule = "coupled" if state.rule == "coupled" else "auto"
-        other = alone.submit(request.prompt_ids, replace(request.params, seed=request.seed), SpecConfig(rule=rule))
+        other = alone.submit(request.prompt_ids, replace(request.params, seed=request.seed), SpecConfig())
         while alone.has_work:
             alone.step()
         assert state.output_ids == other.output_ids[: len(state.output_ids)]

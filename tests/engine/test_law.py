@@ -124,7 +124,7 @@ def test_every_rule_has_the_law(narrow: SimpleNamespace) -> None:
         "mix": mix_specs("best", NUM_REQUESTS),
         "merge": mix_specs("merge", NUM_REQUESTS),
         "auto": auto_specs(NUM_REQUESTS),
-        "plain": [SpecConfig(rule=("block", "coupled")[i % 2]) for i in range(NUM_REQUESTS)],
+        "plain": [SpecConfig("ngram", num_draft=0, rule=("block", "coupled")[i % 2]) for i in range(NUM_REQUESTS)],
     }
     asked = [pair for specs in groups.values() for pair in zip(seeded(BASE, len(specs)), specs, strict=True)]
     law = exact_law(narrow, BASE)

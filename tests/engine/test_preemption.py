@@ -98,7 +98,7 @@ def test_every_drafter_in_one_batch(pair: SimpleNamespace, roomy: Bench, rule: s
     params = [replace(GREEDY, temperature=0.8, seed=i) if rule == "coupled" else GREEDY for i in range(24)]
     prompts = [PROMPTS[i % 12] for i in range(24)]
     specs = [spec(DRAFTERS[i % 10], pair, num_draft=(4, "auto", 7)[i % 3]) for i in range(24)]
-    expected = alone(roomy, [(p, one, SpecConfig(rule=rule)) for p, one in zip(prompts, params, strict=True)])
+    expected = alone(roomy, [(p, one, SpecConfig()) for p, one in zip(prompts, params, strict=True)])
     states = bench.run(zip(prompts, params, specs, strict=True))
     assert [state.output_ids for state in states] == [state.output_ids for state in expected]
     assert bench.engine.stats.num_preempted > 10
@@ -296,7 +296,7 @@ def test_random_arrivals_aborts_and_priorities(pair: SimpleNamespace, roomy: Ben
         if state.finish_reason == "abort":
             continue
         if state.finish_reason == "length":
-            plain = roomy.run([(list(state.request.prompt_ids), state.request.params, SpecConfig(rule=state.rule))])[0]
+            plain = roomy.run([(list(state.request.prompt_ids), state.request.params, SpecConfig())])[0]
             assert state.output_ids == plain.output_ids
         else:
             pytest.fail(f"{state.finish_reason}: {state.error}")

@@ -130,7 +130,7 @@ def test_which_requests_are_followed() -> None:
 def test_what_is_left_out() -> None:
     """A lossy rule claims no law; a seed that was given twice would count twice; too many waiting answers cost memory."""
     shadow = Shadow(scripted(LAW), 1.0, max_waiting=2)
-    lossy = Request(0, (1,), SAMPLED, SpecConfig(rule="typical", allow_lossy=True), 5)
+    lossy = Request(0, (1,), SAMPLED, SpecConfig("ngram", rule="typical", allow_lossy=True), 5)
     seeded = [Request(i, (1,), SamplingParams(temperature=1.0, seed=7), SpecConfig(), 7) for i in (1, 2)]
     greedy = [Request(i, (1,), SamplingParams(seed=7), SpecConfig(), 7) for i in (3, 4)]
     assert not shadow.offer(lossy, [0])

@@ -25,8 +25,8 @@ from foretoken.model.open import native_config, open_model
 from foretoken.model.rope import TABLE_BLOCK, RotaryTable
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.model.weights import INDEX
-from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.helpers.broken_checkpoints import GOOD, make_bases, try_case
+from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

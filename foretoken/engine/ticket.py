@@ -1,0 +1,171 @@
+"""One submitted answer, seen from outside the engine's thread: its pieces as they come, and all of it at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Protocol
+
+from foretoken.core import StepOutput
+from foretoken.engine.output import GenerateOutput
+
+
+class Office(Protocol):
+    """Who issued a ticket."""
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Leave the ticket's request, from any thread."""
+
+    def check_process(self) -> None:
+        """Refuse to wait where no engine will ever answer: in a process that was forked from the engine's."""
+
+
+class Ticket:
+    """One submitted answer: iterate over it for its pieces, `result()` for all of it, `cancel()` to leave it.
+
+    Everything that came is kept with the ticket. So every iteration, of any thread or coroutine and at any time, gives all pieces from the
+    first one on, and ends with the error of a request that failed; `result` and `wait` may be called as often as one likes. Who leaves an
+    iteration or a `wait` before its end leaves the request, unless somebody else still reads it.
+    """
+
+    def __init__(self, office: Office) -> None:
+        self._office = office
+        self._changed = threading.Condition()
+        self._pieces: list[StepOutput] = []
+        self._answer: GenerateOutput | None = None
+        self._error: Exception | None = None
+        self._has_ended = False
+        self._num_readers = 0
+        self._listeners: list[Callable[[], bool]] = []  # of coroutines; False from one whose loop is gone
+
+    def __iter__(self) -> Iterator[StepOutput]:
+        self._arrive()
+        num_seen = 0
+        try:
+            while True:
+                with self._changed:
+                    while not self._has_ended and num_seen == len(self._pieces):
+                        self._changed.wait()
+                    pieces, has_ended = self._pieces[num_seen:], self._has_ended
+                num_seen += len(pieces)
+                yield from pieces
+                if has_ended:
+                    break
+        finally:
+            self._depart()
+        if self._error is not None:
+            raise self._error
+
+    async def __aiter__(self) -> AsyncGenerator[StepOutput]:
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> bool:
+            try:
+                loop.call_soon_threadsafe(arrived.set)
+            except RuntimeError:  # the loop has ended without leaving the ticket
+                return False
+            return True
+
+        self._arrive(tell)
+        num_seen = 0
+        try:
+            while True:
+                arrived.clear()
+                with self._changed:
+                    pieces, has_ended = self._pieces[num_seen:], self._has_ended
+                num_seen += len(pieces)
+                for piece in pieces:
+                    yield piece
+                if has_ended:
+                    break
+                if not pieces:
+                    await arrived.wait()
+        finally:
+            self._depart(tell)
+        if self._error is not None:
+            raise self._error
+
+    def result(self) -> GenerateOutput:
+        """Wait for the whole answer; one that failed carries its `error`, one that was left ends with "abort".
+
+        It blocks the thread: coroutines have `wait`.
+
+        Raises:
+            InputError, CapacityError: the request could never run.
+            EngineError: the engine broke down before the request began.
+        """
+        self._arrive()
+        try:
+            with self._changed:
+                while not self._has_ended:
+                    self._changed.wait()
+        finally:
+            with self._changed:
+                self._num_readers -= 1
+        return self._outcome()
+
+    async def wait(self) -> GenerateOutput:
+        """`result` for coroutines; cancelling the task leaves the request."""
+        try:
+            async for _ in self:
+                pass
+        except Exception as error:
+            if error is not self._error:
+                raise
+        return self._outcome()
+
+    def cancel(self) -> None:
+        """Leave the request; one that has ended is not changed."""
+        if not self._has_ended:
+            self._office.cancel(self)
+
+    # ---- for the engine's thread
+
+    def put(self, piece: StepOutput) -> None:
+        """Hand over a piece."""
+        self._tell(lambda: self._pieces.append(piece))
+
+    def end(self, answer: GenerateOutput | None, error: Exception | None = None) -> None:
+        """Hand over the whole answer, or None for a request that never was one, and what went wrong. Only the first end counts."""
+
+        def close() -> None:
+            if not self._has_ended:
+                self._answer, self._error, self._has_ended = answer, error, True
+
+        self._tell(close)
+
+    def _tell(self, change: Callable[[], None]) -> None:
+        with self._changed:
+            change()
+            self._changed.notify_all()
+            listeners = tuple(self._listeners)
+        for listener in listeners:
+            if not listener():
+                self._depart(listener)
+
+    def _arrive(self, listener: Callable[[], bool] | None = None) -> None:
+        if not self._has_ended:
+            self._office.check_process()
+        with self._changed:
+            self._num_readers += 1
+            if listener is not None:
+                self._listeners.append(listener)
+
+    def _depart(self, listener: Callable[[], bool] | None = None) -> None:
+        """Stop reading; the last one who does so before the end leaves the request."""
+        with self._changed:
+            if listener is not None:
+                if listener not in self._listeners:
+                    return
+                self._listeners.remove(listener)
+            self._num_readers -= 1
+            is_left = not self._num_readers and not self._has_ended
+        if is_left:
+            self._office.cancel(self)
+
+    def _outcome(self) -> GenerateOutput:
+        if self._answer is None:
+            assert self._error is not None
+            raise self._error
+        return self._answer
