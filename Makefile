@@ -14,9 +14,9 @@ demo: $(VENV)/.ready
 test: check
 	$(BIN)/pytest
 
-# Long proofs, minutes each: -v names the one that runs.
+# Long proofs, minutes each: -vv names the one that runs.
 proof: $(VENV)/.ready
-	$(BIN)/pytest proof -v
+	$(BIN)/pytest proof -vv
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -311,7 +311,8 @@ def _check_report(weights: Weights, model: _Foreign, report: dict[str, Any]) -> 
 def _context_tokens(text: _Foreign) -> int:
     known = [getattr(text, key, None) for key in _CONTEXT_KEYS]
     stated = next((int(value) for value in known if isinstance(value, int) and value > 0), _UNBOUNDED_CONTEXT_TOKENS)
-    return min(stated, rope_context_cap(text.to_dict()) or stated)
+    # Doge chooses which tokens of a longer text to keep, and looks at later ones for it.
+    return min(stated, rope_context_cap(text.to_dict()) or stated, getattr(text, "keep_window_size", None) or stated)
 
 
 @torch.inference_mode()

@@ -19,7 +19,7 @@ from foretoken.errors import CapacityError, CheckpointError, UnsupportedModelErr
 from foretoken.model.hf import TransformersModel
 from foretoken.model.interface import LanguageModel, Segment
 from tests.helpers.checkpoints import randomise, tiny_checkpoint, token_ids, transformers_logits
-from tests.helpers.families import family_model, write_family
+from tests.helpers.families import WINDOW, family_model, write_family
 
 FAMILIES = {"gpt2": True, "opt": True, "gpt_neox": True, "phi": True, "gemma2": True, "gemma3_text": True, "mistral": True, "mamba": False}
 
@@ -236,6 +236,10 @@ def test_e3_the_context_ends_where_the_rotation_of_a_position_changes(tmp_path: 
     rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 24, "factor": 4.0, **factors}
     folder = tiny_checkpoint(tmp_path, family, **LONGROPE_SHAPE, rope_parameters=rope)
     assert opened(folder).max_context_tokens == 24
+
+
+def test_the_context_ends_where_a_family_begins_to_choose_what_it_keeps_of_a_text(tmp_path: Path) -> None:
+    assert opened(written(tmp_path, "doge")).max_context_tokens == WINDOW
 
 
 LONGROPE_SHAPE = {
