@@ -67,6 +67,7 @@ class SamplingParams:
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise InputError("stop", text, "each stop string must be a text of at least one character")
+            check_text("stop", text)
         self._check_law()
         self._check_output()
         self._check_structure()
@@ -93,6 +94,8 @@ class SamplingParams:
         for word in self.bad_words:
             if not isinstance(word, str | list | tuple) or not word:
                 raise InputError("bad_words", word, "each must be a text or a list of token ids, and not empty")
+            if isinstance(word, str):
+                check_text("bad_words", word)
         object.__setattr__(self, "bad_words", tuple(w if isinstance(w, str) else tuple(w) for w in self.bad_words))
 
     def _check_output(self) -> None:
@@ -116,10 +119,14 @@ class SamplingParams:
             raise InputError(given[1], getattr(self, given[1]), f"the answer has a structure already ({given[0]}); give one of the two")
         if self.json_schema is not None and not isinstance(self.json_schema, str | Mapping):
             raise InputError("json_schema", self.json_schema, "must be a schema as a dictionary or as JSON text")
+        if isinstance(self.json_schema, str):
+            check_text("json_schema", self.json_schema)
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InputError(name, value, "must be a text of at least one character")
+            if value is not None:
+                check_text(name, value)
 
     def _check_service(self) -> None:
         check_whole("priority", self.priority, *PRIORITIES)
@@ -176,3 +183,15 @@ def check_flag(name: str, value: object) -> None:
     """
     if not isinstance(value, bool):
         raise InputError(name, value, "must be True or False")
+
+
+def check_text(name: str, value: str) -> None:
+    """A text that UTF-8 can write: without lone surrogates, which stand for bytes of a command line that are not UTF-8.
+
+    Raises:
+        InputError: names the field.
+    """
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(name, value, f"character {error.start + 1} is a lone surrogate or a byte that is not UTF-8; give a text of whole characters") from error

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
+from contextlib import suppress
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from foretoken.cli import audit, bench, demo, generate, models, plan, settings, simulate, train, widen
+from foretoken.cli import audit, bench, demo, generate, models, origins, plan, settings, simulate, train, widen
+from foretoken.cli.start import CLOSED_PIPE, INTERRUPTED, io_failure, print_version
+from foretoken.cli.verb import Verb
 from foretoken.errors import ForetokenError
 
 app = typer.Typer(
@@ -20,30 +23,39 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-app.command("demo")(demo.demo)
-app.command("generate")(generate.generate)
-app.command("bench")(bench.bench)
-app.command("audit")(audit.audit)
-app.command("plan")(plan.plan)
-app.command("simulate")(simulate.simulate)
-app.command("widen")(widen.widen)
-app.command("models")(models.models)
+app.command("demo", cls=Verb)(demo.demo)
+app.command("generate", cls=Verb)(generate.generate)
+app.command("bench", cls=Verb)(bench.bench)
+app.command("audit", cls=Verb)(audit.audit)
+app.command("plan", cls=Verb)(plan.plan)
+app.command("simulate", cls=Verb)(simulate.simulate)
+app.command("widen", cls=Verb)(widen.widen)
+app.command("models", cls=Verb)(models.models)
 app.add_typer(train.app, name="train")
 app.add_typer(settings.app, name="config")
 
 
 # The base of every usage error; typer has carried click inside since 0.26 and exports only this subclass.
 _USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
-_INTERRUPTED = 130
 
 
-def main() -> None:
-    """Run a verb; a known error becomes one line on stderr and its exit code, Ctrl-C 130."""
-    sys.exit(run(sys.argv[1:]))
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print_version()
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[  # noqa: ARG001 - its callback answers
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Options of the command itself."""
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line and return its exit code."""
+    """Run one command line and return its exit code; a known error becomes one line on stderr."""
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def show_warning(message: Warning | str, *_: object, **__: object) -> None:
@@ -53,19 +65,29 @@ def run(arguments: list[str]) -> int:
     command = typer.main.get_command(app)
     assert isinstance(command, TyperGroup)
     try:
-        settings.check_environment(command)
-        code = command.main(args=arguments, prog_name="foretoken", standalone_mode=False, default_map=settings.default_map(command))
-        if code == _INTERRUPTED:  # typer makes an exit of Ctrl-C
+        origins.check_environment(command)
+        code = command.main(args=arguments, prog_name="foretoken", standalone_mode=False, default_map=origins.default_map(command))
+        if code == INTERRUPTED:  # typer makes an exit of Ctrl-C
             raise KeyboardInterrupt
         return int(code or 0)
     except typer.Exit as stop:
         return int(stop.exit_code)
     except _USAGE_ERROR as error:
-        error.show()
+        with suppress(OSError):
+            error.show()
         return 2
     except (typer.Abort, KeyboardInterrupt):
-        errors.print("interrupted; nothing that was finished is lost", markup=False)
-        return _INTERRUPTED
+        with suppress(OSError):
+            errors.print("interrupted; nothing that was finished is lost", markup=False)
+        return INTERRUPTED
     except ForetokenError as error:
-        errors.print(f"error: {error}", style="red", markup=False)
+        origin = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        with suppress(OSError):
+            errors.print(f"error: {error}{origin}", style="red", markup=False)
         return error.exit_code
+    except OSError as error:
+        return io_failure(error)
+    except SystemExit as stop:  # what typer and rich make of a closed pipe
+        if isinstance(stop.__context__, BrokenPipeError):
+            return CLOSED_PIPE
+        raise

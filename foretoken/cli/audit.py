@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -34,6 +33,7 @@ from foretoken.cli.common import (
     RuleOption,
     TargetOption,
     TreeOption,
+    print_json,
     progress,
     spec_from,
 )
@@ -85,7 +85,7 @@ def audit(
     )
     report = _run(options, prompts, out)
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), default=str, allow_nan=False))
+        print_json(report.as_dict())
     else:
         print_report(report)
     if report.failed:

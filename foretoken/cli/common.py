@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -13,7 +14,8 @@ from rich.console import Console
 from rich.status import Status
 
 from foretoken.config import COMBINE, COMPOSITES, DRAFT_DTYPES, DRAFT_VOCABULARIES, DRAFTERS, RULES, TREES, SpecConfig
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, InputError, StorageError
+from foretoken.files import read_stream, read_text, to_json
 
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="The model whose answers you want: a folder, a hub id, or reference:target.")]
 DrafterOption = Annotated[str | None, typer.Option(help=f"Who guesses ahead: {', '.join(DRAFTERS)}. Without it, plain decoding.")]
@@ -167,5 +169,33 @@ def was_given(context: typer.Context, name: str) -> bool:
 
 
 def print_json(value: object) -> None:
-    """One compact JSON object on its own line."""
-    typer.echo(json.dumps(value, default=str))
+    """One compact JSON object on its own line; numbers that are NaN or infinite are null."""
+    typer.echo(to_json(value))
+
+
+def text_of(field: str, value: str | None) -> str | None:
+    """The text that an option means: what it says, with @ before it the file of that name, - for standard input, @@ for a literal @.
+
+    Raises:
+        StorageError: the file or standard input cannot be read, or is not UTF-8.
+    """
+    if value == "-":
+        if sys.stdin is None:
+            raise StorageError(f"{field}: standard input is closed")
+        return read_stream(field, "standard input", sys.stdin.buffer)
+    if value is None or not value.startswith("@"):
+        return value
+    return value[1:] if value.startswith("@@") else read_text(field, Path(value[1:]))
+
+
+def texts_of(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, str | None]:
+    """`text_of` each of several options.
+
+    Raises:
+        InputError: standard input is asked for twice.
+        StorageError: see there.
+    """
+    piped = [name for name in names if given[name] == "-"]
+    if len(piped) > 1:
+        raise InputError(piped[1], "-", f"standard input is read once, for {piped[0]}; give a file as @FILE")
+    return {name: text_of(name, given[name]) for name in names}

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from foretoken.cli.common import JsonOption, print_json
+from foretoken.cli.verb import Verb
 from foretoken.errors import ConfigError
 from foretoken.model.open import model_folder
 from foretoken.train.recipes import DRAFT_SHAPE, TARGET_SHAPE, Shape, train_lm
@@ -23,7 +24,7 @@ def _verbs() -> None:
     """Keep `lm` a verb of its own: more recipes follow."""
 
 
-@app.command("lm")
+@app.command("lm", cls=Verb)
 def lm(
     out: Annotated[Path, typer.Option(help="Folder of the run: state, corpus, and at the end the finished model in OUT/model.")],
     tokens: Annotated[int, typer.Option(help="Tokens to see in the whole run.")] = _DEFAULT.tokens,

@@ -24,6 +24,7 @@ from foretoken.errors import InputError
 from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.model.open import model_folder, open_model
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
+from foretoken.params import check_text
 from foretoken.plan.admission import SchedulerConfig
 from foretoken.plan.routing import RoutingRules
 
@@ -159,6 +160,7 @@ class LLM:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` under the target's tokenizer."""
+        check_text("prompt", text)
         return self._text_tokenizer("prompt", text).encode(text)
 
     def close(self) -> None:
