@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -107,6 +108,21 @@ def _finite_only(value: object) -> object:
     return value
 
 
+def check_readable(field: str, path: Path) -> None:
+    """Refuse a file that could not be read later.
+
+    Raises:
+        StorageError: names the field.
+    """
+    try:
+        if not path.exists():
+            raise StorageError(f"{field}: cannot read {path}: there is no such file")
+        if path.is_dir() or not os.access(path, os.R_OK):
+            raise StorageError(f"{field}: cannot read {path}: it is {'a folder' if path.is_dir() else 'protected'}")
+    except ValueError as error:  # a NUL in the path
+        raise StorageError(f"{field}: cannot read {path!r}: {error}") from error
+
+
 def check_folder(folder: Path) -> None:
     """Make a folder that a result will go to, and try it: minutes of work must not end in nothing.
 
@@ -122,13 +138,22 @@ def check_folder(folder: Path) -> None:
 
 
 def check_file(field: str, path: Path) -> None:
-    """Refuse a file that could not be written later: its folder is not there, or it is a folder itself.
+    """Refuse a file that could not be written later.
 
     Raises:
-        StorageError: names the field.
+        StorageError: names the field: the file is a folder or protected, or its folder is not there or cannot be written.
     """
     try:
-        with path.open("ab"):
-            pass
+        if path.is_dir():
+            raise StorageError(f"{field}: cannot write {path}: it is a folder; name a file")
+        if path.exists():
+            writable = os.access(path, os.W_OK)
+        else:
+            with tempfile.TemporaryFile(dir=path.parent):
+                writable = True
+    except StorageError:
+        raise
     except (OSError, ValueError) as error:
         raise StorageError(f"{field}: cannot write {path}: {error}") from error
+    if not writable:
+        raise StorageError(f"{field}: cannot write {path}: it is protected")

@@ -33,6 +33,7 @@ from foretoken.cli.common import (
     RuleOption,
     TargetOption,
     TreeOption,
+    check_sources,
     print_json,
     progress,
     spec_from,
@@ -83,6 +84,7 @@ def audit(
         device=device,
         cache_tokens=cache_tokens,
     )
+    check_sources(spec)
     report = _run(options, prompts, out)
     if as_json:
         print_json(report.as_dict())

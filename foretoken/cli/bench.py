@@ -24,7 +24,7 @@ from foretoken.bench.prompts import ALL
 from foretoken.bench.report import check_folder, check_name, print_report
 from foretoken.bench.workload import SLICES
 from foretoken.cli.bench_load import LOAD, load_kind, measure_load, number, refuse_others, whole, words
-from foretoken.cli.common import AllowLossyOption, DeviceOption, DraftOption, DtypeOption, JsonOption, TargetOption, print_json
+from foretoken.cli.common import AllowLossyOption, DeviceOption, DraftOption, DtypeOption, JsonOption, TargetOption, ThreadsOption, print_json
 from foretoken.config import DRAFTERS, RULES
 from foretoken.plan.rules import TABLE
 
@@ -56,7 +56,7 @@ def bench(
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="Let answers end early; by default all have the same length.")] = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
-    threads: Annotated[int | None, typer.Option(help="Threads for every engine; without it, torch's own number.")] = None,
+    threads: ThreadsOption = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Only measure what steps and drafters cost, for `foretoken simulate`; under a minute.")
     ] = False,

@@ -39,6 +39,7 @@ from foretoken.cli.common import (
     TargetOption,
     TreeOption,
     announcer,
+    check_sources,
     progress,
     spec_from,
     texts_of,
@@ -124,6 +125,7 @@ def generate(
     given = context.params | texts
     ids, params, spec = _prompt(texts["prompt"], texts["prompt_ids"]), _params(given), spec_from(given)
     rules = _rules(context, spec)
+    check_sources(spec)
     if trace is not None:
         check_file("trace", trace)
     with progress(f"loading {target}") as status:

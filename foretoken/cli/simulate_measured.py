@@ -15,7 +15,6 @@ from foretoken.bench.report import check_folder, check_name
 from foretoken.bench.validate_report import MeasureOptions, Validation, print_validation, run_validation, write_validation
 from foretoken.cli.common import print_json
 from foretoken.cli.simulate_requests import jobs_of, settings_of, trace_names
-from foretoken.errors import ConfigError
 
 _SLICE = "code"  # that prompts are taken from where nothing is said
 
@@ -29,8 +28,6 @@ def measure_for_real(given: Mapping[str, Any]) -> None:
     out: Path | None = given["out"]
     check_name(given["name"])
     options = _options(given)
-    if options.threads is not None and options.threads < 1:
-        raise ConfigError("threads", options.threads, "must be at least 1; leave it out for torch's own number")
     if out is not None:
         check_folder(out)
     found = _with_progress(options)

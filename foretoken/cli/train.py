@@ -42,7 +42,7 @@ def lm(
     """Train a small Llama-style model on the Python standard library that is on this machine."""
     config = dataclasses.replace(_DEFAULT, tokens=tokens, batch_tokens=batch_tokens, length=length, seed=seed, compile=compile_model)
     result, folder = train_lm(
-        out, _shape(shape), config, model_folder(teacher) if teacher else None, corpus, model_folder(init) if init else None, device
+        out, _shape(shape), config, None if teacher is None else model_folder(teacher), corpus, None if init is None else model_folder(init), device
     )
     if as_json:
         print_json(dataclasses.asdict(result) | {"model": str(folder)})

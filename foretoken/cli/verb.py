@@ -15,6 +15,7 @@ from foretoken.errors import ConfigError, InputError
 from foretoken.params import check_text
 
 # Fields of the library that an option of another name sets.
+_MOST = 1 << 64  # the first number that no seed, count or size may be
 _OPTION_OF = {"bad_words": "bad_word", "profile": "cost_profile", "rules": "rule", "phases": "trace"}
 
 
@@ -37,10 +38,12 @@ def check_value(name: str, value: object) -> None:
     """Whether the value of an option can be meant at all.
 
     Raises:
-        InputError: names the option: NaN, an infinite number, a text with lone surrogates, a path with a NUL.
+        InputError: names the option: NaN, an infinite or endless number, a text with lone surrogates, a path with a NUL.
     """
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(name, value, "must be a finite number")
+    if isinstance(value, int) and not -_MOST < value < _MOST:
+        raise ConfigError(name, value, "is too large for a number here; it must fit into 64 bits")
     if isinstance(value, Path) and "\0" in str(value):
         raise InputError(name, str(value), "a path cannot hold the character NUL")
     if isinstance(value, str | Path):
@@ -56,7 +59,8 @@ def _blame(ctx: Any) -> Iterator[None]:  # noqa: ANN401
     try:
         yield
     except InputError as error:
-        name = next((name for name in (error.field, _OPTION_OF.get(error.field)) if name in ctx.params), None)
+        known = {parameter.name for parameter in ctx.command.params}
+        name = next((name for name in (error.field, _OPTION_OF.get(error.field)) if name in known), None)
         source = None if name is None else ctx.get_parameter_source(name)
         if name is not None and source is not None and source.name == "DEFAULT_MAP":
             error.add_note(f"set by {origins.origin(_path_of(ctx), name)}")
