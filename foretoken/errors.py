@@ -96,5 +96,5 @@ class GateError(ForetokenError):
 
 def _shorten(value: object, limit: int = 80) -> str:
     """`repr` cut to `limit` characters, so that a long prompt cannot fill the terminal."""
-    text = repr(value)
+    text = repr(value[: limit + 1] if isinstance(value, str | bytes) else value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -87,10 +87,12 @@ def read_json(field: str, path: Path) -> Any:  # noqa: ANN401 - whatever the fil
     """What a file of JSON holds.
 
     Raises:
-        StorageError: the file cannot be read.
-        InputError: see `parse_json`.
+        StorageError: the file cannot be read, or is not JSON (`parse_json`).
     """
-    return parse_json(field, str(path), read_text(field, path))
+    try:
+        return parse_json(field, str(path), read_text(field, path))
+    except InputError as error:
+        raise StorageError(f"{field}: cannot read {path}: {error.remedy}") from error
 
 
 def to_json(value: object, indent: int | None = None) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from foretoken.errors import ConfigError, InputError, StorageError
-from foretoken.plan.arrivals import Chances, Job, Lengths, parse_acceptance, parse_trace, poisson
+from foretoken.errors import ConfigError, InputError
+from foretoken.files import read_text
+from foretoken.params import check_whole
+from foretoken.plan.arrivals import MOST_REQUESTS, Chances, Job, Lengths, parse_acceptance, parse_trace, poisson
 from foretoken.plan.setting import Setting, parse_setting
 from foretoken.plan.traces import SHAPES
 
@@ -45,15 +46,19 @@ def jobs_of(given: Mapping[str, Any], acceptance: str) -> list[Job]:
         StorageError: a file that cannot be read.
     """
     trace, requests, chances = given["trace"], given["requests"], acceptance_of(given["acceptance"] or acceptance)
-    if requests is not None and requests < 1:
-        raise InputError("requests", requests, "must be at least 1")
+    if requests is not None:
+        check_whole("requests", requests, low=1, high=MOST_REQUESTS)
     if not trace.startswith(_POISSON):
         for name in ("prompt_tokens", "output_tokens"):
             if given[name] is not None:
                 raise ConfigError(name, given[name], "the trace file says it for each request; leave it out, or use --trace poisson:RATE")
         if not Path(trace).suffix and not Path(trace).exists():
             raise InputError("trace", trace, f"is no file and no built-in trace; choose one of {', '.join(SHAPES)}, poisson:RATE, or a file")
-        return parse_trace(read_text("trace", Path(trace)).splitlines(), chances)[:requests]
+        lines = read_text("trace", Path(trace)).split("\n")
+        try:
+            return parse_trace(lines, chances)[:requests]
+        except InputError as error:
+            raise InputError(error.field, error.value, f"{error.remedy} (in {trace})") from error
     try:
         rate = float(trace.removeprefix(_POISSON))
     except ValueError:
@@ -82,30 +87,6 @@ def settings_of(text: str) -> list[Setting]:
 def words_of(text: str) -> list[str]:
     """What stands between commas, each once."""
     return [word for word in dict.fromkeys(word.strip() for word in text.split(",")) if word]
-
-
-def read_text(field: str, path: Path) -> str:
-    """A file's text.
-
-    Raises:
-        StorageError: names the field.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise StorageError(f"{field}: cannot read {path}: {error}") from error
-
-
-def read_json(field: str, path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
-    """What a file of JSON holds.
-
-    Raises:
-        StorageError: names the field.
-    """
-    try:
-        return json.loads(read_text(field, path))
-    except ValueError as error:
-        raise StorageError(f"{field}: {path} is not JSON: {error}") from error
 
 
 def _lengths(field: str, text: str) -> Lengths:
