@@ -194,4 +194,11 @@ def check_text(name: str, value: str) -> None:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InputError(name, value, f"character {error.start + 1} is a lone surrogate or a byte that is not UTF-8; give a text of whole characters") from error
+        raise InputError(
+            name, value, f"character {error.start + 1} is a lone surrogate or a byte that is not UTF-8; give a text of whole characters"
+        ) from error
+
+
+def is_count(text: str) -> bool:
+    """Whether a text is a whole number from 0 that fits into 64 bits, in digits that `int` reads."""
+    return text.isdecimal() and len(text) <= 18

@@ -47,9 +47,7 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[  # noqa: ARG001 - its callback answers
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)] = False,
 ) -> None:
     """Options of the command itself."""
 

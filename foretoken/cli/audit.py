@@ -16,6 +16,7 @@ from foretoken.audit.report import AuditReport, check_out, print_report, write_r
 from foretoken.audit.run import run_audit
 from foretoken.bench.report import machine, versions
 from foretoken.bench.workload import SLICES, slices
+from foretoken.cli.bench_load import number, words
 from foretoken.cli.common import (
     AllowLossyOption,
     BranchingOption,
@@ -38,7 +39,7 @@ from foretoken.cli.common import (
     progress,
     spec_from,
 )
-from foretoken.errors import ConfigError, GateError
+from foretoken.errors import GateError
 
 
 def audit(
@@ -77,7 +78,7 @@ def audit(
         spec=spec,
         num_prompts=num_prompts,
         max_tokens=max_tokens,
-        temperatures=_numbers(temperatures),
+        temperatures=tuple(number("temperatures", word) for word in words("temperatures", temperatures)),
         seed=seed,
         numerics=numerics,
         dtype=dtype,
@@ -117,10 +118,3 @@ def _own_prompts(count: int) -> list[Prompt]:
     """Prompts of every kind that the bench measures with."""
     found: list[Prompt] = [prompt.text for prompt in slices(per_slice=-(-min(count, 50) // len(SLICES)))]
     return found[:count]
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(word) for word in text.split(",") if word.strip())
-    except ValueError:
-        raise ConfigError("temperatures", text, "must be numbers separated by commas") from None

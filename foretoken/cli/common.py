@@ -24,7 +24,6 @@ from foretoken.params import check_whole
 _MOST_THREADS = 1024  # a pool of threads that no machine has would be made all the same, until memory ends
 
 
-
 def _check_dtype(value: str) -> str:
     parse_dtype(value, stored=torch.float32)
     return value
@@ -61,7 +60,9 @@ BranchingOption = Annotated[str | None, typer.Option(help="Most guesses after on
 PartsOption = Annotated[str, typer.Option(help=f"What {' or '.join(COMPOSITES)} works with, separated by commas, cheapest first.")]
 CombineOption = Annotated[str, typer.Option(help=f"How the parts of a mix work together: {', '.join(COMBINE)}.")]
 NumericsOption = Annotated[str, typer.Option(help="default, or strict: logits bitwise the same however rows are batched.", callback=_check_numerics)]
-DtypeOption = Annotated[str, typer.Option(help="Number format of the weights: auto (as stored), bfloat16, float16, float32, float64.", callback=_check_dtype)]
+DtypeOption = Annotated[
+    str, typer.Option(help="Format of the weights: auto (as stored), bfloat16, float16, float32, float64.", callback=_check_dtype)
+]
 DeviceOption = Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:N.", callback=_check_device)]
 ThreadsOption = Annotated[int | None, typer.Option(help="Threads of every engine; without it, torch's own number.", callback=_check_threads)]
 CacheOption = Annotated[int | None, typer.Option(help="Tokens that the key/value cache holds; without it, enough for one whole context.")]

@@ -61,8 +61,8 @@ _ROUTING = ("min_tokens_to_speculate", "max_speculating_requests")
 def generate(
     context: typer.Context,
     target: TargetOption = "reference:target",
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to continue, @FILE, or - for standard input; @@ for a literal @.")] = None,
-    prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue, separated by commas (for a folder without a tokenizer), or @FILE, or -.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to continue; @FILE, - (standard input), @@ for an @.")] = None,
+    prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue (for a folder without a tokenizer): 1,2,3, @FILE, or -.")] = None,
     drafter: DrafterOption = None,
     draft: DraftOption = None,
     draft_dtype: DraftDtypeOption = "auto",

@@ -11,10 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from foretoken.bench.report import check_folder, check_name
+from foretoken.bench.report import check_name
 from foretoken.bench.validate_report import MeasureOptions, Validation, print_validation, run_validation, write_validation
 from foretoken.cli.common import print_json
 from foretoken.cli.simulate_requests import jobs_of, settings_of, trace_names
+from foretoken.files import check_folder
 
 _SLICE = "code"  # that prompts are taken from where nothing is said
 
@@ -40,7 +41,7 @@ def measure_for_real(given: Mapping[str, Any]) -> None:
 
 def _options(given: Mapping[str, Any]) -> MeasureOptions:
     names = trace_names(given["trace"])
-    settings = given["settings"] or ("plain,ngram-4" + ("" if given["draft"] is None else ",draft_model-4"))
+    settings = given["settings"] if given["settings"] is not None else "plain,ngram-4" + ("" if given["draft"] is None else ",draft_model-4")
     same = (
         "target",
         "draft",

@@ -72,7 +72,7 @@ def _limits(given: Mapping[str, Any], profile: Profile) -> Limits:
 def _settings(text: str | None, profile: Profile) -> tuple[Setting, ...]:
     if text is None:
         return (Setting(), *(Setting(drafter, None) for drafter in profile.drafters))
-    return tuple(settings_of(text)) or (Setting(),)
+    return tuple(settings_of(text))
 
 
 def _target_number(profile: Profile, name: str) -> int | None:

@@ -8,13 +8,16 @@ from typing import Any
 
 from foretoken.errors import ConfigError, InputError
 from foretoken.files import read_text
-from foretoken.params import check_whole
+from foretoken.params import check_number, check_whole, is_count
 from foretoken.plan.arrivals import MOST_REQUESTS, Chances, Job, Lengths, parse_acceptance, parse_trace, poisson
 from foretoken.plan.setting import Setting, parse_setting
 from foretoken.plan.traces import SHAPES
 
 _POISSON = "poisson:"
 _NUM_REQUESTS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 200, "256", "128"
+# Every place of a batch and every replica is an object of its own; a built-in trace fills the batch eight times to find the capacity.
+_BOUNDS = (("max_batch_size", 1, 4096), ("replicas", 1, 1024), ("seed", 0, 2**63))
+_MOST_SECONDS = 1e6
 _OF_REQUESTS = ("requests", "prompt_tokens", "output_tokens", "acceptance")
 
 
@@ -29,7 +32,12 @@ def check_trace(given: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: an option that does not go with the trace.
+        InputError: a number that cannot be simulated.
     """
+    for name, low, high in _BOUNDS:
+        check_whole(name, given[name], low, high)
+    if given["trace_seconds"] is not None:
+        check_number("trace_seconds", given["trace_seconds"], low=0.0, high=_MOST_SECONDS, open_low=True)
     built_ins = trace_names(given["trace"])
     for name in _OF_REQUESTS:
         if built_ins and given[name] is not None:
@@ -45,7 +53,7 @@ def jobs_of(given: Mapping[str, Any], acceptance: str) -> list[Job]:
         InputError, ConfigError: an option that makes no requests, or does not go with the trace.
         StorageError: a file that cannot be read.
     """
-    trace, requests, chances = given["trace"], given["requests"], acceptance_of(given["acceptance"] or acceptance)
+    trace, requests, chances = given["trace"], given["requests"], acceptance_of(acceptance if given["acceptance"] is None else given["acceptance"])
     if requests is not None:
         check_whole("requests", requests, low=1, high=MOST_REQUESTS)
     if not trace.startswith(_POISSON):
@@ -64,7 +72,8 @@ def jobs_of(given: Mapping[str, Any], acceptance: str) -> list[Job]:
     except ValueError:
         raise InputError("trace", trace, "must be poisson:RATE with a number of requests per second, or a file") from None
     prompts, outputs = (
-        _lengths(name, given[name] or usual) for name, usual in (("prompt_tokens", _PROMPT_TOKENS), ("output_tokens", _OUTPUT_TOKENS))
+        _lengths(name, usual if given[name] is None else given[name])
+        for name, usual in (("prompt_tokens", _PROMPT_TOKENS), ("output_tokens", _OUTPUT_TOKENS))
     )
     return poisson(rate, requests or _NUM_REQUESTS, prompts, outputs, chances, given["seed"])
 
@@ -80,8 +89,15 @@ def acceptance_of(text: str) -> Chances | str:
 
 
 def settings_of(text: str) -> list[Setting]:
-    """The settings that are named, each once."""
-    return [parse_setting(word) for word in words_of(text)]
+    """The settings that are named, each once.
+
+    Raises:
+        ConfigError: none is named, or one that does not exist.
+    """
+    words = words_of(text)
+    if not words:
+        raise ConfigError("settings", text, "name at least one, such as plain or ngram-auto, or leave it out")
+    return [parse_setting(word) for word in words]
 
 
 def words_of(text: str) -> list[str]:
@@ -91,6 +107,6 @@ def words_of(text: str) -> list[str]:
 
 def _lengths(field: str, text: str) -> Lengths:
     low, found, high = text.partition("-")
-    if not low.isdigit() or (found and not high.isdigit()) or not 1 <= int(low) <= int(high or low):
+    if not is_count(low) or (found and not is_count(high)) or not 1 <= int(low) <= int(high or low):
         raise InputError(field, text, "must be a number of tokens, or LOW-HIGH")
     return Lengths(int(low), int(high or low))

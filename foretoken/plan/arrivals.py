@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,6 +13,7 @@ from foretoken.params import DEADLINES_S, PRIORITIES, check_number, check_whole
 Chances = tuple[float, ...]
 MOST_REQUESTS = 1_000_000  # all are made before the first arrives
 _MOST_TOKENS, _MOST_SECONDS = 1 << 40, 1e9
+_LEAST_RATE = 1e-9  # of arrivals per second
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def poisson(rate: float, count: int, prompts: Lengths, outputs: Lengths, accepta
     Raises:
         InputError: a rate that is not above 0, or no request.
     """
-    if not math.isfinite(rate) or rate <= 0:
-        raise InputError("trace", f"poisson:{rate:g}", "the rate must be above 0 requests per second")
+    if not _LEAST_RATE <= rate <= 1 / _LEAST_RATE:
+        raise InputError("trace", f"poisson:{rate:g}", f"the rate must be above 0 requests per second, from {_LEAST_RATE:g} to {1 / _LEAST_RATE:g}")
     check_whole("requests", count, low=1, high=MOST_REQUESTS)
     rng, now, jobs = random.Random(f"arrivals {seed}"), 0.0, []
     for _ in range(count):
