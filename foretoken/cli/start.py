@@ -89,9 +89,10 @@ def say(words: str) -> None:
 def _finish(code: int) -> int:
     """Write what is buffered; where that fails, the interpreter must not try again as it ends."""
     for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is None:
+            continue
         try:
-            if stream is not None:
-                stream.flush()
+            stream.flush()
         except OSError as error:
             code = code or io_failure(error)
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
