@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from contextlib import suppress
 from typing import Annotated
@@ -52,6 +53,14 @@ def _root(
     """Options of the command itself."""
 
 
+@functools.cache
+def _command() -> TyperGroup:
+    """The tree of verbs."""
+    command = typer.main.get_command(app)
+    assert isinstance(command, TyperGroup)
+    return command
+
+
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code; a known error becomes one line on stderr."""
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -60,8 +69,7 @@ def run(arguments: list[str]) -> int:
         errors.print(f"warning: {message}", style="yellow", markup=False)
 
     warnings.showwarning = show_warning
-    command = typer.main.get_command(app)
-    assert isinstance(command, TyperGroup)
+    command = _command()
     try:
         origins.check_environment(command)
         code = command.main(args=arguments, prog_name="foretoken", standalone_mode=False, default_map=origins.default_map(command))

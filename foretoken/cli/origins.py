@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
 import os
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,10 +144,15 @@ def _options(command: TyperGroup | TyperCommand, verb: str = "") -> Iterator[tup
             yield from _options(child, f"{verb} {name}".strip())
         return
     assert command.callback is not None
-    hints = typing.get_type_hints(inspect.unwrap(command.callback))
+    hints = _hints(inspect.unwrap(command.callback))
     for parameter in command.params:
         if isinstance(parameter, TyperOption) and parameter.name not in (None, "help", "as_json"):
             yield verb, str(parameter.name), parameter, _kind(hints[str(parameter.name)])
+
+
+@functools.cache
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    return typing.get_type_hints(function)
 
 
 def _kind(hint: Any) -> _Kind:  # noqa: ANN401 - an annotation
@@ -203,3 +209,5 @@ def _check_type(kind: _Kind, key: str, value: object, where: str) -> None:
         is_type = isinstance(item, types_of_toml) and isinstance(item, bool) == (kind.item is bool)
         if not is_type or (isinstance(item, float) and not math.isfinite(item)) or kind.is_list != isinstance(value, list):
             raise ConfigError(key, value, f"must be {kind.words} ({where})")
+        if kind.item is Path and "\0" in item:
+            raise ConfigError(key, value, f"a path cannot hold the character NUL ({where})")

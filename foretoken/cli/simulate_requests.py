@@ -39,6 +39,8 @@ def check_trace(given: Mapping[str, Any]) -> None:
     if given["trace_seconds"] is not None:
         check_number("trace_seconds", given["trace_seconds"], low=0.0, high=_MOST_SECONDS, open_low=True)
     built_ins = trace_names(given["trace"])
+    if not words_of(given["trace"]):
+        raise InputError("trace", given["trace"], f"name one of {', '.join(SHAPES)}, poisson:RATE, or a file")
     for name in _OF_REQUESTS:
         if built_ins and given[name] is not None:
             raise ConfigError(name, given[name], f"the trace {built_ins[0]} says it for each request; leave it out, or use --trace poisson:RATE")

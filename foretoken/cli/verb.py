@@ -38,14 +38,12 @@ def check_value(name: str, value: object) -> None:
     """Whether the value of an option can be meant at all.
 
     Raises:
-        InputError: names the option: NaN, an infinite or endless number, a text with lone surrogates, a path with a NUL.
+        InputError: names the option: NaN, an infinite or endless number, a text with lone surrogates.
     """
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(name, value, "must be a finite number")
     if isinstance(value, int) and not -_MOST < value < _MOST:
         raise ConfigError(name, value, "is too large for a number here; it must fit into 64 bits")
-    if isinstance(value, Path) and "\0" in str(value):
-        raise InputError(name, str(value), "a path cannot hold the character NUL")
     if isinstance(value, str | Path):
         check_text(name, str(value))
     if isinstance(value, list | tuple):
