@@ -146,6 +146,8 @@ def check_file(field: str, path: Path) -> None:
         StorageError: names the field: the file is a folder or protected, or its folder is not there or cannot be written.
     """
     try:
+        if "\0" in str(path):
+            raise StorageError(f"{field}: cannot write {str(path)!r}: a path cannot hold the character NUL")
         if path.is_dir():
             raise StorageError(f"{field}: cannot write {path}: it is a folder; name a file")
         if path.exists():

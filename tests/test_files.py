@@ -209,8 +209,8 @@ def test_c2_a_text_that_is_not_utf8_is_refused_by_name(make: object, field: str)
 def test_c2_a_prompt_that_is_not_utf8_is_refused(text_pair: object) -> None:
     with LLM(text_pair.target, cache_tokens=256) as llm:  # type: ignore[attr-defined]
         for prompts in (BAD, [BAD], ["good", BAD]):
-            with pytest.raises(InputError, match="prompt=.*lone surrogate"):
+            with pytest.raises(InputError, match=r"prompt=.*lone surrogate"):
                 llm.generate(prompts, SamplingParams(max_tokens=2))
-        with pytest.raises(InputError, match="text=.*lone surrogate"):
+        with pytest.raises(InputError, match=r"text=.*lone surrogate"):
             llm.tokenizer.encode(BAD)  # type: ignore[union-attr]
         assert llm.generate(["good"], SamplingParams(max_tokens=2))[0].error is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from foretoken.bench.layouts import LayoutReport, LayoutRow
 from foretoken.errors import StorageError
+from foretoken.files import to_json
 
 _COLUMNS = (
     *("way", "tok/s", "min-max", "whole run", "rounds", "tok/round", "accepted", "ms/round", "forward", "realign", "draft", "rest"),
@@ -56,7 +56,7 @@ def write_layouts(report: LayoutReport, folder: Path, name: str) -> tuple[Path, 
             taken += 1
             stem = f"{report.date[:10]}-{name}-{taken}"
         raw, page = folder / f"{stem}.json", folder / f"{stem}.md"
-        raw.write_text(json.dumps(asdict(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        raw.write_text(to_json(asdict(report), indent=1) + "\n", encoding="utf-8")
         page.write_text(markdown(report, raw.name), encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot write the result to {folder}: {error}") from error

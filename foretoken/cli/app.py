@@ -1,4 +1,8 @@
-"""The `foretoken` command: verbs, settings from flags, environment and `foretoken.toml`, errors as exit codes."""
+"""The `foretoken` command: verbs, settings from flags, environment and `foretoken.toml`, errors as exit codes.
+
+Exit codes: 0 ok; 1 failure; 2 usage; 3 a model that cannot be used, or does not fit its draft; 4 input or output; 5 a gate not met;
+130 Ctrl-C; 129 SIGHUP and 143 SIGTERM, after cleaning up; 141 standard output was closed by its reader, as of any program under `| head`.
+"""
 
 from __future__ import annotations
 

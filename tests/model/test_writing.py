@@ -34,12 +34,8 @@ def test_a_folder_is_removed_or_has_a_name(tmp_path: Path) -> None:
 
 def test_l3_what_a_killed_writer_left_is_removed_and_a_living_one_is_not(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path\n"
-        "sys.modules['torch'] = None\n"
-        "import importlib.util\n"
-        f"spec = importlib.util.spec_from_file_location('writing', {str(Path(writing_folder.__code__.co_filename))!r})\n"
-        "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
-        f"with module.writing_folder(Path({str(tmp_path)!r}), {PREFIX!r}):\n"
+        "import time; from pathlib import Path; from foretoken.model.writing import writing_folder\n"
+        f"with writing_folder(Path({str(tmp_path)!r}), {PREFIX!r}):\n"
         "    print('ready', flush=True); time.sleep(60)\n"
     )
     writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
