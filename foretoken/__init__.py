@@ -1,11 +1,13 @@
-"""foretoken: speculative decoding, exact and measured."""
+"""foretoken: speculative decoding, exact and measured.
+
+What needs torch is imported when it is first asked for: torch takes seconds, and the errors, the configurations and the version do
+not need it.
+"""
+
+import importlib
+import typing
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.engine.async_engine import AsyncEngine
-from foretoken.engine.drafters import add_drafter
-from foretoken.engine.llm import LLM
-from foretoken.engine.output import GenerateOutput
-from foretoken.engine.ticket import Ticket
 from foretoken.errors import (
     CapacityError,
     CheckpointError,
@@ -26,6 +28,13 @@ from foretoken.errors import (
     UnsupportedModelError,
 )
 from foretoken.plan.routing import RoutingRules
+
+if typing.TYPE_CHECKING:
+    from foretoken.engine.async_engine import AsyncEngine
+    from foretoken.engine.drafters import add_drafter
+    from foretoken.engine.llm import LLM
+    from foretoken.engine.output import GenerateOutput
+    from foretoken.engine.ticket import Ticket
 
 __version__ = "0.1.0"
 
@@ -56,3 +65,24 @@ __all__ = [
     "UnsupportedModelError",
     "add_drafter",
 ]
+
+_MODULES = {
+    "LLM": "foretoken.engine.llm",
+    "AsyncEngine": "foretoken.engine.async_engine",
+    "Ticket": "foretoken.engine.ticket",
+    "GenerateOutput": "foretoken.engine.output",
+    "add_drafter": "foretoken.engine.drafters",
+}
+
+if not typing.TYPE_CHECKING:  # a type checker would take it for a module that has every name
+
+    def __getattr__(name: str) -> object:
+        """Import one of the names of `_MODULES`."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        """Names that are not imported yet, too."""
+        return sorted({*globals(), *__all__})

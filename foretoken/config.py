@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from foretoken.errors import ConfigError
 from foretoken.params import SamplingParams as SamplingParams
-from foretoken.params import check_flag, check_number, check_whole
+from foretoken.params import check_flag, check_number, check_text, check_whole
 
 DRAFTERS: tuple[str, ...] = ("draft_model", "ngram", "suffix", "recycling", "predicted", "early_exit", "lookahead", "cascade", "mix", "auto")
 SAMPLERS: tuple[str, ...] = ("draft_model", "early_exit")  # drafters that draw from a law
@@ -283,6 +283,10 @@ class SpecConfig:
             raise ConfigError("draft_probability", self.draft_probability, "a cascade drafts every position; leave it at 1")
 
     def _check_texts(self) -> None:
+        for name in ("draft", "prediction", "corpus", "tenant", "slice"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                check_text(name, value)
         if self.prediction is not None:
             self._needs("prediction", "predicted")
             if not isinstance(self.prediction, str | list | tuple) or not self.prediction:

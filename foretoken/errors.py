@@ -111,7 +111,7 @@ class GateError(ForetokenError):
 def _shorten(value: object, limit: int = 80) -> str:
     """`repr` cut to `limit` characters, so that a long prompt cannot fill the terminal."""
     try:
-        text = repr(value)
+        text = repr(value[: limit + 1] if isinstance(value, str | bytes) else value)
     except (ValueError, RecursionError):  # Python spells no integer of 5,000 digits, and no list nested 1,000 deep
         text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -123,6 +123,8 @@ class SamplingParams:
             raise InputError(given[1], getattr(self, given[1]), f"the answer has a structure already ({given[0]}); give one of the two")
         if self.json_schema is not None and not isinstance(self.json_schema, str | Mapping):
             raise InputError("json_schema", self.json_schema, "must be a schema as a dictionary or as JSON text")
+        if isinstance(self.json_schema, str):
+            check_text("json_schema", self.json_schema)
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
@@ -209,3 +211,8 @@ def check_flag(name: str, value: object) -> None:
 def _of_a_library(value: object, kind: str) -> str:
     """What to do with a number of numpy or torch."""
     return f" of Python's; {kind}(x) makes one" if hasattr(value, "item") else ""
+
+
+def is_count(text: str) -> bool:
+    """Whether a text is a whole number from 0 that fits into 64 bits, in digits that `int` reads."""
+    return text.isdecimal() and len(text) <= 18

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from foretoken.config import SpecConfig
-from foretoken.errors import InputError, StorageError
-from foretoken.params import TEMPERATURES, check_number
+from foretoken.errors import InputError
+from foretoken.files import parse_json, read_text
+from foretoken.params import TEMPERATURES, check_number, check_whole
 
 Prompt = str | list[int]
+_MOST_PROMPTS = 100_000  # all answers are kept until their laws are judged
 REPORT_SUFFIXES = (".md", ".json")
 
 
@@ -35,9 +36,9 @@ class AuditOptions:
     alpha: float = 1e-4
 
     def __post_init__(self) -> None:
-        for field, low in (("num_prompts", 1), ("max_tokens", 2), ("seed", 0)):
-            if getattr(self, field) < low:
-                raise InputError(field, getattr(self, field), f"must be at least {low}")
+        check_whole("num_prompts", self.num_prompts, low=1, high=_MOST_PROMPTS)
+        check_whole("max_tokens", self.max_tokens, low=2)
+        check_whole("seed", self.seed, low=0, high=2**63)
         if not self.temperatures:
             raise InputError("temperatures", self.temperatures, "give at least one; 0 is greedy")
         for temperature in self.temperatures:
@@ -58,22 +59,16 @@ def read_prompts(path: Path) -> list[Prompt]:
         StorageError: the file cannot be read.
         InputError: a line that is not such an object, or no line at all.
     """
-    try:
-        lines = [(number, line) for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1) if line.strip()]
-    except (OSError, ValueError) as error:
-        raise StorageError(f"cannot read prompts from {path}: {error}") from error
+    lines = [(number, line) for number, line in enumerate(read_text("prompts", path).split("\n"), start=1) if line.strip()]
     if not lines:
         raise InputError("prompts", str(path), "the file is empty; write one prompt a line")
     if path.suffix.lower() != ".jsonl" and not lines[0][1].lstrip().startswith("{"):
-        return [line for _, line in lines]
+        return [line.removesuffix("\r") for _, line in lines]
     return [_parse(f"{path}:{number}", line) for number, line in lines]
 
 
 def _parse(where: str, line: str) -> Prompt:
-    try:
-        item = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError("prompts", where, f"not JSON: {error}") from error
+    item = parse_json("prompts", where, line)
     found = item.get("prompt", item.get("prompt_ids")) if isinstance(item, dict) else None
     if isinstance(found, str) and found:
         return found

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -14,6 +12,7 @@ from typing import Any, Literal
 
 from foretoken.audit.plan import REPORT_SUFFIXES
 from foretoken.errors import InputError, StorageError
+from foretoken.files import check_file, check_folder, to_json
 from foretoken.printing import markdown as pages
 from foretoken.printing.console import Console
 
@@ -108,7 +107,7 @@ def markdown(report: AuditReport) -> str:
         f"- date: {report.date}",
         f"- machine: {', '.join(f'{key} {value}' for key, value in report.machine.items())}",
         f"- versions: {', '.join(f'{key} {value}' for key, value in report.versions.items())}",
-        f"- options: {json.dumps(report.options, default=str)}",
+        f"- options: {to_json(report.options)}",
     ]
     return pages.page(lines)
 
@@ -130,12 +129,8 @@ def check_out(path: Path) -> None:
     """
     if path.suffix.lower() not in REPORT_SUFFIXES:
         raise InputError("out", str(path), f"the file name must end in {' or '.join(REPORT_SUFFIXES)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise StorageError(f"cannot write to {path.parent}: {error}") from error
+    check_folder(path.parent)
+    check_file("out", path)
 
 
 def write_report(report: AuditReport, path: Path) -> None:
@@ -146,7 +141,7 @@ def write_report(report: AuditReport, path: Path) -> None:
         StorageError: the file cannot be written.
     """
     check_out(path)
-    text = markdown(report) if path.suffix.lower() == ".md" else json.dumps(report.as_dict(), indent=1, default=str, allow_nan=False) + "\n"
+    text = markdown(report) if path.suffix.lower() == ".md" else to_json(report.as_dict(), indent=1) + "\n"
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_text(text, encoding="utf-8")

@@ -25,6 +25,7 @@ from foretoken.config import SamplingParams, SpecConfig, known_drafters
 from foretoken.core import StepOutput
 from foretoken.draft.base import DrafterKey
 from foretoken.errors import ConfigError
+from foretoken.params import is_count
 from foretoken.plan.rules import BatchTable, EmaRule, HeuristicRule, Policy
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _parse(name: str, draft: str | None) -> BatchSetting:
     if name == AUTO_SLICES:
         return BatchSetting(name, DrafterChoice(AUTO), "auto", names_slice=True)
     drafter, _, how = name.rpartition("-")
-    if how not in RIVALS and (not drafter or (how != AUTO and not how.isdigit())):
+    if how not in RIVALS and (not drafter or (how != AUTO and not is_count(how))):
         remedy = f"must be plain, auto, auto-slices, DRAFTER-5, DRAFTER-auto, or DRAFTER-RULE with one of the rules {', '.join(RIVALS)}"
         raise ConfigError("settings", name, remedy)
     (choice,) = parse_drafters((drafter or ("ngram" if draft is None else "draft_model"),))
@@ -98,7 +99,7 @@ def _parse(name: str, draft: str | None) -> BatchSetting:
         raise ConfigError("settings", name, "the prompts of a batch carry no prediction; leave it out")
     if choice.own("num_draft") is not None:
         raise ConfigError("settings", name, "the number of guesses stands behind the hyphen; leave num_draft out")
-    return BatchSetting(f"{choice.label}-{how}", choice, int(how) if how.isdigit() else "auto", how if how in RIVALS else None)
+    return BatchSetting(f"{choice.label}-{how}", choice, int(how) if is_count(how) else "auto", how if how in RIVALS else None)
 
 
 @dataclass(frozen=True)

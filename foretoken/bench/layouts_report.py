@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 from foretoken.bench.layouts import LayoutReport, LayoutRow
 from foretoken.bench.report import print_notes
 from foretoken.errors import StorageError
+from foretoken.files import to_json
 from foretoken.printing import markdown as pages
 from foretoken.printing.console import Console
 
@@ -46,7 +46,7 @@ def write_layouts(report: LayoutReport, folder: Path, name: str) -> tuple[Path, 
             taken += 1
             stem = f"{report.date[:10]}-{name}-{taken}"
         raw, page = folder / f"{stem}.json", folder / f"{stem}.md"
-        raw.write_text(json.dumps(asdict(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        raw.write_text(to_json(asdict(report), indent=1) + "\n", encoding="utf-8")
         page.write_text(markdown(report, raw.name), encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot write the result to {folder}: {error}") from error

@@ -14,18 +14,22 @@ import torch
 from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
 from foretoken.bench.batch_settings import BatchSetting, Stage, parse_batch_settings
 from foretoken.bench.prompts import ALL, read_prompts
-from foretoken.bench.report import check_folder, check_name, machine, source_caveats, versions
+from foretoken.bench.report import check_name, machine, source_caveats, versions
 from foretoken.bench.sheets import Sheet, SheetReport, write_sheets
+from foretoken.bench.workload import MOST_PROMPTS
 from foretoken.engine.intake import check_limits, check_share
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError, InputError
+from foretoken.files import check_folder
 from foretoken.model.open import model_folder
 from foretoken.model.tokenizer import load_tokenizer
+from foretoken.params import check_number, check_whole, is_count
 from foretoken.plan.admission import SchedulerConfig
 from foretoken.plan.routing import RoutingRules
 from foretoken.plan.rules import TABLE, BatchTable, measured_table
 from foretoken.printing.console import Console
 
+_MOST_BATCH = 4096  # every place of a batch is a request with a cache of its own
 MEASURED = "measured"
 DEFAULT_SETTINGS = ("plain", "ngram-2", "ngram-5", "draft_model-2", "draft_model-5", "table", "ema", "ngram-auto", "draft_model-auto", "auto")
 _TABLE_NUMBERS = (0, 1, 3, 5)  # of guesses that a measured table chooses from
@@ -85,14 +89,16 @@ class LoadOptions:
     def __post_init__(self) -> None:
         lows = {"prompt_tokens": 1, "prompts_per_slice": 1, "max_tokens": 4, "repeats": 1, "warmup": 0, "seed": 0}
         for name, low in lows.items():
-            if getattr(self, name) < low:
-                raise InputError(name, getattr(self, name), f"must be at least {low}")
-        if not self.batches or min(self.batches) < 1:
-            raise InputError("batches", self.batches, "give batch sizes of at least 1, separated by commas")
+            check_whole(name, getattr(self, name), low, {"prompts_per_slice": MOST_PROMPTS, "seed": 2**63}.get(name))
+        if not self.batches or not all(1 <= batch <= _MOST_BATCH for batch in self.batches):
+            raise InputError("batches", self.batches, f"give batch sizes from 1 to {_MOST_BATCH}, separated by commas")
+        if not self.settings:
+            raise InputError("settings", self.settings, "name at least one; plain is always measured")
+        if any(phase.batch > _MOST_BATCH for phase in self.phases):
+            raise InputError("trace", max(phase.batch for phase in self.phases), f"at most {_MOST_BATCH} requests at a time")
         if self.threads is not None and self.threads < 1:
             raise InputError("threads", self.threads, "must be at least 1; leave it out for torch's own number")
-        if not self.phase_s > 0:
-            raise InputError("phase_s", self.phase_s, "must be more than 0 seconds")
+        check_number("phase_s", self.phase_s, low=0.0, high=1e6, open_low=True)
         if self.prompts is None:
             for name in (*self.slices, *(phase.slice for phase in self.phases)):
                 if name not in BATCH_SLICES:
@@ -133,7 +139,7 @@ def parse_table(text: str) -> dict[int, int] | None:
     if text == MEASURED:
         return None
     pairs = [part.partition(":") for part in text.split(",") if part.strip()]
-    if not pairs or not all(batch.strip().isdigit() and number.strip().isdigit() for batch, _, number in pairs):
+    if not pairs or not all(is_count(batch.strip()) and is_count(number.strip()) for batch, _, number in pairs):
         raise InputError("table", text, f"must be BATCH:GUESSES separated by commas, such as {table_text(TABLE)}, or {MEASURED}")
     return {int(batch): int(number) for batch, _, number in pairs}
 
@@ -159,7 +165,7 @@ def parse_phases(text: str) -> tuple[Phase, ...]:
     if text == "mixed":
         return MIXED
     pairs = [part.strip().partition(":") for part in text.split(",") if part.strip()]
-    if not pairs or not all(batch.isdigit() and int(batch) and name for batch, _, name in pairs):
+    if not pairs or not all(is_count(batch) and int(batch) and name for batch, _, name in pairs):
         raise InputError("trace", text, "must be mixed, or BATCH:SLICE separated by commas, such as 1:code,16:random")
     return tuple(Phase(int(batch), name) for batch, _, name in pairs)
 

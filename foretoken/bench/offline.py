@@ -20,12 +20,14 @@ from foretoken.bench.measure import PLAIN, Answer, Contender, Plan, Sample, Sett
 from foretoken.bench.peers import EVERY as EVERY_KIND
 from foretoken.bench.peers import check_kinds
 from foretoken.bench.prompts import ALL, choose, fit, read_prompts
-from foretoken.bench.report import Report, check_folder, check_name, check_plot, machine, source_caveats, versions, write_plot, write_result
-from foretoken.bench.workload import SLICES, Prompt, slices
+from foretoken.bench.report import Report, check_name, check_plot, machine, source_caveats, versions, write_plot, write_result
+from foretoken.bench.workload import MOST_PROMPTS, SLICES, Prompt, slices
 from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.errors import ConfigError, ForetokenError, InputError
+from foretoken.files import check_file, check_folder
 from foretoken.model.open import model_folder
+from foretoken.params import check_number, check_whole
 from foretoken.printing.console import Console
 from foretoken.verify import resolve
 
@@ -74,21 +76,30 @@ class BenchOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for field, low in (("prompts_per_slice", 1), ("max_tokens", 2), ("repeats", 1), ("warmup", 0), ("seed", 0)):
-            if getattr(self, field) < low:
-                raise InputError(field, getattr(self, field), f"must be at least {low}")
+        for field, low, high in (
+            ("prompts_per_slice", 1, MOST_PROMPTS),
+            ("max_tokens", 2, None),
+            ("repeats", 1, None),
+            ("warmup", 0, None),
+            ("seed", 0, 2**63),
+        ):
+            check_whole(field, getattr(self, field), low, high)
         if self.threads is not None and self.threads < 1:
             raise InputError("threads", self.threads, "must be at least 1; leave it out for torch's own number")
         if not self.temperatures:
             raise InputError("temperatures", self.temperatures, "give at least one; 0 is greedy")
+        for temperature in self.temperatures:
+            check_number("temperatures", temperature, low=0.0, high=100.0)
         for rule, temperature in itertools.product(self.rules, self.temperatures):
             resolve(rule, greedy=temperature == 0, seeded=True, allow_lossy=self.allow_lossy)
         if not self.slices:
             raise InputError("slices", self.slices, f"give at least one of {', '.join(SLICES)}, or {ALL}")
         if self.drafters and not self.num_drafts:
             raise InputError("num_drafts", self.num_drafts, "give at least one number of tokens to draft, or 'auto'")
-        if any(number < 1 for number in self.peer_num_drafts):
-            raise InputError("peer_num_drafts", self.peer_num_drafts, "each must be at least 1")
+        for field in ("num_drafts", "peer_num_drafts"):
+            for number in getattr(self, field):
+                if number != "auto" or field == "peer_num_drafts":
+                    check_whole(field, number, low=1, high=1024)
         for choice in self.choices:
             if choice.required and "draft" in choice.needs and self.draft is None:
                 raise ConfigError("draft", None, f"drafter {choice.name} needs a draft; give its folder, or leave {choice.name} out of the drafters")
@@ -336,6 +347,8 @@ def run_bench(options: BenchOptions, generator: Generator | None = None, command
     for folder in (options.out, options.plot.parent if options.plot else None):
         if folder is not None:
             check_folder(folder)
+    if options.plot is not None:
+        check_file("plot", options.plot)
     prompts, notes = _prompts(options)
     torch.set_num_threads(options.num_threads)
     target, draft = _folders(options, given=generator is not None)

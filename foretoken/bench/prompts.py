@@ -15,7 +15,6 @@ A text is continued as it stands: no chat template is put around it.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from typing import Any
 
 from foretoken.bench.workload import Prompt, in_turns, without_trailing_space
 from foretoken.errors import InputError, StorageError
+from foretoken.files import parse_json, read_text
 
 ALL = "all"
 _SUFFIXES = (".json", ".jsonl")
@@ -134,19 +134,13 @@ def _cut(text: str, count: Callable[[str], int], room: int) -> str:
 
 def _items(path: Path) -> Iterator[_Item]:
     """The objects of a file: one a line, or one list of all."""
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise StorageError(f"cannot read prompts from {path}: {error}") from error
+    content = read_text("prompts", path)
     if content.lstrip().startswith("["):
         pieces = [(1, content)]
     else:
         pieces = [(number, line) for number, line in enumerate(content.split("\n"), start=1) if line.strip()]
     for number, piece in pieces:
-        try:
-            values = json.loads(piece)
-        except json.JSONDecodeError as error:
-            raise InputError("prompts", f"{path}:{number}", f"not JSON: {error}") from error
+        values = parse_json("prompts", f"{path}:{number}", piece)
         listed = list(enumerate(values, start=1)) if isinstance(values, list) else [(number, values)]
         for place, value in listed:
             if not isinstance(value, dict):
@@ -167,8 +161,9 @@ def _known() -> str:
 
 def _own(item: _Item) -> Prompt:
     prediction = item.text("prediction") if item.values.get("prediction") is not None else None
-    name, slice_name = item.values.get("name", item.name()), item.values.get("slice", item.path.stem)
-    return Prompt(str(name), str(slice_name), item.text("prompt"), prediction=prediction)
+    name = item.text("name") if "name" in item.values else item.name()
+    slice_name = item.text("slice") if "slice" in item.values else item.path.stem
+    return Prompt(name, slice_name, item.text("prompt"), prediction=prediction)
 
 
 def _spec_bench(item: _Item) -> Prompt:

@@ -9,9 +9,9 @@ import dataclasses
 import datetime
 import importlib.util
 import json
+import math
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +64,8 @@ def as_plain(value: object) -> object:
         return {str(key): as_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [as_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return str(value) if isinstance(value, Path) else value
 
 
@@ -220,20 +222,6 @@ def check_name(name: str) -> None:
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise InputError("name", name, "use letters, digits, '.', '_' and '-' only; the date is added")
-
-
-def check_folder(folder: Path) -> None:
-    """Make a folder that a result will go to, and try it: minutes of measuring must not end in nothing.
-
-    Raises:
-        StorageError: it cannot be made or written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise StorageError(f"cannot write to {folder}: {error}") from error
 
 
 def check_plot(path: Path) -> None:

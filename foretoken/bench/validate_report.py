@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from foretoken.config import SpecConfig
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError, StorageError
+from foretoken.files import to_json
 from foretoken.model.open import model_folder
 from foretoken.plan.admission import SchedulerConfig
 from foretoken.plan.arrivals import Job
@@ -168,7 +168,7 @@ def write_validation(found: Validation, folder: Path, name: str) -> Path:
     path = folder / f"{stem}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found.as_dict(), default=str) + "\n", encoding="utf-8")
+        path.write_text(to_json(found.as_dict()) + "\n", encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot write the result to {folder}: {error}") from error
     return path

@@ -36,6 +36,7 @@ from foretoken.errors import InputError, StorageError
 from foretoken.model.architecture import ModelConfig, config_to_hf
 from foretoken.model.loader import copy_tokenizer, parse_dtype, read_config
 from foretoken.model.weights import INDEX, WEIGHTS, Weights
+from foretoken.model.writing import writing_folder
 
 SHARD_BYTES = 1 << 30
 _POOL = (1 << 21) + 7  # random numbers; odd, so that they do not line up with the rows of a matrix
@@ -81,41 +82,38 @@ def widen(
     config, stored = read_config(source), parse_dtype(dtype)
     target = plan(config, to)
     total = target.config.num_parameters
-    work = _prepare(out, total * stored.itemsize)
-    try:
-        counts = _write(Weights(source), target, work, seed, stored, shard_bytes, progress or (lambda _done, _total: None))
-        result = Widened(out, target.config, total, counts.dead / total, counts.nonzero / total)
-        note = _note(source, to, seed, config, result)
-        raw = config_to_hf(replace(target.config, dtype=str(stored).removeprefix("torch."))) | {"widened": note}
-        (work / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-        (work / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
-        copy_tokenizer(source, work)
-        if out.exists():
-            out.rmdir()
-        os.replace(work, out)
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"cannot write the widened checkpoint to {out}: {error}") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return result
-
-
-def _prepare(out: Path, num_bytes: int) -> Path:
-    """A fresh folder beside `out`, on a disk with room for `num_bytes`."""
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise StorageError(f"{out} exists already; choose another folder or remove it")
-        work = out.parent / f".{out.name}.writing-{os.getpid()}"
-        work.mkdir(parents=True)
-        free = shutil.disk_usage(work).free
-        if free < num_bytes * 1.02:
-            work.rmdir()
-            raise StorageError(f"{out.parent} has {free / 1e9:.1f} GB free, the checkpoint needs {num_bytes / 1e9:.1f} GB")
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(f"cannot write to {out}: {error}") from error
-    return work
+        with writing_folder(out.parent, f".{out.name}.writing-") as work:
+            _check_room(work, total * stored.itemsize)
+            counts = _write(Weights(source), target, work, seed, stored, shard_bytes, progress or (lambda _done, _total: None))
+            result = Widened(out, target.config, total, counts.dead / total, counts.nonzero / total)
+            note = _note(source, to, seed, config, result)
+            raw = config_to_hf(replace(target.config, dtype=str(stored).removeprefix("torch."))) | {"widened": note}
+            (work / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+            (work / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+            copy_tokenizer(source, work)
+            if out.exists():
+                out.rmdir()
+            work.chmod(0o755)
+            os.replace(work, out)
+    except StorageError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"cannot write the widened checkpoint to {out}: {error}") from error
+    return result
+
+
+def _check_room(folder: Path, num_bytes: int) -> None:
+    """Whether the disk of `folder` has room for `num_bytes`.
+
+    Raises:
+        StorageError: it has not.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes * 1.02:
+        raise StorageError(f"{folder.parent} has {free / 1e9:.1f} GB free, the checkpoint needs {num_bytes / 1e9:.1f} GB")
 
 
 def _note(source: Path, to: str, seed: int, config: ModelConfig, result: Widened) -> dict[str, object]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from foretoken.errors import InputError
 from foretoken.model.architecture import ModelConfig
+from foretoken.params import is_count
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _explicit(source: ModelConfig, to: str) -> ModelConfig:
         key, _, value = part.strip().partition("=")
         if key not in _KEYS:
             raise InputError("to", to, f"unknown key {key!r}; known: {', '.join(_KEYS)}, or a preset: {', '.join(PRESETS)}")
-        if not value.strip().isdecimal():
+        if not is_count(value.strip()):
             raise InputError("to", to, f"{key} must be a whole number")
         sizes[_KEYS[key]] = int(value)
     return ModelConfig(**({name: getattr(source, name) for name in source.__dataclass_fields__} | sizes))

@@ -1,5 +1,5 @@
 """The command line: one file per family of verbs."""
 
-from foretoken.cli.app import main
+from foretoken.cli.start import main
 
 __all__ = ["main"]

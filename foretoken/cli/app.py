@@ -1,15 +1,23 @@
-"""The `foretoken` command: verbs, settings from flags, environment and `foretoken.toml`, errors as exit codes."""
+"""The `foretoken` command: verbs, settings from flags, environment and `foretoken.toml`, errors as exit codes.
+
+Exit codes: 0 ok; 1 failure; 2 usage; 3 a model that cannot be used, or does not fit its draft; 4 input or output; 5 a gate not met;
+130 Ctrl-C; 129 SIGHUP and 143 SIGTERM, after cleaning up; 141 standard output was closed by its reader, as of any program under `| head`.
+"""
 
 from __future__ import annotations
 
-import sys
+import functools
 import warnings
+from contextlib import suppress
+from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
 
-from foretoken.cli import audit, bench, demo, generate, models, plan, settings, simulate, train, widen
-from foretoken.cli.usage import Command, Group, show_usage_error
+from foretoken.cli import audit, bench, demo, generate, models, origins, plan, settings, simulate, train, widen
+from foretoken.cli.start import CLOSED_PIPE, INTERRUPTED, io_failure, print_version
+from foretoken.cli.usage import Group, show_usage_error
+from foretoken.cli.verb import Verb
 from foretoken.errors import ForetokenError
 from foretoken.printing.console import Console, tolerate_encoding
 
@@ -22,30 +30,45 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-app.command("demo", cls=Command)(demo.demo)
-app.command("generate", cls=Command)(generate.generate)
-app.command("bench", cls=Command)(bench.bench)
-app.command("audit", cls=Command)(audit.audit)
-app.command("plan", cls=Command)(plan.plan)
-app.command("simulate", cls=Command)(simulate.simulate)
-app.command("widen", cls=Command)(widen.widen)
-app.command("models", cls=Command)(models.models)
+app.command("demo", cls=Verb)(demo.demo)
+app.command("generate", cls=Verb)(generate.generate)
+app.command("bench", cls=Verb)(bench.bench)
+app.command("audit", cls=Verb)(audit.audit)
+app.command("plan", cls=Verb)(plan.plan)
+app.command("simulate", cls=Verb)(simulate.simulate)
+app.command("widen", cls=Verb)(widen.widen)
+app.command("models", cls=Verb)(models.models)
 app.add_typer(train.app, name="train")
 app.add_typer(settings.app, name="config")
 
 
 # The base of every usage error; typer has carried click inside since 0.26 and exports only this subclass.
 _USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
-_INTERRUPTED = 130
 
 
-def main() -> None:
-    """Run a verb; a known error becomes one line on stderr and its exit code, Ctrl-C 130."""
-    sys.exit(run(sys.argv[1:]))
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print_version()
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+@functools.cache
+def _command() -> TyperGroup:
+    """The tree of verbs."""
+    command = typer.main.get_command(app)
+    assert isinstance(command, TyperGroup)
+    return command
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line and return its exit code."""
+    """Run one command line and return its exit code; a known error becomes one line on stderr."""
     tolerate_encoding()
     errors = Console(stderr=True)
 
@@ -53,22 +76,31 @@ def run(arguments: list[str]) -> int:
         errors.message(f"warning: {message}", style="yellow")
 
     warnings.showwarning = show_warning
-    command = typer.main.get_command(app)
-    assert isinstance(command, TyperGroup)
+    command = _command()
     try:
-        settings.check_environment(command)
-        code = command.main(args=arguments, prog_name="foretoken", standalone_mode=False, default_map=settings.default_map(command))
-        if code == _INTERRUPTED:  # typer makes an exit of Ctrl-C
+        origins.check_environment(command)
+        code = command.main(args=arguments, prog_name="foretoken", standalone_mode=False, default_map=origins.default_map(command))
+        if code == INTERRUPTED:  # typer makes an exit of Ctrl-C
             raise KeyboardInterrupt
         return int(code or 0)
     except typer.Exit as stop:
         return int(stop.exit_code)
     except _USAGE_ERROR as error:
-        show_usage_error(error, errors)
+        with suppress(OSError):
+            show_usage_error(error, errors)
         return 2
     except (typer.Abort, KeyboardInterrupt):
-        errors.line("interrupted; nothing that was finished is lost")
-        return _INTERRUPTED
+        with suppress(OSError):
+            errors.line("interrupted; nothing that was finished is lost")
+        return INTERRUPTED
     except ForetokenError as error:
-        errors.message(f"error: {error}", style="red")
+        origin = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        with suppress(OSError):
+            errors.message(f"error: {error}{origin}", style="red")
         return error.exit_code
+    except OSError as error:
+        return io_failure(error)
+    except SystemExit as stop:  # what typer and rich make of a closed pipe
+        if isinstance(stop.__context__, BrokenPipeError):
+            return CLOSED_PIPE
+        raise

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from foretoken.audit.report import AuditReport, check_out, print_report, write_r
 from foretoken.audit.run import run_audit
 from foretoken.bench.report import machine, versions
 from foretoken.bench.workload import SLICES, slices
+from foretoken.cli.bench_load import number, words
 from foretoken.cli.common import (
     AllowLossyOption,
     BranchingOption,
@@ -34,11 +34,12 @@ from foretoken.cli.common import (
     RuleOption,
     TargetOption,
     TreeOption,
+    check_sources,
+    print_json,
     progress,
     spec_from,
 )
-from foretoken.errors import ConfigError, GateError
-from foretoken.printing.console import Console
+from foretoken.errors import GateError
 
 
 def audit(
@@ -77,16 +78,17 @@ def audit(
         spec=spec,
         num_prompts=num_prompts,
         max_tokens=max_tokens,
-        temperatures=_numbers(temperatures),
+        temperatures=tuple(number("temperatures", word) for word in words("temperatures", temperatures)),
         seed=seed,
         numerics=numerics,
         dtype=dtype,
         device=device,
         cache_tokens=cache_tokens,
     )
+    check_sources(spec)
     report = _run(options, prompts, out)
     if as_json:
-        Console().json_line(json.dumps(report.as_dict(), default=str, allow_nan=False))
+        print_json(report.as_dict())
     else:
         print_report(report)
     if report.failed:
@@ -116,10 +118,3 @@ def _own_prompts(count: int) -> list[Prompt]:
     """Prompts of every kind that the bench measures with."""
     found: list[Prompt] = [prompt.text for prompt in slices(per_slice=-(-min(count, 50) // len(SLICES)))]
     return found[:count]
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(word) for word in text.split(",") if word.strip())
-    except ValueError:
-        raise ConfigError("temperatures", text, "must be numbers separated by commas") from None

@@ -19,11 +19,14 @@ from foretoken.bench.offline import BenchOptions, run_bench
 from foretoken.bench.peers import EVERY, KINDS
 from foretoken.bench.profile import ProfileOptions, print_profile, run_profile, write_profile
 from foretoken.bench.prompts import ALL
-from foretoken.bench.report import check_folder, check_name, print_report
+from foretoken.bench.report import check_name, print_report
 from foretoken.bench.workload import SLICES
 from foretoken.cli.bench_load import LOAD, load_kind, measure_load, number, refuse_others, whole, words
-from foretoken.cli.common import AllowLossyOption, DeviceOption, DraftOption, DtypeOption, JsonOption, TargetOption, print_json
+from foretoken.cli.common import AllowLossyOption, DeviceOption, DraftOption, DtypeOption, JsonOption, TargetOption, ThreadsOption, print_json
 from foretoken.config import DRAFTERS, RULES
+from foretoken.files import check_folder
+from foretoken.model.open import model_folder
+from foretoken.params import check_whole
 from foretoken.plan.rules import TABLE
 from foretoken.printing.console import Console
 
@@ -55,7 +58,7 @@ def bench(
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="Let answers end early; by default all have the same length.")] = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
-    threads: Annotated[int | None, typer.Option(help="Threads for every engine; without it, torch's own number.")] = None,
+    threads: ThreadsOption = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Only measure what steps and drafters cost, for `foretoken simulate`; under a minute.")
     ] = False,
@@ -113,11 +116,14 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Measure tokens per second, time per step and acceptance, everything interleaved in one run."""
+    check_whole("seed", seed, low=0, high=2**63)  # every answer adds its number
+    if draft is not None:
+        model_folder(draft)
     kind = load_kind(context)
     if kind is not None:
         measure_load(context, kind)
         return
-    names = words(drafters)
+    names = words("drafters", drafters)
     if draft is None and target == "reference:target" and any("draft" in choice.needs for choice in parse_drafters(names)):
         draft = "reference:draft"
     if profile:
@@ -137,13 +143,13 @@ def _options(given: Mapping[str, Any], draft: str | None) -> BenchOptions:
         **as_given
         | {
             "draft": draft,
-            "num_drafts": tuple("auto" if word == "auto" else whole("num_drafts", word) for word in words(given["num_drafts"])),
-            "rules": words(given["rule"]),
-            "temperatures": tuple(number("temperatures", word) for word in words(given["temperatures"])),
+            "num_drafts": tuple("auto" if word == "auto" else whole("num_drafts", word) for word in words("num_drafts", given["num_drafts"])),
+            "rules": words("rule", given["rule"]),
+            "temperatures": tuple(number("temperatures", word) for word in words("temperatures", given["temperatures"])),
             "ignore_eos": not given["stop_at_eos"],
-            "peer_num_drafts": tuple(whole("peer_num_drafts", word) for word in words(given["peer_num_drafts"])),
+            "peer_num_drafts": tuple(whole("peer_num_drafts", word) for word in words("peer_num_drafts", given["peer_num_drafts"])),
         }
-        | {name: words(given[name]) for name in ("drafters", "slices", "peer_drafters")}
+        | {name: words(name, given[name]) for name in ("drafters", "slices", "peer_drafters")}
     )
 
 

@@ -40,7 +40,7 @@ def load_kind(context: typer.Context) -> str | None:
     Raises:
         ConfigError: options of the three without any of them.
     """
-    kind = next((name for name in ("recovery", "trace", "batches") if context.params[name]), None)
+    kind = next((name for name in ("recovery", "trace", "batches") if context.params[name] not in (None, False)), None)
     if kind is None:
         for name in ("settings", "table", "prompt_tokens", "phase_s", *sorted(_ENGINE)):
             if was_given(context, name):
@@ -88,9 +88,9 @@ def _options(context: typer.Context, kind: str) -> LoadOptions:
 def _read(name: str, value: Any) -> tuple[str, Any]:  # noqa: ANN401 - whatever the option holds
     """The field of `LoadOptions` and its value."""
     if name in ("slices", "settings"):
-        return name, words(value)
+        return name, words(name, value)
     if name == "batches":
-        return name, tuple(whole(name, word) for word in words(value))
+        return name, tuple(whole(name, word) for word in words(name, value))
     if name == "table":
         return name, parse_table(value)
     if name == "trace":
@@ -116,9 +116,16 @@ def _is_set(context: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def words(text: str) -> tuple[str, ...]:
-    """What stands between commas."""
-    return tuple(word.strip() for word in text.split(",") if word.strip())
+def words(field: str, text: str) -> tuple[str, ...]:
+    """What stands between commas.
+
+    Raises:
+        ConfigError: nothing does.
+    """
+    found = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not found:
+        raise ConfigError(field, text, "name at least one, several separated by commas; or leave it out")
+    return found
 
 
 def whole(field: str, word: str) -> int:

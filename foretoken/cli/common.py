@@ -3,16 +3,47 @@
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import typer
 
 from foretoken.config import COMBINE, COMPOSITES, DRAFT_DTYPES, DRAFT_VOCABULARIES, DRAFTERS, RULES, TREES, SpecConfig
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, InputError, StorageError
+from foretoken.files import check_readable, read_stream, read_text, to_json
+from foretoken.model.loader import parse_dtype
+from foretoken.model.open import NUMERICS, model_folder, open_device
+from foretoken.params import check_whole
 from foretoken.printing.console import Console, Spinner
+
+_MOST_THREADS = 1024  # a pool of threads that no machine has would be made all the same, until memory ends
+
+
+def _check_dtype(value: str) -> str:
+    parse_dtype(value, stored=torch.float32)
+    return value
+
+
+def _check_device(value: str) -> str:
+    open_device(value)
+    return value
+
+
+def _check_numerics(value: str) -> str:
+    if value not in NUMERICS:
+        raise ConfigError("numerics", value, f"choose one of {', '.join(NUMERICS)}")
+    return value
+
+
+def _check_threads(value: int | None) -> int | None:
+    if value is not None:
+        check_whole("threads", value, low=1, high=_MOST_THREADS)
+    return value
+
 
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="The model whose answers you want: a folder, a hub id, or reference:target.")]
 DrafterOption = Annotated[str | None, typer.Option(help=f"Who guesses ahead: {', '.join(DRAFTERS)}. Without it, plain decoding.")]
@@ -27,9 +58,12 @@ TreeOption = Annotated[str, typer.Option(help=f"The shape of a draft model's gue
 BranchingOption = Annotated[str | None, typer.Option(help="Most guesses after one guess of a tree: a number, or one for each depth, as 4,2,1.")]
 PartsOption = Annotated[str, typer.Option(help=f"What {' or '.join(COMPOSITES)} works with, separated by commas, cheapest first.")]
 CombineOption = Annotated[str, typer.Option(help=f"How the parts of a mix work together: {', '.join(COMBINE)}.")]
-NumericsOption = Annotated[str, typer.Option(help="default, or strict: logits bitwise the same however rows are batched.")]
-DtypeOption = Annotated[str, typer.Option(help="Number format of the weights: auto (as stored), bfloat16, float16, float32, float64.")]
-DeviceOption = Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:N.")]
+NumericsOption = Annotated[str, typer.Option(help="default, or strict: logits bitwise the same however rows are batched.", callback=_check_numerics)]
+DtypeOption = Annotated[
+    str, typer.Option(help="Format of the weights: auto (as stored), bfloat16, float16, float32, float64.", callback=_check_dtype)
+]
+DeviceOption = Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:N.", callback=_check_device)]
+ThreadsOption = Annotated[int | None, typer.Option(help="Threads of every engine; without it, torch's own number.", callback=_check_threads)]
 CacheOption = Annotated[int | None, typer.Option(help="Tokens that the key/value cache holds; without it, enough for one whole context.")]
 CostProfileOption = Annotated[
     str, typer.Option(help="What steps cost: auto (kept from an earlier start, or measured at this one), off, measure, or a file of bench --profile.")
@@ -112,6 +146,19 @@ def spec_config(
     )
 
 
+def check_sources(spec: SpecConfig) -> None:
+    """Whether the draft and the text that `spec` names are there, before the target is loaded.
+
+    Raises:
+        ModelError: no such draft.
+        StorageError: the corpus cannot be opened.
+    """
+    if spec.draft is not None:
+        model_folder(spec.draft)
+    if spec.corpus is not None:
+        check_readable("corpus", Path(spec.corpus))
+
+
 def _layers(text: str) -> list[int] | Literal["auto"]:
     if text == "auto":
         return "auto"
@@ -157,5 +204,33 @@ def was_given(context: typer.Context, name: str) -> bool:
 
 
 def print_json(value: object) -> None:
-    """One compact JSON object on its own line."""
-    Console().json_line(json.dumps(value, default=str))
+    """One compact JSON object on its own line; numbers that are NaN or infinite are null."""
+    Console().json_line(to_json(value))
+
+
+def text_of(field: str, value: str | None) -> str | None:
+    """The text that an option means: what it says, with @ before it the file of that name, - for standard input, @@ for a literal @.
+
+    Raises:
+        StorageError: the file or standard input cannot be read, or is not UTF-8.
+    """
+    if value == "-":
+        if sys.stdin is None:
+            raise StorageError(f"{field}: standard input is closed")
+        return read_stream(field, "standard input", sys.stdin.buffer)
+    if value is None or not value.startswith("@"):
+        return value
+    return value[1:] if value.startswith("@@") else read_text(field, Path(value[1:]))
+
+
+def texts_of(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, str | None]:
+    """`text_of` each of several options.
+
+    Raises:
+        InputError: standard input is asked for twice.
+        StorageError: see there.
+    """
+    piped = [name for name in names if given[name] == "-"]
+    if len(piped) > 1:
+        raise InputError(piped[1], "-", f"standard input is read once, for {piped[0]}; give a file as @FILE")
+    return {name: text_of(name, given[name]) for name in names}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -64,6 +65,7 @@ PROMPTS = {
 }
 _STOP = ("\n\n",)
 _FREE_STANDING = tuple(name for name in DRAFTERS if name != "predicted")  # that one needs the answer beforehand
+_WITH_DRAFT = ("draft_model", "cascade")
 # A draft of a twentieth of its target, as published pairs have it.
 _DRAFT_SIZES = {"500m": "25m", "1b": "50m"}
 
@@ -97,7 +99,7 @@ def demo(
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=_STOP)
     with tempfile.TemporaryDirectory(prefix="foretoken-demo-") as scratch:
         target, draft = _pair(to, Path(scratch))
-        spec = SpecConfig(drafter=drafter, draft=str(draft) if drafter == "draft_model" else None, num_draft=num_draft)
+        spec = SpecConfig(drafter=drafter, draft=str(draft) if drafter in _WITH_DRAFT else None, num_draft=num_draft)
         with progress("loading the models"):
             llm = LLM(target, spec=spec)
         with llm:
@@ -140,16 +142,22 @@ def _pair(to: str, scratch: Path) -> tuple[Path, Path]:
 def _measure(
     llm: LLM, params: SamplingParams, spec: SpecConfig, repeats: int
 ) -> tuple[Timing, Timing, dict[str, tuple[GenerateOutput, GenerateOutput]]]:
-    """Both ways in turn on every prompt, after one warm-up of each; the answers of the last repeat."""
+    """Both ways in turn on every prompt, after one warm-up of each; the answers of the last repeat.
+
+    Every answer has a tenant of its own and every repeat fresh drafters: nobody guesses from earlier answers to the same prompts.
+    """
+    tenants = map(str, itertools.count())
     answers: dict[str, tuple[GenerateOutput, GenerateOutput]] = {}
     speeds: tuple[list[float], list[float]] = ([], [])
     with progress("answering, plainly and speculatively in turn"):
         for ways in (SpecConfig(), spec):
-            llm.generate([next(iter(PROMPTS.values()))], SamplingParams(max_tokens=8), spec=ways)
+            llm.generate([next(iter(PROMPTS.values()))], SamplingParams(max_tokens=8), spec=replace(ways, tenant=next(tenants)))
         for _ in range(repeats):
+            _renew_drafters(llm, spec)
             tokens, seconds = [0, 0], [0.0, 0.0]
             for name, prompt in PROMPTS.items():
-                pair = (llm.generate([prompt], params, spec=SpecConfig(tenant="plain"))[0], llm.generate([prompt], params, spec=spec)[0])
+                plain, speculative = (llm.generate([prompt], params, spec=replace(ways, tenant=next(tenants)))[0] for ways in (SpecConfig(), spec))
+                pair = (plain, speculative)
                 answers[name] = pair
                 for way, output in enumerate(pair):
                     tokens[way] += output.stats.num_emitted - 1
@@ -157,6 +165,14 @@ def _measure(
             for way in (0, 1):
                 speeds[way].append(tokens[way] / seconds[way])
     return Timing(tuple(speeds[0])), Timing(tuple(speeds[1])), answers
+
+
+def _renew_drafters(llm: LLM, spec: SpecConfig) -> None:
+    """Drafters that remember nothing; the new ones share the draft model of the old, which goes last."""
+    old = dict(llm.engine.drafters.drafters)
+    llm.engine.drafters.drafters.clear()
+    llm.prepare(spec)
+    old.clear()
 
 
 def _show(llm: LLM, answers: dict[str, tuple[GenerateOutput, GenerateOutput]]) -> None:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,26 +39,30 @@ from foretoken.cli.common import (
     TargetOption,
     TreeOption,
     announcer,
+    check_sources,
     progress,
     spec_from,
+    texts_of,
     was_given,
 )
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.engine.llm import LLM
-from foretoken.errors import ConfigError, InputError, StorageError
+from foretoken.errors import ConfigError, InputError
+from foretoken.files import check_file
 from foretoken.plan.admission import SchedulerConfig
 from foretoken.plan.routing import RoutingRules
 
 # Options of `LLM` that are passed on as they are, and those that make its `routing`.
 _ENGINE = ("dtype", "device", "cache_tokens", "cache_reserve", "max_batch_size", "max_prompt_tokens", "max_step_tokens", "numerics", "trace")
+_TEXTS = ("prompt", "prompt_ids", "prediction", "json_schema", "grammar")  # options that a file or standard input may hold
 _ROUTING = ("min_tokens_to_speculate", "max_speculating_requests")
 
 
 def generate(
     context: typer.Context,
     target: TargetOption = "reference:target",
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to continue.")] = None,
-    prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue, separated by commas (for a folder without a tokenizer).")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to continue; @FILE, - (standard input), @@ for an @.")] = None,
+    prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue (for a folder without a tokenizer): 1,2,3, @FILE, or -.")] = None,
     drafter: DrafterOption = None,
     draft: DraftOption = None,
     draft_dtype: DraftDtypeOption = "auto",
@@ -71,7 +75,7 @@ def generate(
     draft_vocabulary: DraftVocabularyOption = "auto",
     tree: TreeOption = "chain",
     branching: BranchingOption = None,
-    prediction: Annotated[str | None, typer.Option(help="The answer you expect, for --drafter predicted: the text, or @FILE.")] = None,
+    prediction: Annotated[str | None, typer.Option(help="The answer you expect, for --drafter predicted: the text, @FILE, or -.")] = None,
     corpus: Annotated[str | None, typer.Option(help="A text file to guess from, for --drafter suffix.")] = None,
     exit_layer: Annotated[str, typer.Option(help="Layers that draft, for --drafter early_exit: a number, or auto.")] = "auto",
     skip_layers: Annotated[str | None, typer.Option(help="Layers to draft without, for --drafter early_exit: 2,3,5, or auto.")] = None,
@@ -97,9 +101,9 @@ def generate(
     n: Annotated[int, typer.Option(help="Answers to draw.")] = 1,
     logprobs: Annotated[int | None, typer.Option(help="Report log-probabilities: of each token and of this many likeliest.")] = None,
     prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt's tokens, under the model's own law.")] = None,
-    json_schema: Annotated[str | None, typer.Option(help="Hold the answer to this JSON schema: the text, or @FILE.")] = None,
+    json_schema: Annotated[str | None, typer.Option(help="Hold the answer to this JSON schema: the text, @FILE, or -.")] = None,
     regex: Annotated[str | None, typer.Option(help="Hold the answer to this regular expression.")] = None,
-    grammar: Annotated[str | None, typer.Option(help="Hold the answer to this Lark grammar: the text, or @FILE.")] = None,
+    grammar: Annotated[str | None, typer.Option(help="Hold the answer to this Lark grammar: the text, @FILE, or -.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
     priority: Annotated[int, typer.Option(help="Smaller is served earlier.")] = 0,
     deadline_s: Annotated[float | None, typer.Option("--deadline", help="Seconds after which the answer is wanted: orders service.")] = None,
@@ -119,10 +123,13 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text, plainly or with a drafter, and say what it cost."""
-    given = context.params
-    ids, params = _prompt(prompt, prompt_ids), _params(given)
-    spec = spec_from({**given, "prediction": _text_or_file("prediction", prediction)})
+    texts = texts_of(context.params, _TEXTS)
+    given = context.params | texts
+    ids, params, spec = _prompt(texts["prompt"], texts["prompt_ids"]), _params(given), spec_from(given)
     rules = _rules(context, spec)
+    check_sources(spec)
+    if trace is not None:
+        check_file("trace", trace)
     with progress(f"loading {target}") as status:
         llm = LLM(target, spec=spec, routing=rules, on_profile=announcer(status), profile=cost_profile, **{name: given[name] for name in _ENGINE})
     with llm:
@@ -141,11 +148,9 @@ def _params(given: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(
         **as_given
         | {
-            "logit_bias": dict(_bias(entry) for entry in given["logit_bias"] or ()),
+            "logit_bias": _biases(given["logit_bias"] or ()),
             "bad_words": tuple(given["bad_word"] or ()),
             "stop": tuple(given["stop"] or ()),
-            "json_schema": _text_or_file("json_schema", given["json_schema"]),
-            "grammar": _text_or_file("grammar", given["grammar"]),
         }
     )
 
@@ -164,6 +169,16 @@ def _rules(context: typer.Context, spec: SpecConfig) -> RoutingRules:
     return RoutingRules(**given)
 
 
+def _biases(entries: Sequence[str]) -> dict[int, float]:
+    """Each token's bias; a token that is named twice would have two."""
+    found: dict[int, float] = {}
+    for token, value in map(_bias, entries):
+        if token in found:
+            raise InputError("logit_bias", f"{token}={value:g}", f"token {token} has the bias {found[token]:g} already; give one of the two")
+        found[token] = value
+    return found
+
+
 def _bias(entry: str) -> tuple[int, float]:
     """`ID=VALUE`."""
     token, _, value = entry.partition("=")
@@ -171,16 +186,6 @@ def _bias(entry: str) -> tuple[int, float]:
         return int(token), float(value)
     except ValueError:
         raise InputError("logit_bias", entry, "must be a token id, an equals sign and a number, such as 42=-100") from None
-
-
-def _text_or_file(field: str, value: str | None) -> str | None:
-    """The text itself, or with @ before it the file that holds it."""
-    if value is None or not value.startswith("@"):
-        return value
-    try:
-        return Path(value[1:]).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{field}: cannot read {value[1:]}: {error}") from error
 
 
 def _prompt(text: str | None, ids: str | None) -> str | list[int]:

@@ -15,11 +15,13 @@ from foretoken.config import DRAFT_DTYPES, QUANTISED
 from foretoken.errors import CapacityError, ConfigError, InputError, StorageError
 from foretoken.model.footprint import shape_of
 from foretoken.model.open import model_folder, open_device
+from foretoken.params import is_count
 from foretoken.plan.memory import Account, Budget, Load, ModelShape, account, contexts_to_show, fitting, largest_batch
 from foretoken.plan.policy import MOST_NUM_DRAFT
 from foretoken.printing.console import Console
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_MOST_BYTES = 1 << 60
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _DEFAULT_CONTEXT_TOKENS = 4096
 _PARTS = {
@@ -109,7 +111,10 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if found is None or found.group(2).lower() not in _UNITS:
         raise InputError("memory", text, "give a size such as 24GiB, 16GB or 512MiB")
-    return int(float(found.group(1)) * _UNITS[found.group(2).lower()])
+    size = float(found.group(1)) * _UNITS[found.group(2).lower()]
+    if size >= _MOST_BYTES:
+        raise InputError("memory", text, "is more than any machine has; give a size such as 24GiB")
+    return int(size)
 
 
 def available_bytes(device: torch.device) -> int:
@@ -191,7 +196,7 @@ def _context(context: int | None, target: ModelShape) -> int:
 def _num_draft(value: str) -> int:
     if value == "auto":
         return MOST_NUM_DRAFT
-    if not value.isdigit() or int(value) > 1024:
+    if not is_count(value) or int(value) > 1024:
         raise InputError("num_draft", value, "must be a whole number from 0 to 1024, or auto")
     return int(value)
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from foretoken.cli.common import CacheOption, DeviceOption, DraftOption, DtypeOption, JsonOption, TargetOption
+from foretoken.cli.common import CacheOption, DeviceOption, DraftOption, DtypeOption, JsonOption, TargetOption, ThreadsOption
 from foretoken.cli.simulate_measured import measure_for_real
 from foretoken.cli.simulate_predicted import predict
 from foretoken.cli.simulate_requests import check_trace
@@ -49,7 +49,6 @@ _Replicas = Annotated[int, typer.Option(help="Engines that share the requests.")
 _Dispatch = Annotated[str, typer.Option(help="Who gets a request: round_robin, or least_loaded.")]
 _PricePerHour = Annotated[float | None, typer.Option(help="Price of one engine's hour, for the price of a million tokens.")]
 _Seed = Annotated[int, typer.Option(help="Seed of arrivals, lengths and chances.")]
-_Threads = Annotated[int | None, typer.Option(help="Threads of --measure; without it, torch's own number.")]
 _Out = Annotated[Path | None, typer.Option(help="Folder for the dated result of --measure.")]
 _Name = Annotated[str, typer.Option(help="End of the result's file name.")]
 
@@ -79,7 +78,7 @@ def simulate(
     seed: _Seed = 0,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
-    threads: _Threads = None,
+    threads: ThreadsOption = None,
     out: _Out = None,
     name: _Name = "simulate",
     as_json: JsonOption = False,

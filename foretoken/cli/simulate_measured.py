@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.report import check_folder, check_name
+from foretoken.bench.report import check_name
 from foretoken.bench.validate_report import MeasureOptions, Validation, print_validation, run_validation, write_validation
 from foretoken.cli.common import print_json
 from foretoken.cli.simulate_requests import jobs_of, settings_of, trace_names
-from foretoken.errors import ConfigError
+from foretoken.files import check_folder
 from foretoken.printing.console import Console
 
 _SLICE = "code"  # that prompts are taken from where nothing is said
@@ -27,8 +27,6 @@ def measure_for_real(given: Mapping[str, Any]) -> None:
     out: Path | None = given["out"]
     check_name(given["name"])
     options = _options(given)
-    if options.threads is not None and options.threads < 1:
-        raise ConfigError("threads", options.threads, "must be at least 1; leave it out for torch's own number")
     if out is not None:
         check_folder(out)
     found = _with_progress(options)
@@ -41,7 +39,7 @@ def measure_for_real(given: Mapping[str, Any]) -> None:
 
 def _options(given: Mapping[str, Any]) -> MeasureOptions:
     names = trace_names(given["trace"])
-    settings = given["settings"] or ("plain,ngram-4" + ("" if given["draft"] is None else ",draft_model-4"))
+    settings = given["settings"] if given["settings"] is not None else "plain,ngram-4" + ("" if given["draft"] is None else ",draft_model-4")
     same = (
         "target",
         "draft",

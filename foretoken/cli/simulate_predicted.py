@@ -8,8 +8,10 @@ from typing import Any
 
 from foretoken.bench.profile import load_profile
 from foretoken.cli.common import print_json, progress
-from foretoken.cli.simulate_requests import jobs_of, read_json, settings_of, trace_names
+from foretoken.cli.simulate_requests import jobs_of, settings_of, trace_names
 from foretoken.errors import InputError
+from foretoken.files import read_json
+from foretoken.params import check_number
 from foretoken.plan.arrivals import chances_from_bench
 from foretoken.plan.outcome import Outcome, outcome
 from foretoken.plan.profile import Profile
@@ -19,6 +21,7 @@ from foretoken.plan.traces import Server, built_in
 from foretoken.printing.console import Console
 
 _ACCEPTANCE = "0.7"
+_MOST_PRICE = 1e12
 
 
 def predict(given: Mapping[str, Any]) -> None:
@@ -31,8 +34,8 @@ def predict(given: Mapping[str, Any]) -> None:
     known = chances_from_bench(read_json("bench", given["bench"])) if given["bench"] is not None else {}
     limits, chosen = _limits(given, profile), _settings(given["settings"], profile)
     fleet, price, seed = Fleet(given["replicas"], given["dispatch"]), given["price_per_hour"], given["seed"]
-    if price is not None and price < 0:
-        raise InputError("price_per_hour", price, "must be at least 0")
+    if price is not None:
+        check_number("price_per_hour", price, low=0.0, high=_MOST_PRICE)
     names = trace_names(given["trace"])
     if len(names) > 1:
         raise InputError("trace", given["trace"], "one trace at a time; several go with --measure")
@@ -65,7 +68,7 @@ def _limits(given: Mapping[str, Any], profile: Profile) -> Limits:
 def _settings(text: str | None, profile: Profile) -> tuple[Setting, ...]:
     if text is None:
         return (Setting(), *(Setting(drafter, None) for drafter in profile.drafters))
-    return tuple(settings_of(text)) or (Setting(),)
+    return tuple(settings_of(text))
 
 
 def _target_number(profile: Profile, name: str) -> int | None:

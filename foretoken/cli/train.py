@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from foretoken.cli.common import JsonOption, print_json
-from foretoken.cli.usage import Command, Group
+from foretoken.cli.usage import Group
+from foretoken.cli.verb import Verb
 from foretoken.errors import ConfigError
 from foretoken.model.open import model_folder
 from foretoken.printing.console import Console
@@ -25,7 +26,7 @@ def _verbs() -> None:
     """Keep `lm` a verb of its own: more recipes follow."""
 
 
-@app.command("lm", cls=Command)
+@app.command("lm", cls=Verb)
 def lm(
     out: Annotated[Path, typer.Option(help="Folder of the run: state, corpus, and at the end the finished model in OUT/model.")],
     tokens: Annotated[int, typer.Option(help="Tokens to see in the whole run.")] = _DEFAULT.tokens,
@@ -43,7 +44,7 @@ def lm(
     """Train a small Llama-style model on the Python standard library that is on this machine."""
     config = dataclasses.replace(_DEFAULT, tokens=tokens, batch_tokens=batch_tokens, length=length, seed=seed, compile=compile_model)
     result, folder = train_lm(
-        out, _shape(shape), config, model_folder(teacher) if teacher else None, corpus, model_folder(init) if init else None, device
+        out, _shape(shape), config, None if teacher is None else model_folder(teacher), corpus, None if init is None else model_folder(init), device
     )
     if as_json:
         print_json(dataclasses.asdict(result) | {"model": str(folder)})

@@ -20,7 +20,8 @@ from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.draft.suffix import SuffixDrafter
 from foretoken.engine.pairing import pair
-from foretoken.errors import ConfigError, InputError, StorageError
+from foretoken.errors import ConfigError, InputError
+from foretoken.files import read_text
 from foretoken.model.architecture import NATIVE_MODEL_TYPES
 from foretoken.model.interface import EarlyExitModel, LanguageModel, OpenModel
 from foretoken.model.loader import dtype_of
@@ -78,11 +79,7 @@ class DrafterFactory:
         """Token ids of a text file to guess from."""
         if self.tokenizer is None:
             raise InputError("corpus", path, f"{self.folder} has no tokenizer to read a text with")
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise StorageError(f"corpus: cannot read {path}: {error}") from error
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(read_text("corpus", Path(path)), add_special_tokens=False)
 
 
 def _draft_model(factory: DrafterFactory, spec: SpecConfig) -> Drafter:

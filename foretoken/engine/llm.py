@@ -37,6 +37,7 @@ from foretoken.errors import InputError, MismatchError, StorageError
 from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.model.open import model_folder, open_model
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
+from foretoken.params import check_text
 from foretoken.plan.admission import SchedulerConfig
 from foretoken.plan.routing import RoutingRules
 
@@ -234,6 +235,7 @@ class LLM:
         self._check_open()
         if not isinstance(text, str):
             raise InputError("text", text, "must be a text")
+        check_text("prompt", text)
         tokenizer = self._text_tokenizer("prompt", text)
         ids = tokenizer.encode(text)
         beyond = next((token for token in ids if token >= self.target.vocab_size), None)

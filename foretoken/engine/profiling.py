@@ -25,7 +25,8 @@ from foretoken.core import Batch, Draft, Request, Verdict
 from foretoken.draft.base import Drafter, Feedback
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.engine.engine import Engine
-from foretoken.errors import StorageError
+from foretoken.errors import InputError, StorageError
+from foretoken.files import read_json
 from foretoken.model.interface import LanguageModel
 from foretoken.plan.admission import SchedulerConfig
 from foretoken.plan.profile import Curve, Profile, profile_from_mapping
@@ -44,13 +45,13 @@ def load_profile(path: Path) -> Profile:
 
     Raises:
         StorageError: the file cannot be read, or is not JSON.
-        InputError: it is no profile, or a malformed one; names the part.
+        InputError: it is no profile, or a malformed one; names the part and the file.
     """
+    raw = read_json("profile", path)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StorageError(f"profile: cannot read {path}: {error}; make one with `foretoken bench --profile --out DIR`") from error
-    return profile_from_mapping(raw)
+        return profile_from_mapping(raw)
+    except InputError as error:
+        raise InputError(error.field, error.value, f"{error.remedy} (in {path})") from error
 
 
 def save_profile(profile: Profile, path: Path) -> None:

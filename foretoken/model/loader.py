@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from foretoken.model.fields import Fields, check_links, read_json
 from foretoken.model.layers import Embedding, Linear, RMSNorm
 from foretoken.model.quant import Quantiser, check_quant
 from foretoken.model.weights import EMBEDDING, HEAD, INDEX, WEIGHTS, Weights
+from foretoken.model.writing import writing_folder
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -306,9 +306,7 @@ def save_checkpoint(
     tensors = {name: tensor.detach().to("cpu", target).contiguous().clone() for name, tensor in pairs}
     raw = config_to_hf(config) | {"torch_dtype": str(target).removeprefix("torch.")}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as name:
-            draft = Path(name)
+        with writing_folder(folder, ".writing-") as draft:
             save_file(tensors, draft / WEIGHTS, metadata={"format": "pt"})
             (draft / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
             if tokenizer_folder is not None:

@@ -21,6 +21,7 @@ from foretoken.errors import CheckpointError, InputError
 from foretoken.model.chat_template import render
 from foretoken.model.fields import check_links, read_json, shown
 from foretoken.model.quiet import quiet_transformers
+from foretoken.params import check_text
 
 _OTHER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "tekken.json")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -51,7 +52,12 @@ class Tokenizer:
         self.special_ids = backend.special_ids()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; a BOS only if the tokenizer's own post-processor adds one and `add_special_tokens` is left on."""
+        """Token ids of `text`; a BOS only if the tokenizer's own post-processor adds one and `add_special_tokens` is left on.
+
+        Raises:
+            InputError: a lone surrogate, which no tokenizer takes.
+        """
+        check_text("text", text)
         return self._backend.encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:

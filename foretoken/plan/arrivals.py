@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from foretoken.errors import InputError
+from foretoken.files import parse_json
 from foretoken.params import DEADLINES_S, PRIORITIES, check_number, check_whole
 
 Chances = tuple[float, ...]
+MOST_REQUESTS = 1_000_000  # all are made before the first arrives
+_MOST_TOKENS, _MOST_SECONDS = 1 << 40, 1e9
+_LEAST_RATE = 1e-9  # of arrivals per second
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,9 @@ def poisson(rate: float, count: int, prompts: Lengths, outputs: Lengths, accepta
     Raises:
         InputError: a rate that is not above 0, or no request.
     """
-    if not math.isfinite(rate) or rate <= 0:
-        raise InputError("trace", f"poisson:{rate:g}", "the rate must be above 0 requests per second")
-    if count < 1:
-        raise InputError("requests", count, "must be at least 1")
+    if not _LEAST_RATE <= rate <= 1 / _LEAST_RATE:
+        raise InputError("trace", f"poisson:{rate:g}", f"the rate must be above 0 requests per second, from {_LEAST_RATE:g} to {1 / _LEAST_RATE:g}")
+    check_whole("requests", count, low=1, high=MOST_REQUESTS)
     rng, now, jobs = random.Random(f"arrivals {seed}"), 0.0, []
     for _ in range(count):
         now += rng.expovariate(1.0) / rate
@@ -74,10 +75,7 @@ def parse_trace(lines: Iterable[str], acceptance: Chances | str) -> list[Job]:
 
 
 def _job(number: int, line: str, acceptance: Chances | str) -> Job:
-    try:
-        raw = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"trace line {number}", line, f"is not JSON: {error}") from error
+    raw = parse_json(f"trace line {number}", line, line)
     if not isinstance(raw, Mapping):
         raise InputError(f"trace line {number}", line, "must be an object")
     known = [field.name for field in fields(Job)]
@@ -85,12 +83,10 @@ def _job(number: int, line: str, acceptance: Chances | str) -> Job:
     if unknown:
         raise InputError(f"trace line {number}", sorted(unknown)[0], f"unknown key; known: {', '.join(known)}")
     arrival = raw.get("arrival_s", 0.0)
-    if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not math.isfinite(arrival) or arrival < 0:
-        raise InputError(f"trace line {number}: arrival_s", arrival, "must be a number of seconds, at least 0")
+    check_number(f"trace line {number}: arrival_s", arrival, low=0.0, high=_MOST_SECONDS)
     for name in ("prompt_tokens", "output_tokens"):
         count = raw.get(name)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise InputError(f"trace line {number}: {name}", count, "must be a whole number of at least 1")
+        check_whole(f"trace line {number}: {name}", count, low=1, high=_MOST_TOKENS)
     given = acceptance if raw.get("acceptance") is None else parse_acceptance(raw["acceptance"], f"trace line {number}: acceptance")
     priority, deadline_s = raw.get("priority", 0), raw.get("deadline_s")
     check_whole(f"trace line {number}: priority", priority, *PRIORITIES)
@@ -108,7 +104,7 @@ def parse_acceptance(value: object, field: str = "acceptance") -> Chances | str:
     if isinstance(value, str) and value:
         return value
     given = value if isinstance(value, list | tuple) else [value]
-    chances = tuple(float(c) for c in given if isinstance(c, int | float) and not isinstance(c, bool) and 0 <= c <= 1)
+    chances = tuple(float(c) for c in given if isinstance(c, int | float) and not isinstance(c, bool) and 0 <= c <= 1)  # no NaN
     if not chances or len(chances) < len(given):
         raise InputError(field, value, "must be a chance from 0 to 1, a list of them by place, or a name")
     return chances
@@ -124,13 +120,19 @@ def chances_from_bench(raw: object) -> dict[str, dict[str, Chances]]:
     if not isinstance(rows, list):
         raise InputError("bench", type(raw).__name__, "not a result of `foretoken bench --json` or `--out`")
     found: dict[str, dict[str, Chances]] = {}
-    for row in rows:
-        shares = row.get("acceptance_per_position") or ()
-        if row.get("drafter") is None or not shares:
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, Mapping):
+            raise InputError(f"bench row {number}", row, "must be an object")
+        drafter, name, shares = row.get("drafter"), row.get("slice"), row.get("acceptance_per_position") or ()
+        if drafter is None or not shares:
             continue
-        known = found.setdefault(row["drafter"], {})
-        if len(shares) > len(known.get(row["slice"], ())):
-            known[row["slice"]] = _conditional(shares)
+        if not isinstance(drafter, str) or not isinstance(name, str) or not isinstance(shares, list):
+            raise InputError(f"bench row {number}", row, "must name a drafter and a slice, with a list of shares at acceptance_per_position")
+        for share in shares:
+            check_number(f"bench row {number}: acceptance_per_position", share, low=0.0, high=1.0)
+        known = found.setdefault(drafter, {})
+        if len(shares) > len(known.get(name, ())):
+            known[name] = _conditional(shares)
     return found
 
 

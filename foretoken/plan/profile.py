@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,6 +24,7 @@ from foretoken.errors import InputError
 from foretoken.plan.roofline import Roofline
 
 FORMAT = "foretoken-profile-1"
+_MOST_COUNT, _MOST_SECONDS = 1 << 40, 1e6  # beyond these a point is no measurement, and sums of them are no numbers
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ def _roofline(raw: Mapping[str, Any]) -> Roofline | None:
     if value is None:
         return None
     try:
-        return Roofline(**{str(name): float(number) for name, number in value.items()})
+        return Roofline(**{str(name): _number(number) for name, number in value.items()})
     except (AttributeError, TypeError, ValueError) as error:
         raise InputError("profile.roofline", value, f"must hold the numbers of a roofline: {error}") from error
 
@@ -199,9 +201,21 @@ def _curve(raw: Mapping[str, Any], name: str, where: str = "") -> Curve:
     value = raw.get(name, {"points": []})
     points: Any = value.get("points") if isinstance(value, Mapping) else value
     try:
-        return Curve(tuple((int(count), float(seconds)) for count, seconds in points))
+        return Curve(tuple((_count(count), _number(seconds, _MOST_SECONDS)) for count, seconds in points))
     except (TypeError, ValueError) as error:
         raise InputError(f"profile.{where + '.' if where else ''}{name}", value, f"must be pairs [count, seconds]: {error}") from error
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_COUNT:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _number(value: object, most: float = sys.float_info.max) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise ValueError(f"{value!r} is no number from 0 to {most:g}")
+    return float(value)
 
 
 def _mapping(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:

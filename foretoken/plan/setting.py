@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foretoken.errors import ConfigError
+from foretoken.params import is_count
 from foretoken.plan.admission import SchedulerConfig
 
 PLAIN = "plain"
@@ -32,7 +33,7 @@ def parse_setting(text: str) -> Setting:
     drafter, found, number = text.rpartition("-")
     if text == PLAIN:
         return Setting()
-    if not found or not drafter or not (number == "auto" or number.isdigit()):
+    if not found or not drafter or not (number == "auto" or is_count(number)):
         raise ConfigError("settings", text, "must be plain, or a drafter and a number or auto, such as ngram-5 or draft_model-auto")
     return Setting(drafter, None if number == "auto" else int(number))
 

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from foretoken.errors import ConfigError, MismatchError, StorageError
+from foretoken.files import check_folder
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder, save_checkpoint
@@ -41,6 +42,7 @@ class Shape:
             raise ConfigError("num_heads", self.num_heads, f"must be a multiple of num_kv_heads={self.num_kv_heads}")
 
 
+CONTEXT_TOKENS = 2048
 TARGET_SHAPE = Shape(hidden_size=256, intermediate_size=640, num_layers=8, num_heads=4, num_kv_heads=2)
 DRAFT_SHAPE = Shape(hidden_size=128, intermediate_size=384, num_layers=2, num_heads=2, num_kv_heads=1)
 
@@ -70,7 +72,7 @@ def prepare(folder: Path, vocab_size: int = 4096) -> tuple[Tokenizer, Data]:
         raise StorageError(f"the corpus in {folder} cannot be read ({error}); remove corpus.npz there to make it again") from error
 
 
-def model_config(shape: Shape, tokenizer: Tokenizer, max_context_tokens: int = 2048) -> ModelConfig:
+def model_config(shape: Shape, tokenizer: Tokenizer, max_context_tokens: int = CONTEXT_TOKENS) -> ModelConfig:
     """Llama configuration of `shape` for `tokenizer`."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     assert end is not None
@@ -107,13 +109,14 @@ def train_lm(
         raise ConfigError("device", device, "use cpu, cuda or cuda:N")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("device", device, "this machine has no CUDA device that torch can use; use cpu")
+    for name in ("length", "final_length"):
+        if getattr(config, name) > CONTEXT_TOKENS:
+            raise ConfigError(name, getattr(config, name), f"must be at most the model's context of {CONTEXT_TOKENS} tokens")
+    check_folder(out)  # reading the corpus takes half a minute
     if corpus is not None and not os.path.exists(corpus / "corpus.npz"):
         raise StorageError(f"{corpus} holds no corpus.npz: give the folder of a run, or leave the corpus out to make one")
     tokenizer, data = prepare(corpus or out)
     decoder = Decoder(model_config(shape, tokenizer))
-    for name in ("length", "final_length"):
-        if getattr(config, name) > decoder.config.max_context_tokens:
-            raise ConfigError(name, getattr(config, name), f"must be at most the model's context of {decoder.config.max_context_tokens} tokens")
     decoder.initialise(config.seed)
     if init is not None:
         decoder = _start_from(init, decoder.config)

@@ -122,10 +122,10 @@ class Trainer:
         self._resume()
 
     def run(self) -> Result:
-        """Train to the end of the schedule. An interrupted run (Ctrl-C, SIGTERM) saves its state and goes on when called again.
+        """Train to the end of the schedule. An interrupted run (Ctrl-C, SIGTERM, SIGHUP) saves its state and goes on when called again.
 
         Raises:
-            KeyboardInterrupt: it was interrupted; the state is saved.
+            KeyboardInterrupt: it was interrupted; the state is saved. A handler of the signal is called before.
             StorageError: the state cannot be written.
         """
         started, saved, before = time.monotonic(), time.monotonic(), self.seconds
@@ -138,12 +138,16 @@ class Trainer:
                 show(loss)
                 if self.step % self.config.validate_every_steps == 0:
                     self._say(f"step {self.step}: held-out {self.bits_per_byte():.4f} bits per byte")
-                if interrupted.is_set():
+                if interrupted:
                     self.save()
-                    raise KeyboardInterrupt
+                    break
                 if now - saved > self.config.save_every_s:
                     self.save()
                     saved = now
+        if interrupted:
+            if callable(signal.getsignal(interrupted[0])):  # somebody handles it
+                signal.raise_signal(interrupted[0])
+            raise KeyboardInterrupt
         self.save()
         return Result(self.step, self.step * self.config.batch_tokens, self.seconds, loss, self.bits_per_byte(), self.held_out_agreement())
 
@@ -254,15 +258,21 @@ class Trainer:
 
 
 @contextmanager
-def _interruption() -> Iterator[threading.Event]:
-    """An event that Ctrl-C or SIGTERM sets, so that a step is never cut in half. Outside the main thread it stays unset."""
-    event = threading.Event()
+def _interruption() -> Iterator[list[int]]:
+    """The signals that came and would end the process, so that a step is never cut in half. Outside the main thread there are none."""
+    came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield event
+        yield came
         return
-    old = {number: signal.signal(number, lambda *_: event.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    old = {number: signal.signal(number, lambda caught, _frame: came.append(caught)) for number in numbers if _ends(number)}
     try:
-        yield event
+        yield came
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def _ends(number: int) -> bool:
+    """Whether anything would come of a signal: nohup ignores SIGHUP, and a shell's background jobs ignore Ctrl-C."""
+    return signal.getsignal(number) is not signal.SIG_IGN

@@ -85,7 +85,7 @@ def test_bad_input_is_refused_before_anything_is_loaded(
         (2, ["--temperatures", ""], "give at least one; 0 is greedy"),
         (2, ["--num-prompts", 0], "num_prompts=0: must be at least 1"),
         (2, ["--num-draft", 3], "nobody guesses"),
-        (4, ["--prompts", "nowhere.txt"], "cannot read prompts from nowhere.txt"),
+        (4, ["--prompts", "nowhere.txt"], "prompts: cannot read nowhere.txt"),
     ]
     for code, arguments, message in cases:
         done = foretoken("audit", "-t", pair.target, *arguments)

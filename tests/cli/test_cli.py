@@ -288,7 +288,7 @@ def test_the_table_of_settings(foretoken: Run) -> None:
     ("text", "code", "message"),
     [
         ("[generate]\nmax_token = 4\n", 2, "max_token=4: unknown setting of [generate] in foretoken.toml; did you mean 'max_tokens'?"),
-        ("[generat]\nmax_tokens = 4\n", 2, "max_tokens=4: unknown setting of [generat] in foretoken.toml"),
+        ("[generat]\nmax_tokens = 4\n", 2, "generat={'max_tokens': 4}: unknown verb of foretoken.toml; did you mean 'generate'?"),
         ("[train.lm]\nsed = 4\n", 2, "sed=4: unknown setting of [train.lm] in foretoken.toml; did you mean 'seed'?"),
         ("max_tokens = 4\n", 2, "max_tokens=4: unknown setting of foretoken.toml"),
         ("[generate\n", 4, "cannot read foretoken.toml"),
@@ -328,4 +328,4 @@ def test_a_bad_value_in_a_file_is_a_usage_error(foretoken: Run, pair: SimpleName
     (tmp_path / "foretoken.toml").write_text('[generate]\nmax_tokens = "many"\n')
     done = foretoken("generate", "-t", pair.target, "--prompt-ids", "1")
     assert (done.code, done.out) == (2, "")
-    assert "Invalid value for '--max-tokens'" in done.err
+    assert "max_tokens='many': must be a whole number ([generate] in foretoken.toml)" in done.err

@@ -40,12 +40,12 @@ def test_a_trace_is_sorted_and_filled_in() -> None:
         ('{"prompt_tokens": 1, "output_tokens": 1, "priority": null}', "trace line 2: priority=None: must be a whole number"),
         ('{"prompt_tokens": 1, "output_tokens": 1, "deadline_s": 0}', r"trace line 2: deadline_s=0: must lie in \(0"),
         ('{"prompt_tokens": 1, "output_tokens": 1, "deadline_s": "soon"}', "trace line 2: deadline_s='soon': must be a finite number"),
-        ("{", "is not JSON"),
+        ("{", "trace line 2='{': not JSON"),
         ("[]", "must be an object"),
         ('{"prompt_tokens": 1}', "output_tokens=None"),
         ('{"prompt_tokens": true, "output_tokens": 1}', "prompt_tokens=True"),
         ('{"prompt_tokens": 1, "output_tokens": 1, "arrival_s": -1}', "arrival_s=-1"),
-        ('{"prompt_tokens": 1, "output_tokens": 1, "arrival_s": NaN}', "arrival_s=nan"),
+        ('{"prompt_tokens": 1, "output_tokens": 1, "arrival_s": NaN}', "not JSON: NaN is not a number"),
         ('{"prompt_tokens": 1, "output_tokens": 1, "acceptance": [0.5, 2]}', "acceptance"),
     ):
         with pytest.raises(InputError, match=message):

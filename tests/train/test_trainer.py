@@ -72,6 +72,33 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
         torch.testing.assert_close(weights(resumed.model)[name], value, atol=0, rtol=0, msg=name)
 
 
+def test_l3_whoever_handles_a_signal_hears_of_it_after_the_state_is_saved(tmp_path: Path) -> None:
+    """The command line makes its exit code of it."""
+    trainer = Trainer(decoder(), data(), CONFIG, tmp_path / "run")
+    train_step, saved = trainer._train_step, []
+
+    def interrupt_at_two() -> float:
+        loss = train_step()
+        if trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGHUP)
+        return loss
+
+    def handler(number: int, _frame: object) -> None:
+        saved.append((number, (tmp_path / "run" / "state.safetensors").exists()))
+        raise SystemExit(129)
+
+    trainer._train_step = interrupt_at_two  # type: ignore[method-assign]
+    old = signal.signal(signal.SIGHUP, handler)
+    try:
+        with pytest.raises(SystemExit):
+            trainer.run()
+        assert signal.getsignal(signal.SIGHUP) is handler
+    finally:
+        signal.signal(signal.SIGHUP, old)
+    assert saved == [(signal.SIGHUP, True)]
+    assert Trainer(decoder(seed=9), data(), CONFIG, tmp_path / "run").step == 2
+
+
 def test_a_draft_is_distilled_from_its_teacher(tmp_path: Path) -> None:
     teacher = Trainer(decoder(), data(), dataclasses.replace(CONFIG, tokens=64 * 80), tmp_path / "teacher")
     teacher.run()

@@ -1,0 +1,110 @@
+"""From the shell to a verb and back: signals, standard streams, exit code.
+
+Signals are handled before anything heavy is imported: torch takes seconds, and Ctrl-C must be quiet in them too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from types import FrameType
+from typing import NoReturn
+
+import foretoken
+
+INTERRUPTED = 130
+CLOSED_PIPE = 141  # what a shell reports of a program that SIGPIPE ended, as `yes | head` does
+_IO_FAILED = 4
+
+
+class Terminated(SystemExit):
+    """SIGTERM or SIGHUP came. `finally` blocks run; the exit code is 128 and the signal's number, as a shell reports it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.exit_code = 128 + number
+        self.signal_name = signal.Signals(number).name
+
+
+def main() -> None:
+    """Run the command line of this process, and exit."""
+    arguments = sys.argv[1:]
+    takes_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell has background jobs ignore them
+    if takes_interrupts:
+        signal.signal(signal.SIGINT, _quit)
+    if arguments == ["--version"]:  # as it is usually asked for: without importing torch
+        sys.exit(_finish(_version_alone()))
+    from foretoken.cli.app import run
+
+    if takes_interrupts:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores it
+            signal.signal(number, _terminate)
+    try:
+        code = run(arguments)
+    except Terminated as stop:
+        say(f"stopped by {stop.signal_name}")
+        code = stop.exit_code
+    except KeyboardInterrupt:  # a second one, while the first was cleaned up after
+        code = INTERRUPTED
+    if takes_interrupts:
+        signal.signal(signal.SIGINT, _quit)
+    sys.exit(_finish(code))
+
+
+def print_version() -> None:
+    """The program's name and version."""
+    print(f"foretoken {foretoken.__version__}")
+
+
+def _version_alone() -> int:
+    try:
+        print_version()
+    except OSError as error:
+        return io_failure(error)
+    return 0
+
+
+def io_failure(error: OSError) -> int:
+    """Say what could not be read or written, and return the exit code; a pipe that its reader closed is no news."""
+    if isinstance(error, BrokenPipeError):
+        return CLOSED_PIPE
+    if error.filename is None and error.strerror is not None:  # files have names
+        say(f"error: cannot write the output: {error.strerror}")
+    else:
+        say(f"error: input or output failed: {error}")
+    return _IO_FAILED
+
+
+def say(words: str) -> None:
+    """A line on standard error, if that can be written at all."""
+    with suppress(OSError):
+        print(words, file=sys.stderr, flush=True)
+
+
+def _finish(code: int) -> int:
+    """Write what is buffered; where that fails, the interpreter must not try again as it ends."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is None:
+            continue
+        try:
+            stream.flush()
+        except OSError as error:
+            code = code or io_failure(error)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return code
+
+
+def _quit(_number: int, _frame: FrameType | None) -> NoReturn:
+    """Ctrl-C while nothing is open: before the imports are done, and after the verb."""
+    with suppress(OSError):
+        os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
+    raise Terminated(number)

@@ -1,0 +1,69 @@
+"""A verb of the command line: what it is given is checked before it runs, and an error says where a setting came from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from foretoken.cli import origins
+from foretoken.cli.usage import Command
+from foretoken.errors import ConfigError, InputError
+from foretoken.params import check_text
+
+_MOST = 1 << 64  # the first number that no seed, count or size may be
+# Fields of the library that an option of another name sets.
+_OPTION_OF = {"bad_words": "bad_word", "profile": "cost_profile", "rules": "rule", "phases": "trace"}
+
+
+class Verb(Command):
+    """Refuses numbers that are none and texts that cannot be encoded, by name; blames the environment or the file for what they set."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401, D102 - click's own context, which typer hides
+        with _blame(ctx):
+            rest = super().parse_args(ctx, args)
+            for name, value in ctx.params.items():
+                check_value(name, value)
+        return rest
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401, D102
+        with _blame(ctx):
+            return super().invoke(ctx)
+
+
+def check_value(name: str, value: object) -> None:
+    """Whether the value of an option can be meant at all.
+
+    Raises:
+        InputError: names the option: NaN, an infinite or endless number, a text with lone surrogates.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(name, value, "must be a finite number")
+    if isinstance(value, int) and not -_MOST < value < _MOST:
+        raise ConfigError(name, value, "is too large for a number here; it must fit into 64 bits")
+    if isinstance(value, str | Path):
+        check_text(name, str(value))
+    if isinstance(value, list | tuple):
+        for item in value:
+            check_value(name, item)
+
+
+@contextmanager
+def _blame(ctx: Any) -> Iterator[None]:  # noqa: ANN401
+    """Add to an error about an option where its value came from, if that is not the command line."""
+    try:
+        yield
+    except InputError as error:
+        known = {parameter.name for parameter in ctx.command.params}
+        name = next((name for name in (error.field, _OPTION_OF.get(error.field)) if name in known), None)
+        source = None if name is None else ctx.get_parameter_source(name)
+        if name is not None and source is not None and source.name == "DEFAULT_MAP":
+            error.add_note(f"set by {origins.origin(_path_of(ctx), name)}")
+        raise
+
+
+def _path_of(ctx: Any) -> str:  # noqa: ANN401
+    """The verb of a context as it is written: `train lm`."""
+    return str(ctx.command_path).partition(" ")[2]

@@ -1,0 +1,163 @@
+"""Files that a user names: read whole with errors that say which option, file and line; tried for writing before long work.
+
+JSON comes in and goes out without NaN and Infinity, which its standard does not have.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from foretoken.errors import InputError, StorageError
+from foretoken.params import check_text
+
+MOST_BYTES = 1 << 28  # a text that is longer is a mistake, or a device that never ends
+
+
+def read_text(field: str, path: Path) -> str:
+    """The UTF-8 text of a file of at most `MOST_BYTES`.
+
+    Raises:
+        StorageError: names the field and the file, and the line of a byte that is not UTF-8.
+    """
+    try:
+        with path.open("rb") as file:
+            return read_stream(field, str(path), file)
+    except StorageError:
+        raise
+    except (OSError, ValueError) as error:  # a ValueError is a NUL in the path
+        raise StorageError(f"{field}: cannot read {path}: {error}") from error
+
+
+def read_stream(field: str, name: str, file: IO[bytes]) -> str:
+    """The UTF-8 text that comes from an open file called `name`.
+
+    Raises:
+        StorageError: it cannot be read, is longer than `MOST_BYTES`, or is not UTF-8.
+    """
+    try:
+        data = file.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:  # a ValueError is a closed file
+        raise StorageError(f"{field}: cannot read {name}: {error}") from error
+    if len(data) > MOST_BYTES:
+        raise StorageError(f"{field}: cannot read {name}: it is longer than {MOST_BYTES >> 20} MiB; give a shorter text")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise StorageError(f"{field}: cannot read {name}: line {line} is not UTF-8 (byte 0x{data[error.start]:02x})") from error
+
+
+def parse_json(field: str, where: str, text: str) -> Any:  # noqa: ANN401 - whatever the text holds
+    """What a JSON text holds; `where` is its file and line.
+
+    Raises:
+        InputError: it is not JSON, holds NaN, an infinite number or a lone surrogate, or is nested too deeply.
+    """
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        if "\\u" in text:  # the only way for a surrogate to get in
+            check_text(field, json.dumps(value, ensure_ascii=False))
+    except InputError as error:
+        raise InputError(field, where, f"holds a text that cannot be encoded: {error.remedy}") from error
+    except RecursionError:
+        raise InputError(field, where, "not JSON that can be read: it is nested too deeply") from None
+    except ValueError as error:
+        raise InputError(field, where, f"not JSON: {error}") from error
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large for a number")
+    return value
+
+
+def read_json(field: str, path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
+    """What a file of JSON holds.
+
+    Raises:
+        StorageError: the file cannot be read, or is not JSON (`parse_json`).
+    """
+    try:
+        return parse_json(field, str(path), read_text(field, path))
+    except InputError as error:
+        raise StorageError(f"{field}: cannot read {path}: {error.remedy}") from error
+
+
+def to_json(value: object, indent: int | None = None) -> str:
+    """`value` as JSON; numbers that are NaN or infinite become null, and what JSON does not know its text."""
+    return json.dumps(_finite_only(value), default=str, indent=indent, allow_nan=False)
+
+
+def _finite_only(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite_only(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite_only(item) for item in value]
+    return value
+
+
+def check_readable(field: str, path: Path) -> None:
+    """Refuse a file that could not be read later.
+
+    Raises:
+        StorageError: names the field.
+    """
+    try:
+        if not path.exists():
+            raise StorageError(f"{field}: cannot read {path}: there is no such file")
+        if path.is_dir() or not os.access(path, os.R_OK):
+            raise StorageError(f"{field}: cannot read {path}: it is {'a folder' if path.is_dir() else 'protected'}")
+    except ValueError as error:  # a NUL in the path
+        raise StorageError(f"{field}: cannot read {path!r}: {error}") from error
+
+
+def check_folder(folder: Path) -> None:
+    """Make a folder that a result will go to, and try it: minutes of work must not end in nothing.
+
+    Raises:
+        StorageError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        raise StorageError(f"cannot write to {folder}: {error}") from error
+
+
+def check_file(field: str, path: Path) -> None:
+    """Refuse a file that could not be written later.
+
+    Raises:
+        StorageError: names the field: the file is a folder or protected, or its folder is not there or cannot be written.
+    """
+    try:
+        if "\0" in str(path):
+            raise StorageError(f"{field}: cannot write {str(path)!r}: a path cannot hold the character NUL")
+        if path.is_dir():
+            raise StorageError(f"{field}: cannot write {path}: it is a folder; name a file")
+        if path.exists():
+            writable = os.access(path, os.W_OK)
+        else:
+            with tempfile.TemporaryFile(dir=path.parent):
+                writable = True
+    except StorageError:
+        raise
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{field}: cannot write {path}: {error}") from error
+    if not writable:
+        raise StorageError(f"{field}: cannot write {path}: it is protected")

@@ -1,0 +1,59 @@
+"""A folder in which something is written before it takes its final name, and the removal of those whose writer was killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows: what a killed writer leaves stays there
+    fcntl = None  # type: ignore[assignment]
+
+
+@contextmanager
+def writing_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A fresh folder in `parent` whose name begins with `prefix`, removed at the end unless it was given another name.
+
+    A writer holds a lock on its folder, so folders of the same prefix that nobody locks are left from writers that were killed: they
+    are removed first.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    _remove_left(parent, prefix)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=prefix, ignore_cleanup_errors=True) as name:
+        lock = _lock(Path(name))
+        try:
+            yield Path(name)
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def _remove_left(parent: Path, prefix: str) -> None:
+    for folder in [path for path in parent.iterdir() if path.name.startswith(prefix) and path.is_dir() and not path.is_symlink()]:
+        lock = _lock(folder)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """An open file that locks the folder; None where another process has locked it or its file system cannot lock."""
+    if fcntl is None:
+        return None
+    with suppress(OSError):
+        file = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            return None
+        return file
+    return None

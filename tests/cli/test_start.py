@@ -1,0 +1,145 @@
+"""How the command begins and ends: signals, closed pipes, full disks, the version. Processes are few: torch takes seconds."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import foretoken as package
+from foretoken.cli import start
+from foretoken.cli.app import run
+from foretoken.engine.llm import LLM
+from tests.cli.conftest import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def process(*arguments: str, first: Path | None = None, **options: object) -> subprocess.CompletedProcess[bytes]:
+    """`python -m foretoken`, or `python -c`; modules of the folder `first` win."""
+    path = os.pathsep.join([*([str(first)] if first else []), str(ROOT)])
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.run([sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path}, check=False, timeout=120, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def test_the_version_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    done = process("-m", "foretoken", "--version", first=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"foretoken {package.__version__}\n".encode(), b"")
+
+
+def test_the_version_is_that_of_the_package(foretoken: Run) -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == package.__version__
+    done = foretoken("--version", "generate")
+    assert (done.code, done.out) == (0, f"foretoken {package.__version__}\n")
+
+
+def test_c3_ctrl_c_during_the_imports_is_quiet(tmp_path: Path) -> None:
+    """A stand-in for torch whose import is interrupted, as a user would."""
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    for arguments in (("-m", "foretoken", "models"), ("-c", "from foretoken.cli import main; main()", "models")):
+        done = process(*arguments, first=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
+
+
+def test_c3_an_ignored_ctrl_c_stays_ignored(tmp_path: Path) -> None:
+    """A shell starts background jobs so."""
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise SystemExit(7)\n")
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from foretoken.cli import main; main()"
+    assert process("-c", code, "models", first=tmp_path).returncode == 7
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129)])
+def test_l3_a_signal_leaves_nothing_behind(tmp_path: Path, name: str, code: int) -> None:
+    """The signal comes while `widen` (SIGTERM) or `demo` (SIGHUP) writes a model."""
+    script = (
+        "import os, signal, foretoken.bench.widen as widen\n"
+        f"widen._write = lambda weights, plan, folder, *_: (open(folder / 'half', 'w').close(), os.kill(os.getpid(), signal.{name}))\n"
+        "from foretoken.cli import main; main()"
+    )
+    arguments = ("widen", "--to", "25m", "--out", str(tmp_path / "wide")) if name == "SIGTERM" else ("demo",)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (code, b""), done.stderr
+    assert done.stderr.endswith(f"stopped by {name}\n".encode())
+    assert b"Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_c4_a_closed_pipe_is_quiet() -> None:
+    """`foretoken models | head -0`: what a shell reports of any program that its reader left."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = process("-m", "foretoken", "models", stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (start.CLOSED_PIPE, b"")
+
+
+def test_c4_a_full_disk_is_4() -> None:
+    with open("/dev/full", "wb") as full:
+        done = process("-m", "foretoken", "--version", stdout=full)
+    assert (done.returncode, done.stderr) == (4, b"error: cannot write the output: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "message"), [(errno.ENOSPC, 4, "error: cannot write the output: No space left on device\n"), (errno.EPIPE, 141, "")]
+)
+@pytest.mark.parametrize("arguments", [("models",), ("models", "--json"), ("config", "show"), ("generate", "--prompt", "x", "--max-tokens", "2")])
+def test_c4_whoever_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, code: int, message: str, arguments: tuple[str, ...]
+) -> None:
+    """Tables, JSON, streamed text: each ends the same way where standard output cannot be written."""
+
+    class Broken:
+        encoding, errors = "utf-8", "strict"
+
+        def write(self, text: str) -> int:
+            raise OSError(number, os.strerror(number))
+
+        def flush(self) -> None:
+            raise OSError(number, os.strerror(number))
+
+        def isatty(self) -> bool:
+            return False
+
+        def fileno(self) -> int:
+            return os.open(os.devnull, os.O_WRONLY)
+
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    monkeypatch.setattr(sys, "stdout", Broken())
+    found = run(list(arguments))
+    err = capsys.readouterr().err
+    assert (found, "Traceback" in err) == (code, False)
+    assert err.removeprefix("loading reference:target\n") == message
+
+
+def test_c4_a_full_disk_under_the_trace_is_4(foretoken: Run) -> None:
+    done = foretoken("generate", "--prompt", "x", "--max-tokens", 2, "--trace", "/dev/full")
+    assert (done.code, "Traceback" in done.err) == (4, False)
+    assert "cannot write the trace /dev/full" in done.err
+
+
+def test_an_error_of_a_file_is_4_and_names_it(foretoken: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "weights.bin")
+
+    monkeypatch.setattr(LLM, "generate", fails)
+    done = foretoken("generate", "--prompt", "x")
+    assert done.code == 4
+    assert "weights.bin" in done.err
+
+
+def test_terminated_carries_the_exit_code_of_a_shell() -> None:
+    stop = start.Terminated(signal.SIGTERM)
+    assert (stop.code, stop.exit_code, stop.signal_name) == (143, 143, "SIGTERM")
