@@ -15,10 +15,10 @@ from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Uniforms, Verdi
 from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup
 from foretoken.engine.accounts import charge, gain
-from foretoken.engine.controller import Controller, DraftPlan
+from foretoken.engine.controller import Controller
 from foretoken.engine.emission import emit, fail, note_prompt
 from foretoken.engine.intake import Intake
-from foretoken.engine.recovery import Faults, engine_error, plan_alone, recover
+from foretoken.engine.recovery import Faults, engine_error, plans_of, recover
 from foretoken.engine.request import RequestState
 from foretoken.engine.runner import Runner, TargetOutput, race_rows
 from foretoken.engine.scheduler import Scheduler
@@ -47,11 +47,11 @@ class Engine:
     ) -> None:
         self.target, self.drafters = target, drafters
         self.runner, self.controller = Runner(target), Controller(drafters.look, routing)
-        self.scheduler = Scheduler(target, limits or SchedulerConfig(), self._plan)
-        self.intake = Intake(target, tokenizer, target.eos_token_ids if eos_token_ids is None else eos_token_ids)
-        self.states: dict[int, RequestState] = {}
         self.stats = EngineStats()
         self.faults = Faults(self.stats)
+        self.scheduler = Scheduler(target, limits or SchedulerConfig(), plans_of(self.controller, self.faults))
+        self.intake = Intake(target, tokenizer, target.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self.states: dict[int, RequestState] = {}
         self.watchers: list[Watcher] = []
         self._ids = itertools.count()
         self.clock = StepClock()
@@ -160,14 +160,6 @@ class Engine:
         leaving, self._leaving = self._leaving, []
         for request_id in leaving:
             self.abort(request_id)
-
-    def _plan(self, states: Sequence[RequestState]) -> Sequence[DraftPlan]:
-        """The controller's plans; where it raises, none of its guesses."""
-        try:
-            return self.controller.plan(states)
-        except Exception as error:  # noqa: BLE001 - plain decoding needs no controller
-            self.faults.tell("the controller", error, "this step makes no guesses that are left to it")
-            return [plan_alone(state) for state in states]
 
     def _schedule(self) -> Batch:
         self.clock = StepClock(began=time.perf_counter())

@@ -15,7 +15,17 @@ from foretoken.core import StepOutput
 from foretoken.draft.group import DrafterGroup, arm_keys, own_drafters
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.engine import Engine
-from foretoken.engine.intake import Prompt, as_prompt, as_prompts, check_limits, check_model_options, check_routing, check_share, check_spec, check_types
+from foretoken.engine.intake import (
+    Prompt,
+    as_prompt,
+    as_prompts,
+    check_limits,
+    check_model_options,
+    check_routing,
+    check_share,
+    check_spec,
+    check_types,
+)
 from foretoken.engine.known_costs import KnownCosts, check_mode, know_costs
 from foretoken.engine.output import GenerateOutput, collect, each_answer
 from foretoken.engine.request import RequestState
@@ -262,10 +272,13 @@ class LLM:
         wanted = own_drafters(spec)
         if all(key in self._drafters.drafters for key in wanted):
             return
+        with self._turns.lock:
+            self._check_open()
+            factory = self._factory  # gone when this is closed
         with self._loading:
             for key, own in wanted.items():
                 if key not in self._drafters.drafters:
-                    made = self._factory.make(own)
+                    made = factory.make(own)
                     with self._turns.lock:  # between two steps, which go through all drafters
                         self._check_open()
                         self._drafters.drafters[key] = made
@@ -306,6 +319,9 @@ class LLM:
 
     def _submit(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> RequestState:
         self.prepare(spec)
+        return self._queue(prompt, params, spec)
+
+    def _queue(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> RequestState:
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         with self._turns.lock:
             return self.engine.submit(ids, params, spec)
@@ -327,7 +343,7 @@ class LLM:
             try:
                 for prompt, one_params, one_spec in zip(prompts, params, specs, strict=True):
                     for one in each_answer(one_params):
-                        states.append(self._submit(prompt, one, one_spec))
+                        states.append(self._queue(prompt, one, one_spec))
                         if inbox is not None:
                             self._inboxes[states[-1].request_id] = inbox
             except BaseException:

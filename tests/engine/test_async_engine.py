@@ -172,7 +172,9 @@ def test_bad_input_reaches_who_asked_and_nobody_else(engine: AsyncEngine, alone:
     assert good.result().token_ids == alone[0]
 
 
-def test_a_step_that_breaks_down_once_costs_nobody_his_answer(engine: AsyncEngine, alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_breaks_down_once_costs_nobody_his_answer(
+    engine: AsyncEngine, alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward, calls = engine.llm.target.forward, []
 
     def broken(*arguments: object) -> object:

@@ -79,7 +79,10 @@ def run(llm: LLM, specs: list[SpecConfig], way: str) -> list[GenerateOutput]:
     with AsyncEngine(llm) as engine:
         tickets = [engine.submit(p, one, s) for p, one, s in zip(PROMPTS, PARAMS, specs, strict=True)]
         outputs = [ticket.result() for ticket in tickets]
-        assert all(out.error is not None or tuple(t for piece in ticket for t in piece.token_ids) == out.token_ids for ticket, out in zip(tickets, outputs, strict=True))
+        assert all(
+            out.error is not None or tuple(t for piece in ticket for t in piece.token_ids) == out.token_ids
+            for ticket, out in zip(tickets, outputs, strict=True)
+        )
         return outputs
 
 
@@ -108,7 +111,9 @@ def test_one_fault_changes_no_answer(
     check_idle(llm)
 
 
-@pytest.mark.parametrize(("name", "when"), [("ngram", "guess"), ("ngram", "propose"), ("ngram", "commit"), ("draft_model", "propose"), ("draft_model", "commit")])
+@pytest.mark.parametrize(
+    ("name", "when"), [("ngram", "guess"), ("ngram", "propose"), ("ngram", "commit"), ("draft_model", "propose"), ("draft_model", "commit")]
+)
 def test_one_fault_of_a_drafter_changes_no_answer(
     llm: LLM, specs: list[SpecConfig], undisturbed: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, name: str, when: str
 ) -> None:
@@ -145,7 +150,9 @@ def test_who_breaks_every_step_fails_alone(
     check_idle(llm)
 
 
-def test_a_target_that_is_broken_for_good_fails_everybody_and_nothing_stays(llm: LLM, specs: list[SpecConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_is_broken_for_good_fails_everybody_and_nothing_stays(
+    llm: LLM, specs: list[SpecConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for path in ("target.forward", "target.open"):
         with monkeypatch.context() as patch:
             inject(patch, llm, path, once=False)
@@ -252,9 +259,7 @@ def test_an_interrupt_of_one_costs_nobody_else(
 
 @pytest.mark.parametrize("named", ["begin", "round", "end", "between_steps"])
 @pytest.mark.parametrize("way", ["generate", "tickets"])
-def test_l1_a_watcher_that_raises_is_taken_off(
-    llm: LLM, specs: list[SpecConfig], undisturbed: list[tuple[int, ...]], named: str, way: str
-) -> None:
+def test_l1_a_watcher_that_raises_is_taken_off(llm: LLM, specs: list[SpecConfig], undisturbed: list[tuple[int, ...]], named: str, way: str) -> None:
     broken, sound = Broken(named), Broken()
     llm.engine.watchers += [broken, sound]
     try:

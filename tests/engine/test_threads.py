@@ -170,7 +170,9 @@ def test_l1_a_trace_on_a_full_disk_costs_no_answer(pair: SimpleNamespace, alone:
         check_idle(llm)
 
 
-def test_a_trace_that_cannot_be_opened_is_refused_before_the_model_is_loaded(pair: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_that_cannot_be_opened_is_refused_before_the_model_is_loaded(
+    pair: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("foretoken.engine.llm.open_model", Fault(lambda *_: None))
     for path in (tmp_path / "no" / "t.jsonl", tmp_path, "a\0b"):
         with pytest.raises(StorageError, match="cannot write the trace"):
@@ -208,7 +210,7 @@ def test_c6_every_use_of_a_closed_llm_says_so(pair: SimpleNamespace) -> None:
         lambda: AsyncEngine(llm),
     ]
     for use in uses:
-        with pytest.raises(InputError, match="llm=.*: was closed; open it again"):
+        with pytest.raises(InputError, match=r"llm=.*: was closed; open it again"):
             use()
     with llm:
         pass

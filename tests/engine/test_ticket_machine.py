@@ -29,7 +29,16 @@ SPECS = [SpecConfig(), SpecConfig("ngram"), SpecConfig("ngram", num_draft=2)]
 # Every call of the engine in turn. A `finish` that does nothing and raises would keep what it holds: it raises when it is done.
 CALLS = [
     *("_schedule", "_propose", "_forward", "_verify", "_commit", "_observe", "_emit", "controller.plan", "controller.observe", "intake.admit"),
-    *("scheduler.schedule", "target.open", "target.adopt", "target.forward", "target.commit", "drafters.start", "drafters.propose", "drafters.commit"),
+    *(
+        "scheduler.schedule",
+        "target.open",
+        "target.adopt",
+        "target.forward",
+        "target.commit",
+        "drafters.start",
+        "drafters.propose",
+        "drafters.commit",
+    ),
     *("drafter.start", "drafter.guess", "drafter.propose", "drafter.commit"),
 ]
 ENDINGS = ["drafter.finish", "controller.finish", "target.close", "release"]
@@ -160,9 +169,7 @@ def llm(pair: SimpleNamespace) -> Iterator[LLM]:
 
 def test_any_use_with_any_fault(llm: LLM) -> None:
     TicketMachine.llm = llm
-    TicketMachine.alone = {
-        (p, k): llm.generate([prompt], params)[0].token_ids for p, prompt in enumerate(PROMPTS) for k, params in enumerate(PARAMS)
-    }
+    TicketMachine.alone = {(p, k): llm.generate([prompt], params)[0].token_ids for p, prompt in enumerate(PROMPTS) for k, params in enumerate(PARAMS)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*injected", UserWarning)
         run_state_machine_as_test(TicketMachine, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))
