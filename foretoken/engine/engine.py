@@ -81,7 +81,10 @@ class Engine:
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._end_step()
+            self._is_stepping = False
+        for request_id in self._leaving:
+            self.abort(request_id)
+        self._leaving.clear()
         return self.take_outputs()
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, spec: SpecConfig) -> RequestState:
@@ -155,12 +158,6 @@ class Engine:
         with self.faults.contained("a drafter", refused), suppress(KeyError):  # not every drafter need have begun
             self.drafters.finish(state.request)
 
-    def _end_step(self) -> None:
-        self._is_stepping = False
-        leaving, self._leaving = self._leaving, []
-        for request_id in leaving:
-            self.abort(request_id)
-
     def _schedule(self) -> Batch:
         self.clock = StepClock(began=time.perf_counter())
         try:
@@ -218,8 +215,10 @@ class Engine:
     def _observe(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
         """Let the controller learn from the step, and share out the time it took."""
         clock, spent_s, states = self.clock, self.drafters.spent_s, [self.states[entry.request.request_id] for entry in batch.entries]
-        with self.faults.contained("the controller", "it learns nothing from this step"):
+        try:
             self.controller.observe(batch, draft, target.probs, verdict, spent_s, clock.target_s + clock.rule_s, self.drafters.num_read_tokens)
+        except Exception as error:  # noqa: BLE001 - answers do not depend on it
+            self.faults.tell("the controller", error, "it learns nothing from this step")
         for entry, state in zip(batch.entries, states, strict=True):
             if not state.stats.started:
                 self._count_start(state, entry)
@@ -253,7 +252,8 @@ class Engine:
             if state.finish_reason is not None:
                 self.release(state)
         self._book()
-        self.faults.watch(self.watchers, lambda watcher: watcher.between_steps())
+        if self.watchers:
+            self.faults.watch(self.watchers, lambda watcher: watcher.between_steps())
 
     def _book(self) -> None:
         """Add the step's phases to the totals; the drafting is there already, charged to the requests."""

@@ -165,7 +165,7 @@ class LLM:
         if on_step is not None and not callable(on_step):
             raise InputError("on_step", on_step, "give a function that takes a list of StepOutput, or leave it out")
         engine, states, inbox = self.engine, list[RequestState](), deque[StepOutput]()
-        with self._turns.present():
+        with self._turns:
             try:
                 self._submit_all(batch, each_params, each_spec, states, inbox if on_step is not None else None)
                 while not self._advance(states):
@@ -200,7 +200,7 @@ class LLM:
     def step(self) -> list[StepOutput]:
         """One step of the engine; what it gave to open streams waits in their inboxes, whoever asked for the step."""
         self._check_free()
-        with self._turns.present():
+        with self._turns:
             with self._turns.lock:
                 outputs = self._step()
             self._turns.pause()
@@ -258,7 +258,7 @@ class LLM:
         self._check_free()
         one = as_prompt(prompt)
         check_types(params, spec)
-        with self._turns.present():
+        with self._turns:
             return self._submit(one, params, spec)
 
     def prepare(self, spec: SpecConfig) -> None:
@@ -357,7 +357,7 @@ class LLM:
         try:
             self._submit_all([prompt], [params], [spec], states, inbox)
             while True:
-                with self._turns.present():
+                with self._turns:
                     is_over = not inbox and self._advance(states)
                     self._turns.pause()
                 for output in _taken(inbox):
