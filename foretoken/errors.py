@@ -10,7 +10,7 @@ ForetokenError                      exit code
 |  |- MismatchError                 3   target and draft (or tokenizer) do not belong together
 |- CapacityError (RuntimeError)     1   out of KV blocks
 |  |- OverloadedError               1   the queue is full: come again later
-|- EngineError (RuntimeError)       1   a step broke down: what ran in it failed, the engine goes on
+|- EngineError (RuntimeError)       1   something raised inside the engine: the request fails, the engine goes on
 |- DraftError (RuntimeError)        1   a drafter broke its contract: its guesses are dropped, the request goes on
 |  |- DraftTimeout                  1   it took longer than it may
 |- NumericsError (RuntimeError)     1   NaN or infinite logits: the request fails, the engine goes on
@@ -77,7 +77,7 @@ class OverloadedError(CapacityError):
 
 
 class EngineError(ForetokenError, RuntimeError):
-    """A step of the engine broke down; the requests that ran in it are lost, others are not."""
+    """Something raised inside the engine and a request cannot go on without it; `__cause__` is what was raised. Other requests go on."""
 
 
 class DraftError(ForetokenError, RuntimeError):

@@ -149,6 +149,7 @@ class Race:
         self.ends: Counter[str] = Counter()
         self.num_issued = self.num_engines = 0
         self.failures: list[BaseException] = []
+        self.counting = threading.Lock()
 
     def run(self) -> None:
         while self.num_issued < self.num_tickets:
@@ -205,9 +206,9 @@ class Race:
         held.clear()
 
     def count(self, counts: Counter[str]) -> None:
-        with threading.Lock():
+        with self.counting:
             self.ends.update(counts)
-        self.num_issued += sum(number for name, number in counts.items() if name != "overloaded")
+            self.num_issued += sum(number for name, number in counts.items() if name != "overloaded")
 
 
 async def settle_in_coroutines(held: list[Ticket]) -> None:

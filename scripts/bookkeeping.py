@@ -77,6 +77,9 @@ def measure(llm: LLM, setting: str, draft: str, num_requests: int, num_steps: in
     states = [llm.submit(prompt, params, spec) for prompt in prompts]
     while not all(state.origins for state in states):
         llm.step()
+        for state in states:
+            if state.error is not None:
+                raise state.error
     for _ in range(_WARM_UP_STEPS):
         llm.step()
     engine, before = llm.engine, llm.stats

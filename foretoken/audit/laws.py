@@ -40,8 +40,9 @@ def rules_to_check(session: Session) -> list[str]:
 def check_law(session: Session, temperature: float, rule: str, number: int, count: int) -> list[Check]:
     """Sampled answers of one temperature and rule, check `number` of `count`: the chance of failure is shared out evenly."""
     options = session.options
-    spec = replace(options.spec, rule=rule)
-    where = f"temperature {temperature:g}, {'plain' if spec.drafter is None else spec.drafter}, rule {rule}"
+    plain = SpecConfig("ngram", num_draft=0, tenant=options.spec.tenant)  # guesses nothing, but a rule can be named
+    spec = replace(plain if options.spec.drafter is None else options.spec, rule=rule)
+    where = f"temperature {temperature:g}, {options.spec.drafter or 'plain'}, rule {rule}"
     evidence = _evidence(session, temperature, spec, options.seed + number * options.num_prompts)
     lossy = rule in LOSSY_RULES
     possible: Result = "fail" if evidence.num_impossible else "pass"

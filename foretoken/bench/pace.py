@@ -25,4 +25,6 @@ def pace_s(llm: Serving, clock: Clock) -> float:
             took_s.append(clock.now() - began_s)
     finally:
         llm.engine.abort(state.request_id)
+    if state.error is not None:
+        raise state.error
     return median(took_s[_FIRST:])

@@ -25,6 +25,7 @@ from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import Batch, Draft, Request, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.group import drafter_key
+from foretoken.engine.request import RequestState
 from foretoken.errors import InputError
 from foretoken.plan.policy import MOST_NUM_DRAFT
 
@@ -256,16 +257,25 @@ def _run(stage: Stage, script: ScriptedDrafter, setting: BatchSetting, batch: in
     try:
         while not all(state.origins for state in states):
             engine.step()
+            _check_alive(states)
         for chosen in script.chosen.values():
             chosen.clear()  # the prompt's own round is none of the script's
         while len(seconds) < num_steps and all(state.finish_reason is None for state in states):
             began = time.perf_counter()
             engine.step()
             seconds.append(time.perf_counter() - began)
+        _check_alive(states)
     finally:
         for state in states:
             engine.abort(state.request_id)
     return seconds
+
+
+def _check_alive(states: Sequence[RequestState]) -> None:
+    """Raise the error of a request that failed: a run that lost requests measures nothing."""
+    for state in states:
+        if state.error is not None:
+            raise state.error
 
 
 def _stand_in(stage: Stage, spec: SpecConfig, script: ScriptedDrafter) -> None:

@@ -160,6 +160,8 @@ def _measure(
                 pair = (plain, speculative)
                 answers[name] = pair
                 for way, output in enumerate(pair):
+                    if output.error is not None:
+                        raise output.error
                     tokens[way] += output.stats.num_emitted - 1
                     seconds[way] += output.stats.decode_s
             for way in (0, 1):

@@ -15,10 +15,10 @@ from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Uniforms, Verdi
 from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup
 from foretoken.engine.accounts import charge, gain
-from foretoken.engine.controller import Controller, DraftPlan
+from foretoken.engine.controller import Controller
 from foretoken.engine.emission import emit, fail, note_prompt
 from foretoken.engine.intake import Intake
-from foretoken.engine.recovery import Faults, engine_error, plan_alone, recover
+from foretoken.engine.recovery import Faults, engine_error, plans_of, recover
 from foretoken.engine.request import RequestState
 from foretoken.engine.runner import Runner, TargetOutput, race_rows
 from foretoken.engine.scheduler import Scheduler
@@ -47,11 +47,11 @@ class Engine:
     ) -> None:
         self.target, self.drafters = target, drafters
         self.runner, self.controller = Runner(target), Controller(drafters.look, routing, drafters.serves)
-        self.scheduler = Scheduler(target, limits or SchedulerConfig(), self._plan)
-        self.intake = Intake(target, tokenizer, target.eos_token_ids if eos_token_ids is None else eos_token_ids)
-        self.states: dict[int, RequestState] = {}
         self.stats = EngineStats()
         self.faults = Faults(self.stats)
+        self.scheduler = Scheduler(target, limits or SchedulerConfig(), plans_of(self.controller, self.faults))
+        self.intake = Intake(target, tokenizer, target.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self.states: dict[int, RequestState] = {}
         self.watchers: list[Watcher] = []
         self._ids = itertools.count()
         self.clock = StepClock()
@@ -81,7 +81,10 @@ class Engine:
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._end_step()
+            self._is_stepping = False
+        for request_id in self._leaving:
+            self.abort(request_id)
+        self._leaving.clear()
         return self.take_outputs()
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, spec: SpecConfig) -> RequestState:
@@ -155,20 +158,6 @@ class Engine:
         with self.faults.contained("a drafter", refused), suppress(KeyError):  # not every drafter need have begun
             self.drafters.finish(state.request)
 
-    def _end_step(self) -> None:
-        self._is_stepping = False
-        leaving, self._leaving = self._leaving, []
-        for request_id in leaving:
-            self.abort(request_id)
-
-    def _plan(self, states: Sequence[RequestState]) -> Sequence[DraftPlan]:
-        """The controller's plans; where it raises, none of its guesses."""
-        try:
-            return self.controller.plan(states)
-        except Exception as error:  # noqa: BLE001 - plain decoding needs no controller
-            self.faults.tell("the controller", error, "this step makes no guesses that are left to it")
-            return [plan_alone(state) for state in states]
-
     def _schedule(self) -> Batch:
         self.clock = StepClock(began=time.perf_counter())
         try:
@@ -227,8 +216,10 @@ class Engine:
         """Let the controller learn from the step, and share out the time it took."""
         clock, spent_s, states = self.clock, self.drafters.spent_s, [self.states[entry.request.request_id] for entry in batch.entries]
         self._count_failures()
-        with self.faults.contained("the controller", "it learns nothing from this step"):
+        try:
             self.controller.observe(batch, draft, target.probs, verdict, spent_s, clock.target_s + clock.rule_s, self.drafters.num_read_tokens)
+        except Exception as error:  # noqa: BLE001 - answers do not depend on it
+            self.faults.tell("the controller", error, "it learns nothing from this step")
         for entry, state in zip(batch.entries, states, strict=True):
             if not state.stats.started:
                 self._count_start(state, entry)
@@ -262,7 +253,8 @@ class Engine:
             if state.finish_reason is not None:
                 self.release(state)
         self._book()
-        self.faults.watch(self.watchers, lambda watcher: watcher.between_steps())
+        if self.watchers:
+            self.faults.watch(self.watchers, lambda watcher: watcher.between_steps())
 
     def _book(self) -> None:
         """Add the step's phases to the totals; the drafting is there already, charged to the requests."""

@@ -166,7 +166,7 @@ class LLM:
         if on_step is not None and not callable(on_step):
             raise InputError("on_step", on_step, "give a function that takes a list of StepOutput, or leave it out")
         engine, states, inbox = self.engine, list[RequestState](), deque[StepOutput]()
-        with self._turns.present():
+        with self._turns:
             try:
                 self._submit_all(batch, each_params, each_spec, states, inbox if on_step is not None else None)
                 while not self._advance(states):
@@ -201,7 +201,7 @@ class LLM:
     def step(self) -> list[StepOutput]:
         """One step of the engine; what it gave to open streams waits in their inboxes, whoever asked for the step."""
         self._check_free()
-        with self._turns.present():
+        with self._turns:
             with self._turns.lock:
                 outputs = self._step()
             self._turns.pause()
@@ -271,7 +271,7 @@ class LLM:
         self._check_free()
         one = as_prompt(prompt)
         check_types(params, spec)
-        with self._turns.present():
+        with self._turns:
             return self._submit(one, params, spec)
 
     def prepare(self, spec: SpecConfig) -> None:
@@ -285,10 +285,13 @@ class LLM:
         wanted = own_drafters(spec)
         if all(key in self._drafters.drafters for key in wanted):
             return
+        with self._turns.lock:
+            self._check_open()
+            factory = self._factory  # gone when this is closed
         with self._loading:
             for key, own in wanted.items():
                 if key not in self._drafters.drafters:
-                    made = self._factory.make(own)
+                    made = factory.make(own)
                     with self._turns.lock:  # between two steps, which go through all drafters
                         self._check_open()
                         self._drafters.add(key, made, limit_of(own))
@@ -329,6 +332,9 @@ class LLM:
 
     def _submit(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> RequestState:
         self.prepare(spec)
+        return self._queue(prompt, params, spec)
+
+    def _queue(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> RequestState:
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         with self._turns.lock:
             return self.engine.submit(ids, params, spec)
@@ -350,7 +356,7 @@ class LLM:
             try:
                 for prompt, one_params, one_spec in zip(prompts, params, specs, strict=True):
                     for one in each_answer(one_params):
-                        states.append(self._submit(prompt, one, one_spec))
+                        states.append(self._queue(prompt, one, one_spec))
                         if inbox is not None:
                             self._inboxes[states[-1].request_id] = inbox
             except BaseException:
@@ -364,7 +370,7 @@ class LLM:
         try:
             self._submit_all([prompt], [params], [spec], states, inbox)
             while True:
-                with self._turns.present():
+                with self._turns:
                     is_over = not inbox and self._advance(states)
                     self._turns.pause()
                 for output in _taken(inbox):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 _PAUSE_S = 1e-4  # long enough for another thread to take a lock that is free
 
@@ -13,27 +12,25 @@ _PAUSE_S = 1e-4  # long enough for another thread to take a lock that is free
 class Turns:
     """`lock` is held while the engine is used: for one step, one submission. The same thread may take it again.
 
-    A lock that is released goes to the thread that is running, so a thread that takes it in a loop calls `pause` in between.
+    A lock that is released goes to the thread that is running, so threads that take it again and again enter the turns for as long as they
+    do so (`with turns`), and `pause` in between.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._present: set[int] = set()
+        self._entered: dict[int, int] = {}  # how often, by thread
 
-    @contextmanager
-    def present(self) -> Iterator[None]:
-        """For as long as a thread is about to take the lock, once or again and again."""
+    def __enter__(self) -> None:
         mine = threading.get_ident()
-        if mine in self._present:
-            yield
-            return
-        self._present.add(mine)
-        try:
-            yield
-        finally:
-            self._present.discard(mine)
+        self._entered[mine] = self._entered.get(mine, 0) + 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        mine = threading.get_ident()
+        self._entered[mine] -= 1
+        if not self._entered[mine]:
+            del self._entered[mine]
 
     def pause(self) -> None:
-        """Let the other threads that are present go first; costs nothing where there are none."""
-        if len(self._present) > 1:
+        """Let the other threads that have entered go first; costs nothing where there are none."""
+        if len(self._entered) > 1:
             time.sleep(_PAUSE_S)

@@ -202,7 +202,7 @@ def test_a_failing_request_fails_the_replay(pair: SimpleNamespace) -> None:
             return real(*arguments)
 
         llm.target.forward = forward  # type: ignore[method-assign]
-        with pytest.warns(UserWarning, match="RuntimeError: broke"), pytest.raises(EngineError, match="of the replay failed: .*: broke"):
+        with pytest.warns(UserWarning, match="RuntimeError: broke"), pytest.raises(EngineError, match=r"of the replay failed: .*: broke"):
             replay(llm, [Job(0.0, 4, 9)] * 2, [[1, 2, 3, 4]] * 2, [SpecConfig()] * 2, "plain")
         assert not llm.engine.has_work
         assert not llm.engine.watchers

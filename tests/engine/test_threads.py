@@ -210,7 +210,7 @@ def test_c6_every_use_of_a_closed_llm_says_so(pair: SimpleNamespace) -> None:
         lambda: AsyncEngine(llm),
     ]
     for use in uses:
-        with pytest.raises(InputError, match="llm=.*: was closed; open it again"):
+        with pytest.raises(InputError, match=r"llm=.*: was closed; open it again"):
             use()
     with llm:
         pass

@@ -160,15 +160,13 @@ def test_a_failed_request_has_an_answer_and_its_pieces_end_with_the_error(
 ) -> None:
     monkeypatch.setattr(engine.llm.target, "forward", Fault(engine.llm.target.forward, nth=4, once=False))
     with pytest.warns(UserWarning, match="injected"):
-        ticket = engine.submit(PROMPTS[0], GREEDY)
-        answer = ticket.result()
+        answer = (ticket := engine.submit(PROMPTS[0], GREEDY)).result()
     assert (answer.finish_reason, answer.token_ids) == ("error", alone[0][:3])
     assert isinstance(answer.error, EngineError)
     for _ in range(2):
-        pieces = []
+        pieces: list[StepOutput] = []
         with pytest.raises(EngineError, match="injected"):
-            for piece in ticket:
-                pieces.append(piece)
+            pieces.extend(ticket)
         assert ids_of(pieces) == alone[0][:3]
     assert asyncio.run(ticket.wait()) is answer
     wait_until_idle_again(engine, monkeypatch)
@@ -187,8 +185,8 @@ def test_h2_a_trace_on_a_full_disk_ends_and_answers_go_on(pair: SimpleNamespace,
     with LLM(pair.target, dtype="float32", cache_tokens=1024, profile="off", trace=FULL) as llm, AsyncEngine(llm) as engine:
         assert llm.trace_error is None
         with pytest.warns(UserWarning, match="the watcher Trace raised StorageError: cannot write the trace /dev/full: .*it is taken off") as told:
-            tickets = [engine.submit(PROMPTS[i], GREEDY) for i in range(3)]
-            assert [ticket.result().token_ids for ticket in tickets] == alone[:3]
+            answers = [ticket.result().token_ids for ticket in [engine.submit(PROMPTS[i], GREEDY) for i in range(3)]]
+        assert answers == alone[:3]
         assert len(told) == 1
         assert isinstance(llm.trace_error, StorageError)
         assert llm.stats.num_faults == 1
@@ -214,7 +212,7 @@ def test_h2_whatever_raises_in_the_thread_every_ticket_ends(llm: LLM, monkeypatc
         assert len(broken) == 4
         engine._thread.join(60)
         assert not engine._thread.is_alive()
-        with pytest.raises(EngineError, match="the engine's thread has broken down, .*: Interrupt") as caught:
+        with pytest.raises(EngineError, match=r"the engine's thread has broken down, .*: Interrupt") as caught:
             engine.submit(PROMPTS[0], GREEDY)
         assert isinstance(caught.value.__cause__, Interrupt)
     else:
@@ -351,7 +349,7 @@ def test_only_the_engine_runs_requests_while_it_is_open(llm: LLM, engine: AsyncE
         llm.step,
         llm.drain_shadow,
     ):
-        with pytest.raises(InputError, match="llm=.* is served by an AsyncEngine: submit to that, or close it first"):
+        with pytest.raises(InputError, match=r"llm=.* is served by an AsyncEngine: submit to that, or close it first"):
             use()
     with pytest.raises(InputError, match="is served by another AsyncEngine"):
         AsyncEngine(llm)
