@@ -25,6 +25,7 @@ from foretoken.plan.rounds import Record, Records, chain
 from foretoken.plan.setting import Limits, Setting
 from foretoken.plan.simulate import simulate
 from tests.helpers.checkpoints import token_ids
+from tests.helpers.faults import Fault
 from tests.plan.test_simulate import CURVED, UNIT, Guesser, Real, mixed_jobs
 
 
@@ -193,16 +194,8 @@ def test_a_replay_begins_with_a_controller_that_knows_nothing(pair: SimpleNamesp
 def test_a_failing_request_fails_the_replay(pair: SimpleNamespace) -> None:
     """The others are dropped, and nothing stays behind in the engine."""
     with LLM(pair.target, dtype="float32") as llm:
-        real, calls = llm.target.forward, []
-
-        def forward(*arguments: object) -> object:
-            calls.append(1)
-            if len(calls) >= 3:
-                raise RuntimeError("broke")
-            return real(*arguments)
-
-        llm.target.forward = forward  # type: ignore[method-assign]
-        with pytest.warns(UserWarning, match="RuntimeError: broke"), pytest.raises(EngineError, match=r"of the replay failed: .*: broke"):
+        llm.target.forward = Fault(llm.target.forward, nth=3, once=False)  # type: ignore[method-assign]
+        with pytest.warns(UserWarning, match="Injected: injected"), pytest.raises(EngineError, match=r"of the replay failed: .*: injected"):
             replay(llm, [Job(0.0, 4, 9)] * 2, [[1, 2, 3, 4]] * 2, [SpecConfig()] * 2, "plain")
         assert not llm.engine.has_work
         assert not llm.engine.watchers

@@ -13,6 +13,7 @@ import pytest
 from foretoken import LLM, AsyncEngine, InputError, OverloadedError, SamplingParams, SpecConfig
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import token_ids
+from tests.helpers.faults import Fault
 
 PROMPTS = [token_ids(3 + i, seed=i) * (1 + i % 3) for i in range(12)]
 SPECS = [SpecConfig(), SpecConfig("ngram"), SpecConfig("suffix", num_draft=5), SpecConfig("recycling", num_draft=4)]
@@ -175,17 +176,9 @@ def test_bad_input_reaches_who_asked_and_nobody_else(engine: AsyncEngine, alone:
 def test_a_step_that_breaks_down_once_costs_nobody_his_answer(
     engine: AsyncEngine, alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, calls = engine.llm.target.forward, []
-
-    def broken(*arguments: object) -> object:
-        calls.append(1)
-        if len(calls) == 5:
-            raise MemoryError("none left")
-        return forward(*arguments)
-
-    monkeypatch.setattr(engine.llm.target, "forward", broken)
+    monkeypatch.setattr(engine.llm.target, "forward", Fault(engine.llm.target.forward, nth=5, kind=MemoryError))
     tickets = [engine.submit(PROMPTS[i], GREEDY) for i in range(8)]  # four run, four wait
-    with pytest.warns(UserWarning, match="a step of the engine raised MemoryError: none left; its requests run again, one by one"):
+    with pytest.warns(UserWarning, match="a step of the engine raised MemoryError: injected; its requests run again, one by one"):
         outputs = [ticket.result() for ticket in tickets]
     assert [out.token_ids for out in outputs] == alone[:8]
     assert engine.submit(PROMPTS[0], GREEDY).result().token_ids == alone[0]

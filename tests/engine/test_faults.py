@@ -14,7 +14,7 @@ from foretoken import LLM, AsyncEngine, EngineError, GenerateOutput, SamplingPar
 from foretoken.core import StepOutput
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import token_ids
-from tests.helpers.faults import Broken, Fault, Injected, Interrupt
+from tests.helpers.faults import Broken, Fault, Injected, Interrupt, expect
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*injected:UserWarning")
 
@@ -135,6 +135,7 @@ def test_who_breaks_every_step_fails_alone(
 
     def poisoned(batch: Any, *others: Any) -> Any:
         if any(entry.request.prompt_ids == tuple(PROMPTS[2]) and len(entry.request.prompt_ids) < entry.round_start for entry in batch.entries):
+            expect("poison")
             raise Injected("injected poison")
         return call(batch, *others)
 
@@ -294,6 +295,7 @@ def test_a_watcher_may_leave_requests_but_not_run_steps(llm: LLM, undisturbed: l
             llm.step()
 
     llm.engine.watchers += [Leaving(), Stepping()]
+    expect("a step in a step")
     try:
         with pytest.warns(UserWarning, match="watcher Stepping raised EngineError: a step was asked for while one runs"):
             first, second = llm.generate(PROMPTS[:2], [GREEDY, SEEDED])

@@ -15,7 +15,7 @@ from foretoken import LLM, AsyncEngine, InputError, SamplingParams, SpecConfig, 
 from foretoken.core import StepOutput
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import token_ids
-from tests.helpers.faults import Fault, Injected
+from tests.helpers.faults import Fault, Injected, expect
 
 PROMPTS = [token_ids(3 + i, seed=i) for i in range(8)]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -163,6 +163,7 @@ def test_loading_a_drafter_in_one_thread_disturbs_no_step_in_another(llm: LLM, p
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 def test_l1_a_trace_on_a_full_disk_costs_no_answer(pair: SimpleNamespace, alone: list[tuple[int, ...]]) -> None:
     with LLM(pair.target, dtype="float32", cache_tokens=1024, profile="off", trace=FULL) as llm:
+        expect("the disk is full")
         with pytest.warns(UserWarning, match="the watcher Trace raised StorageError: cannot write the trace /dev/full"):
             outputs = llm.generate(PROMPTS, GREEDY)
         assert [out.token_ids for out in outputs] == alone

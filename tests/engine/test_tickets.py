@@ -17,7 +17,7 @@ from foretoken.core import StepOutput
 from tests.engine.test_async_engine import Paced, wait_until_idle
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import token_ids
-from tests.helpers.faults import Broken, Fault, Injected, Interrupt
+from tests.helpers.faults import Broken, Fault, Injected, Interrupt, expect
 
 PROMPTS = [token_ids(3 + i, seed=i) for i in range(6)]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -184,6 +184,7 @@ def wait_until_idle_again(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) 
 def test_h2_a_trace_on_a_full_disk_ends_and_answers_go_on(pair: SimpleNamespace, alone: list[tuple[int, ...]]) -> None:
     with LLM(pair.target, dtype="float32", cache_tokens=1024, profile="off", trace=FULL) as llm, AsyncEngine(llm) as engine:
         assert llm.trace_error is None
+        expect("the disk is full")
         with pytest.warns(UserWarning, match="the watcher Trace raised StorageError: cannot write the trace /dev/full: .*it is taken off") as told:
             answers = [ticket.result().token_ids for ticket in [engine.submit(PROMPTS[i], GREEDY) for i in range(3)]]
         assert answers == alone[:3]

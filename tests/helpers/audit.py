@@ -20,9 +20,11 @@ from foretoken.draft.suffix import SuffixDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.llm import LLM
 from foretoken.model.paged import PagedModel
+from tests.helpers import faults
 from tests.helpers.scripted import ScriptedModel
 
 _seen: weakref.WeakSet[Any] = weakref.WeakSet()
+_num_faults: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # those that were looked at
 
 # What a drafter still keeps, by request; a new drafter adds a line.
 KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
@@ -75,8 +77,12 @@ def open_sequences(model: object) -> list[int]:
 
 
 def check_all() -> None:
-    """Every model conserves its blocks; every idle engine holds nothing."""
+    """Every model conserves its blocks; every idle engine holds nothing; no engine has contained a fault that no test injected."""
+    told = faults.were_raised()
     for thing in list(_seen):
+        if isinstance(thing, Engine):
+            before, _num_faults[thing] = _num_faults.get(thing, 0), thing.stats.num_faults
+            assert told or thing.stats.num_faults == before, "something raised inside the engine, see the warnings"
         if isinstance(thing, PagedModel):
             thing.check()
         elif not thing.states:

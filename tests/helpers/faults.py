@@ -5,6 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+_raised: list[str] = []  # since the last `were_raised`
+
+
+def expect(what: str) -> None:
+    """This test makes something raise inside an engine in a way of its own."""
+    _raised.append(what)
+
+
+def were_raised() -> bool:
+    """Whether a test has injected or expected faults since this was last asked."""
+    found = bool(_raised)
+    _raised.clear()
+    return found
+
 
 class Injected(RuntimeError):
     """The fault of a test."""
@@ -24,12 +38,10 @@ class Fault:
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         self.num_calls += 1
         is_due = self.num_calls == self.nth or (not self.once and self.num_calls > self.nth)
-        if is_due and not self.after:
-            self.num_raised += 1
-            raise self.kind("injected")
-        result = self.call(*arguments, **options)
+        result = None if is_due and not self.after else self.call(*arguments, **options)
         if is_due:
             self.num_raised += 1
+            _raised.append(str(self.call))
             raise self.kind("injected")
         return result
 
@@ -42,6 +54,7 @@ class Broken:
 
     def _call(self, name: str) -> None:
         if name in self.named:
+            _raised.append(name)
             raise self.kind(f"injected into {name}")
 
     def begin(self, state: object) -> None:
