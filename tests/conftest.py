@@ -18,6 +18,7 @@ from foretoken.draft.failures import DrafterFailures
 from foretoken.engine import intake
 from tests.helpers import audit
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
+from tests.helpers.faults import Injected
 
 torch.set_num_threads(1)  # tiny matrices: a second thread costs more than it brings
 audit.watch()
@@ -75,7 +76,8 @@ def sound_drafters(request: pytest.FixtureRequest) -> Iterator[None]:
     """The engine goes on without a drafter that fails: what a test of ours would have shown as an exception must show here."""
     failed = request.getfixturevalue("failed_drafters")
     yield
-    assert not failed or "failed_drafters" in request.node.fixturenames, failed
+    by_accident = [one for one in failed if Injected.__name__ not in one]
+    assert not by_accident or "failed_drafters" in request.node.fixturenames, by_accident
 
 
 @pytest.fixture(scope="session")
