@@ -34,7 +34,8 @@ from torch import Tensor
 from foretoken.bench.widen_plan import Plan, plan
 from foretoken.errors import InputError, StorageError
 from foretoken.model.architecture import ModelConfig, config_to_hf
-from foretoken.model.loader import INDEX, WEIGHTS, Weights, copy_tokenizer, parse_dtype, read_config
+from foretoken.model.loader import copy_tokenizer, parse_dtype, read_config
+from foretoken.model.weights import INDEX, WEIGHTS, Weights
 
 SHARD_BYTES = 1 << 30
 _POOL = (1 << 21) + 7  # random numbers; odd, so that they do not line up with the rows of a matrix

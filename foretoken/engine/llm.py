@@ -20,7 +20,7 @@ from foretoken.engine.request import RequestState
 from foretoken.engine.shadow import Shadow
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.trace import Trace
-from foretoken.errors import InputError
+from foretoken.errors import InputError, MismatchError
 from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.model.open import model_folder, open_model
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
@@ -158,8 +158,19 @@ class LLM:
         self._shadow.drain()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text` under the target's tokenizer."""
-        return self._text_tokenizer("prompt", text).encode(text)
+        """Token ids of `text` under the target's tokenizer.
+
+        Raises:
+            InputError: the folder has no tokenizer.
+            MismatchError: the tokenizer writes a token that the model does not have.
+        """
+        tokenizer = self._text_tokenizer("prompt", text)
+        ids = tokenizer.encode(text)
+        beyond = next((token for token in ids if token >= self.target.vocab_size), None)
+        if beyond is not None:
+            token, size = tokenizer.token(beyond), self.target.vocab_size
+            raise MismatchError(f"the tokenizer in {self.folder} writes token {beyond} ({token!r}), and the model's vocabulary ends at {size - 1}")
+        return ids
 
     def close(self) -> None:
         """Drop every request and the models. The object cannot be used afterwards; closing again does nothing."""

@@ -9,16 +9,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretoken.errors import CapacityError
+
 _CACHE_LINE = 64
 
 
 class KVPool:
-    """`keys` and `values`: one `[G, S, K]` tensor per layer (G key/value heads, S slots, K head_dim)."""
+    """`keys` and `values`: one `[G, S, K]` tensor per layer (G key/value heads, S slots, K head_dim).
+
+    Raises:
+        CapacityError: no memory for them.
+    """
 
     def __init__(self, num_layers: int, num_kv_heads: int, num_slots: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (num_kv_heads, num_slots, head_dim)
-        self.keys = [_zeros(shape, dtype, device) for _ in range(num_layers)]  # each [G, S, K]
-        self.values = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        try:
+            self.keys = [_zeros(shape, dtype, device) for _ in range(num_layers)]  # each [G, S, K]
+            self.values = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            size = num_slots * bytes_per_token(num_layers, num_kv_heads, head_dim, dtype)
+            raise CapacityError(f"no memory for a cache of {num_slots:,} tokens ({size / 2**30:,.1f} GiB); give a smaller cache_tokens") from error
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store `key` and `value` [T, G, K] in `slots` [T]."""

@@ -7,10 +7,11 @@ encoder-only and encoder-decoder families are refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.model.fields import Fields, shown
 
 NATIVE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -47,6 +48,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
 }
 
+_MOST_CONTEXT_TOKENS = 2**24  # the last position that the float32 arithmetic of rotary embeddings, here and in transformers, can count to
+_MOST_LAYERS = 100_000  # bounds what is made for each of them before the number is compared with the files
 # The original length that transformers assumes where config.json names none.
 _LONGROPE_TRAINED_TOKENS = {"phi3": 4096, "phi4_multimodal": 4096}
 
@@ -115,40 +118,48 @@ class ModelConfig:
         return attention + 3 * self.hidden_size * self.intermediate_size + bias + norms
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Translate a parsed `config.json`.
+def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+    """Translate a parsed `config.json`; `where` names it in errors.
 
     Raises:
         UnsupportedModelError: not a causal decoder, or one that only `model/hf.py` can run.
-        CheckpointError: a required key is missing or has the wrong type.
+        CheckpointError: a required key is missing, or a value has the wrong type or is out of bounds.
     """
-    model_type = check_causal(raw)
+    model_type = check_causal(raw, where)
     if model_type not in NATIVE_MODEL_TYPES:
-        raise UnsupportedModelError(f"model_type={model_type!r} has no native decoder (native: {', '.join(NATIVE_MODEL_TYPES)})")
-    if raw.get("quantization_config"):
-        method = dict(raw["quantization_config"]).get("quant_method", "unknown")
-        raise UnsupportedModelError(f"quantization_config (quant_method={method!r}): take the checkpoint's float16 or bfloat16 version")
-    try:
-        return _native_config(model_type, _DEFAULTS[model_type] | dict(raw))
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, UnsupportedModelError | CheckpointError):
-            raise
-        raise CheckpointError(f"config.json of a {model_type!r} model is incomplete or malformed: {error!r}") from error
+        raise UnsupportedModelError(f"model_type={shown(model_type)} has no native decoder (native: {', '.join(NATIVE_MODEL_TYPES)})")
+    fields = Fields(_DEFAULTS[model_type] | dict(raw), where)
+    quantised = fields.fields("quantization_config")
+    if quantised is not None and quantised.raw:
+        method = quantised.text("quant_method", "unknown")
+        raise UnsupportedModelError(f"quantization_config (quant_method={shown(method)}): take the checkpoint's float16 or bfloat16 version")
+    part = next((key for key in ("per_layer_config", "text_config") if fields.has(key)), None)
+    if part is not None:
+        raise UnsupportedModelError(f"{part} has no native implementation")
+    return _native_config(model_type, fields)
 
 
-def check_causal(raw: Mapping[str, Any]) -> str:
-    """Return `model_type`, or refuse by name a family that cannot continue text."""
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str):
-        raise CheckpointError("config.json has no 'model_type': this is not a Hugging Face model folder")
-    architectures = raw.get("architectures") or []
+def check_causal(raw: Mapping[str, Any], where: str = "config.json") -> str:
+    """Return `model_type`, or refuse by name a family that cannot continue text.
+
+    Raises:
+        UnsupportedModelError: not a causal decoder.
+        CheckpointError: a value of the wrong type.
+    """
+    fields = Fields(raw, where)
+    model_type = fields.text("model_type")
+    if model_type is None:
+        raise CheckpointError(f"{where} has no 'model_type': this is not a Hugging Face model folder")
+    architectures = fields.texts("architectures") or ()
     # An encoder family may have been trained as a decoder; whether it reads only what came before is then tried out (`trial`).
-    decoder = raw.get("is_decoder") is True or any("CausalLM" in str(name) for name in architectures)
+    decoder = raw.get("is_decoder") is True or any("CausalLM" in name for name in architectures)
     if model_type in _NOT_CAUSAL and not decoder:
         kind = _NOT_CAUSAL[model_type]
         raise UnsupportedModelError(f"model_type={model_type!r} is {kind}: foretoken runs decoder-only causal language models")
     if raw.get("is_encoder_decoder"):
-        raise UnsupportedModelError(f"model_type={model_type!r} is encoder-decoder: foretoken runs decoder-only causal language models")
+        raise UnsupportedModelError(f"model_type={shown(model_type)} is encoder-decoder: foretoken runs decoder-only causal language models")
+    if fields.has("transformers_weights"):
+        raise UnsupportedModelError(f"{where}: transformers_weights={shown(raw['transformers_weights'])} names weights of its own, not read here")
     return model_type
 
 
@@ -159,7 +170,7 @@ def rope_context_cap(raw: Mapping[str, Any]) -> int | None:
     scaling the frequencies switch once a sequence is longer than a trained length. Keys that are in the cache by then keep their old
     rotation, so that an answer would depend on which tokens ran together: no two ways of running it agree beyond that length.
     """
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling")
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
     if not isinstance(scaling, Mapping):
         return None
     nested = [value for value in scaling.values() if isinstance(value, Mapping)]  # one entry per layer type
@@ -181,85 +192,121 @@ def _switching_length(raw: Mapping[str, Any], scaling: Mapping[str, Any]) -> int
     return min((length for length in lengths if isinstance(length, int) and length > 0), default=None)
 
 
-def _native_config(model_type: str, raw: Mapping[str, Any]) -> ModelConfig:
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise UnsupportedModelError(f"hidden_act={raw['hidden_act']!r} of a {model_type!r} model: the native decoder has silu only")
-    hidden, heads, layers = int(raw["hidden_size"]), int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
-    kv_heads = int(raw.get("num_key_value_heads") or heads)
+def _native_config(model_type: str, fields: Fields) -> ModelConfig:
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModelError(f"hidden_act={shown(activation)} of a {model_type!r} model: the native decoder has silu only")
+    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    layers = fields.whole("num_hidden_layers", most=_MOST_LAYERS)
+    kv_heads = fields.whole_or("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise CheckpointError(f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+        raise CheckpointError(f"{fields.where}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+    head_dim = fields.whole_or("head_dim", hidden // heads)
+    if head_dim % 2 or not head_dim:
+        raise CheckpointError(f"{fields.where}: head_dim={head_dim} must be even and positive, because rotary embeddings turn pairs of channels")
     # Mistral and Qwen2 ignore the key in transformers; Qwen2 always has biases on q, k, v.
-    attention_bias = bool(raw.get("attention_bias", False)) and model_type in ("llama", "qwen3")
-    eos = raw.get("eos_token_id")
+    attention_bias = fields.flag("attention_bias") and model_type in ("llama", "qwen3")
+    vocab_size = fields.whole("vocab_size")
     return ModelConfig(
         model_type=model_type,
-        vocab_size=int(raw["vocab_size"]),
+        vocab_size=vocab_size,
         hidden_size=hidden,
-        intermediate_size=int(raw["intermediate_size"]),
+        intermediate_size=fields.whole("intermediate_size"),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=int(raw.get("head_dim") or hidden // heads),
-        max_context_tokens=int(raw["max_position_embeddings"]),
-        rope=_rope_config(raw),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        head_dim=head_dim,
+        max_context_tokens=fields.whole("max_position_embeddings", most=_MOST_CONTEXT_TOKENS),
+        rope=_rope_config(fields),
+        norm_eps=fields.number_or("rms_norm_eps", 1e-6, zero=True),
         qkv_bias=model_type == "qwen2" or attention_bias,
         o_bias=attention_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)) and model_type == "llama",
+        mlp_bias=fields.flag("mlp_bias") and model_type == "llama",
         qk_norm=model_type == "qwen3",
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        sliding_window=_sliding_window(model_type, raw, layers),
-        bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
+        sliding_window=_sliding_window(model_type, fields, layers),
+        bos_token_id=fields.whole("bos_token_id", least=0, most=vocab_size - 1) if fields.has("bos_token_id") else None,
+        eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
+        dtype=fields.text("dtype") or fields.text("torch_dtype") or "float32",
     )
 
 
-def _sliding_window(model_type: str, raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """One window per layer: Mistral everywhere, Qwen by `layer_types` or `max_window_layers`."""
-    window = raw.get("sliding_window")
-    if model_type == "llama" or not window:
+def _sliding_window(model_type: str, fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """One window per layer: `layer_types` where the family reads it, else Mistral everywhere and Qwen from `max_window_layers` on."""
+    types = _layer_types(fields, layers)
+    if model_type == "llama":  # the family reads none of it
         return ()
-    if model_type == "mistral":  # transformers ignores `layer_types` here
-        return (int(window),) * layers
-    if not raw.get("use_sliding_window", False):
-        return ()
-    types = raw.get("layer_types")
+    # transformers runs a Mistral with `layer_types` as Ministral, which reads the list; Qwen has a switch on top.
+    windowed = model_type == "mistral" or fields.flag("use_sliding_window")
+    given = fields.whole("sliding_window") if fields.has("sliding_window") else None
+    window = given if windowed else None
+    first = 0 if model_type == "mistral" else fields.whole("max_window_layers", least=0)
     if types is None:
-        first = int(raw["max_window_layers"])
-        types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    elif len(types) < layers:
-        raise CheckpointError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
-    windows = tuple(int(window) if kind == "sliding_attention" else None for kind in types[:layers])
-    return windows if any(windows) else ()
+        return () if window is None else _windows([window if layer >= first else None for layer in range(layers)])
+    if window is None and "sliding_attention" in types:
+        switch = "" if model_type == "mistral" else " or use_sliding_window is false"
+        raise CheckpointError(f"{fields.where}: layer_types has sliding_attention, but sliding_window is null{switch}")
+    return _windows([window if kind == "sliding_attention" else None for kind in types])
 
 
-def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
-    """Read either spelling: `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (4)."""
-    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
-    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+def _windows(windows: list[int | None]) -> tuple[int | None, ...]:
+    return tuple(windows) if any(windows) else ()
+
+
+def _layer_types(fields: Fields, layers: int) -> tuple[str, ...] | None:
+    types = fields.texts("layer_types")
+    if types is None:
+        return None
+    if len(types) != layers:
+        raise CheckpointError(f"{fields.where}: layer_types has {len(types)} entries for num_hidden_layers={layers:,}")
+    other = next((kind for kind in types if kind not in ("full_attention", "sliding_attention")), None)
+    if other is not None:
+        raise UnsupportedModelError(f"layer_types with {shown(other)} has no native implementation")
+    return types
+
+
+def _rope_config(fields: Fields) -> RopeConfig:
+    """Read either spelling, with the precedence of transformers 5: `rope_scaling` (4) before `rope_parameters` (5), then `rope_theta`."""
+    named = (found for key in ("rope_scaling", "rope_parameters") if (found := fields.fields(key)) is not None and found.raw)
+    scaling = next(named, Fields({}, fields.where))
+    if any(isinstance(value, Mapping) or key.endswith("_attention") for key, value in scaling.raw.items()):
+        raise UnsupportedModelError("rope parameters by layer type have no native implementation")
+    kind = scaling.text("rope_type") or scaling.text("type") or "default"
     if kind not in ("default", "linear", "dynamic", "yarn", "llama3"):
-        raise UnsupportedModelError(f"rope_type={kind!r} has no native implementation")
-    if float(raw.get("partial_rotary_factor") or scaling.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise UnsupportedModelError(f"rope_type={shown(kind)} has no native implementation")
+    if any(source.number_or("partial_rotary_factor", 1.0) != 1.0 for source in (fields, scaling)):
         raise UnsupportedModelError("partial_rotary_factor other than 1 has no native implementation")
-    original = scaling.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
-    trained = int(raw["max_position_embeddings"])
-    factor = scaling.get("factor")
-    if factor is None and kind == "yarn" and original:
-        factor = trained / int(original)
-    optional = {key: float(scaling[key]) for key in ("attention_factor", "mscale", "mscale_all_dim") if scaling.get(key) is not None}
-    return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=float(factor or 1.0),
-        original_max_tokens=int(original or trained),
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        truncate=bool(scaling.get("truncate", True)),
-        **optional,
+    # A base of 1 turns all channels alike, and YaRN divides by its logarithm.
+    theta = scaling.number("rope_theta", above=1.0) if scaling.has("rope_theta") else fields.number_or("rope_theta", 10_000.0, above=1.0)
+    trained = fields.whole("max_position_embeddings", most=_MOST_CONTEXT_TOKENS)
+    outer = next((source for source in (fields, scaling) if source.has("original_max_position_embeddings")), None)
+    original = trained if outer is None else outer.whole("original_max_position_embeddings", most=_MOST_CONTEXT_TOKENS)
+    rope = RopeConfig(theta=theta, kind=kind, original_max_tokens=original)
+    if kind == "default":
+        return rope
+    if kind == "yarn" and "factor" in scaling.raw and not scaling.has("factor"):
+        rope = replace(rope, factor=trained / original)
+    else:
+        rope = replace(rope, factor=scaling.number("factor"))
+    if kind == "llama3":
+        return replace(rope, low_freq_factor=scaling.number("low_freq_factor"), high_freq_factor=scaling.number("high_freq_factor"))
+    if kind == "yarn":
+        return _yarn_config(rope, scaling)
+    return rope
+
+
+def _yarn_config(rope: RopeConfig, scaling: Fields) -> RopeConfig:
+    def optional(key: str) -> float | None:
+        return scaling.number(key, zero=True) if scaling.has(key) else None
+
+    return replace(
+        rope,
+        beta_fast=optional("beta_fast") or 32.0,  # transformers takes 0 as unset too
+        beta_slow=optional("beta_slow") or 1.0,
+        attention_factor=optional("attention_factor"),
+        mscale=optional("mscale"),
+        mscale_all_dim=optional("mscale_all_dim"),
+        truncate=scaling.flag("truncate", default="truncate" not in scaling.raw),
     )
 
 
@@ -304,5 +351,6 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         raw["sliding_window"] = next(window for window in config.sliding_window if window is not None)
         if config.model_type.startswith("qwen"):
             raw["use_sliding_window"] = True
+        if None in config.sliding_window or config.model_type != "mistral":
             raw["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in config.sliding_window]
     return raw

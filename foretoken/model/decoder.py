@@ -114,7 +114,7 @@ class Decoder(nn.Module):
 
     @property
     def rotary(self) -> RotaryTable:
-        """cos and sin table, built on first use in the weights' own dtype and device."""
+        """cos and sin table in the weights' own dtype and device; it grows with the positions that are used."""
         if self._rotary is None:
             weight = self.norm.weight
             self._rotary = RotaryTable(self.config, weight.device, weight.dtype)

@@ -11,12 +11,15 @@ import torch
 
 from foretoken.errors import InputError, UnsupportedModelError
 from foretoken.kv.pool import bytes_per_token
-from foretoken.model.architecture import ModelConfig
+from foretoken.model.architecture import ModelConfig, rope_context_cap
+from foretoken.model.fields import Fields, shown
 from foretoken.model.layers import can_pack
-from foretoken.model.loader import Weights, parse_dtype, read_raw_config
+from foretoken.model.loader import parse_dtype, read_raw_config, stored_dtype
 from foretoken.model.open import native_config
 from foretoken.model.paged import DEFAULT_BLOCK_SIZE
 from foretoken.model.quant import check_quant, matrix_bytes, table_bytes
+from foretoken.model.rope import TABLE_BLOCK
+from foretoken.model.weights import HEAD, Weights
 from foretoken.plan.memory import ModelShape
 
 _UNBOUNDED_CONTEXT_TOKENS = 131_072  # of families that name none
@@ -25,6 +28,7 @@ _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers"),
     "num_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "vocab_size": ("vocab_size",),
     "context": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
 }
 
@@ -41,7 +45,7 @@ def shape_of(folder: Path, name: str, dtype: str = "auto", device: str = "cpu", 
     """
     config, stored = native_config(folder), Weights(folder)
     raw = read_raw_config(folder)
-    kind = parse_dtype(dtype, _stored_dtype(raw, stored))
+    kind = parse_dtype(dtype, stored_dtype(raw, stored, str(folder / "config.json")))
     if weights != "auto":
         check_quant(weights, kind, torch.device(device))
         if config is None:
@@ -49,7 +53,7 @@ def shape_of(folder: Path, name: str, dtype: str = "auto", device: str = "cpu", 
     if config is None:
         return _foreign_shape(name, raw, stored, kind)
     packs = device == "cpu" and kind == torch.bfloat16 and can_pack() and weights == "auto"
-    numbers = sum(math.prod(stored.shape(tensor)) for tensor in stored.own_names if not (config.tie_embeddings and tensor == "lm_head.weight"))
+    numbers = sum(math.prod(stored.shape(tensor)) for tensor in stored.own_names if not (config.tie_embeddings and tensor == HEAD))
     if config.tie_embeddings and packs:
         numbers += config.vocab_size * config.hidden_size  # the packed head is a second copy of the table
     quantised_bytes = 0
@@ -58,14 +62,15 @@ def shape_of(folder: Path, name: str, dtype: str = "auto", device: str = "cpu", 
         numbers -= sum(rows * width for rows, width in matrices) + config.vocab_size * config.hidden_size
         quantised_bytes = sum(matrix_bytes(weights, rows, width, kind.itemsize) for rows, width in matrices)
         quantised_bytes += table_bytes(config.vocab_size, config.hidden_size, kind.itemsize)
-    numbers += 2 * config.max_context_tokens * config.head_dim  # cos and sin
+    numbers += 2 * min(config.max_context_tokens, TABLE_BLOCK) * config.head_dim  # cos and sin of short sequences
     return ModelShape(
         name=name,
         weight_bytes=numbers * kind.itemsize + quantised_bytes,
         kv_bytes_per_token=bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, kind),
         row_bytes=_row_numbers(config) * kind.itemsize,
         mask_bytes=config.num_heads // config.num_kv_heads * kind.itemsize + 2 * kind.itemsize + 2,
-        gather_bytes=bytes_per_token(1, config.num_kv_heads, config.head_dim, kind),
+        # Tables of cos and sin grow with the longest sequence.
+        gather_bytes=bytes_per_token(1, config.num_kv_heads, config.head_dim, kind) + 2 * config.head_dim * kind.itemsize,
         vocab_size=config.vocab_size,
         itemsize=kind.itemsize,
         max_context_tokens=config.max_context_tokens,
@@ -87,24 +92,19 @@ def _row_numbers(config: ModelConfig) -> int:
     return 4 * config.hidden_size + max(attention, 5 * config.intermediate_size)
 
 
-def _stored_dtype(raw: Mapping[str, Any], weights: Weights) -> torch.dtype:
-    """What config.json says, or else how the first tensor is stored."""
-    named = str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
-    return weights.dtype(weights.names[0]) if named in ("", "auto") else parse_dtype(named)
-
-
 def _foreign_shape(name: str, raw: Mapping[str, Any], weights: Weights, kind: torch.dtype) -> ModelShape:
     """Of a model that runs through transformers: the usual cache of keys and values, nothing rounded to blocks."""
-    text: Mapping[str, Any] = raw.get("text_config") or raw
-    sizes = {key: next((int(text[other]) for other in names if text.get(other)), 0) for key, names in _NAMES.items()}
-    missing = [key for key in ("hidden_size", "num_layers", "num_heads") if not sizes[key]]
-    vocab_size = int(text.get("vocab_size") or 0)
-    if missing or not vocab_size:
-        what = missing[0] if missing else "vocab_size"
-        raise UnsupportedModelError(f"{name}: config.json of a {raw.get('model_type')!r} model names no {what}, so that its cache cannot be planned")
-    heads = sizes["num_heads"]
-    groups = int(text.get("num_key_value_heads") or heads)
-    size = int(text.get("head_dim") or sizes["hidden_size"] // heads)
+    whole = Fields(raw, f"{name}: config.json")
+    text = whole.fields("text_config") or whole
+    sizes = {key: next((text.whole(other) for other in names if text.has(other)), 0) for key, names in _NAMES.items()}
+    missing = next((key for key in ("hidden_size", "num_layers", "num_heads", "vocab_size") if not sizes[key]), None)
+    if missing is not None:
+        family = shown(raw.get("model_type"))
+        raise UnsupportedModelError(f"{name}: config.json of a {family} model names no {missing}, so that its cache cannot be planned")
+    heads, vocab_size = sizes["num_heads"], sizes["vocab_size"]
+    groups = text.whole_or("num_key_value_heads", heads)
+    size = text.whole_or("head_dim", sizes["hidden_size"] // heads)
+    context = sizes["context"] or _UNBOUNDED_CONTEXT_TOKENS
     return ModelShape(
         name=name,
         weight_bytes=sum(math.prod(weights.shape(tensor)) for tensor in weights.names) * kind.itemsize,
@@ -114,6 +114,6 @@ def _foreign_shape(name: str, raw: Mapping[str, Any], weights: Weights, kind: to
         gather_bytes=2 * heads * size * kind.itemsize,  # keys and values repeated for every query head
         vocab_size=vocab_size,
         itemsize=kind.itemsize,
-        max_context_tokens=sizes["context"] or _UNBOUNDED_CONTEXT_TOKENS,
+        max_context_tokens=min(context, rope_context_cap(text.raw) or context),
         block_tokens=1,
     )

@@ -18,12 +18,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from foretoken.errors import CapacityError, CheckpointError, UnsupportedModelError
+from foretoken.errors import CapacityError, CheckpointError, ModelError, UnsupportedModelError
 from foretoken.model.architecture import check_causal, rope_context_cap
+from foretoken.model.hf_size import check_counts, check_size
 from foretoken.model.interface import ForwardOutput, Segment
-from foretoken.model.loader import WEIGHTS, Weights, parse_dtype, read_raw_config
+from foretoken.model.loader import parse_dtype, read_raw_config
 from foretoken.model.quiet import quiet_transformers
 from foretoken.model.trial import Findings, try_out
+from foretoken.model.weights import WEIGHTS, Weights
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
 # Recurrent models have no longest sequence of their own; a bound keeps the bookkeeping finite.
@@ -252,7 +254,8 @@ def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: t
     if model_type not in CONFIG_MAPPING:
         code = "; it needs code from its own repository (auto_map), which is never run" if raw.get("auto_map") else ""
         raise UnsupportedModelError(f"model_type={model_type!r} is unknown to foretoken and to this version of transformers{code}")
-    weights = Weights(folder)  # names the broken or missing file before transformers builds anything
+    weights, where = Weights(folder), str(folder / "config.json")  # names the broken or missing file before transformers builds anything
+    check_counts(raw, weights, where)
     wanted = "auto" if dtype == "auto" else parse_dtype(dtype)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -264,6 +267,7 @@ def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: t
             raise UnsupportedModelError(
                 f"model_type={model_type!r} hashes at random which tokens attend to each other: its answers cannot be repeated"
             )
+        check_size(config, weights, where)
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -274,9 +278,9 @@ def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: t
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # named below
         )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError, AttributeError) as error:  # quantised ones need their own packages
-        if isinstance(error, UnsupportedModelError):
-            raise
+    except ModelError:
+        raise
+    except Exception as error:  # whatever a foreign configuration makes a foreign library raise; quantised ones need their own packages
         said = " ".join(" ".join(reports).split())
         raise CheckpointError(f"transformers cannot load the {model_type!r} model in {folder}: {error}{f' ({said})' if said else ''}") from error
     _check_report(weights, model, report)

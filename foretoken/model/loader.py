@@ -12,22 +12,23 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from foretoken.errors import CheckpointError, InputError, ModelError, StorageError
 from foretoken.model.architecture import ModelConfig, config_from_hf, config_to_hf
 from foretoken.model.decoder import Decoder, DecoderLayer
+from foretoken.model.fields import Fields, check_links, read_json
 from foretoken.model.layers import Embedding, Linear, RMSNorm
 from foretoken.model.quant import Quantiser, check_quant
+from foretoken.model.weights import EMBEDDING, HEAD, INDEX, WEIGHTS, Weights
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -44,11 +45,7 @@ TOKENIZER_FILES = (
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
 _HUB_SKIPPED = ["consolidated*", "original/*"]  # the same weights once more, in their maker's own layout
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# Tables that old checkpoints carry and every implementation computes afresh.
-_HARMLESS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias|position_ids)$")
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
-_STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
 def resolve_folder(path_or_hub_id: str | Path, revision: str | None = None) -> Path:
@@ -81,157 +78,42 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
     """Return the parsed `config.json`, with the end-of-text ids of `generation_config.json`, which take precedence.
 
     Raises:
-        CheckpointError: missing, unreadable or not a JSON object.
+        CheckpointError: missing, unreadable or not a JSON object; token ids that are none; a file that is a link out of the folder.
     """
-    raw = _read_json(folder / "config.json")
+    check_links(folder)
+    raw = read_json(folder / "config.json")
+    fields = Fields(raw, str(folder / "config.json"))
+    size = raw.get("vocab_size")
+    vocab_size = size if isinstance(size, int) and size > 0 else None  # models of several parts have it elsewhere
+    fields.token_ids("eos_token_id", vocab_size)
     generation = folder / "generation_config.json"
-    if generation.exists() and (eos := _read_json(generation).get("eos_token_id")) is not None:
-        raw["eos_token_id"] = eos
+    if generation.exists():
+        own = Fields(read_json(generation), str(generation))
+        if own.token_ids("eos_token_id", vocab_size):
+            raw["eos_token_id"] = own.raw["eos_token_id"]
     return raw
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """Return the configuration of a checkpoint that the native decoder can run.
+def read_checkpoint(folder: Path) -> tuple[ModelConfig, Weights]:
+    """The configuration of a checkpoint that the native decoder can run, and its tensors, compared with each other.
+
+    A head of its own beside `tie_word_embeddings` is used, as transformers does, unless it equals the embedding bit for bit.
 
     Raises:
-        CheckpointError: missing or malformed.
+        CheckpointError: a file is missing or malformed, or the tensors are not those of the model that config.json describes.
         UnsupportedModelError: not a causal decoder, or none that the native decoder knows.
     """
-    return config_from_hf(read_raw_config(folder))
+    config = config_from_hf(read_raw_config(folder), str(folder / "config.json"))
+    weights = Weights(folder)
+    weights.check(config)
+    if config.tie_embeddings and HEAD in weights and not weights.equal(HEAD, EMBEDDING):
+        config = replace(config, tie_embeddings=False)
+    return config, weights
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing: this is not a Hugging Face model folder") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}); download it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds {type(content).__name__}, not a JSON object")
-    return content
-
-
-class Weights:
-    """The tensors of a checkpoint folder by name, whole files and shards alike; nothing is read until asked for.
-
-    Raises:
-        CheckpointError: no safetensors, a missing shard, or a truncated or corrupt file.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._file_of: dict[str, Path] = {}
-        self._about: dict[str, tuple[tuple[int, ...], str]] = {}
-        for file in self._files():
-            with _opened(file) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a dict
-                    view = tensors.get_slice(name)
-                    self._file_of[name], self._about[name] = file, (tuple(view.get_shape()), str(view.get_dtype()))
-        self._check_index()
-
-    def _files(self) -> list[Path]:
-        if (self.folder / INDEX).exists():
-            self._index = dict(_read_json(self.folder / INDEX).get("weight_map") or {})
-            files = [self.folder / name for name in sorted(set(self._index.values()))]
-            for file in files:
-                if not file.exists():
-                    raise CheckpointError(f"shard {file.name} is missing in {self.folder}; {INDEX} lists it: download the folder again")
-            return files
-        self._index = {}
-        if (self.folder / WEIGHTS).exists():
-            return [self.folder / WEIGHTS]
-        refuse_pickle(self.folder)
-        raise CheckpointError(f"{self.folder} holds neither {WEIGHTS} nor {INDEX}")
-
-    def _check_index(self) -> None:
-        for name, shard in self._index.items():
-            if name not in self._file_of:
-                raise CheckpointError(f"tensor {name} is not in {shard} as {INDEX} says: download the folder again")
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors."""
-        return list(self._file_of)
-
-    @property
-    def own_names(self) -> list[str]:
-        """Names without the tables that our decoder computes anyway."""
-        return [name for name in self._file_of if not _HARMLESS.search(name)]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor."""
-        self._require(name)
-        return self._about[name][0]
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Stored dtype of one tensor.
-
-        Raises:
-            CheckpointError: missing, or not a floating point dtype that is read here.
-        """
-        self._require(name)
-        stored = self._about[name][1]
-        if stored not in _STORED:
-            remedy = "take the checkpoint's float16 or bfloat16 version"
-            raise CheckpointError(f"tensor {name} in {self._file_of[name]} is stored as {stored}, which is not read here: {remedy}")
-        return _STORED[stored]
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return one tensor as stored, on the CPU; it may be a view of the mapped file: copy it.
-
-        Raises:
-            CheckpointError: missing, of another shape, or of a dtype that is not read.
-        """
-        self.dtype(name)
-        file = self._file_of[name]
-        if self.shape(name) != shape:
-            raise CheckpointError(f"tensor {name} in {file} has shape {list(self.shape(name))}; config.json asks for {list(shape)}")
-        # Opened anew for each tensor: pages of a mapped file count as our memory until it is closed.
-        with _opened(file) as tensors:
-            tensor: Tensor = tensors.get_tensor(name)
-        return tensor
-
-    def _require(self, name: str) -> None:
-        if name not in self._file_of:
-            raise CheckpointError(f"tensor {name} is missing in {self.folder}: the checkpoint is incomplete or of another architecture")
-
-    def check_extra(self, expected: set[str]) -> None:
-        """Refuse tensors that nobody would read, except tables that are computed anyway."""
-        extra = [name for name in self._file_of if name not in expected and not _HARMLESS.search(name)]
-        if extra:
-            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-            raise CheckpointError(f"tensor {extra[0]}{more} in {self.folder} has no place in the model that config.json describes")
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    """`safe_open` whose failures say which file is broken."""
-    try:
-        handle: Any = safe_open(file, framework="pt")
-        with handle as tensors:
-            yield tensors
-    except ModelError:
-        raise
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing") from error
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is truncated or corrupt ({error}): download it again") from error
-
-
-def refuse_pickle(folder: Path) -> None:
-    """Refuse a folder whose weights exist only as pickles, which may run code when read.
-
-    Raises:
-        CheckpointError: pickles and no safetensors.
-    """
-    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
-    if pickles and not any(folder.glob("*.safetensors")):
-        remedy = "convert it to safetensors (model.save_pretrained(folder) in transformers), or take a revision that has them"
-        raise CheckpointError(f"{folder} has its weights only as pickle ({pickles[0]}), which is never read: {remedy}")
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration alone, see `read_checkpoint`."""
+    return read_checkpoint(folder)[0]
 
 
 def parse_dtype(dtype: str | torch.dtype, stored: torch.dtype | None = None) -> torch.dtype:
@@ -262,7 +144,7 @@ def load_decoder(
         UnsupportedModelError: not a family of the native decoder.
         InputError: unknown `dtype` or `quant`, or a pair that does not go together.
     """
-    config, weights = read_config(folder), Weights(folder)
+    config, weights = read_checkpoint(folder)
     target, place = dtype_of(folder, dtype), torch.device(device)
     quantiser = None
     if quant is not None:
@@ -277,7 +159,6 @@ def load_decoder(
         filler.layer(layer, f"model.layers.{index}", config)
     filler.norm(decoder.norm, "model.norm")
     if config.tie_embeddings:
-        filler.seen.add("lm_head.weight")
         decoder.lm_head.weight = decoder.embedding.weight
         if decoder.embedding.packed is not None:
             decoder.lm_head.hold(decoder.embedding.packed)
@@ -285,7 +166,6 @@ def load_decoder(
             decoder.lm_head.pack()
     else:
         filler.linear(decoder.lm_head, ["lm_head"], [config.vocab_size])
-    weights.check_extra(filler.seen)
     return decoder.eval()
 
 
@@ -296,9 +176,23 @@ def dtype_of(folder: Path, dtype: str | torch.dtype = "auto") -> torch.dtype:
         CheckpointError: a file is missing or broken.
         InputError: unknown `dtype`.
     """
-    raw = read_raw_config(folder)
-    named = str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
-    return parse_dtype(dtype, _FLOATS[named] if named in _FLOATS else Weights(folder).dtype("model.embed_tokens.weight"))
+    return parse_dtype(dtype, stored_dtype(read_raw_config(folder), Weights(folder), str(folder / "config.json")))
+
+
+def stored_dtype(raw: Mapping[str, Any], weights: Weights, where: str = "config.json") -> torch.dtype:
+    """What config.json says, or else how the embedding is stored, or the first tensor where nothing has its name.
+
+    Raises:
+        CheckpointError: a dtype that models do not run in.
+    """
+    fields = Fields(raw, where)
+    key = "dtype" if fields.has("dtype") else "torch_dtype"
+    named = (fields.text(key) or "auto").removeprefix("torch.")
+    if named == "auto":
+        return weights.dtype(EMBEDDING if EMBEDDING in weights else weights.names[0])
+    if named not in _FLOATS:
+        raise fields.refusal(key, f"one of {', '.join(_FLOATS)}")
+    return _FLOATS[named]
 
 
 class _Filler:
@@ -306,7 +200,6 @@ class _Filler:
 
     def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device, pack: bool, quantiser: Quantiser | None) -> None:
         self.weights, self.dtype, self.device, self.pack, self.quantiser = weights, dtype, device, pack, quantiser
-        self.seen: set[str] = set()
 
     def merged(self, names: list[str], *shapes: tuple[int, ...]) -> nn.Parameter:
         """Read tensors one after the other into the rows of one parameter."""
@@ -315,13 +208,11 @@ class _Filler:
         start = 0
         for name, shape in zip(names, shapes, strict=True):
             full[start : start + shape[0]].copy_(self.weights.read(name, shape))
-            self.seen.add(name)
             start += shape[0]
         return nn.Parameter(full, requires_grad=False)
 
     def mapped(self, names: list[str], *shapes: tuple[int, ...]) -> list[Tensor]:
         """The tensors as they are stored, for the quantiser."""
-        self.seen.update(names)
         return [self.weights.read(name, shape) for name, shape in zip(names, shapes, strict=True)]
 
     def linear(self, module: Linear, names: list[str], rows: list[int]) -> None:
@@ -369,7 +260,7 @@ def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     q, kv, wide = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
     if decoder.embedding.weight is None:
         raise ModelError("a quantised decoder has no plain weights left to write; load it without quant")
-    yield "model.embed_tokens.weight", decoder.embedding.weight.detach()
+    yield EMBEDDING, decoder.embedding.weight.detach()
     for index, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)
         attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"

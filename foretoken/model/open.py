@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
+from foretoken.kv.limit import largest_cache_bytes
 from foretoken.kv.pool import bytes_per_token
-from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, check_causal, config_from_hf
+from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, check_causal
+from foretoken.model.fields import shown
 from foretoken.model.interface import OpenModel
-from foretoken.model.loader import load_decoder, read_raw_config, resolve_folder
+from foretoken.model.loader import load_decoder, read_config, read_raw_config, resolve_folder
 from foretoken.model.paged import DEFAULT_BLOCK_SIZE, PagedModel
 from foretoken.model.strict import StrictModel
+from foretoken.model.weights import Weights
 
 NUMERICS = ("default", "strict")
 REFERENCE_PREFIX = "reference:"
@@ -87,29 +91,38 @@ def native_config(folder: Path) -> ModelConfig | None:
         CheckpointError: the configuration cannot be read.
         UnsupportedModelError: no causal language model, or a family that transformers does not know either.
     """
-    raw = read_raw_config(folder)
-    family = check_causal(raw)
+    family = check_causal(read_raw_config(folder), str(folder / "config.json"))
     if family in NATIVE_MODEL_TYPES:
-        try:
-            return config_from_hf(raw)
-        except UnsupportedModelError:  # an option the decoder lacks: transformers has it
-            return None
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+        with suppress(UnsupportedModelError):  # an option the decoder lacks: transformers has it
+            return read_config(folder)
+    else:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    if family not in CONFIG_MAPPING_NAMES:
-        raise UnsupportedModelError(f"model_type={family!r} is known neither to foretoken nor to transformers")
+        if family not in CONFIG_MAPPING_NAMES:
+            raise UnsupportedModelError(f"model_type={shown(family)} is known neither to foretoken nor to transformers")
+    Weights(folder)  # names the broken or missing file
     return None
 
 
 def _cache_tokens(config: ModelConfig, weight: torch.Tensor, wanted: int | None) -> int:
+    """Size of the cache: `wanted`, or a default.
+
+    Raises:
+        ConfigError: fewer tokens than a block, or more than this machine could ever hold.
+    """
+    size = bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, weight.dtype)
+    limit = largest_cache_bytes(weight.device)
     if wanted is not None:
         if wanted < DEFAULT_BLOCK_SIZE:
             raise ConfigError("cache_tokens", wanted, f"must be at least one block of {DEFAULT_BLOCK_SIZE} tokens")
+        if limit is not None and wanted > limit // size:
+            whose = "of the GPU that is free" if weight.device.type == "cuda" else "of this machine"
+            reason = f"a token takes {size:,} bytes, and the memory {whose} ({limit / 2**30:,.1f} GiB) holds at most {limit // size:,} of them"
+            raise ConfigError("cache_tokens", wanted, f"{reason}; give a number up to that, or leave it out")
         return wanted
-    size = bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, weight.dtype)
-    most = _LONGEST_CACHE_BYTES if weight.device.type == "cpu" else min(_LONGEST_CACHE_BYTES, torch.cuda.mem_get_info(weight.device)[0] // 2)
+    most = _LONGEST_CACHE_BYTES if limit is None else min(_LONGEST_CACHE_BYTES, limit // 2)
     context = -(-config.max_context_tokens // DEFAULT_BLOCK_SIZE) * DEFAULT_BLOCK_SIZE
-    fits = max(_DEFAULT_CACHE_BYTES, min(context * size, most)) // size
+    fits = min(max(_DEFAULT_CACHE_BYTES, context * size), most) // size
     return max(DEFAULT_BLOCK_SIZE, min(fits, 32 * config.max_context_tokens))
 
 

@@ -233,6 +233,7 @@ class PagedModel:
             last = len(admission.positions)
             admission.readers.append(Reader(slice(first, last), self._slots_to_read(table, stop), past, segment))
             admission.wanted.extend(range(last - segment.num_logits, last))
+        self.decoder.rotary.cover(max(admission.positions, default=-1) + 1)
         return admission
 
     def _slots_to_read(self, table: BlockTable, stop: int) -> range | Tensor:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from foretoken.model.architecture import ModelConfig, RopeConfig
 
+TABLE_BLOCK = 4096  # positions that a table grows by: one step for a short context, few for a long one
+
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Angle per position of each pair of channels, `[head_dim / 2]` float32, and the factor on cos and sin."""
@@ -50,7 +52,8 @@ def _yarn(rope: RopeConfig, frequency: Tensor, head_dim: int) -> Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    width = high - low or 0.001  # negative for a very short trained length, as in the reference code
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / width
     extrapolate = 1 - ramp.clamp(0, 1)
     return frequency / rope.factor * (1 - extrapolate) + frequency * extrapolate
 
@@ -67,20 +70,46 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 
 class RotaryTable:
-    """cos and sin of every position up to the context length, computed in float32 (float64 for a float64 model)."""
+    """cos and sin by position, computed in float32 (float64 for a float64 model) for as many positions as were ever asked for.
+
+    Positions come in blocks of one size, each computed by itself: the value of a position does not depend on when its block was made.
+    """
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        frequency, scale = inverse_frequencies(config.rope, config.head_dim)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        positions = torch.arange(config.max_context_tokens, dtype=torch.float32)
-        angles = torch.outer(positions, frequency).to(wide)  # [P, head_dim / 2]
-        angles = torch.cat((angles, angles), dim=-1)  # [P, head_dim]
-        self.cos = (angles.cos() * scale).to(device=device, dtype=dtype)
-        self.sin = (angles.sin() * scale).to(device=device, dtype=dtype)
+        self._frequency, self._scale = inverse_frequencies(config.rope, config.head_dim)
+        self._most, self._device, self._dtype = config.max_context_tokens, device, dtype
+        self.cos = self.sin = torch.empty(0, config.head_dim, device=device, dtype=dtype)  # [positions so far, head_dim]
+        self.cover(min(TABLE_BLOCK, self._most))
+        self._covered = False
+
+    @torch.inference_mode(False)  # a table may be made while answering and used in training later
+    def cover(self, num_positions: int) -> None:
+        """Make the positions below `num_positions` available."""
+        self._covered = True
+        while len(self.cos) < num_positions:
+            start = len(self.cos)
+            assert start < self._most, "a position beyond the context"
+            cos, sin = self._block(start, min(start + TABLE_BLOCK, self._most))
+            self.cos, self.sin = torch.cat((self.cos, cos)), torch.cat((self.sin, sin))
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin `[T, 1, head_dim]` for `positions` `[T]`."""
+        """cos and sin `[T, 1, head_dim]` for `positions` `[T]`.
+
+        On a GPU, where asking for the largest position would wait for the device, whoever runs long sequences calls `cover`; otherwise
+        the first call makes the whole context available.
+        """
+        if positions.device.type == "cpu":
+            self.cover(int(positions.max()) + 1 if positions.numel() else 0)
+        elif not self._covered:
+            self.cover(self._most)
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+
+    def _block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        wide = torch.float64 if self._dtype == torch.float64 else torch.float32
+        angles = torch.outer(torch.arange(start, stop, dtype=torch.float32), self._frequency).to(wide)  # [P, head_dim / 2]
+        angles = torch.cat((angles, angles), dim=-1)  # [P, head_dim]
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        return cos.to(device=self._device, dtype=self._dtype), sin.to(device=self._device, dtype=self._dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

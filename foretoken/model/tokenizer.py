@@ -9,7 +9,8 @@ import codecs
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -18,10 +19,12 @@ import tokenizers
 
 from foretoken.errors import CheckpointError, InputError
 from foretoken.model.chat_template import render
+from foretoken.model.fields import check_links, read_json, shown
 from foretoken.model.quiet import quiet_transformers
 
 _OTHER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "tekken.json")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_TRIAL = "Tokens: 12 naïve 猫 😀\n\tend\x00."
 _REPLACEMENT = "\ufffd"
 _MAX_HELD = 32  # no character needs as many tokens; a stream of broken bytes must not grow the window for ever
 
@@ -116,7 +119,10 @@ class Tokenizer:
         """The Jinja source that lays out a chat; None when the folder has none."""
         file = self.folder / "chat_template.jinja"
         if file.exists():
-            return file.read_text(encoding="utf-8")
+            try:
+                return file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{file} cannot be read as UTF-8 text ({error}); download it again") from error
         template = self._settings.get("chat_template")
         if isinstance(template, list):  # several, by name
             named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
@@ -155,32 +161,66 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     """Return the tokenizer of a checkpoint folder; None when it has none, and token ids go in and out.
 
     Raises:
-        CheckpointError: a tokenizer file that cannot be read.
+        CheckpointError: a tokenizer file that cannot be read or does not work, or that is a link out of the folder.
     """
+    check_links(folder)
     file = folder / "tokenizer.json"
     if file.exists():
-        try:
-            return Tokenizer(_Fast(tokenizers.Tokenizer.from_file(str(file))), folder)
-        except Exception as error:  # the library raises nothing narrower
-            raise CheckpointError(f"{file} cannot be read ({error}); download it again") from error
+        with _broken_means(f"{file} cannot be read"):
+            backend = _Fast(tokenizers.Tokenizer.from_file(str(file)), str(file))
+        return _tried(Tokenizer(backend, folder))
     found = [name for name in _OTHER_FILES if (folder / name).exists()]
-    return Tokenizer(_from_transformers(folder, found[0]), folder) if found else None
+    return _tried(Tokenizer(_from_transformers(folder, found[0]), folder)) if found else None
+
+
+def _tried(tokenizer: Tokenizer) -> Tokenizer:
+    """Use every part once: files that are read without complaint may still not work."""
+    with _broken_means(f"the tokenizer in {tokenizer.folder} does not work"):
+        for text in ("", "a", _TRIAL):
+            tokenizer.decode(tokenizer.encode(text))
+        ids = tokenizer.vocabulary.values()
+        tokenizer.decode(sorted(ids)[:: max(1, len(ids) // 256)])
+        _ = tokenizer.decoder, tokenizer.opening_ids, tokenizer.eos_token_id
+    return tokenizer
+
+
+@contextmanager
+def _broken_means(complaint: str, *mistakes: type[Exception]) -> Iterator[None]:
+    """Turn whatever the library underneath raises into a `CheckpointError`, except `mistakes`, which are the caller's."""
+    passed: tuple[type[Exception], ...] = (CheckpointError, *mistakes)
+    try:
+        yield
+    except passed:
+        raise
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"{complaint} ({error}); download it again") from error
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        raise CheckpointError(f"{complaint} (the library failed: {error}); download it again") from error
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether the library's Rust code panicked: a class that derives from BaseException and can be imported from nowhere."""
+    return type(error).__name__ == "PanicException"
 
 
 class _Fast:
-    """The Rust library."""
+    """The Rust library; `where` names the file in errors."""
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        self._inner = inner
+    def __init__(self, inner: tokenizers.Tokenizer, where: str) -> None:
+        self._inner, self._where = inner, where
         inner.no_truncation()  # some files ask for it; a prompt must never be shortened in silence
         inner.no_padding()
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        with _broken_means(f"{self._where} cannot encode {shown(text)}", TypeError):
+            ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._inner.decode(list(ids), skip_special_tokens=True)
+        with _broken_means(f"{self._where} cannot decode some tokens", TypeError, OverflowError):
+            text: str = self._inner.decode(list(ids), skip_special_tokens=True)
         return text
 
     def token(self, token_id: int) -> str | None:
@@ -194,8 +234,11 @@ class _Fast:
         return frozenset(token_id for token_id, token in self._inner.get_added_tokens_decoder().items() if token.special)
 
     def decoder(self) -> dict[str, Any]:
-        described: dict[str, Any] | None = json.loads(self._inner.to_str()).get("decoder") if self._inner.decoder is not None else None
-        return described or {}
+        if self._inner.decoder is None:
+            return {}
+        # What it is pickled as. Writing the whole tokenizer would list every id up to the largest, whatever that is.
+        described: dict[str, Any] = json.loads(self._inner.decoder.__getstate__())
+        return described
 
 
 class _Slow:
@@ -233,11 +276,13 @@ def _from_transformers(folder: Path, file: str) -> _Backend:
     try:
         with quiet_transformers():
             inner = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # whatever a foreign file makes a foreign library raise
+    except BaseException as error:  # whatever a foreign file makes a foreign library raise
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
         remedy = "add a tokenizer.json, or install the package that reads it (sentencepiece, tiktoken)"
         raise CheckpointError(f"the tokenizer in {folder} ({file}) cannot be read: {error}; {remedy}") from error
     fast = getattr(inner, "backend_tokenizer", None)
-    return _Fast(fast) if isinstance(fast, tokenizers.Tokenizer) else _Slow(inner)
+    return _Fast(fast, f"the tokenizer in {folder} ({file})") if isinstance(fast, tokenizers.Tokenizer) else _Slow(inner)
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
@@ -245,10 +290,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the second one wins
         file = folder / name
         if file.exists():
-            try:
-                settings |= {key: value for key, value in json.loads(file.read_text(encoding="utf-8")).items() if value is not None}
-            except (OSError, ValueError, AttributeError) as error:
-                raise CheckpointError(f"{file} cannot be read as a JSON object ({error}); download it again") from error
+            settings |= {key: value for key, value in read_json(file).items() if value is not None}
     return settings
 
 

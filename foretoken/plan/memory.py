@@ -19,7 +19,8 @@ class ModelShape:
     """What a model takes: `weight_bytes` once, `kv_bytes_per_token` for every token of cache, the rest while a step runs.
 
     `row_bytes` is the most that one row of the flat run needs at a time, `mask_bytes` what a row adds for every token it may see,
-    `gather_bytes` one layer's keys and values of a token (read together when a sequence's blocks lie scattered).
+    `gather_bytes` what a token of the longest sequence adds: one layer's keys and values (read together when a sequence's blocks lie
+    scattered) and its place in the tables of rotary embeddings.
     """
 
     name: str

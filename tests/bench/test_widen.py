@@ -17,7 +17,8 @@ from foretoken.bench.widen_plan import PRESETS, plan
 from foretoken.errors import InputError, StorageError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.packed import PackedAttention
-from foretoken.model.loader import Weights, load_decoder, read_config
+from foretoken.model.loader import load_decoder, read_config
+from foretoken.model.weights import Weights
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer, token_ids, transformers_logits, variant
 
 SIZE = "hidden=192,intermediate=160,layers=5,heads=8,kv_heads=4"

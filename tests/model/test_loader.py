@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.bench.widen import widen
 from foretoken.errors import CheckpointError, InputError, ModelError, StorageError, UnsupportedModelError
 from foretoken.model.architecture import check_causal, config_from_hf, config_to_hf, rope_context_cap
+from foretoken.model.attention.packed import PackedAttention
 from foretoken.model.decoder import Decoder
-from foretoken.model.loader import Weights, hf_state, load_decoder, read_config, resolve_folder, save_checkpoint
+from foretoken.model.footprint import shape_of
+from foretoken.model.loader import hf_state, load_decoder, read_config, resolve_folder, save_checkpoint
+from foretoken.model.open import open_model
+from foretoken.model.paged import PagedModel
+from foretoken.model.weights import Weights
 from tests.helpers.checkpoints import VARIANTS, tiny_checkpoint, tiny_tokenizer, token_ids, transformers_logits, variant
 
 
@@ -42,6 +50,11 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
+
+
+def logits_of(decoder: Decoder, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return decoder.logits(decoder(torch.tensor(ids), torch.arange(len(ids)), PackedAttention(decoder.config, 1, len(ids))).last)
 
 
 def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
@@ -245,11 +258,84 @@ def test_unexpected_tensors_are_refused_and_harmless_ones_ignored(llama: Path) -
         load_decoder(llama)
 
 
-def test_a_head_stored_beside_a_tied_embedding_is_ignored(tmp_path: Path) -> None:
-    folder = tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
-    edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(97, 48)}))
+def tied_with_head(folder: Path, family: str, equal: bool, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
+    """A tied checkpoint whose file has a head too, the embedding's or another."""
+    tiny_checkpoint(folder, family, tie_word_embeddings=True, dtype=dtype, **overrides)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        table = tensors["model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = table.clone() if equal else table.flip(0).contiguous()
+
+    edit_tensors(folder, add)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_e1_a_head_of_its_own_beside_tied_embeddings_is_used(tmp_path: Path, family: str) -> None:
+    folder, ids = tied_with_head(tmp_path / "in", family, equal=False), token_ids(30)
+    expected = transformers_logits(folder, ids)
+    decoder = load_decoder(folder)
+    torch.testing.assert_close(logits_of(decoder, ids), expected, atol=1e-4, rtol=0)
+    assert not decoder.config.tie_embeddings
+    assert not read_config(folder).tie_embeddings
+    assert decoder.config.num_parameters == sum(parameter.numel() for parameter in decoder.parameters())
+    save_checkpoint(decoder, decoder.config, tmp_path / "out", dtype="float32")
+    torch.testing.assert_close(transformers_logits(tmp_path / "out", ids), expected, atol=1e-5, rtol=0)
+
+
+def test_e1_a_head_that_equals_the_embedding_takes_no_memory(tmp_path: Path) -> None:
+    folder = tied_with_head(tmp_path, "llama", equal=True)
     decoder = load_decoder(folder)
     assert decoder.lm_head.weight is decoder.embedding.weight
+    assert decoder.config.tie_embeddings
+    assert decoder.config.num_parameters == sum(parameter.numel() for parameter in decoder.parameters())
+
+
+def test_e1_a_head_of_another_shape_is_refused(tmp_path: Path) -> None:
+    folder = tied_with_head(tmp_path, "llama", equal=True)
+    edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(98, 48)}))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight .* has shape \[98, 48\]; config.json asks for \[97, 48\]"):
+        load_decoder(folder)
+
+
+@pytest.mark.parametrize("options", [{"numerics": "strict"}, {"weights": "int8"}, {"weights": "int4"}, {}])
+def test_e1_the_same_head_in_every_form_of_the_model(tmp_path: Path, options: dict[str, str]) -> None:
+    """Strict, quantised, early exits and the plan: as for a checkpoint that says in config.json that its head is its own."""
+    named = tied_with_head(tmp_path / "named", "llama", equal=False, hidden_size=64)
+    shutil.copytree(named, tmp_path / "plain")
+    edit_config(tmp_path / "plain", tie_word_embeddings=False)
+    answers = []
+    spec = SpecConfig("early_exit", exit_layer=1, num_draft=3) if options.get("weights") is None else SpecConfig()
+    for folder in (named, tmp_path / "plain"):
+        model = open_model(folder, "float32", cache_tokens=64, **options)
+        shape = shape_of(folder, "m", "float32", weights=options.get("weights", "auto"))
+        assert isinstance(model, PagedModel)
+        answers.append((logits_of(model.decoder, token_ids(20)).tolist(), model.weight_bytes, model.num_parameters, replace(shape, name="")))
+        if not options:
+            with LLM(folder, spec, dtype="float32", cache_tokens=256, profile="off") as llm:
+                drafted, plain = llm.generate([token_ids(8)] * 2, SamplingParams(max_tokens=8), [spec, SpecConfig()])
+                assert drafted.token_ids == plain.token_ids
+    assert answers[0] == answers[1]
+
+
+def test_e1_a_widened_copy_keeps_the_head(tmp_path: Path) -> None:
+    folder, ids = tied_with_head(tmp_path / "in", "llama", equal=False), token_ids(20)
+    widen(folder, tmp_path / "out", "hidden=96,intermediate=128,layers=4,heads=8,kv_heads=4", dtype="float32")
+    torch.testing.assert_close(logits_of(load_decoder(tmp_path / "out"), ids), transformers_logits(folder, ids), atol=1e-3, rtol=0)
+
+
+def test_e2_mistral_with_layer_types_is_written_and_read_again(tmp_path: Path) -> None:
+    """transformers runs it as Ministral, which has windows in some layers only."""
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    folder, ids = tiny_checkpoint(tmp_path / "in", "mistral", head_dim=12, sliding_window=6), token_ids(30)
+    edit_config(folder, layer_types=kinds)
+    config = read_config(folder)
+    assert config.sliding_window == (None, 6, None)
+    expected = transformers_logits(folder, ids)
+    torch.testing.assert_close(logits_of(load_decoder(folder), ids), expected, atol=1e-4, rtol=0)
+    save_checkpoint(load_decoder(folder), config, tmp_path / "out", dtype="float32")
+    assert read_config(tmp_path / "out") == config
+    torch.testing.assert_close(transformers_logits(tmp_path / "out", ids), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
@@ -286,7 +372,7 @@ def test_what_cannot_continue_text_is_refused_by_name(raw: dict[str, Any], messa
         ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModelError, "'gptq'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, UnsupportedModelError, "longrope"),
         ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "partial_rotary_factor"),
-        ({"hidden_size": "wide"}, CheckpointError, "malformed"),
+        ({"hidden_size": "wide"}, CheckpointError, "hidden_size='wide' must be a whole number"),
         ({"num_key_value_heads": 3}, CheckpointError, "not a multiple"),
         ({"model_type": None}, CheckpointError, "model_type"),
     ],

@@ -1,0 +1,205 @@
+"""The tensors of a checkpoint on disk: which files hold them, what their headers say, and whether a model's tensors are all there.
+
+Only safetensors are read. Headers are compared with config.json before anything is allocated, so that a model takes no more memory
+than its files hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from foretoken.errors import CheckpointError, ModelError
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.fields import Fields, check_links, checkpoint_file, read_json
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Tables that old checkpoints carry and every implementation computes afresh.
+_HARMLESS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias|position_ids)$")
+_STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+class Weights:
+    """The tensors of a checkpoint folder by name, whole files and shards alike; nothing is read until asked for.
+
+    Raises:
+        CheckpointError: no safetensors, a missing shard, or a truncated or corrupt file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file_of: dict[str, Path] = {}
+        self._about: dict[str, tuple[tuple[int, ...], str]] = {}
+        check_links(folder)
+        for file in self._files():
+            with _opened(file) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a dict
+                    if name in self._file_of:
+                        raise CheckpointError(f"tensor {name} is in {self._file_of[name].name} and in {file.name} of {folder}")
+                    view = tensors.get_slice(name)
+                    self._file_of[name], self._about[name] = file, (tuple(view.get_shape()), str(view.get_dtype()))
+        self._check_index()
+
+    def _files(self) -> list[Path]:
+        self._index: dict[str, str] = {}
+        if (self.folder / WEIGHTS).exists():  # transformers prefers it too
+            return [self.folder / WEIGHTS]
+        if (self.folder / INDEX).exists():
+            self._index = self._read_index()
+            files = [checkpoint_file(self.folder, name) for name in sorted(set(self._index.values()))]
+            for file in files:
+                if not file.exists():
+                    raise CheckpointError(f"shard {file.name} is missing in {self.folder}; {INDEX} lists it: download the folder again")
+            return files
+        refuse_pickle(self.folder)
+        raise CheckpointError(f"{self.folder} holds neither {WEIGHTS} nor {INDEX}")
+
+    def _read_index(self) -> dict[str, str]:
+        fields = Fields(read_json(self.folder / INDEX), str(self.folder / INDEX))
+        index = fields.fields("weight_map")
+        if index is None or not all(isinstance(shard, str) for shard in index.raw.values()):
+            raise fields.refusal("weight_map", "an object that gives the file of every tensor")
+        return dict(index.raw)
+
+    def _check_index(self) -> None:
+        for name, shard in self._index.items():
+            if name not in self._file_of:
+                raise CheckpointError(f"tensor {name} is not in {shard} as {INDEX} says: download the folder again")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._file_of)
+
+    @property
+    def own_names(self) -> list[str]:
+        """Names without the tables that our decoder computes anyway."""
+        return [name for name in self._file_of if not _HARMLESS.search(name)]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor."""
+        self._require(name)
+        return self._about[name][0]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Stored dtype of one tensor.
+
+        Raises:
+            CheckpointError: missing, or not a floating point dtype that is read here.
+        """
+        self._require(name)
+        stored = self._about[name][1]
+        if stored not in _STORED:
+            remedy = "take the checkpoint's float16 or bfloat16 version"
+            raise CheckpointError(f"tensor {name} in {self._file_of[name]} is stored as {stored}, which is not read here: {remedy}")
+        return _STORED[stored]
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return one tensor as stored, on the CPU; it may be a view of the mapped file: copy it.
+
+        Raises:
+            CheckpointError: missing, of another shape, or of a dtype that is not read.
+        """
+        self._check_shape(name, shape)
+        # Opened anew for each tensor: pages of a mapped file count as our memory until it is closed.
+        with _opened(self._file_of[name]) as tensors:
+            tensor: Tensor = tensors.get_tensor(name)
+        return tensor
+
+    def check(self, config: ModelConfig) -> None:
+        """Compare the headers with the tensors of `config`, before anything is allocated.
+
+        Raises:
+            CheckpointError: a tensor is missing, superfluous, of another shape, or of a dtype that is not read.
+        """
+        expected = {HEAD} if config.tie_embeddings else set()
+        for name, shape in hf_tensors(config):
+            self._check_shape(name, shape)
+            expected.add(name)
+        if config.tie_embeddings and HEAD in self:
+            self._check_shape(HEAD, (config.vocab_size, config.hidden_size))
+        extra = [name for name in self.own_names if name not in expected]
+        if extra:
+            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+            raise CheckpointError(f"tensor {extra[0]}{more} in {self.folder} has no place in the model that config.json describes")
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors of one shape hold the same numbers."""
+        with _opened(self._file_of[name]) as tensors, _opened(self._file_of[other]) as others:
+            return torch.equal(tensors.get_tensor(name), others.get_tensor(other).to(self.dtype(name)))
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        self.dtype(name)
+        if self.shape(name) != shape:
+            raise CheckpointError(f"tensor {name} in {self._file_of[name]} has shape {list(self.shape(name))}; config.json asks for {list(shape)}")
+
+    def _require(self, name: str) -> None:
+        if name not in self._file_of:
+            raise CheckpointError(f"tensor {name} is missing in {self.folder}: the checkpoint is incomplete or of another architecture")
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """`safe_open` whose failures say which file is broken."""
+    try:
+        handle: Any = safe_open(file, framework="pt")
+        with handle as tensors:
+            yield tensors
+    except ModelError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is truncated or corrupt ({error}): download it again") from error
+
+
+def refuse_pickle(folder: Path) -> None:
+    """Refuse a folder whose weights exist only as pickles, which may run code when read.
+
+    Raises:
+        CheckpointError: pickles and no safetensors.
+    """
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles and not any(folder.glob("*.safetensors")):
+        remedy = "convert it to safetensors (model.save_pretrained(folder) in transformers), or take a revision that has them"
+        raise CheckpointError(f"{folder} has its weights only as pickle ({pickles[0]}), which is never read: {remedy}")
+
+
+def hf_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of a checkpoint, one after the other: a caller may stop at the first that is not there."""
+    hidden, wide, size = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * size, config.num_kv_heads * size
+    yield EMBEDDING, (config.vocab_size, hidden)
+    linears = [
+        ("self_attn.q_proj", q, hidden, config.qkv_bias),
+        ("self_attn.k_proj", kv, hidden, config.qkv_bias),
+        ("self_attn.v_proj", kv, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, q, config.o_bias),
+        ("mlp.gate_proj", wide, hidden, config.mlp_bias),
+        ("mlp.up_proj", wide, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, wide, config.mlp_bias),
+    ]
+    norms = [("input_layernorm", hidden), ("post_attention_layernorm", hidden)]
+    norms += [("self_attn.q_norm", size), ("self_attn.k_norm", size)] if config.qk_norm else []
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        for name, rows, columns, has_bias in linears:
+            yield f"{prefix}.{name}.weight", (rows, columns)
+            if has_bias:
+                yield f"{prefix}.{name}.bias", (rows,)
+        yield from ((f"{prefix}.{name}.weight", (length,)) for name, length in norms)
+    yield "model.norm.weight", (hidden,)
+    if not config.tie_embeddings:
+        yield HEAD, (config.vocab_size, hidden)
