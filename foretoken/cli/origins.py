@@ -209,5 +209,5 @@ def _check_type(kind: _Kind, key: str, value: object, where: str) -> None:
         is_type = isinstance(item, types_of_toml) and isinstance(item, bool) == (kind.item is bool)
         if not is_type or (isinstance(item, float) and not math.isfinite(item)) or kind.is_list != isinstance(value, list):
             raise ConfigError(key, value, f"must be {kind.words} ({where})")
-        if kind.item is Path and "\0" in item:
+        if kind.item is Path and "\0" in str(item):
             raise ConfigError(key, value, f"a path cannot hold the character NUL ({where})")
