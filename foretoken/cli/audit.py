@@ -16,7 +16,6 @@ from foretoken.audit.report import AuditReport, check_out, print_report, write_r
 from foretoken.audit.run import run_audit
 from foretoken.bench.report import machine, versions
 from foretoken.bench.workload import SLICES, slices
-from foretoken.cli.bench_load import number, words
 from foretoken.cli.common import (
     AllowLossyOption,
     BranchingOption,
@@ -39,6 +38,7 @@ from foretoken.cli.common import (
     progress,
     spec_from,
 )
+from foretoken.cli.lists import number, words
 from foretoken.errors import GateError
 
 

@@ -21,8 +21,9 @@ from foretoken.bench.profile import ProfileOptions, print_profile, run_profile, 
 from foretoken.bench.prompts import ALL
 from foretoken.bench.report import check_name, print_report
 from foretoken.bench.workload import SLICES
-from foretoken.cli.bench_load import LOAD, load_kind, measure_load, number, refuse_others, whole, words
+from foretoken.cli.bench_load import LOAD, load_kind, measure_load, refuse_others
 from foretoken.cli.common import AllowLossyOption, DeviceOption, DraftOption, DtypeOption, JsonOption, TargetOption, ThreadsOption, print_json
+from foretoken.cli.lists import number, whole, words
 from foretoken.config import DRAFTERS, RULES
 from foretoken.files import check_folder
 from foretoken.model.open import model_folder

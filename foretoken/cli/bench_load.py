@@ -16,6 +16,7 @@ from foretoken.bench.prompts import ALL
 from foretoken.bench.recovery import run_recovery
 from foretoken.bench.sheets import SheetReport, print_sheets
 from foretoken.cli.common import was_given
+from foretoken.cli.lists import whole, words
 from foretoken.errors import ConfigError
 from foretoken.printing.console import Console
 
@@ -114,39 +115,3 @@ def refuse_others(context: typer.Context, kind: str, takes: Collection[str]) -> 
 def _is_set(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
-
-
-def words(field: str, text: str) -> tuple[str, ...]:
-    """What stands between commas.
-
-    Raises:
-        ConfigError: nothing does.
-    """
-    found = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not found:
-        raise ConfigError(field, text, "name at least one, several separated by commas; or leave it out")
-    return found
-
-
-def whole(field: str, word: str) -> int:
-    """A whole number.
-
-    Raises:
-        ConfigError: something else.
-    """
-    try:
-        return int(word)
-    except ValueError:
-        raise ConfigError(field, word, "must be whole numbers separated by commas") from None
-
-
-def number(field: str, word: str) -> float:
-    """A number.
-
-    Raises:
-        ConfigError: something else.
-    """
-    try:
-        return float(word)
-    except ValueError:
-        raise ConfigError(field, word, "must be numbers separated by commas") from None

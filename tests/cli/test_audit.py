@@ -82,7 +82,7 @@ def test_bad_input_is_refused_before_anything_is_loaded(
     cases = [
         (2, ["--out", "report.txt"], "must end in .md or .json"),
         (2, ["--temperatures", "warm"], "temperatures='warm': must be numbers separated by commas"),
-        (2, ["--temperatures", ""], "give at least one; 0 is greedy"),
+        (2, ["--temperatures", ""], "temperatures='': name at least one"),
         (2, ["--num-prompts", 0], "num_prompts=0: must be at least 1"),
         (2, ["--num-draft", 3], "nobody guesses"),
         (4, ["--prompts", "nowhere.txt"], "prompts: cannot read nowhere.txt"),
