@@ -194,7 +194,7 @@ def check_text(name: str, value: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        place = f"character {error.start} is half of a surrogate pair (U+{ord(value[error.start]):04X})"
+        place = f"character {error.start + 1} is half of a surrogate pair (U+{ord(value[error.start]):04X})"
         raise InputError(name, value, f"{place}, which is no text; was it read from bytes that are not UTF-8?") from None
 
 

@@ -201,7 +201,7 @@ BAD = "a\udcffb"
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_c2_a_text_that_is_not_utf8_is_refused_by_name(make: object, field: str) -> None:
-    with pytest.raises(InputError, match=f"{field}=.*character 2 is a lone surrogate") as caught:
+    with pytest.raises(InputError, match=f"{field}=.*character 2 is half of a surrogate pair") as caught:
         make()  # type: ignore[operator]
     assert caught.value.field == field
 
@@ -209,8 +209,8 @@ def test_c2_a_text_that_is_not_utf8_is_refused_by_name(make: object, field: str)
 def test_c2_a_prompt_that_is_not_utf8_is_refused(text_pair: object) -> None:
     with LLM(text_pair.target, cache_tokens=256) as llm:  # type: ignore[attr-defined]
         for prompts in (BAD, [BAD], ["good", BAD]):
-            with pytest.raises(InputError, match=r"prompt=.*lone surrogate"):
+            with pytest.raises(InputError, match=r"prompt=.*half of a surrogate pair"):
                 llm.generate(prompts, SamplingParams(max_tokens=2))
-        with pytest.raises(InputError, match=r"text=.*lone surrogate"):
+        with pytest.raises(InputError, match=r"text=.*half of a surrogate pair"):
             llm.tokenizer.encode(BAD)  # type: ignore[union-attr]
         assert llm.generate(["good"], SamplingParams(max_tokens=2))[0].error is None

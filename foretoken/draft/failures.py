@@ -47,7 +47,7 @@ class DrafterFailures:
     ) -> _Result | None:
         """What `call` gives; None where it fails, which counts for each of the requests.
 
-        With `must_succeed` the drafter is switched off at once: it knows nothing of the request.
+        With `must_succeed` the drafter is switched off at once: it does not know the request's text.
         """
         try:
             if key not in self.deadlines:

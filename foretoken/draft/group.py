@@ -151,7 +151,8 @@ class DrafterGroup:
                 call = partial(drafter.commit, Batch(tuple(routed.values())), draft, verdict, feedback)
             else:
                 call = partial(self._commit_some, drafter, routed, draft, verdict, feedback)
-            self.failures.attempt(key, drafter, (entry.request.request_id for entry in routed.values()), call)
+            users = [entry.request.request_id for entry in routed.values()]
+            self.failures.attempt(key, drafter, users, call, must_succeed=True)
             self.spent_s[key] = self.spent_s.get(key, 0.0) + time.perf_counter() - began
 
     def _commit_some(self, drafter: Drafter, routed: Mapping[int, BatchEntry], draft: Draft, verdict: Verdict, feedback: Feedback) -> None:

@@ -156,6 +156,8 @@ def test_an_answer_in_a_pipe_is_exact(foretoken: Run, tmp_path: Path, monkeypatc
 def test_json_is_ascii_and_lossless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for scene, key in (("generate", "text"), ("config show", "generate.prompt"), ("bench", "command")):
         for text in (STRINGS[name] for name in ("control characters", "surrogates", "formats")):
+            if scene == "config show" and text == STRINGS["surrogates"]:
+                continue  # refused, see `check`
             _, done = hostile_strings.play(monkeypatch, tmp_path, scene, text, 80, "ascii", more=("--json",))
             line = done.out.splitlines()[-1]
             assert line.isascii()
@@ -261,7 +263,7 @@ def test_a_plot_takes_dollar_signs(tmp_path: Path) -> None:
 # ---- names that no file can have
 
 
-@pytest.mark.parametrize("name", ["a" * 5000, "/x\0y", "/x\ud83d", "~nobody-of-this-name/x"], ids=["long", "nul", "surrogate", "no home"])
+@pytest.mark.parametrize("name", ["a" * 5000, "/x\0y", "~nobody-of-this-name/x"], ids=["long", "nul", "no home"])
 def test_a_name_that_no_file_can_have_is_an_error_like_any_other(foretoken: Run, name: str) -> None:
     cases = [
         (3, ["models", name]),
@@ -281,12 +283,16 @@ def test_a_name_that_no_file_can_have_is_an_error_like_any_other(foretoken: Run,
 # ---- nobody else prints
 
 
+# Programs of their own that answer in JSON, and what must speak before anything is imported: plain words, no text of others.
+PROGRAMS = ("model/grammar_trial.py", "model/template_worker.py", "cli/start.py")
+
+
 def test_c1_all_printing_goes_through_one_package() -> None:
     """A file that imports rich, or writes to a stream itself, would have to remember every rule of `printing`."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
-        if name.startswith("printing/") or name == "model/grammar_trial.py":  # the latter is a program of its own that answers in JSON
+        if name.startswith("printing/") or name in PROGRAMS:
             continue
         found += [f"{name}:{line}: {what}" for line, what in _prints(ast.parse(path.read_text(encoding="utf-8")))]
     assert found == []

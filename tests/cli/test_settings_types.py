@@ -65,10 +65,10 @@ def test_w9_a_file_that_cannot_be_read(foretoken: Run, tmp_path: Path, content: 
         ("GENERATE__TEMPERATURE", "nan", "FORETOKEN_GENERATE__TEMPERATURE='nan': must be a finite number"),
         ("GENERATE__SHOW", "perhaps", "FORETOKEN_GENERATE__SHOW='perhaps': must be true or false"),
         ("GENERATE__SEED", "", "FORETOKEN_GENERATE__SEED='': must be a whole number"),
-        ("GENERATE__PROMPT", "a\udcff", "FORETOKEN_GENERATE__PROMPT='a\\udcff': character 2 is a lone surrogate"),
+        ("GENERATE__PROMPT", "a\udcff", "FORETOKEN_GENERATE__PROMPT='a\\udcff': character 2 is half of a surrogate pair"),
         ("GENERATE__STOP", "[", "FORETOKEN_GENERATE__STOP='[': begins with a bracket and is no JSON list of texts"),
         ("GENERATE__STOP", "[1]", "FORETOKEN_GENERATE__STOP='[1]': must be a list of texts"),
-        ("TOML", "\udcff", "FORETOKEN_TOML='\\udcff': character 1 is a lone surrogate"),
+        ("TOML", "\udcff", "FORETOKEN_TOML='\\udcff': character 1 is half of a surrogate pair"),
     ],
 )
 def test_a_bad_variable_is_named(foretoken: Run, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str) -> None:
