@@ -119,7 +119,7 @@ def check_model_options(model: object, dtype: object, device: object, numerics: 
     Raises:
         InputError: names the option.
     """
-    if not isinstance(model, str | Path) or not str(model):
+    if not isinstance(model, str | Path):
         raise InputError("model", model, "give a folder, a hub id, or reference:target")
     if not isinstance(dtype, str | torch.dtype):
         raise InputError("dtype", dtype, "give a name, such as auto, bfloat16 or float32")

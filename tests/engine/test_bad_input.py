@@ -310,7 +310,6 @@ def test_bad_engine_options(pair: SimpleNamespace, options: dict[str, Any], mess
     [
         ({"model": None}, "model=None: give a folder, a hub id, or reference:target"),
         ({"model": 5}, "model=5: give a folder"),
-        ({"model": ""}, "model='': give a folder"),
         ({"spec": "ngram"}, "spec='ngram': give SpecConfig"),
         ({"spec": 5}, "spec=5: give SpecConfig"),
         ({"spec": ""}, "spec='': give SpecConfig"),
