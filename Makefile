@@ -11,8 +11,9 @@ TORCH ?= torch==2.13.0
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
 
+# Two processes, a file in one of them: what fixtures of a module make is made once.
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 # Long proofs, minutes each: -vv names the one that runs.
 proof: $(VENV)/.ready

@@ -2,6 +2,26 @@
 
 from __future__ import annotations
 
-from tests.conftest import conserved, llm, own_cache, pair, pytest_collection_modifyitems, pytest_runtest_setup, text_pair
+from tests.conftest import (
+    conserved,
+    failed_drafters,
+    llm,
+    own_cache,
+    pair,
+    pytest_collection_modifyitems,
+    pytest_runtest_setup,
+    sound_drafters,
+    text_pair,
+)
 
-__all__ = ["conserved", "llm", "own_cache", "pair", "pytest_collection_modifyitems", "pytest_runtest_setup", "text_pair"]
+__all__ = [
+    "conserved",
+    "failed_drafters",
+    "llm",
+    "own_cache",
+    "pair",
+    "pytest_collection_modifyitems",
+    "pytest_runtest_setup",
+    "sound_drafters",
+    "text_pair",
+]

@@ -140,6 +140,8 @@ def generate(
         report(llm, output, show, as_json, stream_out)
         if show and llm.stats.profile_s:
             print_cost_profile(llm)
+    if llm.trace_error is not None:
+        raise llm.trace_error
 
 
 def _params(given: Mapping[str, Any]) -> SamplingParams:

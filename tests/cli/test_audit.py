@@ -96,7 +96,8 @@ def test_bad_input_is_refused_before_anything_is_loaded(
 def test_bad_settings_of_the_engine(foretoken: Run, pair: SimpleNamespace, prompts: Path) -> None:
     cases = [
         (2, [], "has no tokenizer; give a file of JSON lines"),
-        (2, ["--prompts", prompts, "--rule", "greedy"], "it would change the law at temperature > 0"),
+        (2, ["--prompts", prompts, "--rule", "greedy"], "rule='greedy': nobody guesses: name a drafter, or leave it out"),
+        (2, ["--prompts", prompts, "--drafter", "ngram", "--rule", "greedy"], "it would change the law at temperature > 0"),
         (2, ["--prompts", prompts, "--numerics", "odd"], "numerics='odd'"),
         (3, ["-t", "nowhere"], "nowhere"),
     ]

@@ -122,6 +122,9 @@ def sample_answers(narrow: SimpleNamespace, asked: Sequence[tuple[SamplingParams
     states = [engine.submit(PROMPT, params, spec) for params, spec in asked]
     while engine.has_work:
         engine.step()
+    for state in states:
+        if state.error is not None:
+            raise state.error.__cause__ or state.error
     return np.array([state.output_ids[:LENGTH] for state in states])
 
 

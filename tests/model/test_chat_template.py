@@ -118,11 +118,12 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 def test_l4_a_template_that_multiplies_takes_little_memory(name: str) -> None:
     """Neither here nor in the process that renders; the next template is rendered as if nothing had been."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before, children_before = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     with pytest.raises(CheckpointError, match="the chat template in some/folder takes more than 256 MB or writes too long a text"):
         render(LARGE[name], MESSAGES, True, None, {}, "some/folder")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 400 << 10
+    # The most that any child ever took: those of earlier tests may have taken more.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(children_before, 400 << 10)
     assert render("{{ messages[0].content }}", MESSAGES, True, None, {}, "some/folder") == "hi"
 
 
