@@ -69,9 +69,7 @@ def test_w3_the_number_of_guesses_follows_the_clock_and_no_audit_fails(
     assert {check.demanded for check in checks} == {"all equal but for near ties"}
 
 
-@pytest.mark.parametrize(
-    "spec", [SpecConfig("suffix"), SpecConfig("lookahead"), SpecConfig("ngram"), SpecConfig("mix"), SpecConfig()], ids=lambda s: s.drafter
-)
+@pytest.mark.parametrize("spec", [SpecConfig("suffix"), SpecConfig("lookahead"), SpecConfig("ngram"), SpecConfig("mix")], ids=lambda s: s.drafter)
 def test_w3_drawn_rules_repeat_themselves_in_wide_numbers(pair: SimpleNamespace, spec: SpecConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the clock says, and whatever earlier answers of the same seeds have taught; a drafter that goes by times is not asked."""
     jitter(monkeypatch, seed=2)

@@ -17,6 +17,7 @@ from foretoken.cli import start
 from foretoken.cli.app import run
 from foretoken.engine.llm import LLM
 from tests.cli.conftest import Run
+from tests.helpers.faults import expect
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -125,6 +126,8 @@ def test_c4_whoever_prints(
 
 
 def test_c4_a_full_disk_under_the_trace_is_4(foretoken: Run) -> None:
+    """The answer is given, and then what is missing of the trace."""
+    expect("a trace that cannot be written")
     done = foretoken("generate", "--prompt", "x", "--max-tokens", 2, "--trace", "/dev/full")
     assert (done.code, "Traceback" in done.err) == (4, False)
     assert "cannot write the trace /dev/full" in done.err
