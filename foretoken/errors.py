@@ -109,9 +109,14 @@ class GateError(ForetokenError):
 
 
 def _shorten(value: object, limit: int = 80) -> str:
-    """`repr` cut to `limit` characters, so that a long prompt cannot fill the terminal."""
+    """`repr` cut to `limit` characters, so that a long prompt cannot fill the terminal; both ends stay, such as those of a path and its line."""
+    if isinstance(value, str | bytes) and len(value) > 2 * limit:
+        value = value[:limit] + value[-limit:]  # the rest would be cut anyway, and may be gigabytes
     try:
-        text = repr(value[: limit + 1] if isinstance(value, str | bytes) else value)
+        text = repr(value)
     except (ValueError, RecursionError):  # Python spells no integer of 5,000 digits, and no list nested 1,000 deep
         text = f"<{type(value).__name__}>"
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    if len(text) <= limit:
+        return text
+    head = limit // 2
+    return text[:head] + "..." + text[head + 3 - limit :]

@@ -168,6 +168,8 @@ class _Answering:
     warns = False
     tokenizer = object()
 
+    trace_error = None
+
     def __init__(self, *_: object, **__: object) -> None:
         self.stats = SimpleNamespace(profile_s=1.0)
         self.costs = SimpleNamespace(path=self.text)

@@ -122,8 +122,8 @@ def test_l4_a_template_that_multiplies_takes_little_memory(name: str) -> None:
     with pytest.raises(CheckpointError, match="the chat template in some/folder takes more than 256 MB or writes too long a text"):
         render(LARGE[name], MESSAGES, True, None, {}, "some/folder")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
-    # The most that any child ever took: those of earlier tests may have taken more.
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(children_before, 400 << 10)
+    # The most that any child ever took: those of earlier tests may have taken more, and a fork begins with what its parent holds.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(before, children_before, 336 << 10) + (64 << 10)
     assert render("{{ messages[0].content }}", MESSAGES, True, None, {}, "some/folder") == "hi"
 
 
