@@ -169,11 +169,18 @@ def rope_context_cap(raw: Mapping[str, Any]) -> int | None:
     `raw` is a parsed `config.json`, its text part, or what `to_dict` of a transformers configuration gives. With `dynamic` and `longrope`
     scaling the frequencies switch once a sequence is longer than a trained length. Keys that are in the cache by then keep their old
     rotation, so that an answer would depend on which tokens ran together: no two ways of running it agree beyond that length.
+
+    Raises:
+        CheckpointError: a base of the frequencies that is not positive, which makes them infinite.
     """
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
     if not isinstance(scaling, Mapping):
         return None
     nested = [value for value in scaling.values() if isinstance(value, Mapping)]  # one entry per layer type
+    for parameters in [scaling, *nested]:
+        theta = parameters.get("rope_theta")
+        if isinstance(theta, int | float) and not theta > 0:
+            raise CheckpointError(f"config.json: rope_theta={shown(theta)} must be a positive number")
     caps = [_switching_length(raw, parameters) for parameters in [scaling, *nested]]
     return min((cap for cap in caps if cap is not None), default=None)
 

@@ -197,7 +197,7 @@ def test_context_end(name: str, tmp_path: Path) -> None:
 def test_finish_and_abort_leave_nothing(llm: LLM, watched: Watched, spec: functools.partial[SpecConfig]) -> None:
     """Abort after 0, 1, 2, ... steps, alone and while a neighbour goes on."""
     for num_steps in range(6):
-        states = [llm.engine.submit(prompt, LONG, spec(num_draft=4)) for prompt in PROMPTS[4:7]]
+        states = [llm.submit(prompt, LONG, spec(num_draft=4)) for prompt in PROMPTS[4:7]]
         for _ in range(num_steps):
             llm.engine.step()
         llm.engine.abort(states[1].request_id)

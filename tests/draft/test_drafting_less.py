@@ -118,7 +118,7 @@ def test_auto_learns_from_finished_rounds(llm: LLM, pair: SimpleNamespace) -> No
     """The estimates are those of the laws: after some rounds the controller knows them, and forgets a request that ended."""
     spec = SpecConfig("draft_model", str(pair.draft), num_draft=4, draft_probability="auto", rule="block")
     llm.generate([PROMPT], SamplingParams(max_tokens=1), spec)  # loads the draft
-    state = llm.engine.submit(PROMPT, SamplingParams(max_tokens=60, temperature=1.0, ignore_eos=True, seed=1), spec)
+    state = llm.submit(PROMPT, SamplingParams(max_tokens=60, temperature=1.0, ignore_eos=True, seed=1), spec)
     for _ in range(10):
         llm.engine.step()
     accepted = llm.engine.controller._estimates[state.request_id].accepted

@@ -78,14 +78,14 @@ def test_greedy_equals_plain_in_mixed_batches(llm: LLM, watched: Watched, pair: 
 
 
 def test_ends_inside_a_draft_and_aborts(llm: LLM, watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = SpecConfig("bigram")  # num_draft is left to the engine
+    spec = SpecConfig("bigram", num_draft=3)
     answer = llm.generate([PROMPTS[5]], LONG)[0].token_ids
     for place in (2, 9, 14):
         with monkeypatch.context() as patch:
             patch.setattr(llm.engine.intake, "eos_token_ids", frozenset({answer[place]}))
             out = llm.generate([PROMPTS[5]], SamplingParams(max_tokens=24), spec)[0]
         assert out.token_ids == answer[: answer.index(answer[place]) + 1]
-    states = [llm.engine.submit(prompt, LONG, spec) for prompt in PROMPTS[:3]]
+    states = [llm.submit(prompt, LONG, spec) for prompt in PROMPTS[:3]]
     llm.engine.step()
     for state in states:
         llm.engine.abort(state.request_id)

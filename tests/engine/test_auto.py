@@ -109,7 +109,7 @@ def test_a_look_is_judged_by_its_own_round_alone(llm: LLM, monkeypatch: pytest.M
     monkeypatch.setattr(policy, "observe_look", lambda *told: judged.append((told[0], told[1])) or observe(*told))
     monkeypatch.setattr(policy, "observe_draft", lambda *told: priced.append(told))
     spec, params = SpecConfig("auto", parts=("ngram", "suffix")), SamplingParams(max_tokens=30, ignore_eos=True)
-    states, num_judged = [llm.engine.submit(prompt, params, spec) for prompt in PROMPTS[:4]], 0
+    states, num_judged = [llm.submit(prompt, params, spec) for prompt in PROMPTS[:4]], 0
     while llm.engine.has_work:
         judged.clear()
         for state in states:
@@ -130,7 +130,7 @@ def test_who_is_about_to_miss_a_deadline_counts_twice(llm: LLM, monkeypatch: pyt
     llm.generate(PROMPTS[:1], SamplingParams(max_tokens=8, ignore_eos=True))  # what a step takes is known
     plan = controller.policy.plan
     monkeypatch.setattr(controller.policy, "plan", lambda wishes: weights.append(wishes[0].weight) or plan(wishes))
-    state = llm.engine.submit(PROMPTS[0], SamplingParams(max_tokens=8, ignore_eos=True, deadline_s=9000.0), SpecConfig("ngram"))
+    state = llm.submit(PROMPTS[0], SamplingParams(max_tokens=8, ignore_eos=True, deadline_s=9000.0), SpecConfig("ngram"))
     while llm.engine.has_work:
         late = 3 < len(state.output_ids) < 6
         monkeypatch.setattr(controller, "clock", lambda late=late: state.arrived_s + (9001.0 if late else 1.0))

@@ -67,7 +67,7 @@ def test_arrival_one_by_one(llm: LLM, pair: SimpleNamespace) -> None:
     plain = [llm.generate([prompt], params)[0].token_ids for prompt, params in zip(PROMPTS, each, strict=True)]
     states = {}
     for i in reversed(range(len(PROMPTS))):
-        states[i] = llm.engine.submit(PROMPTS[i], each[i], specs[i % len(specs)])
+        states[i] = llm.submit(PROMPTS[i], each[i], specs[i % len(specs)])
         llm.engine.step()
     while llm.engine.has_work:
         llm.engine.step()

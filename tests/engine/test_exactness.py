@@ -155,7 +155,7 @@ def test_a_result_does_not_depend_on_the_order_of_arrival(llm: LLM, pair: Simple
     """Requests come one per step, in reverse, while the others run."""
     specs, states = sampled_specs(pair.draft), {}
     for i in reversed(range(16)):
-        states[i] = llm.engine.submit(PROMPTS[i], SAMPLED[i], specs[i])
+        states[i] = llm.submit(PROMPTS[i], SAMPLED[i], specs[i])
         llm.engine.step()
     while llm.engine.has_work:
         llm.engine.step()
@@ -164,7 +164,7 @@ def test_a_result_does_not_depend_on_the_order_of_arrival(llm: LLM, pair: Simple
 
 def test_a_neighbour_that_leaves_early_changes_nothing(llm: LLM, pair: SimpleNamespace, alone: Answers) -> None:
     specs = sampled_specs(pair.draft)
-    states = [llm.engine.submit(PROMPTS[i], SAMPLED[i], specs[i]) for i in range(8)]
+    states = [llm.submit(PROMPTS[i], SAMPLED[i], specs[i]) for i in range(8)]
     for i in range(0, 8, 2):
         llm.engine.step()
         llm.engine.abort(states[i].request_id)

@@ -88,7 +88,7 @@ def test_any_mixture_of_requests(llm: LLM, pair: SimpleNamespace, asked: list[tu
         if repeats and out.stats.rule in ("coupled", "greedy"):
             plain = llm.generate([alone.prompt_ids], params, SpecConfig())[0]
             assert [choice.token_ids for choice in out.choices] == [choice.token_ids for choice in plain.choices]
-    states = [llm.engine.submit(prompt, replace(params, n=1), spec) for prompt, params, spec, _ in served]
+    states = [llm.submit(prompt, replace(params, n=1), spec) for prompt, params, spec, _ in served]
     for _ in range(steps):
         llm.engine.step()
     for state in states:

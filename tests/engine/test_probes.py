@@ -271,7 +271,7 @@ def test_log_probabilities_are_those_of_plain_decoding(llm: LLM) -> None:
     plain = llm.generate(PROMPTS, params)
     states = []
     for i, spec in enumerate(lookaheads(8, num_draft=4)):
-        states.append(llm.engine.submit(PROMPTS[i], params, spec))
+        states.append(llm.submit(PROMPTS[i], params, spec))
         llm.engine.step()
     while llm.engine.has_work:
         llm.engine.step()

@@ -138,7 +138,7 @@ def test_abort_at_any_moment_frees_everything(llm: LLM, pair: SimpleNamespace, m
     monkeypatch.setattr(llm.engine.scheduler, "config", SchedulerConfig(max_batch_size=2, max_prompt_tokens=5))
     expected = ids_of(llm.generate(PROMPTS[:4], LONG, mixed_specs(pair)))
     for num_steps, victim in itertools.product((0, 1, 2, 3, 5, 9), range(4)):
-        states = [llm.engine.submit(*each) for each in zip(PROMPTS[:4], [LONG] * 4, mixed_specs(pair), strict=True)]
+        states = [llm.submit(*each) for each in zip(PROMPTS[:4], [LONG] * 4, mixed_specs(pair), strict=True)]
         for _ in range(num_steps):
             llm.engine.step()
         llm.engine.abort(states[victim].request_id)
@@ -254,9 +254,9 @@ def test_chunked_prefill_equals_whole(llm: LLM, pair: SimpleNamespace, monkeypat
 def test_long_prompts_do_not_stop_those_who_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a prompt is read in chunks, a running request emits in every step."""
     monkeypatch.setattr(llm.engine.scheduler, "config", SchedulerConfig(16, 8))
-    first = llm.engine.submit([1, 2], LONG, SpecConfig())
+    first = llm.submit([1, 2], LONG, SpecConfig())
     llm.engine.step()
-    llm.engine.submit(token_ids(80), LONG, SpecConfig())
+    llm.submit(token_ids(80), LONG, SpecConfig())
     for count in range(2, 8):
         llm.engine.step()
         assert len(first.output_ids) == count

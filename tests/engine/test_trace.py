@@ -52,7 +52,7 @@ def test_every_field_is_documented(pair: SimpleNamespace, tmp_path: Path) -> Non
 
 def test_an_aborted_request_ends_in_the_trace(pair: SimpleNamespace, tmp_path: Path) -> None:
     with LLM(pair.target, dtype="float32", cache_tokens=1024, trace=tmp_path / "t.jsonl") as llm:
-        state = llm.engine.submit(PROMPTS[0], SamplingParams(max_tokens=9), SpecConfig())
+        state = llm.submit(PROMPTS[0], SamplingParams(max_tokens=9), SpecConfig())
         llm.engine.step()
         llm.engine.abort(state.request_id)
     last = json.loads((tmp_path / "t.jsonl").read_text().splitlines()[-1])

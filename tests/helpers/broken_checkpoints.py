@@ -56,6 +56,7 @@ _KEYS = (
 # transformers checks the types of all keys; these have no part in what the native decoder computes.
 _NOT_READ = {
     "use_cache",
+    "auto_map",
     "pretraining_tp",
     "attention_dropout",
     "initializer_range",
