@@ -110,7 +110,7 @@ class GateError(ForetokenError):
 
 def _shorten(value: object, limit: int = 80) -> str:
     """`repr` cut to `limit` characters, so that a long prompt cannot fill the terminal; both ends stay, such as those of a path and its line."""
-    if isinstance(value, str | bytes) and len(value) > 2 * limit:
+    if isinstance(value, str) and len(value) > 2 * limit:
         value = value[:limit] + value[-limit:]  # the rest would be cut anyway, and may be gigabytes
     try:
         text = repr(value)
