@@ -28,7 +28,9 @@ Model = Callable[[list[int]], Law]
 
 
 class Dice:
-    """All randomness goes through two calls, so that a test can walk every branch. Two questions never share a number."""
+    """All randomness goes through two calls, so that a test can walk every branch. Two questions never share a
+    number.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
@@ -55,7 +57,8 @@ def one_round(target: Model, draft: Model, text: list[int], num_draft: int, dice
         if x == len(mu):
             break
         guesses.append(x)
-    # 2 Check. The target answers for every prefix of the guesses: an engine does this in ONE pass, and that is the gain.
+    # 2 Check. The target answers for every prefix of the guesses: an engine does this in ONE pass, and that is the
+    # gain.
     laws = [target(text + guesses[:i]) for i in range(len(guesses) + 1)]
     if len(masses) == len(guesses):  # the draft was full: nothing could have been proposed after it, so mu = 0 there
         masses.append(np.zeros_like(laws[-1]))
@@ -69,7 +72,9 @@ def one_round(target: Model, draft: Model, text: list[int], num_draft: int, dice
     return [*guesses[:kept], dice.pick(left / left.sum())]
 
 
-def generate(target: Model, draft: Model, prompt: list[int], max_tokens: int, num_draft: int, dice: Dice) -> list[list[int]]:
+def generate(
+    target: Model, draft: Model, prompt: list[int], max_tokens: int, num_draft: int, dice: Dice
+) -> list[list[int]]:
     """The answer, round by round. The last round guesses no more than can still be used."""
     rounds: list[list[int]] = []
     text = list(prompt)
@@ -136,7 +141,11 @@ def main() -> None:
     target, draft = toy(1), toy(2)
     print("greedy, round by round:  ", generate(greedy(target), greedy(draft), [0], 12, 3, Dice()))
     print("sampled, round by round: ", generate(target, draft, [0], 12, 3, Dice(7)))
-    for name, guess in (("a draft model", draft), ("one that often says nothing", toy(2, 0.6)), ("a deterministic one", greedy(draft))):
+    for name, guess in (
+        ("a draft model", draft),
+        ("one that often says nothing", toy(2, 0.6)),
+        ("a deterministic one", greedy(draft)),
+    ):
         error = law_error(target, guess, vocab=3, length=3, num_draft=2)
         print(f"{name}: the law of three tokens is off by {error:.0e}")
         assert error < 1e-12

@@ -1,13 +1,14 @@
 """foretoken: speculative decoding, exact and measured.
 
-What needs torch is imported when it is first asked for: torch takes seconds, and the errors, the configurations and the version do
-not need it.
+What needs torch is imported when it is first asked for: torch takes seconds, and the errors, the configurations and the
+version do not need it.
 """
 
 import importlib
 import typing
 
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.control.routing import RoutingRules
 from foretoken.errors import (
     CapacityError,
     CheckpointError,
@@ -27,7 +28,6 @@ from foretoken.errors import (
     StorageError,
     UnsupportedModelError,
 )
-from foretoken.plan.routing import RoutingRules
 
 if typing.TYPE_CHECKING:
     from foretoken.engine.async_engine import AsyncEngine

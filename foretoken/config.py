@@ -15,14 +15,39 @@ from foretoken.errors import ConfigError
 from foretoken.params import SamplingParams as SamplingParams
 from foretoken.params import check_flag, check_number, check_text, check_whole
 
-DRAFTERS: tuple[str, ...] = ("draft_model", "ngram", "suffix", "recycling", "predicted", "early_exit", "lookahead", "cascade", "mix", "auto")
+DRAFTERS: tuple[str, ...] = (
+    "draft_model",
+    "ngram",
+    "suffix",
+    "recycling",
+    "predicted",
+    "early_exit",
+    "lookahead",
+    "cascade",
+    "mix",
+    "auto",
+)
 SAMPLERS: tuple[str, ...] = ("draft_model", "early_exit")  # drafters that draw from a law
 COMPOSITES: tuple[str, ...] = ("cascade", "mix", "auto")  # drafters that work with other drafters
-LOOKUPS: tuple[str, ...] = ("ngram", "suffix", "recycling", "predicted")  # drafters that ask no model: their guesses are deterministic
+LOOKUPS: tuple[str, ...] = (
+    "ngram",
+    "suffix",
+    "recycling",
+    "predicted",
+)  # drafters that ask no model: their guesses are deterministic
 COMBINE: tuple[str, ...] = ("best", "merge")
 # What a part given by its name takes over from the configuration around it.
 FIELDS_OF: Mapping[str, tuple[str, ...]] = {
-    "draft_model": ("draft", "draft_dtype", "draft_vocabulary", "draft_probability", "min_confidence", "draft_top_k", "tree", "branching"),
+    "draft_model": (
+        "draft",
+        "draft_dtype",
+        "draft_vocabulary",
+        "draft_probability",
+        "min_confidence",
+        "draft_top_k",
+        "tree",
+        "branching",
+    ),
     "suffix": ("corpus", "tenant"),
     "predicted": ("prediction",),
     "early_exit": ("exit_layer", "skip_layers", "draft_probability", "min_confidence", "draft_top_k"),
@@ -48,47 +73,53 @@ A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with refe
 class SpecConfig:
     """Who drafts, how much, and which rule decides.
 
-    `drafter=None` is plain decoding, which takes `tenant` and `slice` and nothing else (plain decoding under a rule of your choice is any
-    drafter with `num_draft=0`). `draft` is the draft model's folder or hub id, maybe the target's own; `draft_dtype` the format of its
-    weights: "auto" takes the target's option; "int8" and "int4" (CPU) read a half and a quarter of the bytes. `num_draft="auto"` leaves the
-    number to the engine. `rule="auto"` is greedy at temperature 0, coupled when the request has a seed, otherwise block for
-    sampled chains and tree for trees. Three ways to draft less, each exact because the mass handed over accounts for it:
+    `drafter=None` is plain decoding, which takes `tenant` and `slice` and nothing else (plain decoding under a rule of
+    your choice is any drafter with `num_draft=0`). `draft` is the draft model's folder or hub id, maybe the target's
+    own; `draft_dtype` the format of its weights: "auto" takes the target's option; "int8" and "int4" (CPU) read a half
+    and a quarter of the bytes. `num_draft="auto"` leaves the number to the engine. `rule="auto"` is greedy at
+    temperature 0, coupled when the request has a seed, otherwise block for sampled chains and tree for trees. Three
+    ways to draft less, each exact because the mass handed over accounts for it:
 
-    - `draft_probability` a: at each position draft only with probability a (mass a * q, also where nothing was drafted);
-      "auto" lets the controller choose a from what drafting costs and gains.
+    - `draft_probability` a: at each position draft only with probability a (mass a * q, also where nothing was
+      drafted); "auto" lets the controller choose a from what drafting costs and gains.
     - `min_confidence` c: stop before a position where the draft's likeliest token has less than c.
     - `draft_top_k` k: draft from the k likeliest tokens of the draft only (0: from all).
 
-    `draft_vocabulary` says how a draft model whose tokenizer is not the target's is used: not at all ("same"), in text that is encoded
-    again ("strings"), in the tokens that both have ("intersection"), or by "auto": where the tokenizers agree as "same", else strings
-    at temperature 0 and the intersection above.
-    `tree` is the shape of what a draft model guesses, `num_draft` tokens in all: "chain"; "static", a tree of fixed shape; or
-    "best_first", a tree that grows where the draft is surest. `branching` is the most children of a guess, one number or one for
-    each depth (the tree is then no deeper); None: 4. Rules that judge chains only get a chain. In trees `min_confidence` leaves out
-    the children of a guess; `draft_probability` is for chains.
+    `draft_vocabulary` says how a draft model whose tokenizer is not the target's is used: not at all ("same"), in text
+    that is encoded again ("strings"), in the tokens that both have ("intersection"), or by "auto": where the tokenizers
+    agree as "same", else strings at temperature 0 and the intersection above.
+    `tree` is the shape of what a draft model guesses, `num_draft` tokens in all: "chain"; "static", a tree of fixed
+    shape; or "best_first", a tree that grows where the draft is surest. `branching` is the most children of a guess,
+    one number or one for each depth (the tree is then no deeper); None: 4. Rules that judge chains only get a chain. In
+    trees `min_confidence` leaves out the children of a guess; `draft_probability` is for chains.
 
-    `prediction` is the text (or token ids) that drafter `predicted` expects. Drafter `suffix` also guesses from the text file
-    `corpus` and from finished answers of the same `tenant` (the empty name is one too), never from another's; nor does a request begin
-    with keys and values that another tenant's computed.
+    `prediction` is the text (or token ids) that drafter `predicted` expects. Drafter `suffix` also guesses from the
+    text file `corpus` and from finished answers of the same `tenant` (the empty name is one too), never from another's;
+    nor does a request begin with keys and values that another tenant's computed.
 
-    Drafter `early_exit` is the target itself without some of its layers: its first `exit_layer` ones, or all but `skip_layers`
-    (numbers from 0). "auto" learns from the answers how many, or which, give the most tokens per cost, and how far to guess.
+    Drafter `early_exit` is the target itself without some of its layers: its first `exit_layer` ones, or all but
+    `skip_layers` (numbers from 0). "auto" learns from the answers how many, or which, give the most tokens per cost,
+    and how far to guess.
 
-    Drafter `lookahead` has the target run `lookahead_window` columns of `lookahead_ngram` - 1 tokens each beside its guesses, and
-    collects runs of `lookahead_ngram` tokens from them: rows that cost what guesses cost (`stats.num_probed`).
+    Drafter `lookahead` has the target run `lookahead_window` columns of `lookahead_ngram` - 1 tokens each beside its
+    guesses, and collects runs of `lookahead_ngram` tokens from them: rows that cost what guesses cost
+    (`stats.num_probed`).
 
-    `parts` are the drafters that a composite drafter works with: names, or configurations of their own; a name takes over what is
-    set here (`draft`, `corpus`, ...). A part's `num_draft` is the most it hands over at once.
+    `parts` are the drafters that a composite drafter works with: names, or configurations of their own; a name takes
+    over what is set here (`draft`, `corpus`, ...). A part's `num_draft` is the most it hands over at once.
 
-    - `cascade`: each part's guesses are verified by the next part, a draft model, exactly; the last one's tokens are the guesses.
-      Cheapest first; `ngram` under `draft_model` by default.
-    - `mix`: several drafters for one request; `ngram`, `suffix`, `recycling`, and `predicted` and `draft_model` where there is a
-      prediction and a draft, by default. With `combine="best"` the one with the most expected tokens per second guesses,
-      with `"merge"` the likeliest guesses of all of them form one tree (under rules that take chains only: best).
-    - `auto`: the engine chooses anew in every round who guesses for which request, and how much, weighing all requests of the step
-      together; `ngram`, `suffix`, and `predicted` and `draft_model` where there is a prediction and a draft, by default.
+    - `cascade`: each part's guesses are verified by the next part, a draft model, exactly; the last one's tokens are
+      the guesses. Cheapest first; `ngram` under `draft_model` by default.
+    - `mix`: several drafters for one request; `ngram`, `suffix`, `recycling`, and `predicted` and `draft_model` where
+      there is a prediction and a draft, by default. With `combine="best"` the one with the most expected tokens per
+      second guesses, with `"merge"` the likeliest guesses of all of them form one tree (under rules that take chains
+      only: best).
+    - `auto`: the engine chooses anew in every round who guesses for which request, and how much, weighing all requests
+      of the step together; `ngram`, `suffix`, and `predicted` and `draft_model` where there is a prediction and a
+      draft, by default.
 
-    `slice` names the kind of text ("code", "chat"): what the engine learns of a drafter there is where the next request of that name begins.
+    `slice` names the kind of text ("code", "chat"): what the engine learns of a drafter there is where the next request
+    of that name begins.
     """
 
     drafter: str | None = None
@@ -119,7 +150,9 @@ class SpecConfig:
             near = difflib.get_close_matches(str(self.drafter).lower(), known_drafters(), n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(
-                "drafter", self.drafter, f"{hint}choose one of {', '.join(known_drafters())}, or None (leave it out) for plain decoding"
+                "drafter",
+                self.drafter,
+                f"{hint}choose one of {', '.join(known_drafters())}, or None (leave it out) for plain decoding",
             )
         if self.draft is not None and (not isinstance(self.draft, str) or not self.draft):
             raise ConfigError("draft", self.draft, f"must be {A_DRAFT}")
@@ -129,7 +162,9 @@ class SpecConfig:
             raise ConfigError("rule", self.rule, f"choose one of {', '.join(RULES)}")
         check_flag("allow_lossy", self.allow_lossy)
         if self.rule in LOSSY_RULES and not self.allow_lossy:
-            raise ConfigError("rule", self.rule, "changes the target's law (lossy); set allow_lossy=True if that is what you want")
+            raise ConfigError(
+                "rule", self.rule, "changes the target's law (lossy); set allow_lossy=True if that is what you want"
+            )
         if self.num_draft != "auto":
             check_whole("num_draft", self.num_draft, low=0, high=1024)
         if self.drafter is None:
@@ -143,7 +178,9 @@ class SpecConfig:
         if self.draft_dtype != "auto":
             self._needs("draft_dtype", "draft_model")
         if self.draft_vocabulary not in DRAFT_VOCABULARIES:
-            raise ConfigError("draft_vocabulary", self.draft_vocabulary, f"choose one of {', '.join(DRAFT_VOCABULARIES)}")
+            raise ConfigError(
+                "draft_vocabulary", self.draft_vocabulary, f"choose one of {', '.join(DRAFT_VOCABULARIES)}"
+            )
         if self.draft_vocabulary != "auto":
             self._needs("draft_vocabulary", "draft_model")
         self._check_drafting_less()
@@ -174,7 +211,9 @@ class SpecConfig:
 
     @cached_property
     def arms(self) -> tuple[SpecConfig, ...]:
-        """The configurations of which one guesses in a round: the parts of `auto`, else this one; none for plain decoding."""
+        """The configurations of which one guesses in a round: the parts of `auto`, else this one; none for plain
+        decoding.
+        """
         if self.drafter == "auto":
             return self.configs
         return () if self.drafter is None else (self,)
@@ -197,9 +236,13 @@ class SpecConfig:
         """Refuse `field` where `drafter` is not at work."""
         if drafter not in self.leaves:
             others = ", ".join(str(part.drafter) for part in self.configs)
-            remedy = f" (parts: {others}): name {drafter} among the parts" if others else f": name {drafter} as the drafter"
+            remedy = (
+                f" (parts: {others}): name {drafter} among the parts" if others else f": name {drafter} as the drafter"
+            )
             raise ConfigError(
-                field, getattr(self, field), f"only drafter={drafter!r} takes it, not drafter={self.drafter!r}{remedy}, or leave it out"
+                field,
+                getattr(self, field),
+                f"only drafter={drafter!r} takes it, not drafter={self.drafter!r}{remedy}, or leave it out",
             )
 
     def _expand_parts(self) -> None:
@@ -207,14 +250,22 @@ class SpecConfig:
         if self.drafter in COMPOSITES and isinstance(self.parts, list | tuple) and not self.parts:
             object.__setattr__(self, "parts", self._usual_parts())
         if self.parts and self.drafter not in COMPOSITES:
-            raise ConfigError("parts", self.parts, f"drafter={self.drafter!r} has no parts; composite drafters: {', '.join(COMPOSITES) or 'none'}")
+            raise ConfigError(
+                "parts",
+                self.parts,
+                f"drafter={self.drafter!r} has no parts; composite drafters: {', '.join(COMPOSITES) or 'none'}",
+            )
         if isinstance(self.parts, str) or not isinstance(self.parts, list | tuple):
             raise ConfigError("parts", self.parts, "must be a list of drafters")
         parts: list[SpecConfig] = []
         for part in self.parts:
             if not isinstance(part, str | SpecConfig):
                 raise ConfigError("parts", part, "each must be the name of a drafter or a SpecConfig")
-            parts.append(SpecConfig(part, **{name: getattr(self, name) for name in FIELDS_OF.get(part, ())}) if isinstance(part, str) else part)
+            parts.append(
+                SpecConfig(part, **{name: getattr(self, name) for name in FIELDS_OF.get(part, ())})
+                if isinstance(part, str)
+                else part
+            )
             if parts[-1].drafter is None:
                 raise ConfigError("parts", part, "names no drafter")
         if self.tenant and isinstance(self.tenant, str):  # whose text it is does not depend on who guesses
@@ -230,7 +281,9 @@ class SpecConfig:
             if part.drafter in (self.drafter, "mix", "auto"):
                 nests = self.drafter == "cascade" and part.drafter != "cascade"
                 remedy = f"put the cascade into the {part.drafter}" if nests else "name its parts here"
-                raise ConfigError("parts", part.drafter, f"cannot be a part of drafter={self.drafter!r}; {remedy} instead")
+                raise ConfigError(
+                    "parts", part.drafter, f"cannot be a part of drafter={self.drafter!r}; {remedy} instead"
+                )
 
     def _usual_parts(self) -> tuple[str, ...]:
         """What a composite drafter works with unless told otherwise."""
@@ -244,43 +297,81 @@ class SpecConfig:
         """What parts may be, and that nothing set here or there is left without effect."""
         for part in self.configs:
             if part.rule != "auto":
-                raise ConfigError("rule", part.rule, f"one rule decides for all parts; set it beside drafter={self.drafter!r}")
+                raise ConfigError(
+                    "rule", part.rule, f"one rule decides for all parts; set it beside drafter={self.drafter!r}"
+                )
             if part.drafter == "draft_model" and part.draft is None:
                 raise ConfigError("draft", None, f"part 'draft_model' of drafter={self.drafter!r} needs {A_DRAFT}")
             if part.prediction is not None and part.prediction != self.prediction:
-                raise ConfigError("prediction", part.prediction, "a request has one prediction, and the drafter or another part names another")
+                raise ConfigError(
+                    "prediction",
+                    part.prediction,
+                    "a request has one prediction, and the drafter or another part names another",
+                )
             if part.draft_probability != self.draft_probability and not part.leaves.isdisjoint(SAMPLERS):
-                raise ConfigError("draft_probability", part.draft_probability, f"must be the same beside drafter={self.drafter!r} and in its parts")
+                raise ConfigError(
+                    "draft_probability",
+                    part.draft_probability,
+                    f"must be the same beside drafter={self.drafter!r} and in its parts",
+                )
         neutral = {field.name: field.default for field in fields(self)}
         for field in dict.fromkeys(name for names in FIELDS_OF.values() for name in names):
             value = getattr(self, field)
             if value != neutral[field] and all(getattr(part, field) != value for part in self.configs):
-                raise ConfigError(field, value, "no part takes it over, because each that could is a configuration of its own; set it there")
+                raise ConfigError(
+                    field,
+                    value,
+                    "no part takes it over, because each that could is a configuration of its own; set it there",
+                )
         if self.drafter == "cascade":
             self._check_levels()
         elif any(part.num_probe for part in self.configs):
-            raise ConfigError("parts", "lookahead", "its window runs in every round, also when another part guesses: use drafter='lookahead' alone")
+            raise ConfigError(
+                "parts",
+                "lookahead",
+                "its window runs in every round, also when another part guesses: use drafter='lookahead' alone",
+            )
         elif self.combine == "merge" and any(part.tree != "chain" for part in self.configs):
-            raise ConfigError("tree", self.tree, "what is merged with other guesses must be a chain; use combine='best' for a model's trees")
+            raise ConfigError(
+                "tree",
+                self.tree,
+                "what is merged with other guesses must be a chain; use combine='best' for a model's trees",
+            )
         elif self.combine == "merge" and sum(part.drafter not in LOOKUPS for part in self.configs) > 1:
-            raise ConfigError("combine", self.combine, "one part at most may ask a model when trees are merged; name one, or use combine='best'")
+            raise ConfigError(
+                "combine",
+                self.combine,
+                "one part at most may ask a model when trees are merged; name one, or use combine='best'",
+            )
 
     def _check_levels(self) -> None:
         names = [part.drafter for part in self.configs]
         if len(names) < 2:
-            raise ConfigError("parts", names, "a cascade has two levels at least, cheapest first, such as ('ngram', 'draft_model')")
+            raise ConfigError(
+                "parts", names, "a cascade has two levels at least, cheapest first, such as ('ngram', 'draft_model')"
+            )
         for name in names[1:]:
             if name != "draft_model":
-                raise ConfigError("parts", name, "every level of a cascade above the first verifies, so it must be a draft_model")
+                raise ConfigError(
+                    "parts", name, "every level of a cascade above the first verifies, so it must be a draft_model"
+                )
         if names[0] not in ("draft_model", *LOOKUPS):
-            raise ConfigError("parts", names[0], f"the first level of a cascade must be one of draft_model, {', '.join(LOOKUPS)}")
+            raise ConfigError(
+                "parts", names[0], f"the first level of a cascade must be one of draft_model, {', '.join(LOOKUPS)}"
+            )
         for part in self.configs:
             if part.tree != "chain":
                 raise ConfigError("tree", part.tree, "a cascade drafts chains; leave it at 'chain'")
             if part.draft_vocabulary not in ("auto", "same"):
-                raise ConfigError("draft_vocabulary", part.draft_vocabulary, "all levels of a cascade share the target's tokens; leave it at 'auto'")
+                raise ConfigError(
+                    "draft_vocabulary",
+                    part.draft_vocabulary,
+                    "all levels of a cascade share the target's tokens; leave it at 'auto'",
+                )
         if self.draft_probability != 1:
-            raise ConfigError("draft_probability", self.draft_probability, "a cascade drafts every position; leave it at 1")
+            raise ConfigError(
+                "draft_probability", self.draft_probability, "a cascade drafts every position; leave it at 1"
+            )
 
     def _check_texts(self) -> None:
         for name in ("draft", "prediction", "corpus", "tenant", "slice"):
@@ -316,11 +407,15 @@ class SpecConfig:
         if self.tree != "chain":
             self._needs("tree", "draft_model")
             if self.draft_probability != 1.0:
-                raise ConfigError("draft_probability", self.draft_probability, f"is for chains; leave it at 1 with tree={self.tree!r}")
+                raise ConfigError(
+                    "draft_probability", self.draft_probability, f"is for chains; leave it at 1 with tree={self.tree!r}"
+                )
         if self.branching is None:
             return
         if self.tree == "chain":
-            raise ConfigError("branching", self.branching, "a chain does not branch; choose tree='static' or tree='best_first'")
+            raise ConfigError(
+                "branching", self.branching, "a chain does not branch; choose tree='static' or tree='best_first'"
+            )
         if isinstance(self.branching, list | tuple):
             object.__setattr__(self, "branching", tuple(self.branching))
         by_depth = self.branching if isinstance(self.branching, tuple) else (self.branching,)
@@ -337,8 +432,14 @@ class SpecConfig:
         for name, neutral in (("draft_probability", 1.0), ("min_confidence", 0.0), ("draft_top_k", 0)):
             value = getattr(self, name)
             if value != neutral and self.leaves.isdisjoint(SAMPLERS):
-                without = "" if self.drafter is None else f", and drafter={self.drafter!r} has none; choose one, or leave it out"
-                raise ConfigError(name, value, f"needs a drafter that samples from a law ({', '.join(SAMPLERS)}){without}")
+                without = (
+                    ""
+                    if self.drafter is None
+                    else f", and drafter={self.drafter!r} has none; choose one, or leave it out"
+                )
+                raise ConfigError(
+                    name, value, f"needs a drafter that samples from a law ({', '.join(SAMPLERS)}){without}"
+                )
 
     def _check_layers(self) -> None:
         if self.exit_layer != "auto":
@@ -348,11 +449,17 @@ class SpecConfig:
             return
         self._needs("skip_layers", "early_exit")
         if self.exit_layer != "auto":
-            raise ConfigError("skip_layers", self.skip_layers, f"stop early (exit_layer={self.exit_layer}) or leave layers out, not both")
+            raise ConfigError(
+                "skip_layers",
+                self.skip_layers,
+                f"stop early (exit_layer={self.exit_layer}) or leave layers out, not both",
+            )
         if self.skip_layers == "auto":
             return
         if isinstance(self.skip_layers, str) or not isinstance(self.skip_layers, list | tuple) or not self.skip_layers:
-            raise ConfigError("skip_layers", self.skip_layers, "must be 'auto' or a list of layer numbers, and not empty")
+            raise ConfigError(
+                "skip_layers", self.skip_layers, "must be 'auto' or a list of layer numbers, and not empty"
+            )
         for layer in self.skip_layers:
             check_whole("skip_layers", layer, low=0)
         object.__setattr__(self, "skip_layers", tuple(sorted(set(self.skip_layers))))

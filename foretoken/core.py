@@ -46,7 +46,9 @@ class Processors(Protocol):
         """Logits `[n, V]` of rows that follow the committed text and `paths[i]` -> the same shape, processed."""
 
     def forced(self, most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that spell text which must come next; () when there is a choice. Other spellings may be allowed too."""
+        """Up to `most` tokens that spell text which must come next; () when there is a choice. Other spellings may be
+        allowed too.
+        """
 
 
 class Noise(Protocol):
@@ -62,7 +64,8 @@ class BatchEntry:
 
     `pending` are committed tokens whose K/V the target does not hold yet; the last one is the anchor. When `decodes`
     is false the entry is a chunk of a longer prompt: nothing is drafted and no token comes out. `processors` is None
-    for a request whose law depends on the logits, temperature and filters alone, `noise` for one whose rule is not coupled.
+    for a request whose law depends on the logits, temperature and filters alone, `noise` for one whose rule is not
+    coupled.
     """
 
     request: Request
@@ -75,9 +78,14 @@ class BatchEntry:
     draft_probability: float = 1.0  # chance that a position is drafted at all
     takes_trees: bool = True  # whether the request's rule judges more than chains
     num_probe: int = 0  # most probes the drafter may ask for, 0 included
-    probe_depth: int = 0  # deepest place of a probe behind the anchor (its child: 1); deeper ones would leave the context
-    arm: int | None = None  # which of the configurations that `SpecConfig.arms` leaves to choose from guesses; None: no guesses
-    num_prompt_rows: int = 0  # the last so many of `pending`, before the anchor, are followed by prompt tokens whose log-probability is wanted
+    probe_depth: int = (
+        0  # deepest place of a probe behind the anchor (its child: 1); deeper ones would leave the context
+    )
+    arm: int | None = (
+        None  # which of the configurations that `SpecConfig.arms` leaves to choose from guesses; None: no guesses
+    )
+    # The last so many of `pending`, before the anchor, are followed by prompt tokens whose log-probability is wanted.
+    num_prompt_rows: int = 0
 
     @property
     def round_start(self) -> int:
@@ -87,7 +95,9 @@ class BatchEntry:
     def under(self, request: Request) -> BatchEntry:
         """The same part of a step, of the same request under another configuration."""
         entry = object.__new__(BatchEntry)
-        entry.__dict__.update(self.__dict__, request=request)  # `replace` takes every field in hand, for every arm in every round
+        entry.__dict__.update(
+            self.__dict__, request=request
+        )  # `replace` takes every field in hand, for every arm in every round
         return entry
 
 
@@ -109,8 +119,8 @@ class Mass:
 
     `laws` [M, V] float32; `law_of_row[r]` is the law from which a child of row r was, or could have been, sampled, -1
     if none could. A deterministic child needs no law: its mass is 1 at its own token. A row with a law and no sampled
-    child had a draw that came to nothing. Several sampled children of one row were drawn without replacement, in the order of
-    the nodes: each from the row's law without its earlier sampled siblings, scaled back to the law's own sum.
+    child had a draw that came to nothing. Several sampled children of one row were drawn without replacement, in the
+    order of the nodes: each from the row's law without its earlier sampled siblings, scaled back to the law's own sum.
     """
 
     laws: Tensor
@@ -121,8 +131,9 @@ class Mass:
 class Probes:
     """Tokens that drafters want run in the target's forward beside their guesses, P of them over B requests.
 
-    `tokens` [P] int64; `parents` [P] counted inside the request among its probes (-1 = anchor), parents before their children. No
-    rule judges a probe and nothing of it is committed: its drafter is shown what the target says behind it (`Feedback`).
+    `tokens` [P] int64; `parents` [P] counted inside the request among its probes (-1 = anchor), parents before their
+    children. No rule judges a probe and nothing of it is committed: its drafter is shown what the target says behind it
+    (`Feedback`).
     """
 
     tokens: Tensor
@@ -155,9 +166,10 @@ class Draft:
     """Guesses for B requests, a tree each: `tokens` [N] int64, `parents` [N] counted inside the request (-1 = anchor).
 
     `sampled[i]` says that node i was drawn from its parent row's law in `mass`; otherwise it is a deterministic guess.
-    Parents come before their children. `drafters[b]` names who guessed for request b; where several did, `sources` [N] names
-    the author of every node (None: the request's drafter). `probes` are no guesses and count nowhere as nodes. `inner[b]` counts the
-    guesses that the drafter itself judged while it drafted for request b, and how many of them it kept.
+    Parents come before their children. `drafters[b]` names who guessed for request b; where several did, `sources` [N]
+    names the author of every node (None: the request's drafter). `probes` are no guesses and count nowhere as nodes.
+    `inner[b]` counts the guesses that the drafter itself judged while it drafted for request b, and how many of them it
+    kept.
     """
 
     tokens: Tensor
@@ -207,7 +219,9 @@ class Draft:
 
     def is_chain(self, request: int) -> bool:
         """Whether every node of `request` follows the one before it."""
-        return self.parents[self.offsets[request] : self.offsets[request + 1]] == tuple(range(-1, self.lengths[request] - 1))
+        return self.parents[self.offsets[request] : self.offsets[request + 1]] == tuple(
+            range(-1, self.lengths[request] - 1)
+        )
 
     def paths(self, request: int) -> list[tuple[int, ...]]:
         """For every row of `request` (anchor, then nodes) the drafted tokens that lead to it, its own included."""
@@ -289,10 +303,14 @@ class Draft:
 
 def empty_draft(num_requests: int, device: torch.device | str = "cpu") -> Draft:
     """Nothing proposed for anybody."""
-    return Draft(torch.empty(0, dtype=torch.int64, device=device), (), (0,) * (num_requests + 1), (None,) * num_requests)
+    return Draft(
+        torch.empty(0, dtype=torch.int64, device=device), (), (0,) * (num_requests + 1), (None,) * num_requests
+    )
 
 
-def merge_drafts(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]], device: torch.device | str = "cpu") -> Draft:
+def merge_drafts(
+    num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]], device: torch.device | str = "cpu"
+) -> Draft:
     """One draft for the whole batch from drafts of disjoint sets of requests; `parts` hold (request indices, draft).
 
     A drafter may work on another device than the target (a lookup has no reason to leave the CPU).
@@ -332,31 +350,51 @@ def merge_drafts(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]]
         drafters.append(draft.drafters[local])
         inner.append(draft.inner[local] if draft.inner else (0, 0))
         rows = draft.rows_of([local])
-        law_of_row.extend(-1 if draft.mass is None or draft.mass.law_of_row[r] < 0 else law_base[part] + draft.mass.law_of_row[r] for r in rows)
+        law_of_row.extend(
+            -1 if draft.mass is None or draft.mass.law_of_row[r] < 0 else law_base[part] + draft.mass.law_of_row[r]
+            for r in rows
+        )
     flat = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64, device=device)
     mass = Mass(torch.cat(laws), tuple(law_of_row)) if laws else None
     mixed = tuple(sources) if any(source is not None for source in sources) else ()
     judged = tuple(inner) if any(pair != (0, 0) for pair in inner) else ()
     probes = _merge_probes(num_requests, parts)
-    return Draft(flat, tuple(parents), tuple(offsets), tuple(drafters), tuple(sampled) if mass else (), mass, mixed, probes, judged)
+    return Draft(
+        flat,
+        tuple(parents),
+        tuple(offsets),
+        tuple(drafters),
+        tuple(sampled) if mass else (),
+        mass,
+        mixed,
+        probes,
+        judged,
+    )
 
 
 def _merge_probes(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]]) -> Probes | None:
     """The probes of all parts, request after request; None where nobody probes."""
-    own = {b: draft.probes.select([local]) for requests, draft in parts if draft.probes is not None for local, b in enumerate(requests)}
+    own = {
+        b: draft.probes.select([local])
+        for requests, draft in parts
+        if draft.probes is not None
+        for local, b in enumerate(requests)
+    }
     if not own:
         return None
     each = [own[b] for b in sorted(own)]
     offsets = (0, *accumulate(len(own[b].parents) if b in own else 0 for b in range(num_requests)))
-    return Probes(torch.cat([one.tokens for one in each]), tuple(parent for one in each for parent in one.parents), offsets)
+    return Probes(
+        torch.cat([one.tokens for one in each]), tuple(parent for one in each for parent in one.parents), offsets
+    )
 
 
 @dataclass(frozen=True)
 class Uniforms:
     """The random numbers a rule may use: one test per node and one draw per request, each in [0, 1) float64.
 
-    `race[b]` is Exp(1) noise for the rows of request b, one number per token, the same at every row of one absolute position
-    whoever drafted; None where the request's rule does not need it.
+    `race[b]` is Exp(1) noise for the rows of request b, one number per token, the same at every row of one absolute
+    position whoever drafted; None where the request's rule does not need it.
     """
 
     accept: Tensor  # [N]
@@ -368,8 +406,8 @@ class Uniforms:
 class Verdict:
     """What may stand: for each request the accepted path, then one token of the target.
 
-    `probabilities[b]` holds for every node of request b the probability with which its rule lets the walk go on from the
-    node's parent to it; None where the rule never had to know.
+    `probabilities[b]` holds for every node of request b the probability with which its rule lets the walk go on from
+    the node's parent to it; None where the rule never had to know.
     """
 
     paths: tuple[tuple[int, ...], ...]  # accepted nodes, root to leaf, counted inside the request
@@ -385,10 +423,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class TokenOrigin:
-    """Where one emitted token came from: the drafter (None = the target itself), how, and in which of the request's rounds.
+    """Where one emitted token came from: the drafter (None = the target itself), how, and in which of the request's
+    rounds.
 
-    `probability` is the chance that an accepted guess had of being accepted once its parent stood; None for the target's own
-    tokens, and under the coupled rule, which has no such number.
+    `probability` is the chance that an accepted guess had of being accepted once its parent stood; None for the
+    target's own tokens, and under the coupled rule, which has no such number.
     """
 
     drafter: str | None

@@ -77,11 +77,15 @@ class OverloadedError(CapacityError):
 
 
 class EngineError(ForetokenError, RuntimeError):
-    """Something raised inside the engine and a request cannot go on without it; `__cause__` is what was raised. Other requests go on."""
+    """Something raised inside the engine and a request cannot go on without it; `__cause__` is what was raised. Other
+    requests go on.
+    """
 
 
 class DraftError(ForetokenError, RuntimeError):
-    """A drafter handed over what cannot be verified, or did not come to an end; it never reaches who asked for an answer."""
+    """A drafter handed over what cannot be verified, or did not come to an end; it never reaches who asked for an
+    answer.
+    """
 
 
 class DraftTimeout(DraftError):
@@ -109,7 +113,9 @@ class GateError(ForetokenError):
 
 
 def _shorten(value: object, limit: int = 80) -> str:
-    """`repr` cut to `limit` characters, so that a long prompt cannot fill the terminal; both ends stay, such as those of a path and its line."""
+    """`repr` cut to `limit` characters, so that a long prompt cannot fill the terminal; both ends stay, such as those
+    of a path and its line.
+    """
     if isinstance(value, str) and len(value) > 2 * limit:
         value = value[:limit] + value[-limit:]  # the rest would be cut anyway, and may be gigabytes
     try:

@@ -1,4 +1,5 @@
-"""Files that a user names: read whole with errors that say which option, file and line; tried for writing before long work.
+"""Files that a user names: read whole with errors that say which option, file and line; tried for writing before long
+work.
 
 JSON comes in and goes out without NaN and Infinity, which its standard does not have.
 """
@@ -45,12 +46,16 @@ def read_stream(field: str, name: str, file: IO[bytes]) -> str:
     except (OSError, ValueError) as error:  # a ValueError is a closed file
         raise StorageError(f"{field}: cannot read {name}: {error}") from error
     if len(data) > MOST_BYTES:
-        raise StorageError(f"{field}: cannot read {name}: it is longer than {MOST_BYTES >> 20} MiB; give a shorter text")
+        raise StorageError(
+            f"{field}: cannot read {name}: it is longer than {MOST_BYTES >> 20} MiB; give a shorter text"
+        )
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise StorageError(f"{field}: cannot read {name}: line {line} is not UTF-8 (byte 0x{data[error.start]:02x})") from error
+        raise StorageError(
+            f"{field}: cannot read {name}: line {line} is not UTF-8 (byte 0x{data[error.start]:02x})"
+        ) from error
 
 
 def parse_json(field: str, where: str, text: str) -> Any:  # noqa: ANN401 - whatever the text holds
@@ -143,7 +148,8 @@ def check_file(field: str, path: Path) -> None:
     """Refuse a file that could not be written later.
 
     Raises:
-        StorageError: names the field: the file is a folder or protected, or its folder is not there or cannot be written.
+        StorageError: names the field: the file is a folder or protected, or its folder is not there or cannot be
+        written.
     """
     try:
         if "\0" in str(path):

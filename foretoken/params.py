@@ -18,23 +18,25 @@ DEADLINES_S = (0.0, 1e9)  # the first excluded
 class SamplingParams:
     """How to choose tokens, under the OpenAI names.
 
-    Temperature 0 takes the most likely token (lowest id on ties). Everything applies at every position, drafted or not, in the
-    order of transformers: logit_bias, repetition_penalty, presence and frequency penalty, bad_words, min_tokens, structure;
-    then temperature, top_k, top_p, min_p. `seed=None` draws a fresh seed for each request.
+    Temperature 0 takes the most likely token (lowest id on ties). Everything applies at every position, drafted or not,
+    in the order of transformers: logit_bias, repetition_penalty, presence and frequency penalty, bad_words, min_tokens,
+    structure; then temperature, top_k, top_p, min_p. `seed=None` draws a fresh seed for each request.
 
     - `repetition_penalty` looks at prompt and output, `presence_penalty` and `frequency_penalty` at the output alone.
-    - `bad_words`: a text never appears in the answer, inside longer words neither, whatever tokens would spell it (a space
-      bans every token with a space in it). A list of token ids bans that sequence, begun in the prompt or not, as transformers'
-      `bad_words_ids` does. With a tokenizer that does not say what each of its tokens writes (WordPiece), a text stands for its own token
-      sequences, with and without a space before it.
+    - `bad_words`: a text never appears in the answer, inside longer words neither, whatever tokens would spell it (a
+      space bans every token with a space in it). A list of token ids bans that sequence, begun in the prompt or not, as
+      transformers' `bad_words_ids` does. With a tokenizer that does not say what each of its tokens writes (WordPiece),
+      a text stands for its own token sequences, with and without a space before it.
     - Before `min_tokens` no end token is drawn and no stop string ends the answer.
     - `n` answers are drawn for one prompt; answer i > 0 has a seed of its own, derived from `seed`.
     - `logprobs=k` reports the log-probability of every emitted token and of the k likeliest (0: of the token alone).
-      `logprobs_of="law"` means the law the token was drawn from (at temperature 0 that law before the argmax, at temperature
-      1), `"model"` the model's own softmax before anything above. `prompt_logprobs=k` is always the model's own.
+      `logprobs_of="law"` means the law the token was drawn from (at temperature 0 that law before the argmax, at
+      temperature 1), `"model"` the model's own softmax before anything above. `prompt_logprobs=k` is always the model's
+      own.
     - At most one of `json_schema`, `regex`, `grammar` (Lark syntax) holds the answer to a structure.
-    - A smaller `priority` is served earlier. `deadline_s` seconds after its arrival the answer is wanted: among requests of like
-      priority and age the earliest goes first; one that is late is served all the same. Neither changes an answer.
+    - A smaller `priority` is served earlier. `deadline_s` seconds after its arrival the answer is wanted: among
+      requests of like priority and age the earliest goes first; one that is late is served all the same. Neither
+      changes an answer.
     """
 
     max_tokens: int = 64
@@ -120,7 +122,11 @@ class SamplingParams:
     def _check_structure(self) -> None:
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise InputError(given[1], getattr(self, given[1]), f"the answer has a structure already ({given[0]}); give one of the two")
+            raise InputError(
+                given[1],
+                getattr(self, given[1]),
+                f"the answer has a structure already ({given[0]}); give one of the two",
+            )
         if self.json_schema is not None and not isinstance(self.json_schema, str | Mapping):
             raise InputError("json_schema", self.json_schema, "must be a schema as a dictionary or as JSON text")
         if isinstance(self.json_schema, str):
@@ -166,7 +172,11 @@ def check_number(name: str, value: object, low: float, high: float, open_low: bo
     Raises:
         InputError: names the field.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or (isinstance(value, float) and not math.isfinite(value))
+    ):
         raise InputError(name, value, "must be a finite number" + _of_a_library(value, "float"))
     if value < low or value > high or (open_low and value == low):
         bracket = "(" if open_low else "["
@@ -195,7 +205,9 @@ def check_text(name: str, value: str) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         place = f"character {error.start + 1} is half of a surrogate pair (U+{ord(value[error.start]):04X})"
-        raise InputError(name, value, f"{place}, which is no text; was it read from bytes that are not UTF-8?") from None
+        raise InputError(
+            name, value, f"{place}, which is no text; was it read from bytes that are not UTF-8?"
+        ) from None
 
 
 def check_flag(name: str, value: object) -> None:

@@ -1,4 +1,6 @@
-"""The long proofs run under the same conditions as the tests: seeded, with a cache folder of their own, audited after each."""
+"""The long proofs run under the same conditions as the tests: seeded, with a cache folder of their own, audited after
+each.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every causal family that transformers registers: run exactly, refused by name, or impossible to build here. Writes docs/models.md."""
+"""Every causal family that transformers registers: run exactly, refused by name, or impossible to build here. Writes
+docs/models.md.
+"""
 
 from __future__ import annotations
 
@@ -77,14 +79,25 @@ def page(findings: list[Finding]) -> str:
     from tests.helpers.families import CONTEXT, WINDOW
 
     counts = ", ".join(f"{sum(one.how == how for one in findings)} {how}" for how in HOWS)
-    rows = [f"| {one.family} | {one.how} | {one.note.replace('|', '/')} |" for one in sorted(findings, key=lambda one: one.family)]
+    rows = [
+        f"| {one.family} | {one.how} | {one.note.replace('|', '/')} |"
+        for one in sorted(findings, key=lambda one: one.family)
+    ]
     text = _HEAD.format(version=transformers.__version__, context=CONTEXT, window=WINDOW)
-    return text + f"{len(findings)} families: {counts}.\n\n| family | how | note |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+    return (
+        text
+        + f"{len(findings)} families: {counts}.\n\n| family | how | note |\n|---|---|---|\n"
+        + "\n".join(rows)
+        + "\n"
+    )
 
 
 def read_page() -> dict[str, tuple[str, str]]:
     """How and note of every family of the committed page."""
-    rows = (line.strip("|").split("|") for line in TABLE.read_text(encoding="utf-8").split("| family | how | note |")[1].splitlines()[2:])
+    rows = (
+        line.strip("|").split("|")
+        for line in TABLE.read_text(encoding="utf-8").split("| family | how | note |")[1].splitlines()[2:]
+    )
     return {family.strip(): (how.strip(), note.strip()) for family, how, note in rows}
 
 
@@ -105,7 +118,11 @@ def main() -> None:
         sys.exit(f"not exact: {', '.join(sorted(wrong))}")
     if options.write:
         found = {finding.family for finding in findings}
-        others = [Finding(family, how, note) for family, (how, note) in read_page().items() if family not in found] if options.families else []
+        others = (
+            [Finding(family, how, note) for family, (how, note) in read_page().items() if family not in found]
+            if options.families
+            else []
+        )
         TABLE.write_text(page(findings + others), encoding="utf-8")
 
 

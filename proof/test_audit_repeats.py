@@ -16,9 +16,16 @@ PROMPTS = ["def main():\n", "class Parser:\n    ", "import os\n", "x = [1,"]
 
 
 def test_w3_fifty_checks_of_equal_seeds_and_greedy_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of guesses is chosen by times that mean nothing, anew in every turn; answers turn off at near ties only."""
+    """The number of guesses is chosen by times that mean nothing, anew in every turn; answers turn off at near ties
+    only.
+    """
     options = AuditOptions(
-        "reference:target", SpecConfig("draft_model", "reference:draft"), num_prompts=4, max_tokens=16, dtype="bfloat16", cache_tokens=4096
+        "reference:target",
+        SpecConfig("draft_model", "reference:draft"),
+        num_prompts=4,
+        max_tokens=16,
+        dtype="bfloat16",
+        cache_tokens=4096,
     )
     checks: list[Check] = []
     session = Session(options, PROMPTS)

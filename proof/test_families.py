@@ -1,4 +1,6 @@
-"""Every causal family that transformers registers is run exactly, refused by name, or cannot be built here; docs/models.md says which."""
+"""Every causal family that transformers registers is run exactly, refused by name, or cannot be built here;
+docs/models.md says which.
+"""
 
 from __future__ import annotations
 

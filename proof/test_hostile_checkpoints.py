@@ -1,4 +1,6 @@
-"""Thousands of broken checkpoints: each is refused by name or answers as transformers does, and none takes memory its files do not hold."""
+"""Thousands of broken checkpoints: each is refused by name or answers as transformers does, and none takes memory its
+files do not hold.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,18 @@ NUM_PROCESSES = 2
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="a process's memory is read from /proc")
 def test_c9_thousands_of_broken_checkpoints(tmp_path: Path) -> None:
-    """In processes of their own, so that one that dies is seen, with an address space that an absurd size would exceed."""
+    """In processes of their own, so that one that dies is seen, with an address space that an absurd size would
+    exceed.
+    """
     make_bases(tmp_path)
     share = NUM_CASES // NUM_PROCESSES
     commands = [
-        [sys.executable, "-m", "tests.helpers.broken_checkpoints", str(tmp_path), str(i * share), str((i + 1) * share)] for i in range(NUM_PROCESSES)
+        [sys.executable, "-m", "tests.helpers.broken_checkpoints", str(tmp_path), str(i * share), str((i + 1) * share)]
+        for i in range(NUM_PROCESSES)
     ]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for command in commands]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for command in commands
+    ]
     counts: Counter[str] = Counter()
     for process in running:
         out, _ = process.communicate()

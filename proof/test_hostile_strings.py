@@ -1,4 +1,6 @@
-"""C1, C5: every hostile string through every verb and printed place, at every width, in every encoding: whole, and harmless."""
+"""C1, C5: every hostile string through every verb and printed place, at every width, in every encoding: whole, and
+harmless.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def clean_place(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("scene", SCENES)
-def test_every_verb_prints_every_string_whole(scene: str, encoding: str, width: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_verb_prints_every_string_whole(
+    scene: str, encoding: str, width: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The product."""
     for name, text in STRINGS.items():
         played, done = play(monkeypatch, tmp_path, scene, text, width, encoding)
@@ -34,7 +38,9 @@ def test_every_verb_prints_every_string_whole(scene: str, encoding: str, width: 
 
 @pytest.mark.parametrize("width", [40, None])
 @pytest.mark.parametrize("scene", SCENES)
-def test_every_verb_prints_a_megabyte(scene: str, width: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_verb_prints_a_megabyte(
+    scene: str, width: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whole where it is what was asked for; an error leaves out the middle."""
     played, done = play(monkeypatch, tmp_path, scene, MEGABYTE, width, "utf-8")
     check(played, done, MEGABYTE, width, "utf-8")

@@ -1,7 +1,8 @@
-"""How often the shadow raises a false alarm over many parameters and number formats, and that it finds a planted error in each format.
+"""How often the shadow raises a false alarm over many parameters and number formats, and that it finds a planted error
+in each format.
 
-Every stream of tokens has an e-value of its own. If all tokens follow the target's law, it ever reaches 20 in at most one stream of
-twenty, and the alarm's bound of 1e6 in one of a million.
+Every stream of tokens has an e-value of its own. If all tokens follow the target's law, it ever reaches 20 in at most
+one stream of twenty, and the alarm's bound of 1e6 in one of a million.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from torch import Tensor
 
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.engine import runner as runner_module
-from foretoken.engine.shadow import Shadow
+from foretoken.engine.shadow.shadow import Shadow
 from foretoken.model.sampling import target_probs
 
 DTYPES = ("bfloat16", "float16", "float32")
 PROMPTS = ["def main():\n", "class Parser:\n    ", "import os\n", "The quick brown fox", "x = [1,"] * 4
-SPECS = [SpecConfig(), SpecConfig("ngram", num_draft=3), SpecConfig("draft_model", "reference:draft", num_draft=3, rule="block")]
+SPECS = [
+    SpecConfig(),
+    SpecConfig("ngram", num_draft=3),
+    SpecConfig("draft_model", "reference:draft", num_draft=3, rule="block"),
+]
 MIXES: list[dict[str, Any]] = [
     {"temperature": 1.5, "top_k": 5, "top_p": 0.8},
     {"temperature": 1.0, "top_k": 2},
@@ -35,14 +40,23 @@ MIXES: list[dict[str, Any]] = [
     {"temperature": 0.3, "top_k": 40},
     {"temperature": 0.9},
     {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {11: 3.0}},
-    {"temperature": 0.8, "top_k": 3, "repetition_penalty": 4.0, "presence_penalty": -0.5, "min_tokens": 5, "bad_words": ["self"]},
+    {
+        "temperature": 0.8,
+        "top_k": 3,
+        "repetition_penalty": 4.0,
+        "presence_penalty": -0.5,
+        "min_tokens": 5,
+        "bad_words": ["self"],
+    },
     {"temperature": 1.2, "top_k": 4, "regex": r"[a-e ]{40,60}"},
 ]
 
 
 def followed(llm: LLM, params: dict[str, Any], first_seed: int, turns: int = 3, max_tokens: int = 18) -> Shadow:
     """A shadow of its own that has seen some answers with these parameters, by every drafter."""
-    shadow = Shadow(llm.target, 1.0, room=llm.engine.scheduler, fresh_processors=llm.engine.intake.processors, tokens_per_step=256)
+    shadow = Shadow(
+        llm.target, 1.0, room=llm.engine.scheduler, fresh_processors=llm.engine.intake.processors, tokens_per_step=256
+    )
     llm.engine.watchers.append(shadow)
     try:
         for turn in range(turns):
@@ -57,7 +71,9 @@ def followed(llm: LLM, params: dict[str, Any], first_seed: int, turns: int = 3, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_w2_a_sound_engine_raises_no_alarm(dtype: str) -> None:
-    """Every mix of parameters is a stream; among 14 the chance of more than 5 above 20 is 1e-4, and the seeds are fixed."""
+    """Every mix of parameters is a stream; among 14 the chance of more than 5 above 20 is 1e-4, and the seeds are
+    fixed.
+    """
     above = 0
     with LLM("reference:target", dtype=dtype, cache_tokens=4096) as llm:
         for number, params in enumerate(MIXES):
@@ -90,7 +106,10 @@ def test_w2_another_temperature_is_found_behind_filters(dtype: str, monkeypatch:
         return target_probs(logits, [replace(one, temperature=1.5 * one.temperature) for one in params], best)
 
     monkeypatch.setattr(runner_module, "target_probs", warmer)
-    with LLM("reference:target", dtype=dtype, cache_tokens=4096) as llm, pytest.warns(UserWarning, match="do not follow the target's law"):
+    with (
+        LLM("reference:target", dtype=dtype, cache_tokens=4096) as llm,
+        pytest.warns(UserWarning, match="do not follow the target's law"),
+    ):
         found = followed(llm, {"temperature": 0.8, "top_k": 20}, first_seed=0, turns=4).stats
     assert found.alarm
     assert math.isfinite(found.e_value)

@@ -1,4 +1,6 @@
-"""A million tickets in races of submit, read, cancel and close, over hundreds of engines: every one ends, and none is kept."""
+"""A million tickets in races of submit, read, cancel and close, over hundreds of engines: every one ends, and none is
+kept.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ class StubEngine:
 
 
 class Pausing:
-    """A lock that now and then lets other threads run before it is taken and after it was given back: the points where races happen."""
+    """A lock that now and then lets other threads run before it is taken and after it was given back: the points where
+    races happen.
+    """
 
     def __init__(self, inner: Any, rng: random.Random) -> None:
         self._inner, self._rng = inner, rng
@@ -158,7 +162,10 @@ class Race:
             engine = AsyncEngine(self.llm, max_waiting=MOST_WAITING)
             engine._wake = Pausing(engine._wake, rng)  # type: ignore[assignment]
             close_after = rng.randrange(LIFETIME // 4, LIFETIME // 2)
-            workers = [threading.Thread(target=self.work, args=(engine, rng.randrange(2**32), close_after), daemon=True) for _ in range(NUM_THREADS)]
+            workers = [
+                threading.Thread(target=self.work, args=(engine, rng.randrange(2**32), close_after), daemon=True)
+                for _ in range(NUM_THREADS)
+            ]
             for worker in workers:
                 worker.start()
             for worker in workers:
@@ -171,7 +178,9 @@ class Race:
             assert not self.failures, self.failures[0]
 
     def work(self, engine: AsyncEngine, seed: int, close_after: int) -> None:
-        """Submit until the engine is closed, which one of the threads does; every ticket must end, with what it is allowed to end with."""
+        """Submit until the engine is closed, which one of the threads does; every ticket must end, with what it is
+        allowed to end with.
+        """
         rng, held, counts = random.Random(seed), list[Ticket](), Counter[str]()
         try:
             for number in itertools.count():
@@ -263,7 +272,9 @@ def test_a_million_tickets_end(fault_rate: float, share: float) -> None:
 
 
 def test_tickets_of_a_real_engine_end(tmp_path: Path) -> None:
-    """The same races over a model, a tenth of a per cent as many: what runs is aborted in the middle, and its cache comes back."""
+    """The same races over a model, a tenth of a per cent as many: what runs is aborted in the middle, and its cache
+    comes back.
+    """
     from tests.helpers.audit import check_idle
     from tests.helpers.checkpoints import tiny_checkpoint
 

@@ -1,10 +1,12 @@
 """What the engine's own work costs beside the models': milliseconds of a step by phase.
 
-    python scripts/bookkeeping.py --target reference:target --draft reference:draft --requests 1,8,32 --steps 60 --out FILE.json
+    python scripts/bookkeeping.py --target reference:target --draft reference:draft --requests 1,8,32 --steps 60 --out
+    FILE.json
 
-Every setting answers the same prompts, so many at once, with nothing but decoding in the steps that count. Medians over the steps; the
-share is of the median step. `bookkeeping` is schedule, commit and observe. `commit` leaves out what drafters took in it: that is part of
-`draft`, beside it as `taught`. On a machine that does other things the shares still say something, the milliseconds do not.
+Every setting answers the same prompts, so many at once, with nothing but decoding in the steps that count. Medians over
+the steps; the share is of the median step. `bookkeeping` is schedule, commit and observe. `commit` leaves out what
+drafters took in it: that is part of `draft`, beside it as `taught`. On a machine that does other things the shares
+still say something, the milliseconds do not.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def main() -> None:
     parser.add_argument("--target", default="reference:target")
     parser.add_argument("--draft", default="reference:draft")
     parser.add_argument("--requests", default="1,8,32", help="numbers of requests, separated by commas")
-    parser.add_argument("--settings", default="plain,ngram,draft_model", help="plain, or drafters that choose their number of guesses")
+    parser.add_argument(
+        "--settings", default="plain,ngram,draft_model", help="plain, or drafters that choose their number of guesses"
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path)
@@ -65,15 +69,23 @@ def main() -> None:
     if options.out is not None:
         setting = {key: value for key, value in vars(options).items() if key != "out"}
         result = {"command": shlex.join(sys.argv), "machine": machine(), "versions": versions(), "setting": setting}
-        options.out.write_text(json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
+        options.out.write_text(
+            json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def measure(llm: LLM, setting: str, draft: str, num_requests: int, num_steps: int) -> Row:
-    """`num_steps` steps in which `num_requests` requests decode, after all prompts were read and a few steps of warm-up."""
+    """`num_steps` steps in which `num_requests` requests decode, after all prompts were read and a few steps of
+    warm-up.
+    """
     tenant = f"{setting} {num_requests}"
-    spec = SpecConfig(None if setting == "plain" else setting, draft=draft if setting == "draft_model" else None, tenant=tenant)
+    spec = SpecConfig(
+        None if setting == "plain" else setting, draft=draft if setting == "draft_model" else None, tenant=tenant
+    )
     params = SamplingParams(max_tokens=llm.target.max_context_tokens - _PROMPT_TOKENS, ignore_eos=True)
-    prompts = [llm.encode(prompt.text)[-_PROMPT_TOKENS:] for prompt in slices(SLICES, -(-num_requests // len(SLICES)))][:num_requests]
+    prompts = [llm.encode(prompt.text)[-_PROMPT_TOKENS:] for prompt in slices(SLICES, -(-num_requests // len(SLICES)))][
+        :num_requests
+    ]
     states = [llm.submit(prompt, params, spec) for prompt in prompts]
     while not all(state.origins for state in states):
         llm.step()
@@ -108,7 +120,10 @@ def measure(llm: LLM, setting: str, draft: str, num_requests: int, num_steps: in
 
 
 def print_row(row: Row) -> None:
-    print(f"{row.setting}, {row.num_requests} requests: {row.step_ms:.2f} ms a step, {row.rows_per_step:.1f} rows, {row.emitted_per_step:.1f} tokens")
+    print(
+        f"{row.setting}, {row.num_requests} requests: {row.step_ms:.2f} ms a step, "
+        f"{row.rows_per_step:.1f} rows, {row.emitted_per_step:.1f} tokens"
+    )
     for phase, value in row.phase_ms.items():
         print(f"  {phase:12s} {value:8.3f} ms  {100 * value / row.step_ms:5.1f} %")
     print(f"  {'bookkeeping':12s} {row.bookkeeping_ms:8.3f} ms  {100 * row.bookkeeping_share:5.1f} %", flush=True)

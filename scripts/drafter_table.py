@@ -1,7 +1,8 @@
 """The table of docs/drafters.md from a raw result of `foretoken bench`.
 
 python scripts/drafter_table.py benchmarks/DATE-NAME.json                        print it
-python scripts/drafter_table.py benchmarks/DATE-NAME.json --into docs/drafters.md    replace what stands between the marks
+python scripts/drafter_table.py benchmarks/DATE-NAME.json --into docs/drafters.md    replace what stands between the
+marks
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ def rows_of(report: dict[str, Any]) -> list[Row]:
 def table(report: dict[str, Any], source: str) -> str:
     """Markdown: where the numbers come from, then a table per slice, greedy."""
     machine = ", ".join(f"{key} {value}" for key, value in report["machine"].items())
-    lines = [f"Measured on {report['date'][:10]} ({machine}; raw numbers: {source}), greedy:", "", f"    {report['command']}", ""]
+    lines = [
+        f"Measured on {report['date'][:10]} ({machine}; raw numbers: {source}), greedy:",
+        "",
+        f"    {report['command']}",
+        "",
+    ]
     lines += [f"- {caveat}" for caveat in report["caveats"]]
     return "\n".join([*lines, "", *drafter_table(rows_of(report))])
 

@@ -3,9 +3,10 @@
     python scripts/gather_cost.py --out gather.json                       a random model of 100 M parameters
     python scripts/gather_cost.py --model reference:target --contexts 512,1024,2000
 
-An unbroken run of blocks is read as a view; anything else is gathered, the whole context, in every layer of every step. Three layouts
-take turns: `adjacent`; `adopted`, the first quarter in one place and the rest in another; `scattered`, no two blocks neighbours. Beside
-them stands what it costs to read tokens of a prompt, and so after how many steps gathering has cost more than adopting saved.
+An unbroken run of blocks is read as a view; anything else is gathered, the whole context, in every layer of every step.
+Three layouts take turns: `adjacent`; `adopted`, the first quarter in one place and the rest in another; `scattered`, no
+two blocks neighbours. Beside them stands what it costs to read tokens of a prompt, and so after how many steps
+gathering has cost more than adopting saved.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def blocks_of(layout: str, count: int) -> list[int]:
 def step_ms(model: PagedModel, layout: str, context: int, num_rows: int) -> float:
     """One step of `num_rows` rows behind `context` tokens."""
     count = -(-(context + num_rows) // model.block_size)
-    model.tables[0] = BlockTable(blocks_of(layout, count), context)  # what stands in the blocks does not change what reading them costs
+    model.tables[0] = BlockTable(
+        blocks_of(layout, count), context
+    )  # what stands in the blocks does not change what reading them costs
     tokens = torch.arange(num_rows)
     began_s = time.perf_counter()
     model.forward(tokens, [Segment(0, 1, tuple(range(-1, num_rows - 2)), num_rows)])
@@ -77,7 +80,9 @@ def read_ms(model: PagedModel, behind: int, count: int) -> float:
 
 
 def measure(model: PagedModel, context: int, num_rows: int, repeats: int) -> dict[str, object]:
-    """Median milliseconds of every layout, and the steps after which adopting some tokens has cost more than it saved."""
+    """Median milliseconds of every layout, and the steps after which adopting some tokens has cost more than it
+    saved.
+    """
     times: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
     for turn in range(repeats + _WARM_ROUNDS):
         for layout in LAYOUTS:  # in turns, so that drift hits all alike
@@ -89,7 +94,9 @@ def measure(model: PagedModel, context: int, num_rows: int, repeats: int) -> dic
     steps = {}
     for count in (count for count in _ADOPTED_TOKENS if count < context):
         rest = min(context - count, _CHUNK_TOKENS)
-        saved = statistics.median(read_ms(model, 0, count + rest) - read_ms(model, count, rest) for _ in range(max(3, repeats // 5)))
+        saved = statistics.median(
+            read_ms(model, 0, count + rest) - read_ms(model, count, rest) for _ in range(max(3, repeats // 5))
+        )
         steps[count] = {"saved_ms": saved, "steps": saved / extra if extra > 0 else None}
     return {
         "context": context,
@@ -112,7 +119,11 @@ def main() -> int:
     options = parser.parse_args()
     contexts, rows = ([int(word) for word in words.split(",")] for words in (options.contexts, options.rows))
     cache_tokens = 2 * max(contexts) + 512
-    model = random_model(cache_tokens) if options.model is None else open_model(model_folder(options.model), cache_tokens=cache_tokens)
+    model = (
+        random_model(cache_tokens)
+        if options.model is None
+        else open_model(model_folder(options.model), cache_tokens=cache_tokens)
+    )
     if not isinstance(model, PagedModel):
         parser.error(f"{options.model} runs through transformers, which has no blocks")
     results = []
@@ -120,8 +131,17 @@ def main() -> int:
         for count in rows:
             results.append(measure(model, context, count, options.repeats))
             one = results[-1]
-            print(json.dumps({name: one[name] for name in ("context", "rows", "median_ms", "ratio")}), file=sys.stderr, flush=True)
-    report = {"model": options.model or "random", "num_parameters": model.num_parameters, "block_size": model.block_size, "results": results}
+            print(
+                json.dumps({name: one[name] for name in ("context", "rows", "median_ms", "ratio")}),
+                file=sys.stderr,
+                flush=True,
+            )
+    report = {
+        "model": options.model or "random",
+        "num_parameters": model.num_parameters,
+        "block_size": model.block_size,
+        "results": results,
+    }
     report |= {"command": " ".join(sys.argv), "machine": machine(), "versions": versions()}
     text = json.dumps(report, indent=1)
     print(text)

@@ -1,9 +1,11 @@
-"""What the ragged layout is worth: the engine against padded batches with realignment (EQSPEC) and with length grouping (EXSPEC).
+"""What the ragged layout is worth: the engine against padded batches with realignment (EQSPEC) and with length grouping
+(EXSPEC).
 
-    python scripts/layouts.py --target DIR --drafter ngram --num-draft 4 --batch-sizes 8,16 --out benchmarks --name layouts
-    python scripts/layouts.py --target DIR --draft DIR --drafter draft_model
+    python scripts/layouts.py --target DIR --drafter ngram --num-draft 4 --batch-sizes 8,16 --out benchmarks --name
+    layouts python scripts/layouts.py --target DIR --draft DIR --drafter draft_model
 
-All ways answer the same prompts with the same weights in one process, in turns; the figures are medians. See docs/batching.md.
+All ways answer the same prompts with the same weights in one process, in turns; the figures are medians. See
+docs/batching.md.
 """
 
 from __future__ import annotations
@@ -31,8 +33,12 @@ def main() -> int:
     parser.add_argument("--draft", help="folder, hub id or reference:draft, for drafter draft_model")
     parser.add_argument("--drafter", choices=DRAFTERS, default=default.drafter)
     parser.add_argument("--num-draft", type=int, default=default.num_draft, help="guesses of every round")
-    parser.add_argument("--batch-sizes", type=whole_numbers, default=default.batch_sizes, help="numbers, separated by commas")
-    parser.add_argument("--pool", type=int, default=default.pool, help="batches of prompts, and how many of them EXSPEC's window holds")
+    parser.add_argument(
+        "--batch-sizes", type=whole_numbers, default=default.batch_sizes, help="numbers, separated by commas"
+    )
+    parser.add_argument(
+        "--pool", type=int, default=default.pool, help="batches of prompts, and how many of them EXSPEC's window holds"
+    )
     parser.add_argument("--max-tokens", type=int, default=default.max_tokens)
     parser.add_argument("--repeats", type=int, default=default.repeats)
     parser.add_argument("--dtype", default=default.dtype)
@@ -49,7 +55,9 @@ def main() -> int:
             check_folder(out)
         options = LayoutOptions(**given)
         with Console(stderr=True).bar("measuring", 1.0) as bar:
-            report = run_layouts(options, shlex.join(["python", *sys.argv]), lambda words, share: bar.update(words, completed=share))
+            report = run_layouts(
+                options, shlex.join(["python", *sys.argv]), lambda words, share: bar.update(words, completed=share)
+            )
         files = () if out is None else write_layouts(report, out, name)
     except ForetokenError as error:
         Console(stderr=True).message(f"error: {error}", style="red")

@@ -1,9 +1,10 @@
-"""What proposing costs: each drafter that asks no model, for one request and step, at a given length of context and store.
+"""What proposing costs: each drafter that asks no model, for one request and step, at a given length of context and
+store.
 
     python scripts/propose_cost.py --context 32000 --store 200000 --num-draft 8 --out benchmarks/propose-cost.json
 
-Texts are the running Python's library, cut into words and signs, so that common ones are as common as in practice; a random
-text would match nowhere. Timed are propose and commit of one request, over many places of the text.
+Texts are the running Python's library, cut into words and signs, so that common ones are as common as in practice; a
+random text would match nowhere. Timed are propose and commit of one request, over many places of the text.
 """
 
 from __future__ import annotations
@@ -54,14 +55,22 @@ def main() -> None:
         )
     if options.out is not None:
         setting = {key: value for key, value in vars(options).items() if key != "out"}
-        result = {"command": shlex.join(sys.argv), "machine": machine(), "versions": versions(), "setting": setting, "costs": found}
+        result = {
+            "command": shlex.join(sys.argv),
+            "machine": machine(),
+            "versions": versions(),
+            "setting": setting,
+            "costs": found,
+        }
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     else:
         print(json.dumps(found))
 
 
 def source_tokens(count: int) -> list[int]:
-    """Words, runs of space and signs of the standard library, numbered as they come; rare ones share the last numbers."""
+    """Words, runs of space and signs of the standard library, numbered as they come; rare ones share the last
+    numbers.
+    """
     numbers: dict[str, int] = {}
     tokens: list[int] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
@@ -82,7 +91,9 @@ def makers(store: Sequence[int], context: Sequence[int]) -> dict[str, Callable[[
             drafter.start(request)
             piece = tuple(store[start : start + 1000])
             verdict = Verdict(((),), (piece[:-1],), piece[-1:], ("bonus",))
-            drafter.commit(Batch((BatchEntry(request, 0, (0,), True, 0),)), NOTHING, verdict, Feedback(torch.empty(0, 0), ()))
+            drafter.commit(
+                Batch((BatchEntry(request, 0, (0,), True, 0),)), NOTHING, verdict, Feedback(torch.empty(0, 0), ())
+            )
             drafter.finish(1)
         print(f"  store of {drafter.num_stored_tokens} tokens takes {drafter.num_bytes / 2**20:.0f} MiB")
         return drafter

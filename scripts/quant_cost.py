@@ -2,8 +2,9 @@
 
 python scripts/quant_cost.py --model DIR --rows 1,2,4,8,16 --prompt 256 --out quant.json
 
-All formats are in memory at once and take turns, so that drift hits them alike; the figures are medians. `--prompt 0` leaves out
-the pass over a prompt. Each format is loaded `--loads` times, the first time with the file's pages perhaps not in memory yet.
+All formats are in memory at once and take turns, so that drift hits them alike; the figures are medians. `--prompt 0`
+leaves out the pass over a prompt. Each format is loaded `--loads` times, the first time with the file's pages perhaps
+not in memory yet.
 """
 
 from __future__ import annotations
@@ -56,13 +57,25 @@ def main() -> None:
             "weight_bytes": model.weight_bytes,
             "step_bytes": model.step_bytes,
             "load_s": load_s[name],
-            "ms_by_rows": {str(count): summary(times_ms[name][count], statistics.median(plain[count])) for count in counts},
+            "ms_by_rows": {
+                str(count): summary(times_ms[name][count], statistics.median(plain[count])) for count in counts
+            },
         }
         for name, model in models.items()
     ]
     print_table(rows, counts)
-    settings = {"model": options.model, "dtype": options.dtype, "context": options.context, "num_threads": torch.get_num_threads()}
-    record = settings | {"num_parameters": models[formats[0]].num_parameters, "formats": rows, "machine": machine(), "versions": versions()}
+    settings = {
+        "model": options.model,
+        "dtype": options.dtype,
+        "context": options.context,
+        "num_threads": torch.get_num_threads(),
+    }
+    record = settings | {
+        "num_parameters": models[formats[0]].num_parameters,
+        "formats": rows,
+        "machine": machine(),
+        "versions": versions(),
+    }
     print(json.dumps(record))
     if options.out is not None:
         options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -76,7 +89,9 @@ def load(folder: Path, dtype: str, name: str) -> tuple[LanguageModel, float]:
     return model, time.perf_counter() - began
 
 
-def measure(models: dict[str, LanguageModel], counts: Sequence[int], context: int, repeats: int) -> dict[str, dict[int, list[float]]]:
+def measure(
+    models: dict[str, LanguageModel], counts: Sequence[int], context: int, repeats: int
+) -> dict[str, dict[int, list[float]]]:
     """Milliseconds of single passes behind `context` tokens, by format and rows; the first rounds only warm up."""
     generator = torch.Generator().manual_seed(0)
     times_ms: dict[str, dict[int, list[float]]] = {name: {count: [] for count in counts} for name in models}
@@ -104,10 +119,17 @@ def summary(values: Sequence[float], baseline_ms: float) -> dict[str, float]:
 
 def print_table(rows: Sequence[dict], counts: Sequence[int]) -> None:
     """One line per format: memory, load time, milliseconds by number of rows."""
-    print(f"{'format':>8} {'weights':>10} {'a step':>10} {'load':>7} " + " ".join(f"{f'{count} rows':>9}" for count in counts))
+    print(
+        f"{'format':>8} {'weights':>10} {'a step':>10} {'load':>7} "
+        + " ".join(f"{f'{count} rows':>9}" for count in counts)
+    )
     for row in rows:
-        sizes = f"{row['weight_bytes'] / 1e6:7.1f} MB {row['step_bytes'] / 1e6:7.1f} MB {statistics.median(row['load_s']):5.2f} s"
-        print(f"{row['format']:>8} {sizes} " + " ".join(f"{row['ms_by_rows'][str(count)]['median_ms']:6.2f} ms" for count in counts))
+        load_s = statistics.median(row["load_s"])
+        sizes = f"{row['weight_bytes'] / 1e6:7.1f} MB {row['step_bytes'] / 1e6:7.1f} MB {load_s:5.2f} s"
+        print(
+            f"{row['format']:>8} {sizes} "
+            + " ".join(f"{row['ms_by_rows'][str(count)]['median_ms']:6.2f} ms" for count in counts)
+        )
 
 
 if __name__ == "__main__":

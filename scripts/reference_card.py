@@ -28,10 +28,15 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True, help="folder of the run that made the tokenizer")
     parser.add_argument("--prompts", type=int, default=16, help="held-out texts per slice")
     options = parser.parse_args()
-    models = {"target": load_decoder(options.target, "float32", pack=False), "draft": load_decoder(options.draft, "float32", pack=False)}
+    models = {
+        "target": load_decoder(options.target, "float32", pack=False),
+        "draft": load_decoder(options.draft, "float32", pack=False),
+    }
     _, data = prepare(options.corpus)
     result: dict[str, object] = {
-        "held_out_bits_per_byte": {name: bits_per_byte(model, data.held_out.tolist(), data.held_out_bytes) for name, model in models.items()},
+        "held_out_bits_per_byte": {
+            name: bits_per_byte(model, data.held_out.tolist(), data.held_out_bytes) for name, model in models.items()
+        },
         "slices": along_real_text(models["target"], models["draft"], options.target, options.prompts),
     }
     print(json.dumps(result))

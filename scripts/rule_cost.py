@@ -2,8 +2,9 @@
 
     python scripts/rule_cost.py --vocab 32000 --num-draft 8 --step-ms 54 --out benchmarks/rule-cost.json
 
-`--step-ms` is the time of one target step that the figures are compared with (scripts/step_cost.py measures it). Timed are the
-laws of one request on a CPU or GPU: peaked ones (logits of standard deviation 4), a draft related to the target.
+`--step-ms` is the time of one target step that the figures are compared with (scripts/step_cost.py measures it). Timed
+are the laws of one request on a CPU or GPU: peaked ones (logits of standard deviation 4), a draft related to the
+target.
 """
 
 from __future__ import annotations
@@ -51,10 +52,19 @@ def main() -> None:
         found[f"verify, {name}"] = rule_times(name, probs, laws, options.repeats)
     for name, value in found.items():
         share = 100 * value["median_ms"] / options.step_ms
-        print(f"{name:20s} {value['median_ms']:8.3f} ms  ({value['low_ms']:.3f} to {value['high_ms']:.3f})  {share:5.2f} % of a step")
+        print(
+            f"{name:20s} {value['median_ms']:8.3f} ms  ({value['low_ms']:.3f} to {value['high_ms']:.3f})  "
+            f"{share:5.2f} % of a step"
+        )
     if options.out is not None:
         setting = {key: value for key, value in vars(options).items() if key != "out"}
-        result = {"command": shlex.join(sys.argv), "machine": machine(), "versions": versions(), "setting": setting, "times": found}
+        result = {
+            "command": shlex.join(sys.argv),
+            "machine": machine(),
+            "versions": versions(),
+            "setting": setting,
+            "times": found,
+        }
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
@@ -73,7 +83,16 @@ def rule_times(name: str, probs: Tensor, laws: Tensor, repeats: int) -> dict[str
     for _ in range(repeats + 3):
         tokens = torch.multinomial(laws, 1).squeeze(1)
         law_of_row = (*range(num_draft), -1)
-        drafts.append(Draft(tokens, tuple(range(-1, num_draft - 1)), (0, num_draft), ("d",), (True,) * num_draft, Mass(laws, law_of_row)))
+        drafts.append(
+            Draft(
+                tokens,
+                tuple(range(-1, num_draft - 1)),
+                (0, num_draft),
+                ("d",),
+                (True,) * num_draft,
+                Mass(laws, law_of_row),
+            )
+        )
     noise = RaceNoise(1, probs.shape[-1], probs.device)
 
     def once(i: int) -> Verdict:
@@ -100,7 +119,11 @@ def timed(call: Callable[[int], object], repeats: int) -> dict[str, float]:
         seconds.append(time.perf_counter() - start)
     ordered = sorted(seconds[3:])
     tenth = len(ordered) // 10
-    return {"median_ms": 1e3 * statistics.median(ordered), "low_ms": 1e3 * ordered[tenth], "high_ms": 1e3 * ordered[-1 - tenth]}
+    return {
+        "median_ms": 1e3 * statistics.median(ordered),
+        "low_ms": 1e3 * ordered[tenth],
+        "high_ms": 1e3 * ordered[-1 - tenth],
+    }
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
     python scripts/soak.py --minutes 10 --out soak.json
 
-Requests come from several threads, in bursts and pauses, long and short, for several tenants with prompts that begin alike, by every
-drafter that needs no more than one draft model; some are left half-way. Twenty times the threads hold still until the engine is idle
-(which adds to the time): then the blocks of every cache, the memory of the process (after a collection, freed memory given back),
-tensors and Python objects are counted. A share of the greedy and seeded answers is compared with plain decoding.
+Requests come from several threads, in bursts and pauses, long and short, for several tenants with prompts that begin
+alike, by every drafter that needs no more than one draft model; some are left half-way. Twenty times the threads hold
+still until the engine is idle (which adds to the time): then the blocks of every cache, the memory of the process
+(after a collection, freed memory given back), tensors and Python objects are counted. A share of the greedy and seeded
+answers is compared with plain decoding.
 
-Exit code 5: from the fifth part of the time to the end the memory grew by more than --most-growth-mb, a request failed, an answer
-differed, a block or a number of a request was kept.
+Exit code 5: from the fifth part of the time to the end the memory grew by more than --most-growth-mb, a request failed,
+an answer differed, a block or a number of a request was kept.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Look:
+class Sample:
     """What an idle engine and its process hold."""
 
     at_s: float
@@ -110,10 +111,20 @@ class Look:
 def specs(draft: str | None) -> list[SpecConfig]:
     """Every way to draft that needs no more than the draft model."""
     free = [SpecConfig(), *(SpecConfig(name) for name in ("ngram", "suffix", "recycling", "lookahead", "early_exit"))]
-    free += [SpecConfig("predicted", prediction=_TEXTS[-1]), SpecConfig("early_exit", skip_layers="auto"), SpecConfig("mix", combine="merge")]
+    free += [
+        SpecConfig("predicted", prediction=_TEXTS[-1]),
+        SpecConfig("early_exit", skip_layers="auto"),
+        SpecConfig("mix", combine="merge"),
+    ]
     if draft is None:
         return free
-    shapes = ({}, {"num_draft": 3}, {"tree": "static", "num_draft": 6}, {"tree": "best_first"}, {"draft_probability": "auto"})
+    shapes = (
+        {},
+        {"num_draft": 3},
+        {"tree": "static", "num_draft": 6},
+        {"tree": "best_first"},
+        {"draft_probability": "auto"},
+    )
     models = [SpecConfig("draft_model", draft, **shape) for shape in shapes]
     models += [SpecConfig("draft_model", draft, draft_vocabulary=how) for how in ("strings", "intersection")]
     return [*free, *models, SpecConfig("cascade", draft), SpecConfig("mix", draft)]
@@ -125,7 +136,12 @@ def request(rng: random.Random, kinds: list[SpecConfig]) -> tuple[str, SamplingP
     prompt = head + "".join(rng.choices(_TEXTS, k=rng.choice((1, 2, 4, 4, 12))))
     temperature = rng.choice((0.0, 0.0, 0.7, 1.0))
     seed = rng.randrange(2**32) if rng.random() < 0.8 else None
-    params = SamplingParams(max_tokens=rng.choice((1, 4, 16, 60, 60, 200)), temperature=temperature, seed=seed, ignore_eos=rng.random() < 0.5)
+    params = SamplingParams(
+        max_tokens=rng.choice((1, 4, 16, 60, 60, 200)),
+        temperature=temperature,
+        seed=seed,
+        ignore_eos=rng.random() < 0.5,
+    )
     spec = rng.choice(kinds)
     tenant = rng.choice(_TENANTS)
     return prompt, params, with_tenant(spec, tenant)
@@ -153,7 +169,11 @@ def worker(engine: AsyncEngine, tally: Tally, kinds: list[SpecConfig], most: int
                 tally.add(left=1)
                 continue
             out = ticket.result()
-            alone = engine.submit(prompt, params, SpecConfig()).result() if _is_told(params) and rng.random() < 0.05 else None
+            alone = (
+                engine.submit(prompt, params, SpecConfig()).result()
+                if _is_told(params) and rng.random() < 0.05
+                else None
+            )
         except CapacityError:
             tally.add(refused=1)
             continue
@@ -181,7 +201,7 @@ def drafters_of(drafters: Any) -> Iterator[Any]:  # noqa: ANN401
         yield from drafters_of([lookup] if (lookup := getattr(drafter, "lookup", None)) else ())
 
 
-def look(tally: Tally, began_s: float) -> Look:
+def look(tally: Tally, began_s: float) -> Sample:
     """Count, when nothing runs."""
     gc.collect()
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
@@ -190,7 +210,7 @@ def look(tally: Tally, began_s: float) -> Look:
     by_type = Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in objects)
     num_tensors = sum(issubclass(type(one), torch.Tensor) for one in objects)
     done = tally.finished + tally.left
-    return Look(time.monotonic() - began_s, done, resident_bytes() / 1e6, num_tensors, len(objects), by_type)
+    return Sample(time.monotonic() - began_s, done, resident_bytes() / 1e6, num_tensors, len(objects), by_type)
 
 
 def resident_bytes() -> int:
@@ -228,7 +248,7 @@ def kept(engine: AsyncEngine) -> Iterator[str]:
             yield f"blocks of a cache of {model.capacity_tokens} tokens"
 
 
-def grown_types(first: Look, last: Look) -> dict[str, int]:
+def grown_types(first: Sample, last: Sample) -> dict[str, int]:
     """Types of which there are markedly more at the end."""
     more = last.by_type - first.by_type
     return {name: count for name, count in more.most_common(12) if count > _MOST_OBJECTS}
@@ -236,10 +256,13 @@ def grown_types(first: Look, last: Look) -> dict[str, int]:
 
 def soak(options: argparse.Namespace) -> dict[str, Any]:
     """Run the threads; everything that was counted."""
-    tally, looks, problems = Tally(), list[Look](), list[str]()
+    tally, looks, problems = Tally(), list[Sample](), list[str]()
     kinds = specs(options.draft)
     limits = {"max_batch_size": 8, "max_prompt_tokens": 128, "cache_tokens": options.cache_tokens}
-    with LLM(options.target, dtype="float32", **limits) as llm, AsyncEngine(llm, max_waiting=4 * options.workers) as engine:
+    with (
+        LLM(options.target, dtype="float32", **limits) as llm,
+        AsyncEngine(llm, max_waiting=4 * options.workers) as engine,
+    ):
         for spec in kinds:
             llm.prepare(spec)
         for drafter in drafters_of(llm._drafters.drafters.values()):
@@ -250,7 +273,9 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
                 tensor.zero_()  # memory that the system has promised is taken now, and is no growth later
         began_s = time.monotonic()
         arguments = (engine, tally, kinds, options.requests)
-        threads = [threading.Thread(target=worker, args=(*arguments, 1000 * options.seed + i)) for i in range(options.workers)]
+        threads = [
+            threading.Thread(target=worker, args=(*arguments, 1000 * options.seed + i)) for i in range(options.workers)
+        ]
         for thread in threads:
             thread.start()
         for _ in range(_NUM_LOOKS):
@@ -259,7 +284,10 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
             problems += hold_still(engine, tally)
             looks.append(look(tally, began_s))
             now = looks[-1]
-            print(f"{now.at_s:6.0f} s {now.requests:7d} requests {now.resident_mb:8.1f} MB {now.num_objects:8d} objects", flush=True)
+            print(
+                f"{now.at_s:6.0f} s {now.requests:7d} requests {now.resident_mb:8.1f} MB {now.num_objects:8d} objects",
+                flush=True,
+            )
         tally.let(True, over=True)
         for thread in threads:
             thread.join()
@@ -270,7 +298,10 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         "command": " ".join(sys.argv),
         "machine": platform.processor() or platform.machine(),
         "torch": torch.__version__,
-        **{name: getattr(tally, name) for name in ("submitted", "finished", "left", "refused", "num_tokens", "compared", "differing", "failed")},
+        **{
+            name: getattr(tally, name)
+            for name in ("submitted", "finished", "left", "refused", "num_tokens", "compared", "differing", "failed")
+        },
         "kept": list(dict.fromkeys(problems)),
         "prefix": None if prefix is None else vars(prefix),
         "growth_mb": last.resident_mb - first.resident_mb,
@@ -290,7 +321,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--requests", type=int, default=10**9)
     parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--cache-tokens", type=int, default=2048, help="of the target and of every draft: small, so that they fill up")
+    parser.add_argument(
+        "--cache-tokens", type=int, default=2048, help="of the target and of every draft: small, so that they fill up"
+    )
     parser.add_argument("--most-growth-mb", type=float, default=8.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)

@@ -46,21 +46,37 @@ def main() -> None:
     proof_s = time.perf_counter() - began
     counts = [int(word) for word in options.rows.split(",")]
     times_ms = measure({"default": default, "strict": strict}, counts, options.context, options.prompt, options.repeats)
-    print(f"{options.target}, {default.num_parameters / 1e6:.0f} M parameters, {default.dtype}, {torch.get_num_threads()} threads")
-    print(f"strict: tiles of {strict.proven.sizes} rows, {strict.proven.positions_per_call} positions to a call, proven in {proof_s:.1f} s")
+    print(
+        f"{options.target}, {default.num_parameters / 1e6:.0f} M parameters, {default.dtype}, "
+        f"{torch.get_num_threads()} threads"
+    )
+    print(
+        f"strict: tiles of {strict.proven.sizes} rows, {strict.proven.positions_per_call} positions to a "
+        f"call, proven in {proof_s:.1f} s"
+    )
     print(f"{'pass':>12} {'default ms':>12} {'strict ms':>12} {'ratio':>7}")
     for name, sides in times_ms.items():
         plain, same = (statistics.median(sides[side]) for side in ("default", "strict"))
         print(f"{name:>12} {plain:12.2f} {same:12.2f} {same / plain:7.2f}")
     if options.out is not None:
         settings = {name: str(value) for name, value in vars(options).items() if name != "out"}
-        proven = {"sizes": strict.proven.sizes, "positions_per_call": strict.proven.positions_per_call, "proof_s": proof_s}
-        record = settings | {"num_parameters": default.num_parameters, "num_threads": torch.get_num_threads(), "proven": proven}
+        proven = {
+            "sizes": strict.proven.sizes,
+            "positions_per_call": strict.proven.positions_per_call,
+            "proof_s": proof_s,
+        }
+        record = settings | {
+            "num_parameters": default.num_parameters,
+            "num_threads": torch.get_num_threads(),
+            "proven": proven,
+        }
         record |= {"times_ms": times_ms, "machine": machine(), "versions": versions()}
         options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(models: dict[str, PagedModel], counts: list[int], context: int, prompt: int, repeats: int) -> dict[str, dict[str, list[float]]]:
+def measure(
+    models: dict[str, PagedModel], counts: list[int], context: int, prompt: int, repeats: int
+) -> dict[str, dict[str, list[float]]]:
     """Milliseconds by pass and by side, `repeats` each."""
     generator = torch.Generator().manual_seed(0)
     vocab_size = next(iter(models.values())).vocab_size

@@ -15,14 +15,16 @@ from hypothesis import HealthCheck, settings
 from foretoken import LLM
 from foretoken.draft.base import Drafter, DrafterKey
 from foretoken.draft.failures import DrafterFailures
-from foretoken.engine import intake
+from foretoken.engine import admission
 from tests.helpers import audit
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 from tests.helpers.faults import Injected
 
 torch.set_num_threads(1)  # tiny matrices: a second thread costs more than it brings
 audit.watch()
-settings.register_profile("the same everywhere", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "the same everywhere", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("the same everywhere")
 
 
@@ -36,9 +38,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Numbers that nobody seeded, those of requests without a seed among them, are a test's own: a failure can be repeated."""
+    """Numbers that nobody seeded, those of requests without a seed among them, are a test's own: a failure can be
+    repeated.
+    """
     own = random.Random(item.nodeid)
-    intake.secrets = SimpleNamespace(randbits=own.getrandbits)  # type: ignore[assignment]
+    admission.secrets = SimpleNamespace(randbits=own.getrandbits)  # type: ignore[assignment]
     random.seed(own.getrandbits(32))
     np.random.seed(own.getrandbits(32))
     torch.manual_seed(own.getrandbits(32))
@@ -63,7 +67,9 @@ def failed_drafters(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     failed: list[str] = []
     add = DrafterFailures.add
 
-    def record(self: DrafterFailures, key: DrafterKey, drafter: Drafter, request_id: int, reason: str, is_last: bool = False) -> None:
+    def record(
+        self: DrafterFailures, key: DrafterKey, drafter: Drafter, request_id: int, reason: str, is_last: bool = False
+    ) -> None:
         failed.append(f"{key[0]}: {reason}")
         add(self, key, drafter, request_id, reason, is_last)
 
@@ -73,7 +79,9 @@ def failed_drafters(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def sound_drafters(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The engine goes on without a drafter that fails: what a test of ours would have shown as an exception must show here."""
+    """The engine goes on without a drafter that fails: what a test of ours would have shown as an exception must show
+    here.
+    """
     failed = request.getfixturevalue("failed_drafters")
     yield
     by_accident = [one for one in failed if Injected.__name__ not in one]
@@ -82,7 +90,9 @@ def sound_drafters(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """Folders of a tiny `target` and a `draft` that guesses about half of its tokens: the target without its second layer."""
+    """Folders of a tiny `target` and a `draft` that guesses about half of its tokens: the target without its second
+    layer.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("pair")

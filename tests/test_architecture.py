@@ -20,8 +20,8 @@ from foretoken import LLM, ForetokenError, SamplingParams, SpecConfig
 from foretoken.audit.plan import AuditOptions
 from foretoken.cli.app import app
 from foretoken.config import DRAFTERS, LOSSY_RULES, RULES
-from foretoken.plan.admission import SchedulerConfig
-from foretoken.plan.routing import RoutingRules
+from foretoken.control.queue import SchedulerConfig
+from foretoken.control.routing import RoutingRules
 from foretoken.verify import RULES as IMPLEMENTED_RULES
 from tests.helpers.specs import spec_of
 
@@ -32,7 +32,12 @@ OPTIONS_FILE = ROOT / "tests" / "cli_options.txt"
 
 def test_imports_point_one_way() -> None:
     """The contracts in pyproject.toml."""
-    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"]
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports_command; lint_imports_command()",
+        "--no-cache",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 broken" in done.stdout
@@ -40,15 +45,19 @@ def test_imports_point_one_way() -> None:
 
 def test_starting_up_does_not_load_transformers() -> None:
     """It takes seconds, and a native model needs nothing of it."""
-    code = "import sys, foretoken, foretoken.cli.app; print([name for name in ('transformers', 'matplotlib', 'scipy') if name in sys.modules])"
+    code = "import sys, foretoken, foretoken.cli.app; print([name for name in ('transformers', 'matplotlib', 'scipy') if name in sys.modules])"  # noqa: E501
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_public_names() -> None:
     """`__all__` is all there is: what is not listed is a module or private."""
-    assert all(hasattr(foretoken, name) for name in foretoken.__all__)  # some are imported when they are first asked for
-    public = {name for name, value in vars(foretoken).items() if not name.startswith("_") and type(value).__name__ != "module"}
+    assert all(
+        hasattr(foretoken, name) for name in foretoken.__all__
+    )  # some are imported when they are first asked for
+    public = {
+        name for name, value in vars(foretoken).items() if not name.startswith("_") and type(value).__name__ != "module"
+    }
     assert public == set(foretoken.__all__)
     assert list(foretoken.__all__) == sorted(foretoken.__all__, key=lambda name: (name != name.upper(), name))
     errors = {kind.__name__ for kind in subclasses(ForetokenError)} | {"ForetokenError"}
@@ -126,8 +135,28 @@ def test_fields_of_the_public_configs() -> None:
         *("tree", "branching", "combine"),
     ]
     assert {field.name for field in dataclasses.fields(SamplingParams)} == {
-        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "presence_penalty", "frequency_penalty"),
-        *("repetition_penalty", "logit_bias", "bad_words", "min_tokens", "n", "logprobs", "logprobs_of", "prompt_logprobs"),
+        *(
+            "max_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seed",
+            "stop",
+            "ignore_eos",
+            "presence_penalty",
+            "frequency_penalty",
+        ),
+        *(
+            "repetition_penalty",
+            "logit_bias",
+            "bad_words",
+            "min_tokens",
+            "n",
+            "logprobs",
+            "logprobs_of",
+            "prompt_logprobs",
+        ),
         *("json_schema", "regex", "grammar"),
         *("priority", "deadline_s"),
     }
@@ -139,7 +168,11 @@ def options_of(command: object, verb: str = "foretoken") -> Iterator[str]:
         for name, child in command.commands.items():
             yield from options_of(child, f"{verb} {name}")
     for parameter in command.params:  # type: ignore[attr-defined]
-        names = [*parameter.opts, *parameter.secondary_opts] if isinstance(parameter, TyperOption) else [str(parameter.name).upper()]
+        names = (
+            [*parameter.opts, *parameter.secondary_opts]
+            if isinstance(parameter, TyperOption)
+            else [str(parameter.name).upper()]
+        )
         yield from (f"{verb} {name}" for name in names if name not in _FROM_TYPER)
 
 
@@ -147,7 +180,9 @@ def test_cli_options_are_those_on_the_list() -> None:
     """A new, renamed or dropped option is a decision: then change tests/cli_options.txt with it."""
     found = sorted(options_of(typer.main.get_command(app)))
     listed = OPTIONS_FILE.read_text().splitlines()
-    assert found == listed, f"write the new list to {OPTIONS_FILE.name}:\n" + "\n".join(sorted(set(found) ^ set(listed)))
+    assert found == listed, f"write the new list to {OPTIONS_FILE.name}:\n" + "\n".join(
+        sorted(set(found) ^ set(listed))
+    )
 
 
 @pytest.mark.parametrize("verb", ["demo", "generate", "bench", "plan", "simulate", "widen", "models", "train lm"])
@@ -157,7 +192,11 @@ def test_every_verb_speaks_json(verb: str) -> None:
 
 def test_settings_of_generate_are_the_public_names() -> None:
     """A field of the configs that can be set has a flag of the same name."""
-    flags = {line.split()[-1].removeprefix("--").replace("-", "_") for line in OPTIONS_FILE.read_text().splitlines() if " generate " in line}
+    flags = {
+        line.split()[-1].removeprefix("--").replace("-", "_")
+        for line in OPTIONS_FILE.read_text().splitlines()
+        if " generate " in line
+    }
     params = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos"}
     assert params | {"drafter", "draft", "num_draft", "rule", "prediction", "corpus"} <= flags
 
@@ -173,24 +212,36 @@ def trees() -> dict[Path, ast.Module]:
 def called(node: ast.expr) -> str:
     """The last name of what is called, "" if it has none."""
     function = node.func if isinstance(node, ast.Call) else None
-    return function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+    return (
+        function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+    )
 
 
 def dropped_errors(modules: dict[Path, ast.Module]) -> list[str]:
     """Calls that are statements of their own and make an error: the class of one, or a function that returns one."""
     nodes = [(path, node) for path, module in modules.items() for node in ast.walk(module)]
     functions = {
-        node.name: ast.unparse(node.returns) for _, node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns
+        node.name: ast.unparse(node.returns)
+        for _, node in nodes
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns
     }
     makers = {name for name, kind in functions.items() if re.search(r"(Error|Exception)\b", kind)}
     statements = [(path, node.lineno, called(node.value)) for path, node in nodes if isinstance(node, ast.Expr)]
-    return [f"{path}:{line} {name}" for path, line, name in statements if name in makers or re.search(r"(Error|Exception)$", name)]
+    return [
+        f"{path}:{line} {name}"
+        for path, line, name in statements
+        if name in makers or re.search(r"(Error|Exception)$", name)
+    ]
 
 
 def test_w4_no_error_is_made_and_dropped() -> None:
     assert dropped_errors(trees()) == []
-    wrong = "def refusal() -> InputError | None: ...\nrefusal()\nself.refusal()\nValueError('x')\nraise ValueError('x')\nfound = refusal()\n"
-    assert [line.split()[-1] for line in dropped_errors({Path("x"): ast.parse(wrong)})] == ["refusal", "refusal", "ValueError"]
+    wrong = "def refusal() -> InputError | None: ...\nrefusal()\nself.refusal()\nValueError('x')\nraise ValueError('x')\nfound = refusal()\n"  # noqa: E501
+    assert [line.split()[-1] for line in dropped_errors({Path("x"): ast.parse(wrong)})] == [
+        "refusal",
+        "refusal",
+        "ValueError",
+    ]
 
 
 @functools.cache
@@ -198,7 +249,11 @@ def names_read() -> frozenset[str]:
     """Attributes that are read, and texts, anywhere but in functions that check options."""
     read: set[str] = set()
     for module in trees().values():
-        checks = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and re.match("__post_init__$|_?check_", node.name)]
+        checks = [
+            node
+            for node in ast.walk(module)
+            if isinstance(node, ast.FunctionDef) and re.match("__post_init__$|_?check_", node.name)
+        ]
         within = {id(node) for check in checks for node in ast.walk(check)}
         nodes = [node for node in ast.walk(module) if id(node) not in within]
         read |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
@@ -206,7 +261,9 @@ def names_read() -> frozenset[str]:
     return frozenset(read)
 
 
-@pytest.mark.parametrize("kind", [SamplingParams, SpecConfig, SchedulerConfig, RoutingRules, AuditOptions], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [SamplingParams, SpecConfig, SchedulerConfig, RoutingRules, AuditOptions], ids=lambda kind: kind.__name__
+)
 def test_w4_every_option_is_read_somewhere(kind: type) -> None:
     """As an attribute, or by its name as a text; checking an option and never using it does not count."""
     assert {field.name for field in dataclasses.fields(kind)} - names_read() == set()

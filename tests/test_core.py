@@ -36,7 +36,10 @@ def parts_of(draft: Draft, b: int) -> Part:
     nodes = slice(draft.offsets[b], draft.offsets[b + 1])
     laws = draft.mass.laws if draft.mass is not None else torch.empty(0)
     rows = draft.rows_of([b])
-    held = [None if draft.mass is None or draft.mass.law_of_row[row] < 0 else tuple(law(laws, draft.mass.law_of_row[row])) for row in rows]
+    held = [
+        None if draft.mass is None or draft.mass.law_of_row[row] < 0 else tuple(law(laws, draft.mass.law_of_row[row]))
+        for row in rows
+    ]
     sampled = draft.sampled[nodes] if draft.sampled else (False,) * draft.lengths[b]
     return tuple(draft.tokens[nodes].tolist()), draft.parents[nodes], sampled, held
 
@@ -130,10 +133,15 @@ def test_probes_go_with_their_requests(seed: int) -> None:
         if owner > 1:
             for b in members:
                 count = dice.randrange(4)
-                own[b] = ([dice.randrange(VOCAB) for _ in range(count)], tuple(dice.randrange(-1, node) if node else -1 for node in range(count)))
+                own[b] = (
+                    [dice.randrange(VOCAB) for _ in range(count)],
+                    tuple(dice.randrange(-1, node) if node else -1 for node in range(count)),
+                )
             tokens = torch.tensor([token for b in members for token in own[b][0]], dtype=torch.int64)
             offsets = tuple(sum(len(own[b][0]) for b in members[:i]) for i in range(len(members) + 1))
-            draft = replace(draft, probes=Probes(tokens, tuple(parent for b in members for parent in own[b][1]), offsets))
+            draft = replace(
+                draft, probes=Probes(tokens, tuple(parent for b in members for parent in own[b][1]), offsets)
+            )
         parts.append((members, draft))
     merged = merge_drafts(num_requests, parts).on("cpu")
     assert merged.probe_lengths == tuple(len(own.get(b, ([], ()))[0]) for b in range(num_requests))

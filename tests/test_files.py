@@ -10,9 +10,9 @@ import pytest
 from foretoken import LLM, InputError, SamplingParams, SpecConfig, StorageError
 from foretoken.bench.prompts import read_prompts
 from foretoken.bench.report import as_plain
-from foretoken.engine.profiling import load_profile
+from foretoken.engine.startup.profiling import load_profile
 from foretoken.files import check_file, check_folder, check_readable, parse_json, read_json, read_text, to_json
-from foretoken.plan.arrivals import chances_from_bench, parse_trace
+from foretoken.simulate.arrivals import chances_from_bench, parse_trace
 
 PROFILE = {"format": "foretoken-profile-1", "rows": [[1, 0.01], [8, 0.02]]}
 ONE_JOB = '{"prompt_tokens": 1, "output_tokens": 1}'
@@ -108,7 +108,15 @@ def test_places_are_tried_before_the_work(tmp_path: Path) -> None:
         {"caveats": "text"},
         {"target": 5},
         {"roofline": {"step_bytes": "1"}},
-        {"roofline": {"step_bytes": 1, "row_flops": 1, "kv_bytes_per_token": 1, "bytes_per_s": float("inf"), "flops_per_s": 1}},
+        {
+            "roofline": {
+                "step_bytes": 1,
+                "row_flops": 1,
+                "kv_bytes_per_token": 1,
+                "bytes_per_s": float("inf"),
+                "flops_per_s": 1,
+            }
+        },
         {"roofline": [1]},
         {"format": 7},
     ],
@@ -148,7 +156,12 @@ def test_a_malformed_trace_is_refused_by_line(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [5, {"drafter": 5, "slice": "s", "acceptance_per_position": [0.5]}, {"drafter": "d", "acceptance_per_position": [0.5]}]
+    "row",
+    [
+        5,
+        {"drafter": 5, "slice": "s", "acceptance_per_position": [0.5]},
+        {"drafter": "d", "acceptance_per_position": [0.5]},
+    ],
 )
 def test_a_malformed_bench_result_is_refused(row: object) -> None:
     with pytest.raises(InputError, match="bench row 1"):

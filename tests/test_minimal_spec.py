@@ -80,7 +80,9 @@ def rounds_of(llm: LLM, prompt: list[int], params: SamplingParams, spec: SpecCon
 
 
 @pytest.mark.parametrize("num_draft", [1, 3, 5])
-def test_greedy_token_for_token_and_round_by_round(minimal: ModuleType, llm: LLM, pair: SimpleNamespace, num_draft: int) -> None:
+def test_greedy_token_for_token_and_round_by_round(
+    minimal: ModuleType, llm: LLM, pair: SimpleNamespace, num_draft: int
+) -> None:
     """The engine's first step only reads the prompt; from there on every round is the same."""
     target, draft = (minimal.greedy(Softmax(folder, 1.0)) for folder in (pair.target, pair.draft))
     for prompt in PROMPTS:
@@ -90,13 +92,17 @@ def test_greedy_token_for_token_and_round_by_round(minimal: ModuleType, llm: LLM
 
 
 @pytest.mark.parametrize("num_draft", [1, 3, 5])
-def test_sampled_token_for_token_with_the_engines_numbers(minimal: ModuleType, llm: LLM, pair: SimpleNamespace, num_draft: int) -> None:
+def test_sampled_token_for_token_with_the_engines_numbers(
+    minimal: ModuleType, llm: LLM, pair: SimpleNamespace, num_draft: int
+) -> None:
     """The same random numbers in the same places: every formula on the way gives the same decision."""
     target, draft = (Softmax(folder, 0.8) for folder in (pair.target, pair.draft))
     kept = 0
     for seed, prompt in enumerate(PROMPTS):
         params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.8, seed=seed)
-        first, *rest = rounds_of(llm, prompt, params, SpecConfig("draft_model", str(pair.draft), num_draft=num_draft, rule="rejection"))
+        first, *rest = rounds_of(
+            llm, prompt, params, SpecConfig("draft_model", str(pair.draft), num_draft=num_draft, rule="rejection")
+        )
         text = prompt + first
         for expected in rest:
             limit = min(num_draft, 20 - (len(text) - len(prompt)) - 1)

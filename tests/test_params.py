@@ -1,4 +1,6 @@
-"""Parameters of a request that no other test asks for: texts that are none, numbers of other libraries, the ends of every range."""
+"""Parameters of a request that no other test asks for: texts that are none, numbers of other libraries, the ends of
+every range.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ def test_half_a_character_inside_a_schema(reference: LLM, schema: Any) -> None:
     ("values", "message"),
     [
         ({"max_tokens": np.int64(3)}, r"max_tokens=.*: must be a whole number of Python's; int\(x\) makes one"),
-        ({"temperature": np.float32(0.5)}, r"temperature=.*: must be a finite number of Python's; float\(x\) makes one"),
+        (
+            {"temperature": np.float32(0.5)},
+            r"temperature=.*: must be a finite number of Python's; float\(x\) makes one",
+        ),
         ({"ignore_eos": np.bool_(True)}, "ignore_eos=.*: must be True or False"),
         ({"temperature": 10**400}, r"temperature=.*: must lie in \[0, 100\]"),
         ({"top_p": -0.0}, r"top_p=-0.0: must lie in \(0, 1\]"),

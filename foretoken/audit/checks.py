@@ -12,8 +12,8 @@ from torch import Tensor
 from foretoken.audit.report import Check, Result
 from foretoken.audit.session import Session
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.engine.drift import GreedyEvidence, weigh_greedy
 from foretoken.engine.output import GenerateOutput
+from foretoken.engine.shadow.sequential_test import GreedyEvidence, weigh_greedy
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.randomness import RaceNoise
 
@@ -22,7 +22,9 @@ _OTHER_NUM_DRAFTS = (1, 7)
 _SEEDS = "equal seeds, equal answers"
 _CHOOSERS = ("mix", "auto")  # drafters that choose among others by measured times
 _REMEMBERING = ("recycling",)  # drafters that guess differently after an answer, whoever asked for it
-_WHY_NOT_DEMANDED = "in 16-bit numbers rounding moves what this rule compares with; --rule coupled or --dtype float32 repeats a seed"
+_WHY_NOT_DEMANDED = (
+    "in 16-bit numbers rounding moves what this rule compares with; --rule coupled or --dtype float32 repeats a seed"
+)
 
 
 def check_greedy(session: Session) -> list[Check]:
@@ -37,7 +39,11 @@ def check_greedy(session: Session) -> list[Check]:
             chosen += weigh_greedy(rows.logits, rows.tokens, rows.rounding)
     found = f"{chosen.num_other} others, largest gap {chosen.max_gap:.2g}"
     result: Result = "fail" if chosen.num_beyond else "pass"
-    checks = [Check("every token is the target's choice", "temperature 0", result, chosen.num_tokens, found, "0 beyond rounding")]
+    checks = [
+        Check(
+            "every token is the target's choice", "temperature 0", result, chosen.num_tokens, found, "0 beyond rounding"
+        )
+    ]
     if session.options.spec.drafter is None:
         return checks
     plain = session.answers(prompts, each, SpecConfig()).outputs
@@ -46,7 +52,10 @@ def check_greedy(session: Session) -> list[Check]:
         logits, rounding = _row(session, outputs[i], params, place)
         return abs(float(logits[plain[i].token_ids[place]] - logits[outputs[i].token_ids[place]])), rounding
 
-    return [_equality("the same answers as plain decoding", "temperature 0", plain, outputs, session.exact, gap), *checks]
+    return [
+        _equality("the same answers as plain decoding", "temperature 0", plain, outputs, session.exact, gap),
+        *checks,
+    ]
 
 
 def _equality(
@@ -71,7 +80,9 @@ def _equality(
             num_beyond += 1
             continue
         apart, rounding = gap(i, place)
-        told.append(f"token {place}" + (f": {apart:.2g} apart, rounding explains {rounding:.2g}" if apart < math.inf else ""))
+        told.append(
+            f"token {place}" + (f": {apart:.2g} apart, rounding explains {rounding:.2g}" if apart < math.inf else "")
+        )
         num_beyond += exact or not apart <= rounding
     ties = len(told) - num_beyond
     return Check(
@@ -107,14 +118,17 @@ def _row(session: Session, output: GenerateOutput, params: SamplingParams, place
 def check_seeds(session: Session) -> list[Check]:
     """A given seed repeats its answer: under the coupled rule with any settings, under another rule with the same ones.
 
-    Under the coupled rule an answer may turn off where rounding decides the race between two tokens. Other rules compare random numbers
-    with probabilities of the target and of the draft, so they repeat themselves only where those have the same bits: see
-    `Session.repeats_draws`. What is chosen by measured times, or learned from the run before, does not repeat under them at all.
+    Under the coupled rule an answer may turn off where rounding decides the race between two tokens. Other rules
+    compare random numbers with probabilities of the target and of the draft, so they repeat themselves only where those
+    have the same bits: see `Session.repeats_draws`. What is chosen by measured times, or learned from the run before,
+    does not repeat under them at all.
     """
     options = session.options
     prompts = session.prompts_in_turn(min(_TEXTS, options.num_prompts))
     params = [
-        SamplingParams(max_tokens=options.max_tokens, temperature=max(options.sampled), seed=options.seed + i, ignore_eos=True)
+        SamplingParams(
+            max_tokens=options.max_tokens, temperature=max(options.sampled), seed=options.seed + i, ignore_eos=True
+        )
         for i in range(len(prompts))
     ]
     if options.spec.rule in ("auto", "coupled"):
@@ -131,7 +145,9 @@ def _coupled_seeds(session: Session, prompts: Sequence[list[int]], params: Seque
         again = session.answers(prompts, params, spec, together).outputs
 
         def gap(i: int, place: int) -> tuple[float, float]:
-            """Distance in the race that decides: noise over law, the least wins; in logarithms, up to a constant of the row."""
+            """Distance in the race that decides: noise over law, the least wins; in logarithms, up to a constant of the
+            row.
+            """
             logits, rounding = _row(session, again[i], params[i], place)
             noise = RaceNoise(params[i].seed or 0, len(logits), logits.device).at([len(again[i].prompt_ids) + place])[0]
             keys = noise.double().log() - logits.double() / temperature  # [V]
@@ -142,20 +158,37 @@ def _coupled_seeds(session: Session, prompts: Sequence[list[int]], params: Seque
     checks = [compare("the same again", spec), compare("one by one", spec, together=False)]
     if spec.drafter is not None:
         number = next(n for n in _OTHER_NUM_DRAFTS if n != spec.num_draft)
-        checks += [compare(f"num_draft {number}", replace(spec, num_draft=number)), compare("plain decoding", SpecConfig())]
+        checks += [
+            compare(f"num_draft {number}", replace(spec, num_draft=number)),
+            compare("plain decoding", SpecConfig()),
+        ]
     return checks
 
 
-def _drawn_seeds(session: Session, prompts: Sequence[list[int]], params: Sequence[SamplingParams], spec: SpecConfig) -> Check:
-    """Two runs that know nothing of each other: each has a tenant of its own, so neither begins with what the other left in the cache."""
-    base, again = (session.answers(prompts, params, replace(spec, tenant=f"audit {name}")).outputs for name in ("one", "two"))
+def _drawn_seeds(
+    session: Session, prompts: Sequence[list[int]], params: Sequence[SamplingParams], spec: SpecConfig
+) -> Check:
+    """Two runs that know nothing of each other: each has a tenant of its own, so neither begins with what the other
+    left in the cache.
+    """
+    base, again = (
+        session.answers(prompts, params, replace(spec, tenant=f"audit {name}")).outputs for name in ("one", "two")
+    )
     check = _equality(_SEEDS, f"temperature {params[0].temperature:g}, the same again", base, again, exact=True)
-    return check if check.result == "pass" or session.repeats_draws(spec) else replace(check, result="info", demanded="", detail=_WHY_NOT_DEMANDED)
+    return (
+        check
+        if check.result == "pass" or session.repeats_draws(spec)
+        else replace(check, result="info", demanded="", detail=_WHY_NOT_DEMANDED)
+    )
 
 
 def _untimed(spec: SpecConfig) -> SpecConfig | None:
-    """The settings with every number set that would be chosen by measured times; None where the drafter itself goes by them or remembers."""
-    learns = spec.drafter == "early_exit" and (spec.skip_layers == "auto" or (spec.skip_layers is None and spec.exit_layer == "auto"))
+    """The settings with every number set that would be chosen by measured times; None where the drafter itself goes by
+    them or remembers.
+    """
+    learns = spec.drafter == "early_exit" and (
+        spec.skip_layers == "auto" or (spec.skip_layers is None and spec.exit_layer == "auto")
+    )
     if learns or not spec.leaves.isdisjoint(_REMEMBERING) or spec.drafter in _CHOOSERS:
         return None
     if spec.drafter is not None and spec.num_draft == "auto":
@@ -167,11 +200,16 @@ def _untimed(spec: SpecConfig) -> SpecConfig | None:
 
 
 def check_numerics(session: Session) -> list[Check]:
-    """The logits of a row computed alone, with guesses behind it, and beside another request: demanded equal only when strict."""
+    """The logits of a row computed alone, with guesses behind it, and beside another request: demanded equal only when
+    strict.
+    """
     options, target = session.options, session.target
     params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
     prompts = session.prompts_in_turn(min(_TEXTS, options.num_prompts))
-    texts = [(output.prompt_ids, output.token_ids) for output in session.answers(prompts, [params] * len(prompts), SpecConfig()).outputs]
+    texts = [
+        (output.prompt_ids, output.token_ids)
+        for output in session.answers(prompts, [params] * len(prompts), SpecConfig()).outputs
+    ]
     num_draft = options.spec.num_draft if options.spec.num_draft != "auto" and options.spec.num_draft > 0 else 4
     single = [_decode(target, [text], 0)[0] for text in texts]
     cases = {
@@ -187,12 +225,17 @@ def check_numerics(session: Session) -> list[Check]:
         result: Result = "info" if not strict else "pass" if equal else "fail"
         rows = sum(len(one) for one in single)
         told = "bitwise equal" if equal else f"up to {apart:.2g} apart"
-        checks.append(Check("logits do not depend on the batch", where, result, rows, told, "bitwise equal" if strict else ""))
+        checks.append(
+            Check("logits do not depend on the batch", where, result, rows, told, "bitwise equal" if strict else "")
+        )
     return checks
 
 
-def _decode(target: LanguageModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]], num_draft: int) -> list[Tensor]:
-    """Logits `[n, V]` of the answers of some texts, run side by side, each step one row and `num_draft` rows of guesses behind it.
+def _decode(
+    target: LanguageModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]], num_draft: int
+) -> list[Tensor]:
+    """Logits `[n, V]` of the answers of some texts, run side by side, each step one row and `num_draft` rows of guesses
+    behind it.
 
     The guesses are the text itself, so the rows of a verify pass are rows of the text.
     """
@@ -211,7 +254,10 @@ def _decode(target: LanguageModel, texts: Sequence[tuple[Sequence[int], Sequence
             count = min(1 + num_draft, length - start)
             rows = [[prompt[-1], *answer][start : start + count] for prompt, answer in texts]
             parents = tuple(range(-1, count - 2))
-            logits = target.forward(_ids(target, [token for row in rows for token in row]), [Segment(s, 1, parents, count) for s in sequences]).logits
+            logits = target.forward(
+                _ids(target, [token for row in rows for token in row]),
+                [Segment(s, 1, parents, count) for s in sequences],
+            ).logits
             for i, sequence in enumerate(sequences):
                 target.commit(sequence, 1, tuple(range(count - 1)))
                 found[i].append(logits[i * count : (i + 1) * count])

@@ -1,4 +1,6 @@
-"""The check of the law: do sampled tokens follow the target's own laws, told by the target alone, with a stated error rate?"""
+"""The check of the law: do sampled tokens follow the target's own laws, told by the target alone, with a stated error
+rate?
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import numpy as np
 from foretoken.audit.report import Check, Result
 from foretoken.audit.session import Session
 from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig
-from foretoken.engine.drift import Evidence, LawTest, law_tests, weigh
+from foretoken.engine.shadow.sequential_test import Evidence, LawTest, law_tests, weigh
 from foretoken.model.randomness import Purpose, uniforms
 
 _PROBE_TOKENS = 16
@@ -23,7 +25,8 @@ _WORDS = {
 def rules_to_check(session: Session) -> list[str]:
     """The rules by name that sampled requests of the audited settings may meet.
 
-    "auto" is coupled for a request with a seed; what it is without one depends on what is drafted, so that is tried out.
+    "auto" is coupled for a request with a seed; what it is without one depends on what is drafted, so that is tried
+    out.
     """
     spec = session.options.spec
     if spec.rule != "auto":
@@ -31,14 +34,20 @@ def rules_to_check(session: Session) -> list[str]:
     if spec.drafter is None:
         return ["coupled", "rejection"]
     prompts = session.prompts[:2]
-    params = SamplingParams(max_tokens=min(_PROBE_TOKENS, session.options.max_tokens), temperature=session.options.sampled[0], ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=min(_PROBE_TOKENS, session.options.max_tokens),
+        temperature=session.options.sampled[0],
+        ignore_eos=True,
+    )
     rules = session.answers(prompts, [params] * len(prompts), spec).rules
     unseeded = "tree" if "tree" in rules else min(rules, default="rejection")
     return ["coupled", unseeded]
 
 
 def check_law(session: Session, temperature: float, rule: str, number: int, count: int) -> list[Check]:
-    """Sampled answers of one temperature and rule, check `number` of `count`: the chance of failure is shared out evenly."""
+    """Sampled answers of one temperature and rule, check `number` of `count`: the chance of failure is shared out
+    evenly.
+    """
     options = session.options
     plain = SpecConfig("ngram", num_draft=0, tenant=options.spec.tenant)  # guesses nothing, but a rule can be named
     spec = replace(plain if options.spec.drafter is None else options.spec, rule=rule)
@@ -61,15 +70,26 @@ def check_law(session: Session, temperature: float, rule: str, number: int, coun
 
 
 def _check(test: LawTest, where: str, lossy: bool) -> Check:
-    result: Result = "not claimed" if lossy else "undecided" if not test.conclusive else "pass" if test.passed else "fail"
+    result: Result = (
+        "not claimed" if lossy else "undecided" if not test.conclusive else "pass" if test.passed else "fail"
+    )
     chance = "p < 1e-15" if test.p_value < 1e-15 else f"p = {test.p_value:.2g}"
-    return Check(_WORDS[test.name], where, result, test.num_tokens, f"{test.statistic}, {chance}", f"p >= {test.level:.2g}", test.sees)
+    return Check(
+        _WORDS[test.name],
+        where,
+        result,
+        test.num_tokens,
+        f"{test.statistic}, {chance}",
+        f"p >= {test.level:.2g}",
+        test.sees,
+    )
 
 
 def _evidence(session: Session, temperature: float, spec: SpecConfig, seed: int) -> Evidence:
     options = session.options
     params = [
-        SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=seed + i, ignore_eos=True) for i in range(options.num_prompts)
+        SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=seed + i, ignore_eos=True)
+        for i in range(options.num_prompts)
     ]
     run = session.answers(session.prompts_in_turn(options.num_prompts), params, spec)
     total = Evidence()

@@ -19,8 +19,8 @@ REPORT_SUFFIXES = (".md", ".json")
 class AuditOptions:
     """Which models and settings to audit, and how long.
 
-    `num_prompts` answers of `max_tokens` tokens are drawn at each of `temperatures`, prompts taken in turn. `alpha` is the
-    chance that a sound engine fails any of the statistical checks. `seed` begins the seeds of the sampled answers.
+    `num_prompts` answers of `max_tokens` tokens are drawn at each of `temperatures`, prompts taken in turn. `alpha` is
+    the chance that a sound engine fails any of the statistical checks. `seed` begins the seeds of the sampled answers.
     """
 
     target: str
@@ -59,7 +59,9 @@ def read_prompts(path: Path) -> list[Prompt]:
         StorageError: the file cannot be read.
         InputError: a line that is not such an object, or no line at all.
     """
-    lines = [(number, line) for number, line in enumerate(read_text("prompts", path).split("\n"), start=1) if line.strip()]
+    lines = [
+        (number, line) for number, line in enumerate(read_text("prompts", path).split("\n"), start=1) if line.strip()
+    ]
     if not lines:
         raise InputError("prompts", str(path), "the file is empty; write one prompt a line")
     if path.suffix.lower() != ".jsonl" and not lines[0][1].lstrip().startswith("{"):
@@ -72,6 +74,12 @@ def _parse(where: str, line: str) -> Prompt:
     found = item.get("prompt", item.get("prompt_ids")) if isinstance(item, dict) else None
     if isinstance(found, str) and found:
         return found
-    if isinstance(found, list) and found and all(isinstance(token, int) and not isinstance(token, bool) for token in found):
+    if (
+        isinstance(found, list)
+        and found
+        and all(isinstance(token, int) and not isinstance(token, bool) for token in found)
+    ):
         return found
-    raise InputError("prompts", where, 'every line is an object with a text under "prompt" or token ids under "prompt_ids"')
+    raise InputError(
+        "prompts", where, 'every line is an object with a text under "prompt" or token ids under "prompt_ids"'
+    )

@@ -19,16 +19,22 @@ from foretoken.printing.console import Console
 Result = Literal["pass", "fail", "undecided", "not claimed", "info"]
 _COLUMNS = ("result", "check", "where", "tokens", "found", "demanded", "sees with probability 0.99")
 _JUSTIFY = "lllrl"
-_STYLES: Mapping[str, str] = {"pass": "green", "fail": "bold red", "undecided": "yellow", "not claimed": "yellow", "info": "dim"}
+_STYLES: Mapping[str, str] = {
+    "pass": "green",
+    "fail": "bold red",
+    "undecided": "yellow",
+    "not claimed": "yellow",
+    "info": "dim",
+}
 
 
 @dataclass(frozen=True)
 class Check:
     """One thing that was looked at.
 
-    `found` is what was measured, `demanded` what it had to be, `sees` the smallest error that the check misses with probability
-    0.01 at most. "undecided" had too few tokens, "not claimed" is what a lossy rule never promised, "info" is told without a
-    verdict.
+    `found` is what was measured, `demanded` what it had to be, `sees` the smallest error that the check misses with
+    probability 0.01 at most. "undecided" had too few tokens, "not claimed" is what a lossy rule never promised, "info"
+    is told without a verdict.
     """
 
     name: str
@@ -73,7 +79,10 @@ class AuditReport:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         head = {"verdict": self.verdict, "passed": not self.failed, "checks": [asdict(check) for check in self.checks]}
-        return head | {name: getattr(self, name) for name in ("command", "date", "machine", "versions", "options", "false_alarm_rate")}
+        return head | {
+            name: getattr(self, name)
+            for name in ("command", "date", "machine", "versions", "options", "false_alarm_rate")
+        }
 
 
 def print_report(report: AuditReport, console: Console | None = None) -> None:
@@ -101,7 +110,8 @@ def markdown(report: AuditReport) -> str:
         "",
         *(f"- {line}" for line in _details(report.checks)),
         "",
-        f"A sound engine fails any of the statistical checks with probability {report.false_alarm_rate:g} at most; the other checks "
+        f"A sound engine fails any of the statistical checks with probability {report.false_alarm_rate:g} "
+        "at most; the other checks "
         "never fail by chance.",
         "",
         f"- date: {report.date}",

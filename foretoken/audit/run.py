@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from foretoken.audit.checks import check_blocks, check_greedy, check_numerics, check_seeds
@@ -47,7 +48,7 @@ def _checks(session: Session, tell: Callable[[str], None]) -> list[Check]:
         combinations = [(temperature, rule) for temperature in options.sampled for rule in rules]
         for number, (temperature, rule) in enumerate(combinations):
             tell(f"the law at temperature {temperature:g}, rule {rule} ({number + 1} of {len(combinations)})")
-            checks += _guarded("law", lambda t=temperature, r=rule, n=number: check_law(session, t, r, n, len(combinations)))  # type: ignore[misc]
+            checks += _guarded("law", partial(check_law, session, temperature, rule, number, len(combinations)))
         tell("answers of equal seeds")
         checks += _guarded("equal seeds", lambda: check_seeds(session))
     tell("logits of one row and of several")

@@ -11,12 +11,12 @@ from foretoken.audit.plan import AuditOptions, Prompt
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.group import drafter_key
-from foretoken.engine.drift import Guess
 from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput
 from foretoken.engine.request import RequestState
-from foretoken.engine.rescoring import ScoredRows, rescore
-from foretoken.engine.shadow import guess_of_law, guesses_of
+from foretoken.engine.shadow.rescoring import ScoredRows, rescore
+from foretoken.engine.shadow.sequential_test import Guess
+from foretoken.engine.shadow.shadow import guess_of_law, guesses_of
 from foretoken.engine.watch import RoundView
 from foretoken.errors import InputError
 from foretoken.model.interface import LanguageModel
@@ -27,7 +27,9 @@ _CHUNK_TOKENS = 256
 
 @dataclass
 class Recorder:
-    """Watches the engine: what was guessed for every token of every request, in order of arrival, and which rules "auto" means."""
+    """Watches the engine: what was guessed for every token of every request, in order of arrival, and which rules
+    "auto" means.
+    """
 
     guesses: dict[int, list[Guess | None]] = field(default_factory=dict)
     rules: set[str] = field(default_factory=set)
@@ -54,7 +56,9 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Run:
-    """Answers in the order of their prompts, the guesses for each of their tokens, and the rules that "auto" would have taken."""
+    """Answers in the order of their prompts, the guesses for each of their tokens, and the rules that "auto" would have
+    taken.
+    """
 
     outputs: list[GenerateOutput]
     guesses: list[list[Guess | None]]
@@ -103,7 +107,9 @@ class Session:
         """`count` prompts, beginning again when there are fewer."""
         return [self.prompts[i % len(self.prompts)] for i in range(count)]
 
-    def answers(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], spec: SpecConfig, together: bool = True) -> Run:
+    def answers(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], spec: SpecConfig, together: bool = True
+    ) -> Run:
         """Answers to prompts, in one batch or one by one.
 
         Raises:
@@ -115,7 +121,9 @@ class Session:
             if together:
                 outputs = self.llm.generate(list(prompts), list(params), spec)
             else:
-                outputs = [self.llm.generate([prompt], one, spec)[0] for prompt, one in zip(prompts, params, strict=True)]
+                outputs = [
+                    self.llm.generate([prompt], one, spec)[0] for prompt, one in zip(prompts, params, strict=True)
+                ]
         finally:
             watchers.remove(recorder)
         for output in outputs:
@@ -128,7 +136,9 @@ class Session:
         return rescore(self.target, output.prompt_ids, output.token_ids, params, chunk_tokens=_CHUNK_TOKENS)
 
     def draft_guesses(self, output: GenerateOutput, params: SamplingParams) -> list[Guess | None] | None:
-        """The draft model's law at every drafted place of an answer, computed anew; None without a draft model that can hold it."""
+        """The draft model's law at every drafted place of an answer, computed anew; None without a draft model that can
+        hold it.
+        """
         if self.draft is None or len(output.prompt_ids) + len(output.token_ids) > self.draft.max_context_tokens:
             return None
         drafted = [origin.kind in ("accepted", "residual") for origin in output.provenance]
@@ -143,7 +153,8 @@ class Session:
         return self.options.numerics == "strict"
 
     def repeats_draws(self, spec: SpecConfig) -> bool:
-        """Whether rules that draw see the same probabilities in two runs of `spec`: target and draft compute in wide numbers.
+        """Whether rules that draw see the same probabilities in two runs of `spec`: target and draft compute in wide
+        numbers.
 
         Strict numerics are the target's; a draft has none.
         """
@@ -152,12 +163,18 @@ class Session:
         if "draft_model" not in spec.leaves:
             return wide or self.exact
         formats = {part.draft_dtype for part in _draft_models(spec)}
-        return (wide or self.exact) and formats <= ({"float32", "auto"} if self.options.dtype == "float32" else {"float32"})
+        return (wide or self.exact) and formats <= (
+            {"float32", "auto"} if self.options.dtype == "float32" else {"float32"}
+        )
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         most = self.target.max_context_tokens - self.options.max_tokens
         if most < 1:
-            raise InputError("max_tokens", self.options.max_tokens, f"must be smaller than the context of {self.target.max_context_tokens} tokens")
+            raise InputError(
+                "max_tokens",
+                self.options.max_tokens,
+                f"must be smaller than the context of {self.target.max_context_tokens} tokens",
+            )
         if self.llm.tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
             remedy = "this model folder has no tokenizer; give a file of JSON lines with token ids under prompt_ids"
             raise InputError("prompts", next(prompt for prompt in prompts if isinstance(prompt, str)), remedy)

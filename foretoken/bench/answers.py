@@ -1,4 +1,6 @@
-"""What a drafter that needs nothing but the text would have guessed at every place of an answer, asked once the answer is known."""
+"""What a drafter that needs nothing but the text would have guessed at every place of an answer, asked once the answer
+is known.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,17 @@ from statistics import median
 import torch
 
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.control.policy import MOST_NUM_DRAFT
+from foretoken.control.previews import Preview
 from foretoken.core import Batch, BatchEntry, Request, Verdict, empty_draft
 from foretoken.draft.base import Feedback
 from foretoken.draft.lookup_tree import Lookup
-from foretoken.plan.looks import Look
-from foretoken.plan.policy import MOST_NUM_DRAFT
-from foretoken.plan.rounds import Ready, Record, told
+from foretoken.simulate.records import Ready, Record, told
 
-FROM_TEXT = ("ngram", "suffix")  # drafters whose guesses follow from the request's own text; recycling learns from other requests too
+FROM_TEXT = (
+    "ngram",
+    "suffix",
+)  # drafters whose guesses follow from the request's own text; recycling learns from other requests too
 
 _NOTHING = Feedback(torch.empty(0, 0), (0,))
 _numbers = itertools.count(-1, -1)  # of the requests that are asked for: no engine counts below 0
@@ -36,8 +41,8 @@ class Answer:
 def look_through(drafter: Lookup, spec: SpecConfig, answer: Answer) -> Record | None:
     """The record of an answer; None of one that is too short to guess for.
 
-    A chain or tree of the most guesses that the controller considers is asked for at each place, and fewer are its first ones. That is
-    exact of a drafter which guesses the same for every budget, as far as it goes (ngram).
+    A chain or tree of the most guesses that the controller considers is asked for at each place, and fewer are its
+    first ones. That is exact of a drafter which guesses the same for every budget, as far as it goes (ngram).
     """
     if len(answer.token_ids) < 2:
         return None
@@ -47,12 +52,14 @@ def look_through(drafter: Lookup, spec: SpecConfig, answer: Answer) -> Record | 
     drafter.start(request)
     try:
         for place, token in enumerate(answer.token_ids[:-1]):
-            before = _entry(request, len(answer.prompt_ids) + place - 1, (*answer.prompt_ids, *answer.token_ids[:place])[-1])
+            before = _entry(
+                request, len(answer.prompt_ids) + place - 1, (*answer.prompt_ids, *answer.token_ids[:place])[-1]
+            )
             drafter.commit(Batch((before,)), empty_draft(1), Verdict(((),), ((),), (token,), ("bonus",)), _NOTHING)
             began = time.perf_counter()
             tree = drafter.guess(_entry(request, len(answer.prompt_ids) + place, token))
             took_s.append(time.perf_counter() - began)
-            ready.append(Ready(Look(tree.parents, tree.chances), tree.tokens))
+            ready.append(Ready(Preview(tree.parents, tree.chances), tree.tokens))
     finally:
         drafter.finish(request.request_id)
     return told(answer.token_ids, ready, median(took_s))

@@ -1,7 +1,7 @@
 """Short prompts for whole batches: many of each slice, so that reading them does not hide what guessing gains.
 
-Beside the slices of `workload`: `chat`, instructions in plain words, and `random`, words in no order, answered at a temperature at which
-nothing can be guessed.
+Beside the slices of `workload`: `chat`, instructions in plain words, and `random`, words in no order, answered at a
+temperature at which nothing can be guessed.
 """
 
 from __future__ import annotations
@@ -71,11 +71,17 @@ class Ask:
 
 
 def asks(
-    names: Sequence[str], count: int, encode: Callable[[str], list[int]], prompt_tokens: int, seed: int, file: Path | None = None
+    names: Sequence[str],
+    count: int,
+    encode: Callable[[str], list[int]],
+    prompt_tokens: int,
+    seed: int,
+    file: Path | None = None,
 ) -> dict[str, tuple[Ask, ...]]:
     """`count` requests of every named slice, the shortest there are, in turn again where there are fewer.
 
-    A prompt keeps its last `prompt_tokens` tokens; an edit is kept whole. `file` replaces the slices of `workload` and `chat`.
+    A prompt keeps its last `prompt_tokens` tokens; an edit is kept whole. `file` replaces the slices of `workload` and
+    `chat`.
 
     Raises:
         InputError: an unknown slice.
@@ -83,12 +89,19 @@ def asks(
     found: dict[str, tuple[Ask, ...]] = {}
     for name in names:
         texts = _texts(name, seed, file)
-        ids = sorted(((prompt, encode(prompt.text)) for prompt in texts if prompt.text), key=lambda pair: (len(pair[1]), pair[0].name))
+        ids = sorted(
+            ((prompt, encode(prompt.text)) for prompt in texts if prompt.text),
+            key=lambda pair: (len(pair[1]), pair[0].name),
+        )
         if name in (CHAT, RANDOM) or file is not None:
             usable = ids
         else:  # a text of two words says too little about what follows
             usable = [pair for pair in ids if len(pair[1]) >= min(prompt_tokens, _RANDOM_WORDS)] or ids
-        cut = [Ask(prompt.name, tuple(own if name in _WHOLE else own[-prompt_tokens:]), _temperature(name), name) for prompt, own in usable if own]
+        cut = [
+            Ask(prompt.name, tuple(own if name in _WHOLE else own[-prompt_tokens:]), _temperature(name), name)
+            for prompt, own in usable
+            if own
+        ]
         if not cut:
             raise InputError("slices", name, "has no prompt of at least one token; leave it out")
         found[name] = tuple(cut[place % len(cut)] for place in range(count))

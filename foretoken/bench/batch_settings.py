@@ -3,10 +3,11 @@
 plain                     no guesses
 DRAFTER-5                 always five guesses; DRAFTER may carry options, as in `--drafters`
 DRAFTER-auto              the engine's own policy chooses how many
-DRAFTER-table             a rule of another engine does (`plan.rules`): table, ema or heuristic
+DRAFTER-table             a rule of another engine does (`bench.rival_policies`): table, ema or heuristic
 table, ema, heuristic     the same for the draft model where there is one, otherwise for ngram
 auto                      the engine also chooses who guesses
-auto-slices               the same, and requests name their slice (`SpecConfig.slice`), so that each begins with what others of it showed
+auto-slices               the same, and requests name their slice (`SpecConfig.slice`), so that each begins with what
+others of it showed
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from typing import TYPE_CHECKING, Literal
 from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.measure import PLAIN
+from foretoken.bench.rival_policies import BatchTable, EmaRule, HeuristicRule
 from foretoken.config import SamplingParams, SpecConfig, known_drafters
+from foretoken.control.policy import Policy
 from foretoken.core import StepOutput
 from foretoken.draft.base import DrafterKey
 from foretoken.errors import ConfigError
 from foretoken.params import is_count
-from foretoken.plan.rules import BatchTable, EmaRule, HeuristicRule, Policy
 
 if TYPE_CHECKING:
     from foretoken.engine.llm import LLM
@@ -61,7 +63,9 @@ class BatchSetting:
         if self.choice is None:
             return SpecConfig(tenant=tenant)
         given = {"draft": draft, "tenant": tenant}
-        return self.choice.spec(num_draft=self.num_draft, **{field: value for field, value in given.items() if field in self.choice.takes})
+        return self.choice.spec(
+            num_draft=self.num_draft, **{field: value for field, value in given.items() if field in self.choice.takes}
+        )
 
 
 def parse_batch_settings(names: Sequence[str], draft: str | None) -> tuple[tuple[BatchSetting, ...], list[str]]:
@@ -90,16 +94,23 @@ def _parse(name: str, draft: str | None) -> BatchSetting:
         return BatchSetting(name, DrafterChoice(AUTO), "auto", names_slice=True)
     drafter, _, how = name.rpartition("-")
     if how not in RIVALS and (not drafter or (how != AUTO and not is_count(how))):
-        remedy = f"must be plain, auto, auto-slices, DRAFTER-5, DRAFTER-auto, or DRAFTER-RULE with one of the rules {', '.join(RIVALS)}"
+        remedy = (
+            "must be plain, auto, auto-slices, DRAFTER-5, DRAFTER-auto, "
+            f"or DRAFTER-RULE with one of the rules {', '.join(RIVALS)}"
+        )
         raise ConfigError("settings", name, remedy)
     (choice,) = parse_drafters((drafter or ("ngram" if draft is None else "draft_model"),))
     if "draft" in choice.needs and draft is None:
-        raise ConfigError("draft", None, f"setting {name} needs a draft model; give its folder, or leave the setting out")
+        raise ConfigError(
+            "draft", None, f"setting {name} needs a draft model; give its folder, or leave the setting out"
+        )
     if "prediction" in choice.needs:
         raise ConfigError("settings", name, "the prompts of a batch carry no prediction; leave it out")
     if choice.own("num_draft") is not None:
         raise ConfigError("settings", name, "the number of guesses stands behind the hyphen; leave num_draft out")
-    return BatchSetting(f"{choice.label}-{how}", choice, int(how) if is_count(how) else "auto", how if how in RIVALS else None)
+    return BatchSetting(
+        f"{choice.label}-{how}", choice, int(how) if is_count(how) else "auto", how if how in RIVALS else None
+    )
 
 
 @dataclass(frozen=True)
@@ -115,9 +126,10 @@ class Answered:
 class Turn:
     """One setting's answers to some requests that ran together.
 
-    `seconds` runs from before the first step to after the last; `decode_s` from where every request had its first token, and
-    `decode_tokens` came after that. `num_steps` counts rounds over all requests. `request_speeds` are the tokens per second that each
-    request itself saw after its first token: unlike the whole they do not wait for the slowest.
+    `seconds` runs from before the first step to after the last; `decode_s` from where every request had its first
+    token, and `decode_tokens` came after that. `num_steps` counts rounds over all requests. `request_speeds` are the
+    tokens per second that each request itself saw after its first token: unlike the whole they do not wait for the
+    slowest.
     """
 
     answers: tuple[Answered, ...]
@@ -136,7 +148,9 @@ class Turn:
 
 
 class Stage:
-    """An open model on which settings take turns; each setting's policy learns in its own turns only, from one to the next."""
+    """An open model on which settings take turns; each setting's policy learns in its own turns only, from one to the
+    next.
+    """
 
     def __init__(self, llm: LLM, draft: str | None, table: Mapping[int, int], seed: int) -> None:
         self.llm, self.draft, self.table, self.seed = llm, draft, dict(table), seed
@@ -149,9 +163,13 @@ class Stage:
         self._policies.clear()
 
     def enter(self, setting: BatchSetting) -> None:
-        """From here on the engine decides by this setting's policy; drafters that keep earlier answers under any tenant begin anew."""
+        """From here on the engine decides by this setting's policy; drafters that keep earlier answers under any tenant
+        begin anew.
+        """
         if setting.name not in self._policies:
-            self._policies[setting.name] = copy.deepcopy(self._pristine) if setting.rule is None else RIVALS[setting.rule](self.table)
+            self._policies[setting.name] = (
+                copy.deepcopy(self._pristine) if setting.rule is None else RIVALS[setting.rule](self.table)
+            )
         self.llm.engine.controller.policy = self._policies[setting.name]
         drafters = self.llm.engine.drafters.drafters
         for key in [key for key in drafters if _keeps_answers(key)]:
@@ -159,13 +177,19 @@ class Stage:
         self.llm.prepare(setting.spec(self.draft, ""))
 
     def spec(self, setting: BatchSetting, ask: Ask) -> SpecConfig:
-        """The configuration of the next request: a tenant of its own, so that nobody guesses or reads on from earlier answers."""
+        """The configuration of the next request: a tenant of its own, so that nobody guesses or reads on from earlier
+        answers.
+        """
         own = setting.spec(self.draft, f"{setting.name} {next(self._tenants)}")
         return replace(own, slice=ask.slice) if setting.names_slice else own
 
     def params(self, ask: Ask, place: int, max_tokens: int) -> SamplingParams:
-        """Sampling of the request at `place`, the same for every setting: with a seed, sampled answers must be equal too."""
-        return SamplingParams(max_tokens=max_tokens, temperature=ask.temperature, seed=self.seed + place, ignore_eos=True)
+        """Sampling of the request at `place`, the same for every setting: with a seed, sampled answers must be equal
+        too.
+        """
+        return SamplingParams(
+            max_tokens=max_tokens, temperature=ask.temperature, seed=self.seed + place, ignore_eos=True
+        )
 
     def answer(self, setting: BatchSetting, asks: Sequence[Ask], max_tokens: int, first_place: int = 0) -> Turn:
         """Answer `asks` together.
@@ -195,7 +219,10 @@ class Stage:
             if output.error is not None:
                 raise output.error
         stats: list[RequestStats] = [output.stats for output in outputs]
-        answers = tuple(Answered(output.token_ids, one.greedy, output.stats.num_near_ties) for one, output in zip(params, outputs, strict=True))
+        answers = tuple(
+            Answered(output.token_ids, one.greedy, output.stats.num_near_ties)
+            for one, output in zip(params, outputs, strict=True)
+        )
         return Turn(
             answers,
             ended - began,

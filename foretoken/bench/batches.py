@@ -1,8 +1,9 @@
-"""`foretoken bench --batches`: how settings fare by size of the batch and kind of text, against plain and the best fixed number.
+"""`foretoken bench --batches`: how settings fare by size of the batch and kind of text, against plain and the best
+fixed number.
 
-A cell is a batch size and a slice. In it the settings take turns, in an order that rotates, and each answers the same requests together,
-greedily (the slice `random` at temperature 1.5 under seeds). What chooses numbers of guesses begins anew for each setting and then learns
-from cell to cell, as it would in a server that runs for long.
+A cell is a batch size and a slice. In it the settings take turns, in an order that rotates, and each answers the same
+requests together, greedily (the slice `random` at temperature 1.5 under seeds). What chooses numbers of guesses begins
+anew for each setting and then learns from cell to cell, as it would in a server that runs for long.
 """
 
 from __future__ import annotations
@@ -15,18 +16,32 @@ from statistics import fmean, median
 
 from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.batch_settings import BatchSetting, Stage, Turn, parse_batch_settings, together
-from foretoken.bench.load_options import LoadOptions, Tell, announce, load_now, make_report, opened, progress, settle_table
+from foretoken.bench.load_options import (
+    LoadOptions,
+    Tell,
+    announce,
+    load_now,
+    make_report,
+    opened,
+    progress,
+    settle_table,
+)
 from foretoken.bench.measure import PLAIN
 from foretoken.bench.sheets import Sheet, SheetReport
 
 BAR = 0.97  # of the best fixed setting, and of plain: what an adaptive setting is held to
 EXPLAINED = (
-    "A cell: tokens per second of the whole batch, reading the prompts included (median over repeats); how many times plain's; how many times "
-    "those of the best setting with a fixed number of guesses, plain among them, on that batch and slice. Ratios are medians over repeats of "
+    "A cell: tokens per second of the whole batch, reading the prompts included (median over repeats); "
+    "how many times plain's; how many times "
+    "those of the best setting with a fixed number of guesses, plain among them, on that batch and "
+    "slice. Ratios are medians over repeats of "
     "neighbouring turns. `decoding` counts from where every request had its first token. "
-    "`requests` is the mean of what each request itself saw after its first token, tokens per second: requests that guess well end early, and the "
-    "whole then waits for the others, as a server with more to do would not. The best fixed setting is picked after the fact from "
-    "the same noisy turns, which flatters it a little. `differing` counts answers that are not plain's; in 16-bit arithmetic an answer may differ "
+    "`requests` is the mean of what each request itself saw after its first token, tokens per second: "
+    "requests that guess well end early, and the "
+    "whole then waits for the others, as a server with more to do would not. The best fixed setting is "
+    "picked after the fact from "
+    "the same noisy turns, which flatters it a little. `differing` counts answers that are not plain's; "
+    "in 16-bit arithmetic an answer may differ "
     "where a choice hung on rounding, and `unexplained` counts greedy ones in which none did."
 )
 
@@ -44,10 +59,11 @@ class BatchSample:
 
 @dataclass(frozen=True)
 class BatchRow:
-    """A setting in a cell. `same` counts answers equal to plain's, `unexplained` greedy ones that differ although no choice hung on rounding.
+    """A setting in a cell. `same` counts answers equal to plain's, `unexplained` greedy ones that differ although no
+    choice hung on rounding.
 
-    Ratios: `speedup` to plain, `to_best_fixed` to the fastest fixed setting (`best_fixed`); `decode_...` the same for decoding alone,
-    `request_...` for what the requests themselves saw.
+    Ratios: `speedup` to plain, `to_best_fixed` to the fastest fixed setting (`best_fixed`); `decode_...` the same for
+    decoding alone, `request_...` for what the requests themselves saw.
     `num_draft` is the mean number of guesses per round and request.
     """
 
@@ -101,9 +117,14 @@ def run_batches(options: LoadOptions, command: str = "foretoken bench --batches"
         except KeyboardInterrupt:
             interrupted = True
     rows = summarise_grid(samples)
-    notes.append("What chooses numbers of guesses began anew for each setting and learnt from cell to cell, in the order of the tables.")
+    notes.append(
+        "What chooses numbers of guesses began anew for each setting and learnt from cell to cell, in "
+        "the order of the tables."
+    )
     sheets = (*_slice_sheets(rows), *_request_sheets(rows), *_choice_sheets(rows), summary_sheet(rows))
-    return make_report(options, "batches", command, rows, grid_summary(rows), sheets, EXPLAINED, notes, interrupted, load)
+    return make_report(
+        options, "batches", command, rows, grid_summary(rows), sheets, EXPLAINED, notes, interrupted, load
+    )
 
 
 def measure_grid(
@@ -114,7 +135,9 @@ def measure_grid(
     samples: list[BatchSample],
     tell: Tell = lambda _words: None,
 ) -> None:
-    """Add a sample for every setting, cell and repeat, the smallest batch first; a stop in the middle leaves whole samples."""
+    """Add a sample for every setting, cell and repeat, the smallest batch first; a stop in the middle leaves whole
+    samples.
+    """
     turns = 0
     for batch in sorted(set(options.batches)):
         for setting in [setting for _ in range(options.warmup) for setting in settings]:
@@ -127,17 +150,27 @@ def measure_grid(
                 turns += 1
                 for setting in (*settings[first:], *settings[:first]):
                     tell(f"{batch} {name}: {setting.name}")
-                    samples.append(BatchSample(setting, batch, name, repeat, answer_all(stage, setting, own, batch, options.max_tokens)))
+                    samples.append(
+                        BatchSample(
+                            setting, batch, name, repeat, answer_all(stage, setting, own, batch, options.max_tokens)
+                        )
+                    )
 
 
 def answer_all(stage: Stage, setting: BatchSetting, own: Sequence[Ask], batch: int, max_tokens: int) -> Turn:
     """Answer requests, a batch at a time."""
     places = range(0, len(own), batch)
-    return together([stage.answer(setting, own[place : place + batch], max_tokens, first_place=place) for place in places])
+    return together(
+        [stage.answer(setting, own[place : place + batch], max_tokens, first_place=place) for place in places]
+    )
 
 
-def _estimate(stage: Stage, options: LoadOptions, settings: Sequence[BatchSetting], found: Mapping[str, Sequence[Ask]]) -> str:
-    """How long all turns take if each takes as long as plain's; plain is run at the smallest and the largest batch to tell."""
+def _estimate(
+    stage: Stage, options: LoadOptions, settings: Sequence[BatchSetting], found: Mapping[str, Sequence[Ask]]
+) -> str:
+    """How long all turns take if each takes as long as plain's; plain is run at the smallest and the largest batch to
+    tell.
+    """
     batches = sorted(set(options.batches))
     asks = found[options.slices[0]]
     took_s: dict[int, float] = {}
@@ -174,7 +207,18 @@ def _cell_rows(samples: Sequence[BatchSample], settings: Sequence[BatchSetting])
     fixed = {setting.name: turns for setting, turns in by_setting.items() if not setting.adapts}
     best, best_decode, best_request = (_fastest(fixed, speed) for speed in (whole_speed, decode_speed, request_speed))
     order = [setting for setting in settings if setting in by_setting]
-    return [_row(samples[0], setting, by_setting[setting], plain, (best, fixed[best]), fixed[best_decode], fixed[best_request]) for setting in order]
+    return [
+        _row(
+            samples[0],
+            setting,
+            by_setting[setting],
+            plain,
+            (best, fixed[best]),
+            fixed[best_decode],
+            fixed[best_request],
+        )
+        for setting in order
+    ]
 
 
 def _fastest(settings: Mapping[str, Mapping[int, Turn]], speed: Callable[[Turn], float]) -> str:
@@ -221,10 +265,14 @@ def _row(
 
 
 def compare_answers(turns: Iterable[Turn], plain: Turn) -> tuple[int, int]:
-    """(answers equal to plain's, greedy answers that differ although none of plain's or their own choices hung on rounding)."""
+    """(answers equal to plain's, greedy answers that differ although none of plain's or their own choices hung on
+    rounding).
+    """
     pairs = [(own, told) for turn in turns for own, told in zip(turn.answers, plain.answers, strict=True)]
     differing = [(own, told) for own, told in pairs if own.token_ids != told.token_ids]
-    return len(pairs) - len(differing), sum(own.greedy and not own.num_near_ties + told.num_near_ties for own, told in differing)
+    return len(pairs) - len(differing), sum(
+        own.greedy and not own.num_near_ties + told.num_near_ties for own, told in differing
+    )
 
 
 def whole_speed(turn: Turn) -> float:
@@ -248,14 +296,19 @@ def _median(turns: Mapping[int, Turn], speed: Callable[[Turn], float]) -> float:
 
 def _ratio(turns: Mapping[int, Turn], others: Mapping[int, Turn], speed: Callable[[Turn], float]) -> float:
     """Median over the repeats that both have; 0 where a run was stopped before there was one."""
-    pairs = [speed(turn) / speed(others[repeat]) for repeat, turn in turns.items() if repeat in others and speed(others[repeat]) > 0]
+    pairs = [
+        speed(turn) / speed(others[repeat])
+        for repeat, turn in turns.items()
+        if repeat in others and speed(others[repeat]) > 0
+    ]
     return median(pairs) if pairs else 0.0
 
 
 def grid_summary(rows: Sequence[BatchRow]) -> dict[str, dict[str, object]]:
     """For every setting: its worst cells and geometric means, against plain and the best fixed setting of each cell.
 
-    `single_fixed` is the fixed setting with the best geometric mean over all cells, `to_single_fixed` the ratio of the means.
+    `single_fixed` is the fixed setting with the best geometric mean over all cells, `to_single_fixed` the ratio of the
+    means.
     """
     by_setting: dict[str, list[BatchRow]] = {}
     for row in rows:
@@ -298,16 +351,24 @@ def _geometric_mean(values: Sequence[float]) -> float:
 
 
 def _slice_sheets(rows: Sequence[BatchRow]) -> list[Sheet]:
-    return [_sheet(rows, name, f"{name}: tokens/s, times plain, times best fixed", _speed_cell) for name in _slices(rows)]
+    return [
+        _sheet(rows, name, f"{name}: tokens/s, times plain, times best fixed", _speed_cell) for name in _slices(rows)
+    ]
 
 
 def _request_sheets(rows: Sequence[BatchRow]) -> list[Sheet]:
-    return [_sheet(rows, name, f"{name}: a request's own tokens/s, times plain, times best fixed", _request_cell) for name in _slices(rows)]
+    return [
+        _sheet(rows, name, f"{name}: a request's own tokens/s, times plain, times best fixed", _request_cell)
+        for name in _slices(rows)
+    ]
 
 
 def _choice_sheets(rows: Sequence[BatchRow]) -> list[Sheet]:
     drafting = [row for row in rows if row.setting != PLAIN]
-    return [_sheet(drafting, name, f"{name}: guesses per round, tokens per round", _choice_cell) for name in _slices(drafting)]
+    return [
+        _sheet(drafting, name, f"{name}: guesses per round, tokens per round", _choice_cell)
+        for name in _slices(drafting)
+    ]
 
 
 def _slices(rows: Sequence[BatchRow]) -> list[str]:
@@ -340,17 +401,51 @@ def _choice_cell(row: BatchRow) -> str:
 def summary_sheet(rows: Sequence[BatchRow]) -> Sheet:
     """All settings, worst and mean."""
     headings = (
-        *("setting", "times plain", "worst", "at", "times best fixed", "worst", "at", f"cells below {BAR}", "times best single fixed"),
+        *(
+            "setting",
+            "times plain",
+            "worst",
+            "at",
+            "times best fixed",
+            "worst",
+            "at",
+            f"cells below {BAR}",
+            "times best single fixed",
+        ),
         *("decoding: times plain", "worst", "times best fixed", "worst"),
-        *("requests: times plain", "worst", "times best fixed", "worst", f"cells below {BAR}", "differing", "unexplained"),
+        *(
+            "requests: times plain",
+            "worst",
+            "times best fixed",
+            "worst",
+            f"cells below {BAR}",
+            "differing",
+            "unexplained",
+        ),
     )
     lines = []
     for name, one in grid_summary(rows).items():
         cells = (
             *(one["speedup"], one["worst_speedup"], one["worst_speedup_at"]),
-            *(one["to_best_fixed"], one["worst_to_best_fixed"], one["worst_to_best_fixed_at"], one["cells_below_bar"], one["to_single_fixed"]),
-            *(one["decode_speedup"], one["decode_worst_speedup"], one["decode_to_best_fixed"], one["decode_worst_to_best_fixed"]),
-            *(one["request_speedup"], one["request_worst_speedup"], one["request_to_best_fixed"], one["request_worst_to_best_fixed"]),
+            *(
+                one["to_best_fixed"],
+                one["worst_to_best_fixed"],
+                one["worst_to_best_fixed_at"],
+                one["cells_below_bar"],
+                one["to_single_fixed"],
+            ),
+            *(
+                one["decode_speedup"],
+                one["decode_worst_speedup"],
+                one["decode_to_best_fixed"],
+                one["decode_worst_to_best_fixed"],
+            ),
+            *(
+                one["request_speedup"],
+                one["request_worst_speedup"],
+                one["request_to_best_fixed"],
+                one["request_worst_to_best_fixed"],
+            ),
             *(one["request_cells_below_bar"], one["differing"], one["unexplained"]),
         )
         lines.append((name, *(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells)))

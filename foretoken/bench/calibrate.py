@@ -1,4 +1,6 @@
-"""What drafters guess on texts of a kind and what of it stands, from a run of its own: other prompts than those it is to predict."""
+"""What drafters guess on texts of a kind and what of it stands, from a run of its own: other prompts than those it is
+to predict.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from foretoken.config import SpecConfig
 from foretoken.draft.group import drafter_key
 from foretoken.draft.lookup_tree import Lookup
 from foretoken.errors import InputError
-from foretoken.plan.arrivals import Job
-from foretoken.plan.refine import RealStep
-from foretoken.plan.rounds import Record, Records, record_of
+from foretoken.simulate.arrivals import Job
+from foretoken.simulate.records import Record, Records, record_of
+from foretoken.simulate.refine import RealStep
 
 MEASURED, CALIBRATION = 0, 1  # parts of the prompts, no text in both
 _PARTS = 2
@@ -29,8 +31,8 @@ _LIGHT, _HEAVY = 0.1, 3.0  # load at the begin and at the end, as shares of the 
 class Prompts:
     """Prompts from one `part` of the texts: of each slice its texts in turn, each ending somewhere in its later half.
 
-    Both parts are cut in the same way, so that prompts of the one are like those of the other: a model goes on differently from where
-    a text stops by itself than from its middle. What is asked for later is cut elsewhere.
+    Both parts are cut in the same way, so that prompts of the one are like those of the other: a model goes on
+    differently from where a text stops by itself than from its middle. What is asked for later is cut elsewhere.
     """
 
     def __init__(self, encode: Callable[[str], list[int]], part: int) -> None:
@@ -53,9 +55,13 @@ class Prompts:
 
     def _next(self, name: str, length: int) -> list[int]:
         if name not in self._texts:
-            self._texts[name] = [self._encode(prompt.text) for prompt in slices([name], _PER_SLICE)[self._part :: _PARTS]]
+            self._texts[name] = [
+                self._encode(prompt.text) for prompt in slices([name], _PER_SLICE)[self._part :: _PARTS]
+            ]
             rng = random.Random(f"prompts {name} {self._part}")
-            self._ends[name] = [rng.sample(range(-(-len(ids) // 2), len(ids) + 1), len(ids) // 2 + 1) for ids in self._texts[name]]
+            self._ends[name] = [
+                rng.sample(range(-(-len(ids) // 2), len(ids) + 1), len(ids) // 2 + 1) for ids in self._texts[name]
+            ]
         texts, number = self._texts[name], self._used.get(name, 0)
         self._used[name] = number + 1
         place, turn = number % len(texts), number // len(texts)
@@ -68,7 +74,8 @@ class Prompts:
 
 
 def sample_jobs(jobs: Iterable[Job], total: int, rate: float, seed: int) -> list[Job]:
-    """About `total` requests, slices and prompt lengths as in `jobs`, answers as long as the longest; they come slowly, then fast.
+    """About `total` requests, slices and prompt lengths as in `jobs`, answers as long as the longest; they come slowly,
+    then fast.
 
     `rate` is what the engine manages per second: from few requests at once to as many as fit, everything occurs.
     """
@@ -81,7 +88,9 @@ def sample_jobs(jobs: Iterable[Job], total: int, rate: float, seed: int) -> list
     for own in by_slice.values():
         ordered = sorted(own, key=lambda job: job.prompt_tokens)
         wanted = max(_FEWEST, round(total * len(own) / count))
-        chosen += [replace(ordered[(2 * i + 1) * len(own) // (2 * wanted)], output_tokens=longest) for i in range(wanted)]
+        chosen += [
+            replace(ordered[(2 * i + 1) * len(own) // (2 * wanted)], output_tokens=longest) for i in range(wanted)
+        ]
     rng = random.Random(f"calibration {seed}")
     rng.shuffle(chosen)
     now = 0.0
@@ -119,13 +128,26 @@ def calibrate(
 ) -> Calibration:
     """Run `jobs`; `spec.num_draft` is the budget of every round."""
     name = f"calibration {next(_numbers)}"
-    done = replay(llm, jobs, prompts, [replace(spec, tenant=f"{name} {index}") for index in range(len(jobs))], "calibration", clock, tell)
-    answers = tuple(Answer(slice_of(job), tuple(prompt), said) for job, prompt, said in zip(jobs, prompts, done.token_ids, strict=True))
+    done = replay(
+        llm,
+        jobs,
+        prompts,
+        [replace(spec, tenant=f"{name} {index}") for index in range(len(jobs))],
+        "calibration",
+        clock,
+        tell,
+    )
+    answers = tuple(
+        Answer(slice_of(job), tuple(prompt), said)
+        for job, prompt, said in zip(jobs, prompts, done.token_ids, strict=True)
+    )
     return Calibration(real_steps(done), answers, done)
 
 
 def records_from(llm: Serving, spec: SpecConfig, own: Calibration, answers: Sequence[Answer]) -> dict[str, Records]:
-    """What is known of a drafter's guesses, by slice: of one that needs nothing but texts from all `answers`, else from its `own` rounds."""
+    """What is known of a drafter's guesses, by slice: of one that needs nothing but texts from all `answers`, else from
+    its `own` rounds.
+    """
     if spec.drafter not in FROM_TEXT:
         return own.records()
     key = drafter_key(spec)
@@ -163,5 +185,7 @@ def slice_of(job: Job) -> str:
         InputError: it names none.
     """
     if not isinstance(job.acceptance, str) or job.acceptance not in SLICES:
-        raise InputError("acceptance", job.acceptance, f"a real run needs texts: name one of the slices {', '.join(SLICES)}")
+        raise InputError(
+            "acceptance", job.acceptance, f"a real run needs texts: name one of the slices {', '.join(SLICES)}"
+        )
     return job.acceptance

@@ -18,7 +18,8 @@ def best(rows: Iterable[Row]) -> Row | None:
 
 
 def against_peer(row: Row, rows: Sequence[Row]) -> tuple[float, str] | None:
-    """Our speed over that of the fastest other engine with the same drafter on the same slice, greedy, and that one's name.
+    """Our speed over that of the fastest other engine with the same drafter on the same slice, greedy, and that one's
+    name.
 
     Plain is compared with plain; None where no other engine has the drafter.
     """
@@ -32,16 +33,24 @@ def against_peer(row: Row, rows: Sequence[Row]) -> tuple[float, str] | None:
         and (other.drafter is None if row.drafter is None else other.counterpart == row.drafter)
     ]
     fastest = best(like)
-    return None if fastest is None or not fastest.tokens_per_s else (row.tokens_per_s / fastest.tokens_per_s, fastest.setting)
+    return (
+        None
+        if fastest is None or not fastest.tokens_per_s
+        else (row.tokens_per_s / fastest.tokens_per_s, fastest.setting)
+    )
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Per slice, greedy: how our plain, our best and each of our drafters compare with every kind of decoding of every engine.
+    """Per slice, greedy: how our plain, our best and each of our drafters compare with every kind of decoding of every
+    engine.
 
-    A kind is plain or one drafter, taken at its best setting; plain is compared with plain alone. `best free` is our fastest drafter
-    that needs nothing but the target and the text.
+    A kind is plain or one drafter, taken at its best setting; plain is compared with plain alone. `best free` is our
+    fastest drafter that needs nothing but the target and the text.
     """
-    return {name: _ratios([row for row in rows if row.slice == name and row.temperature == 0.0]) for name in dict.fromkeys(row.slice for row in rows)}
+    return {
+        name: _ratios([row for row in rows if row.slice == name and row.temperature == 0.0])
+        for name in dict.fromkeys(row.slice for row in rows)
+    }
 
 
 def _ratios(rows: Sequence[Row]) -> dict[str, float]:
@@ -76,7 +85,9 @@ def _speed(row: Row | None) -> float | None:
 
 
 def kind_of(row: Row) -> str:
-    """What a row is about, whatever the number of guesses: the drafter with its options, behind another engine's name."""
+    """What a row is about, whatever the number of guesses: the drafter with its options, behind another engine's
+    name.
+    """
     name = (row.drafter or PLAIN) + (f"({row.options})" if row.options else "")
     return name if row.engine == ENGINE else f"{row.engine} {name}"
 
@@ -84,7 +95,8 @@ def kind_of(row: Row) -> str:
 def summary(rows: Sequence[Row], temperature: float) -> list[list[str]]:
     """Drafter by slice at one temperature: a line of headings, then a line per kind of drafting; [] for a single slice.
 
-    A cell is speedup, tokens a step and the number of guesses of the fastest setting there; empty where it was not measured.
+    A cell is speedup, tokens a step and the number of guesses of the fastest setting there; empty where it was not
+    measured.
     """
     rows = [row for row in rows if row.temperature == temperature]
     slices = list(dict.fromkeys(row.slice for row in rows))
@@ -106,7 +118,9 @@ def _cell(row: Row) -> str:
 
 
 def drafter_table(rows: Sequence[Row], temperature: float = 0.0) -> list[str]:
-    """Markdown: for every slice our drafters, each at its fastest setting, best first, with what it cost and what it gained."""
+    """Markdown: for every slice our drafters, each at its fastest setting, best first, with what it cost and what it
+    gained.
+    """
     lines: list[str] = []
     for name in dict.fromkeys(row.slice for row in rows if row.temperature == temperature):
         here = [row for row in rows if (row.slice, row.temperature) == (name, temperature)]
@@ -114,12 +128,22 @@ def drafter_table(rows: Sequence[Row], temperature: float = 0.0) -> list[str]:
         for row in here:
             if row.engine == ENGINE and row.drafter is not None:
                 kinds.setdefault(kind_of(row), []).append(row)
-        fastest = sorted((max(own, key=lambda row: row.tokens_per_s) for own in kinds.values()), key=lambda row: -row.tokens_per_s)
+        fastest = sorted(
+            (max(own, key=lambda row: row.tokens_per_s) for own in kinds.values()), key=lambda row: -row.tokens_per_s
+        )
         lines += ["", f"### {'all slices together' if name == ALL_SLICES else name}", "", *_slice_table(fastest, here)]
     return lines[1:]
 
 
-_HEADINGS = ("drafter", "guesses", "against plain", "tokens a step", "accepted by position", "draft ms a step", "against the same elsewhere")
+_HEADINGS = (
+    "drafter",
+    "guesses",
+    "against plain",
+    "tokens a step",
+    "accepted by position",
+    "draft ms a step",
+    "against the same elsewhere",
+)
 
 
 def _slice_table(fastest: Sequence[Row], here: Sequence[Row]) -> list[str]:

@@ -1,4 +1,6 @@
-"""Drafters as the bench is told of them: `name` or `name:field=value;field=value`, where the fields are those of `SpecConfig`."""
+"""Drafters as the bench is told of them: `name` or `name:field=value;field=value`, where the fields are those of
+`SpecConfig`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 @dataclass(frozen=True)
 class DrafterChoice:
-    """One drafter with its options. `required` is False where it was only part of `all`: then it may turn out to be unusable here."""
+    """One drafter with its options. `required` is False where it was only part of `all`: then it may turn out to be
+    unusable here.
+    """
 
     name: str
     fields: tuple[tuple[str, Any], ...] = ()
@@ -37,8 +41,12 @@ class DrafterChoice:
 
     @property
     def options(self) -> str:
-        """The options as they were written, less the number of guesses and the rule, which the setting's name shows anyway."""
-        return ";".join(f"{field}={_written(value)}" for field, value in self.fields if field not in ("num_draft", "rule"))
+        """The options as they were written, less the number of guesses and the rule, which the setting's name shows
+        anyway.
+        """
+        return ";".join(
+            f"{field}={_written(value)}" for field, value in self.fields if field not in ("num_draft", "rule")
+        )
 
     @property
     def label(self) -> str:
@@ -56,9 +64,15 @@ class DrafterChoice:
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """What it cannot do without and was not given: without it the configuration is refused, or a model to load is missing."""
+        """What it cannot do without and was not given: without it the configuration is refused, or a model to load is
+        missing.
+        """
         reads = {field for leaf in self.leaves for field in FIELDS_OF.get(leaf, ())}
-        return frozenset(field for field in ("draft", "prediction") if self.own(field) is None and (field in self._base or field in reads))
+        return frozenset(
+            field
+            for field in ("draft", "prediction")
+            if self.own(field) is None and (field in self._base or field in reads)
+        )
 
     @cached_property
     def leaves(self) -> frozenset[str]:
@@ -129,7 +143,9 @@ def _parse(text: str) -> DrafterChoice:
 
 
 def _value(field: str, text: str) -> Any:  # noqa: ANN401 - whatever SpecConfig holds there
-    """`text` as the first of the field's kinds that it can be: a fixed word, a truth, a number, a list (with + between), a text."""
+    """`text` as the first of the field's kinds that it can be: a fixed word, a truth, a number, a list (with +
+    between), a text.
+    """
     kind = typing.get_type_hints(SpecConfig)[field]
     arms = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
     words = [str(word) for arm in arms if typing.get_origin(arm) is typing.Literal for word in typing.get_args(arm)]
@@ -163,4 +179,10 @@ def _list(field: str, text: str, kind: object) -> tuple[Any, ...]:
 
 
 def _written(value: object) -> str:
-    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "+".join(map(str, value))
+        if isinstance(value, tuple)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )

@@ -1,13 +1,14 @@
-"""What the ragged layout is worth: the engine against padded batches (`padded`), over the same weights, prompts and guesses.
+"""What the ragged layout is worth: the engine against padded batches (`padded`), over the same weights, prompts and
+guesses.
 
 Each padded way has a counterpart in the engine that takes the same prompts in the same batches:
 
-    ragged          the engine, one batch of prompts after the other      padded counterpart: EQSPEC, well made and as published
-    ragged-pool     the engine, a new request as soon as one finishes     padded counterpart: EXSPEC
+    ragged          the engine, one batch of prompts after the other      padded counterpart: EQSPEC, well made and as
+    published ragged-pool     the engine, a new request as soon as one finishes     padded counterpart: EXSPEC
     ragged-plain    as `ragged`, without guesses                          padded counterpart: padded plain
 
-All of them draft chains of the same fixed length at temperature 0, in one process, in turns. Speed is told of whole runs and of
-decoding alone: rounds in which no prompt was read.
+All of them draft chains of the same fixed length at temperature 0, in one process, in turns. Speed is told of whole
+runs and of decoding alone: rounds in which no prompt was read.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from foretoken.bench.padded_draft import Clock
 from foretoken.bench.report import machine, source_caveats, versions
 from foretoken.bench.workload import slices
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.control.queue import SchedulerConfig
 from foretoken.core import StepOutput
 from foretoken.draft.base import Drafter
 from foretoken.draft.draft_model import DraftModelDrafter
@@ -38,7 +40,6 @@ from foretoken.errors import ConfigError, InputError
 from foretoken.model.interface import LanguageModel
 from foretoken.model.open import model_folder, open_model
 from foretoken.model.tokenizer import load_tokenizer
-from foretoken.plan.admission import SchedulerConfig
 
 RAGGED, EQSPEC, PUBLISHED, RAGGED_POOL, EXSPEC = "ragged", "eqspec", "eqspec-published", "ragged-pool", "exspec"
 RAGGED_PLAIN, PADDED_PLAIN = "ragged-plain", "padded-plain"
@@ -76,17 +77,26 @@ class LayoutOptions:
         if self.drafter == "draft_model" and self.draft is None:
             raise ConfigError("draft", None, "drafter draft_model needs a draft; give its folder")
         if self.drafter != "draft_model" and self.draft is not None:
-            raise ConfigError("draft", self.draft, f"drafter {self.drafter} takes none; leave it out, or choose draft_model")
+            raise ConfigError(
+                "draft", self.draft, f"drafter {self.drafter} takes none; leave it out, or choose draft_model"
+            )
         if not self.batch_sizes:
             raise InputError("batch_sizes", self.batch_sizes, "give at least one")
-        counts = {"num_draft": self.num_draft, "pool": self.pool, "max_tokens": self.max_tokens - 1, "repeats": self.repeats}
+        counts = {
+            "num_draft": self.num_draft,
+            "pool": self.pool,
+            "max_tokens": self.max_tokens - 1,
+            "repeats": self.repeats,
+        }
         for name, value in (*counts.items(), *(("batch_sizes", size) for size in self.batch_sizes)):
             if value < 1:
                 raise InputError(name, getattr(self, name), f"must be at least {2 if name == 'max_tokens' else 1}")
 
     @property
     def spec(self) -> SpecConfig:
-        """How the engine guesses: under the rejection rule, which at temperature 0 gives the greedy tokens and takes chains alone."""
+        """How the engine guesses: under the rejection rule, which at temperature 0 gives the greedy tokens and takes
+        chains alone.
+        """
         return SpecConfig(drafter=self.drafter, draft=self.draft, num_draft=self.num_draft, rule="rejection")
 
 
@@ -121,10 +131,11 @@ class LayoutSample:
 
 @dataclass(frozen=True)
 class LayoutRow:
-    """One way at one batch size: medians over repeats, times per round; `num_identical` of `num_answers` equal plain decoding by the engine.
+    """One way at one batch size: medians over repeats, times per round; `num_identical` of `num_answers` equal plain
+    decoding by the engine.
 
-    `realign_share` is the part of the decoding time that goes to moving keys and values. `grouped_share` is the part of EXSPEC's rounds that
-    found a group of equal lengths, `moved_per_round` the rows that were copied.
+    `realign_share` is the part of the decoding time that goes to moving keys and values. `grouped_share` is the part of
+    EXSPEC's rounds that found a group of equal lengths, `moved_per_round` the rows that were copied.
     """
 
     mode: str
@@ -151,7 +162,9 @@ class LayoutRow:
 
 @dataclass(frozen=True)
 class LayoutReport:
-    """Rows with everything needed to judge them. `ratios` by batch size: the engine's decoding speed over its padded counterpart's."""
+    """Rows with everything needed to judge them. `ratios` by batch size: the engine's decoding speed over its padded
+    counterpart's.
+    """
 
     command: str
     machine: Mapping[str, Any]
@@ -185,10 +198,16 @@ class Layouts:
         decoder = PaddedDecoder(self.target, drafter, num_draft, batch_size, window, published=mode == PUBLISHED)
         found = decoder.generate(prompts, self.params)
         counts = (found.num_rounds, found.num_emitted, found.num_drafted, found.num_accepted)
-        return LayoutSample(found.answers, found.clock, *counts, found.num_grouped if mode == EXSPEC else None, found.num_moved)
+        return LayoutSample(
+            found.answers, found.clock, *counts, found.num_grouped if mode == EXSPEC else None, found.num_moved
+        )
 
-    def _ragged(self, prompts: Sequence[Sequence[int]], batch_size: int, spec: SpecConfig, num_at_once: int) -> LayoutSample:
-        """The engine, given `num_at_once` prompts at a time; a batch of prompts is read in one step, so that its requests start together."""
+    def _ragged(
+        self, prompts: Sequence[Sequence[int]], batch_size: int, spec: SpecConfig, num_at_once: int
+    ) -> LayoutSample:
+        """The engine, given `num_at_once` prompts at a time; a batch of prompts is read in one step, so that its
+        requests start together.
+        """
         group = DrafterGroup(self.target)
         key = drafter_key(spec)
         if key is not None:
@@ -197,7 +216,9 @@ class Layouts:
         engine = Engine(self.target, group, limits=limits)
         steps = _Steps(engine, self.target.device)
         states: list[RequestState] = []
-        spec = replace(spec, tenant=f"layouts {next(self._tenants)}")  # what an earlier run has read must not help this one
+        spec = replace(
+            spec, tenant=f"layouts {next(self._tenants)}"
+        )  # what an earlier run has read must not help this one
         for first in range(0, len(prompts), num_at_once):
             states += [engine.submit(prompt, self.params, spec) for prompt in prompts[first : first + num_at_once]]
             while engine.has_work:
@@ -206,11 +227,15 @@ class Layouts:
             if state.error is not None:
                 raise state.error
         answers = tuple(tuple(state.output_ids) for state in states)
-        return LayoutSample(answers, steps.clock, steps.num_rounds, steps.num_emitted, steps.num_drafted, steps.num_accepted)
+        return LayoutSample(
+            answers, steps.clock, steps.num_rounds, steps.num_emitted, steps.num_drafted, steps.num_accepted
+        )
 
 
 class _Steps:
-    """The engine's steps, told apart by whether a prompt was read in them: by the target, or by a draft model a round later."""
+    """The engine's steps, told apart by whether a prompt was read in them: by the target, or by a draft model a round
+    later.
+    """
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self.engine, self.clock = engine, Clock(device)
@@ -236,7 +261,11 @@ class _Steps:
         self.num_accepted += stats.num_accepted - before[3]
 
     def _read_prompts(self, outputs: Sequence[StepOutput], states: Mapping[int, RequestState]) -> bool:
-        first_rounds = 2 if any(isinstance(drafter, DraftModelDrafter) for drafter in self.engine.drafters.drafters.values()) else 1
+        first_rounds = (
+            2
+            if any(isinstance(drafter, DraftModelDrafter) for drafter in self.engine.drafters.drafters.values())
+            else 1
+        )
         young = any(states[output.request_id].num_rounds <= first_rounds for output in outputs)
         return young or any(not state.num_rounds for state in self.engine.scheduler.running.values())
 
@@ -260,16 +289,28 @@ def run_layouts(options: LayoutOptions, command: str, tell: Tell = lambda _words
     num_prompts = options.pool * max(options.batch_sizes)
     texts = [tokenizer.encode(prompt.text) for prompt in slices((_SLICE,), num_prompts)]
     if len(texts) < num_prompts:
-        raise InputError("batch_sizes", options.batch_sizes, f"{num_prompts} prompts are needed, the library here has {len(texts)}")
+        raise InputError(
+            "batch_sizes", options.batch_sizes, f"{num_prompts} prompts are needed, the library here has {len(texts)}"
+        )
     prompts = uneven(texts, target.max_context_tokens - options.max_tokens)
     rows = measure_layouts(Layouts(options, target, drafter), prompts, tell)
-    about = asdict(options) | {"threads": torch.get_num_threads(), "device": str(target.device), "dtype": str(model.dtype)}
-    about["prompt_tokens"] = {size: [len(prompt) for prompt in prompts[: size * options.pool]] for size in options.batch_sizes}
+    about = asdict(options) | {
+        "threads": torch.get_num_threads(),
+        "device": str(target.device),
+        "dtype": str(model.dtype),
+    }
+    about["prompt_tokens"] = {
+        size: [len(prompt) for prompt in prompts[: size * options.pool]] for size in options.batch_sizes
+    }
     return LayoutReport(command, machine(), versions(), about, rows, ratios(rows), tuple(caveats))
 
 
-def measure_layouts(layouts: Layouts, prompts: Sequence[Sequence[int]], tell: Tell = lambda _words, _share: None) -> tuple[LayoutRow, ...]:
-    """Every way at every batch size, in turns that begin with another way each time, after one run of each that does not count."""
+def measure_layouts(
+    layouts: Layouts, prompts: Sequence[Sequence[int]], tell: Tell = lambda _words, _share: None
+) -> tuple[LayoutRow, ...]:
+    """Every way at every batch size, in turns that begin with another way each time, after one run of each that does
+    not count.
+    """
     options = layouts.options
     rows: list[LayoutRow] = []
     done, total = 0, len(options.batch_sizes) * len(MODES) * (1 + options.repeats)
@@ -324,7 +365,12 @@ def ratios(rows: Sequence[LayoutRow]) -> dict[int, dict[str, float]]:
     """By batch size, the decoding speed of each of the engine's ways over its padded counterpart's."""
     speed = {(row.batch_size, row.mode): row.tokens_per_s for row in rows}
     sizes = dict.fromkeys(row.batch_size for row in rows)
-    return {size: {f"{ragged} / {padded}": speed[size, ragged] / speed[size, padded] for padded, ragged in COUNTERPARTS.items()} for size in sizes}
+    return {
+        size: {
+            f"{ragged} / {padded}": speed[size, ragged] / speed[size, padded] for padded, ragged in COUNTERPARTS.items()
+        }
+        for size in sizes
+    }
 
 
 def uneven(texts: Sequence[Sequence[int]], room: int) -> list[list[int]]:
@@ -334,10 +380,14 @@ def uneven(texts: Sequence[Sequence[int]], room: int) -> list[list[int]]:
         InputError: no room for a prompt.
     """
     if room < 1:
-        raise InputError("max_tokens", f"{room} tokens are left for a prompt", "ask for shorter answers than the target's context")
+        raise InputError(
+            "max_tokens", f"{room} tokens are left for a prompt", "ask for shorter answers than the target's context"
+        )
     steps = [(place * _STRIDE) % _LENGTH_STEPS for place in range(len(texts))]
     shares = [_SHORTEST + (1 - _SHORTEST) * step / (_LENGTH_STEPS - 1) for step in steps]
-    return [list(text[-min(room, max(1, round(share * len(text)))) :]) for text, share in zip(texts, shares, strict=True)]
+    return [
+        list(text[-min(room, max(1, round(share * len(text)))) :]) for text, share in zip(texts, shares, strict=True)
+    ]
 
 
 def _same(one: Sequence[int], other: Sequence[int]) -> bool:

@@ -13,13 +13,29 @@ from foretoken.printing import markdown as pages
 from foretoken.printing.console import Console
 
 _COLUMNS = (
-    *("way", "tok/s", "min-max", "whole run", "rounds", "tok/round", "accepted", "ms/round", "forward", "realign", "draft", "rest"),
+    *(
+        "way",
+        "tok/s",
+        "min-max",
+        "whole run",
+        "rounds",
+        "tok/round",
+        "accepted",
+        "ms/round",
+        "forward",
+        "realign",
+        "draft",
+        "rest",
+    ),
     *("realign share", "rows moved", "grouped", "prompts s", "same"),
 )
 _NOTE = (
-    "tok/s, ms/round and its parts are of rounds in which no prompt was read, medians over repeats; `whole run` is tokens per second with the "
-    "prompts. `realign share` is the part of the decoding time that moving keys and values takes, `rows moved` how many rows a round copied, "
-    "`grouped` the part of EXSPEC's rounds with a batch of equal lengths, `same` how many answers equal the engine's plain ones."
+    "tok/s, ms/round and its parts are of rounds in which no prompt was read, medians over repeats; "
+    "`whole run` is tokens per second with the "
+    "prompts. `realign share` is the part of the decoding time that moving keys and values takes, `rows "
+    "moved` how many rows a round copied, "
+    "`grouped` the part of EXSPEC's rounds with a batch of equal lengths, `same` how many answers equal "
+    "the engine's plain ones."
 )
 
 
@@ -54,7 +70,9 @@ def write_layouts(report: LayoutReport, folder: Path, name: str) -> tuple[Path, 
 
 
 def markdown(report: LayoutReport, raw: str) -> str:
-    """The report as a page: command, machine, versions, caveats, then a table per batch size; `raw` names the JSON beside it."""
+    """The report as a page: command, machine, versions, caveats, then a table per batch size; `raw` names the JSON
+    beside it.
+    """
     lines = [
         f"# Layouts, measured on {report.date[:10]}",
         "",

@@ -5,8 +5,8 @@ It is found through two settings of the environment:
     FORETOKEN_LLAMA_CPP          folder with the programs llama-bench and llama-speculative-simple
     FORETOKEN_LLAMA_CPP_CONVERT  convert_hf_to_gguf.py; not needed where it lies in a folder above the programs
 
-The copies (GGUF files) are made once and kept next to the checkpoints. llama-lookup and llama-lookahead take part where they were
-built, and each `--spec-type` where the programs know it.
+The copies (GGUF files) are made once and kept next to the checkpoints. llama-lookup and llama-lookahead take part where
+they were built, and each `--spec-type` where the programs know it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ TokenCount = Callable[[str], int]
 
 @dataclass(frozen=True)
 class Kind:
-    """A way of llama.cpp to speculate: which program, with which arguments at n drafted tokens (None: as the program comes).
+    """A way of llama.cpp to speculate: which program, with which arguments at n drafted tokens (None: as the program
+    comes).
 
-    `swept` says whether n can be set. `emits_first` says that the prompt's own pass gave the first of the tokens it counts.
+    `swept` says whether n can be set. `emits_first` says that the prompt's own pass gave the first of the tokens it
+    counts.
     """
 
     name: str
@@ -57,14 +59,22 @@ def _lookup_of(kind: str) -> Callable[[int | None], tuple[str, ...]]:
     """Swept, it looks up the last 4 tokens: its own 12 and 48 drafted ones rarely match in a short answer."""
 
     def arguments(n: int | None) -> tuple[str, ...]:
-        return ("--spec-type", kind) + (() if n is None else (f"--spec-{kind}-size-n", "4", f"--spec-{kind}-size-m", str(n)))
+        return ("--spec-type", kind) + (
+            () if n is None else (f"--spec-{kind}-size-n", "4", f"--spec-{kind}-size-m", str(n))
+        )
 
     return arguments
 
 
 def _hashed(n: int | None) -> tuple[str, ...]:
-    """Swept, it looks up the last 16 tokens, the least that it takes without a warning, and drafts whatever it finds."""
-    own = () if n is None else ("--spec-ngram-mod-n-match", "16", "--spec-ngram-mod-n-min", "0", "--spec-ngram-mod-n-max", str(n))
+    """Swept, it looks up the last 16 tokens, the least that it takes without a warning, and drafts whatever it
+    finds.
+    """
+    own = (
+        ()
+        if n is None
+        else ("--spec-ngram-mod-n-match", "16", "--spec-ngram-mod-n-min", "0", "--spec-ngram-mod-n-max", str(n))
+    )
     return ("--spec-type", "ngram-mod", *own)
 
 
@@ -89,9 +99,16 @@ KINDS = tuple(_KINDS)
 
 
 def contenders(
-    programs_at: Path, target: Path, draft: Path | None, dtype: str, threads: int, num_drafts: Sequence[int], kinds: Sequence[str] = KINDS
+    programs_at: Path,
+    target: Path,
+    draft: Path | None,
+    dtype: str,
+    threads: int,
+    num_drafts: Sequence[int],
+    kinds: Sequence[str] = KINDS,
 ) -> tuple[list[Contender], list[str]]:
-    """Plain decoding, and each kind as it comes and at every number of drafted tokens; a note for kinds that are not here.
+    """Plain decoding, and each kind as it comes and at every number of drafted tokens; a note for kinds that are not
+    here.
 
     Raises:
         StorageError: programs, converter or checkpoint are missing.
@@ -119,7 +136,11 @@ def contenders(
                 free=draft_gguf is None,
             )
             found.append(LlamaSpeculative(setting, kind, programs, (target_gguf, draft_gguf), count, threads))
-    notes = [f"llama.cpp was not measured with {', '.join(missing)}: this build has no such program or --spec-type."] if missing else []
+    notes = (
+        [f"llama.cpp was not measured with {', '.join(missing)}: this build has no such program or --spec-type."]
+        if missing
+        else []
+    )
     return found, notes
 
 
@@ -133,7 +154,7 @@ class LlamaCpp:
 
     @classmethod
     def find(cls, folder: Path) -> LlamaCpp:
-        """Look for the programs in `folder`, its `bin` and its `build/bin`.
+        """Preview for the programs in `folder`, its `bin` and its `build/bin`.
 
         Raises:
             StorageError: a program is missing.
@@ -143,9 +164,16 @@ class LlamaCpp:
             if bench.is_file() and speculative.is_file():
                 break
         else:
-            raise StorageError(f"FORETOKEN_LLAMA_CPP={folder}: no llama-bench and llama-speculative-simple there, in bin/ or in build/bin/")
+            raise StorageError(
+                f"FORETOKEN_LLAMA_CPP={folder}: no llama-bench and llama-speculative-simple there, in "
+                "bin/ or in build/bin/"
+            )
         named = os.environ.get("FORETOKEN_LLAMA_CPP_CONVERT")
-        near = [Path(named)] if named else [above / "convert_hf_to_gguf.py" for above in (place, *place.resolve().parents[:4])]
+        near = (
+            [Path(named)]
+            if named
+            else [above / "convert_hf_to_gguf.py" for above in (place, *place.resolve().parents[:4])]
+        )
         return cls(bench, speculative, next((path for path in near if path.is_file()), None))
 
     def program(self, name: str) -> Path:
@@ -185,7 +213,18 @@ class LlamaCpp:
             raise StorageError("convert_hf_to_gguf.py was not found; name it in FORETOKEN_LLAMA_CPP_CONVERT")
         part = gguf.with_suffix(".part")
         wrapper = ["-c", _CONVERT] if _is_gpt2_style(checkpoint) else []
-        _run([sys.executable, *wrapper, str(self.converter), str(checkpoint), "--outtype", outtype, "--outfile", str(part)])
+        _run(
+            [
+                sys.executable,
+                *wrapper,
+                str(self.converter),
+                str(checkpoint),
+                "--outtype",
+                outtype,
+                "--outfile",
+                str(part),
+            ]
+        )
         part.replace(gguf)
         return gguf
 
@@ -218,7 +257,9 @@ def _is_gpt2_style(checkpoint: Path) -> bool:
     """Whether the tokenizer is a byte-level BPE that splits text by GPT-2's own expression and nothing else."""
     tokenizer = _read_json(checkpoint / "tokenizer.json")
     before = tokenizer.get("pre_tokenizer") or {}
-    plain = before.get("type") == "ByteLevel" and before.get("use_regex", True) and not before.get("add_prefix_space", True)
+    plain = (
+        before.get("type") == "ByteLevel" and before.get("use_regex", True) and not before.get("add_prefix_space", True)
+    )
     return bool(plain) and tokenizer.get("model", {}).get("type") == "BPE" and tokenizer.get("normalizer") is None
 
 
@@ -239,7 +280,19 @@ class LlamaBench:
             ForetokenError: the program failed.
         """
         depth = self.count(prompt.text)
-        command = [str(self.programs.bench), "-m", str(self.target), "-p", "0", "-n", str(params.max_tokens), "-d", str(depth), "-r", "1"]
+        command = [
+            str(self.programs.bench),
+            "-m",
+            str(self.target),
+            "-p",
+            "0",
+            "-n",
+            str(params.max_tokens),
+            "-d",
+            str(depth),
+            "-r",
+            "1",
+        ]
         return parse_bench(_run([*command, "-t", str(self.threads), "-o", "json"])[0])
 
 
@@ -286,7 +339,9 @@ class LlamaSpeculative:
         with tempfile.NamedTemporaryFile("wb", suffix=".txt") as file:
             file.write(prompt.text.encode())
             file.flush()
-            output, log = _run([str(self.programs.program(self.kind.program)), *self._arguments(file.name, prompt, params)])
+            output, log = _run(
+                [str(self.programs.program(self.kind.program)), *self._arguments(file.name, prompt, params)]
+            )
         return parse_speculative(output, log, prompt.text, self.kind.emits_first)
 
     def _arguments(self, file: str, prompt: Prompt, params: SamplingParams) -> list[str]:
@@ -299,11 +354,15 @@ class LlamaSpeculative:
             arguments.append("--ignore-eos")
         if self.draft is not None:
             arguments += ["-md", str(self.draft), "-td", str(self.threads)]
-        return [*arguments, *self.kind.arguments(self.setting.num_draft if isinstance(self.setting.num_draft, int) else None)]
+        return [
+            *arguments,
+            *self.kind.arguments(self.setting.num_draft if isinstance(self.setting.num_draft, int) else None),
+        ]
 
 
 def parse_speculative(output: str, log: str, prompt: str, emits_first: bool = False) -> Answer:
-    """The answer that a speculating program prints, with the counts of its log (the error stream); lookahead drafts no fixed number.
+    """The answer that a speculating program prints, with the counts of its log (the error stream); lookahead drafts no
+    fixed number.
 
     Raises:
         ForetokenError: no result in the output.
@@ -344,7 +403,9 @@ def _run(command: list[str]) -> tuple[str, str]:
         raise ForetokenError(f"{Path(command[0]).name}: {error}") from error
     out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     if done.returncode != 0:
-        raise ForetokenError(f"{Path(command[0]).name} ended with code {done.returncode}: {' | '.join(err.strip().splitlines()[-3:])}")
+        raise ForetokenError(
+            f"{Path(command[0]).name} ended with code {done.returncode}: {' | '.join(err.strip().splitlines()[-3:])}"
+        )
     return out, err
 
 

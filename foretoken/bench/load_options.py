@@ -15,25 +15,38 @@ from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
 from foretoken.bench.batch_settings import BatchSetting, Stage, parse_batch_settings
 from foretoken.bench.prompts import ALL, read_prompts
 from foretoken.bench.report import check_name, machine, source_caveats, versions
+from foretoken.bench.rival_policies import TABLE, BatchTable, measured_table
 from foretoken.bench.sheets import Sheet, SheetReport, write_sheets
 from foretoken.bench.workload import MOST_PROMPTS
-from foretoken.engine.intake import check_limits, check_share
+from foretoken.control.queue import SchedulerConfig
+from foretoken.control.routing import RoutingRules
+from foretoken.engine.admission import check_limits, check_share
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError, InputError
 from foretoken.files import check_folder
 from foretoken.model.open import model_folder
 from foretoken.model.tokenizer import load_tokenizer
 from foretoken.params import check_number, check_whole, is_count
-from foretoken.plan.admission import SchedulerConfig
-from foretoken.plan.routing import RoutingRules
-from foretoken.plan.rules import TABLE, BatchTable, measured_table
 from foretoken.printing.console import Console
 
 _MOST_BATCH = 4096  # every place of a batch is a request with a cache of its own
 MEASURED = "measured"
-DEFAULT_SETTINGS = ("plain", "ngram-2", "ngram-5", "draft_model-2", "draft_model-5", "table", "ema", "ngram-auto", "draft_model-auto", "auto")
+DEFAULT_SETTINGS = (
+    "plain",
+    "ngram-2",
+    "ngram-5",
+    "draft_model-2",
+    "draft_model-5",
+    "table",
+    "ema",
+    "ngram-auto",
+    "draft_model-auto",
+    "auto",
+)
 _TABLE_NUMBERS = (0, 1, 3, 5)  # of guesses that a measured table chooses from
-_PROMPT_TOKENS_PER_STEP = 4096  # a batch's prompts are read in one step, so that all its requests begin to decode together
+_PROMPT_TOKENS_PER_STEP = (
+    4096  # a batch's prompts are read in one step, so that all its requests begin to decode together
+)
 _SPARE_TOKENS = 64  # of cache for each request, for guesses and what is rounded up
 
 
@@ -50,12 +63,14 @@ MIXED = (Phase(1, "code"), Phase(16, "random"), Phase(4, "edit"), Phase(32, "cha
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """`prompts` is a file or folder of prompts in place of the library's. A cell answers `prompts_per_slice` requests, or a whole batch
-    where that is more; `prompt_tokens` is how much of a prompt is kept. `table` belongs to the rule of this name: None is measured first.
-    `phases` are those of a trace, each long enough for plain decoding to take `phase_s`.
+    """`prompts` is a file or folder of prompts in place of the library's. A cell answers `prompts_per_slice` requests,
+    or a whole batch where that is more; `prompt_tokens` is how much of a prompt is kept. `table` belongs to the rule of
+    this name: None is measured first. `phases` are those of a trace, each long enough for plain decoding to take
+    `phase_s`.
 
-    The engine's limits are `foretoken.LLM`'s. Without them a step takes all prompts of a batch, and place and cache suffice for the largest
-    batch. `min_tokens_to_speculate` and `max_speculating_requests` are `RoutingRules`, for settings that choose the number of guesses.
+    The engine's limits are `foretoken.LLM`'s. Without them a step takes all prompts of a batch, and place and cache
+    suffice for the largest batch. `min_tokens_to_speculate` and `max_speculating_requests` are `RoutingRules`, for
+    settings that choose the number of guesses.
     """
 
     target: str
@@ -95,7 +110,9 @@ class LoadOptions:
         if not self.settings:
             raise InputError("settings", self.settings, "name at least one; plain is always measured")
         if any(phase.batch > _MOST_BATCH for phase in self.phases):
-            raise InputError("trace", max(phase.batch for phase in self.phases), f"at most {_MOST_BATCH} requests at a time")
+            raise InputError(
+                "trace", max(phase.batch for phase in self.phases), f"at most {_MOST_BATCH} requests at a time"
+            )
         if self.threads is not None and self.threads < 1:
             raise InputError("threads", self.threads, "must be at least 1; leave it out for torch's own number")
         check_number("phase_s", self.phase_s, low=0.0, high=1e6, open_low=True)
@@ -107,7 +124,11 @@ class LoadOptions:
             raise InputError("slices", self.slices, f"give at least one of {', '.join(BATCH_SLICES)}")
         if self.table is not None:
             BatchTable(self.table)
-        check_limits(cache_tokens=self.cache_tokens, max_prompt_tokens=self.max_prompt_tokens, max_step_tokens=self.max_step_tokens)
+        check_limits(
+            cache_tokens=self.cache_tokens,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_step_tokens=self.max_step_tokens,
+        )
         if self.max_batch_size is not None:
             check_limits(max_batch_size=self.max_batch_size)
         check_share("cache_reserve", self.cache_reserve)
@@ -119,15 +140,27 @@ class LoadOptions:
     @property
     def routing(self) -> RoutingRules:
         """When not to guess."""
-        return RoutingRules(min_tokens_to_speculate=self.min_tokens_to_speculate, max_speculating_requests=self.max_speculating_requests)
+        return RoutingRules(
+            min_tokens_to_speculate=self.min_tokens_to_speculate, max_speculating_requests=self.max_speculating_requests
+        )
 
     def _check_rules(self) -> None:
         """Rules make sense, and there is a setting that asks them."""
         neutral = RoutingRules()
-        if self.routing == neutral or any(setting.adapts for setting in parse_batch_settings(self.settings, self.draft)[0]):
+        if self.routing == neutral or any(
+            setting.adapts for setting in parse_batch_settings(self.settings, self.draft)[0]
+        ):
             return
-        name = next(name for name in ("min_tokens_to_speculate", "max_speculating_requests") if getattr(self, name) != getattr(neutral, name))
-        raise ConfigError(name, getattr(self, name), "is for settings that choose the number of guesses; add one, such as ngram-auto, or drop it")
+        name = next(
+            name
+            for name in ("min_tokens_to_speculate", "max_speculating_requests")
+            if getattr(self, name) != getattr(neutral, name)
+        )
+        raise ConfigError(
+            name,
+            getattr(self, name),
+            "is for settings that choose the number of guesses; add one, such as ngram-auto, or drop it",
+        )
 
 
 def parse_table(text: str) -> dict[int, int] | None:
@@ -140,7 +173,9 @@ def parse_table(text: str) -> dict[int, int] | None:
         return None
     pairs = [part.partition(":") for part in text.split(",") if part.strip()]
     if not pairs or not all(is_count(batch.strip()) and is_count(number.strip()) for batch, _, number in pairs):
-        raise InputError("table", text, f"must be BATCH:GUESSES separated by commas, such as {table_text(TABLE)}, or {MEASURED}")
+        raise InputError(
+            "table", text, f"must be BATCH:GUESSES separated by commas, such as {table_text(TABLE)}, or {MEASURED}"
+        )
     return {int(batch): int(number) for batch, _, number in pairs}
 
 
@@ -224,9 +259,15 @@ def opened(
 
 
 def settle_table(
-    stage: Stage, options: LoadOptions, settings: Sequence[BatchSetting], batches: Sequence[int], found: Mapping[str, Sequence[Ask]]
+    stage: Stage,
+    options: LoadOptions,
+    settings: Sequence[BatchSetting],
+    batches: Sequence[int],
+    found: Mapping[str, Sequence[Ask]],
 ) -> list[str]:
-    """Measure the table of the rule where it is to be measured: each batch size once, prompts of all slices in turn; says what it is."""
+    """Measure the table of the rule where it is to be measured: each batch size once, prompts of all slices in turn;
+    says what it is.
+    """
     ruled = next((setting for setting in settings if setting.rule == "table"), None)
     if ruled is None:
         return []
@@ -234,7 +275,9 @@ def settle_table(
         speeds: dict[int, dict[int, float]] = {}
         mixed = [ask for own in zip(*found.values(), strict=True) for ask in own]
         for batch in sorted(set(batches)):
-            fixed = [BatchSetting(f"table {number}", ruled.choice if number else None, number) for number in _TABLE_NUMBERS]
+            fixed = [
+                BatchSetting(f"table {number}", ruled.choice if number else None, number) for number in _TABLE_NUMBERS
+            ]
             turns = {setting.num_draft: stage.answer(setting, mixed[:batch], options.max_tokens) for setting in fixed}
             speeds[batch] = {int(number): turn.num_tokens / turn.seconds for number, turn in turns.items()}
         stage.table = measured_table(speeds)
@@ -255,11 +298,23 @@ def make_report(
     load: float,
 ) -> SheetReport:
     """The report of a run, written to `options.out` if there is one; `load` is the machine's before the run."""
-    caveats = source_caveats(model_folder(options.target), None if options.draft is None else model_folder(options.draft), load)
+    caveats = source_caveats(
+        model_folder(options.target), None if options.draft is None else model_folder(options.draft), load
+    )
     if interrupted:
         caveats.append("The run was interrupted: this is what had been measured by then.")
     report = SheetReport(
-        kind, command, machine(), versions(), asdict(options), tuple(rows), summary, tuple(sheets), explained, (*caveats, *notes), interrupted
+        kind,
+        command,
+        machine(),
+        versions(),
+        asdict(options),
+        tuple(rows),
+        summary,
+        tuple(sheets),
+        explained,
+        (*caveats, *notes),
+        interrupted,
     )
     return write_sheets(report, options.out, options.name) if options.out is not None else report
 

@@ -1,7 +1,8 @@
-"""`foretoken bench --trace`: a load that changes in size and kind while it runs, and what each setting makes of the whole of it.
+"""`foretoken bench --trace`: a load that changes in size and kind while it runs, and what each setting makes of the
+whole of it.
 
-Each phase keeps a number of requests of one slice running: where one ends the next begins. All settings answer the same requests. When a
-phase has sent its last one the next phase begins, among the requests that still run.
+Each phase keeps a number of requests of one slice running: where one ends the next begins. All settings answer the same
+requests. When a phase has sent its last one the next phase begins, among the requests that still run.
 """
 
 from __future__ import annotations
@@ -16,13 +17,25 @@ from statistics import median
 
 from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.batch_settings import BatchSetting, Stage, parse_batch_settings
-from foretoken.bench.load_options import LoadOptions, Phase, Tell, announce, load_now, make_report, opened, progress, settle_table
+from foretoken.bench.load_options import (
+    LoadOptions,
+    Phase,
+    Tell,
+    announce,
+    load_now,
+    make_report,
+    opened,
+    progress,
+    settle_table,
+)
 from foretoken.bench.measure import PLAIN
 from foretoken.bench.sheets import Sheet, SheetReport
 
 EXPLAINED = (
-    "Tokens per second of the whole trace, prompts included, from the first step to the last token (median over repeats), and of each phase, as "
-    "far as tokens fell into it. Ratios are medians over repeats. The best single fixed setting is the one with the most tokens per second of the "
+    "Tokens per second of the whole trace, prompts included, from the first step to the last token "
+    "(median over repeats), and of each phase, as "
+    "far as tokens fell into it. Ratios are medians over repeats. The best single fixed setting is the "
+    "one with the most tokens per second of the "
     "whole trace among those whose number of guesses never changes, plain among them, picked after the fact."
 )
 _LENGTHS = (0.5, 1.0, 1.5)  # of answers, in turn, so that requests do not end together
@@ -86,7 +99,8 @@ def run_trace(options: LoadOptions, command: str = "foretoken bench --trace mixe
             plain_s = len(options.phases) * options.phase_s
             num_turns = len(settings) * (options.repeats + 1)
             announce(
-                f"{num_turns} ways through the trace, about {max(1, round(num_turns * plain_s / 60))} min if every setting takes as long as plain"
+                f"{num_turns} ways through the trace, about {max(1, round(num_turns * plain_s / 60))} min "
+                "if every setting takes as long as plain"
             )
             notes += settle_table(stage, options, settings, [phase.batch for phase in options.phases], found)
             stage.forget()
@@ -95,9 +109,14 @@ def run_trace(options: LoadOptions, command: str = "foretoken bench --trace mixe
         except KeyboardInterrupt:
             interrupted = True
     rows = summarise_trace(turns)
-    notes.append("What chooses numbers of guesses began anew for each setting, and learnt from one way through the trace to the next.")
+    notes.append(
+        "What chooses numbers of guesses began anew for each setting, and learnt from one way through "
+        "the trace to the next."
+    )
     sheets = (_sheet(rows, options.phases),)
-    return make_report(options, "trace", command, rows, trace_summary(rows), sheets, EXPLAINED, notes, interrupted, load)
+    return make_report(
+        options, "trace", command, rows, trace_summary(rows), sheets, EXPLAINED, notes, interrupted, load
+    )
 
 
 def measure_trace(
@@ -108,7 +127,9 @@ def measure_trace(
     turns: dict[BatchSetting, dict[int, TraceTurn]],
     tell: Tell = lambda _words: None,
 ) -> None:
-    """Add every setting's turns, repeat by repeat in a rotating order; `jobs` are those of the warm-up and those that count."""
+    """Add every setting's turns, repeat by repeat in a rotating order; `jobs` are those of the warm-up and those that
+    count.
+    """
     for setting in settings:
         tell(f"warm-up: {setting.name}")
         run_through(stage, setting, options.phases, jobs[0])
@@ -130,10 +151,14 @@ def size_phases(options: LoadOptions, found: Mapping[str, Sequence[Ask]], plain:
 
 def _jobs(phase: Phase, found: Mapping[str, Sequence[Ask]], count: int, max_tokens: int) -> list[Job]:
     asks = itertools.islice(itertools.cycle(found[phase.slice]), count)
-    return [Job(ask, max(2, round(max_tokens * _LENGTHS[place % len(_LENGTHS)])), place) for place, ask in enumerate(asks)]
+    return [
+        Job(ask, max(2, round(max_tokens * _LENGTHS[place % len(_LENGTHS)])), place) for place, ask in enumerate(asks)
+    ]
 
 
-def run_through(stage: Stage, setting: BatchSetting, phases: Sequence[Phase], jobs: Sequence[Sequence[Job]]) -> TraceTurn:
+def run_through(
+    stage: Stage, setting: BatchSetting, phases: Sequence[Phase], jobs: Sequence[Sequence[Job]]
+) -> TraceTurn:
     """One setting's way through the trace; tokens count for the phase in which they come.
 
     Raises:
@@ -149,7 +174,11 @@ def run_through(stage: Stage, setting: BatchSetting, phases: Sequence[Phase], jo
         while queue or (last and running):
             while queue and running < phase.batch:
                 job = queue.popleft()
-                stage.llm.submit(list(job.ask.prompt_ids), stage.params(job.ask, job.place, job.max_tokens), stage.spec(setting, job.ask))
+                stage.llm.submit(
+                    list(job.ask.prompt_ids),
+                    stage.params(job.ask, job.place, job.max_tokens),
+                    stage.spec(setting, job.ask),
+                )
                 running += 1
             if not queue and running < phase.batch and not last:
                 break  # a place is free that this phase has nobody for
@@ -172,7 +201,10 @@ def summarise_trace(turns: Mapping[BatchSetting, Mapping[int, TraceTurn]]) -> tu
     rows = []
     for setting, own in turns.items():
         speeds = [turn.tokens_per_s for turn in own.values()]
-        phases = zip(*([_speed(*pair) for pair in zip(turn.tokens, turn.seconds, strict=True)] for turn in own.values()), strict=True)
+        phases = zip(
+            *([_speed(*pair) for pair in zip(turn.tokens, turn.seconds, strict=True)] for turn in own.values()),
+            strict=True,
+        )
         rows.append(
             TraceRow(
                 setting.name,
@@ -208,12 +240,22 @@ def trace_summary(rows: Sequence[TraceRow]) -> dict[str, object]:
     fixed = [row for row in rows if not row.adapts]
     return {
         "single_fixed": max(fixed, key=lambda row: row.tokens_per_s).setting if fixed else None,
-        "settings": {row.setting: {"adapts": row.adapts, "speedup": row.speedup, "to_single_fixed": row.to_single_fixed} for row in rows},
+        "settings": {
+            row.setting: {"adapts": row.adapts, "speedup": row.speedup, "to_single_fixed": row.to_single_fixed}
+            for row in rows
+        },
     }
 
 
 def _sheet(rows: Sequence[TraceRow], phases: Sequence[Phase]) -> Sheet:
-    headings = ("setting", "tokens/s", "min-max", "times plain", "times best single fixed", *(f"{phase.batch} {phase.slice}" for phase in phases))
+    headings = (
+        "setting",
+        "tokens/s",
+        "min-max",
+        "times plain",
+        "times best single fixed",
+        *(f"{phase.batch} {phase.slice}" for phase in phases),
+    )
     lines = [
         (
             row.setting,

@@ -28,9 +28,10 @@ _Number = TypeVar("_Number", int, float)
 class Setting:
     """One way to decode: an engine, who drafts (None = plain decoding), and how much.
 
-    `options` are those of the drafter as they were written. `counterpart` is the drafter of ours that another engine's way is like.
-    `free` drafters need nothing but the target and the text: no draft model, no prediction. `slices` limits where the setting is
-    measured (None: everywhere). An `optional` setting that cannot be used here is left out with a note.
+    `options` are those of the drafter as they were written. `counterpart` is the drafter of ours that another engine's
+    way is like. `free` drafters need nothing but the target and the text: no draft model, no prediction. `slices`
+    limits where the setting is measured (None: everywhere). An `optional` setting that cannot be used here is left out
+    with a note.
     """
 
     name: str
@@ -54,9 +55,9 @@ class Answer:
     """One setting's answer to one prompt; None where an engine does not tell.
 
     `decode_tokens` left the engine during the last `decode_s` seconds, in `decode_steps` target forwards: what was out
-    after the prompt's own pass is not counted. `draft_s` and `verify_s` lie within `decode_s`, `rule_s` within `verify_s`, `wasted_s` (guesses
-    that did not stand) within both together. `positions[i]` counts (drafted, accepted) at the i-th place of a draft. `token_ids` is empty
-    when only the text is known.
+    after the prompt's own pass is not counted. `draft_s` and `verify_s` lie within `decode_s`, `rule_s` within
+    `verify_s`, `wasted_s` (guesses that did not stand) within both together. `positions[i]` counts (drafted, accepted)
+    at the i-th place of a draft. `token_ids` is empty when only the text is known.
     """
 
     token_ids: tuple[int, ...]
@@ -107,7 +108,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run: every contender on every prompt at every temperature, `repeats` times after `warmup` untimed prompts."""
+    """What to run: every contender on every prompt at every temperature, `repeats` times after `warmup` untimed
+    prompts.
+    """
 
     prompts: tuple[Prompt, ...]
     max_tokens: int
@@ -120,7 +123,9 @@ class Plan:
     def params(self, temperature: float, prompt_index: int, repeat: int) -> SamplingParams:
         """Sampling of one answer; the seed is the same for every setting."""
         seed = self.seed + repeat * len(self.prompts) + prompt_index
-        return SamplingParams(max_tokens=self.max_tokens, temperature=temperature, seed=seed, ignore_eos=self.ignore_eos)
+        return SamplingParams(
+            max_tokens=self.max_tokens, temperature=temperature, seed=seed, ignore_eos=self.ignore_eos
+        )
 
     def temperatures_of(self, setting: Setting) -> tuple[float, ...]:
         """Other engines run greedily only: their sampling orders differ, and so would the texts that are timed."""
@@ -132,13 +137,17 @@ class Plan:
 
     def num_runs(self, settings: Iterable[Setting]) -> int:
         """Answers that a whole run takes, warm-up included."""
-        return sum(len(self.temperatures_of(s)) * (self.repeats * len(self.places_of(s)) + self.warmup) for s in settings)
+        return sum(
+            len(self.temperatures_of(s)) * (self.repeats * len(self.places_of(s)) + self.warmup) for s in settings
+        )
 
 
 Progress = Callable[[str], None]
 
 
-def measure(contenders: Sequence[Contender], plan: Plan, progress: Progress = lambda _: None) -> tuple[list[Sample], list[str]]:
+def measure(
+    contenders: Sequence[Contender], plan: Plan, progress: Progress = lambda _: None
+) -> tuple[list[Sample], list[str]]:
     """Run the plan; return the samples, and a note for every other engine that failed and was left out.
 
     A setting of our own is left out only if it is optional and what it needs is missing or does not fit.
@@ -170,7 +179,11 @@ def measure(contenders: Sequence[Contender], plan: Plan, progress: Progress = la
                 run(contender, own[turn % len(own)], temperature, 0)
     places = itertools.product(range(plan.repeats), plan.temperatures, range(len(plan.prompts)))
     for turn, (repeat, temperature, index) in enumerate(places):
-        here = [c for c in active if temperature in plan.temperatures_of(c.setting) and c.setting.runs_on(plan.prompts[index])]
+        here = [
+            c
+            for c in active
+            if temperature in plan.temperatures_of(c.setting) and c.setting.runs_on(plan.prompts[index])
+        ]
         for contender in _rotated(here, turn):
             answer = run(contender, index, temperature, repeat)
             if answer is not None:
@@ -188,12 +201,12 @@ def _rotated(contenders: list[Contender], turn: int) -> list[Contender]:
 class Row:
     """One setting on one slice at one temperature.
 
-    Counters and `draft_s`, `verify_s`, `wasted_s` are sums over prompts and repeats; `lossy` says that the rule changes the target's
-    law. `tokens_per_s` counts the tokens after the prompt's own pass; it is the median over repeats, beside its extremes.
-    `speedup` is the ratio of that median to plain decoding's on the same slice, its extremes those of the repeats compared
-    one by one. `*_ms_per_step` are medians over repeats, the rule's part of the verification's. `repeated_4grams` is the
-    share of 4-grams that an output had already used. `identical` says whether every greedy output equals plain decoding's;
-    `differences` lists where each one that does not leaves it first.
+    Counters and `draft_s`, `verify_s`, `wasted_s` are sums over prompts and repeats; `lossy` says that the rule changes
+    the target's law. `tokens_per_s` counts the tokens after the prompt's own pass; it is the median over repeats,
+    beside its extremes. `speedup` is the ratio of that median to plain decoding's on the same slice, its extremes those
+    of the repeats compared one by one. `*_ms_per_step` are medians over repeats, the rule's part of the verification's.
+    `repeated_4grams` is the share of 4-grams that an output had already used. `identical` says whether every greedy
+    output equals plain decoding's; `differences` lists where each one that does not leaves it first.
     """
 
     setting: str
@@ -236,7 +249,9 @@ class Row:
 
 
 def summarise(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> tuple[Row, ...]:
-    """One row per temperature, slice and setting; with several slices, one over all of them as well, where a setting ran on all."""
+    """One row per temperature, slice and setting; with several slices, one over all of them as well, where a setting
+    ran on all.
+    """
     rows: list[Row] = []
     names = list(dict.fromkeys(prompt.slice for prompt in prompts))
     for temperature in dict.fromkeys(sample.temperature for sample in samples):
@@ -253,7 +268,11 @@ def _row(own: list[Sample], plain: list[Sample], name: str, prompts: Sequence[Pr
     setting, answers = own[0].setting, [s.answer for s in own]
     rates, plain_rates = _per_repeat(own, _tokens_per_s), _per_repeat(plain, _tokens_per_s)
     ratios = [rate / plain_rates[repeat] for repeat, rate in rates.items() if plain_rates.get(repeat)]
-    drafted, accepted, steps = _total(a.num_drafted for a in answers), _total(a.num_accepted for a in answers), _total(a.num_steps for a in answers)
+    drafted, accepted, steps = (
+        _total(a.num_drafted for a in answers),
+        _total(a.num_accepted for a in answers),
+        _total(a.num_steps for a in answers),
+    )
     emitted = sum(a.num_emitted for a in answers)
     comparable = own[0].temperature == 0.0 and bool(plain) and all(a.token_ids or a.text for a in answers)
     differences = _differences(own, plain, prompts) if comparable else None
@@ -348,7 +367,9 @@ def _total(values: Iterable[_Number | None]) -> _Number | None:
 def _acceptance_per_position(answers: Sequence[Answer]) -> tuple[float, ...]:
     places = max((len(a.positions) for a in answers), default=0)
     counts = [[a.positions[place] for a in answers if place < len(a.positions)] for place in range(places)]
-    return tuple(sum(accepted for _, accepted in place) / max(1, sum(drafted for drafted, _ in place)) for place in counts)
+    return tuple(
+        sum(accepted for _, accepted in place) / max(1, sum(drafted for drafted, _ in place)) for place in counts
+    )
 
 
 def _differences(own: list[Sample], plain: list[Sample], prompts: Sequence[Prompt]) -> list[dict[str, str | int]]:

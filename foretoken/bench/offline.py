@@ -20,7 +20,16 @@ from foretoken.bench.measure import PLAIN, Answer, Contender, Plan, Sample, Sett
 from foretoken.bench.peers import EVERY as EVERY_KIND
 from foretoken.bench.peers import check_kinds
 from foretoken.bench.prompts import ALL, choose, fit, read_prompts
-from foretoken.bench.report import Report, check_name, check_plot, machine, source_caveats, versions, write_plot, write_result
+from foretoken.bench.report import (
+    Report,
+    check_name,
+    check_plot,
+    machine,
+    source_caveats,
+    versions,
+    write_plot,
+    write_result,
+)
 from foretoken.bench.workload import MOST_PROMPTS, SLICES, Prompt, slices
 from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig
 from foretoken.core import StepOutput
@@ -35,7 +44,10 @@ from foretoken.verify import resolve
 _CAVEATS = {
     "recycling": "recycling keeps its matrix from answer to answer, so that repeats find what earlier ones left there.",
     "early_exit": "early_exit keeps what it learned of its layers from answer to answer, where they are left to auto.",
-    "lookahead": "lookahead has the target run probes beside its guesses: their cost is in its times, they are no drafted tokens.",
+    "lookahead": (
+        "lookahead has the target run probes beside its guesses: their cost is in its times, they are no "
+        "drafted tokens."
+    ),
 }
 
 
@@ -43,11 +55,11 @@ _CAVEATS = {
 class BenchOptions:
     """What to measure, and where the result goes.
 
-    Plain decoding is always measured: it is the baseline. `drafters` are names, with options behind a colon if wanted (`drafting`), or
-    `all`. `prompts` is a file or folder (`prompts`) instead of the library's texts; `slices` then says which kinds of them.
-    `peer_drafters` are the kinds of speculative decoding to run in other engines, `peer_num_drafts` the draft lengths that these are
-    swept over. `out` is a folder for a dated result, `name` the end of its file name, `plot` a .png or .svg file. `threads=None`
-    leaves torch's own number.
+    Plain decoding is always measured: it is the baseline. `drafters` are names, with options behind a colon if wanted
+    (`drafting`), or `all`. `prompts` is a file or folder (`prompts`) instead of the library's texts; `slices` then says
+    which kinds of them. `peer_drafters` are the kinds of speculative decoding to run in other engines,
+    `peer_num_drafts` the draft lengths that these are swept over. `out` is a folder for a dated result, `name` the end
+    of its file name, `plot` a .png or .svg file. `threads=None` leaves torch's own number.
     """
 
     target: str
@@ -102,7 +114,11 @@ class BenchOptions:
                     check_whole(field, number, low=1, high=1024)
         for choice in self.choices:
             if choice.required and "draft" in choice.needs and self.draft is None:
-                raise ConfigError("draft", None, f"drafter {choice.name} needs a draft; give its folder, or leave {choice.name} out of the drafters")
+                raise ConfigError(
+                    "draft",
+                    None,
+                    f"drafter {choice.name} needs a draft; give its folder, or leave {choice.name} out of the drafters",
+                )
         check_kinds(self.peer_drafters)
         check_name(self.name)
         if self.plot is not None:
@@ -190,7 +206,12 @@ class Generator(Protocol):
         ...
 
     def generate(
-        self, prompts: list[str], params: SamplingParams, *, spec: SpecConfig, on_step: Callable[[list[StepOutput]], None]
+        self,
+        prompts: list[str],
+        params: SamplingParams,
+        *,
+        spec: SpecConfig,
+        on_step: Callable[[list[StepOutput]], None],
     ) -> Sequence[Output]:
         """Answer every prompt under one `spec`; `on_step` gets what each step emitted."""
         ...
@@ -219,9 +240,13 @@ class _Watch:
 
 
 class Own:
-    """A setting of foretoken itself. `drafting` makes the configuration of one answer from the prompt's prediction and a tenant."""
+    """A setting of foretoken itself. `drafting` makes the configuration of one answer from the prompt's prediction and
+    a tenant.
+    """
 
-    def __init__(self, setting: Setting, generator: Generator, drafting: Callable[[str | None, str], SpecConfig]) -> None:
+    def __init__(
+        self, setting: Setting, generator: Generator, drafting: Callable[[str | None, str], SpecConfig]
+    ) -> None:
         self.setting = setting
         self.generator = generator
         self.drafting = drafting
@@ -265,13 +290,18 @@ class Own:
         )
 
 
-def own_contenders(options: BenchOptions, generator: Generator, prompts: Sequence[Prompt]) -> tuple[list[Contender], list[str]]:
-    """Plain decoding, then every drafter at every number of drafted tokens, under every rule; a note where something was left out.
+def own_contenders(
+    options: BenchOptions, generator: Generator, prompts: Sequence[Prompt]
+) -> tuple[list[Contender], list[str]]:
+    """Plain decoding, then every drafter at every number of drafted tokens, under every rule; a note where something
+    was left out.
 
     Raises:
         ConfigError: a drafter that was asked for by name can run on no prompt, or its options contradict each other.
     """
-    found: dict[Setting, Contender] = {Setting(PLAIN): Own(Setting(PLAIN), generator, lambda _prediction, tenant: SpecConfig(tenant=tenant))}
+    found: dict[Setting, Contender] = {
+        Setting(PLAIN): Own(Setting(PLAIN), generator, lambda _prediction, tenant: SpecConfig(tenant=tenant))
+    }
     notes: list[str] = []
     for choice in options.choices:
         if "draft" in choice.needs and options.draft is None:
@@ -286,7 +316,9 @@ def own_contenders(options: BenchOptions, generator: Generator, prompts: Sequenc
             continue
         if where is not None:
             left_out = dict.fromkeys(prompt.slice for prompt in prompts if prompt.slice not in where)
-            notes.append(f"{choice.label} was not measured on {', '.join(left_out)}: these prompts carry no prediction.")
+            notes.append(
+                f"{choice.label} was not measured on {', '.join(left_out)}: these prompts carry no prediction."
+            )
         try:
             found |= {contender.setting: contender for contender in _sweep(choice, options, generator, where)}
         except ConfigError as error:
@@ -297,13 +329,19 @@ def own_contenders(options: BenchOptions, generator: Generator, prompts: Sequenc
 
 
 def _slices_of(choice: DrafterChoice, prompts: Sequence[Prompt]) -> tuple[str, ...] | None:
-    """Where the drafter can run: one that needs a prediction on slices that have one in every prompt; None for everywhere."""
+    """Where the drafter can run: one that needs a prediction on slices that have one in every prompt; None for
+    everywhere.
+    """
     names = dict.fromkeys(prompt.slice for prompt in prompts)
-    able = tuple(name for name in names if all(prompt.prediction is not None for prompt in prompts if prompt.slice == name))
+    able = tuple(
+        name for name in names if all(prompt.prediction is not None for prompt in prompts if prompt.slice == name)
+    )
     return able if "prediction" in choice.needs and len(able) < len(names) else None
 
 
-def _sweep(choice: DrafterChoice, options: BenchOptions, generator: Generator, where: tuple[str, ...] | None) -> list[Own]:
+def _sweep(
+    choice: DrafterChoice, options: BenchOptions, generator: Generator, where: tuple[str, ...] | None
+) -> list[Own]:
     """One contender per number of guesses and rule, or for those that the choice itself names."""
     num_drafts = options.num_drafts if choice.own("num_draft") is None else (choice.own("num_draft"),)
     rules = options.rules if choice.own("rule") is None else (choice.own("rule"),)
@@ -317,7 +355,9 @@ def _sweep(choice: DrafterChoice, options: BenchOptions, generator: Generator, w
             num_draft=num_draft,
             lossy=rule in LOSSY_RULES,
             options=choice.options,
-            free=choice.own("draft") is None and (options.draft is None or "draft" not in choice.takes) and "prediction" not in choice.takes,
+            free=choice.own("draft") is None
+            and (options.draft is None or "draft" not in choice.takes)
+            and "prediction" not in choice.takes,
             slices=where,
             optional=not choice.required,
         )
@@ -357,9 +397,19 @@ def run_bench(options: BenchOptions, generator: Generator | None = None, command
     caveats.extend(text for name, text in _CAVEATS.items() if any(name in choice.leaves for choice in options.choices))
     with ExitStack() as stack:
         generator = generator or _open(options, stack)
-        prompts, notes = fit(prompts, lambda text: len(generator.encode(text)), generator.target.max_context_tokens - options.max_tokens)
+        prompts, notes = fit(
+            prompts, lambda text: len(generator.encode(text)), generator.target.max_context_tokens - options.max_tokens
+        )
         caveats.extend(notes)
-        plan = Plan(prompts, options.max_tokens, options.temperatures, options.repeats, options.warmup, options.seed, options.ignore_eos)
+        plan = Plan(
+            prompts,
+            options.max_tokens,
+            options.temperatures,
+            options.repeats,
+            options.warmup,
+            options.seed,
+            options.ignore_eos,
+        )
         contenders, notes = own_contenders(options, generator, prompts)
         caveats.extend(notes)
         if options.peers:

@@ -1,4 +1,6 @@
-"""How fast the machine is just now: one small piece of work, the same each time, so that a change of pace can be told from an error."""
+"""How fast the machine is just now: one small piece of work, the same each time, so that a change of pace can be told
+from an error.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def pace_s(llm: Serving, clock: Clock) -> float:
     """Seconds of a plain step of one request with a short text: the median of a few dozen. The engine must be idle."""
     assert not llm.engine.has_work
     prompt = [1 + token % (llm.engine.target.vocab_size - 1) for token in range(_PROMPT_TOKENS)]
-    state = llm.submit(prompt, SamplingParams(max_tokens=_FIRST + _STEPS, temperature=0.0, ignore_eos=True, seed=0), SpecConfig())
+    state = llm.submit(
+        prompt, SamplingParams(max_tokens=_FIRST + _STEPS, temperature=0.0, ignore_eos=True, seed=0), SpecConfig()
+    )
     took_s: list[float] = []
     try:
         while llm.engine.has_work:

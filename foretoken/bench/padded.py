@@ -1,18 +1,19 @@
 """Speculative decoding in padded batches, kept for comparison: EQSPEC, EXSPEC, and plain decoding in the same layout.
 
-After "Batch Speculative Decoding Done Right" (`eBay/spec_dec`), over our own decoder and kernels, so that against the engine the layout
-alone differs. Greedy only. Every round the target runs a rectangle: each row's last token and as many columns as the longest guess of
-the round. Rows then differ in what they accepted.
+After "Batch Speculative Decoding Done Right" (`eBay/spec_dec`), over our own decoder and kernels, so that against the
+engine the layout alone differs. Greedy only. Every round the target runs a rectangle: each row's last token and as many
+columns as the longest guess of the round. Rows then differ in what they accepted.
 
 - EQSPEC takes the sequences in batches, and realigns the rows before every round.
-- EXSPEC holds a window of sequences larger than the batch. A round takes a batch of equal lengths, which needs no pads; where there is
-  none it takes the first of the window and realigns them.
+- EXSPEC holds a window of sequences larger than the batch. A round takes a batch of equal lengths, which needs no pads;
+  where there is none it takes the first of the window and realigns them.
 
-Both are made as well as the layout allows, and so not quite as published: a finished row leaves at once, rows that need not move are not
-copied, and the cache is written in place. Two things of the published EQSPEC can be had with `published`: its target runs finished rows to the
-end of the batch, and every round copies every row into new tensors, also when they only get longer. Not followed at all: a draft model
-that reads the whole text anew in every round, and a round that emits nothing behind guesses which all stood. New sequences of EXSPEC's
-window read their prompts when they enter; when fewer are left than a batch holds, all of them at equal length are a group.
+Both are made as well as the layout allows, and so not quite as published: a finished row leaves at once, rows that need
+not move are not copied, and the cache is written in place. Two things of the published EQSPEC can be had with
+`published`: its target runs finished rows to the end of the batch, and every round copies every row into new tensors,
+also when they only get longer. Not followed at all: a draft model that reads the whole text anew in every round, and a
+round that emits nothing behind guesses which all stood. New sequences of EXSPEC's window read their prompts when they
+enter; when fewer are left than a batch holds, all of them at equal length are a group.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from foretoken.config import SamplingParams, SpecConfig
 from foretoken.draft.base import Drafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.ngram import NgramDrafter
-from foretoken.engine.intake import check_request
+from foretoken.engine.admission import check_request
 from foretoken.errors import ConfigError, InputError
 from foretoken.model.architecture import NATIVE_MODEL_TYPES
 from foretoken.model.decoder import Decoder
@@ -45,8 +46,9 @@ _HONOURED = frozenset({"max_tokens", "temperature", "seed", "ignore_eos"})
 class PaddedRun:
     """What a run answered, and what it took.
 
-    `answers` are the output tokens by prompt. `clock` tells the seconds. `num_emitted` are the tokens of the `num_rounds` rounds, without those that
-    came with the prompts. Of the rounds `num_grouped` took rows of equal length. `num_moved` rows were copied for alignment.
+    `answers` are the output tokens by prompt. `clock` tells the seconds. `num_emitted` are the tokens of the
+    `num_rounds` rounds, without those that came with the prompts. Of the rounds `num_grouped` took rows of equal
+    length. `num_moved` rows were copied for alignment.
     """
 
     answers: tuple[tuple[int, ...], ...]
@@ -62,17 +64,27 @@ class PaddedRun:
 class PaddedDecoder:
     """Answers prompts greedily in padded batches of `batch_size` rows.
 
-    `drafter` None is plain decoding. `window` None is EQSPEC, a number EXSPEC over so many sequences at a time. `published` keeps EQSPEC's
-    batch as the published code does.
+    `drafter` None is plain decoding. `window` None is EQSPEC, a number EXSPEC over so many sequences at a time.
+    `published` keeps EQSPEC's batch as the published code does.
 
     Raises:
         ConfigError: a target, draft or drafter that cannot run in this layout, or sizes that make no sense.
     """
 
     def __init__(
-        self, target: LanguageModel, drafter: Drafter | None, num_draft: int, batch_size: int, window: int | None = None, published: bool = False
+        self,
+        target: LanguageModel,
+        drafter: Drafter | None,
+        num_draft: int,
+        batch_size: int,
+        window: int | None = None,
+        published: bool = False,
     ) -> None:
-        for name, value, low in (("num_draft", num_draft, 0), ("batch_size", batch_size, 1), ("window", batch_size if window is None else window, 1)):
+        for name, value, low in (
+            ("num_draft", num_draft, 0),
+            ("batch_size", batch_size, 1),
+            ("window", batch_size if window is None else window, 1),
+        ):
             if value < low:
                 raise ConfigError(name, value, f"must be at least {low}")
         if window is not None and window < batch_size:
@@ -87,7 +99,9 @@ class PaddedDecoder:
         if drafter is not None and not isinstance(drafter, DraftModelDrafter | NgramDrafter):
             raise ConfigError("drafter", drafter.name, "padded batches are compared with ngram and draft_model")
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, eos_token_ids: Sequence[int] | None = None) -> PaddedRun:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, eos_token_ids: Sequence[int] | None = None
+    ) -> PaddedRun:
         """Answer `prompts` (token ids); the target's own end tokens count unless others are given.
 
         Raises:
@@ -96,7 +110,13 @@ class PaddedDecoder:
         check_params(params)
         eos = self.target_model.eos_token_ids if eos_token_ids is None else eos_token_ids
         rows = [
-            Row(number, list(prompt), len(prompt), self._max_total(prompt, params), frozenset(() if params.ignore_eos else eos))
+            Row(
+                number,
+                list(prompt),
+                len(prompt),
+                self._max_total(prompt, params),
+                frozenset(() if params.ignore_eos else eos),
+            )
             for number, prompt in enumerate(prompts)
         ]
         run = _Run(self)
@@ -106,12 +126,25 @@ class PaddedDecoder:
         else:
             run.pool(rows, self.window)
         answers = tuple(tuple(row.tokens[row.num_prompt :]) for row in rows)
-        return PaddedRun(answers, run.clock, run.num_rounds, run.num_grouped, run.num_emitted, run.num_drafted, run.num_accepted, run.num_moved)
+        return PaddedRun(
+            answers,
+            run.clock,
+            run.num_rounds,
+            run.num_grouped,
+            run.num_emitted,
+            run.num_drafted,
+            run.num_accepted,
+            run.num_moved,
+        )
 
     def _max_total(self, prompt: Sequence[int], params: SamplingParams) -> int:
         most = check_request(prompt, params, SpecConfig(), self.target_model, has_text=False)
         if self.draft_model is not None and most > self.draft_model.max_context_tokens:
-            raise InputError("max_tokens", params.max_tokens, f"the draft's context ends after {self.draft_model.max_context_tokens} tokens")
+            raise InputError(
+                "max_tokens",
+                params.max_tokens,
+                f"the draft's context ends after {self.draft_model.max_context_tokens} tokens",
+            )
         return most
 
 
@@ -122,7 +155,11 @@ def native(model: LanguageModel, role: str) -> PagedModel:
         ConfigError: it runs through transformers.
     """
     if not isinstance(model, PagedModel):
-        raise ConfigError(role, type(model).__name__, f"padded batches run our own decoder; take a checkpoint of {', '.join(NATIVE_MODEL_TYPES)}")
+        raise ConfigError(
+            role,
+            type(model).__name__,
+            f"padded batches run our own decoder; take a checkpoint of {', '.join(NATIVE_MODEL_TYPES)}",
+        )
     return model
 
 
@@ -133,7 +170,9 @@ def check_params(params: SamplingParams) -> None:
         InputError: names the parameter.
     """
     if params.temperature != 0:
-        raise InputError("temperature", params.temperature, "padded batches, kept for comparison, are greedy; set it to 0")
+        raise InputError(
+            "temperature", params.temperature, "padded batches, kept for comparison, are greedy; set it to 0"
+        )
     for field in fields(params):
         value = getattr(params, field.name)
         if field.name not in _HONOURED and value != field.default:
@@ -148,7 +187,9 @@ class _Run:
         self.target = PaddedModel(decoder.target_model.decoder, self._cache(decoder.target_model.decoder))
         self.guesser = self._guesser()
         self.clock = Clock(self.device)
-        self.num_rounds = self.num_grouped = self.num_emitted = self.num_drafted = self.num_accepted = self.num_moved = 0
+        self.num_rounds = self.num_grouped = self.num_emitted = self.num_drafted = self.num_accepted = (
+            self.num_moved
+        ) = 0
 
     def batch(self, rows: Sequence[Row]) -> None:
         """EQSPEC: one batch to its end; a row that finishes leaves, or, as published, is run on without a guess."""
@@ -244,7 +285,9 @@ class _Run:
 
 
 def choose_batch(alive: Sequence[Row], batch_size: int) -> tuple[list[Row], bool]:
-    """EXSPEC's choice: the first rows of equal length that fill a batch, else the first rows; whether they are of equal length."""
+    """EXSPEC's choice: the first rows of equal length that fill a batch, else the first rows; whether they are of equal
+    length.
+    """
     size = min(batch_size, len(alive))
     groups: dict[int, list[Row]] = {}
     for row in alive:

@@ -1,7 +1,9 @@
-"""The cache of a padded batch: one contiguous tensor per layer, a row per sequence, all rows ending at a common right edge.
+"""The cache of a padded batch: one contiguous tensor per layer, a row per sequence, all rows ending at a common right
+edge.
 
-A row of l tokens in a batch whose longest has L begins with L - l pads. When rows grow by different numbers of tokens they no longer
-end together, and keys and values have to be moved in every layer: that is the realignment whose cost the ragged layout does not have.
+A row of l tokens in a batch whose longest has L begins with L - l pads. When rows grow by different numbers of tokens
+they no longer end together, and keys and values have to be moved in every layer: that is the realignment whose cost the
+ragged layout does not have.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ _FIRST_COLUMNS = 64
 
 
 def in_place(before: Sequence[int], sequences: Sequence[int]) -> list[int]:
-    """`sequences` in the order that moves least: who has a row in `before` that still exists keeps it, the others fill the gaps."""
+    """`sequences` in the order that moves least: who has a row in `before` that still exists keeps it, the others fill
+    the gaps.
+    """
     wanted = set(sequences)
     stay = {b: sequence for b, sequence in enumerate(before[: len(sequences)]) if sequence in wanted}
     others = iter([sequence for sequence in sequences if sequence not in stay.values()])
@@ -28,8 +32,8 @@ def in_place(before: Sequence[int], sequences: Sequence[int]) -> list[int]:
 class PaddedCache:
     """Keys and values of the batch, one `[2, B, G, C, K]` tensor per layer (G key/value heads, C columns, K head_dim).
 
-    Row b holds `sequences[b]`, whose first token stands in column `pads[b]`; `width` columns are filled. What lies beyond belongs to a
-    forward whose tokens are not kept yet, or to nobody.
+    Row b holds `sequences[b]`, whose first token stands in column `pads[b]`; `width` columns are filled. What lies
+    beyond belongs to a forward whose tokens are not kept yet, or to nobody.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -56,7 +60,9 @@ class PaddedCache:
         """Forget a sequence; its row goes with the next `align`."""
 
     def reserve(self, num_columns: int) -> None:
-        """Room for `num_columns` columns; the tensors at least double when they grow. New memory is zero: a masked NaN would still count."""
+        """Room for `num_columns` columns; the tensors at least double when they grow. New memory is zero: a masked NaN
+        would still count.
+        """
         if self.layers and num_columns <= self.num_columns:
             return
         rows = self.layers[0].shape[1] if self.layers else len(self.sequences)
@@ -78,10 +84,12 @@ class PaddedCache:
         return both[_KEYS], both[_VALUES]
 
     def align(self, sequences: Sequence[int], lengths: Sequence[int]) -> int:
-        """Keep the first `lengths[b]` tokens of every sequence and let the rows end together again; how many rows had to move.
+        """Keep the first `lengths[b]` tokens of every sequence and let the rows end together again; how many rows had
+        to move.
 
-        `sequences` are some of the present ones, in the order of `in_place`: rows that left are closed up with rows from the end.
-        After EQSPEC's unpad-append-repad (`eBay/spec_dec`): [old_pad, old_pad + l) goes to [new_pad, new_pad + l) in every layer.
+        `sequences` are some of the present ones, in the order of `in_place`: rows that left are closed up with rows
+        from the end. After EQSPEC's unpad-append-repad (`eBay/spec_dec`): [old_pad, old_pad + l) goes to [new_pad,
+        new_pad + l) in every layer.
         """
         width = max(lengths)
         pads = [width - length for length in lengths]
@@ -95,7 +103,9 @@ class PaddedCache:
         self.sequences, self.pads, self.width = list(sequences), pads, width
         return len(moves)
 
-    def _moves(self, sequences: Sequence[int], lengths: Sequence[int], pads: Sequence[int]) -> list[tuple[int, int, int, int, int]]:
+    def _moves(
+        self, sequences: Sequence[int], lengths: Sequence[int], pads: Sequence[int]
+    ) -> list[tuple[int, int, int, int, int]]:
         """(old row, old pad, new row, new pad, tokens) of every row."""
         row_of = {sequence: row for row, sequence in enumerate(self.sequences)}
         moves = []
@@ -115,7 +125,9 @@ class PaddedCache:
 
 
 class PublishedCache(PaddedCache):
-    """A padded batch kept as the published code keeps it: every forward makes longer tensors, every realignment fills new ones, row by row."""
+    """A padded batch kept as the published code keeps it: every forward makes longer tensors, every realignment fills
+    new ones, row by row.
+    """
 
     def begin(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
         """See `PaddedCache`."""
@@ -146,10 +158,11 @@ class PublishedCache(PaddedCache):
 
 
 class PooledCache(PaddedCache):
-    """A padded batch drawn from a pool of sequences, each of which also has its keys and values in `store`, without pads.
+    """A padded batch drawn from a pool of sequences, each of which also has its keys and values in `store`, without
+    pads.
 
-    A row that is in the batch already, at the same place and behind the same pads, needs no copy; any other row is copied in from the
-    store. What a forward writes goes to both, so nothing is copied out.
+    A row that is in the batch already, at the same place and behind the same pads, needs no copy; any other row is
+    copied in from the store. What a forward writes goes to both, so nothing is copied out.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, num_slots: int) -> None:
@@ -157,7 +170,9 @@ class PooledCache(PaddedCache):
         self.num_slots = num_slots
         self.store: list[Tensor] = []  # each [2, S, G, C + 1, K]; the last column takes the pads of a prompt
         self.slots: dict[int, int] = {}
-        self._places: tuple[Tensor, Tensor] | None = None  # slot [B, 1] and column [B, n] of what the running forward writes
+        self._places: tuple[Tensor, Tensor] | None = (
+            None  # slot [B, 1] and column [B, n] of what the running forward writes
+        )
 
     def begin(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
         """See `PaddedCache`; the sequences are new to the pool."""
@@ -185,8 +200,14 @@ class PooledCache(PaddedCache):
     def before_forward(self, num_new: int) -> None:
         """See `PaddedCache`; where the new columns belong in the store is the same for all layers."""
         super().before_forward(num_new)
-        slots = torch.tensor([self.slots[sequence] for sequence in self.sequences], device=self.device)[:, None]  # [B, 1]
-        at = self.width + torch.arange(num_new, device=self.device) - torch.tensor(self.pads, device=self.device)[:, None]  # [B, n]
+        slots = torch.tensor([self.slots[sequence] for sequence in self.sequences], device=self.device)[
+            :, None
+        ]  # [B, 1]
+        at = (
+            self.width
+            + torch.arange(num_new, device=self.device)
+            - torch.tensor(self.pads, device=self.device)[:, None]
+        )  # [B, n]
         self._places = slots, torch.where(at < 0, self.store[0].shape[3] - 1, at)
 
     def align(self, sequences: Sequence[int], lengths: Sequence[int]) -> int:
@@ -194,7 +215,9 @@ class PooledCache(PaddedCache):
         width = max(lengths)
         pads = [width - length for length in lengths]
         stays = list(zip(self.sequences, self.pads, strict=True))
-        rows = [row for row, at in enumerate(zip(sequences, pads, strict=True)) if row >= len(stays) or at != stays[row]]
+        rows = [
+            row for row, at in enumerate(zip(sequences, pads, strict=True)) if row >= len(stays) or at != stays[row]
+        ]
         self.reserve(width)
         for layer, store in zip(self.layers, self.store, strict=True):
             for row in rows:

@@ -51,8 +51,8 @@ class Row:
 class Clock:
     """Seconds by what they went to; `lap` gives the time since the last one to a field.
 
-    `prompt_s` is what reading prompts took, target and draft together; the others leave it out. `realign_s` is moving keys and values of the
-    target and of a draft model, `draft_s` guessing without that.
+    `prompt_s` is what reading prompts took, target and draft together; the others leave it out. `realign_s` is moving
+    keys and values of the target and of a draft model, `draft_s` guessing without that.
     """
 
     device: torch.device
@@ -82,7 +82,9 @@ class Guesser(Protocol):
         """At most `most[b]` tokens that may follow row b."""
 
     def learn(self, rows: Sequence[Row], accepted: Sequence[Guess], next_tokens: Sequence[int]) -> None:
-        """Take in what a round accepted of the guesses, and the target's own token behind it; the rows hold it already."""
+        """Take in what a round accepted of the guesses, and the target's own token behind it; the rows hold it
+        already.
+        """
 
     def finish(self, row: Row) -> None:
         """Forget a row."""
@@ -115,7 +117,9 @@ class LookupGuesser:
     def start(self, rows: Sequence[Row]) -> None:
         """Index the prompts, and the first token after each."""
         for row in rows:
-            request = Request(row.number, tuple(row.tokens[: row.num_prompt]), SamplingParams(), SpecConfig(self.drafter.name), 0)
+            request = Request(
+                row.number, tuple(row.tokens[: row.num_prompt]), SamplingParams(), SpecConfig(self.drafter.name), 0
+            )
             self._requests[row.number] = request
             self.drafter.start(request)
         self.learn(rows, [()] * len(rows), [row.tokens[-1] for row in rows])
@@ -128,9 +132,13 @@ class LookupGuesser:
         """See `Guesser`."""
         size = len(rows)
         kinds: list[NextKind] = ["bonus" for _ in rows]
-        verdict = Verdict(tuple(tuple(range(len(guess))) for guess in accepted), tuple(accepted), tuple(next_tokens), tuple(kinds))
+        verdict = Verdict(
+            tuple(tuple(range(len(guess))) for guess in accepted), tuple(accepted), tuple(next_tokens), tuple(kinds)
+        )
         draft = Draft(torch.empty(0, dtype=torch.int64), (), (0,) * (size + 1), (None,) * size)
-        self.drafter.commit(Batch(tuple(self._entry(row, 0) for row in rows)), draft, verdict, Feedback(torch.empty(0, 0), ()))
+        self.drafter.commit(
+            Batch(tuple(self._entry(row, 0) for row in rows)), draft, verdict, Feedback(torch.empty(0, 0), ())
+        )
 
     def finish(self, row: Row) -> None:
         """See `Guesser`."""
@@ -138,7 +146,9 @@ class LookupGuesser:
         self.drafter.finish(row.number)
 
     def _entry(self, row: Row, num_draft: int) -> BatchEntry:
-        return BatchEntry(self._requests[row.number], len(row.tokens) - 1, (row.tokens[-1],), True, num_draft, takes_trees=False)
+        return BatchEntry(
+            self._requests[row.number], len(row.tokens) - 1, (row.tokens[-1],), True, num_draft, takes_trees=False
+        )
 
 
 class ModelGuesser:
@@ -158,8 +168,9 @@ class ModelGuesser:
     def guess(self, rows: Sequence[Row], most: Sequence[int], clock: Clock) -> list[Guess]:
         """See `Guesser`; every row drafts as many tokens as the one that may draft most.
 
-        After a round that accepted everything a row lacks its last guess and the target's token, others the latter alone. All rows
-        then run their last two tokens: that costs B rows of the draft, a second forward would cost a pass over its weights.
+        After a round that accepted everything a row lacks its last guess and the target's token, others the latter
+        alone. All rows then run their last two tokens: that costs B rows of the draft, a second forward would cost a
+        pass over its weights.
         """
         num_behind = max(len(row.tokens) - self._held[row.number] for row in rows)
         clock.lap("draft_s")

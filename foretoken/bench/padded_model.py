@@ -1,4 +1,6 @@
-"""Our decoder over a padded batch: the weights, layers and kernels of `model/paged.py`, only laid out as a rectangle."""
+"""Our decoder over a padded batch: the weights, layers and kernels of `model/paged.py`, only laid out as a
+rectangle.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ _PROMPT_TOKENS = 512
 
 
 class PaddedAttention:
-    """Attention of B rows with n new columns each, through one call per layer: no query sees a pad, or what comes after it.
+    """Attention of B rows with n new columns each, through one call per layer: no query sees a pad, or what comes after
+    it.
 
     Columns and positions of a row differ by its pads alone, so a window of positions is one of columns.
     """
@@ -34,8 +37,14 @@ class PaddedAttention:
         # Query heads of one group become rows, as in `attention/paged.py`: no key is copied.
         rows = query.view(-1, num_new, groups, heads // groups, head_dim).permute(0, 2, 3, 1, 4)
         mask = self._mask(config.window(layer))
-        read = F.scaled_dot_product_attention(rows.reshape(-1, groups, heads // groups * num_new, head_dim), keys, values, attn_mask=mask)
-        return read.view(-1, groups, heads // groups, num_new, head_dim).permute(0, 3, 1, 2, 4).reshape(-1, heads, head_dim)
+        read = F.scaled_dot_product_attention(
+            rows.reshape(-1, groups, heads // groups * num_new, head_dim), keys, values, attn_mask=mask
+        )
+        return (
+            read.view(-1, groups, heads // groups, num_new, head_dim)
+            .permute(0, 3, 1, 2, 4)
+            .reshape(-1, heads, head_dim)
+        )
 
     def _mask(self, window: int | None) -> Tensor | None:
         """Additive mask `[B, 1, H/G * n, C]`; None when every query sees everything."""
@@ -74,7 +83,8 @@ class PaddedModel:
         cache.before_forward(num_new)
         pads = torch.tensor(cache.pads, device=cache.device)[:, None]  # [B, 1]
         positions = cache.width + torch.arange(num_new, device=cache.device) - pads  # [B, n]: real tokens alone count
-        # Pads stand before the text, columns that fill up a short draft may stand behind the context: nobody reads either.
+        # Pads stand before the text, columns that fill up a short draft may stand behind the context: nobody reads
+        # either.
         positions = positions.clamp_(0, config.max_context_tokens - 1)
         attention = PaddedAttention(cache, num_new, cache.dtype)
         last: Tensor = self.decoder(tokens.flatten(), positions.flatten(), attention).last.view(num_rows, num_new, -1)
@@ -93,7 +103,9 @@ class PaddedModel:
 
     @torch.inference_mode()
     def read_prompts(self, sequences: Sequence[int], prompts: Sequence[Sequence[int]], num_logits: int) -> Tensor:
-        """Begin a batch with `prompts`, padded on the left; logits `[B, num_logits, V]` of their last tokens, `num_logits` 0 or 1."""
+        """Begin a batch with `prompts`, padded on the left; logits `[B, num_logits, V]` of their last tokens,
+        `num_logits` 0 or 1.
+        """
         lengths = [len(prompt) for prompt in prompts]
         self.cache.begin(sequences, lengths)
         rows = [[*[0] * pad, *prompt] for pad, prompt in zip(self.cache.pads, prompts, strict=True)]

@@ -43,9 +43,16 @@ def check_kinds(kinds: Sequence[str]) -> None:
 
 
 def contenders(
-    target: Path, draft: Path | None, dtype: str, device: str, threads: int, num_drafts: Sequence[int], kinds: Sequence[str] = (EVERY,)
+    target: Path,
+    draft: Path | None,
+    dtype: str,
+    device: str,
+    threads: int,
+    num_drafts: Sequence[int],
+    kinds: Sequence[str] = (EVERY,),
 ) -> tuple[list[Contender], list[str]]:
-    """Every setting of the other engines on the checkpoints in two folders, and a note for each engine that is not here.
+    """Every setting of the other engines on the checkpoints in two folders, and a note for each engine that is not
+    here.
 
     Raises:
         ForetokenError: llama.cpp is asked for but incomplete, or a checkpoint cannot be converted for it.
@@ -57,8 +64,12 @@ def contenders(
     programs = Path(os.environ["FORETOKEN_LLAMA_CPP"])
     others, notes = llama_cpp.contenders(programs, target, draft, dtype, threads, num_drafts, kinds)
     notes.append(
-        "llama.cpp reads its checkpoint anew for every answer (not timed); its plain speed is llama-bench's at the same depth, its first-token "
-        "time the prompt's pass and one average step; it may run past the token limit by the end of a draft, and what it emitted is what counts."
+
+            "llama.cpp reads its checkpoint anew for every answer (not timed); its plain speed is "
+            "llama-bench's at the same depth, its first-token "
+            "time the prompt's pass and one average step; it may run past the token limit by the end of a "
+            "draft, and what it emitted is what counts."
+
     )
     return [*found, *others], notes
 
@@ -66,18 +77,26 @@ def contenders(
 def _transformers(library: HuggingFace, num_drafts: Sequence[int], kinds: Sequence[str]) -> list[Contender]:
     """Plain decoding and its ways to speculate, each at its own default and at every number of drafted tokens."""
     settings = [Setting(TRANSFORMERS, TRANSFORMERS)]
-    wanted = [kind for kind in _TRANSFORMERS_KINDS if kind in kinds and (kind != "assisted" or library.names[1] is not None)]
+    wanted = [
+        kind for kind in _TRANSFORMERS_KINDS if kind in kinds and (kind != "assisted" or library.names[1] is not None)
+    ]
     for kind in wanted:
-        numbers: list[int | str] = list(dict.fromkeys((*num_drafts, _LOOKUP_TOKENS))) if kind == "lookup" else ["auto", *num_drafts]
+        numbers: list[int | str] = (
+            list(dict.fromkeys((*num_drafts, _LOOKUP_TOKENS))) if kind == "lookup" else ["auto", *num_drafts]
+        )
         for options, number in itertools.product(_exits(library.names[0]) if kind == "early_exit" else ("",), numbers):
             name = "-".join(filter(None, (TRANSFORMERS, kind, options, "" if number == "auto" else str(number))))
             free = kind != "assisted"
-            settings.append(Setting(name, TRANSFORMERS, kind, number, options=options, counterpart=_COUNTERPARTS[kind], free=free))
+            settings.append(
+                Setting(name, TRANSFORMERS, kind, number, options=options, counterpart=_COUNTERPARTS[kind], free=free)
+            )
     return [Generate(setting, library) for setting in settings]
 
 
 def _exits(target: Path) -> tuple[str, ...]:
-    """After which layer early exit is tried: a quarter (as LayerSkip does) and half of them; none in a model of one layer."""
+    """After which layer early exit is tried: a quarter (as LayerSkip does) and half of them; none in a model of one
+    layer.
+    """
     try:
         layers = int(json.loads((target / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -217,13 +236,17 @@ class Generate:
             model.generation_config.pad_token_id = 0
         if self.setting.drafter == "assisted":
             draft = self.library.draft
-            draft.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id, pad_token_id=0)
+            draft.generation_config = GenerationConfig(
+                eos_token_id=model.generation_config.eos_token_id, pad_token_id=0
+            )
             self._fix_length(draft.generation_config)
             options["assistant_model"] = draft
         elif self.setting.drafter == "lookup":
             options["prompt_lookup_num_tokens"] = self.setting.num_draft
         elif self.setting.drafter == "early_exit":
-            self._fix_length(model.generation_config)  # the model is its own assistant, and carries an assistant's settings
+            self._fix_length(
+                model.generation_config
+            )  # the model is its own assistant, and carries an assistant's settings
             options["assistant_early_exit"] = int(self.setting.options.removeprefix(_LAYER))
         return options
 

@@ -1,6 +1,7 @@
-"""`foretoken bench --profile`: what a step of the target takes by rows, context, batch and prompt, and what drafters take.
+"""`foretoken bench --profile`: what a step of the target takes by rows, context, batch and prompt, and what drafters
+take.
 
-The measuring itself is `engine.profiling`; here stand what is measured, the file and the table.
+The measuring itself is `engine.startup.profiling`; here stand what is measured, the file and the table.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from foretoken.bench.report import machine, print_notes, source_caveats, version
 from foretoken.config import SpecConfig
 from foretoken.draft.base import Drafter
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
-from foretoken.engine.profiling import BATCH_NUM_DRAFT, SHORT_TOKENS, StepBench, Tell, Work, save_profile
-from foretoken.engine.profiling import load_profile as load_profile
-from foretoken.engine.start_profile import describe_drafter, describe_target, measure_roofline
+from foretoken.engine.startup.profiling import BATCH_NUM_DRAFT, SHORT_TOKENS, StepBench, Tell, Work, save_profile
+from foretoken.engine.startup.profiling import load_profile as load_profile
+from foretoken.engine.startup.start_profile import describe_drafter, describe_target, measure_roofline
 from foretoken.errors import ConfigError
 from foretoken.model.interface import LanguageModel
 from foretoken.model.open import model_folder, open_model
@@ -40,7 +41,8 @@ _CONTEXTS = (32, 128, 512, 2048, 8192)
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What to measure. `budget_s` bounds the measuring: points that would not fit any more are left out, and a caveat says so.
+    """What to measure. `budget_s` bounds the measuring: points that would not fit any more are left out, and a caveat
+    says so.
 
     `threads=None` leaves torch's own number.
     """
@@ -55,7 +57,9 @@ class ProfileOptions:
     seed: int = 0
 
 
-def run_profile(options: ProfileOptions, command: str = "foretoken bench --profile", tell: Tell = lambda _words, _share: None) -> Profile:
+def run_profile(
+    options: ProfileOptions, command: str = "foretoken bench --profile", tell: Tell = lambda _words, _share: None
+) -> Profile:
     """Open the target, measure, and return the profile.
 
     Raises:
@@ -66,7 +70,11 @@ def run_profile(options: ProfileOptions, command: str = "foretoken bench --profi
     folder = model_folder(options.target)
     target, tokenizer = open_model(folder, options.dtype, options.device), load_tokenizer(folder)
     factory = DrafterFactory(folder, target, tokenizer, ModelOptions(options.dtype, options.device))
-    specs = {choice.label: _spec(choice, options) for choice in options.drafters if choice.required or options.draft or "draft" not in choice.needs}
+    specs = {
+        choice.label: _spec(choice, options)
+        for choice in options.drafters
+        if choice.required or options.draft or "draft" not in choice.needs
+    }
     drafters = {name: (spec, factory.make(spec)) for name, spec in specs.items()}
     caveats = source_caveats(folder, None if options.draft is None else model_folder(options.draft), os.getloadavg()[0])
     about = {"name": options.target, "dtype": options.dtype}
@@ -87,9 +95,15 @@ def measure_profile(
     bench = StepBench(target, seed, time.perf_counter() + budget_s, budget_s, tell)
     bench.step_times("warm-up", Work(1, SHORT_TOKENS, 3))
     rows = bench.curve("rows", _ROWS, lambda rows: Work(1, SHORT_TOKENS, rows - 1))
-    guesses = {name: bench.drafter_curve(name, made, _GUESSES, lambda count: Work(1, SHORT_TOKENS, count)) for name, made in drafters.items()}
+    guesses = {
+        name: bench.drafter_curve(name, made, _GUESSES, lambda count: Work(1, SHORT_TOKENS, count))
+        for name, made in drafters.items()
+    }
     batch = bench.curve("batch", _BATCHES, lambda count: Work(count, SHORT_TOKENS, 0))
-    together = {name: bench.drafter_curve(f"{name} batch", made, _DRAFT_BATCHES, _drafting_batch) for name, made in drafters.items()}
+    together = {
+        name: bench.drafter_curve(f"{name} batch", made, _DRAFT_BATCHES, _drafting_batch)
+        for name, made in drafters.items()
+    }
     chunk, context = bench.long_texts(_CONTEXTS)
     prompts = {name: bench.prompt_curve(name, made, _PROMPTS) for name, made in drafters.items()}
     return Profile(
@@ -133,10 +147,22 @@ def write_profile(profile: Profile, folder: Path, name: str) -> Path:
 def print_profile(profile: Profile, file: Path | None, console: Console | None = None) -> None:
     """Every curve on a line: counts with milliseconds."""
     console = console or Console()
-    curves = {"rows": profile.rows, "requests": profile.batch, "prompt tokens": profile.chunk, "past tokens": profile.context}
+    curves = {
+        "rows": profile.rows,
+        "requests": profile.batch,
+        "prompt tokens": profile.chunk,
+        "past tokens": profile.context,
+    }
     for name, cost in profile.drafters.items():
-        curves |= {f"{name}: guesses": cost.guesses, f"{name}: requests": cost.batch, f"{name}: first, text of": cost.prompt}
-    points = {name: "  ".join(f"{count}: {1e3 * seconds:.3g}" for count, seconds in curve.points) for name, curve in curves.items()}
+        curves |= {
+            f"{name}: guesses": cost.guesses,
+            f"{name}: requests": cost.batch,
+            f"{name}: first, text of": cost.prompt,
+        }
+    points = {
+        name: "  ".join(f"{count}: {1e3 * seconds:.3g}" for count, seconds in curve.points)
+        for name, curve in curves.items()
+    }
     console.table(("step by", "milliseconds"), [row for row in points.items() if row[1]], justify="l")
     console.line()
     print_notes(console, profile.caveats, () if file is None else (file,))
@@ -144,7 +170,11 @@ def print_profile(profile: Profile, file: Path | None, console: Console | None =
 
 def _spec(choice: DrafterChoice, options: ProfileOptions) -> SpecConfig:
     if "draft" in choice.needs and options.draft is None:
-        raise ConfigError("draft", None, f"drafter {choice.label} needs a draft; give its folder, or leave {choice.name} out of the drafters")
+        raise ConfigError(
+            "draft",
+            None,
+            f"drafter {choice.label} needs a draft; give its folder, or leave {choice.name} out of the drafters",
+        )
     given = {"draft": options.draft, "prediction": [0]}
     return choice.spec(**{field: given[field] for field in choice.needs})
 

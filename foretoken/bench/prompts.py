@@ -2,11 +2,11 @@
 
     keys of an object                          known from       slice
     prompt [slice, name, prediction]           one's own        `slice`, or the file's name
-    category, turns                            Spec-Bench       chat (MT-Bench's eight), translation, summarisation, qa, math, retrieval
-    prompt, entry_point, canonical_solution    HumanEval        code
+    category, turns                            Spec-Bench       chat (MT-Bench's eight), translation, summarisation, qa,
+    math, retrieval prompt, entry_point, canonical_solution    HumanEval        code
     text, code                                 MBPP             code
-    instruction, input, output                 EditEval         edit; the input is the prediction (chat where there is none)
-    question, answers, prompt                  documents + QA   retrieval
+    instruction, input, output                 EditEval         edit; the input is the prediction (chat where there is
+    none) question, answers, prompt                  documents + QA   retrieval
     question, answer                           GSM8K            math
     conversations [tools]                      tool calls       json; cut before the first call, without one passed over
 
@@ -53,7 +53,11 @@ class _Item:
     def text(self, key: str, may_be_empty: bool = False) -> str:
         value = self.values.get(key)
         if not isinstance(value, str) or not (value or may_be_empty):
-            raise InputError("prompts", self.place, f'"{key}" must be a text' + ("" if may_be_empty else " of at least one character"))
+            raise InputError(
+                "prompts",
+                self.place,
+                f'"{key}" must be a text' + ("" if may_be_empty else " of at least one character"),
+            )
         return value
 
     def name(self, key: str | None = None, group: str = "") -> str:
@@ -62,7 +66,8 @@ class _Item:
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """Every prompt of a file, or of all .json and .jsonl files below a folder; each object tells its format by its keys.
+    """Every prompt of a file, or of all .json and .jsonl files below a folder; each object tells its format by its
+    keys.
 
     Raises:
         StorageError: a file cannot be read, or the folder holds none.
@@ -78,7 +83,8 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
 
 
 def choose(prompts: Sequence[Prompt], slices: Sequence[str], per_slice: int) -> tuple[tuple[Prompt, ...], list[str]]:
-    """At most `per_slice` prompts of every wanted slice, taken in turn from its files and categories; a note on what was left out.
+    """At most `per_slice` prompts of every wanted slice, taken in turn from its files and categories; a note on what
+    was left out.
 
     Raises:
         InputError: a slice that no prompt belongs to.
@@ -106,7 +112,9 @@ def fit(prompts: Sequence[Prompt], count: Callable[[str], int], room: int) -> tu
         InputError: no prompt can be that short.
     """
     if room < 1:
-        raise InputError("max_tokens", f"{room} tokens are left for a prompt", "ask for shorter answers than the target's context")
+        raise InputError(
+            "max_tokens", f"{room} tokens are left for a prompt", "ask for shorter answers than the target's context"
+        )
     fitted: list[Prompt] = []
     cut: list[str] = []
     for prompt in prompts:
@@ -114,7 +122,11 @@ def fit(prompts: Sequence[Prompt], count: Callable[[str], int], room: int) -> tu
         fitted.append(prompt if text == prompt.text else replace(prompt, text=text))
         if text != prompt.text:
             cut.append(prompt.name)
-    notes = [f"Cut in the middle to {room} tokens, to fit the target's context with the answer: {', '.join(cut)}."] if cut else []
+    notes = (
+        [f"Cut in the middle to {room} tokens, to fit the target's context with the answer: {', '.join(cut)}."]
+        if cut
+        else []
+    )
     return tuple(fitted), notes
 
 
@@ -144,7 +156,9 @@ def _items(path: Path) -> Iterator[_Item]:
         listed = list(enumerate(values, start=1)) if isinstance(values, list) else [(number, values)]
         for place, value in listed:
             if not isinstance(value, dict):
-                raise InputError("prompts", f"{path}:{place}", f"must be an object with the keys of one of these formats: {_known()}")
+                raise InputError(
+                    "prompts", f"{path}:{place}", f"must be an object with the keys of one of these formats: {_known()}"
+                )
             yield _Item(path, place, value)
 
 
@@ -170,17 +184,26 @@ def _spec_bench(item: _Item) -> Prompt:
     category, turns = item.text("category"), item.values["turns"]
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
         raise InputError("prompts", item.place, '"turns" must be a list of texts; the first one is the prompt')
-    return Prompt(item.name("question_id", f"/{category}"), _SLICE_OF_CATEGORY.get(category, category), turns[0].rstrip())
+    return Prompt(
+        item.name("question_id", f"/{category}"), _SLICE_OF_CATEGORY.get(category, category), turns[0].rstrip()
+    )
 
 
 def _human_eval(item: _Item) -> Prompt:
-    return without_trailing_space(Prompt(item.name("task_id"), "code", item.text("prompt"), item.text("canonical_solution")))
+    return without_trailing_space(
+        Prompt(item.name("task_id"), "code", item.text("prompt"), item.text("canonical_solution"))
+    )
 
 
 def _mbpp(item: _Item) -> Prompt:
     tests = item.values.get("test_list")
     lines = [item.text("text"), *(str(test) for test in tests)] if isinstance(tests, list) else [item.text("text")]
-    return Prompt(item.name("task_id"), "code", '"""\n' + "\n".join(lines) + '\n"""', "\n" + item.text("code").replace("\r\n", "\n"))
+    return Prompt(
+        item.name("task_id"),
+        "code",
+        '"""\n' + "\n".join(lines) + '\n"""',
+        "\n" + item.text("code").replace("\r\n", "\n"),
+    )
 
 
 def _edit(item: _Item) -> Prompt:
@@ -201,13 +224,18 @@ def _gsm8k(item: _Item) -> Prompt:
 
 def _tool_call(item: _Item) -> Prompt | None:
     turns = item.values["conversations"]
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns):
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns
+    ):
         raise InputError("prompts", item.place, '"conversations" must be a list of objects with "from" and "value"')
     call = next((place for place, turn in enumerate(turns) if turn.get("from") == "function_call"), None)
     if call is None:
         return None
     lines = [f"Functions: {item.values['tools']}"] if item.values.get("tools") else []
-    lines += [f"{_SPEAKERS.get(str(turn.get('from')), str(turn.get('from')))}: {turn['value'].strip()}" for turn in turns[:call]]
+    lines += [
+        f"{_SPEAKERS.get(str(turn.get('from')), str(turn.get('from')))}: {turn['value'].strip()}"
+        for turn in turns[:call]
+    ]
     return Prompt(item.name(), "json", "\n".join([*lines, "Call:"]), f" {turns[call]['value']}")
 
 

@@ -1,8 +1,9 @@
 """`foretoken bench --recovery`: how soon what chooses the number of guesses follows a text whose nature changes.
 
-The target is real and so are its times. What it says is forced (one token, for ever), so that a stand-in for a drafter can be right with a
-chance that is written down: none for a while, then a high one, and back, in steps of the engine. Its guesses cost nothing. What a controller
-that knew the chance would choose is told by the times of steps with fixed numbers of guesses, measured first.
+The target is real and so are its times. What it says is forced (one token, for ever), so that a stand-in for a drafter
+can be right with a chance that is written down: none for a while, then a high one, and back, in steps of the engine.
+Its guesses cost nothing. What a controller that knew the chance would choose is told by the times of steps with fixed
+numbers of guesses, measured first.
 """
 
 from __future__ import annotations
@@ -19,21 +20,34 @@ import torch
 
 from foretoken.bench.batch_settings import AUTO, RIVALS, BatchSetting, Stage
 from foretoken.bench.drafting import DrafterChoice
-from foretoken.bench.load_options import MEASURED, LoadOptions, Tell, announce, load_now, make_report, opened, progress, table_text
+from foretoken.bench.load_options import (
+    MEASURED,
+    LoadOptions,
+    Tell,
+    announce,
+    load_now,
+    make_report,
+    opened,
+    progress,
+    table_text,
+)
 from foretoken.bench.sheets import Sheet, SheetReport
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.control.policy import MOST_NUM_DRAFT
 from foretoken.core import Batch, Draft, Request, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.group import drafter_key
 from foretoken.engine.request import RequestState
 from foretoken.errors import InputError
-from foretoken.plan.policy import MOST_NUM_DRAFT
 
 GOAL_STEPS = 50
 EXPLAINED = (
-    "Steps from a change of the chance until the number of guesses is right: within one of the best number for the new chance, or worth at least "
-    "95 % of its tokens per second, in 8 of 10 steps from there on. `never`: not before the next change. `share of the known best` is the tokens "
-    "per second of the whole stretch against always guessing the best number, by the measured times of steps. The first stretch begins untaught."
+    "Steps from a change of the chance until the number of guesses is right: within one of the best "
+    "number for the new chance, or worth at least "
+    "95 % of its tokens per second, in 8 of 10 steps from there on. `never`: not before the next change. "
+    "`share of the known best` is the tokens "
+    "per second of the whole stretch against always guessing the best number, by the measured times of "
+    "steps. The first stretch begins untaught."
 )
 _STAND_IN = "ngram"  # whose place in the engine the scripted drafter takes
 _CHANCES = (0.0, 0.85, 0.0, 0.85)
@@ -51,7 +65,8 @@ _FORCED = 5  # the token that is said, whatever it means
 class ScriptedDrafter:
     """Guesses the forced token with the script's chance at each place, otherwise another; counts its requests' rounds.
 
-    `chances` holds the chance of every stretch of `stretch_steps` rounds; `chosen[request]` what it was asked for round by round.
+    `chances` holds the chance of every stretch of `stretch_steps` rounds; `chosen[request]` what it was asked for round
+    by round.
     """
 
     name = _STAND_IN
@@ -69,7 +84,9 @@ class ScriptedDrafter:
         counts = [entry.num_draft for entry in batch.decoding]
         offsets = (0, *itertools.accumulate(counts))
         parents = tuple(place - 1 for count in counts for place in range(count))
-        tokens = [token for entry in batch.decoding for token in self._guesses(entry.request.request_id, entry.num_draft)]
+        tokens = [
+            token for entry in batch.decoding for token in self._guesses(entry.request.request_id, entry.num_draft)
+        ]
         drafters = tuple(self.name if count else None for count in counts)
         return Draft(torch.tensor(tokens, dtype=torch.int64), parents, offsets, drafters)
 
@@ -113,7 +130,9 @@ class StepTimes:
     def is_right(self, number: float, chance: float) -> bool:
         """Whether `number` is as good as the best one, or nearly the same."""
         best = self.best(chance)
-        return abs(number - best) <= 1 or self.tokens_per_s(number, chance) >= _GOOD_SHARE * self.tokens_per_s(best, chance)
+        return abs(number - best) <= 1 or self.tokens_per_s(number, chance) >= _GOOD_SHARE * self.tokens_per_s(
+            best, chance
+        )
 
 
 def expected_tokens(number: float, chance: float) -> float:
@@ -146,14 +165,19 @@ class Stretch:
     def share_of_best(self, times: StepTimes) -> float:
         """Tokens per second against those of the best number for the chance."""
         tokens = sum(expected_tokens(number, self.chance) for number in self.numbers)
-        return tokens / sum(times.at(number) for number in self.numbers) / times.tokens_per_s(times.best(self.chance), self.chance)
+        return (
+            tokens
+            / sum(times.at(number) for number in self.numbers)
+            / times.tokens_per_s(times.best(self.chance), self.chance)
+        )
 
 
 @dataclass(frozen=True)
 class RecoveryRow:
     """A setting's stretches of one kind: the first one, those after the chance rose, those after it fell.
 
-    `steps` lists every stretch's steps until the number of guesses was right (None: never); `num_draft` is the median of the second half.
+    `steps` lists every stretch's steps until the number of guesses was right (None: never); `num_draft` is the median
+    of the second half.
     """
 
     setting: str
@@ -202,13 +226,21 @@ def run_recovery(options: LoadOptions, command: str = "foretoken bench --recover
     rows = summarise_recovery(stretches, times)
     cut = [stretch for stretch in stretches if len(stretch.numbers) < _STRETCH_STEPS]
     notes = [
-        f"Each text: chances {', '.join(map(str, _CHANCES))} of a guess to stand, {_STRETCH_STEPS} steps each; guesses cost nothing to make.",
+        (
+            f"Each text: chances {', '.join(map(str, _CHANCES))} of a guess to stand, {_STRETCH_STEPS} steps "
+            "each; guesses cost nothing to make."
+        ),
         *([f"{len(cut)} stretches are shorter: the text was full."] if cut else []),
         f"The table of guesses by batch size: {table_text(stage.table)}.",
         *(f"Milliseconds of a step at batch {one.batch} by guesses: {_times_text(one)}." for one in times.values()),
     ]
-    summary = {"goal_steps": GOAL_STEPS, "within_goal": {name: all(row.within_goal for row in rows if row.setting == name) for name in _names(rows)}}
-    return make_report(options, "recovery", command, rows, summary, (_sheet(rows),), EXPLAINED, notes, interrupted, load)
+    summary = {
+        "goal_steps": GOAL_STEPS,
+        "within_goal": {name: all(row.within_goal for row in rows if row.setting == name) for name in _names(rows)},
+    }
+    return make_report(
+        options, "recovery", command, rows, summary, (_sheet(rows),), EXPLAINED, notes, interrupted, load
+    )
 
 
 def _most_tokens() -> int:
@@ -221,7 +253,9 @@ def step_times(stage: Stage, batch: int) -> StepTimes:
     timed: dict[int, list[float]] = {number: [] for number in _NUMBERS}
     for number in _NUMBERS * _TIMED_TURNS:
         script = ScriptedDrafter((0.0,), 1, stage.seed)
-        timed[number] += _run(stage, script, BatchSetting("fixed", DrafterChoice(_STAND_IN), number), batch, _TIMED_STEPS)[1:]
+        timed[number] += _run(
+            stage, script, BatchSetting("fixed", DrafterChoice(_STAND_IN), number), batch, _TIMED_STEPS
+        )[1:]
     seconds = [median(own) for own in timed.values()]
     for place in range(1, len(seconds)):  # more rows never take less time: what says so is noise
         seconds[place] = max(seconds[place], seconds[place - 1])
@@ -229,7 +263,12 @@ def step_times(stage: Stage, batch: int) -> StepTimes:
 
 
 def measure_recovery(
-    stage: Stage, settings: Sequence[BatchSetting], batches: Sequence[int], repeats: int, stretches: list[Stretch], tell: Tell = lambda _words: None
+    stage: Stage,
+    settings: Sequence[BatchSetting],
+    batches: Sequence[int],
+    repeats: int,
+    stretches: list[Stretch],
+    tell: Tell = lambda _words: None,
 ) -> None:
     """Add the stretches of every setting, each time with a policy that begins anew."""
     for batch, repeat, setting in itertools.product(batches, range(repeats), settings):
@@ -252,7 +291,10 @@ def _run(stage: Stage, script: ScriptedDrafter, setting: BatchSetting, batch: in
     _stand_in(stage, spec, script)
     room = stage.llm.target.max_context_tokens - _PROMPT_TOKENS
     params = SamplingParams(max_tokens=min(_most_tokens(), room), ignore_eos=True, logit_bias={_FORCED: _TOKEN_BIAS})
-    states = [stage.llm.submit([_FORCED + 2 + place] * _PROMPT_TOKENS, params, replace(spec, tenant=str(place))) for place in range(batch)]
+    states = [
+        stage.llm.submit([_FORCED + 2 + place] * _PROMPT_TOKENS, params, replace(spec, tenant=str(place)))
+        for place in range(batch)
+    ]
     seconds: list[float] = []
     try:
         while not all(state.origins for state in states):
@@ -314,11 +356,22 @@ def _names(rows: Sequence[RecoveryRow]) -> list[str]:
 
 
 def _times_text(times: StepTimes) -> str:
-    return ", ".join(f"{number}: {1e3 * seconds:.1f}" for number, seconds in zip(times.numbers, times.seconds, strict=True))
+    return ", ".join(
+        f"{number}: {1e3 * seconds:.1f}" for number, seconds in zip(times.numbers, times.seconds, strict=True)
+    )
 
 
 def _sheet(rows: Sequence[RecoveryRow]) -> Sheet:
-    headings = ("setting", "batch", "change", "steps, each time", f"all within {GOAL_STEPS}", "guesses at the end", "best", "share of the known best")
+    headings = (
+        "setting",
+        "batch",
+        "change",
+        "steps, each time",
+        f"all within {GOAL_STEPS}",
+        "guesses at the end",
+        "best",
+        "share of the known best",
+    )
     lines = [
         (
             row.setting,

@@ -1,6 +1,8 @@
-"""Arrivals in real time against the real engine: every request comes when the trace says so, every step is written down.
+"""Arrivals in real time against the real engine: every request comes when the trace says so, every step is written
+down.
 
-One thread does it all: what has arrived is queued, a step runs, and so on; where there is nothing to do the clock is waited for.
+One thread does it all: what has arrived is queued, a step runs, and so on; where there is nothing to do the clock is
+waited for.
 """
 
 from __future__ import annotations
@@ -11,16 +13,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.control.policy import BudgetPolicy
 from foretoken.core import StepOutput
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState
 from foretoken.engine.watch import RoundView
 from foretoken.errors import EngineError
-from foretoken.plan.arrivals import Job
-from foretoken.plan.outcome import Outcome, Served, figures
-from foretoken.plan.policy import BudgetPolicy
-from foretoken.plan.replica import Step
-from foretoken.plan.rounds import Round
+from foretoken.simulate.arrivals import Job
+from foretoken.simulate.metrics import Served, SimMetrics, figures
+from foretoken.simulate.records import Round
+from foretoken.simulate.sim_engine import Step
 
 _NAP_S = 0.0005  # idle waiting is done in naps no longer than this, so that an arrival is noticed in time
 
@@ -69,9 +71,9 @@ class Serving(Protocol):
 class MeasuredStep:
     """A real step: `step` as the simulator writes it down, and what decides its cost.
 
-    `contexts` is the past of each request in it, tokens. `longest_draft` guesses were asked for by the one of `num_drafting` requests
-    that was given most; `num_unread` tokens of text were new to the drafter. `seen` are the rounds: request, place of the answer
-    (0: its second token), budget, and what was guessed and stood.
+    `contexts` is the past of each request in it, tokens. `longest_draft` guesses were asked for by the one of
+    `num_drafting` requests that was given most; `num_unread` tokens of text were new to the drafter. `seen` are the
+    rounds: request, place of the answer (0: its second token), budget, and what was guessed and stood.
     """
 
     step: Step
@@ -84,7 +86,9 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A trace that ran: what became of each request, in order of arrival; every step; seconds between steps while work was there."""
+    """A trace that ran: what became of each request, in order of arrival; every step; seconds between steps while work
+    was there.
+    """
 
     setting: str
     served: tuple[Served, ...]
@@ -94,7 +98,7 @@ class Replayed:
     token_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimMetrics:
         """The figures, in the simulator's shape; the time between steps counts as computing."""
         busy_s = sum(one.step.seconds for one in self.steps) + self.outside_s
         return figures(self.setting, self.served, busy_s, len(self.steps))
@@ -116,7 +120,9 @@ class _Recorder:
     numbers: dict[int, int] = field(default_factory=dict)  # of the trace's requests, by the engine's
     entries: list[RoundView] = field(default_factory=list)
     drafted: set[int] = field(default_factory=set)
-    held: dict[int, int] = field(default_factory=dict)  # tokens read, of requests that ran and did not decode in the last step
+    held: dict[int, int] = field(
+        default_factory=dict
+    )  # tokens read, of requests that ran and did not decode in the last step
 
     def begin(self, state: RequestState) -> None:
         """Requests come in the order of the trace."""
@@ -143,7 +149,9 @@ class _Recorder:
         contexts = [view.entry.start for view in (*anchors, *wholes)]
         num_prompt = sum(len(view.entry.pending) for view in wholes)
         ended = {view.entry.request.request_id for view in views}
-        running = {number: self.engine.target.length(number) for number in self.engine.scheduler.running if number not in ended}
+        running = {
+            number: self.engine.target.length(number) for number in self.engine.scheduler.running if number not in ended
+        }
         for number, length in running.items():
             before = self.held.get(number, 0)
             if length > before:
@@ -169,7 +177,12 @@ class _Recorder:
         entry, draft = view.entry, view.draft
         parents = draft.parents[draft.offsets[view.b] : draft.offsets[view.b + 1]]
         place = entry.round_start - len(entry.request.prompt_ids) - 1
-        return self.numbers[entry.request.request_id], place, entry.num_draft, Round(tuple(parents), tuple(view.verdict.paths[view.b]))
+        return (
+            self.numbers[entry.request.request_id],
+            place,
+            entry.num_draft,
+            Round(tuple(parents), tuple(view.verdict.paths[view.b])),
+        )
 
 
 def replay(
@@ -181,9 +194,11 @@ def replay(
     clock: Clock | None = None,
     tell: Callable[[int], None] = lambda _finished: None,
 ) -> Replayed:
-    """Run `jobs`, in order of arrival, to their end, greedily; `prompts` and `specs` are one for each. `tell` hears how many finished.
+    """Run `jobs`, in order of arrival, to their end, greedily; `prompts` and `specs` are one for each. `tell` hears how
+    many finished.
 
-    The controller begins knowing nothing, as a simulation's does: what earlier runs taught it would be forgotten in no other way.
+    The controller begins knowing nothing, as a simulation's does: what earlier runs taught it would be forgotten in no
+    other way.
 
     Raises:
         EngineError: a request failed; a run that lost requests measures nothing.
@@ -213,7 +228,9 @@ def replay(
             steps.append(recorder.take(start_s - began_s, free_s - start_s, outputs))
             for output in outputs:
                 if output.error is not None:
-                    raise EngineError(f"request {output.request_id} of the replay failed: {output.error}") from output.error
+                    raise EngineError(
+                        f"request {output.request_id} of the replay failed: {output.error}"
+                    ) from output.error
                 if output.token_ids:
                     firsts.setdefault(output.request_id, free_s - began_s)
                 if output.finish_reason is not None:
@@ -224,14 +241,31 @@ def replay(
         for state in states:
             llm.engine.abort(state.request_id)
     served = tuple(_served(job, state, firsts, finishes) for job, state in zip(jobs, states, strict=True))
-    return Replayed(setting, served, tuple(steps), submit_s, outside_s, tuple(tuple(state.output_ids) for state in states))
+    return Replayed(
+        setting, served, tuple(steps), submit_s, outside_s, tuple(tuple(state.output_ids) for state in states)
+    )
 
 
 def _submit(llm: Serving, job: Job, prompt: Sequence[int], spec: SpecConfig) -> RequestState:
-    params = SamplingParams(max_tokens=job.output_tokens, temperature=0.0, ignore_eos=True, seed=0, priority=job.priority, deadline_s=job.deadline_s)
+    params = SamplingParams(
+        max_tokens=job.output_tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        seed=0,
+        priority=job.priority,
+        deadline_s=job.deadline_s,
+    )
     return llm.submit(list(prompt), params, spec)
 
 
 def _served(job: Job, state: RequestState, firsts: Mapping[int, float], finishes: Mapping[int, float]) -> Served:
     own, stats = state.request_id, state.stats
-    return Served(job.arrival_s, firsts[own], finishes[own], stats.num_emitted, stats.num_steps, stats.num_drafted, stats.num_accepted)
+    return Served(
+        job.arrival_s,
+        firsts[own],
+        finishes[own],
+        stats.num_emitted,
+        stats.num_steps,
+        stats.num_drafted,
+        stats.num_accepted,
+    )

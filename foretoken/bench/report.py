@@ -19,8 +19,8 @@ from typing import Any
 
 from foretoken.bench.compare import SUMMARY_NOTE, against_peer, by_position, summary
 from foretoken.bench.measure import ALL_SLICES, PLAIN, Row
-from foretoken.engine.machine import machine as machine
-from foretoken.engine.machine import versions as versions
+from foretoken.engine.startup.machine import machine as machine
+from foretoken.engine.startup.machine import versions as versions
 from foretoken.errors import InputError, StorageError
 from foretoken.printing import markdown as pages
 from foretoken.printing.console import Console
@@ -28,7 +28,18 @@ from foretoken.printing.text import visible
 
 _PLOT_SUFFIXES = (".png", ".svg")
 _COLUMNS = (
-    *("setting", "tok/s", "min-max", "speedup", "accepted", "by position", "tok/step", "ms/step", "draft+target+rest", "first token"),
+    *(
+        "setting",
+        "tok/s",
+        "min-max",
+        "speedup",
+        "accepted",
+        "by position",
+        "tok/step",
+        "ms/step",
+        "draft+target+rest",
+        "first token",
+    ),
     *("repeats", "same", "vs peer"),
 )
 
@@ -179,21 +190,38 @@ def markdown(report: Report, raw: str | None = None) -> str:
         f"- versions: {', '.join(f'{key} {value}' for key, value in report.versions.items())}",
         *([f"- raw numbers: [{raw}]({raw})"] if raw else []),
         "",
-        "tok/s is the median over repeats of the tokens after the prompt's own pass; speedup is against `plain` on the same slice in the same run.",
-        "`repeats` is the share of 4-grams that an output had used before: loops flatter every drafter. `same` says whether all greedy outputs "
-        "equal plain decoding's. `by position` is the per cent accepted at the 1st, 2nd, ... guess; `vs peer` compares with "
+        (
+            "tok/s is the median over repeats of the tokens after the prompt's own pass; speedup is against "
+            "`plain` on the same slice in the same run."
+        ),
+        "`repeats` is the share of 4-grams that an output had used before: loops flatter every drafter. "
+        "`same` says whether all greedy outputs "
+        "equal plain decoding's. `by position` is the per cent accepted at the 1st, 2nd, ... guess; `vs "
+        "peer` compares with "
         "the fastest other engine that drafts the same way.",
         "",
         *(f"- {caveat}" for caveat in report.caveats),
     ]
     for (name, temperature), rows in _groups(report.rows).items():
-        lines += ["", f"## {name}, temperature {temperature:g}", "", *pages.table(_COLUMNS, [_cells(row, rows) for row in rows])]
-        places = [f"{row.setting} {' '.join(f'{share:.2f}' for share in row.acceptance_per_position)}" for row in rows if row.acceptance_per_position]
+        lines += [
+            "",
+            f"## {name}, temperature {temperature:g}",
+            "",
+            *pages.table(_COLUMNS, [_cells(row, rows) for row in rows]),
+        ]
+        places = [
+            f"{row.setting} {' '.join(f'{share:.2f}' for share in row.acceptance_per_position)}"
+            for row in rows
+            if row.acceptance_per_position
+        ]
         if places:
             lines += ["", f"Accepted by position: {'; '.join(places)}."]
         lines += _difference_lines(rows)
         if temperature == 0.0 and report.ratios.get(name):
-            lines += ["", "Ratios: " + ", ".join(f"{key} {value:.2f}x" for key, value in report.ratios[name].items()) + "."]
+            lines += [
+                "",
+                "Ratios: " + ", ".join(f"{key} {value:.2f}x" for key, value in report.ratios[name].items()) + ".",
+            ]
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
         lines += _summary_lines(summary(report.rows, temperature), temperature)
     return pages.page(lines)
@@ -207,7 +235,10 @@ def _summary_lines(lines: list[list[str]], temperature: float) -> list[str]:
 
 def _difference_lines(rows: Sequence[Row]) -> list[str]:
     told = [
-        f"{row.setting} at {', '.join(' '.join(f'{key} {value}' for key, value in place.items()) for place in row.differences)}"
+        (
+            f"{row.setting} at "
+            f"{', '.join(' '.join(f'{key} {value}' for key, value in place.items()) for place in row.differences)}"
+        )
         for row in rows
         if row.differences
     ]
@@ -257,8 +288,17 @@ def write_plot(report: Report, path: Path) -> None:
         own = {row.slice: row for row in rows if row.setting == setting}
         at = [i for i, name in enumerate(names) if name in own]
         chosen = [own[names[i]] for i in at]
-        spread = ([r.tokens_per_s - r.tokens_per_s_min for r in chosen], [r.tokens_per_s_max - r.tokens_per_s for r in chosen])
-        axes.bar([i + (place + 0.5) * width - 0.4 for i in at], [r.tokens_per_s for r in chosen], width, yerr=spread, label=_label(setting))
+        spread = (
+            [r.tokens_per_s - r.tokens_per_s_min for r in chosen],
+            [r.tokens_per_s_max - r.tokens_per_s for r in chosen],
+        )
+        axes.bar(
+            [i + (place + 0.5) * width - 0.4 for i in at],
+            [r.tokens_per_s for r in chosen],
+            width,
+            yerr=spread,
+            label=_label(setting),
+        )
     axes.set_xticks(range(len(names)), [_label(name) for name in names])
     axes.set_ylabel("tokens per second")
     axes.set_title(_label(f"temperature {lowest:g}, {report.machine.get('cpu', '')}"), fontsize=9)
@@ -276,17 +316,23 @@ def _label(text: str) -> str:
 
 
 def source_caveats(target: Path, draft: Path | None, load: float) -> list[str]:
-    """What to be careful about: enlarged checkpoints, and a machine that is busy with something else (`load`: average)."""
+    """What to be careful about: enlarged checkpoints, and a machine that is busy with something else (`load`:
+    average).
+    """
     caveats = []
     for role, folder in (("target", target), ("draft", draft)):
         if folder is not None and is_widened(folder):
             caveats.append(
-                f"The {role} is a small trained checkpoint, widened: its added weights cost real time but cannot change its outputs. "
+                f"The {role} is a small trained checkpoint, widened: its added weights cost real time but "
+                "cannot change its outputs. "
                 "Acceptance is that of the small pair."
             )
     cores = os.cpu_count() or 1
     if load > 0.5 * cores:
-        caveats.append(f"The machine was busy when the run began: load average {load:.1f} on {cores} cores. Trust ratios, not absolute numbers.")
+        caveats.append(
+            f"The machine was busy when the run began: load average {load:.1f} on {cores} cores. Trust "
+            "ratios, not absolute numbers."
+        )
     return caveats
 
 

@@ -1,4 +1,6 @@
-"""A result as a few tables with all that is needed to judge them: for the terminal, for programs, and for the record."""
+"""A result as a few tables with all that is needed to judge them: for the terminal, for programs, and for the
+record.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ class SheetReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; the tables can be made from the rows again and are left out."""
-        return {f.name: as_plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name not in ("sheets", "explained")}
+        return {
+            f.name: as_plain(getattr(self, f.name))
+            for f in dataclasses.fields(self)
+            if f.name not in ("sheets", "explained")
+        }
 
     def json_line(self) -> str:
         """The report as one line of JSON."""

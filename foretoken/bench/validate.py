@@ -1,8 +1,8 @@
 """`foretoken simulate --measure`: what the simulator says of a trace, and what the engine then does with it.
 
-Every setting is calibrated on requests of their own (other prompts, other arrivals), then the traces are simulated, and only then
-run in real time. Beside the figures stands where an error comes from: each batch that really ran is put to the cost model again, and a
-probe tells whether the machine changed its pace meanwhile.
+Every setting is calibrated on requests of their own (other prompts, other arrivals), then the traces are simulated, and
+only then run in real time. Beside the figures stands where an error comes from: each batch that really ran is put to
+the cost model again, and a probe tells whether the machine changed its pace meanwhile.
 """
 
 from __future__ import annotations
@@ -12,19 +12,28 @@ from dataclasses import dataclass, fields, replace
 from statistics import median
 
 from foretoken.bench.answers import FROM_TEXT, Answer
-from foretoken.bench.calibrate import CALIBRATION, MEASURED, Calibration, Prompts, calibrate, real_steps, records_from, sample_jobs
+from foretoken.bench.calibrate import (
+    CALIBRATION,
+    MEASURED,
+    Calibration,
+    Prompts,
+    calibrate,
+    real_steps,
+    records_from,
+    sample_jobs,
+)
 from foretoken.bench.pace import pace_s
 from foretoken.bench.replay import Clock, Replayed, Serving, WallClock, replay
 from foretoken.config import SpecConfig
-from foretoken.plan.arrivals import Job
-from foretoken.plan.course import Known
-from foretoken.plan.outcome import Outcome, Served, outcome
 from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.plan.refine import refine
-from foretoken.plan.replica import Step
-from foretoken.plan.setting import Limits, Setting
-from foretoken.plan.simulate import simulate
-from foretoken.plan.traces import Server, built_in, sample
+from foretoken.simulate.arrivals import Job
+from foretoken.simulate.loads import Server, built_in, sample
+from foretoken.simulate.metrics import Served, SimMetrics, outcome
+from foretoken.simulate.refine import refine
+from foretoken.simulate.setting import Limits, SimSetting
+from foretoken.simulate.sim_engine import Step
+from foretoken.simulate.sim_request import Known
+from foretoken.simulate.simulate import simulate
 
 FIGURES = ("tokens_per_s", "latency_s_p50", "latency_s_p95", "ttft_s_p50", "ttft_s_p95")
 JUDGED = ("tokens_per_s", "latency_s_p95")  # what a prediction is judged by
@@ -39,9 +48,10 @@ _SAMPLED = 256  # requests of a built-in trace that stand for all of it before i
 class Causes:
     """Where an error may come from: predicted against measured, each pair as a ratio less one.
 
-    `step` and `draft`: seconds that the cost model gives the very batches that ran. `emitted`: tokens per pass of a request.
-    `rows`: rows of a decoding request. `batch`: requests per step. `pace`: seconds of a fixed probe beside the calibration against those
-    beside the run, so what `step` would be if all else were right. `outside_share` is the measured share of the time between steps.
+    `step` and `draft`: seconds that the cost model gives the very batches that ran. `emitted`: tokens per pass of a
+    request. `rows`: rows of a decoding request. `batch`: requests per step. `pace`: seconds of a fixed probe beside the
+    calibration against those beside the run, so what `step` would be if all else were right. `outside_share` is the
+    measured share of the time between steps.
     """
 
     step: float
@@ -59,8 +69,8 @@ class Comparison:
 
     trace: str
     jobs: tuple[Job, ...]
-    predicted: Outcome
-    measured: Outcome
+    predicted: SimMetrics
+    measured: SimMetrics
     causes: Causes
     requests: tuple[Served, ...]
 
@@ -79,10 +89,11 @@ class Comparison:
 class Trial:
     """What is done in turn: each setting is calibrated on about `calibration_requests`, then runs all traces.
 
-    A trace is its requests, or None for the built-in one of that name, which lasts `seconds` and comes at shares of what the setting manages.
+    A trace is its requests, or None for the built-in one of that name, which lasts `seconds` and comes at shares of
+    what the setting manages.
     """
 
-    settings: tuple[Setting, ...]
+    settings: tuple[SimSetting, ...]
     traces: Mapping[str, Sequence[Job] | None]
     limits: Limits
     seed: int = 0
@@ -116,38 +127,69 @@ class _Lab:
     """Runs and predicts; answers of all calibrations are kept, since any tells what a lookup would have guessed."""
 
     def __init__(
-        self, llm: Serving, encode: Callable[[str], list[int]], profile: Profile, specs: Mapping[str, SpecConfig], trial: Trial, tell: Tell
+        self,
+        llm: Serving,
+        encode: Callable[[str], list[int]],
+        profile: Profile,
+        specs: Mapping[str, SpecConfig],
+        trial: Trial,
+        tell: Tell,
     ) -> None:
         self._llm, self._profile, self._specs, self._trial, self._tell = llm, profile, specs, trial, tell
-        every = [job for name, jobs in trial.traces.items() for job in (sample(name, _SAMPLED, trial.seed) if jobs is None else jobs)]
+        every = [
+            job
+            for name, jobs in trial.traces.items()
+            for job in (sample(name, _SAMPLED, trial.seed) if jobs is None else jobs)
+        ]
         rate = Server(profile, trial.limits).capacity(every)
         self._others = sample_jobs(every, trial.calibration_requests, rate, trial.seed)
         self._prompts, self._other_prompts = Prompts(encode, MEASURED), Prompts(encode, CALIBRATION)
         self._answers: list[Answer] = []
 
-    def compare(self, setting: Setting) -> list[Comparison]:
-        """One setting on all traces, each right after a calibration of its own: the machine's pace changes from minute to minute."""
+    def compare(self, setting: SimSetting) -> list[Comparison]:
+        """One setting on all traces, each right after a calibration of its own: the machine's pace changes from minute
+        to minute.
+        """
         trial, spec, found = self._trial, spec_of(setting, self._specs), []
         for name, given in trial.traces.items():
             refined, known, calibration_s = self._calibrated(setting, spec)
             before_s = self._pace_s()
-            jobs = built_in(name, Server(refined, trial.limits, (setting,), known), trial.seed, trial.seconds) if given is None else given
+            jobs = (
+                built_in(name, Server(refined, trial.limits, (setting,), known), trial.seed, trial.seconds)
+                if given is None
+                else given
+            )
             self._tell(f"{setting.name}: {name}, simulated", 0)
             predicted, simulated = predict(refined, jobs, setting, known, trial)
             own = [replace(spec, tenant=f"{name} {setting.name} {index}") for index in range(len(jobs))]
             self._prompts.begin_anew()
-            done = replay(self._llm, jobs, self._prompts.cut(jobs), own, setting.name, trial.clock(), self._counter(f"{setting.name}: {name}"))
+            done = replay(
+                self._llm,
+                jobs,
+                self._prompts.cut(jobs),
+                own,
+                setting.name,
+                trial.clock(),
+                self._counter(f"{setting.name}: {name}"),
+            )
             pace = calibration_s / ((before_s + self._pace_s()) / 2) - 1
             found.append(
-                Comparison(name, tuple(jobs), predicted, done.outcome, causes(refined, setting, predicted, simulated, done, pace), done.served)
+                Comparison(
+                    name,
+                    tuple(jobs),
+                    predicted,
+                    done.outcome,
+                    causes(refined, setting, predicted, simulated, done, pace),
+                    done.served,
+                )
             )
         return found
 
-    def _calibrated(self, setting: Setting, spec: SpecConfig) -> tuple[Profile, Known, float]:
+    def _calibrated(self, setting: SimSetting, spec: SpecConfig) -> tuple[Profile, Known, float]:
         """The profile put right, what is known of guesses, and the probe's seconds meanwhile.
 
-        Where the controller is to choose, a run of its own choices tells what steps cost with drafts of all sizes; of drafters whose
-        guesses no text alone tells, another one with as many guesses in every round tells what stands.
+        Where the controller is to choose, a run of its own choices tells what steps cost with drafts of all sizes; of
+        drafters whose guesses no text alone tells, another one with as many guesses in every round tells what stands.
         """
         before_s = self._pace_s()
         free = spec.num_draft == "auto" and spec.drafter is not None
@@ -157,11 +199,20 @@ class _Lab:
         runs.append(self._calibrate(f"{setting.name}: calibration" + (", free" if runs else ""), spec))
         refined = refine(self._profile, runs[-1].steps, setting.drafter)
         calibration_s = (before_s + self._pace_s()) / 2
-        known: Known = {} if setting.drafter is None else {setting.drafter: records_from(self._llm, spec, runs[0], self._answers)}
+        known: Known = (
+            {} if setting.drafter is None else {setting.drafter: records_from(self._llm, spec, runs[0], self._answers)}
+        )
         return refined, known, calibration_s
 
     def _calibrate(self, words: str, spec: SpecConfig) -> Calibration:
-        found = calibrate(self._llm, self._others, self._other_prompts.cut(self._others), spec, self._trial.clock(), self._counter(words))
+        found = calibrate(
+            self._llm,
+            self._others,
+            self._other_prompts.cut(self._others),
+            spec,
+            self._trial.clock(),
+            self._counter(words),
+        )
         self._answers += found.answers
         return found
 
@@ -173,25 +224,31 @@ class _Lab:
         return lambda _finished: self._tell(words, 1)
 
 
-def spec_of(setting: Setting, specs: Mapping[str, SpecConfig]) -> SpecConfig:
+def spec_of(setting: SimSetting, specs: Mapping[str, SpecConfig]) -> SpecConfig:
     """What requests of a setting ask for."""
     if setting.drafter is None:
         return SpecConfig()
     return replace(specs[setting.drafter], num_draft="auto" if setting.num_draft is None else setting.num_draft)
 
 
-def predict(profile: Profile, jobs: Sequence[Job], setting: Setting, known: Known, trial: Trial) -> tuple[Outcome, list[Step]]:
+def predict(
+    profile: Profile, jobs: Sequence[Job], setting: SimSetting, known: Known, trial: Trial
+) -> tuple[SimMetrics, list[Step]]:
     """The median of each figure over simulations that differ by their luck, and the steps of the first."""
     steps: list[Step] = []
     outcomes = []
     for turn in range(_SEEDS):
         watch = None if turn else steps.append
-        outcomes.append(outcome(simulate(profile, jobs, setting, trial.limits, trial.seed + turn, known=known, watch=watch)))
-    numbers = [part.name for part in fields(Outcome) if isinstance(getattr(outcomes[0], part.name), int | float)]
+        outcomes.append(
+            outcome(simulate(profile, jobs, setting, trial.limits, trial.seed + turn, known=known, watch=watch))
+        )
+    numbers = [part.name for part in fields(SimMetrics) if isinstance(getattr(outcomes[0], part.name), int | float)]
     return replace(outcomes[0], **{name: median(getattr(one, name) for one in outcomes) for name in numbers}), steps
 
 
-def causes(profile: Profile, setting: Setting, predicted: Outcome, steps: Sequence[Step], done: Replayed, pace: float) -> Causes:
+def causes(
+    profile: Profile, setting: SimSetting, predicted: SimMetrics, steps: Sequence[Step], done: Replayed, pace: float
+) -> Causes:
     """The decomposition of one comparison; `pace` as in `Causes`."""
     real = real_steps(done)
     said_s = sum(profile.step_s(one.decode_rows, one.contexts, one.prompt_tokens) for one in real)
@@ -217,7 +274,9 @@ def median_profile(profiles: Sequence[Profile]) -> Profile:
     """Several passes of one measurement as one: the median of every point that all of them have."""
     first = profiles[0]
     drafters = {name: _median_cost([one.drafters[name] for one in profiles]) for name in first.drafters}
-    curves = {name: _median_curve([getattr(one, name) for one in profiles]) for name in ("rows", "batch", "context", "chunk")}
+    curves = {
+        name: _median_curve([getattr(one, name) for one in profiles]) for name in ("rows", "batch", "context", "chunk")
+    }
     caveats = tuple(dict.fromkeys(text for one in profiles for text in one.caveats))
     return replace(first, **curves, drafters=drafters, caveats=caveats)  # type: ignore[arg-type]  # mypy takes the curves for any field
 
@@ -229,7 +288,13 @@ def _median_cost(costs: Sequence[DrafterCost]) -> DrafterCost:
 
 def _median_curve(curves: Sequence[Curve]) -> Curve:
     told = [dict(curve.points) for curve in curves]
-    return Curve(tuple((count, median(points[count] for points in told)) for count in told[0] if all(count in points for points in told)))
+    return Curve(
+        tuple(
+            (count, median(points[count] for points in told))
+            for count in told[0]
+            if all(count in points for points in told)
+        )
+    )
 
 
 def _rows_per_request(steps: Sequence[Step]) -> float:

@@ -16,33 +16,51 @@ from foretoken.bench.calibrate import slice_of
 from foretoken.bench.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.profile import measure_profile
 from foretoken.bench.report import machine, print_notes, source_caveats, versions
-from foretoken.bench.validate import FIGURES, JUDGED, TOLERANCE, Causes, Comparison, Tell, Trial, compare, median_profile
+from foretoken.bench.validate import (
+    FIGURES,
+    JUDGED,
+    TOLERANCE,
+    Causes,
+    Comparison,
+    Tell,
+    Trial,
+    compare,
+    median_profile,
+)
 from foretoken.config import SpecConfig
+from foretoken.control.queue import SchedulerConfig
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError, StorageError
 from foretoken.files import to_json
 from foretoken.model.open import model_folder
-from foretoken.plan.admission import SchedulerConfig
-from foretoken.plan.arrivals import Job
 from foretoken.plan.profile import Profile
-from foretoken.plan.setting import Limits, Setting
 from foretoken.printing.console import Console
+from foretoken.simulate.arrivals import Job
+from foretoken.simulate.setting import Limits, SimSetting
 
 _MOST_PASSES, _PASSES_S = 3, 60.0  # a profile is measured again until so much time is spent
-_WORDS = {"tokens_per_s": "tok/s", "latency_s_p50": "whole answer", "latency_s_p95": "p95", "ttft_s_p50": "first token", "ttft_s_p95": "p95"}
+_WORDS = {
+    "tokens_per_s": "tok/s",
+    "latency_s_p50": "whole answer",
+    "latency_s_p95": "p95",
+    "ttft_s_p50": "first token",
+    "ttft_s_p95": "p95",
+}
 
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """What to validate: models, settings, traces by name (requests, or None for a built-in one of that name) and limits.
+    """What to validate: models, settings, traces by name (requests, or None for a built-in one of that name) and
+    limits.
 
-    `threads=None` leaves torch's own number; `seconds` is how long a built-in trace lasts, chosen by the machine if None.
+    `threads=None` leaves torch's own number; `seconds` is how long a built-in trace lasts, chosen by the machine if
+    None.
     """
 
     target: str
     draft: str | None
-    settings: tuple[Setting, ...]
+    settings: tuple[SimSetting, ...]
     traces: Mapping[str, Sequence[Job] | None]
     max_batch_size: int = 16
     max_prompt_tokens: int = 512
@@ -125,10 +143,30 @@ def run_validation(options: MeasureOptions, command: str, tell: Tell = lambda _w
             block_tokens=llm.target.footprint_tokens(1),
             max_context_tokens=llm.target.max_context_tokens,
         )
-        rows = compare(llm, llm.encode, profile, specs, Trial(options.settings, options.traces, limits, options.seed, options.seconds), tell)
-    shown = {**asdict(options), "settings": [setting.name for setting in options.settings], "traces": list(options.traces)}
+        rows = compare(
+            llm,
+            llm.encode,
+            profile,
+            specs,
+            Trial(options.settings, options.traces, limits, options.seed, options.seconds),
+            tell,
+        )
+    shown = {
+        **asdict(options),
+        "settings": [setting.name for setting in options.settings],
+        "traces": list(options.traces),
+    }
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return Validation(command, date, machine(), versions(), shown, profile, tuple(rows), tuple(dict.fromkeys((*caveats, *profile.caveats))))
+    return Validation(
+        command,
+        date,
+        machine(),
+        versions(),
+        shown,
+        profile,
+        tuple(rows),
+        tuple(dict.fromkeys((*caveats, *profile.caveats))),
+    )
 
 
 def _choices(options: MeasureOptions) -> dict[str, DrafterChoice]:
@@ -136,9 +174,13 @@ def _choices(options: MeasureOptions) -> dict[str, DrafterChoice]:
     choices = {choice.name: choice for choice in parse_drafters(names)}
     for name, choice in choices.items():
         if "prediction" in choice.needs:
-            raise ConfigError("settings", name, "needs a prediction for each prompt, and requests of a trace carry none; leave it out")
+            raise ConfigError(
+                "settings", name, "needs a prediction for each prompt, and requests of a trace carry none; leave it out"
+            )
         if "draft" in choice.needs and options.draft is None:
-            raise ConfigError("draft", None, f"drafter {name} needs a draft; give its folder, or leave {name} out of the settings")
+            raise ConfigError(
+                "draft", None, f"drafter {name} needs a draft; give its folder, or leave {name} out of the settings"
+            )
     return choices
 
 
@@ -146,7 +188,12 @@ def _profile(llm: LLM, specs: Mapping[str, SpecConfig], options: MeasureOptions,
     """Several passes of the measurement behind `foretoken bench --profile`, on the open target."""
     factory = DrafterFactory(llm.folder, llm.target, llm.tokenizer, ModelOptions(options.dtype, options.device))
     drafters = {name: (spec, factory.make(spec)) for name, spec in specs.items()}
-    about = {"name": options.target, "dtype": options.dtype, "device": str(llm.target.device), "threads": torch.get_num_threads()}
+    about = {
+        "name": options.target,
+        "dtype": options.dtype,
+        "device": str(llm.target.device),
+        "threads": torch.get_num_threads(),
+    }
     began, found = time.perf_counter(), list[Profile]()
     while not found or (len(found) < _MOST_PASSES and time.perf_counter() - began < _PASSES_S):
         words = f"profile, pass {len(found) + 1}"
@@ -178,7 +225,9 @@ def print_validation(found: Validation, file: Path | None, console: Console | No
     """Predicted, measured and error of each figure; then where errors come from."""
     console = console or Console()
     names = [(row.trace, row.predicted.setting) for row in found.rows]
-    figures = [(*name, *(_cell(row, figure) for figure in FIGURES)) for name, row in zip(names, found.rows, strict=True)]
+    figures = [
+        (*name, *(_cell(row, figure) for figure in FIGURES)) for name, row in zip(names, found.rows, strict=True)
+    ]
     styles = [None if row.holds else "red" for row in found.rows]
     headings = ("trace", "setting", *(_WORDS[figure] for figure in FIGURES))
     console.table(headings, figures, title="predicted | measured  error", justify="llr", styles=styles)

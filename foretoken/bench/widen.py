@@ -1,13 +1,14 @@
 """Function-preserving enlargement: a small checkpoint's answers at a large checkpoint's cost.
 
-The output folder is an ordinary model of the same family. It computes the small model's logits, but every token costs what
-a model of the new size costs, because almost all added weights are random and non-zero (after Net2Net, Chen et al.
+The output folder is an ordinary model of the same family. It computes the small model's logits, but every token costs
+what a model of the new size costs, because almost all added weights are random and non-zero (after Net2Net, Chen et al.
 1511.05641). How nothing added reaches the output:
 
     residual stream   D = c * d channels hold c copies of the live d. The mean square is that of one copy, so norms keep
                       their weights and epsilon on the first copy; on the others the norm weight is 0, and whatever
                       reads those channels (q, k, v, gate, up, an untied head) may be random.
-    heads, neurons    a dead key/value head has v = 0, a dead neuron has up = 0: their rows are 0 on the live channels and
+    heads, neurons    a dead key/value head has v = 0, a dead neuron has up = 0: their rows are 0 on the live channels
+    and
                       random on the others. What they feed is an exact 0, so o_proj and down_proj are random there.
     layers            an added layer has dead heads and neurons only, so it adds an exact 0. They stand between the live
                       ones at even distances.
@@ -69,8 +70,9 @@ def widen(
 ) -> Widened:
     """Write into `out` a checkpoint of size `to` that computes what the one in `source` computes.
 
-    `to` is a preset ("50m" ... "8b": total parameters, about) or "hidden=..,intermediate=..,layers=..,heads=..,kv_heads=..".
-    `progress(done, total)` counts parameters. At most one shard of `shard_bytes` is held in memory.
+    `to` is a preset ("50m" ... "8b": total parameters, about) or
+    "hidden=..,intermediate=..,layers=..,heads=..,kv_heads=..". `progress(done, total)` counts parameters. At most one
+    shard of `shard_bytes` is held in memory.
 
     Raises:
         InputError: unknown preset, or a size below the source's or not reachable from it.
@@ -87,7 +89,9 @@ def widen(
             raise StorageError(f"{out} exists already; choose another folder or remove it")
         with writing_folder(out.parent, f".{out.name}.writing-") as work:
             _check_room(work, total * stored.itemsize)
-            counts = _write(Weights(source), target, work, seed, stored, shard_bytes, progress or (lambda _done, _total: None))
+            counts = _write(
+                Weights(source), target, work, seed, stored, shard_bytes, progress or (lambda _done, _total: None)
+            )
             result = Widened(out, target.config, total, counts.dead / total, counts.nonzero / total)
             note = _note(source, to, seed, config, result)
             raw = config_to_hf(replace(target.config, dtype=str(stored).removeprefix("torch."))) | {"widened": note}
@@ -113,7 +117,9 @@ def _check_room(folder: Path, num_bytes: int) -> None:
     """
     free = shutil.disk_usage(folder).free
     if free < num_bytes * 1.02:
-        raise StorageError(f"{folder.parent} has {free / 1e9:.1f} GB free, the checkpoint needs {num_bytes / 1e9:.1f} GB")
+        raise StorageError(
+            f"{folder.parent} has {free / 1e9:.1f} GB free, the checkpoint needs {num_bytes / 1e9:.1f} GB"
+        )
 
 
 def _note(source: Path, to: str, seed: int, config: ModelConfig, result: Widened) -> dict[str, object]:
@@ -125,7 +131,10 @@ def _note(source: Path, to: str, seed: int, config: ModelConfig, result: Widened
         "parameters": result.num_parameters,
         "dead_share": round(result.dead_share, 6),
         "nonzero_share": round(result.nonzero_share, 6),
-        "meaning": "computes the source's logits; added weights are random and do not reach the output; for measuring cost only",
+        "meaning": (
+            "computes the source's logits; added weights are random and do not reach the output; for "
+            "measuring cost only"
+        ),
     }
 
 
@@ -136,7 +145,13 @@ class _Counts:
 
 
 def _write(
-    weights: Weights, target: Plan, folder: Path, seed: int, dtype: torch.dtype, shard_bytes: int, progress: Callable[[int, int], None]
+    weights: Weights,
+    target: Plan,
+    folder: Path,
+    seed: int,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    progress: Callable[[int, int], None],
 ) -> _Counts:
     """Write the shards, and their index when there is more than one."""
     maker = _Maker(weights, target, dtype, seed)
@@ -185,8 +200,12 @@ class _Maker:
         small, big = target.source, target.config
         copies = big.hidden_size // small.hidden_size
         self.written = torch.arange(small.hidden_size).repeat(copies)  # [D]: every copy is written alike
-        self.read = torch.cat((torch.arange(small.hidden_size), _dead(big.hidden_size - small.hidden_size)))  # [D]: one is read
-        self.neurons = torch.cat((torch.arange(small.intermediate_size), _dead(big.intermediate_size - small.intermediate_size)))
+        self.read = torch.cat(
+            (torch.arange(small.hidden_size), _dead(big.hidden_size - small.hidden_size))
+        )  # [D]: one is read
+        self.neurons = torch.cat(
+            (torch.arange(small.intermediate_size), _dead(big.intermediate_size - small.intermediate_size))
+        )
         self.q_rows = _channels(target.query_heads, small.head_dim)
         self.kv_rows = _channels(target.kv_heads, small.head_dim)
         self.pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(seed))
@@ -199,7 +218,9 @@ class _Maker:
         q, kv = big.num_heads * big.head_dim, big.num_kv_heads * big.head_dim
         listed: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (big.vocab_size, hidden))]
         for layer in range(big.num_layers):
-            listed += [(f"model.layers.{layer}.{name}", shape) for name, shape in _layer_shapes(big, hidden, wide, q, kv)]
+            listed += [
+                (f"model.layers.{layer}.{name}", shape) for name, shape in _layer_shapes(big, hidden, wide, q, kv)
+            ]
         listed.append(("model.norm.weight", (hidden,)))
         if not big.tie_embeddings:
             listed.append(("lm_head.weight", (big.vocab_size, hidden)))
@@ -232,7 +253,8 @@ class _Maker:
             return self._bias(like, rows, silent_rows, live, start)
         tensor, dead = self._matrix(like, rows, columns, start)
         if silent_rows is not None:
-            # A dead row must give an exact 0: the channels it could read from are zeroed, the silenced ones stay random.
+            # A dead row must give an exact 0: the channels it could read from are zeroed, the silenced ones stay
+            # random.
             tensor[silent_rows[:, None] & (self.read >= 0)[None, :]] = 0
         if silent_columns is not None:
             tensor[:, silent_columns] = 0
@@ -256,7 +278,9 @@ class _Maker:
         full = self._noise((len(rows), len(columns)), float(small.float().std()), start)
         live_rows, live_columns = (rows >= 0).nonzero()[:, 0], (columns >= 0).nonzero()[:, 0]
         if len(live_rows) and len(live_columns):
-            full[live_rows[:, None], live_columns[None, :]] = small[rows[live_rows]][:, columns[live_columns]].to(self.dtype)
+            full[live_rows[:, None], live_columns[None, :]] = small[rows[live_rows]][:, columns[live_columns]].to(
+                self.dtype
+            )
         return full, full.numel() - len(live_rows) * len(live_columns)
 
     def _bias(self, like: str, rows: Tensor, silent: Tensor | None, live: bool, start: int) -> tuple[Tensor, int]:

@@ -1,4 +1,6 @@
-"""The shape of a widened model: from a preset or an explicit size to a configuration and a place for every live part."""
+"""The shape of a widened model: from a preset or an explicit size to a configuration and a place for every live
+part.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ PRESETS = {
     "3b": _Preset(3_000_000_000, 3072, 28),
     "8b": _Preset(8_000_000_000, 4096, 32),
 }
-_KEYS = {"hidden": "hidden_size", "intermediate": "intermediate_size", "layers": "num_layers", "heads": "num_heads", "kv_heads": "num_kv_heads"}
+_KEYS = {
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "layers": "num_layers",
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,11 @@ def plan(source: ModelConfig, to: str) -> Plan:
     size = _explicit(source, to) if "=" in to else _from_preset(source, to)
     _check(source, size, to)
     layers = _spread(source.num_layers, size.num_layers)
-    windows = tuple(source.window(live) if live >= 0 else source.window(0) for live in layers) if source.sliding_window else ()
+    windows = (
+        tuple(source.window(live) if live >= 0 else source.window(0) for live in layers)
+        if source.sliding_window
+        else ()
+    )
     query, kv, leaky = _heads(source, size)
     return Plan(source, replace(size, sliding_window=windows), layers, query, kv, leaky)
 
@@ -64,7 +76,9 @@ def _explicit(source: ModelConfig, to: str) -> ModelConfig:
     for part in to.split(","):
         key, _, value = part.strip().partition("=")
         if key not in _KEYS:
-            raise InputError("to", to, f"unknown key {key!r}; known: {', '.join(_KEYS)}, or a preset: {', '.join(PRESETS)}")
+            raise InputError(
+                "to", to, f"unknown key {key!r}; known: {', '.join(_KEYS)}, or a preset: {', '.join(PRESETS)}"
+            )
         if not is_count(value.strip()):
             raise InputError("to", to, f"{key} must be a whole number")
         sizes[_KEYS[key]] = int(value)
@@ -74,7 +88,11 @@ def _explicit(source: ModelConfig, to: str) -> ModelConfig:
 def _from_preset(source: ModelConfig, to: str) -> ModelConfig:
     """The widest shape near the preset's whose intermediate size, solved from the total, holds the source's."""
     if to.lower() not in PRESETS:
-        raise InputError("to", to, f"choose a preset ({', '.join(PRESETS)}) or hidden=..,intermediate=..,layers=..,heads=..,kv_heads=..")
+        raise InputError(
+            "to",
+            to,
+            f"choose a preset ({', '.join(PRESETS)}) or hidden=..,intermediate=..,layers=..,heads=..,kv_heads=..",
+        )
     preset = PRESETS[to.lower()]
     if source.num_parameters >= preset.parameters:
         raise InputError("to", to, f"the source has {source.num_parameters:,} parameters already; choose a larger size")
@@ -82,13 +100,17 @@ def _from_preset(source: ModelConfig, to: str) -> ModelConfig:
     for copies in range(max(1, round(preset.hidden / source.hidden_size)), 0, -1):
         hidden = copies * source.hidden_size
         heads, kv_heads = _num_heads(source, hidden)
-        narrow = replace(source, hidden_size=hidden, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=0)
+        narrow = replace(
+            source, hidden_size=hidden, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=0
+        )
         per_column = (replace(narrow, intermediate_size=1).num_parameters - narrow.num_parameters) or 1
         columns = (preset.parameters - narrow.num_parameters) / per_column
         intermediate = max(64 * round(columns / 64), 0)
         if intermediate >= source.intermediate_size:
             return replace(narrow, intermediate_size=intermediate)
-    raise InputError("to", to, "the source's layers, width and vocabulary do not fit into that many parameters; choose a larger size")
+    raise InputError(
+        "to", to, "the source's layers, width and vocabulary do not fit into that many parameters; choose a larger size"
+    )
 
 
 def _num_heads(source: ModelConfig, hidden: int) -> tuple[int, int]:
@@ -106,16 +128,27 @@ def _check(source: ModelConfig, size: ModelConfig, to: str) -> None:
             raise InputError("to", to, f"{key}={want} is below the source's {have}; a model can only grow")
     if size.hidden_size % source.hidden_size:
         near = source.hidden_size * max(1, round(size.hidden_size / source.hidden_size))
-        raise InputError("to", to, f"hidden={size.hidden_size} must be a multiple of the source's {source.hidden_size}, such as {near}")
+        raise InputError(
+            "to",
+            to,
+            f"hidden={size.hidden_size} must be a multiple of the source's {source.hidden_size}, such as {near}",
+        )
     if size.num_heads % size.num_kv_heads:
         raise InputError("to", to, f"heads={size.num_heads} must be a multiple of kv_heads={size.num_kv_heads}")
     if size.model_type == "llama" and size.hidden_size % size.num_heads:
-        raise InputError("to", to, f"hidden={size.hidden_size} must be a multiple of heads={size.num_heads} in a llama model")
+        raise InputError(
+            "to", to, f"hidden={size.hidden_size} must be a multiple of heads={size.num_heads} in a llama model"
+        )
     needed = source.num_kv_heads * _copies_of_group(source, size)
     if size.num_kv_heads < needed:
         small = size.num_heads // size.num_kv_heads
         raise InputError(
-            "to", to, f"with {small} heads to a group, kv_heads={size.num_kv_heads} cannot hold the source's heads; give at least {needed}"
+            "to",
+            to,
+            (
+                f"with {small} heads to a group, kv_heads={size.num_kv_heads} cannot hold the source's heads; "
+                f"give at least {needed}"
+            ),
         )
 
 

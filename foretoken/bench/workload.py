@@ -35,7 +35,9 @@ _BEFORE, _AFTER = "\n# Before:\n", "\n# After:\n"
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked, the text that really followed there (None when nobody knows), and what one would expect (for `predicted`)."""
+    """What is asked, the text that really followed there (None when nobody knows), and what one would expect (for
+    `predicted`).
+    """
 
     name: str
     slice: str
@@ -60,7 +62,11 @@ def slices(names: Iterable[str] = SLICES, per_slice: int = 4, corpus: Corpus | N
             raise InputError("slices", name, f"choose from {', '.join(SLICES)}")
         chosen = [without_trailing_space(prompt) for prompt in _spread(_MAKERS[name](held_out), per_slice)]
         if not chosen:
-            raise InputError("slices", name, "the standard library here has no text for it; leave it out, or give prompts of your own")
+            raise InputError(
+                "slices",
+                name,
+                "the standard library here has no text for it; leave it out, or give prompts of your own",
+            )
         prompts.extend(chosen)
     return tuple(prompts)
 
@@ -72,7 +78,9 @@ def _held_out_documents() -> list[Document]:
     for module in sorted(HELD_OUT_MODULES):
         files = [root / f"{module}.py"] if (root / f"{module}.py").is_file() else sorted((root / module).rglob("*.py"))
         for path in files:
-            found.extend(documents(path.relative_to(root).as_posix(), path.read_bytes().decode("utf-8").replace("\r\n", "\n")))
+            found.extend(
+                documents(path.relative_to(root).as_posix(), path.read_bytes().decode("utf-8").replace("\r\n", "\n"))
+            )
     return found
 
 
@@ -94,7 +102,12 @@ def _code(held_out: Sequence[Document]) -> Iterator[Prompt]:
         body = _offset(document.text, node.body[0].lineno)
         if body < _PROMPT_CHARS:
             continue
-        yield Prompt(f"{document.name}:{node.name}", "code", _tail(document.text[:body], _PROMPT_CHARS), _rest(document.text, body, node))
+        yield Prompt(
+            f"{document.name}:{node.name}",
+            "code",
+            _tail(document.text[:body], _PROMPT_CHARS),
+            _rest(document.text, body, node),
+        )
 
 
 def _docstring(held_out: Sequence[Document]) -> Iterator[Prompt]:
@@ -120,7 +133,13 @@ def _edit(held_out: Sequence[Document]) -> Iterator[Prompt]:
     for number, document in enumerate(held_out):
         head, found, answer = document.text.partition(_AFTER)
         if document.slice == "edit" and found and len(head) <= 2 * _PROMPT_CHARS:
-            yield Prompt(f"{document.name}:edit{number}", "edit", head + found, answer, prediction=head.partition(_BEFORE)[2] + "\n")
+            yield Prompt(
+                f"{document.name}:edit{number}",
+                "edit",
+                head + found,
+                answer,
+                prediction=head.partition(_BEFORE)[2] + "\n",
+            )
 
 
 def _json(held_out: Sequence[Document]) -> Iterator[Prompt]:
@@ -191,7 +210,9 @@ def _tail(text: str, limit: int) -> str:
 
 def _spread(prompts: Iterable[Prompt], count: int) -> list[Prompt]:
     """The first `count` prompts, one module after the other; long answers and then a fixed hash decide the order."""
-    ranked = in_turns(sorted(prompts, key=lambda p: (len(p.continuation or "") < _ANSWER_CHARS, zlib.crc32(p.name.encode()), p.name)))
+    ranked = in_turns(
+        sorted(prompts, key=lambda p: (len(p.continuation or "") < _ANSWER_CHARS, zlib.crc32(p.name.encode()), p.name))
+    )
     ranked.sort(key=lambda p: len(p.continuation or "") < _ANSWER_CHARS)  # stable: keeps the turns
     return ranked[:count]
 

@@ -33,7 +33,10 @@ def report(llm: LLM, output: GenerateOutput, show: bool, as_json: bool, streamed
         print_json(first | ({"others": others} if others else {}))
         return
     stats = output.stats
-    line = f"{stats.num_emitted} tokens in {stats.num_steps} steps, {stats.tokens_per_s:.1f} tokens/s, first token after {stats.ttft_s:.2f} s"
+    line = (
+        f"{stats.num_emitted} tokens in {stats.num_steps} steps, {stats.tokens_per_s:.1f} tokens/s, "
+        f"first token after {stats.ttft_s:.2f} s"
+    )
     if stats.num_drafted:
         line += f"; {stats.num_accepted} of {stats.num_drafted} guesses kept ({stats.acceptance_rate:.0%})"
         line += f", {stats.wasted_s:.2f} of {stats.draft_s + stats.verify_s:.2f} s wasted on others"

@@ -1,7 +1,8 @@
 """The `foretoken` command: verbs, settings from flags, environment and `foretoken.toml`, errors as exit codes.
 
-Exit codes: 0 ok; 1 failure; 2 usage; 3 a model that cannot be used, or does not fit its draft; 4 input or output; 5 a gate not met;
-130 Ctrl-C; 129 SIGHUP and 143 SIGTERM, after cleaning up; 141 standard output was closed by its reader, as of any program under `| head`.
+Exit codes: 0 ok; 1 failure; 2 usage; 3 a model that cannot be used, or does not fit its draft; 4 input or output; 5 a
+gate not met; 130 Ctrl-C; 129 SIGHUP and 143 SIGTERM, after cleaning up; 141 standard output was closed by its reader,
+as of any program under `| head`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
 ) -> None:
     """Options of the command itself."""
 
@@ -79,7 +82,9 @@ def run(arguments: list[str]) -> int:
     command = _command()
     try:
         origins.check_environment(command)
-        code = command.main(args=arguments, prog_name="foretoken", standalone_mode=False, default_map=origins.default_map(command))
+        code = command.main(
+            args=arguments, prog_name="foretoken", standalone_mode=False, default_map=origins.default_map(command)
+        )
         if code == INTERRUPTED:  # typer makes an exit of Ctrl-C
             raise KeyboardInterrupt
         return int(code or 0)

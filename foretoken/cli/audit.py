@@ -52,12 +52,16 @@ def audit(
     rule: RuleOption = "auto",
     allow_lossy: AllowLossyOption = False,
     draft_probability: DraftProbabilityOption = "1",
-    min_confidence: Annotated[float, typer.Option(help="Stop guessing where the draft's likeliest token has less than this.")] = 0.0,
+    min_confidence: Annotated[
+        float, typer.Option(help="Stop guessing where the draft's likeliest token has less than this.")
+    ] = 0.0,
     draft_top_k: Annotated[int, typer.Option(help="Guess from the draft's k likeliest tokens; 0 = all.")] = 0,
     draft_vocabulary: DraftVocabularyOption = "auto",
     tree: TreeOption = "chain",
     branching: BranchingOption = None,
-    prompts: Annotated[Path | None, typer.Option(help="A prompt per line, or JSON lines with `prompt` or `prompt_ids`.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A prompt per line, or JSON lines with `prompt` or `prompt_ids`.")
+    ] = None,
     num_prompts: Annotated[int, typer.Option(help="Answers at each temperature; prompts are taken in turn.")] = 16,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
     temperatures: Annotated[str, typer.Option(help="Temperatures, separated by commas.")] = "0,0.8",
@@ -92,7 +96,9 @@ def audit(
     else:
         print_report(report)
     if report.failed:
-        raise GateError("audit failed: " + "; ".join(dict.fromkeys(f"{check.name} ({check.where})" for check in report.failed)))
+        raise GateError(
+            "audit failed: " + "; ".join(dict.fromkeys(f"{check.name} ({check.where})" for check in report.failed))
+        )
 
 
 def _run(options: AuditOptions, prompts: Path | None, out: Path | None) -> AuditReport:

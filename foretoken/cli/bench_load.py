@@ -24,14 +24,26 @@ LOAD = "Batches, changing load, recovery"  # the part of the help in which their
 _COMMON = frozenset({"target", "dtype", "device", "threads", "repeats", "table", "out", "name", "seed", "as_json"})
 _TEXTS = frozenset({"draft", "settings", "prompts", "prompt_tokens", "max_tokens"})
 _ENGINE = frozenset(
-    {"cache_tokens", "cache_reserve", "max_batch_size", "max_prompt_tokens", "max_step_tokens", "min_tokens_to_speculate", "max_speculating_requests"}
+    {
+        "cache_tokens",
+        "cache_reserve",
+        "max_batch_size",
+        "max_prompt_tokens",
+        "max_step_tokens",
+        "min_tokens_to_speculate",
+        "max_speculating_requests",
+    }
 )
 _TAKES: Mapping[str, frozenset[str]] = {
     "batches": _COMMON | _TEXTS | _ENGINE | {"batches", "slices", "prompts_per_slice", "warmup"},
     "trace": _COMMON | _TEXTS | _ENGINE | {"trace", "phase_s"},
     "recovery": _COMMON | {"recovery", "batches"},
 }
-_RUNS: Mapping[str, Callable[[LoadOptions, str], SheetReport]] = {"batches": run_batches, "trace": run_trace, "recovery": run_recovery}
+_RUNS: Mapping[str, Callable[[LoadOptions, str], SheetReport]] = {
+    "batches": run_batches,
+    "trace": run_trace,
+    "recovery": run_recovery,
+}
 _RECOVERY_BATCHES = (1, 4)
 
 
@@ -108,7 +120,9 @@ def refuse_others(context: typer.Context, kind: str, takes: Collection[str]) -> 
     given = [str(p.name) for p in context.command.params if was_given(context, str(p.name))]
     for other in given:
         if other not in takes:
-            raise ConfigError(other, context.params[other], f"does not go with --{kind}, which takes {', '.join(sorted(takes))}")
+            raise ConfigError(
+                other, context.params[other], f"does not go with --{kind}, which takes {', '.join(sorted(takes))}"
+            )
     return given
 
 

@@ -45,36 +45,79 @@ def _check_threads(value: int | None) -> int | None:
     return value
 
 
-TargetOption = Annotated[str, typer.Option("--target", "-t", help="The model whose answers you want: a folder, a hub id, or reference:target.")]
-DrafterOption = Annotated[str | None, typer.Option(help=f"Who guesses ahead: {', '.join(DRAFTERS)}. Without it, plain decoding.")]
-DraftOption = Annotated[str | None, typer.Option(help="The draft model for --drafter draft_model: a folder, a hub id, or reference:draft.")]
-DraftDtypeOption = Annotated[str, typer.Option(help=f"Format of the draft model's weights: {', '.join(DRAFT_DTYPES)}; auto is what --dtype says.")]
+TargetOption = Annotated[
+    str,
+    typer.Option("--target", "-t", help="The model whose answers you want: a folder, a hub id, or reference:target."),
+]
+DrafterOption = Annotated[
+    str | None, typer.Option(help=f"Who guesses ahead: {', '.join(DRAFTERS)}. Without it, plain decoding.")
+]
+DraftOption = Annotated[
+    str | None, typer.Option(help="The draft model for --drafter draft_model: a folder, a hub id, or reference:draft.")
+]
+DraftDtypeOption = Annotated[
+    str,
+    typer.Option(help=f"Format of the draft model's weights: {', '.join(DRAFT_DTYPES)}; auto is what --dtype says."),
+]
 NumDraftOption = Annotated[str, typer.Option(help="How many tokens to guess per step: a number, or auto.")]
 RuleOption = Annotated[str, typer.Option(help=f"Which rule decides what stands: {', '.join(RULES)}.")]
-AllowLossyOption = Annotated[bool, typer.Option("--allow-lossy", help="Allow a rule that changes the target's law (typical).")]
-DraftProbabilityOption = Annotated[str, typer.Option(help="Chance that a position is drafted at all: a number in (0, 1], or auto.")]
-DraftVocabularyOption = Annotated[str, typer.Option(help=f"How to use a draft whose tokenizer is not the target's: {', '.join(DRAFT_VOCABULARIES)}.")]
+AllowLossyOption = Annotated[
+    bool, typer.Option("--allow-lossy", help="Allow a rule that changes the target's law (typical).")
+]
+DraftProbabilityOption = Annotated[
+    str, typer.Option(help="Chance that a position is drafted at all: a number in (0, 1], or auto.")
+]
+DraftVocabularyOption = Annotated[
+    str, typer.Option(help=f"How to use a draft whose tokenizer is not the target's: {', '.join(DRAFT_VOCABULARIES)}.")
+]
 TreeOption = Annotated[str, typer.Option(help=f"The shape of a draft model's guesses: {', '.join(TREES)}.")]
-BranchingOption = Annotated[str | None, typer.Option(help="Most guesses after one guess of a tree: a number, or one for each depth, as 4,2,1.")]
-PartsOption = Annotated[str, typer.Option(help=f"What {' or '.join(COMPOSITES)} works with, separated by commas, cheapest first.")]
+BranchingOption = Annotated[
+    str | None, typer.Option(help="Most guesses after one guess of a tree: a number, or one for each depth, as 4,2,1.")
+]
+PartsOption = Annotated[
+    str, typer.Option(help=f"What {' or '.join(COMPOSITES)} works with, separated by commas, cheapest first.")
+]
 CombineOption = Annotated[str, typer.Option(help=f"How the parts of a mix work together: {', '.join(COMBINE)}.")]
-NumericsOption = Annotated[str, typer.Option(help="default, or strict: logits bitwise the same however rows are batched.", callback=_check_numerics)]
+NumericsOption = Annotated[
+    str,
+    typer.Option(
+        help="default, or strict: logits bitwise the same however rows are batched.", callback=_check_numerics
+    ),
+]
 DtypeOption = Annotated[
-    str, typer.Option(help="Format of the weights: auto (as stored), bfloat16, float16, float32, float64.", callback=_check_dtype)
+    str,
+    typer.Option(
+        help="Format of the weights: auto (as stored), bfloat16, float16, float32, float64.", callback=_check_dtype
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:N.", callback=_check_device)]
-ThreadsOption = Annotated[int | None, typer.Option(help="Threads of every engine; without it, torch's own number.", callback=_check_threads)]
-CacheOption = Annotated[int | None, typer.Option(help="Tokens that the key/value cache holds; without it, enough for one whole context.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option(help="Threads of every engine; without it, torch's own number.", callback=_check_threads)
+]
+CacheOption = Annotated[
+    int | None, typer.Option(help="Tokens that the key/value cache holds; without it, enough for one whole context.")
+]
 CostProfileOption = Annotated[
-    str, typer.Option(help="What steps cost: auto (kept from an earlier start, or measured at this one), off, measure, or a file of bench --profile.")
+    str,
+    typer.Option(
+        help=(
+            "What steps cost: auto (kept from an earlier start, or measured at this one), off, measure, or a "
+            "file of bench --profile."
+        )
+    ),
 ]
 MaxBatchSizeOption = Annotated[int, typer.Option(help="Answers that run at once.")]
 MaxPromptTokensOption = Annotated[int, typer.Option(help="Prompt tokens that a step takes.")]
-MaxStepTokensOption = Annotated[int | None, typer.Option(help="Rows of a step altogether: prompts, guesses, and one for each answer; no bound.")]
+MaxStepTokensOption = Annotated[
+    int | None, typer.Option(help="Rows of a step altogether: prompts, guesses, and one for each answer; no bound.")
+]
 CacheReserveOption = Annotated[float, typer.Option(help="Share of the cache that stays free when an answer begins.")]
-MinTokensToSpeculateOption = Annotated[int, typer.Option(help="With an open number of guesses: answers of fewer tokens are not guessed for.")]
+MinTokensToSpeculateOption = Annotated[
+    int, typer.Option(help="With an open number of guesses: answers of fewer tokens are not guessed for.")
+]
 MaxSpeculatingOption = Annotated[
-    int | None, typer.Option(help="With an open number of guesses: nobody guesses while more answers run than this; no limit.")
+    int | None,
+    typer.Option(help="With an open number of guesses: nobody guesses while more answers run than this; no limit."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")]
 
@@ -111,14 +154,21 @@ def spec_config(
     parts: str = "",
     combine: str = "best",
 ) -> SpecConfig:
-    """`SpecConfig` from flags; a draft, a prediction, a corpus or layers without a drafter name the one that takes them, parts a mix.
+    """`SpecConfig` from flags; a draft, a prediction, a corpus or layers without a drafter name the one that takes
+    them, parts a mix.
 
     Raises:
         ConfigError: a value that no drafter or rule takes.
     """
     if drafter is None:
         layers = skip_layers if exit_layer == "auto" else exit_layer
-        takers = {"mix": parts or None, "draft_model": draft, "predicted": prediction, "suffix": corpus, "early_exit": layers}
+        takers = {
+            "mix": parts or None,
+            "draft_model": draft,
+            "predicted": prediction,
+            "suffix": corpus,
+            "early_exit": layers,
+        }
         drafter = next((name for name, given in takers.items() if given is not None), None)
     if drafter is None and num_draft != "auto":
         raise ConfigError("num_draft", num_draft, "nobody guesses: name a --drafter or a --draft, or leave it out")
@@ -209,7 +259,8 @@ def print_json(value: object) -> None:
 
 
 def text_of(field: str, value: str | None) -> str | None:
-    """The text that an option means: what it says, with @ before it the file of that name, - for standard input, @@ for a literal @.
+    """The text that an option means: what it says, with @ before it the file of that name, - for standard input, @@ for
+    a literal @.
 
     Raises:
         StorageError: the file or standard input cannot be read, or is not UTF-8.

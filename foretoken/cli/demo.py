@@ -87,7 +87,10 @@ def demo(
     num_draft: Annotated[int, typer.Option(help="Tokens guessed per step.")] = 5,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 96,
     repeats: Annotated[int, typer.Option(help="Times each answer is measured; the median counts.")] = 5,
-    to: Annotated[str, typer.Option(help="Widen the shipped pair first to a realistic cost: 500m or 1b, or none to run it as it is.")] = "500m",
+    to: Annotated[
+        str,
+        typer.Option(help="Widen the shipped pair first to a realistic cost: 500m or 1b, or none to run it as it is."),
+    ] = "500m",
     as_json: JsonOption = False,
 ) -> None:
     """Answer the same prompts plainly and speculatively, compare tokens and time on this machine."""
@@ -144,19 +147,25 @@ def _measure(
 ) -> tuple[Timing, Timing, dict[str, tuple[GenerateOutput, GenerateOutput]]]:
     """Both ways in turn on every prompt, after one warm-up of each; the answers of the last repeat.
 
-    Every answer has a tenant of its own and every repeat fresh drafters: nobody guesses from earlier answers to the same prompts.
+    Every answer has a tenant of its own and every repeat fresh drafters: nobody guesses from earlier answers to the
+    same prompts.
     """
     tenants = map(str, itertools.count())
     answers: dict[str, tuple[GenerateOutput, GenerateOutput]] = {}
     speeds: tuple[list[float], list[float]] = ([], [])
     with progress("answering, plainly and speculatively in turn"):
         for ways in (SpecConfig(), spec):
-            llm.generate([next(iter(PROMPTS.values()))], SamplingParams(max_tokens=8), spec=replace(ways, tenant=next(tenants)))
+            llm.generate(
+                [next(iter(PROMPTS.values()))], SamplingParams(max_tokens=8), spec=replace(ways, tenant=next(tenants))
+            )
         for _ in range(repeats):
             _renew_drafters(llm, spec)
             tokens, seconds = [0, 0], [0.0, 0.0]
             for name, prompt in PROMPTS.items():
-                plain, speculative = (llm.generate([prompt], params, spec=replace(ways, tenant=next(tenants)))[0] for ways in (SpecConfig(), spec))
+                plain, speculative = (
+                    llm.generate([prompt], params, spec=replace(ways, tenant=next(tenants)))[0]
+                    for ways in (SpecConfig(), spec)
+                )
                 pair = (plain, speculative)
                 answers[name] = pair
                 for way, output in enumerate(pair):
@@ -212,7 +221,12 @@ def _show(llm: LLM, answers: dict[str, tuple[GenerateOutput, GenerateOutput]]) -
 
 
 def _summary(
-    plain: Timing, speculative: Timing, answers: dict[str, tuple[GenerateOutput, GenerateOutput]], identical: bool, speedup: float, to: str
+    plain: Timing,
+    speculative: Timing,
+    answers: dict[str, tuple[GenerateOutput, GenerateOutput]],
+    identical: bool,
+    speedup: float,
+    to: str,
 ) -> dict[str, object]:
     return {
         "identical": identical,
@@ -220,5 +234,8 @@ def _summary(
         "plain": {"tokens_per_s": plain.tokens_per_s, "per_repeat": plain.per_repeat},
         "speculative": {"tokens_per_s": speculative.tokens_per_s, "per_repeat": speculative.per_repeat},
         "widened_to": None if to == "none" else to,
-        "prompts": {name: {"plain": one.stats.as_dict(), "speculative": other.stats.as_dict()} for name, (one, other) in answers.items()},
+        "prompts": {
+            name: {"plain": one.stats.as_dict(), "speculative": other.stats.as_dict()}
+            for name, (one, other) in answers.items()
+        },
     }

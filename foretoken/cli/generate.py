@@ -46,23 +46,43 @@ from foretoken.cli.common import (
     was_given,
 )
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.control.queue import SchedulerConfig
+from foretoken.control.routing import RoutingRules
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError, InputError
 from foretoken.files import check_file
-from foretoken.plan.admission import SchedulerConfig
-from foretoken.plan.routing import RoutingRules
 
 # Options of `LLM` that are passed on as they are, and those that make its `routing`.
-_ENGINE = ("dtype", "device", "cache_tokens", "cache_reserve", "max_batch_size", "max_prompt_tokens", "max_step_tokens", "numerics", "trace")
-_TEXTS = ("prompt", "prompt_ids", "prediction", "json_schema", "grammar")  # options that a file or standard input may hold
+_ENGINE = (
+    "dtype",
+    "device",
+    "cache_tokens",
+    "cache_reserve",
+    "max_batch_size",
+    "max_prompt_tokens",
+    "max_step_tokens",
+    "numerics",
+    "trace",
+)
+_TEXTS = (
+    "prompt",
+    "prompt_ids",
+    "prediction",
+    "json_schema",
+    "grammar",
+)  # options that a file or standard input may hold
 _ROUTING = ("min_tokens_to_speculate", "max_speculating_requests")
 
 
 def generate(
     context: typer.Context,
     target: TargetOption = "reference:target",
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to continue; @FILE, - (standard input), @@ for an @.")] = None,
-    prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue (for a folder without a tokenizer): 1,2,3, @FILE, or -.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The text to continue; @FILE, - (standard input), @@ for an @.")
+    ] = None,
+    prompt_ids: Annotated[
+        str | None, typer.Option(help="Token ids to continue (for a folder without a tokenizer): 1,2,3, @FILE, or -.")
+    ] = None,
     drafter: DrafterOption = None,
     draft: DraftOption = None,
     draft_dtype: DraftDtypeOption = "auto",
@@ -70,43 +90,80 @@ def generate(
     rule: RuleOption = "auto",
     allow_lossy: AllowLossyOption = False,
     draft_probability: DraftProbabilityOption = "1",
-    min_confidence: Annotated[float, typer.Option(help="Stop guessing where the draft's likeliest token has less than this.")] = 0.0,
+    min_confidence: Annotated[
+        float, typer.Option(help="Stop guessing where the draft's likeliest token has less than this.")
+    ] = 0.0,
     draft_top_k: Annotated[int, typer.Option(help="Guess from the draft's k likeliest tokens; 0 = all.")] = 0,
     draft_vocabulary: DraftVocabularyOption = "auto",
     tree: TreeOption = "chain",
     branching: BranchingOption = None,
-    prediction: Annotated[str | None, typer.Option(help="The answer you expect, for --drafter predicted: the text, @FILE, or -.")] = None,
+    prediction: Annotated[
+        str | None, typer.Option(help="The answer you expect, for --drafter predicted: the text, @FILE, or -.")
+    ] = None,
     corpus: Annotated[str | None, typer.Option(help="A text file to guess from, for --drafter suffix.")] = None,
-    exit_layer: Annotated[str, typer.Option(help="Layers that draft, for --drafter early_exit: a number, or auto.")] = "auto",
-    skip_layers: Annotated[str | None, typer.Option(help="Layers to draft without, for --drafter early_exit: 2,3,5, or auto.")] = None,
-    lookahead_window: Annotated[int, typer.Option(help="Columns of the window of --drafter lookahead.")] = SpecConfig.lookahead_window,
-    lookahead_ngram: Annotated[int, typer.Option(help="Length of the n-grams of --drafter lookahead.")] = SpecConfig.lookahead_ngram,
+    exit_layer: Annotated[
+        str, typer.Option(help="Layers that draft, for --drafter early_exit: a number, or auto.")
+    ] = "auto",
+    skip_layers: Annotated[
+        str | None, typer.Option(help="Layers to draft without, for --drafter early_exit: 2,3,5, or auto.")
+    ] = None,
+    lookahead_window: Annotated[
+        int, typer.Option(help="Columns of the window of --drafter lookahead.")
+    ] = SpecConfig.lookahead_window,
+    lookahead_ngram: Annotated[
+        int, typer.Option(help="Length of the n-grams of --drafter lookahead.")
+    ] = SpecConfig.lookahead_ngram,
     parts: PartsOption = "",
     combine: CombineOption = "best",
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token; 1 samples the model's own law.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the smallest set of tokens that holds this probability.")] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the most likely token; 1 samples the model's own law.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the smallest set of tokens that holds this probability.")
+    ] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 = all.")] = 0,
     min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this share of the most likely one.")] = 0.0,
-    presence_penalty: Annotated[float, typer.Option(help="Taken off the logit of every token the answer already holds.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="Taken off once for every time the answer holds the token.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Divides the logits of tokens in prompt and answer; 1 = off.")] = 1.0,
-    logit_bias: Annotated[list[str] | None, typer.Option(help="ID=VALUE added to a token's logit; may be given several times.")] = None,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Taken off the logit of every token the answer already holds.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Taken off once for every time the answer holds the token.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Divides the logits of tokens in prompt and answer; 1 = off.")
+    ] = 1.0,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="ID=VALUE added to a token's logit; may be given several times.")
+    ] = None,
     bad_word: Annotated[
-        list[str] | None, typer.Option(help="A text that must not appear in the answer, not even inside a word; may be given several times.")
+        list[str] | None,
+        typer.Option(
+            help="A text that must not appear in the answer, not even inside a word; may be given several times."
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Repeat the same random choices.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")] = None,
     min_tokens: Annotated[int, typer.Option(help="Shortest answer, in tokens.")] = 0,
     n: Annotated[int, typer.Option(help="Answers to draw.")] = 1,
-    logprobs: Annotated[int | None, typer.Option(help="Report log-probabilities: of each token and of this many likeliest.")] = None,
-    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt's tokens, under the model's own law.")] = None,
-    json_schema: Annotated[str | None, typer.Option(help="Hold the answer to this JSON schema: the text, @FILE, or -.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Report log-probabilities: of each token and of this many likeliest.")
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="The same for the prompt's tokens, under the model's own law.")
+    ] = None,
+    json_schema: Annotated[
+        str | None, typer.Option(help="Hold the answer to this JSON schema: the text, @FILE, or -.")
+    ] = None,
     regex: Annotated[str | None, typer.Option(help="Hold the answer to this regular expression.")] = None,
-    grammar: Annotated[str | None, typer.Option(help="Hold the answer to this Lark grammar: the text, @FILE, or -.")] = None,
+    grammar: Annotated[
+        str | None, typer.Option(help="Hold the answer to this Lark grammar: the text, @FILE, or -.")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
     priority: Annotated[int, typer.Option(help="Smaller is served earlier.")] = 0,
-    deadline_s: Annotated[float | None, typer.Option("--deadline", help="Seconds after which the answer is wanted: orders service.")] = None,
+    deadline_s: Annotated[
+        float | None, typer.Option("--deadline", help="Seconds after which the answer is wanted: orders service.")
+    ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     cache_tokens: CacheOption = None,
@@ -131,7 +188,14 @@ def generate(
     if trace is not None:
         check_file("trace", trace)
     with progress(f"loading {target}") as status:
-        llm = LLM(target, spec=spec, routing=rules, on_profile=announcer(status), profile=cost_profile, **{name: given[name] for name in _ENGINE})
+        llm = LLM(
+            target,
+            spec=spec,
+            routing=rules,
+            on_profile=announcer(status),
+            profile=cost_profile,
+            **{name: given[name] for name in _ENGINE},
+        )
     with llm:
         stream_out = not show and not as_json and llm.tokenizer is not None and n == 1 and logprobs is None
         output = llm.generate([ids], params, on_step=print_pieces if stream_out else None)[0]
@@ -166,8 +230,14 @@ def _rules(context: typer.Context, spec: SpecConfig) -> RoutingRules:
     given = {name: context.params[name] for name in _ROUTING}
     for name in _ROUTING:
         if was_given(context, name) and (spec.drafter is None or spec.num_draft != "auto"):
-            remedy = "nobody guesses: name a --drafter" if spec.drafter is None else f"num_draft={spec.num_draft} is set: leave that to auto"
-            raise ConfigError(name, given[name], f"rules hold where the number of guesses is open, and {remedy}, or leave this out")
+            remedy = (
+                "nobody guesses: name a --drafter"
+                if spec.drafter is None
+                else f"num_draft={spec.num_draft} is set: leave that to auto"
+            )
+            raise ConfigError(
+                name, given[name], f"rules hold where the number of guesses is open, and {remedy}, or leave this out"
+            )
     return RoutingRules(**given)
 
 
@@ -176,7 +246,11 @@ def _biases(entries: Sequence[str]) -> dict[int, float]:
     found: dict[int, float] = {}
     for token, value in map(_bias, entries):
         if token in found:
-            raise InputError("logit_bias", f"{token}={value:g}", f"token {token} has the bias {found[token]:g} already; give one of the two")
+            raise InputError(
+                "logit_bias",
+                f"{token}={value:g}",
+                f"token {token} has the bias {found[token]:g} already; give one of the two",
+            )
         found[token] = value
     return found
 
@@ -187,7 +261,9 @@ def _bias(entry: str) -> tuple[int, float]:
     try:
         return int(token), float(value)
     except ValueError:
-        raise InputError("logit_bias", entry, "must be a token id, an equals sign and a number, such as 42=-100") from None
+        raise InputError(
+            "logit_bias", entry, "must be a token id, an equals sign and a number, such as 42=-100"
+        ) from None
 
 
 def _prompt(text: str | None, ids: str | None) -> str | list[int]:

@@ -18,7 +18,10 @@ from foretoken.printing.console import Console
 
 
 def models(
-    folder: Annotated[list[str] | None, typer.Argument(help="Folders or hub ids to describe; without any, all that is on this machine.")] = None,
+    folder: Annotated[
+        list[str] | None,
+        typer.Argument(help="Folders or hub ids to describe; without any, all that is on this machine."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the models on this machine: the reference family, the hub's cache, or the folders given."""
@@ -27,7 +30,9 @@ def models(
     if as_json:
         print_json({"models": rows})
         return
-    cells = [[str(row[key]) for key in ("model", "family", "parameters", "layers", "context", "runs_on")] for row in rows]
+    cells = [
+        [str(row[key]) for key in ("model", "family", "parameters", "layers", "context", "runs_on")] for row in rows
+    ]
     Console().table(("model", "family", "parameters", "layers", "context", "runs on"), cells, justify="llrrrl")
 
 
@@ -50,4 +55,9 @@ def _describe(name: str, folder: Path) -> dict[str, object]:
     if config is None:
         return row | {"runs_on": "transformers (exact, slower)"}
     millions = f"{config.num_parameters / 1e6:,.1f} M"
-    return row | {"parameters": millions, "layers": config.num_layers, "context": config.max_context_tokens, "runs_on": "native decoder"}
+    return row | {
+        "parameters": millions,
+        "layers": config.num_layers,
+        "context": config.max_context_tokens,
+        "runs_on": "native decoder",
+    }

@@ -24,10 +24,25 @@ from foretoken.params import check_text
 SETTINGS_FILE = "foretoken.toml"
 _PREFIX = "FORETOKEN_"
 # Read by other parts than the command line.
-_OTHER_VARIABLES = frozenset({"FORETOKEN_LLAMA_CPP", "FORETOKEN_LLAMA_CPP_CONVERT", "FORETOKEN_COMPLETE", "FORETOKEN_TOML", "FORETOKEN_CACHE"})
-# In words what an option takes, and the types of TOML that say it. A number may stand where a text is expected: num_draft = 5.
-_WORDS: Mapping[type, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", Path: "a path"}
-_TYPES: Mapping[type, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool,), str: (str, int, float), Path: (str,)}
+_OTHER_VARIABLES = frozenset(
+    {"FORETOKEN_LLAMA_CPP", "FORETOKEN_LLAMA_CPP_CONVERT", "FORETOKEN_COMPLETE", "FORETOKEN_TOML", "FORETOKEN_CACHE"}
+)
+# In words what an option takes, and the types of TOML that say it. A number may stand where a text is expected:
+# num_draft = 5.
+_WORDS: Mapping[type, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path",
+}
+_TYPES: Mapping[type, tuple[type, ...]] = {
+    int: (int,),
+    float: (int, float),
+    bool: (bool,),
+    str: (str, int, float),
+    Path: (str,),
+}
 _TRUTHS = frozenset({"true", "false", "1", "0", "yes", "no", "on", "off", "t", "f", "y", "n"})
 
 
@@ -58,7 +73,11 @@ def check_environment(root: TyperGroup) -> None:
     for variable, value in os.environ.items():
         if variable.startswith(_PREFIX) and variable not in known:
             near = difflib.get_close_matches(variable, known, n=1)
-            raise ConfigError(variable, value, f"no setting of this name; did you mean {near[0]}?" if near else "no setting of this name; unset it")
+            raise ConfigError(
+                variable,
+                value,
+                f"no setting of this name; did you mean {near[0]}?" if near else "no setting of this name; unset it",
+            )
         if variable in _OTHER_VARIABLES:
             check_text(variable, value)
 
@@ -100,7 +119,8 @@ def origin(verb: str, name: str) -> str:
 
 
 def _from_text(kind: _Kind, variable: str, value: str) -> str | list[str]:
-    """A variable's value, checked as a flag's would be: a list is written with commas, or as a JSON list of texts where they hold commas.
+    """A variable's value, checked as a flag's would be: a list is written with commas, or as a JSON list of texts where
+    they hold commas.
 
     Raises:
         InputError: names the variable.
@@ -127,7 +147,11 @@ def _texts(variable: str, value: str) -> list[str]:
     try:
         found = parse_json(variable, value, value)
     except InputError as error:
-        raise ConfigError(variable, value, f'begins with a bracket and is no JSON list of texts, such as ["a, b", "c"]: {error.remedy}') from error
+        raise ConfigError(
+            variable,
+            value,
+            f'begins with a bracket and is no JSON list of texts, such as ["a, b", "c"]: {error.remedy}',
+        ) from error
     if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
         raise ConfigError(variable, value, 'must be a list of texts, with commas or as JSON: ["a, b", "c"]')
     return found
@@ -193,21 +217,31 @@ def _check_table(table: Mapping[str, Any], command: TyperGroup | TyperCommand, v
             child = verbs[key]
             assert isinstance(child, TyperGroup | TyperCommand)
             if not isinstance(value, dict):
-                raise ConfigError(key, value, f"must be a table of settings, [{f'{verb} {key}'.strip().replace(' ', '.')}], in {_path()}")
+                raise ConfigError(
+                    key,
+                    value,
+                    f"must be a table of settings, [{f'{verb} {key}'.strip().replace(' ', '.')}], in {_path()}",
+                )
             _check_table(value, child, f"{verb} {key}".strip())
         elif key in kinds:
             _check_type(kinds[key], key, value, where)
         else:
             near = difflib.get_close_matches(key, [*verbs, *kinds], n=1)
             kind = "verb" if isinstance(value, dict) and verbs else "setting"
-            raise ConfigError(key, value, f"unknown {kind} of {where}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise ConfigError(
+                key, value, f"unknown {kind} of {where}" + (f"; did you mean {near[0]!r}?" if near else "")
+            )
 
 
 def _check_type(kind: _Kind, key: str, value: object, where: str) -> None:
     types_of_toml = _TYPES[kind.item]
     for item in value if kind.is_list and isinstance(value, list) else [value]:
         is_type = isinstance(item, types_of_toml) and isinstance(item, bool) == (kind.item is bool)
-        if not is_type or (isinstance(item, float) and not math.isfinite(item)) or kind.is_list != isinstance(value, list):
+        if (
+            not is_type
+            or (isinstance(item, float) and not math.isfinite(item))
+            or kind.is_list != isinstance(value, list)
+        ):
             raise ConfigError(key, value, f"must be {kind.words} ({where})")
         if kind.item is Path and "\0" in str(item):
             raise ConfigError(key, value, f"a path cannot hold the character NUL ({where})")

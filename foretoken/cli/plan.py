@@ -10,17 +10,36 @@ from typing import Annotated
 import torch
 import typer
 
-from foretoken.cli.common import DeviceOption, DraftDtypeOption, DtypeOption, JsonOption, NumDraftOption, TargetOption, print_json
+from foretoken.cli.common import (
+    DeviceOption,
+    DraftDtypeOption,
+    DtypeOption,
+    JsonOption,
+    NumDraftOption,
+    TargetOption,
+    print_json,
+)
 from foretoken.config import DRAFT_DTYPES, QUANTISED
+from foretoken.control.policy import MOST_NUM_DRAFT
 from foretoken.errors import CapacityError, ConfigError, InputError, StorageError
 from foretoken.model.footprint import shape_of
 from foretoken.model.open import model_folder, open_device
 from foretoken.params import is_count
 from foretoken.plan.memory import Account, Budget, Load, ModelShape, account, contexts_to_show, fitting, largest_batch
-from foretoken.plan.policy import MOST_NUM_DRAFT
 from foretoken.printing.console import Console
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 _MOST_BYTES = 1 << 60
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _DEFAULT_CONTEXT_TOKENS = 4096
@@ -36,11 +55,18 @@ _PARTS = {
 
 def plan(
     target: TargetOption = "reference:target",
-    draft: Annotated[list[str] | None, typer.Option(help="A draft model; give it several times to see which ones fit.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory to plan with, such as 24GiB; without it, what this machine has free now.")] = None,
+    draft: Annotated[
+        list[str] | None, typer.Option(help="A draft model; give it several times to see which ones fit.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory to plan with, such as 24GiB; without it, what this machine has free now.")
+    ] = None,
     reserve: Annotated[float, typer.Option(help="Share of the memory that stays free.")] = 0.2,
     batch: Annotated[int, typer.Option(help="Requests at once.")] = 1,
-    context: Annotated[int | None, typer.Option(help="Tokens of a request, prompt and answer together; 4096, or the model's own if less.")] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a request, prompt and answer together; 4096, or the model's own if less."),
+    ] = None,
     num_draft: NumDraftOption = "auto",
     max_prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens that a step takes.")] = 512,
     dtype: DtypeOption = "auto",
@@ -48,7 +74,8 @@ def plan(
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Say what weights, caches and a step take, and which batch and context fit; exit code 1 if what was asked for does not.
+    """Say what weights, caches and a step take, and which batch and context fit; exit code 1 if what was asked for does
+    not.
 
     Reads config.json and the headers of the safetensors, no weights.
     """
@@ -88,8 +115,12 @@ def plan(
         row = min(rows, key=lambda row: int(str(row["missing_bytes"])))
         with_draft = "" if row["draft"] is None else f" with draft {row['draft']}"
         raise CapacityError(
-            f"{load.batch} x {load.context_tokens} tokens of {target}{with_draft} need {row['total_bytes']} bytes, and of {budget.memory_bytes} "
-            f"{budget.usable_bytes} may be used: {row['missing_bytes']} bytes are missing; at this length {row['largest_batch']} requests fit"
+
+                f"{load.batch} x {load.context_tokens} tokens of {target}{with_draft} need "
+                f"{row['total_bytes']} bytes, and of {budget.memory_bytes} "
+                f"{budget.usable_bytes} may be used: {row['missing_bytes']} bytes are missing; at this length "
+                f"{row['largest_batch']} requests fit"
+
         )
 
 
@@ -161,15 +192,22 @@ def _row(target: ModelShape, draft: ModelShape | None, load: Load, budget: Budge
 
 def _print(report: dict[str, object], grid: dict[int, dict[int, int]], rows: list[dict[str, object]]) -> None:
     console = Console()
-    console.line(f"{report['device']}: {_size(report['memory_bytes'])}, of which {_size(report['usable_bytes'])} may be used")
+    console.line(
+        f"{report['device']}: {_size(report['memory_bytes'])}, of which {_size(report['usable_bytes'])} may be used"
+    )
     console.line()
     lines = [(words, *(_size(row[name]) for row in rows)) for words, name in _PARTS.items()]
     lines.append(("fits", *("yes" if row["fits"] else f"no, {_size(row['missing_bytes'])} missing" for row in rows)))
     lines.append(("requests of this length that fit", *(str(row["largest_batch"]) for row in rows)))
     console.table(("", *(f"draft {row['draft'] or 'none'}" for row in rows)), lines)
     console.line()
-    cells = [(str(context), *("fits" if not missing else _size(missing) for missing in line.values())) for context, line in grid.items()]
-    title = f"requests at once (across) of so many tokens (down): what is missing; draft {report['table_draft'] or 'none'}"
+    cells = [
+        (str(context), *("fits" if not missing else _size(missing) for missing in line.values()))
+        for context, line in grid.items()
+    ]
+    title = (
+        f"requests at once (across) of so many tokens (down): what is missing; draft {report['table_draft'] or 'none'}"
+    )
     console.table(("tokens", *map(str, _BATCHES)), cells, title=title)
     console.line()
     console.line(f"to run it: --cache-tokens {report['cache_tokens']}")

@@ -49,12 +49,16 @@ def print_shown(console: Console, pieces: Sequence[str], origins: Sequence[Token
 
 
 def print_counts(console: Console, stats: RequestStats) -> None:
-    """How many guesses were made and kept at each place of the draft and, where several drafters guessed, by each of them."""
+    """How many guesses were made and kept at each place of the draft and, where several drafters guessed, by each of
+    them.
+    """
     if not stats.num_drafted:
         return
     rows = [(f"at place {place}", *counts) for place, counts in enumerate(stats.accepted_per_position, start=1)]
     if len(stats.drafted_by) > 1:
         rows += [(f"by {name}", drafted, stats.accepted_by.get(name, 0)) for name, drafted in stats.drafted_by.items()]
     console.line()
-    cells = [(name, str(drafted), str(kept), f"{kept / drafted:.0%}" if drafted else "") for name, drafted, kept in rows]
+    cells = [
+        (name, str(drafted), str(kept), f"{kept / drafted:.0%}" if drafted else "") for name, drafted, kept in rows
+    ]
     console.table(("guesses", "drafted", "kept", "share"), cells)

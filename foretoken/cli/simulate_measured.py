@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.bench.report import check_name
-from foretoken.bench.validate_report import MeasureOptions, Validation, print_validation, run_validation, write_validation
+from foretoken.bench.validate_report import (
+    MeasureOptions,
+    Validation,
+    print_validation,
+    run_validation,
+    write_validation,
+)
 from foretoken.cli.common import print_json
 from foretoken.cli.simulate_requests import jobs_of, settings_of, trace_names
 from foretoken.files import check_folder
@@ -19,7 +25,8 @@ _SLICE = "code"  # that prompts are taken from where nothing is said
 
 
 def measure_for_real(given: Mapping[str, Any]) -> None:
-    """Run the comparison that the command's options ask for; what is being done goes to stderr, as a bar on a terminal and as lines elsewhere.
+    """Run the comparison that the command's options ask for; what is being done goes to stderr, as a bar on a terminal
+    and as lines elsewhere.
 
     Raises:
         ForetokenError: see `run_validation`, or a result that cannot be written.
@@ -39,7 +46,11 @@ def measure_for_real(given: Mapping[str, Any]) -> None:
 
 def _options(given: Mapping[str, Any]) -> MeasureOptions:
     names = trace_names(given["trace"])
-    settings = given["settings"] if given["settings"] is not None else "plain,ngram-4" + ("" if given["draft"] is None else ",draft_model-4")
+    settings = (
+        given["settings"]
+        if given["settings"] is not None
+        else "plain,ngram-4" + ("" if given["draft"] is None else ",draft_model-4")
+    )
     same = (
         "target",
         "draft",

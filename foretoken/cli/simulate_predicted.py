@@ -12,13 +12,13 @@ from foretoken.cli.simulate_requests import jobs_of, settings_of, trace_names
 from foretoken.errors import InputError
 from foretoken.files import read_json
 from foretoken.params import check_number
-from foretoken.plan.arrivals import chances_from_bench
-from foretoken.plan.outcome import Outcome, outcome
 from foretoken.plan.profile import Profile
-from foretoken.plan.setting import PLAIN, Limits, Setting
-from foretoken.plan.simulate import Fleet, simulate
-from foretoken.plan.traces import Server, built_in
 from foretoken.printing.console import Console
+from foretoken.simulate.arrivals import chances_from_bench
+from foretoken.simulate.loads import Server, built_in
+from foretoken.simulate.metrics import SimMetrics, outcome
+from foretoken.simulate.setting import PLAIN, Limits, SimSetting
+from foretoken.simulate.simulate import Fleet, simulate
 
 _ACCEPTANCE = "0.7"
 _MOST_PRICE = 1e12
@@ -39,7 +39,11 @@ def predict(given: Mapping[str, Any]) -> None:
     names = trace_names(given["trace"])
     if len(names) > 1:
         raise InputError("trace", given["trace"], "one trace at a time; several go with --measure")
-    jobs = built_in(names[0], Server(profile, limits, chosen, known), seed, given["trace_seconds"]) if names else jobs_of(given, _ACCEPTANCE)
+    jobs = (
+        built_in(names[0], Server(profile, limits, chosen, known), seed, given["trace_seconds"])
+        if names
+        else jobs_of(given, _ACCEPTANCE)
+    )
     with progress("simulating") as status:
         found = []
         for setting in chosen:
@@ -47,8 +51,16 @@ def predict(given: Mapping[str, Any]) -> None:
                 status.update(f"simulating {setting.name}")
             found.append(outcome(simulate(profile, jobs, setting, limits, seed, fleet, known), price))
     if given["as_json"]:
-        about = {"profile": str(given["profile"]), "trace": given["trace"], "limits": asdict(limits), "fleet": asdict(fleet), "seed": seed}
-        print_json({**about, "machine": profile.machine, "target": profile.target, "rows": [asdict(row) for row in found]})
+        about = {
+            "profile": str(given["profile"]),
+            "trace": given["trace"],
+            "limits": asdict(limits),
+            "fleet": asdict(fleet),
+            "seed": seed,
+        }
+        print_json(
+            {**about, "machine": profile.machine, "target": profile.target, "rows": [asdict(row) for row in found]}
+        )
     else:
         _print(found, profile)
 
@@ -65,9 +77,9 @@ def _limits(given: Mapping[str, Any], profile: Profile) -> Limits:
     )
 
 
-def _settings(text: str | None, profile: Profile) -> tuple[Setting, ...]:
+def _settings(text: str | None, profile: Profile) -> tuple[SimSetting, ...]:
     if text is None:
-        return (Setting(), *(Setting(drafter, None) for drafter in profile.drafters))
+        return (SimSetting(), *(SimSetting(drafter, None) for drafter in profile.drafters))
     return tuple(settings_of(text))
 
 
@@ -78,21 +90,48 @@ def _target_number(profile: Profile, name: str) -> int | None:
     return value
 
 
-def _print(rows: Sequence[Outcome], profile: Profile) -> None:
+def _print(rows: Sequence[SimMetrics], profile: Profile) -> None:
     console = Console()
-    headings = ("setting", "tok/s", "first token", "p95", "per token", "p95", "whole answer", "p95", "busy", "there", "tok/step", "price/M")
+    headings = (
+        "setting",
+        "tok/s",
+        "first token",
+        "p95",
+        "per token",
+        "p95",
+        "whole answer",
+        "p95",
+        "busy",
+        "there",
+        "tok/step",
+        "price/M",
+    )
     console.table(headings, [_cells(row) for row in rows])
     console.line()
     plain = next((row for row in rows if row.setting == PLAIN), None)
     if plain is not None and plain.tokens_per_s > 0 and len(rows) > 1:
-        console.line("against plain: " + ", ".join(f"{row.setting} {row.tokens_per_s / plain.tokens_per_s:.2f}x" for row in rows if row is not plain))
-    console.line(f"predicted from {profile.date or 'an undated profile'}, {profile.machine.get('cpu', 'unknown machine')}")
+        console.line(
+            "against plain: "
+            + ", ".join(
+                f"{row.setting} {row.tokens_per_s / plain.tokens_per_s:.2f}x" for row in rows if row is not plain
+            )
+        )
+    console.line(
+        f"predicted from {profile.date or 'an undated profile'}, {profile.machine.get('cpu', 'unknown machine')}"
+    )
     for caveat in profile.caveats:
         console.line(f"note: {caveat}")
 
 
-def _cells(row: Outcome) -> tuple[str, ...]:
-    times = (row.ttft_s_p50, row.ttft_s_p95, row.inter_token_s_p50, row.inter_token_s_p95, row.latency_s_p50, row.latency_s_p95)
+def _cells(row: SimMetrics) -> tuple[str, ...]:
+    times = (
+        row.ttft_s_p50,
+        row.ttft_s_p95,
+        row.inter_token_s_p50,
+        row.inter_token_s_p95,
+        row.latency_s_p50,
+        row.latency_s_p95,
+    )
     price = "" if row.price_per_million_tokens is None else f"{row.price_per_million_tokens:.3g}"
     shares = (f"{row.utilisation:.0%}", f"{row.mean_in_system:.1f}", f"{row.emitted_per_step:.2f}")
     return (row.setting, f"{row.tokens_per_s:.4g}", *map(_time, times), *shares, price)

@@ -10,13 +10,14 @@ from typing import Any
 from foretoken.errors import ConfigError, InputError
 from foretoken.files import read_text
 from foretoken.params import check_number, check_whole, is_count
-from foretoken.plan.arrivals import MOST_REQUESTS, Chances, Job, Lengths, parse_acceptance, parse_trace, poisson
-from foretoken.plan.setting import Setting, parse_setting
-from foretoken.plan.traces import SHAPES
+from foretoken.simulate.arrivals import MOST_REQUESTS, Chances, Job, Lengths, parse_acceptance, parse_trace, poisson
+from foretoken.simulate.loads import SHAPES
+from foretoken.simulate.setting import SimSetting, parse_setting
 
 _POISSON = "poisson:"
 _NUM_REQUESTS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 200, "256", "128"
-# Every place of a batch and every replica is an object of its own; a built-in trace fills the batch eight times to find the capacity.
+# Every place of a batch and every replica is an object of its own; a built-in trace fills the batch eight times to find
+# the capacity.
 _BOUNDS = (("max_batch_size", 1, 4096), ("replicas", 1, 1024), ("seed", 0, 2**63))
 _MOST_SECONDS = 1e6
 _OF_REQUESTS = ("requests", "prompt_tokens", "output_tokens", "acceptance")
@@ -44,9 +45,17 @@ def check_trace(given: Mapping[str, Any]) -> None:
         raise InputError("trace", given["trace"], f"name one of {', '.join(SHAPES)}, poisson:RATE, or a file")
     for name in _OF_REQUESTS:
         if built_ins and given[name] is not None:
-            raise ConfigError(name, given[name], f"the trace {built_ins[0]} says it for each request; leave it out, or use --trace poisson:RATE")
+            raise ConfigError(
+                name,
+                given[name],
+                f"the trace {built_ins[0]} says it for each request; leave it out, or use --trace poisson:RATE",
+            )
     if given["trace_seconds"] is not None and not built_ins:
-        raise ConfigError("trace_seconds", given["trace_seconds"], f"goes with the built-in traces {', '.join(SHAPES)} only; leave it out")
+        raise ConfigError(
+            "trace_seconds",
+            given["trace_seconds"],
+            f"goes with the built-in traces {', '.join(SHAPES)} only; leave it out",
+        )
 
 
 def jobs_of(given: Mapping[str, Any], acceptance: str) -> list[Job]:
@@ -56,15 +65,27 @@ def jobs_of(given: Mapping[str, Any], acceptance: str) -> list[Job]:
         InputError, ConfigError: an option that makes no requests, or does not go with the trace.
         StorageError: a file that cannot be read.
     """
-    trace, requests, chances = given["trace"], given["requests"], acceptance_of(acceptance if given["acceptance"] is None else given["acceptance"])
+    trace, requests, chances = (
+        given["trace"],
+        given["requests"],
+        acceptance_of(acceptance if given["acceptance"] is None else given["acceptance"]),
+    )
     if requests is not None:
         check_whole("requests", requests, low=1, high=MOST_REQUESTS)
     if not trace.startswith(_POISSON):
         for name in ("prompt_tokens", "output_tokens"):
             if given[name] is not None:
-                raise ConfigError(name, given[name], "the trace file says it for each request; leave it out, or use --trace poisson:RATE")
+                raise ConfigError(
+                    name,
+                    given[name],
+                    "the trace file says it for each request; leave it out, or use --trace poisson:RATE",
+                )
         if not Path(trace).suffix and not os.path.exists(trace):
-            raise InputError("trace", trace, f"is no file and no built-in trace; choose one of {', '.join(SHAPES)}, poisson:RATE, or a file")
+            raise InputError(
+                "trace",
+                trace,
+                f"is no file and no built-in trace; choose one of {', '.join(SHAPES)}, poisson:RATE, or a file",
+            )
         lines = read_text("trace", Path(trace)).split("\n")
         try:
             return parse_trace(lines, chances)[:requests]
@@ -73,7 +94,9 @@ def jobs_of(given: Mapping[str, Any], acceptance: str) -> list[Job]:
     try:
         rate = float(trace.removeprefix(_POISSON))
     except ValueError:
-        raise InputError("trace", trace, "must be poisson:RATE with a number of requests per second, or a file") from None
+        raise InputError(
+            "trace", trace, "must be poisson:RATE with a number of requests per second, or a file"
+        ) from None
     prompts, outputs = (
         _lengths(name, usual if given[name] is None else given[name])
         for name, usual in (("prompt_tokens", _PROMPT_TOKENS), ("output_tokens", _OUTPUT_TOKENS))
@@ -91,7 +114,7 @@ def acceptance_of(text: str) -> Chances | str:
     return parse_acceptance(numbers)
 
 
-def settings_of(text: str) -> list[Setting]:
+def settings_of(text: str) -> list[SimSetting]:
     """The settings that are named, each once.
 
     Raises:

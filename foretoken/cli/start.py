@@ -20,7 +20,9 @@ _IO_FAILED = 4
 
 
 class Terminated(SystemExit):
-    """SIGTERM or SIGHUP came. `finally` blocks run; the exit code is 128 and the signal's number, as a shell reports it."""
+    """SIGTERM or SIGHUP came. `finally` blocks run; the exit code is 128 and the signal's number, as a shell reports
+    it.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -31,7 +33,9 @@ class Terminated(SystemExit):
 def main() -> None:
     """Run the command line of this process, and exit."""
     arguments = sys.argv[1:]
-    takes_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell has background jobs ignore them
+    takes_interrupts = (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )  # a shell has background jobs ignore them
     if takes_interrupts:
         signal.signal(signal.SIGINT, _quit)
     if arguments == ["--version"]:  # as it is usually asked for: without importing torch

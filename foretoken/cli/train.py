@@ -17,7 +17,11 @@ from foretoken.printing.console import Console
 from foretoken.train.recipes import DRAFT_SHAPE, TARGET_SHAPE, Shape, train_lm
 from foretoken.train.trainer import TrainConfig
 
-app = typer.Typer(cls=Group, help="Train a language model from scratch, or distil a draft from one. Interrupted runs resume.", no_args_is_help=True)
+app = typer.Typer(
+    cls=Group,
+    help="Train a language model from scratch, or distil a draft from one. Interrupted runs resume.",
+    no_args_is_help=True,
+)
 _DEFAULT = TrainConfig()
 
 
@@ -28,28 +32,52 @@ def _verbs() -> None:
 
 @app.command("lm", cls=Verb)
 def lm(
-    out: Annotated[Path, typer.Option(help="Folder of the run: state, corpus, and at the end the finished model in OUT/model.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder of the run: state, corpus, and at the end the finished model in OUT/model.")
+    ],
     tokens: Annotated[int, typer.Option(help="Tokens to see in the whole run.")] = _DEFAULT.tokens,
-    shape: Annotated[str, typer.Option(help="target or draft (the reference sizes), or hidden,intermediate,layers,heads,kv_heads.")] = "target",
-    teacher: Annotated[str | None, typer.Option(help="Distil from this model instead of learning from the text alone.")] = None,
-    corpus: Annotated[Path | None, typer.Option(help="Folder of another run whose tokenizer and tokens to use.")] = None,
-    init: Annotated[str | None, typer.Option(help="Start from this model of the same shape instead of random weights.")] = None,
+    shape: Annotated[
+        str, typer.Option(help="target or draft (the reference sizes), or hidden,intermediate,layers,heads,kv_heads.")
+    ] = "target",
+    teacher: Annotated[
+        str | None, typer.Option(help="Distil from this model instead of learning from the text alone.")
+    ] = None,
+    corpus: Annotated[
+        Path | None, typer.Option(help="Folder of another run whose tokenizer and tokens to use.")
+    ] = None,
+    init: Annotated[
+        str | None, typer.Option(help="Start from this model of the same shape instead of random weights.")
+    ] = None,
     batch_tokens: Annotated[int, typer.Option(help="Tokens per optimiser step.")] = _DEFAULT.batch_tokens,
-    length: Annotated[int, typer.Option(help="Tokens per training window; the last part of the run uses longer ones.")] = _DEFAULT.length,
+    length: Annotated[
+        int, typer.Option(help="Tokens per training window; the last part of the run uses longer ones.")
+    ] = _DEFAULT.length,
     seed: Annotated[int, typer.Option(help="Random seed of weights and data order.")] = 0,
-    compile_model: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step (needs a C compiler).")] = True,
+    compile_model: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile the step (needs a C compiler).")
+    ] = True,
     device: Annotated[str, typer.Option(help="Where to train: cpu or cuda.")] = "cpu",
     as_json: JsonOption = False,
 ) -> None:
     """Train a small Llama-style model on the Python standard library that is on this machine."""
-    config = dataclasses.replace(_DEFAULT, tokens=tokens, batch_tokens=batch_tokens, length=length, seed=seed, compile=compile_model)
+    config = dataclasses.replace(
+        _DEFAULT, tokens=tokens, batch_tokens=batch_tokens, length=length, seed=seed, compile=compile_model
+    )
     result, folder = train_lm(
-        out, _shape(shape), config, None if teacher is None else model_folder(teacher), corpus, None if init is None else model_folder(init), device
+        out,
+        _shape(shape),
+        config,
+        None if teacher is None else model_folder(teacher),
+        corpus,
+        None if init is None else model_folder(init),
+        device,
     )
     if as_json:
         print_json(dataclasses.asdict(result) | {"model": str(folder)})
     else:
-        Console().line(f"{folder}: {result.bits_per_byte:.4f} bits per byte on held-out modules after {result.tokens:,} tokens")
+        Console().line(
+            f"{folder}: {result.bits_per_byte:.4f} bits per byte on held-out modules after {result.tokens:,} tokens"
+        )
 
 
 def _shape(text: str) -> Shape:
@@ -59,5 +87,7 @@ def _shape(text: str) -> Shape:
     try:
         hidden, intermediate, layers, heads, kv_heads = (int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError("shape", text, "use target, draft, or five numbers: hidden,intermediate,layers,heads,kv_heads") from None
+        raise ConfigError(
+            "shape", text, "use target, draft, or five numbers: hidden,intermediate,layers,heads,kv_heads"
+        ) from None
     return Shape(hidden, intermediate, layers, heads, kv_heads)

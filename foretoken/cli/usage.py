@@ -1,4 +1,6 @@
-"""Help and usage errors as plain text: typer's boxes cut words where the terminal is narrow, and need characters that not every encoding has."""
+"""Help and usage errors as plain text: typer's boxes cut words where the terminal is narrow, and need characters that
+not every encoding has.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Group(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
         """Write the verbs."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, (self.commands[name].help or "").partition("\n\n")[0]) for name in self.list_commands(ctx)])
+            formatter.write_dl(
+                [(name, (self.commands[name].help or "").partition("\n\n")[0]) for name in self.list_commands(ctx)]
+            )
 
 
 def show_usage_error(error: typer.BadParameter, console: Console) -> None:

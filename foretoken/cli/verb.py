@@ -1,4 +1,6 @@
-"""A verb of the command line: what it is given is checked before it runs, and an error says where a setting came from."""
+"""A verb of the command line: what it is given is checked before it runs, and an error says where a setting came
+from.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _OPTION_OF = {"bad_words": "bad_word", "profile": "cost_profile", "rules": "rule
 
 
 class Verb(Command):
-    """Refuses numbers that are none and texts that cannot be encoded, by name; blames the environment or the file for what they set."""
+    """Refuses numbers that are none and texts that cannot be encoded, by name; blames the environment or the file for
+    what they set.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401, D102 - click's own context, which typer hides
         with _blame(ctx):

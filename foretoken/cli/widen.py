@@ -17,9 +17,16 @@ def widen(
     out: Annotated[Path, typer.Option(help="Folder to write; it must not exist, or be empty.")],
     to: Annotated[
         str,
-        typer.Option(help="About how many parameters: 25m, 50m, 150m, 500m, 1b, 3b, 8b; or hidden=..,intermediate=..,layers=..,heads=..,kv_heads=.."),
+        typer.Option(
+            help=(
+                "About how many parameters: 25m, 50m, 150m, 500m, 1b, 3b, 8b; or "
+                "hidden=..,intermediate=..,layers=..,heads=..,kv_heads=.."
+            )
+        ),
     ],
-    source: Annotated[str, typer.Option(help="The checkpoint to enlarge: a folder, a hub id, or reference:target.")] = "reference:target",
+    source: Annotated[
+        str, typer.Option(help="The checkpoint to enlarge: a folder, a hub id, or reference:target.")
+    ] = "reference:target",
     dtype: Annotated[str, typer.Option(help="Number format of the result.")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of the dead weights.")] = 0,
     as_json: JsonOption = False,
@@ -29,12 +36,20 @@ def widen(
     The result is an ordinary Hugging Face folder. Say that it is widened beside every number that uses it.
     """
     with Console(stderr=True).bar("writing parameters", None) as bar:
-        result = widen_checkpoint(model_folder(source), out, to, seed, lambda done, total: bar.update(completed=done, total=total), dtype)
+        result = widen_checkpoint(
+            model_folder(source), out, to, seed, lambda done, total: bar.update(completed=done, total=total), dtype
+        )
     if as_json:
         print_json(
-            {"folder": str(out), "num_parameters": result.num_parameters, "dead_share": result.dead_share, "nonzero_share": result.nonzero_share}
+            {
+                "folder": str(out),
+                "num_parameters": result.num_parameters,
+                "dead_share": result.dead_share,
+                "nonzero_share": result.nonzero_share,
+            }
         )
         return
     Console().line(
-        f"{out}: {result.num_parameters / 1e6:,.0f} M parameters, {result.dead_share:.1%} of them dead, {result.nonzero_share:.1%} not zero"
+        f"{out}: {result.num_parameters / 1e6:,.0f} M parameters, {result.dead_share:.1%} of them dead, "
+        f"{result.nonzero_share:.1%} not zero"
     )

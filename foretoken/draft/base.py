@@ -21,7 +21,9 @@ DrafterKey = tuple[Hashable, ...]  # the name, and what else tells one instance 
 
 @dataclass(frozen=True)
 class Feedback:
-    """What the target's forward showed at the rows of a draft, R of them: `rows` are their places in the whole step's tensors."""
+    """What the target's forward showed at the rows of a draft, R of them: `rows` are their places in the whole step's
+    tensors.
+    """
 
     logits: Tensor  # [R_step, V] after each request's processors
     rows: tuple[int, ...]
@@ -41,7 +43,9 @@ class Feedback:
         """The likeliest token after every probe of the draft: [P]; None when the target did not run them."""
         if self.probe_logits is None:
             return None
-        return first_max(self.probe_logits)[torch.tensor(self.probe_rows, dtype=torch.int64, device=self.probe_logits.device)]
+        return first_max(self.probe_logits)[
+            torch.tensor(self.probe_rows, dtype=torch.int64, device=self.probe_logits.device)
+        ]
 
     def _own(self, tensor: Tensor) -> Tensor:
         return tensor[torch.tensor(self.rows, dtype=torch.int64, device=tensor.device)]
@@ -58,7 +62,8 @@ class Drafter(Protocol):
         """Take in a new request's prompt."""
 
     def propose(self, batch: Batch) -> Draft:
-        """Guess for every decoding entry of `batch`, at most `entry.num_draft` nodes each; B segments, empty ones allowed.
+        """Guess for every decoding entry of `batch`, at most `entry.num_draft` nodes each; B segments, empty ones
+        allowed.
 
         Beside them `Draft.probes`, at most `entry.num_probe` each and none deeper than `entry.probe_depth`.
         """
@@ -66,8 +71,8 @@ class Drafter(Protocol):
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         """Learn what the round emitted: `draft`, `verdict` and `feedback` are aligned with `batch.decoding`.
 
-        A request's nodes may be somebody else's guesses (a grammar's): what counts is what was emitted. Probes need not have
-        been run.
+        A request's nodes may be somebody else's guesses (a grammar's): what counts is what was emitted. Probes need not
+        have been run.
         """
 
     def finish(self, request_id: int) -> None:
@@ -84,11 +89,14 @@ class Taps(Protocol):
 
 @runtime_checkable
 class Reads(Protocol):
-    """A drafter with models of its own, which first have to read what they have not seen of a text: a prompt, tokens of rounds that rested."""
+    """A drafter with models of its own, which first have to read what they have not seen of a text: a prompt, tokens of
+    rounds that rested.
+    """
 
     @property
     def num_read_tokens(self) -> int:
-        """Committed tokens that its models read in the last `propose`, over all requests; 0 where none had more than a few to read.
+        """Committed tokens that its models read in the last `propose`, over all requests; 0 where none had more than a
+        few to read.
 
         Such a round's time is not the price of its guesses.
         """
@@ -99,4 +107,6 @@ class Releases(Protocol):
     """A drafter that can give back the cache of a request without forgetting the request."""
 
     def release(self, request_id: int) -> None:
-        """Called between two rounds: free what the request's cache holds. It is read again when the request drafts again."""
+        """Called between two rounds: free what the request's cache holds. It is read again when the request drafts
+        again.
+        """

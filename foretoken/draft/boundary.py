@@ -1,8 +1,9 @@
 """What a drafter hands over is checked here, before anything of it enters the step.
 
-The rules assume of a draft that it is a tree with sub-probability mass: token ids of the vocabulary, parents before their
-children, and laws that are finite, not negative, sum to at most 1 and are not zero at a token drawn from them. A draft that breaks one
-of these would end in wrong text or in an error far from its cause. That a law is the one really drawn from cannot be seen here.
+The rules assume of a draft that it is a tree with sub-probability mass: token ids of the vocabulary, parents before
+their children, and laws that are finite, not negative, sum to at most 1 and are not zero at a token drawn from them. A
+draft that breaks one of these would end in wrong text or in an error far from its cause. That a law is the one really
+drawn from cannot be seen here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def draft_faults(draft: object, entries: Sequence[BatchEntry], vocab_size: int) 
     tokens: list[int] = draft.tokens.tolist()
     faults: dict[int, str] = {}
     for b, ((start, stop), entry) in enumerate(zip(pairwise(draft.offsets), entries, strict=True)):
-        fault = _tree_fault(tokens[start:stop], draft.parents[start:stop], entry.num_draft, vocab_size, entry.takes_trees)
+        fault = _tree_fault(
+            tokens[start:stop], draft.parents[start:stop], entry.num_draft, vocab_size, entry.takes_trees
+        )
         if fault is not None:
             faults[b] = fault
     if draft.probes is not None:
@@ -52,7 +55,9 @@ def check_tree(tree: object, num_draft: int, vocab_size: int, takes_trees: bool)
     if not tree.tokens:
         return tree
     if not len(tree.tokens) == len(tree.parents) == len(tree.chances):
-        raise DraftError(f"{len(tree.tokens)} tokens, {len(tree.parents)} parents and {len(tree.chances)} chances of one tree")
+        raise DraftError(
+            f"{len(tree.tokens)} tokens, {len(tree.parents)} parents and {len(tree.chances)} chances of one tree"
+        )
     fault = _tree_fault(tree.tokens, tree.parents, num_draft, vocab_size, takes_trees)
     if fault is not None:
         raise DraftError(fault)
@@ -71,8 +76,17 @@ def _check_layout(draft: Draft, num_requests: int) -> None:
         raise DraftError("offsets that decrease")
 
 
-def _tree_fault(tokens: Sequence[int], parents: Sequence[int], most: int, vocab_size: int, takes_trees: bool, are_probes: bool = False) -> str | None:
-    """Why one request's tokens are no tree of at most `most` tokens of the vocabulary; probes may repeat a token after one parent."""
+def _tree_fault(
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    most: int,
+    vocab_size: int,
+    takes_trees: bool,
+    are_probes: bool = False,
+) -> str | None:
+    """Why one request's tokens are no tree of at most `most` tokens of the vocabulary; probes may repeat a token after
+    one parent.
+    """
     if not tokens:
         return None
     if len(tokens) > most:
@@ -117,14 +131,22 @@ def _add_mass_faults(draft: Draft, mass: Mass, tokens: Sequence[int], vocab_size
     if laws.dtype not in (torch.float32, torch.float64) or laws.dim() != 2 or laws.shape[1] != vocab_size:
         raise DraftError(f"laws of type {laws.dtype} and shape {list(laws.shape)}, not float32 [M, {vocab_size}]")
     law_of_row = mass.law_of_row
-    if len(law_of_row) != draft.num_rows or min(law_of_row, default=-1) < -1 or max(law_of_row, default=-1) >= laws.shape[0]:
+    if (
+        len(law_of_row) != draft.num_rows
+        or min(law_of_row, default=-1) < -1
+        or max(law_of_row, default=-1) >= laws.shape[0]
+    ):
         raise DraftError(f"law_of_row does not lead from {draft.num_rows} rows to {laws.shape[0]} laws")
     sampled = [node for node, drawn in enumerate(draft.sampled) if drawn]
     drawn_from = [law_of_row[draft.parent_rows[node]] if draft.parents[node] >= -1 else -1 for node in sampled]
     if -1 in drawn_from:
         raise DraftError("a token that was drawn, without the law it was drawn from")
     least, total, at_token = _law_figures(laws, drawn_from, [tokens[node] % vocab_size for node in sampled])
-    unsound = {law for law, (low, whole) in enumerate(zip(least, total, strict=True)) if not (low >= 0 and whole <= 1 + _SUM_TOLERANCE)}
+    unsound = {
+        law
+        for law, (low, whole) in enumerate(zip(least, total, strict=True))
+        if not (low >= 0 and whole <= 1 + _SUM_TOLERANCE)
+    }
     missed = {node for node, chance in zip(sampled, at_token, strict=True) if not chance > 0}
     if not unsound and not missed:
         return
@@ -135,11 +157,15 @@ def _add_mass_faults(draft: Draft, mass: Mass, tokens: Sequence[int], vocab_size
             faults.setdefault(b, "a drawn token that its law gives no mass")
 
 
-def _law_figures(laws: torch.Tensor, drawn_from: list[int], tokens: list[int]) -> tuple[list[float], list[float], list[float]]:
+def _law_figures(
+    laws: torch.Tensor, drawn_from: list[int], tokens: list[int]
+) -> tuple[list[float], list[float], list[float]]:
     """Least mass [M] and sum [M] of each law, and the mass of each drawn token; one transfer from a device."""
     if not laws.shape[0]:
         return [], [], []
-    places = torch.tensor([law * laws.shape[1] + token for law, token in zip(drawn_from, tokens, strict=True)], dtype=torch.int64)
+    places = torch.tensor(
+        [law * laws.shape[1] + token for law, token in zip(drawn_from, tokens, strict=True)], dtype=torch.int64
+    )
     at_token = laws.reshape(-1).index_select(0, places.to(laws.device))
     figures: list[float] = torch.cat((laws.amin(-1), laws.sum(-1), at_token)).tolist()
     count = laws.shape[0]

@@ -1,11 +1,13 @@
 """Trees drawn level by level from the logits of a model: how many children a guess gets, then which.
 
-Where guesses are deterministic (temperature 0, or the coupled rule, whose race is over once its noise is known) any shape may depend on
-all of them. There "best_first" keeps the likeliest paths of all that were looked at (EAGLE-2, Li et al. 2024, arXiv 2406.16858).
+Where guesses are deterministic (temperature 0, or the coupled rule, whose race is over once its noise is known) any
+shape may depend on all of them. There "best_first" keeps the likeliest paths of all that were looked at (EAGLE-2, Li et
+al. 2024, arXiv 2406.16858).
 
-Where they are sampled, a guess with n children has the n - 1 likeliest tokens of the draft's law and one drawn from the rest of it
-(greedy+1). How many children each guess gets is settled from the laws of its level and the guesses before it, never from what is drawn
-there or later, and nothing that was drawn is taken back. A level of "best_first" then has as many nodes as that of the static tree.
+Where they are sampled, a guess with n children has the n - 1 likeliest tokens of the draft's law and one drawn from the
+rest of it (greedy+1). How many children each guess gets is settled from the laws of its level and the guesses before
+it, never from what is drawn there or later, and nothing that was drawn is taken back. A level of "best_first" then has
+as many nodes as that of the static tree.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from foretoken.model.randomness import Purpose, uniforms
 from foretoken.model.sampling import draft_law, sample, without_broken
 
 DEFAULT_BRANCHING = 4
-_SHARPNESS = 2  # of the chances of a race's leaders: a draft law that is a little off rarely makes one win that is far behind
+_SHARPNESS = (
+    2  # of the chances of a race's leaders: a draft law that is a little off rarely makes one win that is far behind
+)
 _UNDRAWN = -1
 
 Ranked = Sequence[tuple[float, int]]  # chance and token, likeliest first
@@ -42,8 +46,8 @@ class _Draw(NamedTuple):
 class Growth:
     """One request's tree while it grows: at most `budget` nodes stay, none deeper than `max_depth`.
 
-    `frontier` are the nodes whose children come next (-1: the committed text), `ran` those whose children were looked at, in the order
-    in which a model ran them. `laws` holds the mass of every node that has a sampled child.
+    `frontier` are the nodes whose children come next (-1: the committed text), `ran` those whose children were looked
+    at, in the order in which a model ran them. `laws` holds the mass of every node that has a sampled child.
     """
 
     entry: BatchEntry
@@ -63,7 +67,9 @@ class Growth:
     def __post_init__(self) -> None:
         spec, params = self.entry.request.spec, self.entry.request.params
         self.draws = not params.greedy and self.entry.noise is None
-        self.branching: int | tuple[int, ...] = spec.branching if isinstance(spec.branching, int | tuple) else DEFAULT_BRANCHING
+        self.branching: int | tuple[int, ...] = (
+            spec.branching if isinstance(spec.branching, int | tuple) else DEFAULT_BRANCHING
+        )
         plan = sampled_shape if self.draws else static_shape
         self.shape: Shape = plan(self.budget, self.branching, self.max_depth)
         self.is_static = spec.tree == "static"
@@ -113,7 +119,9 @@ class Growth:
         return counts
 
     def _add_children(self, node: int, ranked: Ranked, row: int) -> list[_Draw]:
-        """The children of one node, likeliest first, so that the largest subtree of a static shape is that of the likeliest."""
+        """The children of one node, likeliest first, so that the largest subtree of a static shape is that of the
+        likeliest.
+        """
         reach = 1.0 if node < 0 else self.estimates[node]
         children = [(reach * min(chance, 1.0), token) for chance, token in ranked]
         if self.draws and children:
@@ -143,11 +151,15 @@ class Growth:
             return list(new) if self.level < len(self.shape.widths) else []
         if not most_children(self.branching, self.level):
             return []
-        return [node for node in best_nodes(self.parents, self.estimates, self.budget) if node >= num_before]  # others never come back
+        return [
+            node for node in best_nodes(self.parents, self.estimates, self.budget) if node >= num_before
+        ]  # others never come back
 
 
 def extend(growths: Sequence[Growth], logits: Tensor) -> None:
-    """Grow every tree by a level, from the logits `[A, V]` after the nodes of their frontiers, one tree's after the other's."""
+    """Grow every tree by a level, from the logits `[A, V]` after the nodes of their frontiers, one tree's after the
+    other's.
+    """
     owners = [(growth, node) for growth in growths for node in growth.frontier]
     params = [growth.entry.request.params for growth, _ in owners]
     # A draft that overflows guesses at random from here on: a law with NaN in it would reach the target's residual.
@@ -195,7 +207,9 @@ def assemble(name: str, device: torch.device, growths: Sequence[Growth]) -> Draf
 
 
 def _processed(growths: Sequence[Growth], logits: Tensor) -> Tensor:
-    """The requests' own processors on the draft's logits `[A, V]`, so that guesses obey what the target's tokens must obey."""
+    """The requests' own processors on the draft's logits `[A, V]`, so that guesses obey what the target's tokens must
+    obey.
+    """
     if all(growth.entry.processors is None for growth in growths):
         return logits
     logits = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
@@ -211,11 +225,15 @@ def _processed(growths: Sequence[Growth], logits: Tensor) -> Tensor:
 def _ranked(owners: Sequence[tuple[Growth, int]], laws: Tensor, width: int) -> list[Ranked]:
     """The `width` likeliest tokens after every row with their chances; none where the draft is too unsure to guess.
 
-    Where the coupled rule will decide, the leaders of its race between the tokens of the draft's law, and chances that fall with how
-    far they are behind.
+    Where the coupled rule will decide, the leaders of its race between the tokens of the draft's law, and chances that
+    fall with how far they are behind.
     """
     scores = laws
-    racing = [i for i, (growth, _) in enumerate(owners) if growth.entry.noise is not None and not growth.entry.request.params.greedy]
+    racing = [
+        i
+        for i, (growth, _) in enumerate(owners)
+        if growth.entry.noise is not None and not growth.entry.request.params.greedy
+    ]
     if racing:
         scores = laws.clone()
         noise = torch.cat([_noise(owners[i][0]) for i in racing]).to(laws)  # [n, V]
@@ -223,14 +241,20 @@ def _ranked(owners: Sequence[tuple[Growth, int]], laws: Tensor, width: int) -> l
         lead = (speed / speed.amax(-1, keepdim=True)) ** _SHARPNESS
         scores[racing] = lead / lead.sum(-1, keepdim=True)
     best = scores.topk(min(width, laws.shape[-1]), dim=-1)
-    sure = (laws.amax(-1) >= torch.tensor([growth.entry.request.spec.min_confidence for growth, _ in owners], device=laws.device)).tolist()
+    sure = (
+        laws.amax(-1)
+        >= torch.tensor([growth.entry.request.spec.min_confidence for growth, _ in owners], device=laws.device)
+    ).tolist()
     found = zip(best.values.tolist(), best.indices.tolist(), sure, strict=True)
-    return [[pair for pair in zip(chances, tokens, strict=True) if pair[0] > 0] if yes else [] for chances, tokens, yes in found]
+    return [
+        [pair for pair in zip(chances, tokens, strict=True) if pair[0] > 0] if yes else []
+        for chances, tokens, yes in found
+    ]
 
 
 def _gains(reach: float, ranked: Ranked) -> list[float]:
-    """What each further child of a node adds to the chance that one of them is accepted: the first is drawn from the whole law, and every
-    other adds a likeliest token, which is then sure of its share.
+    """What each further child of a node adds to the chance that one of them is accepted: the first is drawn from the
+    whole law, and every other adds a likeliest token, which is then sure of its share.
     """
     return [reach * OVERLAP, *(reach * (1 - OVERLAP) * chance for chance, _ in ranked[:-1])] if ranked else []
 
@@ -242,13 +266,17 @@ def _noise(growth: Growth) -> Tensor:
 
 
 def _draw(draws: Sequence[_Draw], laws: Tensor) -> None:
-    """Draw every waiting token from its law without the deterministic siblings, scaled back to 1, and keep that law as the mass."""
+    """Draw every waiting token from its law without the deterministic siblings, scaled back to 1, and keep that law as
+    the mass.
+    """
     rest = laws[[one.row for one in draws]]  # [n, V]
     places = [(i, token) for i, one in enumerate(draws) for token in one.fixed]
     rest[[i for i, _ in places], [token for _, token in places]] = 0
     rest /= rest.sum(-1, keepdim=True)
     entries = [one.growth.entry for one in draws]
-    u = uniforms([e.request.seed for e in entries], Purpose.DRAFT, [e.round_start for e in entries], [one.node for one in draws])
+    u = uniforms(
+        [e.request.seed for e in entries], Purpose.DRAFT, [e.round_start for e in entries], [one.node for one in draws]
+    )
     for one, law, token in zip(draws, rest, sample(rest, torch.from_numpy(u).to(rest.device)).tolist(), strict=True):
         one.growth.tokens[one.node] = token
         one.growth.laws[one.growth.parents[one.node]] = law

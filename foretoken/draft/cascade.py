@@ -1,12 +1,14 @@
-"""A drafter of drafters: cheap guesses are verified by a draft model, whose tokens a bigger one may verify, and so on to the target.
+"""A drafter of drafters: cheap guesses are verified by a draft model, whose tokens a bigger one may verify, and so on
+to the target.
 
-After CS-Drafting (Chen et al. 2023, arXiv 2312.11462) and TriForce (Sun et al. 2024, arXiv 2404.11912). Every level verifies the one
-below it exactly, so what leaves a level has that level's own law: the mass handed to the target is the law of the LAST level, whatever
-guessed below. How many tokens a level hands over is fixed before any is drawn; it never makes more.
+After CS-Drafting (Chen et al. 2023, arXiv 2312.11462) and TriForce (Sun et al. 2024, arXiv 2404.11912). Every level
+verifies the one below it exactly, so what leaves a level has that level's own law: the mass handed to the target is the
+law of the LAST level, whatever guessed below. How many tokens a level hands over is fixed before any is drawn; it never
+makes more.
 
-A level's cache runs ahead of the committed text. What it ran is remembered, and cut back to what stands before it is used again,
-so no level ever needs to be told that its tokens were refused. Lookups are asked what follows the provisional tokens and learn
-committed ones only.
+A level's cache runs ahead of the committed text. What it ran is remembered, and cut back to what stands before it is
+used again, so no level ever needs to be told that its tokens were refused. Lookups are asked what follows the
+provisional tokens and learn committed ones only.
 """
 
 from __future__ import annotations
@@ -40,9 +42,14 @@ class Level:
         self.ran: dict[int, list[int]] = {}  # tokens in the cache behind the committed text
 
     def settle(self, sequence: int, num_committed: int, follows: Sequence[int], most: int) -> None:
-        """Cut the cache back to where it agrees with the text, which goes on with `follows` after `num_committed` tokens, and to `most` tokens."""
+        """Cut the cache back to where it agrees with the text, which goes on with `follows` after `num_committed`
+        tokens, and to `most` tokens.
+        """
         ran = self.ran[sequence]
-        agreed = next((place for place, (mine, right) in enumerate(zip(ran, follows, strict=False)) if mine != right), min(len(ran), len(follows)))
+        agreed = next(
+            (place for place, (mine, right) in enumerate(zip(ran, follows, strict=False)) if mine != right),
+            min(len(ran), len(follows)),
+        )
         agreed = min(agreed, max(0, most - num_committed))
         if agreed < len(ran):
             self.model.rollback(sequence, num_committed + agreed)
@@ -51,7 +58,9 @@ class Level:
 
 @dataclass
 class _Course:
-    """One request while a round is drafted: its committed text, the random numbers its levels have used, guesses judged and kept among them."""
+    """One request while a round is drafted: its committed text, the random numbers its levels have used, guesses judged
+    and kept among them.
+    """
 
     entry: BatchEntry
     text: list[int]
@@ -70,7 +79,9 @@ class _Course:
 
 @dataclass(frozen=True)
 class _Laws:
-    """What a level says of every row of a draft: the law `[R, V]` of the token that follows, and whether it is sure enough to be drafted."""
+    """What a level says of every row of a draft: the law `[R, V]` of the token that follows, and whether it is sure
+    enough to be drafted.
+    """
 
     probs: Tensor
     sure: list[bool]
@@ -78,7 +89,9 @@ class _Laws:
 
 @dataclass
 class _Run:
-    """Tokens of one level that follow `before`, provisional ones too: `most` of them, each with the law it was drawn from (None: a point)."""
+    """Tokens of one level that follow `before`, provisional ones too: `most` of them, each with the law it was drawn
+    from (None: a point).
+    """
 
     course: _Course
     before: list[int]
@@ -114,7 +127,9 @@ class _Run:
 
 
 class CascadeDrafter:
-    """Chains whose tokens follow the law of the last of `models`; each verifies the one before it, the first one `lookup`'s guesses."""
+    """Chains whose tokens follow the law of the last of `models`; each verifies the one before it, the first one
+    `lookup`'s guesses.
+    """
 
     name = "cascade"
 
@@ -144,7 +159,9 @@ class CascadeDrafter:
         courses = [_Course(entry, self._texts[entry.request.request_id]) for entry in batch.decoding]
         runs = [_Run(course, [], self._room(course)) for course in courses]
         self._extend(len(self.levels) - 1, runs)
-        return replace(_as_draft(self.name, self.levels[-1].model.device, runs), inner=tuple(course.inner for course in courses))
+        return replace(
+            _as_draft(self.name, self.levels[-1].model.device, runs), inner=tuple(course.inner for course in courses)
+        )
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         """Keep at every level what it ran of what was emitted."""
@@ -211,7 +228,14 @@ class CascadeDrafter:
     def _guess(self, level: int, runs: Sequence[_Run]) -> Draft:
         """What the level below guesses after each run."""
         if level > 0:
-            below = [_Run(c.course, c.ahead, c.course.part(level - 1 - len(self.levels)).at_most(min(c.missing - 1, _MOST_INNER))) for c in runs]
+            below = [
+                _Run(
+                    c.course,
+                    c.ahead,
+                    c.course.part(level - 1 - len(self.levels)).at_most(min(c.missing - 1, _MOST_INNER)),
+                )
+                for c in runs
+            ]
             self._extend(level - 1, below)
             return _as_draft(self.name, self.levels[level - 1].model.device, below)
         if self.lookup is None:
@@ -219,7 +243,12 @@ class CascadeDrafter:
         trees = []
         for run in runs:
             entry, part = run.course.entry, run.course.part(0)
-            asked = replace(entry, request=replace(entry.request, spec=part), num_draft=part.at_most(run.missing - 1), takes_trees=True)
+            asked = replace(
+                entry,
+                request=replace(entry.request, spec=part),
+                num_draft=part.at_most(run.missing - 1),
+                takes_trees=True,
+            )
             trees.append(self.lookup.guess(asked, run.ahead) if asked.num_draft else EMPTY)
         return assemble_trees(self.lookup.name, trees)
 
@@ -242,19 +271,28 @@ class CascadeDrafter:
 
 
 def _laws(runs: Sequence[_Run], draft: Draft, logits: Tensor, parts: Sequence[SpecConfig]) -> _Laws:
-    """A level's laws of all rows of `draft`, from its `logits` `[R, V]`, under the requests' own parameters and the level's `parts`."""
+    """A level's laws of all rows of `draft`, from its `logits` `[R, V]`, under the requests' own parameters and the
+    level's `parts`.
+    """
     # A model that overflows guesses at random from here on: a law with NaN in it would reach the target's residual.
     logits = torch.where(check_finite(logits)[:, None], logits, torch.zeros_like(logits))
-    if any(run.course.entry.processors is not None for run in runs) and logits.dtype not in (torch.float32, torch.float64):
+    if any(run.course.entry.processors is not None for run in runs) and logits.dtype not in (
+        torch.float32,
+        torch.float64,
+    ):
         logits = logits.float()
     for b, run in enumerate(runs):
         if run.course.entry.processors is not None:
             rows = slice(draft.anchor_row(b), draft.anchor_row(b) + 1 + draft.lengths[b])
             ahead = tuple(run.ahead)
-            logits[rows] = run.course.entry.processors.adjust(logits[rows], [(*ahead, *path) for path in draft.paths(b)])
+            logits[rows] = run.course.entry.processors.adjust(
+                logits[rows], [(*ahead, *path) for path in draft.paths(b)]
+            )
     owners = [b for b, length in enumerate(draft.lengths) for _ in range(1 + length)]  # [R]
     params = [runs[b].course.entry.request.params for b in owners]
-    probs = draft_law(logits, params, [parts[b].draft_top_k for b in owners])  # [R, V]; temperature 1 where the request is greedy
+    probs = draft_law(
+        logits, params, [parts[b].draft_top_k for b in owners]
+    )  # [R, V]; temperature 1 where the request is greedy
     least = torch.tensor([parts[b].min_confidence for b in owners], device=probs.device)
     sure = [bool(one) for one in (probs.amax(-1) >= least).tolist()]
     greedy = [row for row, choice in enumerate(params) if choice.greedy]
@@ -271,12 +309,16 @@ def _judge(runs: Sequence[_Run], draft: Draft, probs: Tensor) -> Verdict:
         owners += [b] * (1 + draft.lengths[b])
         indices += range(run.course.num_used, run.course.num_used + 1 + draft.lengths[b])
         run.course.num_used += 1 + draft.lengths[b]
-    numbers = uniforms([entries[b].request.seed for b in owners], Purpose.INNER, [entries[b].round_start for b in owners], indices)
+    numbers = uniforms(
+        [entries[b].request.seed for b in owners], Purpose.INNER, [entries[b].round_start for b in owners], indices
+    )
     rows = torch.from_numpy(numbers).to(probs.device)  # [R]: of each request its draw, then its tests
     draws = [draft.anchor_row(b) for b in range(len(runs))]
     tests = sorted(set(range(draft.num_rows)) - set(draws))
     race = tuple(
-        None if entry.noise is None else entry.noise.at([entry.round_start + len(run.ahead) + d for d in (0, *draft.depths(b))]).to(probs.device)
+        None
+        if entry.noise is None
+        else entry.noise.at([entry.round_start + len(run.ahead) + d for d in (0, *draft.depths(b))]).to(probs.device)
         for b, (entry, run) in enumerate(zip(entries, runs, strict=True))
     )
     return verify_batch(draft, probs, Uniforms(rows[tests], rows[draws], race), [run.course.rule for run in runs])
@@ -284,5 +326,8 @@ def _judge(runs: Sequence[_Run], draft: Draft, probs: Tensor) -> Verdict:
 
 def _as_draft(name: str, device: torch.device, runs: Sequence[_Run]) -> Draft:
     """The runs as one draft of chains."""
-    chains = [Chain(run.course.entry, run.most, [torch.tensor(token, device=device) for token in run.tokens], run.laws) for run in runs]
+    chains = [
+        Chain(run.course.entry, run.most, [torch.tensor(token, device=device) for token in run.tokens], run.laws)
+        for run in runs
+    ]
     return assemble(name, device, chains)

@@ -47,7 +47,9 @@ def extend(chains: list[Chain], logits: Tensor) -> None:
     if all(p.greedy for p in params) and not any(spec.min_confidence for spec in specs):
         law, chosen = None, first_max(logits)
     else:
-        law = draft_law(logits, params, [spec.draft_top_k for spec in specs])  # [A, V]; temperature 1 where the request is greedy
+        law = draft_law(
+            logits, params, [spec.draft_top_k for spec in specs]
+        )  # [A, V]; temperature 1 where the request is greedy
         chosen = _draw(chains, law, position)
     drafts = _decide(chains, law, position)
     for i, chain in enumerate(chains):
@@ -75,12 +77,21 @@ def _processed(chains: list[Chain], logits: Tensor) -> Tensor:
 
 
 def _draw(chains: list[Chain], law: Tensor, position: int) -> Tensor:
-    """One token `[A]` per chain: the likeliest for a greedy request, the winner of the race for a coupled one, else a sample."""
+    """One token `[A]` per chain: the likeliest for a greedy request, the winner of the race for a coupled one, else a
+    sample.
+    """
     chosen = first_max(law)
-    sampled = [i for i, chain in enumerate(chains) if not chain.entry.request.params.greedy and chain.entry.noise is None]
+    sampled = [
+        i for i, chain in enumerate(chains) if not chain.entry.request.params.greedy and chain.entry.noise is None
+    ]
     if sampled:
         entries = [chains[i].entry for i in sampled]
-        u = uniforms([e.request.seed for e in entries], Purpose.DRAFT, [e.round_start for e in entries], [position] * len(entries))
+        u = uniforms(
+            [e.request.seed for e in entries],
+            Purpose.DRAFT,
+            [e.round_start for e in entries],
+            [position] * len(entries),
+        )
         chosen[sampled] = sample(law[sampled], torch.from_numpy(u).to(law.device))
     for i, chain in enumerate(chains):
         if chain.entry.noise is not None and not chain.entry.request.params.greedy:
@@ -98,7 +109,9 @@ def _decide(chains: list[Chain], law: Tensor | None, position: int) -> list[bool
     tossed = [i for i, chain in enumerate(chains) if chain.entry.draft_probability < 1 and decided[i]]
     if tossed:
         entries = [chains[i].entry for i in tossed]
-        coins = uniforms([e.request.seed for e in entries], Purpose.COIN, [e.round_start for e in entries], [position] * len(entries))
+        coins = uniforms(
+            [e.request.seed for e in entries], Purpose.COIN, [e.round_start for e in entries], [position] * len(entries)
+        )
         for i, coin in zip(tossed, coins, strict=True):
             if coin >= chains[i].entry.draft_probability:
                 decided[i] = None

@@ -1,7 +1,8 @@
 """A bound on how long a drafter from outside may take, kept by interrupting it.
 
-Python cannot end a call from without, but it can raise an exception in the thread that runs it. That ends loops and everything else
-that returns to the interpreter now and then; a call that stays inside C code is interrupted when it comes back.
+Python cannot end a call from without, but it can raise an exception in the thread that runs it. That ends loops and
+everything else that returns to the interpreter now and then; a call that stays inside C code is interrupted when it
+comes back.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ _AGAIN_S = 1.0  # for a body that caught the exception and went on
 
 
 class Deadline:
-    """`with deadline:` lets its body run for `limit_s` seconds and then raises `DraftTimeout` in it, again and again until it ends.
+    """`with deadline:` lets its body run for `limit_s` seconds and then raises `DraftTimeout` in it, again and again
+    until it ends.
 
-    A thread watches from the first use on, and ends when nothing was watched for a while. The exception may come as late as the exit
-    of the block, so whoever wants to go on catches it around the whole `with`.
+    A thread watches from the first use on, and ends when nothing was watched for a while. The exception may come as
+    late as the exit of the block, so whoever wants to go on catches it around the whole `with`.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -44,7 +46,9 @@ class Deadline:
                 self._watcher = threading.Thread(target=self._watch, name="foretoken-deadline", daemon=True)
                 self._watcher.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self._changed:
             self._thread_id = None
         if self._is_over and (kind is None or issubclass(kind, Exception)):

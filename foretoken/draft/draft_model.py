@@ -1,8 +1,9 @@
 """A smaller language model guesses token by token (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
 
-It keeps its own cache (`own_cache`). After a round that accepted everything this lacks the last guess, which the model never ran
-itself: what is missing of the text is run first the next time. The chains themselves are drawn in `chain`, trees in
-`branches`: a tree's nodes of one depth are run together, and stay in the cache as guesses until it is known which path was accepted.
+It keeps its own cache (`own_cache`). After a round that accepted everything this lacks the last guess, which the model
+never ran itself: what is missing of the text is run first the next time. The chains themselves are drawn in `chain`,
+trees in `branches`: a tree's nodes of one depth are run together, and stay in the cache as guesses until it is known
+which path was accepted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class DraftModelDrafter:
         self.model = model
         self._texts: dict[int, list[int]] = {}  # committed text
         self._cache = OwnCache(model, self._texts.__getitem__)
-        self._held: dict[int, dict[tuple[int, int], int]] = {}  # nodes in the cache: (parent, token) -> number, -1 = the committed text
+        self._held: dict[
+            int, dict[tuple[int, int], int]
+        ] = {}  # nodes in the cache: (parent, token) -> number, -1 = the committed text
 
     @property
     def num_read_tokens(self) -> int:
@@ -50,7 +53,10 @@ class DraftModelDrafter:
         if not with_tree:
             return self._propose_chains(entries)
         others = [b for b in range(len(entries)) if b not in with_tree]
-        chains, trees = self._propose_chains([entries[b] for b in others]), self._propose_trees([entries[b] for b in with_tree])
+        chains, trees = (
+            self._propose_chains([entries[b] for b in others]),
+            self._propose_trees([entries[b] for b in with_tree]),
+        )
         return merge_drafts(len(entries), [(others, chains), (with_tree, trees)], self.model.device)
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
@@ -58,7 +64,9 @@ class DraftModelDrafter:
         for b, entry in enumerate(batch.decoding):
             sequence, emitted = entry.request.request_id, verdict.emitted(b)
             self._texts[sequence].extend(emitted)
-            ran = self.model.length(sequence) - entry.round_start  # guesses that were inputs too; negative: nothing was drafted
+            ran = (
+                self.model.length(sequence) - entry.round_start
+            )  # guesses that were inputs too; negative: nothing was drafted
             if ran < 0:
                 continue
             nodes = self._held.pop(sequence, None)
@@ -99,7 +107,9 @@ class DraftModelDrafter:
             if not growth.level:
                 continue  # nothing was run
             place = {-1: -1} | {node: number for number, node in enumerate(growth.ran)}
-            nodes = {(place[growth.parents[node]], growth.tokens[node]): number for number, node in enumerate(growth.ran)}
+            nodes = {
+                (place[growth.parents[node]], growth.tokens[node]): number for number, node in enumerate(growth.ran)
+            }
             self._held[growth.entry.request.request_id] = nodes
         return branches.assemble(self.name, self.model.device, growths)
 

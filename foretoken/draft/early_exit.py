@@ -1,11 +1,12 @@
 """The target drafts for itself with some of its layers, in its own cache, and the verify pass goes on from there.
 
-Exit mode (LayerSkip, Elhoushi et al. 2404.16710): the first layers, final norm and head. What they computed for a row, keys, values
-and residual stream, is what the verify pass would compute, so it runs only the other layers for it. Skip mode (SWIFT, Xia et al.
-2410.06916): some layers are left out; what ran before the first gap is taken up, the rest is run again.
+Exit mode (LayerSkip, Elhoushi et al. 2404.16710): the first layers, final norm and head. What they computed for a row,
+keys, values and residual stream, is what the verify pass would compute, so it runs only the other layers for it. Skip
+mode (SWIFT, Xia et al. 2410.06916): some layers are left out; what ran before the first gap is taken up, the rest is
+run again.
 
-Nothing is kept of a request between rounds but, while a set of layers is searched for, the end of its text. What was learned about the
-layers belongs to the target: it holds for all its requests.
+Nothing is kept of a request between rounds but, while a set of layers is searched for, the end of its text. What was
+learned about the layers belongs to the target: it holds for all its requests.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _TRIAL_SEQUENCE = -(1 << 50)  # opened and closed within one call
 
 
 class EarlyExitDrafter:
-    """Chains sampled from the target's own first layers, or from all but some, under the request's own sampling parameters."""
+    """Chains sampled from the target's own first layers, or from all but some, under the request's own sampling
+    parameters.
+    """
 
     name = "early_exit"
 
@@ -46,9 +49,13 @@ class EarlyExitDrafter:
             self._recent[request.request_id] = []
 
     def propose(self, batch: Batch) -> Draft:
-        """Guess `num_draft` tokens for every entry, fewer where an automatic choice says so; none where there is no room."""
+        """Guess `num_draft` tokens for every entry, fewer where an automatic choice says so; none where there is no
+        room.
+        """
         entries = batch.decoding
-        automatic = any(entry.request.spec.exit_layer == "auto" and entry.request.spec.skip_layers is None for entry in entries)
+        automatic = any(
+            entry.request.spec.exit_layer == "auto" and entry.request.spec.skip_layers is None for entry in entries
+        )
         self._looks = automatic and self.exits.looks()
         chains: list[Chain] = []
         by_layers: dict[tuple[int, ...], list[Chain]] = {}
@@ -64,7 +71,9 @@ class EarlyExitDrafter:
         return assemble(self.name, self.target.device, chains)
 
     def taps(self) -> tuple[int, ...]:
-        """Layers whose residual stream the round's verify pass should hand back: every exit that may be chosen, now and then."""
+        """Layers whose residual stream the round's verify pass should hand back: every exit that may be chosen, now and
+        then.
+        """
         return self.exits.candidates if self._looks else ()
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
@@ -90,7 +99,9 @@ class EarlyExitDrafter:
         if spec.skip_layers == "auto":
             return self.skips.choose(entry.num_draft)
         if spec.skip_layers is not None:
-            return kept_layers(frozenset(int(layer) for layer in spec.skip_layers), self.target.num_layers), entry.num_draft
+            return kept_layers(
+                frozenset(int(layer) for layer in spec.skip_layers), self.target.num_layers
+            ), entry.num_draft
         if spec.exit_layer != "auto":
             return tuple(range(spec.exit_layer)), entry.num_draft
         exit_layer, most = self.exits.choose(entry.num_draft)
@@ -116,7 +127,8 @@ class EarlyExitDrafter:
         return self.target.forward_early(torch.cat(pieces), segments, layers)
 
     def _look(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
-        """At a few rows whose text stands: the overlap of each exit's law with the target's (for a greedy request, whether they agree).
+        """At a few rows whose text stands: the overlap of each exit's law with the target's (for a greedy request,
+        whether they agree).
 
         The target's law knows penalties and bias, the exit's only what is forbidden: an estimate needs no more.
         """
@@ -134,12 +146,16 @@ class EarlyExitDrafter:
         said = feedback.logits[rows]  # [r, V]
         law = target_probs(said, params)
         hidden = torch.cat([feedback.taps[layer][rows] for layer in self.exits.candidates])  # [candidates * r, D]
-        for layer, logits in zip(self.exits.candidates, torch.split(self.target.exit_logits(hidden), len(rows)), strict=True):
+        for layer, logits in zip(
+            self.exits.candidates, torch.split(self.target.exit_logits(hidden), len(rows)), strict=True
+        ):
             allowed = torch.where(check_finite(logits)[:, None], logits, 0).masked_fill(said == -torch.inf, -torch.inf)
             self.exits.learn(layer, torch.minimum(target_probs(allowed, params), law).sum(-1).tolist())
 
     def _try_skips(self, batch: Batch) -> None:
-        """A trial on the end of the first text that is long enough, when one is due and there is room for a copy of its last block."""
+        """A trial on the end of the first text that is long enough, when one is due and there is room for a copy of its
+        last block.
+        """
         if not self.skips.tries():
             return
         ready = [entry for entry in batch.decoding if len(self._recent.get(entry.request.request_id, ())) > _TRIAL_ROWS]
@@ -152,7 +168,10 @@ class EarlyExitDrafter:
             target.rollback(_TRIAL_SEQUENCE, target.length(sequence) - len(rows))
             if target.reserve(_TRIAL_SEQUENCE, len(rows)):
                 said = torch.tensor(recent[1:], device=target.device)
-                inputs, segment = torch.tensor(rows, device=target.device), EarlySegment(_TRIAL_SEQUENCE, 0, len(rows), len(rows))
+                inputs, segment = (
+                    torch.tensor(rows, device=target.device),
+                    EarlySegment(_TRIAL_SEQUENCE, 0, len(rows), len(rows)),
+                )
 
                 def agree(layers: tuple[int, ...]) -> list[float]:
                     return (first_max(target.forward_early(inputs, [segment], layers)) == said).double().tolist()

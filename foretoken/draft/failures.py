@@ -43,7 +43,12 @@ class DrafterFailures:
         return bool(self._off) and key in self._off.get(request_id, ())
 
     def attempt(
-        self, key: DrafterKey, drafter: Drafter, request_ids: Iterable[int], call: Callable[[], _Result], must_succeed: bool = False
+        self,
+        key: DrafterKey,
+        drafter: Drafter,
+        request_ids: Iterable[int],
+        call: Callable[[], _Result],
+        must_succeed: bool = False,
     ) -> _Result | None:
         """What `call` gives; None where it fails, which counts for each of the requests.
 
@@ -72,8 +77,15 @@ class DrafterFailures:
             with contextlib.suppress(Exception):  # it failed already: what it cannot free is lost with it
                 drafter.finish(request_id)
         if key not in self._warned:
-            message = f"drafter {key[0]!r} failed ({reason}): its guesses are dropped, answers are not affected; after {MOST_FAILURES}"
-            warnings.warn(f"{message} failures it is switched off for the request (stats.draft_failures)", DrafterWarning, stacklevel=2)
+            message = (
+                f"drafter {key[0]!r} failed ({reason}): its guesses are dropped, answers are not affected; "
+                f"after {MOST_FAILURES}"
+            )
+            warnings.warn(
+                f"{message} failures it is switched off for the request (stats.draft_failures)",
+                DrafterWarning,
+                stacklevel=2,
+            )
             self._warned.add(key)
 
     def take(self) -> list[DrafterFailure]:

@@ -24,7 +24,8 @@ GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a gra
 
 
 def drafter_key(spec: SpecConfig) -> DrafterKey | None:
-    """Which drafter serves `spec`: its name, the draft model (its format, the use of its vocabulary) or corpus it works with, its parts.
+    """Which drafter serves `spec`: its name, the draft model (its format, the use of its vocabulary) or corpus it works
+    with, its parts.
 
     None for plain decoding.
     """
@@ -47,7 +48,9 @@ def arm_keys(spec: SpecConfig) -> list[DrafterKey]:
 
 
 def own_drafters(spec: SpecConfig) -> dict[DrafterKey, SpecConfig]:
-    """The drafters that keep up with a request's text: one, or for `auto` all that may guess, each with a configuration for it."""
+    """The drafters that keep up with a request's text: one, or for `auto` all that may guess, each with a configuration
+    for it.
+    """
     return dict(reversed(list(zip(arm_keys(spec), spec.arms, strict=True))))
 
 
@@ -68,7 +71,8 @@ def chosen_arm(entry: BatchEntry) -> int | None:
 
 
 class DrafterGroup:
-    """Routes requests to drafters by `drafter_key`; where a request may choose among several, all of them follow its text.
+    """Routes requests to drafters by `drafter_key`; where a request may choose among several, all of them follow its
+    text.
 
     What a drafter hands over is checked (`boundary`), and a drafter that fails costs its guesses alone (`failures`).
     """
@@ -78,13 +82,19 @@ class DrafterGroup:
         self.failures = DrafterFailures()
         self.device, self.vocab_size, self.num_layers = target.device, target.vocab_size, target.num_layers
         self.spent_s: dict[DrafterKey, float] = {}  # what each drafter took in the last round, proposing and committing
-        self.num_read_tokens: dict[DrafterKey, int] = {}  # what the models of each read in the last round before they could guess
+        self.num_read_tokens: dict[
+            DrafterKey, int
+        ] = {}  # what the models of each read in the last round before they could guess
         self._keys: dict[int, list[DrafterKey]] = {}  # by request, of its arms
         self._requests: dict[int, list[Request]] = {}  # each under one of its arms
-        self._looks: dict[int, dict[int, LookupTree]] = {}  # guesses that were shown for the coming round, by request and arm
+        self._looks: dict[
+            int, dict[int, LookupTree]
+        ] = {}  # guesses that were shown for the coming round, by request and arm
 
     def add(self, key: DrafterKey, drafter: Drafter, limit_s: float | None = None) -> None:
-        """Serve requests with `drafter`; a call of it that lasts longer than `limit_s` is interrupted and has failed."""
+        """Serve requests with `drafter`; a call of it that lasts longer than `limit_s` is interrupted and has
+        failed.
+        """
         self.drafters[key] = drafter
         if limit_s is not None:
             self.failures.deadlines[key] = Deadline(limit_s)
@@ -93,7 +103,9 @@ class DrafterGroup:
         """Hand a new request to its drafters."""
         request_id = request.request_id
         keys = self._keys[request_id] = arm_keys(request.spec)
-        self._requests[request_id] = [request if arm is request.spec else replace(request, spec=arm) for arm in request.spec.arms]
+        self._requests[request_id] = [
+            request if arm is request.spec else replace(request, spec=arm) for arm in request.spec.arms
+        ]
         for key in dict.fromkeys(keys):
             drafter, own = self.drafters[key], self._requests[request_id][keys.index(key)]
             self.failures.attempt(key, drafter, [request_id], partial(drafter.start, own), must_succeed=True)
@@ -110,7 +122,9 @@ class DrafterGroup:
         if not shows_guesses(type(drafter)):
             return None
         guess, own = cast(Lookup, drafter).guess, self._under(entry, arm)
-        tree = self.failures.attempt(key, drafter, [request_id], lambda: check_tree(guess(own), own.num_draft, self.vocab_size, own.takes_trees))
+        tree = self.failures.attempt(
+            key, drafter, [request_id], lambda: check_tree(guess(own), own.num_draft, self.vocab_size, own.takes_trees)
+        )
         if tree is None:
             tree = EMPTY
         self._looks.setdefault(request_id, {})[arm] = tree
@@ -136,9 +150,15 @@ class DrafterGroup:
         for key, drafter in self.drafters.items():
             if not _wants_taps(type(drafter)):
                 continue
-            users = [request_id for request_id, keys in self._keys.items() if key in keys and not self.failures.is_off(request_id, key)]
+            users = [
+                request_id
+                for request_id, keys in self._keys.items()
+                if key in keys and not self.failures.is_off(request_id, key)
+            ]
             if users:
-                wanted.update(self.failures.attempt(key, drafter, users, partial(self._layers, cast(Taps, drafter))) or ())
+                wanted.update(
+                    self.failures.attempt(key, drafter, users, partial(self._layers, cast(Taps, drafter))) or ()
+                )
         return tuple(sorted(wanted))
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
@@ -155,7 +175,9 @@ class DrafterGroup:
             self.failures.attempt(key, drafter, users, call, must_succeed=True)
             self.spent_s[key] = self.spent_s.get(key, 0.0) + time.perf_counter() - began
 
-    def _commit_some(self, drafter: Drafter, routed: Mapping[int, BatchEntry], draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
+    def _commit_some(
+        self, drafter: Drafter, routed: Mapping[int, BatchEntry], draft: Draft, verdict: Verdict, feedback: Feedback
+    ) -> None:
         """Tell a drafter what some requests of the round emitted."""
         indices = list(routed)
         part = Verdict(
@@ -169,7 +191,9 @@ class DrafterGroup:
         drafter.commit(Batch(tuple(routed.values())), draft.select(indices), part, own)
 
     def release(self, request: Request) -> None:
-        """Let the request's drafters give back what they hold in caches of their own; the request may go on, at once or later."""
+        """Let the request's drafters give back what they hold in caches of their own; the request may go on, at once or
+        later.
+        """
         request_id = request.request_id
         for key in dict.fromkeys(self._keys[request_id]):
             drafter = self.drafters[key]
@@ -212,7 +236,14 @@ class DrafterGroup:
         if shows_guesses(type(drafter)):
             shown = [self._looks.get(entry.request.request_id, {}).get(entry.arm or 0) for entry in entries]
             if all(tree is not None for tree in shown):
-                return assemble(drafter.name, [tree.first(entry.num_draft) for tree, entry in zip(shown, entries, strict=True) if tree is not None])
+                return assemble(
+                    drafter.name,
+                    [
+                        tree.first(entry.num_draft)
+                        for tree, entry in zip(shown, entries, strict=True)
+                        if tree is not None
+                    ],
+                )
         return drafter.propose(Batch(tuple(entries)))
 
     def _layers(self, drafter: Taps) -> tuple[int, ...]:
@@ -222,7 +253,10 @@ class DrafterGroup:
             DraftError: one that the target does not have.
         """
         layers = drafter.taps()
-        if any(isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= self.num_layers for layer in layers):
+        if any(
+            isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= self.num_layers
+            for layer in layers
+        ):
             raise DraftError(f"taps {layers} of a target with {self.num_layers} layers")
         return layers
 
@@ -236,7 +270,9 @@ class DrafterGroup:
         return routes
 
     def _followers(self, entries: Sequence[BatchEntry]) -> dict[DrafterKey, dict[int, BatchEntry]]:
-        """Who must hear what was emitted for whom; a drafter that guessed hears it under the configuration it guessed with."""
+        """Who must hear what was emitted for whom; a drafter that guessed hears it under the configuration it guessed
+        with.
+        """
         routes: dict[DrafterKey, dict[int, BatchEntry]] = {}
         for b, entry in enumerate(entries):
             keys, chosen = self._keys[entry.request.request_id], chosen_arm(entry)
@@ -254,7 +290,8 @@ class DrafterGroup:
 
 
 def _forced(entry: BatchEntry) -> tuple[int, ...]:
-    """Tokens whose text the request's grammar leaves no choice about: guesses that cost nothing, whoever drafts otherwise.
+    """Tokens whose text the request's grammar leaves no choice about: guesses that cost nothing, whoever drafts
+    otherwise.
 
     One alone is left to the drafter, which goes on behind it.
     """

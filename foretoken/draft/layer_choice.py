@@ -1,4 +1,5 @@
-"""Which layers of the target draft, learned from finished rounds: exit layers that agree with the target, layers that can be left out.
+"""Which layers of the target draft, learned from finished rounds: exit layers that agree with the target, layers that
+can be left out.
 
 Nothing here sees a token of the round it decides for.
 """
@@ -8,8 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from foretoken.draft.layers import (
+    best_exit,
+    best_num_draft,
+    changed_skips,
+    exit_candidates,
+    first_skips,
+    relative_speed,
+)
 from foretoken.model.randomness import Purpose, uniforms
-from foretoken.plan.layers import best_exit, best_num_draft, changed_skips, exit_candidates, first_skips, relative_speed
 
 _MEMORY_ROWS = 64  # rows after which an observation counts for a third
 _LEAST_ROWS = 8  # rows seen before an estimate decides anything
@@ -46,8 +54,9 @@ class Agreement:
 class ExitChoice:
     """The exit layer and the number of guesses with the most expected tokens per cost.
 
-    A look at a round takes the target's own residual stream after every candidate layer. Every round is looked at until each exit is
-    known, then every eighth, whether anything is drafted or not: so exits that stopped paying are taken up again when they do.
+    A look at a round takes the target's own residual stream after every candidate layer. Every round is looked at until
+    each exit is known, then every eighth, whether anything is drafted or not: so exits that stopped paying are taken up
+    again when they do.
     """
 
     def __init__(self, num_layers: int, head: float) -> None:
@@ -65,10 +74,14 @@ class ExitChoice:
         return all(agreement.is_known for agreement in self.agreements.values())
 
     def choose(self, most: int) -> tuple[int, int]:
-        """Exit layer and number of guesses, at most `most`; the middle candidate and all of them until the exits are known."""
+        """Exit layer and number of guesses, at most `most`; the middle candidate and all of them until the exits are
+        known.
+        """
         if not self._is_known:
             return self.candidates[len(self.candidates) // 2], most
-        return best_exit({layer: agreement.rate for layer, agreement in self.agreements.items()}, most, self.num_layers, self.head)
+        return best_exit(
+            {layer: agreement.rate for layer, agreement in self.agreements.items()}, most, self.num_layers, self.head
+        )
 
     def looks(self) -> bool:
         """Begin a round; whether it is to be looked at."""
@@ -82,11 +95,12 @@ class ExitChoice:
 
 @dataclass
 class SkipSearch:
-    """A set of layers to leave out, found by trying neighbours of the best so far on text that was generated already (SWIFT, 2410.06916).
+    """A set of layers to leave out, found by trying neighbours of the best so far on text that was generated already
+    (SWIFT, 2410.06916).
 
-    A trial runs the best set and a neighbour over the same recent rows and keeps the one with the greater expected speed. There is a
-    trial every eighth round, or as soon after as there is text enough, `NUM_TRIALS` in all; after that the best set alone is measured,
-    every 64th round.
+    A trial runs the best set and a neighbour over the same recent rows and keeps the one with the greater expected
+    speed. There is a trial every eighth round, or as soon after as there is text enough, `NUM_TRIALS` in all; after
+    that the best set alone is measured, every 64th round.
     """
 
     num_layers: int
@@ -107,7 +121,9 @@ class SkipSearch:
         """Layers to run and number of guesses, at most `most`; all of them until a trial was made."""
         if not self.agreement.is_known:
             return self.layers(), most
-        return self.layers(), best_num_draft(self.agreement.rate, self._cost(self.skipped), self.num_layers + self.head, most)
+        return self.layers(), best_num_draft(
+            self.agreement.rate, self._cost(self.skipped), self.num_layers + self.head, most
+        )
 
     def tries(self) -> bool:
         """End a round; whether a trial is due."""
@@ -115,7 +131,9 @@ class SkipSearch:
         return self._rounds >= (_TRIAL_EVERY if self.num_trials < NUM_TRIALS else _LATER_EVERY)
 
     def trial(self, agree: Callable[[tuple[int, ...]], Sequence[float]], most: int) -> None:
-        """Learn from rows of finished text: `agree(layers)` tells for each whether a draft of these layers would have said what was said."""
+        """Learn from rows of finished text: `agree(layers)` tells for each whether a draft of these layers would have
+        said what was said.
+        """
         self._rounds = 0
         known = agree(self.layers())
         self.agreement.add(known)

@@ -1,9 +1,11 @@
-"""Lookahead decoding: the target guesses several places ahead in parallel, and what it says there is remembered as n-grams.
+"""Lookahead decoding: the target guesses several places ahead in parallel, and what it says there is remembered as
+n-grams.
 
-Fu et al. 2024 (arXiv 2402.02057; `hao-ai-lab/LookaheadDecoding`). Behind the anchor stands a window of tokens that nobody
-believes in; every round the target runs them as probes (`core.Probes`), and their answers are the window of the next round: a
-Jacobi iteration. What one column says in successive rounds is an n-gram that the target itself has written. It enters a
-pool; when its first token comes, the rest is guessed. The guesses are deterministic, so any rule keeps them exact.
+Fu et al. 2024 (arXiv 2402.02057; `hao-ai-lab/LookaheadDecoding`). Behind the anchor stands a window of tokens that
+nobody believes in; every round the target runs them as probes (`core.Probes`), and their answers are the window of the
+next round: a Jacobi iteration. What one column says in successive rounds is an n-gram that the target itself has
+written. It enters a pool; when its first token comes, the rest is guessed. The guesses are deterministic, so any rule
+keeps them exact.
 
 The window costs rows in every round. It has to earn them, or it rests (`Trial`).
 """
@@ -60,8 +62,9 @@ class NgramPool:
 class JacobiWindow:
     """`width` columns of `depth` tokens: token r of column j is a guess for place j + r + 1 behind the anchor.
 
-    Row 0 is a chain behind the anchor; the rest of a column hangs on its token of row 0. So token r of column j sees the
-    text, row 0 up to column j and its own column above it. New columns are pieces of the prompt, read round and round.
+    Row 0 is a chain behind the anchor; the rest of a column hangs on its token of row 0. So token r of column j sees
+    the text, row 0 up to column j and its own column above it. New columns are pieces of the prompt, read round and
+    round.
     """
 
     def __init__(self, prompt: Sequence[int], width: int, depth: int) -> None:
@@ -77,13 +80,15 @@ class JacobiWindow:
         """Tokens and parents of the first columns, column after column; -1 is the anchor."""
         tokens = [token for column in self.columns[:num_columns] for token in column]
         firsts = [-1, *range(0, len(tokens), self.depth)]
-        return tokens, [j * self.depth + r - 1 if r else firsts[j] for j in range(num_columns) for r in range(self.depth)]
+        return tokens, [
+            j * self.depth + r - 1 if r else firsts[j] for j in range(num_columns) for r in range(self.depth)
+        ]
 
     def advance(self, answers: Sequence[int], num_emitted: int) -> list[tuple[int, tuple[int, ...]]]:
         """Move on by a round that emitted `num_emitted` tokens; n-grams found, as first token and the rest.
 
-        `answers` are the target's tokens behind the last token of each column that was run. Such a column drops its first
-        token and gains the answer, which moves it on by one place.
+        `answers` are the target's tokens behind the last token of each column that was run. Such a column drops its
+        first token and gains the answer, which moves it on by one place.
         """
         ran = [(*column, answer) for column, answer in zip(self.columns, answers, strict=False)]
         self.columns = [run[1:] for run in ran[num_emitted - 1 :]] if ran else self.columns[num_emitted:]
@@ -100,8 +105,8 @@ class JacobiWindow:
 class Trial:
     """Whether a window earns its rows, from counts of this request's own rounds alone.
 
-    After `TRIAL_ROUNDS` rounds with probes the window must have brought `LEAST_GAIN` accepted tokens a row, tokens that the text
-    itself would have told not counted; otherwise it rests for `REST_ROUNDS` rounds and is tried again.
+    After `TRIAL_ROUNDS` rounds with probes the window must have brought `LEAST_GAIN` accepted tokens a row, tokens that
+    the text itself would have told not counted; otherwise it rests for `REST_ROUNDS` rounds and is tried again.
     """
 
     num_rounds: int = 0
@@ -121,7 +126,11 @@ class Trial:
             return
         if not num_rows:
             return
-        self.num_rounds, self.num_rows, self.num_gained = self.num_rounds + 1, self.num_rows + num_rows, self.num_gained + num_gained
+        self.num_rounds, self.num_rows, self.num_gained = (
+            self.num_rounds + 1,
+            self.num_rows + num_rows,
+            self.num_gained + num_gained,
+        )
         if self.num_rounds == TRIAL_ROUNDS:
             self.num_rests = REST_ROUNDS if self.num_gained < LEAST_GAIN * self.num_rows else 0
             self.num_rounds = self.num_rows = self.num_gained = 0
@@ -129,7 +138,9 @@ class Trial:
 
 @dataclass
 class _Lookahead:
-    """One request: `recent` are the last tokens of its text, `guesses` the children of its latest draft (0 = anchor)."""
+    """One request: `recent` are the last tokens of its text, `guesses` the children of its latest draft (0 =
+    anchor).
+    """
 
     pool: NgramPool
     window: JacobiWindow
@@ -177,7 +188,9 @@ class LookaheadDrafter:
             lengths.append(len(own_tokens))
         if not tokens:
             return draft
-        return replace(draft, probes=Probes(torch.tensor(tokens, dtype=torch.int64), tuple(parents), (0, *accumulate(lengths))))
+        return replace(
+            draft, probes=Probes(torch.tensor(tokens, dtype=torch.int64), tuple(parents), (0, *accumulate(lengths)))
+        )
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         """Take over the emitted text, and what the target said behind the window."""
@@ -208,11 +221,13 @@ class LookaheadDrafter:
         return tree
 
 
-def prefix_tree(continuations: Sequence[tuple[tuple[int, ...], bool]], budget: int) -> tuple[LookupTree, dict[tuple[int, int], tuple[int, bool]]]:
+def prefix_tree(
+    continuations: Sequence[tuple[tuple[int, ...], bool]], budget: int
+) -> tuple[LookupTree, dict[tuple[int, int], tuple[int, bool]]]:
     """The first `budget` nodes of the continuations, common beginnings once; first come, first kept.
 
-    The second result tells for (node, token), the anchor being node 0 and the tree's first node 1, the child and whether the text
-    held it.
+    The second result tells for (node, token), the anchor being node 0 and the tree's first node 1, the child and
+    whether the text held it.
     """
     tokens: list[int] = []
     parents: list[int] = []

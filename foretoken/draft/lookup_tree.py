@@ -16,7 +16,9 @@ from foretoken.draft.matches import NO_TOKEN
 
 @dataclass(frozen=True)
 class LookupTree:
-    """Guesses as a tree: `tokens`, `parents` (-1 = the text's end), and `chances`, how likely the text takes the path to each."""
+    """Guesses as a tree: `tokens`, `parents` (-1 = the text's end), and `chances`, how likely the text takes the path
+    to each.
+    """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
@@ -29,7 +31,11 @@ class LookupTree:
 
     def first(self, count: int) -> LookupTree:
         """The first `count` guesses: parents come before their children."""
-        return self if count >= len(self.tokens) else LookupTree(self.tokens[:count], self.parents[:count], self.chances[:count])
+        return (
+            self
+            if count >= len(self.tokens)
+            else LookupTree(self.tokens[:count], self.parents[:count], self.chances[:count])
+        )
 
 
 EMPTY = LookupTree()
@@ -40,16 +46,20 @@ class Lookup(Drafter, Protocol):
     """A drafter that asks no model: its guesses are deterministic, and looking changes nothing in it."""
 
     def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
-        """At most `entry.num_draft` guesses of what follows the committed text and `ahead`, tokens that are not committed yet."""
+        """At most `entry.num_draft` guesses of what follows the committed text and `ahead`, tokens that are not
+        committed yet.
+        """
 
 
-def grow_tree(following: Sequence[Sequence[int]], budget: int, branching: int, doubt: float, least: float) -> LookupTree:
+def grow_tree(
+    following: Sequence[Sequence[int]], budget: int, branching: int, doubt: float, least: float
+) -> LookupTree:
     """The `budget` likeliest nodes over the continuations `following` [m][d] of equally good places, latest first.
 
-    A node's estimate is its parent's times the share of the parent's places that say it, where `doubt` places more might have
-    said something else. A node has at most `branching` children; what is less likely than `least` is left out. Of tokens said
-    equally often the one at the latest place comes first. Best-first growth is optimal here, because no child is likelier than
-    its parent.
+    A node's estimate is its parent's times the share of the parent's places that say it, where `doubt` places more
+    might have said something else. A node has at most `branching` children; what is less likely than `least` is left
+    out. Of tokens said equally often the one at the latest place comes first. Best-first growth is optimal here,
+    because no child is likelier than its parent.
     """
     tokens: list[int] = []
     parents: list[int] = []

@@ -1,8 +1,8 @@
 """Where the last words of a text stood before, and what followed them: the index behind every lookup drafter.
 
-Tokens that stand together lead to their latest place, and every place to the one before it. How far a place's past agrees with the
-text's end, and what came after it, is read off the text itself. Adding a token costs two dictionary entries at most, a look
-costs the same however long the text is.
+Tokens that stand together lead to their latest place, and every place to the one before it. How far a place's past
+agrees with the text's end, and what came after it, is read off the text itself. Adding a token costs two dictionary
+entries at most, a look costs the same however long the text is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _ENTRY_BYTES = 140  # a dictionary entry with its two numbers, roughly
 
 @dataclass(frozen=True)
 class Matches:
-    """Places that agree with the end of a text, latest first: `lengths` [m] of the agreement, `following` [m][d] tokens after each."""
+    """Places that agree with the end of a text, latest first: `lengths` [m] of the agreement, `following` [m][d] tokens
+    after each.
+    """
 
     lengths: list[int]
     following: list[list[int]]
@@ -37,7 +39,9 @@ class MatchIndex:
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self._text = array("i")
         self._latest: tuple[dict[int, int], ...] = tuple({} for _ in _KEY_SIZES)  # by hash of the tokens
-        self._previous = tuple(array("i") for _ in _KEY_SIZES)  # of each place the one before it with the same tokens, -1 if none
+        self._previous = tuple(
+            array("i") for _ in _KEY_SIZES
+        )  # of each place the one before it with the same tokens, -1 if none
         self.extend(tokens)
 
     @property
@@ -46,7 +50,9 @@ class MatchIndex:
         return len(self._text)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens. A place enters the index with the token that stands there, so the text's own end never matches."""
+        """Append tokens. A place enters the index with the token that stands there, so the text's own end never
+        matches.
+        """
         start = len(self._text)
         self._text.extend(array("i", tokens))
         stop = len(self._text)
@@ -66,17 +72,22 @@ class MatchIndex:
     @property
     def num_bytes(self) -> int:
         """Memory of the text and of the index, roughly."""
-        return 4 * len(self._text) + sum(4 * len(places) for places in self._previous) + sum(_ENTRY_BYTES * len(found) for found in self._latest)
+        return (
+            4 * len(self._text)
+            + sum(4 * len(places) for places in self._previous)
+            + sum(_ENTRY_BYTES * len(found) for found in self._latest)
+        )
 
     def end(self, count: int = MATCH_LIMIT) -> list[int]:
         """The last `count` tokens."""
         return self._text[max(0, len(self._text) - count) :].tolist()
 
     def matches(self, end: Sequence[int], depth: int, most: int = MOST_PLACES) -> Matches | None:
-        """Places that agree with at least the last two tokens of `end`, with `depth` tokens after each; None if there is none.
+        """Places that agree with at least the last two tokens of `end`, with `depth` tokens after each; None if there
+        is none.
 
-        The `most` latest that agree with six tokens, filled up with the latest that agree with two. Where the text ends a
-        place copies itself on (a text that repeats).
+        The `most` latest that agree with six tokens, filled up with the latest that agree with two. Where the text ends
+        a place copies itself on (a text that repeats).
         """
         places = self._places(end, most)
         if not places:

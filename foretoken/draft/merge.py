@@ -1,12 +1,13 @@
 """Guesses of several drafters as one tree per request.
 
-A draft that was drawn from laws keeps all its nodes. Deterministic guesses join it, the likeliest first: one that says what a child of
-the same row says already is that child, whoever guessed it; the others become further children. Which of them there are may depend on
-what was drawn, because a deterministic child only decides whether a token that its row emits anyway is followed further; it may not
-depend on anything that is drawn below them, where nothing is. A drawn token is never dropped.
+A draft that was drawn from laws keeps all its nodes. Deterministic guesses join it, the likeliest first: one that says
+what a child of the same row says already is that child, whoever guessed it; the others become further children. Which
+of them there are may depend on what was drawn, because a deterministic child only decides whether a token that its row
+emits anyway is followed further; it may not depend on anything that is drawn below them, where nothing is. A drawn
+token is never dropped.
 
-One thing must not look at the draws: the rule. A merged draft is a chain or a tree depending on what was drawn, so `auto` stands for
-`tree` where drafts are merged (`verify.resolve`).
+One thing must not look at the draws: the rule. A merged draft is a chain or a tree depending on what was drawn, so
+`auto` stands for `tree` where drafts are merged (`verify.resolve`).
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ from foretoken.draft.tree import TreeNode
 
 
 def share_of(drawn: Sequence[float], found: Sequence[TreeNode], budget: int) -> int:
-    """How many of the places with chances `drawn`, one behind the other, are among the `budget` likeliest of these and of `found`."""
+    """How many of the places with chances `drawn`, one behind the other, are among the `budget` likeliest of these and
+    of `found`.
+    """
     ranked = sorted([(-chance, 0) for chance in accumulate(drawn, min)] + [(-node.estimate, 1) for node in found])
     return sum(not other for _, other in ranked[:budget])
 
 
-def graft(name: str, base: Draft, found: Sequence[Sequence[TreeNode]], budgets: Sequence[int]) -> tuple[Draft, list[list[int]]]:
-    """`base` with the guesses of the trees `found` [B] added up to `budgets` [B] nodes per request, under the name `name`.
+def graft(
+    name: str, base: Draft, found: Sequence[Sequence[TreeNode]], budgets: Sequence[int]
+) -> tuple[Draft, list[list[int]]]:
+    """`base` with the guesses of the trees `found` [B] added up to `budgets` [B] nodes per request, under the name
+    `name`.
 
-    The nodes of `base` keep their numbers; every node is signed by its author. Also returns which nodes of each tree were
-    added, in the order in which they stand in the draft.
+    The nodes of `base` keep their numbers; every node is signed by its author. Also returns which nodes of each tree
+    were added, in the order in which they stand in the draft.
     """
     if not any(found):
         return _signed(name, base), [[] for _ in found]
@@ -59,7 +65,10 @@ def graft(name: str, base: Draft, found: Sequence[Sequence[TreeNode]], budgets: 
         tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
         parents=tuple(parents),
         offsets=tuple(offsets),
-        drafters=tuple(name if base.drafters[b] is not None or offsets[b + 1] > offsets[b] else None for b in range(base.num_requests)),
+        drafters=tuple(
+            name if base.drafters[b] is not None or offsets[b + 1] > offsets[b] else None
+            for b in range(base.num_requests)
+        ),
         sampled=tuple(sampled) if base.mass is not None else (),
         mass=None if base.mass is None else Mass(base.mass.laws, tuple(law_of_row)),
         sources=tuple(sources),
@@ -86,13 +95,17 @@ def first_nodes(draft: Draft, counts: Sequence[int]) -> Draft:
     )
 
 
-def _additions(own: Sequence[int], own_parents: Sequence[int], tree: Sequence[TreeNode], budget: int) -> tuple[list[int], list[int]]:
+def _additions(
+    own: Sequence[int], own_parents: Sequence[int], tree: Sequence[TreeNode], budget: int
+) -> tuple[list[int], list[int]]:
     """The nodes of `tree` that join one request's nodes `own`, the likeliest first, and the parent of each there."""
     child = {(parent, token): node for node, (parent, token) in enumerate(zip(own_parents, own, strict=True))}
     place: dict[int, int] = {-1: -1}  # node of the tree found -> node of the merged one
     chosen: list[int] = []
     above: list[int] = []
-    for node in sorted(range(len(tree)), key=lambda node: (-tree[node].estimate, node)):  # no node is likelier than its parent
+    for node in sorted(
+        range(len(tree)), key=lambda node: (-tree[node].estimate, node)
+    ):  # no node is likelier than its parent
         if tree[node].parent not in place:
             continue
         parent = place[tree[node].parent]
@@ -107,4 +120,6 @@ def _additions(own: Sequence[int], own_parents: Sequence[int], tree: Sequence[Tr
 
 def _signed(name: str, base: Draft) -> Draft:
     authors = [author for b in range(base.num_requests) for author in base.authors(b)]
-    return replace(base, drafters=tuple(None if drafter is None else name for drafter in base.drafters), sources=tuple(authors))
+    return replace(
+        base, drafters=tuple(None if drafter is None else name for drafter in base.drafters), sources=tuple(authors)
+    )

@@ -1,9 +1,10 @@
 """Several drafters for one request: each round the most promising guesses, or the likeliest guesses of all in one tree.
 
-Lookups guess first, since they cost nothing and say how sure they are. A part that asks a model is judged by what its guesses were
-worth in earlier rounds, before it draws anything, so the choice is lawful for sampled guesses too (BanditSpec, arXiv 2505.15141, and
-the ratio rule of goodput; SuffixDecoding's hybrid, arXiv 2411.04975, compares the same two numbers). Times enter the choice,
-so under rules other than `greedy` and `coupled` the same seed may give another answer of the same law.
+Lookups guess first, since they cost nothing and say how sure they are. A part that asks a model is judged by what its
+guesses were worth in earlier rounds, before it draws anything, so the choice is lawful for sampled guesses too
+(BanditSpec, arXiv 2505.15141, and the ratio rule of goodput; SuffixDecoding's hybrid, arXiv 2411.04975, compares the
+same two numbers). Times enter the choice, so under rules other than `greedy` and `coupled` the same seed may give
+another answer of the same law.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from foretoken.control.acceptance import PlaceAcceptance
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
 from foretoken.draft.base import Drafter, Feedback, Reads, Releases, Taps
 from foretoken.draft.lookup_tree import Lookup
 from foretoken.draft.merge import first_nodes, graft, share_of
 from foretoken.draft.tree import TreeNode, merge_trees
 from foretoken.draft.worth import Offer, Prices, Promise, Record
-from foretoken.plan.survival import Survival
 
 _TRIAL_TOKENS = 2  # what a model drafts that would not have been asked, or whose price is not known
 
 
 @dataclass
 class _Round:
-    """What one request's round came to, by part: the tree of every lookup that could guess, the tokens asked of every model."""
+    """What one request's round came to, by part: the tree of every lookup that could guess, the tokens asked of every
+    model.
+    """
 
     trees: dict[int, list[TreeNode]] = field(default_factory=dict)
     factors: dict[int, float] = field(default_factory=dict)  # by which the lookups' own estimates were corrected
@@ -43,7 +46,7 @@ class MixDrafter:
     def __init__(self, parts: Sequence[Drafter], clock: Callable[[], float] = time.perf_counter) -> None:
         self.parts, self._clock = tuple(parts), clock
         self.prices = Prices(len(parts))
-        self._survivals = tuple(Survival() for _ in parts)  # over all requests, by part
+        self._survivals = tuple(PlaceAcceptance() for _ in parts)  # over all requests, by part
         self._promises = tuple(Promise() for _ in parts)
         self.records: dict[int, tuple[Record, ...]] = {}  # by request
         self._rounds: dict[int, _Round] = {}
@@ -53,7 +56,9 @@ class MixDrafter:
     def start(self, request: Request) -> None:
         """Hand the request to every part, under that part's own configuration."""
         assert len(request.spec.configs) == len(self.parts)
-        self.records[request.request_id] = tuple(Record(Survival(s), Promise(p)) for s, p in zip(self._survivals, self._promises, strict=True))
+        self.records[request.request_id] = tuple(
+            Record(PlaceAcceptance(s), Promise(p)) for s, p in zip(self._survivals, self._promises, strict=True)
+        )
         for part, spec in zip(self.parts, request.spec.configs, strict=True):
             part.start(replace(request, spec=spec))
 
@@ -62,7 +67,9 @@ class MixDrafter:
         entries = batch.decoding
         rounds = [self._plan(entry, len(entries)) for entry in entries]
         base = self._draw(entries, rounds)
-        draft, added = graft(self.name, base, [round_.found for round_ in rounds], [entry.num_draft for entry in entries])
+        draft, added = graft(
+            self.name, base, [round_.found for round_ in rounds], [entry.num_draft for entry in entries]
+        )
         for b, round_ in enumerate(rounds):
             round_.num_drawn, round_.added = base.lengths[b], added[b]
             self._rounds[entries[b].request.request_id] = round_
@@ -80,7 +87,10 @@ class MixDrafter:
                 self._learn(self.records[entries[b].request.request_id], round_, verdict.paths[b])
         for index, part in enumerate(self.parts):
             own = Batch(tuple(self._entry(entry, index, entry.num_draft) for entry in entries))
-            drawn = [round_.num_drawn if round_ is not None and index in round_.asked else draft.lengths[b] for b, round_ in enumerate(rounds)]
+            drawn = [
+                round_.num_drawn if round_ is not None and index in round_.asked else draft.lengths[b]
+                for b, round_ in enumerate(rounds)
+            ]
             if isinstance(part, Lookup) or drawn == list(draft.lengths):
                 part.commit(own, draft, verdict, feedback)
             else:
@@ -116,7 +126,9 @@ class MixDrafter:
                 if tree.tokens:
                     factor = round_.factors[index] = records[index].promise.factor
                     nodes = zip(tree.tokens, tree.parents, tree.chances, strict=True)
-                    round_.trees[index] = [TreeNode(token, parent, factor * chance, part.name) for token, parent, chance in nodes]
+                    round_.trees[index] = [
+                        TreeNode(token, parent, factor * chance, part.name) for token, parent, chance in nodes
+                    ]
         if merges:
             self._plan_merged(entry, round_, records)
         else:
@@ -124,9 +136,13 @@ class MixDrafter:
         return round_
 
     def _plan_best(self, entry: BatchEntry, round_: _Round, records: Sequence[Record], num_requests: int) -> None:
-        """One part guesses: the one that is due, else the one with the most expected tokens per second, which may be none."""
+        """One part guesses: the one that is due, else the one with the most expected tokens per second, which may be
+        none.
+        """
         spec = entry.request.spec
-        offers = {index: Offer(index, sum(node.estimate for node in tree), len(tree)) for index, tree in round_.trees.items()}
+        offers = {
+            index: Offer(index, sum(node.estimate for node in tree), len(tree)) for index, tree in round_.trees.items()
+        }
         for index, part in enumerate(self.parts):
             most = spec.configs[index].at_most(entry.num_draft)
             if not isinstance(part, Lookup) and most:
@@ -150,7 +166,9 @@ class MixDrafter:
             records[index].idle_rounds = 0 if index == chosen.part else records[index].idle_rounds + 1
 
     def _plan_merged(self, entry: BatchEntry, round_: _Round, records: Sequence[Record]) -> None:
-        """The likeliest guesses of all: how many of them a model draws is settled here, by how earlier ones at their places survived."""
+        """The likeliest guesses of all: how many of them a model draws is settled here, by how earlier ones at their
+        places survived.
+        """
         round_.found = merge_trees(list(round_.trees.values()), sum(map(len, round_.trees.values())))
         for index, part in enumerate(self.parts):
             most = entry.request.spec.configs[index].at_most(entry.num_draft)
@@ -173,7 +191,12 @@ class MixDrafter:
             if not asked:
                 continue
             began = self._clock()
-            drafts.append((list(asked), part.propose(Batch(tuple(self._entry(entries[b], index, count) for b, count in asked.items())))))
+            drafts.append(
+                (
+                    list(asked),
+                    part.propose(Batch(tuple(self._entry(entries[b], index, count) for b, count in asked.items()))),
+                )
+            )
             num_read = part.num_read_tokens if isinstance(part, Reads) else 0
             self.num_read_tokens += num_read
             records = [self.records[entries[b].request.request_id][index] for b in asked]
@@ -193,18 +216,25 @@ class MixDrafter:
                 survival.observe(count, [float(node in path) for node in range(round_.num_drawn)])
         joined = [(round_.found[place], node in path) for node, place in enumerate(round_.added, round_.num_drawn)]
         for index, factor in round_.factors.items():
-            own = [(guess.estimate / factor, stood) for guess, stood in joined if guess.author == self.parts[index].name]
+            own = [
+                (guess.estimate / factor, stood) for guess, stood in joined if guess.author == self.parts[index].name
+            ]
             if own:
                 for promise in (records[index].promise, self._promises[index]):
                     promise.observe(sum(chance for chance, _ in own), float(sum(stood for _, stood in own)))
 
     def _entry(self, entry: BatchEntry, part: int, num_draft: int) -> BatchEntry:
         """What a part is asked."""
-        return replace(entry, request=replace(entry.request, spec=entry.request.spec.configs[part]), num_draft=num_draft)
+        return replace(
+            entry, request=replace(entry.request, spec=entry.request.spec.configs[part]), num_draft=num_draft
+        )
 
 
-def _commit_in_turns(part: Drafter, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback, counts: Sequence[int]) -> None:
-    """Tell a part that guessed only the first `counts[b]` nodes of each request: a round over those, then a round for every token more.
+def _commit_in_turns(
+    part: Drafter, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback, counts: Sequence[int]
+) -> None:
+    """Tell a part that guessed only the first `counts[b]` nodes of each request: a round over those, then a round for
+    every token more.
 
     So no part is ever told that it guessed what it did not.
     """
@@ -225,7 +255,9 @@ def _commit_in_turns(part: Drafter, batch: Batch, draft: Draft, verdict: Verdict
             for b, entry in ((b, batch.decoding[b]) for b in left)
         )
         nothing: tuple[tuple[int, ...], ...] = ((),) * len(left)
-        one = Verdict(nothing, nothing, tuple(emitted[b][done[b]] for b in left), tuple(verdict.next_kinds[b] for b in left))
+        one = Verdict(
+            nothing, nothing, tuple(emitted[b][done[b]] for b in left), tuple(verdict.next_kinds[b] for b in left)
+        )
         rows = [feedback.rows[draft.anchor_row(b) + 1 + verdict.paths[b][done[b] - 1]] for b in left]
         part.commit(Batch(entries), empty_draft(len(left)), one, replace(feedback, rows=tuple(rows)))
         for b in left:

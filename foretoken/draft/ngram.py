@@ -1,8 +1,8 @@
 """Prompt lookup: what followed the last words the previous times they stood in this very text.
 
-After `apoorvumang/prompt-lookup-decoding` (longest match first), with an incremental index. Of the places that agree longest
-the most frequent continuations are guessed, of equally frequent ones the latest, as far as the length of the agreement makes
-them likely; where such places disagree the guess is a tree. Costs nothing when nothing matches.
+After `apoorvumang/prompt-lookup-decoding` (longest match first), with an incremental index. Of the places that agree
+longest the most frequent continuations are guessed, of equally frequent ones the latest, as far as the length of the
+agreement makes them likely; where such places disagree the guess is a tree. Costs nothing when nothing matches.
 """
 
 from __future__ import annotations
@@ -50,5 +50,7 @@ class NgramDrafter:
         if matches is None:
             return EMPTY
         longest = max(matches.lengths)
-        following = [tokens for length, tokens in zip(matches.lengths, matches.following, strict=True) if length == longest]
+        following = [
+            tokens for length, tokens in zip(matches.lengths, matches.following, strict=True) if length == longest
+        ]
         return grow_tree(following, entry.num_draft, BRANCHING if entry.takes_trees else 1, 1 / longest, LEAST_ESTIMATE)

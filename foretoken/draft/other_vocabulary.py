@@ -3,17 +3,18 @@
 Two ways, by request:
 
 - `intersection` (TLI there): the draft chooses among the tokens that both vocabularies have; every guess is one target
-  token, drawn from the draft's law renormalised over these and moved to the target's ids. What the request asks for (penalties,
-  masks, filters, the coupled rule's race) is done to the moved law, in the target's ids.
-- `strings` (SLEM there): the draft goes on greedily in its own tokens, and its text is encoded again behind the end of the
-  committed text. Deterministic guesses: the target's token must be the same one.
+  token, drawn from the draft's law renormalised over these and moved to the target's ids. What the request asks for
+  (penalties, masks, filters, the coupled rule's race) is done to the moved law, in the target's ids.
+- `strings` (SLEM there): the draft goes on greedily in its own tokens, and its text is encoded again behind the end of
+  the committed text. Deterministic guesses: the target's token must be the same one.
 
-Under "auto" a greedy request takes strings, because there the draft speaks its whole vocabulary, and a sampled one the intersection:
-a guess drawn from a law is kept with probability sum min(p, q), a deterministic one with p at one token. Both are exact whatever
-the draft says.
+Under "auto" a greedy request takes strings, because there the draft speaks its whole vocabulary, and a sampled one the
+intersection:
+a guess drawn from a law is kept with probability sum min(p, q), a deterministic one with p at one token. Both are exact
+whatever the draft says.
 
-The draft keeps the committed text in its own tokens. After a round the end of the text is encoded again, and the draft's cache
-is cut back to the tokens that stayed.
+The draft keeps the committed text in its own tokens. After a round the end of the text is encoded again, and the
+draft's cache is cut back to the tokens that stayed.
 """
 
 from __future__ import annotations
@@ -64,12 +65,18 @@ class OtherVocabularyDrafter:
         self._outside = torch.ones(target.num_columns, dtype=torch.bool, device=model.device)
         self._outside[self._target_ids] = False
         spoken = [
-            token for token in range(draft.num_columns) if draft.tokenizer.token(token) is not None and token not in draft.tokenizer.special_ids
+            token
+            for token in range(draft.num_columns)
+            if draft.tokenizer.token(token) is not None and token not in draft.tokenizer.special_ids
         ]
-        self._mute = torch.ones(draft.num_columns, dtype=torch.bool, device=model.device)  # columns that are neither text nor have a twin
+        self._mute = torch.ones(
+            draft.num_columns, dtype=torch.bool, device=model.device
+        )  # columns that are neither text nor have a twin
         self._mute[[*spoken, *self._twins.to_target]] = False
         self._texts: dict[int, DraftText] = {}
-        self._cached: dict[int, list[int]] = {}  # draft tokens that the draft's cache holds, or held before it gave them back
+        self._cached: dict[
+            int, list[int]
+        ] = {}  # draft tokens that the draft's cache holds, or held before it gave them back
         self._cache = OwnCache(model, lambda sequence: self._texts[sequence].ids)
 
     @property
@@ -92,7 +99,11 @@ class OtherVocabularyDrafter:
         while growing:
             self._extend(growing, self._advance(growing))
             growing = [guess for guess in growing if guess.chain.grows]
-        return assemble(self.name, self.model.device, [guess.chain if guess.shared else self._in_target_tokens(guess) for guess in guesses])
+        return assemble(
+            self.name,
+            self.model.device,
+            [guess.chain if guess.shared else self._in_target_tokens(guess) for guess in guesses],
+        )
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
         """Encode the end of the text again and cut the cache back to the tokens that stayed."""
@@ -120,7 +131,9 @@ class OtherVocabularyDrafter:
 
     def _begin(self, entry: BatchEntry) -> _Guess:
         text = self._texts[entry.request.request_id]
-        shared = bool(self.shared) and (self.how == "intersection" or (self.how == "auto" and not entry.request.params.greedy))
+        shared = bool(self.shared) and (
+            self.how == "intersection" or (self.how == "auto" and not entry.request.params.greedy)
+        )
         # A law over whole tokens has nothing to say about the rest of a character.
         most = 0 if shared and text.ending.held else self._room(entry, text)
         if not shared:
@@ -148,7 +161,9 @@ class OtherVocabularyDrafter:
         return cached
 
     def _advance(self, growing: Sequence[_Guess]) -> Tensor:
-        """Run the next input of every chain, a backlog of committed tokens first; the draft's own logits `[A, V]` after it."""
+        """Run the next input of every chain, a backlog of committed tokens first; the draft's own logits `[A, V]` after
+        it.
+        """
         rows: list[int] = []
         segments: list[Segment] = []
         for guess in growing:
@@ -174,13 +189,18 @@ class OtherVocabularyDrafter:
         for shared in (True, False):
             rows = [i for i, guess in enumerate(growing) if guess.shared == shared]
             if rows:
-                extend([growing[i].chain for i in rows], self._moved(logits[rows]) if shared else logits[rows].masked_fill(self._mute, -torch.inf))
+                extend(
+                    [growing[i].chain for i in rows],
+                    self._moved(logits[rows]) if shared else logits[rows].masked_fill(self._mute, -torch.inf),
+                )
         for guess in growing:
             if not guess.shared and guess.chain.tokens and int(guess.chain.tokens[-1]) in self._twins.to_target:
                 guess.chain.stopped = True
 
     def _moved(self, logits: Tensor) -> Tensor:
-        """The draft's `logits` `[A, V draft]` at the target's ids, -inf where the draft has no such token: `[A, V target]`."""
+        """The draft's `logits` `[A, V draft]` at the target's ids, -inf where the draft has no such token: `[A, V
+        target]`.
+        """
         inside = logits[:, self._draft_ids]  # [A, S]
         inside = torch.where(check_finite(inside)[:, None], inside, torch.zeros_like(inside))
         moved = inside.new_full((logits.shape[0], self.target.num_columns), -torch.inf)
@@ -196,15 +216,17 @@ class OtherVocabularyDrafter:
         if end is not None and (ids or not own):
             ids = [*ids, end]
         ids = ids[: entry.num_draft]
-        tokens = torch.tensor(ids[: _num_allowed(entry.processors, ids, self._outside)], dtype=torch.int64, device=self.model.device)
+        tokens = torch.tensor(
+            ids[: _num_allowed(entry.processors, ids, self._outside)], dtype=torch.int64, device=self.model.device
+        )
         return Chain(entry, entry.num_draft, list(tokens), [None] * len(tokens))
 
 
 class _Within:
     """A request's processors over the shared tokens alone.
 
-    A row that bans every shared token is not dead: the target may well have others. So the rest of the vocabulary is there when bans are
-    counted, and goes afterwards; where nothing is left, the guess is free, and refused.
+    A row that bans every shared token is not dead: the target may well have others. So the rest of the vocabulary is
+    there when bans are counted, and goes afterwards; where nothing is left, the guess is free, and refused.
     """
 
     def __init__(self, inner: Processors, outside: Tensor) -> None:
@@ -212,7 +234,9 @@ class _Within:
 
     def adjust(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
         """`logits` `[n, V]`, -inf outside the shared tokens, processed."""
-        adjusted = self._inner.adjust(logits.masked_fill(self._outside, 0.0), paths).masked_fill(self._outside, -torch.inf)
+        adjusted = self._inner.adjust(logits.masked_fill(self._outside, 0.0), paths).masked_fill(
+            self._outside, -torch.inf
+        )
         return torch.where(check_finite(adjusted)[:, None], adjusted, logits.to(adjusted.dtype))
 
     def forced(self, most: int) -> tuple[int, ...]:
@@ -221,7 +245,9 @@ class _Within:
 
 
 def _num_allowed(processors: Processors | None, ids: Sequence[int], columns: Tensor) -> int:
-    """How many of the guesses `ids`, from the first, the request's processors do not ban; `columns` `[V]` is as wide as its logits."""
+    """How many of the guesses `ids`, from the first, the request's processors do not ban; `columns` `[V]` is as wide as
+    its logits.
+    """
     if processors is None or not ids:
         return len(ids)
     flat = torch.zeros(len(ids), columns.shape[0], device=columns.device)  # [n, V]

@@ -1,8 +1,9 @@
-"""What a draft model holds of every request: begun with what others of its tenant left, given back when others need the room.
+"""What a draft model holds of every request: begun with what others of its tenant left, given back when others need the
+room.
 
-A request that has not drafted for a while holds nothing that cannot be read again. So its blocks go to one that wants to draft, least
-recently used first; what they hold stays findable until somebody writes there (`kv.prefix`), and what is missing is read, in pieces,
-when the request drafts again. Sequences are known by the numbers of their requests.
+A request that has not drafted for a while holds nothing that cannot be read again. So its blocks go to one that wants
+to draft, least recently used first; what they hold stays findable until somebody writes there (`kv.prefix`), and what
+is missing is read, in pieces, when the request drafts again. Sequences are known by the numbers of their requests.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from foretoken.model.interface import LanguageModel, PrefixModel, Segment
 
 _PIECE_TOKENS = 512  # rows of a long backlog that a model takes in one forward
 _USUAL_TOKENS = 8  # rows of committed text that any round may bring; more of them count as reading
-_IDLE_ROUNDS = 8  # who drafted within so many rounds keeps its cache: to read a text again costs more than a few guesses gain
+_IDLE_ROUNDS = (
+    8  # who drafted within so many rounds keeps its cache: to read a text again costs more than a few guesses gain
+)
 
 
 class OwnCache:
     """The cache of `model`, which guesses for many requests.
 
-    `text_of` tells the committed text that a sequence stands for, in the model's tokens. What the cache holds is a beginning of it, the
-    guesses of a round that is not committed apart. `num_read_tokens` is what the last round read of texts that it had not seen.
+    `text_of` tells the committed text that a sequence stands for, in the model's tokens. What the cache holds is a
+    beginning of it, the guesses of a round that is not committed apart. `num_read_tokens` is what the last round read
+    of texts that it had not seen.
     """
 
     def __init__(self, model: LanguageModel, text_of: Callable[[int], Sequence[int]]) -> None:
@@ -46,17 +50,20 @@ class OwnCache:
         self._tenants[sequence], self._used[sequence] = tenant, self._round
 
     def begin_round(self, sequences: Iterable[int]) -> None:
-        """Call before the first `make_room` of a round: none of `sequences`, which want to draft in it, gives way to another one."""
+        """Call before the first `make_room` of a round: none of `sequences`, which want to draft in it, gives way to
+        another one.
+        """
         self._round += 1
         self._used.update(dict.fromkeys(sequences, self._round))
         self._readers.clear()
         self.num_read_tokens = 0
 
     def make_room(self, sequence: int, num_rows: int) -> bool:
-        """Room for what is missing of the text and `num_rows` more; False, with nothing read or held for it, if there is none.
+        """Room for what is missing of the text and `num_rows` more; False, with nothing read or held for it, if there
+        is none.
 
-        An empty sequence begins with what is known of its text. Where another one is about to read the same in this round, that happens
-        first, so that it is read once.
+        An empty sequence begins with what is known of its text. Where another one is about to read the same in this
+        round, that happens first, so that it is read once.
         """
         model, text = self.model, self._text_of(sequence)
         was_empty = not model.length(sequence)
@@ -120,7 +127,9 @@ class OwnCache:
         text, model = self._text_of(sequence), self.model
         while (start := model.length(sequence)) < stop:
             piece = text[start : min(stop, start + _PIECE_TOKENS)]
-            model.forward(torch.tensor(piece, dtype=torch.int64, device=model.device), [Segment(sequence, len(piece), (), 0)])
+            model.forward(
+                torch.tensor(piece, dtype=torch.int64, device=model.device), [Segment(sequence, len(piece), (), 0)]
+            )
             model.commit(sequence, len(piece))
             self.num_read_tokens += len(piece)
 
@@ -130,7 +139,9 @@ class OwnCache:
         if model.reserve(sequence, num_rows):
             return True
         last = self._round - _IDLE_ROUNDS
-        idle = sorted((one for one, used in self._used.items() if used <= last and model.length(one)), key=self._used.__getitem__)
+        idle = sorted(
+            (one for one, used in self._used.items() if used <= last and model.length(one)), key=self._used.__getitem__
+        )
         length = model.length(sequence)
         needed = model.footprint_tokens(length + num_rows) - model.footprint_tokens(length)
         if model.num_free_tokens() + sum(model.footprint_tokens(model.length(one)) for one in idle) < needed:
@@ -144,4 +155,7 @@ class OwnCache:
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two texts have in common at their beginning."""
-    return next((place for place, (mine, theirs) in enumerate(zip(one, other, strict=False)) if mine != theirs), min(len(one), len(other)))
+    return next(
+        (place for place, (mine, theirs) in enumerate(zip(one, other, strict=False)) if mine != theirs),
+        min(len(one), len(other)),
+    )

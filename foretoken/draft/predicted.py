@@ -1,8 +1,8 @@
 """Predicted text: the caller expects an answer much like a given one, and the draft follows it.
 
-OpenAI's `prediction`. A cursor walks along the prediction while the answer agrees. Where it does not, the cursor waits, and
-takes up again where the prediction agrees with the last words of the answer: behind the place where it was lost first,
-since an answer that changed a line goes on after it. What it takes up it trusts little at first.
+OpenAI's `prediction`. A cursor walks along the prediction while the answer agrees. Where it does not, the cursor waits,
+and takes up again where the prediction agrees with the last words of the answer: behind the place where it was lost
+first, since an answer that changed a line goes on after it. What it takes up it trusts little at first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Cursor:
         """What the prediction says next; after it was lost no more than twice what agreed since."""
         if self._at == _LOST:
             return ()
-        return self._prediction[self._at : self._at + (most if self._agreed >= _SURE_TOKENS else min(most, 2 * self._agreed))]
+        return self._prediction[
+            self._at : self._at + (most if self._agreed >= _SURE_TOKENS else min(most, 2 * self._agreed))
+        ]
 
     def _leave(self) -> None:
         """The answer left the prediction: take up again behind the last sure place, or else nearest before it."""

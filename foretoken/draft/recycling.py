@@ -1,8 +1,8 @@
 """Token recycling: the target's own runner-up tokens of earlier steps are guesses for later ones.
 
-Luo et al. 2024 (arXiv 2408.08696): a matrix keeps for every token the tokens that the target found likeliest after it the last
-time; guesses are a tree of ranks over that matrix. The tree is not a fixed one: it holds the likeliest paths, by how often
-each rank was right so far, as many nodes as the round may draft.
+Luo et al. 2024 (arXiv 2408.08696): a matrix keeps for every token the tokens that the target found likeliest after it
+the last time; guesses are a tree of ranks over that matrix. The tree is not a fixed one: it holds the likeliest paths,
+by how often each rank was right so far, as many nodes as the round may draft.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from foretoken.draft.tree import grow_best_first
 
 NUM_RANKS = 8
 _UNKNOWN = -1
-_PRIOR_HITS = np.array([40, 10, 6, 4, 3, 2, 2, 1], dtype=np.float64)  # of a hundred tries: what ranks are worth before anything is known
+_PRIOR_HITS = np.array(
+    [40, 10, 6, 4, 3, 2, 2, 1], dtype=np.float64
+)  # of a hundred tries: what ranks are worth before anything is known
 _PRIOR_TRIES = 100
 _MOST_TRIES = 2000  # then old texts count half
 
 
 class RecyclingDrafter:
-    """Deterministic trees from one matrix that all requests share: of a text it keeps what last followed each single token."""
+    """Deterministic trees from one matrix that all requests share: of a text it keeps what last followed each single
+    token.
+    """
 
     name = "recycling"
 
@@ -78,7 +82,9 @@ class RecyclingDrafter:
         return grow_ranks(self.successors, anchor, self.chances, entry.num_draft, NUM_RANKS if entry.takes_trees else 1)
 
 
-def grow_ranks(successors: NDArray[np.int32], anchor: int, chances: Sequence[float], budget: int, branching: int) -> LookupTree:
+def grow_ranks(
+    successors: NDArray[np.int32], anchor: int, chances: Sequence[float], budget: int, branching: int
+) -> LookupTree:
     """The `budget` likeliest paths from `anchor` when the token of rank r is right with `chances[r]`, best first.
 
     Only the best rank counts where a node may have a single child.
@@ -90,4 +96,8 @@ def grow_ranks(successors: NDArray[np.int32], anchor: int, chances: Sequence[flo
         return [(chances[rank], row[rank]) for rank in order if row[rank] != _UNKNOWN][:branching]
 
     nodes = grow_best_first(after(anchor), lambda node: after(node.token), budget)
-    return LookupTree(tuple(node.token for node in nodes), tuple(node.parent for node in nodes), tuple(node.estimate for node in nodes))
+    return LookupTree(
+        tuple(node.token for node in nodes),
+        tuple(node.parent for node in nodes),
+        tuple(node.estimate for node in nodes),
+    )

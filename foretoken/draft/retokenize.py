@@ -1,8 +1,9 @@
 """The committed text in a draft's own tokens, and a draft's text in the target's tokens.
 
-`DraftText` follows the target token by token and always holds what a fresh encoding of the whole text would give, at a cost that
-does not grow with the text: only the end of it, behind the last stable boundary, is encoded again. `continuation` goes the other way
-with the committed end of the text in front, so that tokens merge over the border as they do in the target's own texts.
+`DraftText` follows the target token by token and always holds what a fresh encoding of the whole text would give, at a
+cost that does not grow with the text: only the end of it, behind the last stable boundary, is encoded again.
+`continuation` goes the other way with the committed end of the text in front, so that tokens merge over the border as
+they do in the target's own texts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _MOST_TAIL = 512  # characters that are encoded again after a round; a longer ta
 _LEAST_TAIL = 128  # characters kept behind a boundary, so that what comes can no longer change the tokens before it
 _MOST_TRIES = 8
 _NEAR = 16  # characters in front of a draft's text that are enough for tokens to merge as they should
-_IN_FRONT = "a"  # stands in for the text before a boundary: some tokenizers treat the beginning of a text in another way
+_IN_FRONT = (
+    "a"  # stands in for the text before a boundary: some tokenizers treat the beginning of a text in another way
+)
 
 
 @dataclass(frozen=True)
@@ -68,12 +71,17 @@ class TextStream:
 class DraftText:
     """One request's committed text as the draft's tokens: `ids`, of which the first `num_settled` will never change.
 
-    `to_draft` gives special tokens their counterparts; those without one stand for nothing. A special token ends the text
-    before it and begins a new one.
+    `to_draft` gives special tokens their counterparts; those without one stand for nothing. A special token ends the
+    text before it and begins a new one.
     """
 
     def __init__(
-        self, target: Tokenizer, draft: Side, to_draft: Mapping[int, int], most_tail: int = _MOST_TAIL, least_tail: int = _LEAST_TAIL
+        self,
+        target: Tokenizer,
+        draft: Side,
+        to_draft: Mapping[int, int],
+        most_tail: int = _MOST_TAIL,
+        least_tail: int = _LEAST_TAIL,
     ) -> None:
         self._target, self._draft, self._to_draft = target, draft, to_draft
         self._stream = TextStream(target)
@@ -165,13 +173,17 @@ def draft_writes(draft: Tokenizer, before: list[int], guesses: list[int], at_sta
 def continuation(target: Side, spelling: Mapping[bytes, int] | None, ending: Ending, text: str) -> list[int]:
     """Target tokens that continue the committed tokens as `text` continues the whole characters of `ending`.
 
-    Where a character is not whole, `text` begins with it. `spelling` gives the id that writes given bytes; None for tokenizers
-    whose tokens have no bytes of their own. Empty where the two do not fit together.
+    Where a character is not whole, `text` begins with it. `spelling` gives the id that writes given bytes; None for
+    tokenizers whose tokens have no bytes of their own. Empty where the two do not fit together.
     """
     aligned: list[int] = []
     for front in (ending.text, ending.text[-_NEAR:]):  # one strange character far back must not silence the draft
         ids = target.tokenizer.encode(front + text, add_special_tokens=False)
-        aligned = _behind_tokens(target, ids, front) if spelling is None else _behind_bytes(target, spelling, ids, replace(ending, text=front), text)
+        aligned = (
+            _behind_tokens(target, ids, front)
+            if spelling is None
+            else _behind_bytes(target, spelling, ids, replace(ending, text=front), text)
+        )
         if aligned:
             break
     outside = next((place for place, token in enumerate(aligned) if token >= target.num_columns), len(aligned))
@@ -205,7 +217,9 @@ def _behind_bytes(target: Side, spelling: Mapping[bytes, int], ids: list[int], e
 
 
 def _spell(fragment: bytes, spelling: Mapping[bytes, int]) -> list[int] | None:
-    """Tokens that write `fragment`, the longest possible first; None if that comes to a byte that no token begins with."""
+    """Tokens that write `fragment`, the longest possible first; None if that comes to a byte that no token begins
+    with.
+    """
     found: list[int] = []
     while fragment:
         length = next((n for n in range(len(fragment), 0, -1) if fragment[:n] in spelling), None)

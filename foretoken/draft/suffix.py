@@ -1,8 +1,10 @@
-"""Suffix lookup: what followed the last words in this text, in earlier answers of the same tenant, and in a corpus of one's own.
+"""Suffix lookup: what followed the last words in this text, in earlier answers of the same tenant, and in a corpus of
+one's own.
 
-After SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975; `snowflakedb/ArcticInference`): for several lengths of agreement the
-continuations of all places that agree that far form a tree of counts; the tree with the highest score, the expected
-number of accepted tokens, is drafted. Places are looked up in an index instead of a suffix tree, the latest few dozen of them.
+After SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975; `snowflakedb/ArcticInference`): for several lengths of
+agreement the continuations of all places that agree that far form a tree of counts; the tree with the highest score,
+the expected number of accepted tokens, is drafted. Places are looked up in an index instead of a suffix tree, the
+latest few dozen of them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from foretoken.draft.ngram import BRANCHING, LEAST_ESTIMATE
 _LENGTHS_TRIED = 3  # longest lengths of agreement that are compared
 _NUM_SEGMENTS = 4  # a store forgets a quarter at a time
 DEFAULT_STORE_TOKENS = 1 << 18
-_LEAST_STORE_TOKENS = 256  # that a store is taken for, since an index takes some KB however little it holds: this bounds their number
+_LEAST_STORE_TOKENS = (
+    256  # that a store is taken for, since an index takes some KB however little it holds: this bounds their number
+)
 
 
 class SharedStore:
@@ -63,14 +67,19 @@ class SharedStore:
 class SuffixDrafter:
     """Deterministic trees from counts; the mass is a point at each guess.
 
-    A finished request's answer enters the store of its tenant (`SpecConfig.tenant`), never another's. `corpus` is a text of token
-    ids that everybody may be guessed from. Each store keeps `store_tokens`, all together `most_tokens`, where one that holds less counts
-    as 256: the tenant unused longest is forgotten first.
+    A finished request's answer enters the store of its tenant (`SpecConfig.tenant`), never another's. `corpus` is a
+    text of token ids that everybody may be guessed from. Each store keeps `store_tokens`, all together `most_tokens`,
+    where one that holds less counts as 256: the tenant unused longest is forgotten first.
     """
 
     name = "suffix"
 
-    def __init__(self, corpus: Sequence[int] = (), store_tokens: int = DEFAULT_STORE_TOKENS, most_tokens: int = 4 * DEFAULT_STORE_TOKENS) -> None:
+    def __init__(
+        self,
+        corpus: Sequence[int] = (),
+        store_tokens: int = DEFAULT_STORE_TOKENS,
+        most_tokens: int = 4 * DEFAULT_STORE_TOKENS,
+    ) -> None:
         self._indexes: dict[int, MatchIndex] = {}
         self._requests: dict[int, Request] = {}
         self._stores: OrderedDict[str, SharedStore] = OrderedDict()  # by tenant, used last at the end
@@ -120,7 +129,11 @@ class SuffixDrafter:
     @property
     def num_bytes(self) -> int:
         """Memory of everything held, roughly."""
-        return self._corpus.num_bytes + sum(store.num_bytes for store in self._stores.values()) + sum(own.num_bytes for own in self._indexes.values())
+        return (
+            self._corpus.num_bytes
+            + sum(store.num_bytes for store in self._stores.values())
+            + sum(own.num_bytes for own in self._indexes.values())
+        )
 
     def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
         """The best tree of all sources and lengths of agreement."""
@@ -137,17 +150,23 @@ class SuffixDrafter:
             if found
             for tree in _trees(_together(found), depth, BRANCHING if entry.takes_trees else 1)
         ]
-        return max(trees, key=lambda tree: tree.score, default=EMPTY)  # on a tie the request's own text, and the longer agreement
+        return max(
+            trees, key=lambda tree: tree.score, default=EMPTY
+        )  # on a tie the request's own text, and the longer agreement
 
 
 def _trees(matches: Matches, budget: int, branching: int) -> list[LookupTree]:
     """One tree per length of agreement, longest first: a longer one knows more, a shorter one has seen more."""
     trees = []
     for least in sorted(set(matches.lengths), reverse=True)[:_LENGTHS_TRIED]:
-        following = [tokens for length, tokens in zip(matches.lengths, matches.following, strict=True) if length >= least]
+        following = [
+            tokens for length, tokens in zip(matches.lengths, matches.following, strict=True) if length >= least
+        ]
         trees.append(grow_tree(following, budget, branching, 1 / least, LEAST_ESTIMATE))
     return trees
 
 
 def _together(found: Sequence[Matches]) -> Matches:
-    return Matches([length for one in found for length in one.lengths], [tokens for one in found for tokens in one.following])
+    return Matches(
+        [length for one in found for length in one.lengths], [tokens for one in found for tokens in one.following]
+    )

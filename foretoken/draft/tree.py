@@ -1,7 +1,8 @@
 """Shapes of trees of guesses, and which guesses are worth a node: pure functions, no model.
 
-A tree that holds with its estimates yields 1 + their sum tokens in expectation, so the best tree of a size is made of the likeliest
-paths. No path is likelier than its beginning: growing best first finds them, and they are closed under ancestors.
+A tree that holds with its estimates yields 1 + their sum tokens in expectation, so the best tree of a size is made of
+the likeliest paths. No path is likelier than its beginning: growing best first finds them, and they are closed under
+ancestors.
 """
 
 from __future__ import annotations
@@ -25,24 +26,31 @@ class TreeNode(NamedTuple):
     author: str | None = None
 
 
-Children = Callable[[TreeNode], Sequence[tuple[float, int]]]  # chance and token of each child of a node, likeliest first
+Children = Callable[
+    [TreeNode], Sequence[tuple[float, int]]
+]  # chance and token of each child of a node, likeliest first
 
-OVERLAP = 0.7  # chance that a token drawn from a draft's law, or from a part of it, stands where the target's token is of that part
+# Chance that a token drawn from a draft's law, or from a part of it, stands where the target's token is of that part.
+OVERLAP = 0.7
 _MOST_PLANNED = 64  # nodes of a tree that is planned node by node
 _MOST_SAMPLED_CHILDREN = 4
 _FIRST_CHANCE = 0.6  # that a draft's likeliest token is accepted; rank r (from 0) has 1 / (1 + r)^2 of it
 
 
-def grow_best_first(first: Sequence[tuple[float, int]], children: Children, budget: int, least: float = 0.0) -> list[TreeNode]:
-    """The `budget` likeliest paths, likeliest first: `first` are chance and token after the committed text, `children` those after a node, asked
-    for in the order of the result.
+def grow_best_first(
+    first: Sequence[tuple[float, int]], children: Children, budget: int, least: float = 0.0
+) -> list[TreeNode]:
+    """The `budget` likeliest paths, likeliest first: `first` are chance and token after the committed text, `children`
+    those after a node, asked for in the order of the result.
 
-    A chance is that of the child once its parent stands, and at most 1. Paths less likely than `least` are left out. Of equal ones the
-    one found first comes first, so that a child of chance 1 never overtakes its parent. The heap holds the best unused sibling and
-    the first child of every node (DDTree, `liranringel/ddtree`): O(budget log budget).
+    A chance is that of the child once its parent stands, and at most 1. Paths less likely than `least` are left out. Of
+    equal ones the one found first comes first, so that a child of chance 1 never overtakes its parent. The heap holds
+    the best unused sibling and the first child of every node (DDTree, `liranringel/ddtree`): O(budget log budget).
     """
     nodes: list[TreeNode] = []
-    heap: list[tuple[float, int, int, float, Sequence[tuple[float, int]], int]] = []  # (-estimate, age, parent, before, siblings, place)
+    heap: list[
+        tuple[float, int, int, float, Sequence[tuple[float, int]], int]
+    ] = []  # (-estimate, age, parent, before, siblings, place)
     age = 0
 
     def push(parent: int, before: float, siblings: Sequence[tuple[float, int]], place: int) -> None:
@@ -64,8 +72,8 @@ def grow_best_first(first: Sequence[tuple[float, int]], children: Children, budg
 def best_nodes(parents: Sequence[int], estimates: Sequence[float], budget: int) -> list[int]:
     """The `budget` nodes of the highest estimate, likeliest first; ties go to the lower index.
 
-    Closed under ancestors, parents before children, if no estimate is above its parent's and no index below: of equals the parent
-    then has the lower one. A smaller budget gives the beginning of what a larger one gives.
+    Closed under ancestors, parents before children, if no estimate is above its parent's and no index below: of equals
+    the parent then has the lower one. A smaller budget gives the beginning of what a larger one gives.
     """
     chosen = sorted(range(len(parents)), key=lambda node: (-estimates[node], node))[:budget]
     kept = {-1, *chosen}
@@ -76,9 +84,10 @@ def best_nodes(parents: Sequence[int], estimates: Sequence[float], budget: int) 
 def merge_trees(trees: Sequence[Sequence[TreeNode]], budget: int) -> list[TreeNode]:
     """One tree of the `budget` likeliest guesses of several deterministic trees, likeliest first.
 
-    A path that several trees hold is one node; its estimate is the highest that any of them gives it, and that tree is its author (the
-    earlier tree on a tie). An estimate above its parent's in the same tree counts as the parent's: a path is never likelier than its
-    beginning. Lawful for guesses that were not sampled only: which of them stay may depend on all of them.
+    A path that several trees hold is one node; its estimate is the highest that any of them gives it, and that tree is
+    its author (the earlier tree on a tie). An estimate above its parent's in the same tree counts as the parent's: a
+    path is never likelier than its beginning. Lawful for guesses that were not sampled only: which of them stay may
+    depend on all of them.
     """
     union: list[TreeNode] = []
     places: dict[tuple[int, int], int] = {}  # (place of the parent, token) -> place
@@ -101,7 +110,8 @@ def merge_trees(trees: Sequence[Sequence[TreeNode]], budget: int) -> list[TreeNo
 
 @dataclass(frozen=True)
 class Shape:
-    """A tree without tokens, level by level: `parents` (-1 = the committed text) and `children[1 + node]` in the order of their ranks.
+    """A tree without tokens, level by level: `parents` (-1 = the committed text) and `children[1 + node]` in the order
+    of their ranks.
 
     `children[0]` are those of the committed text.
     """
@@ -120,10 +130,12 @@ def most_children(branching: int | Sequence[int], depth: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def static_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) -> Shape:
-    """The best tree of `budget` nodes when the guess of rank r is right with the same chance everywhere, whatever stands before it.
+    """The best tree of `budget` nodes when the guess of rank r is right with the same chance everywhere, whatever
+    stands before it.
 
-    Chances that do not depend on the text make the best of all trees a fixed one; the dynamic programme of Sequoia (Chen et al. 2024,
-    arXiv 2402.12374) finds the same. No node is deeper than `max_depth` or has more children than `branching` allows.
+    Chances that do not depend on the text make the best of all trees a fixed one; the dynamic programme of Sequoia
+    (Chen et al. 2024, arXiv 2402.12374) finds the same. No node is deeper than `max_depth` or has more children than
+    `branching` allows.
     """
     depths: list[int] = []
 
@@ -140,18 +152,21 @@ def static_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) 
 
 @functools.lru_cache(maxsize=256)
 def sampled_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) -> Shape:
-    """The best tree of `budget` nodes when each node's last child is drawn from what the others leave of the draft's law.
+    """The best tree of `budget` nodes when each node's last child is drawn from what the others leave of the draft's
+    law.
 
-    Another child takes chance from its siblings here, so that splitting a path costs what would have stood on it. The dynamic
-    programme of Sequoia (Chen et al. 2024, arXiv 2402.12374), over typical chances for each number of children; a tree of more than
-    64 nodes has the shape of a deterministic one.
+    Another child takes chance from its siblings here, so that splitting a path costs what would have stood on it. The
+    dynamic programme of Sequoia (Chen et al. 2024, arXiv 2402.12374), over typical chances for each number of children;
+    a tree of more than 64 nodes has the shape of a deterministic one.
     """
     if budget > _MOST_PLANNED:
         return static_shape(budget, branching, max_depth)
 
     @functools.cache
     def below(budget: int, depth: int) -> tuple[float, tuple[int, ...]]:
-        """What `budget` nodes after a guess of `depth` tokens are worth, and how many of them go to each child, itself included."""
+        """What `budget` nodes after a guess of `depth` tokens are worth, and how many of them go to each child, itself
+        included.
+        """
         most = min(budget, most_children(branching, depth), _MOST_SAMPLED_CHILDREN) if depth < max_depth else 0
         return max((split(budget, depth, count, 0) for count in range(1, most + 1)), default=(0.0, ()))
 
@@ -178,7 +193,9 @@ def sampled_shape(budget: int, branching: int | tuple[int, ...], max_depth: int)
 
 
 def sampled_chances(count: int) -> tuple[float, ...]:
-    """Typical chances of a node's `count` children, largest first: all but one are the draft's likeliest tokens, one is drawn from the rest."""
+    """Typical chances of a node's `count` children, largest first: all but one are the draft's likeliest tokens, one is
+    drawn from the rest.
+    """
     fixed = [_FIRST_CHANCE / (1 + rank) ** 2 for rank in range(count - 1)]
     return tuple(sorted((*fixed, OVERLAP * (1 - sum(fixed))), reverse=True))
 
@@ -198,7 +215,8 @@ def _by_levels(parents: Sequence[int]) -> Shape:
 
 
 def share_level(values: Sequence[Sequence[float]], width: int) -> list[int]:
-    """How many children each node of a level gets so that the `width` largest `values` are chosen: values[node] fall from left to right.
+    """How many children each node of a level gets so that the `width` largest `values` are chosen: values[node] fall
+    from left to right.
 
     Ties go to the earlier node.
     """

@@ -1,4 +1,5 @@
-"""What each part of a mix was worth so far: how many of its guesses stood, what they cost, how long it has not been tried.
+"""What each part of a mix was worth so far: how many of its guesses stood, what they cost, how long it has not been
+tried.
 
 All of it comes from finished rounds, so that a choice made from it never looks at what the round draws.
 """
@@ -8,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foretoken.plan.cost import CostTable
-from foretoken.plan.survival import Survival
+from foretoken.control.acceptance import PlaceAcceptance
+from foretoken.control.cost import CostTable
 
 _KEEP = 0.93  # weight of the past per round
 _PRIOR_GUESSES = 2.0  # what a promise is trusted with before it was kept or broken
@@ -17,7 +18,9 @@ RETRY_ROUNDS = 24  # a part that could guess and was passed over so often gets a
 
 
 class Promise:
-    """How many of the guesses that a lookup's own estimates promised did stand; `prior` is the same over all requests."""
+    """How many of the guesses that a lookup's own estimates promised did stand; `prior` is the same over all
+    requests.
+    """
 
     def __init__(self, prior: Promise | None = None) -> None:
         self._prior, self._promised, self._kept = prior, 0.0, 0.0
@@ -38,7 +41,7 @@ class Promise:
 class Record:
     """One part for one request: estimates, whether it was ever asked, and for how many rounds it was passed over."""
 
-    survival: Survival
+    survival: PlaceAcceptance
     promise: Promise
     was_asked: bool = False
     idle_rounds: int = 0
@@ -51,7 +54,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a part would do for a request: `expected` accepted guesses from `num_rows` rows and `draft_s` seconds of drafting."""
+    """What a part would do for a request: `expected` accepted guesses from `num_rows` rows and `draft_s` seconds of
+    drafting.
+    """
 
     part: int
     expected: float
@@ -66,11 +71,15 @@ class Prices:
         self.step, self.parts = CostTable(), tuple(CostTable(grows=True) for _ in range(num_parts))
 
     def tokens_per_s(self, offer: Offer, num_requests: int) -> float:
-        """Expected tokens per second of a request that shares the step with `num_requests` in all, itself included; tokens while no step is known."""
+        """Expected tokens per second of a request that shares the step with `num_requests` in all, itself included;
+        tokens while no step is known.
+        """
         if self.step.is_empty:
             return 1.0 + offer.expected
         alone = self.step.seconds(num_requests)
-        seconds = alone / num_requests + max(0.0, self.step.seconds(num_requests + offer.num_rows) - alone) + offer.draft_s
+        seconds = (
+            alone / num_requests + max(0.0, self.step.seconds(num_requests + offer.num_rows) - alone) + offer.draft_s
+        )
         return (1.0 + offer.expected) / max(seconds, 1e-9)
 
     def best(self, offers: Sequence[Offer], num_requests: int) -> Offer:

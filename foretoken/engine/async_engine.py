@@ -1,11 +1,11 @@
 """One thread runs the engine, any number of threads and coroutines submit to it.
 
-Submitters never touch the engine: what they want goes through a queue of commands that the engine's thread empties between two
-steps, and what a step emitted comes back through each request's ticket. Leaving a ticket (cancelling, closing a stream) frees
-everything the request held before the next step begins.
+Submitters never touch the engine: what they want goes through a queue of commands that the engine's thread empties
+between two steps, and what a step emitted comes back through each request's ticket. Leaving a ticket (cancelling,
+closing a stream) frees everything the request held before the next step begins.
 
-Every ticket ends. A command is queued under the same lock under which the thread takes its last ones, so a request is either refused or
-seen; what the thread has not ended when it stops, for whatever reason, it ends then.
+Every ticket ends. A command is queued under the same lock under which the thread takes its last ones, so a request is
+either refused or seen; what the thread has not ended when it stops, for whatever reason, it ends then.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from types import TracebackType
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
+from foretoken.engine.admission import Prompt, as_prompt, check_limits, check_params, check_types
 from foretoken.engine.engine import Engine
-from foretoken.engine.intake import Prompt, as_prompt, check_limits, check_params, check_types
 from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput, answer_of, each_answer, unanswered
 from foretoken.engine.recovery import engine_error
@@ -44,7 +44,8 @@ class _Order:
 
 
 class AsyncEngine:
-    """Owns `llm` while it is open: nobody else may run requests there. At most `max_waiting` requests wait for a place in the batch.
+    """Owns `llm` while it is open: nobody else may run requests there. At most `max_waiting` requests wait for a place
+    in the batch.
 
     Raises:
         InputError: `llm` was closed, answers requests, or has an owner already.
@@ -75,7 +76,8 @@ class AsyncEngine:
         """Queue one answer; a drafter named for the first time is loaded in the caller's thread.
 
         Raises:
-            InputError: a parameter that cannot be honoured, or this was closed. What only the engine can see comes with the ticket.
+            InputError: a parameter that cannot be honoured, or this was closed. What only the engine can see comes with
+            the ticket.
             OverloadedError: `max_waiting` requests wait already.
             EngineError: the engine's thread has broken down.
         """
@@ -91,20 +93,26 @@ class AsyncEngine:
         with self._wake:
             self._check_open()
             if len(self.llm.engine.scheduler.waiting) + self._num_unborn >= self.max_waiting:
-                raise OverloadedError(f"{self.max_waiting} requests wait already: come again later, or raise max_waiting")
+                raise OverloadedError(
+                    f"{self.max_waiting} requests wait already: come again later, or raise max_waiting"
+                )
             self._num_unborn += 1
             self._orders[ticket] = order
             self._commands.append(lambda _engine: self._begin(ticket, order))
             self._wake.notify()
         return ticket
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None) -> AsyncIterator[StepOutput]:
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None
+    ) -> AsyncIterator[StepOutput]:
         """What each step adds to one answer; leaving the iteration frees the request."""
         async with contextlib.aclosing(aiter(self.submit(prompt, params, spec))) as pieces:
             async for piece in pieces:
                 yield piece
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None) -> GenerateOutput:
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None
+    ) -> GenerateOutput:
         """The whole answer to one prompt, all `n` of them."""
         params = SamplingParams() if params is None else params
         check_params(params)
@@ -143,12 +151,18 @@ class AsyncEngine:
             InputError: it is such a process.
         """
         if os.getpid() != self._process:
-            raise InputError("engine", f"opened in process {self._process}", "has no thread in a forked process; open an AsyncEngine after the fork")
+            raise InputError(
+                "engine",
+                f"opened in process {self._process}",
+                "has no thread in a forked process; open an AsyncEngine after the fork",
+            )
 
     def __enter__(self) -> AsyncEngine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _check_open(self) -> None:

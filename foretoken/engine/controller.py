@@ -1,4 +1,6 @@
-"""How much to draft, and how surely: chosen before a round from the request and from what earlier rounds cost and gained."""
+"""How much to draft, and how surely: chosen before a round from the request and from what earlier rounds cost and
+gained.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,17 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SpecConfig
+from foretoken.control.candidates import DraftBudget, DrafterOption, RequestOptions, weight_of
+from foretoken.control.cost import seed_tables
+from foretoken.control.policy import MOST_NUM_DRAFT, BudgetPolicy, Policy
+from foretoken.control.previews import NO_PREVIEW, Preview, PreviewThrottle, outcomes, reach
+from foretoken.control.routing import Routing, RoutingRules
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import DrafterKey
 from foretoken.draft.group import GRAMMAR, chosen_arm, drafter_key
 from foretoken.draft.lookup_tree import LookupTree
 from foretoken.engine.request import RequestState
-from foretoken.plan.cost import seed_tables
-from foretoken.plan.looks import NOTHING_SEEN, Look, Sight, outcomes, reach
-from foretoken.plan.policy import MOST_NUM_DRAFT, BudgetPolicy
 from foretoken.plan.profile import Profile
-from foretoken.plan.routing import Routing, RoutingRules
-from foretoken.plan.rules import Policy
-from foretoken.plan.wishes import Arm, Grant, Wish, weight_of
 from foretoken.verify import takes_trees
 
 _CANDIDATES = (0.25, 0.5, 0.75, 1.0)  # draft probabilities that "auto" chooses from
@@ -31,7 +32,9 @@ _WARM_ROUNDS = 4  # rounds at full probability before "auto" trusts its estimate
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What a request may draft in its next round: at most `num_draft` nodes by one of its arms, each position with `draft_probability`."""
+    """What a request may draft in its next round: at most `num_draft` nodes by one of its arms, each position with
+    `draft_probability`.
+    """
 
     num_draft: int
     draft_probability: float = 1.0
@@ -40,7 +43,9 @@ class DraftPlan:
 
 @dataclass
 class _Estimate:
-    """What one request's rounds showed: the chance b(a) that a position is drafted and accepted, for each candidate a."""
+    """What one request's rounds showed: the chance b(a) that a position is drafted and accepted, for each candidate
+    a.
+    """
 
     accepted: dict[float, float] = field(default_factory=lambda: dict.fromkeys(_CANDIDATES, 0.0))
     num_rounds: int = 0
@@ -54,9 +59,9 @@ class _Estimate:
 class Controller:
     """Chooses the plans of a round before anything in it is drawn; it learns from finished rounds only.
 
-    Who guesses and how much is `plan.policy`'s business; here stand what a round looks like to the policy, the rules that come before it
-    (`plan.routing`), and the draft probabilities. `look` shows the guesses that an arm of a request has ready, None if it cannot; `serves`
-    tells whether the drafter of an arm may guess for a request at all.
+    Who guesses and how much is `control.policy`'s business; here stand what a round looks like to the policy, the rules
+    that come before it (`control.routing`), and the draft probabilities. `look` shows the guesses that an arm of a
+    request has ready, None if it cannot; `serves` tells whether the drafter of an arm may guess for a request at all.
     """
 
     def __init__(
@@ -69,9 +74,11 @@ class Controller:
         self.routing = Routing(rules or RoutingRules())
         self.clock: Callable[[], float] = time.perf_counter  # that of `RequestState.arrived_s`
         self._look, self._serves = look, serves
-        self._shown: dict[int, list[tuple[Hashable, Look, Sequence[int]]]] = {}  # what was ready in this round: drafter, guesses, their tokens
+        self._shown: dict[
+            int, list[tuple[Hashable, Preview, Sequence[int]]]
+        ] = {}  # what was ready in this round: drafter, guesses, their tokens
         self._last_grants: dict[int, int] = {}  # guesses that were last made for a request
-        self._sights: dict[int, dict[Hashable, Sight]] = {}
+        self._sights: dict[int, dict[Hashable, PreviewThrottle]] = {}
         self._estimates: dict[int, _Estimate] = {}
         self._num_probed: dict[int, int] = {}  # rows of probes that came with a request's last guesses
         self._kinds: dict[int, list[Hashable]] = {}  # by request, of its arms
@@ -88,7 +95,10 @@ class Controller:
         """The plans of the next round of requests that decode in it."""
         self._shown.clear()
         grants = self.policy.plan([self._wish(state, len(states)) for state in states])
-        return [DraftPlan(grant.num_draft, self._draft_probability(state, grant), grant.arm) for state, grant in zip(states, grants, strict=True)]
+        return [
+            DraftPlan(grant.num_draft, self._draft_probability(state, grant), grant.arm)
+            for state, grant in zip(states, grants, strict=True)
+        ]
 
     def observe(
         self,
@@ -100,14 +110,17 @@ class Controller:
         target_s: float,
         num_read_tokens: Mapping[DrafterKey, int] | None = None,
     ) -> None:
-        """Learn from a round: `draft_s` is what each drafter took, `target_s` what the target's forward and the rules took.
+        """Learn from a round: `draft_s` is what each drafter took, `target_s` what the target's forward and the rules
+        took.
 
         `num_read_tokens` are those that drafters first had to read of their texts.
         """
         if all(entry.decodes and len(entry.pending) == 1 for entry in batch.entries):
             num_probed = sum(draft.probe_lengths)
             num_tokens = draft.num_requests + sum(map(len, verdict.paths))
-            self.policy.observe_step(draft.num_rows + num_probed, draft.num_nodes + num_probed, target_s, num_tokens, sum(draft_s.values()))
+            self.policy.observe_step(
+                draft.num_rows + num_probed, draft.num_nodes + num_probed, target_s, num_tokens, sum(draft_s.values())
+            )
         drafting: dict[Hashable, list[int]] = {}
         for b, entry in enumerate(batch.decoding):
             request_id, arm = entry.request.request_id, chosen_arm(entry)
@@ -115,9 +128,11 @@ class Controller:
             for kind, look, tokens in self._shown.get(request_id, ()):
                 found = outcomes(look, tokens, verdict.emitted(b))
                 num_right = sum(right is True for right in found)
-                self._sights[request_id][kind].brought(max(0, num_right - most_right))  # beyond what those before it showed
+                self._sights[request_id][kind].brought(
+                    max(0, num_right - most_right)
+                )  # beyond what those before it showed
                 most_right = max(most_right, num_right)
-                self.policy.observe_look(request_id, kind, look, found)
+                self.policy.observe_preview(request_id, kind, look, found)
             if arm is None or not entry.num_draft:
                 self.policy.observe_rest(request_id)
                 continue
@@ -140,7 +155,9 @@ class Controller:
             self._keep_accounts(batch, draft, verdict, places, draft_s.get(key, 0.0))
         self._learn_probabilities(batch, draft, target_probs, verdict, sum(draft_s.values()), target_s)
 
-    def _keep_accounts(self, batch: Batch, draft: Draft, verdict: Verdict, places: Sequence[int], draft_s: float) -> None:
+    def _keep_accounts(
+        self, batch: Batch, draft: Draft, verdict: Verdict, places: Sequence[int], draft_s: float
+    ) -> None:
         """What guesses took and saved, by slice."""
         cost, num_requests = self.policy.target_cost, draft.num_requests
         plain_s = cost.seconds(num_requests) / num_requests
@@ -160,12 +177,16 @@ class Controller:
         self.routing.finish(request_id)
         self.policy.finish(request_id)
 
-    def _wish(self, state: RequestState, num_running: int) -> Wish:
+    def _wish(self, state: RequestState, num_running: int) -> RequestOptions:
         """What a request may do; the first token is never drafted, see `Scheduler`."""
         spec = state.request.spec
         is_open = spec.num_draft == "auto"
-        most = max(0, min(MOST_NUM_DRAFT if spec.num_draft == "auto" else spec.num_draft, state.num_remaining - 1)) if state.origins else 0
-        arms: list[Arm] = []
+        most = (
+            max(0, min(MOST_NUM_DRAFT if spec.num_draft == "auto" else spec.num_draft, state.num_remaining - 1))
+            if state.origins
+            else 0
+        )
+        arms: list[DrafterOption] = []
         if most and spec.arms and not (is_open and self._is_routed_away(state, num_running)):
             shown = self._see(state, most, num_running) if is_open or len(spec.arms) > 1 else {}
             num_probe = self._num_probed.get(state.request_id, spec.num_probe)
@@ -175,8 +196,16 @@ class Controller:
                 look = shown.get(arm)
                 num_draft = own.at_most(most) if look is None else len(look.parents)
                 if num_draft or not is_open:
-                    arms.append(Arm(arm, kind, num_draft, num_probe, look))
-        return Wish(state.request_id, tuple(arms), is_open, spec.slice, len(state.tokens), state.num_remaining, self._weight(state, num_running))
+                    arms.append(DrafterOption(arm, kind, num_draft, num_probe, look))
+        return RequestOptions(
+            state.request_id,
+            tuple(arms),
+            is_open,
+            spec.slice,
+            len(state.tokens),
+            state.num_remaining,
+            self._weight(state, num_running),
+        )
 
     def _weight(self, state: RequestState, num_running: int) -> float:
         params = state.request.params
@@ -189,17 +218,19 @@ class Controller:
         most = state.max_total_tokens - len(state.request.prompt_ids)
         return self.routing.reason(state.request_id, most, state.request.spec.slice, num_running) is not None
 
-    def _see(self, state: RequestState, most: int, num_running: int) -> dict[int, Look]:
-        """The guesses that are ready for a request, by arm; where looking takes more than it brings, none for a few rounds."""
-        shown: dict[int, Look] = {}
+    def _see(self, state: RequestState, most: int, num_running: int) -> dict[int, Preview]:
+        """The guesses that are ready for a request, by arm; where looking takes more than it brings, none for a few
+        rounds.
+        """
+        shown: dict[int, Preview] = {}
         token_s = self.policy.target_cost.seconds(num_running) / num_running
         takes_a_tree = takes_trees(state.rule)
         for arm, (spec, kind) in enumerate(zip(state.request.spec.arms, self._kinds_of(state.request), strict=True)):
             if not self._serves(state.request_id, arm):
                 continue
-            sight = self._sights.setdefault(state.request_id, {}).setdefault(kind, Sight())
+            sight = self._sights.setdefault(state.request_id, {}).setdefault(kind, PreviewThrottle())
             if not sight.opens(token_s):
-                shown[arm] = NOTHING_SEEN
+                shown[arm] = NO_PREVIEW
                 continue
             began = time.perf_counter()
             entry = BatchEntry(
@@ -214,7 +245,7 @@ class Controller:
             if tree is None:
                 continue
             sight.took(time.perf_counter() - began)
-            shown[arm] = Look(tree.parents, tree.chances)
+            shown[arm] = Preview(tree.parents, tree.chances)
             self._shown.setdefault(state.request_id, []).append((kind, shown[arm], tree.tokens))
         return shown
 
@@ -223,7 +254,7 @@ class Controller:
             self._kinds[request.request_id] = [_kind(arm) for arm in request.spec.arms]
         return self._kinds[request.request_id]
 
-    def _draft_probability(self, state: RequestState, grant: Grant) -> float:
+    def _draft_probability(self, state: RequestState, grant: DraftBudget) -> float:
         spec = state.request.spec
         if spec.draft_probability != "auto":
             return spec.draft_probability
@@ -232,7 +263,9 @@ class Controller:
             return 1.0
         return best_draft_probability(estimate.accepted, grant.num_draft, self._draft_step_s, self._target_step_s)
 
-    def _learn_probabilities(self, batch: Batch, draft: Draft, target_probs: Tensor, verdict: Verdict, draft_s: float, target_s: float) -> None:
+    def _learn_probabilities(
+        self, batch: Batch, draft: Draft, target_probs: Tensor, verdict: Verdict, draft_s: float, target_s: float
+    ) -> None:
         learning = [b for b, entry in enumerate(batch.decoding) if entry.request.spec.draft_probability == "auto"]
         if not learning or draft.mass is None:
             return
@@ -254,7 +287,9 @@ def _kind(spec: SpecConfig) -> Hashable:
 
 
 def _emission_chances(draft: Draft, verdict: Verdict, b: int) -> list[float]:
-    """For every node the chance with which this round emitted it: 0 unless its parent stood, and then what the rule says of it."""
+    """For every node the chance with which this round emitted it: 0 unless its parent stood, and then what the rule
+    says of it.
+    """
     stood = {-1, *verdict.paths[b]}
     told = verdict.probabilities[b] if verdict.probabilities else (None,) * draft.lengths[b]
     chances = []
@@ -264,11 +299,14 @@ def _emission_chances(draft: Draft, verdict: Verdict, b: int) -> list[float]:
     return chances
 
 
-def best_draft_probability(accepted: Mapping[float, float], num_draft: int, draft_step_s: float, target_step_s: float) -> float:
-    """The candidate a with the most expected tokens per second when a position is drafted and accepted with chance `accepted[a]`.
+def best_draft_probability(
+    accepted: Mapping[float, float], num_draft: int, draft_step_s: float, target_step_s: float
+) -> float:
+    """The candidate a with the most expected tokens per second when a position is drafted and accepted with chance
+    `accepted[a]`.
 
-    Positions are taken as alike: 1 + sum b^i tokens for one target step and sum a^(i-1) draft steps. Draft rows in the target's
-    forward are taken as free. On a tie the larger a wins.
+    Positions are taken as alike: 1 + sum b^i tokens for one target step and sum a^(i-1) draft steps. Draft rows in the
+    target's forward are taken as free. On a tie the larger a wins.
     """
 
     def tokens_per_s(a: float) -> float:

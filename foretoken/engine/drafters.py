@@ -19,7 +19,7 @@ from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.draft.suffix import SuffixDrafter
-from foretoken.engine.pairing import pair
+from foretoken.engine.tokenizer_match import pair
 from foretoken.errors import ConfigError, InputError
 from foretoken.files import read_text
 from foretoken.model.architecture import NATIVE_MODEL_TYPES
@@ -51,14 +51,16 @@ class DrafterFactory:
 
         Raises:
             ConfigError: something that the drafter needs is missing.
-            CheckpointError, UnsupportedModelError, MismatchError: the draft model cannot be loaded, or is not made for this target.
+            CheckpointError, UnsupportedModelError, MismatchError: the draft model cannot be loaded, or is not made for
+            this target.
             StorageError: a file cannot be read.
         """
         assert spec.drafter is not None
         return _MAKERS[spec.drafter](self, spec)
 
     def open_draft(self, folder: Path, draft_dtype: str) -> LanguageModel:
-        """The draft model in `folder` with a cache of its own; weights that another drafter has in use are not loaded again.
+        """The draft model in `folder` with a cache of its own; weights that another drafter has in use are not loaded
+        again.
 
         Raises:
             CheckpointError, UnsupportedModelError, ConfigError, InputError: see `open_model`.
@@ -71,7 +73,9 @@ class DrafterFactory:
         if known is not None:
             model = known.fresh()
         else:
-            model = open_model(folder, dtype, options.device, options.cache_tokens, weights=draft_dtype if quantised else "auto")
+            model = open_model(
+                folder, dtype, options.device, options.cache_tokens, weights=draft_dtype if quantised else "auto"
+            )
         in_use.add(model)
         return model
 
@@ -107,7 +111,11 @@ def _level(factory: DrafterFactory, spec: SpecConfig) -> LanguageModel:
 def _early_exit(factory: DrafterFactory, spec: SpecConfig) -> Drafter:
     if not isinstance(factory.target, EarlyExitModel):
         reason = f"{factory.folder} runs through transformers, which cannot stop between two layers"
-        raise ConfigError("drafter", spec.drafter, f"{reason}; choose another drafter, or a checkpoint of {', '.join(NATIVE_MODEL_TYPES)}")
+        raise ConfigError(
+            "drafter",
+            spec.drafter,
+            f"{reason}; choose another drafter, or a checkpoint of {', '.join(NATIVE_MODEL_TYPES)}",
+        )
     return EarlyExitDrafter(factory.target)
 
 
@@ -136,12 +144,14 @@ DEFAULT_LIMIT_S = 10.0
 def add_drafter(name: str, make: Maker, limit_s: float = DEFAULT_LIMIT_S) -> None:
     """Make a drafter of your own known to `SpecConfig` and every `LLM` of this process, under `name`.
 
-    `make(factory, spec)` gives a new drafter for one target: `factory.target` and `factory.tokenizer` are the target's. It is called
-    once per `LLM` and kind of `spec`; adding a name again replaces the maker for what is made from then on. A call of the drafter that
-    takes longer than `limit_s` is interrupted and counts as failed, like one that raises; reading a long prompt counts too.
+    `make(factory, spec)` gives a new drafter for one target: `factory.target` and `factory.tokenizer` are the target's.
+    It is called once per `LLM` and kind of `spec`; adding a name again replaces the maker for what is made from then
+    on. A call of the drafter that takes longer than `limit_s` is interrupted and counts as failed, like one that
+    raises; reading a long prompt counts too.
 
     Raises:
-        ConfigError: the name is one of foretoken's own drafters, or not an identifier; `limit_s` is not a positive number.
+        ConfigError: the name is one of foretoken's own drafters, or not an identifier; `limit_s` is not a positive
+        number.
     """
     check_number("limit_s", limit_s, low=0.001, high=86_400.0)
     know_drafter(name)
@@ -149,6 +159,8 @@ def add_drafter(name: str, make: Maker, limit_s: float = DEFAULT_LIMIT_S) -> Non
 
 
 def limit_of(spec: SpecConfig) -> float | None:
-    """The longest that one call of the drafter of `spec` may take, in seconds; None where all of it is our own, whose work is bounded."""
+    """The longest that one call of the drafter of `spec` may take, in seconds; None where all of it is our own, whose
+    work is bounded.
+    """
     limits = [_LIMITS_S.get(str(spec.drafter)), *(limit_of(part) for part in spec.configs)]
     return max((limit for limit in limits if limit is not None), default=None)

@@ -14,11 +14,13 @@ from foretoken.errors import NumericsError
 from foretoken.model.logprobs import log_law, log_model, token_logprobs
 
 
-def emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdict, b: int, now: float, totals: EngineStats) -> StepOutput:
+def emit(
+    state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdict, b: int, now: float, totals: EngineStats
+) -> StepOutput:
     """Append what request `b` emitted, up to where its answer ends, and count it for the request and in `totals`.
 
-    A request whose used rows are broken, whose processors gave up, or whose tokens cannot be turned into text or log-probabilities, fails
-    alone: nothing of the round is appended then.
+    A request whose used rows are broken, whose processors gave up, or whose tokens cannot be turned into text or
+    log-probabilities, fails alone: nothing of the round is appended then.
     """
     before = state.mark()
     try:
@@ -31,7 +33,9 @@ def emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdi
         raise
 
 
-def _emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdict, b: int, now: float, totals: EngineStats) -> StepOutput:
+def _emit(
+    state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdict, b: int, now: float, totals: EngineStats
+) -> StepOutput:
     rows = _used_rows(draft, verdict, b)
     error = _error(state, target, b, rows)
     if error is not None:
@@ -40,7 +44,9 @@ def _emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verd
     for token, origin in zip(verdict.emitted(b), _origins(state, draft, verdict, b), strict=True):
         if state.append(token, origin):
             break
-        if state.processors is not None and state.processors.error is not None:  # nothing may follow the token just appended
+        if (
+            state.processors is not None and state.processors.error is not None
+        ):  # nothing may follow the token just appended
             state.finish_reason, state.error = "error", state.processors.error
             break
     num_new = len(state.origins) - first
@@ -56,7 +62,9 @@ def _emit(state: RequestState, draft: Draft, target: TargetOutput, verdict: Verd
     totals.count_round(counts)
     _tell_time(state.stats, totals, now - state.arrived_s, is_first=not first)
     state.num_rounds += 1
-    return StepOutput(state.request_id, tokens, text, tuple(state.origins[first:]), state.finish_reason, state.error, logprobs)
+    return StepOutput(
+        state.request_id, tokens, text, tuple(state.origins[first:]), state.finish_reason, state.error, logprobs
+    )
 
 
 def fail(state: RequestState, error: Exception) -> StepOutput:
@@ -66,7 +74,9 @@ def fail(state: RequestState, error: Exception) -> StepOutput:
 
 
 def note_prompt(state: RequestState, target: TargetOutput) -> Exception | None:
-    """Keep the log-probabilities of the next prompt tokens; those known already are not computed again when a prompt is. What broke, if anything."""
+    """Keep the log-probabilities of the next prompt tokens; those known already are not computed again when a prompt
+    is. What broke, if anything.
+    """
     logits, count = target.prompt_logits.get(state.request_id), state.request.params.prompt_logprobs
     assert count is not None
     known = state.prompt_logprobs
@@ -87,7 +97,9 @@ def _counts(draft: Draft, verdict: Verdict, b: int, num_new: int, gaps: Sequence
     if not draft.lengths[b] and not gaps and not draft.probe_lengths[b] and not draft.inner:
         return _plain_round(num_new)
     inner = draft.inner[b] if draft.inner else (0, 0)
-    return RoundCounts(draft.depths(b), draft.authors(b), verdict.paths[b], num_new, draft.probe_lengths[b], inner, gaps)
+    return RoundCounts(
+        draft.depths(b), draft.authors(b), verdict.paths[b], num_new, draft.probe_lengths[b], inner, gaps
+    )
 
 
 @functools.cache
@@ -119,7 +131,9 @@ def _error(state: RequestState, target: TargetOutput, b: int, rows: list[int]) -
     if b in target.faults:
         return engine_error("the request's own sampling parameters", target.faults[b])
     if target.broken and not target.broken.isdisjoint(rows):
-        return NumericsError(f"request {state.request_id}: the target's logits are not finite at token {len(state.tokens)}")
+        return NumericsError(
+            f"request {state.request_id}: the target's logits are not finite at token {len(state.tokens)}"
+        )
     return None if state.processors is None else state.processors.error
 
 
@@ -130,12 +144,21 @@ def _origins(state: RequestState, draft: Draft, verdict: Verdict, b: int) -> lis
         return [TokenOrigin(None, last, step)]
     authors, last = draft.authors(b), verdict.next_kinds[b]
     chances = verdict.probabilities[b] if verdict.probabilities else (None,) * draft.lengths[b]
-    return [*(TokenOrigin(authors[node], "accepted", step, chances[node]) for node in verdict.paths[b]), TokenOrigin(None, last, step)]
+    return [
+        *(TokenOrigin(authors[node], "accepted", step, chances[node]) for node in verdict.paths[b]),
+        TokenOrigin(None, last, step),
+    ]
 
 
-def _logprobs(state: RequestState, target: TargetOutput, rows: list[int], tokens: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
+def _logprobs(
+    state: RequestState, target: TargetOutput, rows: list[int], tokens: tuple[int, ...]
+) -> tuple[TokenLogprobs, ...]:
     params = state.request.params
     if params.logprobs is None:
         return ()
-    law = log_model(target.logits[rows]) if params.logprobs_of == "model" else log_law(target.processed[rows], [params] * len(rows))
+    law = (
+        log_model(target.logits[rows])
+        if params.logprobs_of == "model"
+        else log_law(target.processed[rows], [params] * len(rows))
+    )
     return tuple(token_logprobs(law, tokens, params.logprobs))

@@ -11,25 +11,25 @@ from dataclasses import replace
 import torch
 
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.control.queue import SchedulerConfig
+from foretoken.control.routing import RoutingRules
 from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Uniforms, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup
-from foretoken.engine.accounts import charge, gain
+from foretoken.engine.admission import Intake
 from foretoken.engine.controller import Controller
 from foretoken.engine.emission import emit, fail, note_prompt
-from foretoken.engine.intake import Intake
 from foretoken.engine.recovery import Faults, engine_error, plans_of, recover
 from foretoken.engine.request import RequestState
 from foretoken.engine.runner import Runner, TargetOutput, race_rows
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.stats import EngineStats
+from foretoken.engine.time_attribution import charge, gain
 from foretoken.engine.watch import RoundView, StepClock, Watcher
 from foretoken.errors import EngineError, ForetokenError
 from foretoken.model.interface import LanguageModel
 from foretoken.model.randomness import round_uniforms
 from foretoken.model.tokenizer import Tokenizer
-from foretoken.plan.admission import SchedulerConfig
-from foretoken.plan.routing import RoutingRules
 from foretoken.verify import needs_uniforms, verify_batch
 
 
@@ -62,7 +62,8 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Advance every running request by one round; what each of them emitted. Nothing happens when there is no work.
 
-        A call that raises costs no request that can go on without it (`recovery`); interrupts go through, and nothing is lost by them.
+        A call that raises costs no request that can go on without it (`recovery`); interrupts go through, and nothing
+        is lost by them.
         """
         if self._is_stepping:
             raise EngineError("a step was asked for while one runs: watchers may not run steps")
@@ -107,7 +108,9 @@ class Engine:
         return state
 
     def abort(self, request_id: int) -> None:
-        """Drop a request, at once or when the step that runs is over; unknown numbers are ignored, since it may just have finished."""
+        """Drop a request, at once or when the step that runs is over; unknown numbers are ignored, since it may just
+        have finished.
+        """
         if self._is_stepping:
             self._leaving.append(request_id)
             return
@@ -186,17 +189,26 @@ class Engine:
         rules = [self.states[entry.request.request_id].rule for entry in entries]
         uniforms = self._uniforms(batch, draft, rules)
         if any(entry.noise is not None for entry in entries):
-            uniforms = replace(uniforms, race=tuple(race_rows(entry, draft, b, target) for b, entry in enumerate(entries)))
+            uniforms = replace(
+                uniforms, race=tuple(race_rows(entry, draft, b, target) for b, entry in enumerate(entries))
+            )
         verdict = verify_batch(draft, target.probs, uniforms, rules)
         self.clock.verified = time.perf_counter()
         return verdict
 
     def _uniforms(self, batch: Batch, draft: Draft, rules: Sequence[str]) -> Uniforms:
-        """The round's random numbers; where no rule reads any, as in greedy rounds, numbers that would break one that did."""
+        """The round's random numbers; where no rule reads any, as in greedy rounds, numbers that would break one that
+        did.
+        """
         device = self.target.device
         if not any(needs_uniforms(rule) for rule in set(rules)):
-            return Uniforms(torch.full((draft.num_nodes,), torch.nan, device=device), torch.full((draft.num_requests,), torch.nan, device=device))
-        return round_uniforms(draft, [e.request.seed for e in batch.decoding], [e.round_start for e in batch.decoding], device)
+            return Uniforms(
+                torch.full((draft.num_nodes,), torch.nan, device=device),
+                torch.full((draft.num_requests,), torch.nan, device=device),
+            )
+        return round_uniforms(
+            draft, [e.request.seed for e in batch.decoding], [e.round_start for e in batch.decoding], device
+        )
 
     def _commit(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
         for b, entry in enumerate(batch.decoding):
@@ -206,7 +218,13 @@ class Engine:
         for entry in batch.entries:
             if len(entry.pending) > 1:  # a piece of a prompt
                 self.scheduler.publish(self.states[entry.request.request_id])
-        feedback = Feedback(target.processed, tuple(range(draft.num_rows)), target.taps, target.probe_logits, tuple(range(sum(draft.probe_lengths))))
+        feedback = Feedback(
+            target.processed,
+            tuple(range(draft.num_rows)),
+            target.taps,
+            target.probe_logits,
+            tuple(range(sum(draft.probe_lengths))),
+        )
         proposing_s = sum(self.drafters.spent_s.values())
         self.drafters.commit(batch, draft, verdict, feedback)
         self.clock.taught_s = sum(self.drafters.spent_s.values()) - proposing_s
@@ -214,16 +232,37 @@ class Engine:
 
     def _observe(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
         """Let the controller learn from the step, and share out the time it took."""
-        clock, spent_s, states = self.clock, self.drafters.spent_s, [self.states[entry.request.request_id] for entry in batch.entries]
+        clock, spent_s, states = (
+            self.clock,
+            self.drafters.spent_s,
+            [self.states[entry.request.request_id] for entry in batch.entries],
+        )
         self._count_failures()
         try:
-            self.controller.observe(batch, draft, target.probs, verdict, spent_s, clock.target_s + clock.rule_s, self.drafters.num_read_tokens)
+            self.controller.observe(
+                batch,
+                draft,
+                target.probs,
+                verdict,
+                spent_s,
+                clock.target_s + clock.rule_s,
+                self.drafters.num_read_tokens,
+            )
         except Exception as error:  # noqa: BLE001 - answers do not depend on it
             self.faults.tell("the controller", error, "it learns nothing from this step")
         for entry, state in zip(batch.entries, states, strict=True):
             if not state.stats.started:
                 self._count_start(state, entry)
-        charge(batch, draft, verdict, clock, spent_s, self.controller.policy.target_cost, [state.stats for state in states], self.stats)
+        charge(
+            batch,
+            draft,
+            verdict,
+            clock,
+            spent_s,
+            self.controller.policy.target_cost,
+            [state.stats for state in states],
+            self.stats,
+        )
         clock.observed = time.perf_counter()
 
     def _emit(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
@@ -270,7 +309,11 @@ class Engine:
 
     def _count_start(self, state: RequestState, entry: BatchEntry) -> None:
         """A request takes part for the first time: it has waited, and the cache knew the beginning of its prompt."""
-        state.stats.started, state.stats.queued_s, state.stats.num_cached_tokens = True, self.clock.scheduled - state.arrived_s, entry.start
+        state.stats.started, state.stats.queued_s, state.stats.num_cached_tokens = (
+            True,
+            self.clock.scheduled - state.arrived_s,
+            entry.start,
+        )
         self.stats.num_started += 1
         self.stats.queued_s += state.stats.queued_s
         self.stats.num_cached_tokens += entry.start
@@ -289,20 +332,27 @@ class Engine:
         self.stats.num_waiting, self.stats.num_running = len(self.scheduler.waiting), len(self.scheduler.running)
 
     def release(self, state: RequestState) -> None:
-        """Forget a request everywhere: queue, cache, drafter. Whatever raises on the way does not keep the rest from being freed.
+        """Forget a request everywhere: queue, cache, drafter. Whatever raises on the way does not keep the rest from
+        being freed.
 
         An interrupted one is begun again by the next `abort`, so the request leaves `states` last.
         """
         if state.request_id not in self.states:
             return
         if state.request_id in self.scheduler.running:
-            with self.faults.contained("the target's cache", f"what it holds of request {state.request_id} may be lost"):
+            with self.faults.contained(
+                "the target's cache", f"what it holds of request {state.request_id} may be lost"
+            ):
                 self._give_back(state)
         self.scheduler.remove(state.request_id)
-        with self.faults.contained("a drafter", f"it may keep what it holds of request {state.request_id}, which is over"):
+        with self.faults.contained(
+            "a drafter", f"it may keep what it holds of request {state.request_id}, which is over"
+        ):
             self.drafters.finish(state.request)
         self._count_failures()
-        with self.faults.contained("the controller", f"it may keep what it holds of request {state.request_id}, which is over"):
+        with self.faults.contained(
+            "the controller", f"it may keep what it holds of request {state.request_id}, which is over"
+        ):
             self.controller.finish(state.request_id)
         del self.states[state.request_id]
         self.stats.count_end(state.finish_reason, state.stats.num_emitted)

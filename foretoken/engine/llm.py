@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Protocol
 
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.control.queue import SchedulerConfig
+from foretoken.control.routing import RoutingRules
 from foretoken.core import StepOutput
 from foretoken.draft.group import DrafterGroup, arm_keys, own_drafters
-from foretoken.engine.drafters import DrafterFactory, ModelOptions, limit_of
-from foretoken.engine.engine import Engine
-from foretoken.engine.intake import (
+from foretoken.engine.admission import (
     Prompt,
     as_prompt,
     as_prompts,
@@ -26,10 +26,12 @@ from foretoken.engine.intake import (
     check_spec,
     check_types,
 )
-from foretoken.engine.known_costs import KnownCosts, check_mode, know_costs
+from foretoken.engine.drafters import DrafterFactory, ModelOptions, limit_of
+from foretoken.engine.engine import Engine
 from foretoken.engine.output import GenerateOutput, collect, each_answer
 from foretoken.engine.request import RequestState
-from foretoken.engine.shadow import Shadow
+from foretoken.engine.shadow.shadow import Shadow
+from foretoken.engine.startup.known_costs import KnownCosts, check_mode, know_costs
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.trace import Trace
 from foretoken.engine.turns import Turns
@@ -38,8 +40,6 @@ from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.model.open import model_folder, open_model
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
 from foretoken.params import check_text
-from foretoken.plan.admission import SchedulerConfig
-from foretoken.plan.routing import RoutingRules
 
 
 class Owner(Protocol):
@@ -55,19 +55,22 @@ class LLM:
     `model` is a folder, a hub id, or `reference:target`. `spec` is the default for every request; `generate` and
     `stream` take another one per call or per prompt. A draft model is loaded when it is first named.
 
-    `max_batch_size`, `max_prompt_tokens`, `max_step_tokens` and `cache_reserve` are the scheduler's, see `plan.admission.SchedulerConfig`.
+    `max_batch_size`, `max_prompt_tokens`, `max_step_tokens` and `cache_reserve` are the scheduler's, see
+    `control.queue.SchedulerConfig`.
 
-    `numerics="strict"` makes the target's logits bitwise the same however rows are batched, at a price. `trace` names a file
-    that gets one line per event (docs/trace.md); when it cannot be written any more, `trace_error` says so and answers go on. `shadow_rate`
-    is the share of requests whose answers the target alone scores again in the background; `stats.shadow` tells what it found, and a warning
-    is raised when answers do not follow the target's law. `routing` says for which requests not to speculate at all (docs/batching.md).
+    `numerics="strict"` makes the target's logits bitwise the same however rows are batched, at a price. `trace` names a
+    file that gets one line per event (docs/trace.md); when it cannot be written any more, `trace_error` says so and
+    answers go on. `shadow_rate` is the share of requests whose answers the target alone scores again in the background;
+    `stats.shadow` tells what it found, and a warning is raised when answers do not follow the target's law. `routing`
+    says for which requests not to speculate at all (docs/batching.md).
 
-    `profile` says where it is known from what steps cost, which decides how much is guessed where that is left open: "auto" (kept from an
-    earlier start, or measured now, see docs/batching.md), "off" (learnt from the first steps), "measure" (now, again), or a file of
-    `foretoken bench --profile`. `on_profile` hears about measuring that takes longer than a second; `costs` tells what came of it.
+    `profile` says where it is known from what steps cost, which decides how much is guessed where that is left open:
+    "auto" (kept from an earlier start, or measured now, see docs/batching.md), "off" (learnt from the first steps),
+    "measure" (now, again), or a file of `foretoken bench --profile`. `on_profile` hears about measuring that takes
+    longer than a second; `costs` tells what came of it.
 
-    Several threads may use one `LLM`: they take turns, a step at a time, and their requests run together. Many callers at once, and
-    coroutines, are what `AsyncEngine` is for; while one is open, nothing else may run requests here.
+    Several threads may use one `LLM`: they take turns, a step at a time, and their requests run together. Many callers
+    at once, and coroutines, are what `AsyncEngine` is for; while one is open, nothing else may run requests here.
 
     Raises:
         InputError: an option that cannot be honoured; nothing was loaded.
@@ -97,9 +100,16 @@ class LLM:
         check_routing(routing, spec)
         check_share("shadow_rate", shadow_rate)
         check_share("cache_reserve", cache_reserve)
-        check_limits(max_batch_size=max_batch_size, max_prompt_tokens=max_prompt_tokens, cache_tokens=cache_tokens, max_step_tokens=max_step_tokens)
+        check_limits(
+            max_batch_size=max_batch_size,
+            max_prompt_tokens=max_prompt_tokens,
+            cache_tokens=cache_tokens,
+            max_step_tokens=max_step_tokens,
+        )
         mode = check_mode(profile)
-        limits = SchedulerConfig(max_batch_size, max_prompt_tokens, max_step_tokens=max_step_tokens, cache_reserve=cache_reserve)
+        limits = SchedulerConfig(
+            max_batch_size, max_prompt_tokens, max_step_tokens=max_step_tokens, cache_reserve=cache_reserve
+        )
         self.spec = SpecConfig() if spec is None else spec
         self.folder = model_folder(str(model))
         self._turns, self._loading = Turns(), threading.Lock()
@@ -111,7 +121,9 @@ class LLM:
             target: LanguageModel = open_model(self.folder, dtype, device, cache_tokens, numerics)
             self._target: LanguageModel | None = target
             self._drafters = DrafterGroup(target)
-            self._factory = DrafterFactory(self.folder, target, self.tokenizer, ModelOptions(dtype, device, cache_tokens))
+            self._factory = DrafterFactory(
+                self.folder, target, self.tokenizer, ModelOptions(dtype, device, cache_tokens)
+            )
             engine = Engine(target, self._drafters, self.tokenizer, limits, self._eos_token_ids(), routing)
             self._engine: Engine | None = engine
             self._shadow = Shadow(target, shadow_rate, room=engine.scheduler, fresh_processors=engine.intake.processors)
@@ -182,7 +194,9 @@ class LLM:
                         engine.abort(state.request_id)
         return collect(states, [one.n for one in each_params])
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None) -> Iterator[StepOutput]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None
+    ) -> Iterator[StepOutput]:
         """Yield what each step adds to one answer; `str(piece)` is its text. Closing the iterator frees the request.
 
         The request is queued when the first piece is asked for; then an answer that failed raises its error.
@@ -241,7 +255,10 @@ class LLM:
         beyond = next((token for token in ids if token >= self.target.vocab_size), None)
         if beyond is not None:
             token, size = tokenizer.token(beyond), self.target.vocab_size
-            raise MismatchError(f"the tokenizer in {self.folder} writes token {beyond} ({token!r}), and the model's vocabulary ends at {size - 1}")
+            raise MismatchError(
+                f"the tokenizer in {self.folder} writes token {beyond} ({token!r}), and the model's "
+                f"vocabulary ends at {size - 1}"
+            )
         return ids
 
     def close(self) -> None:
@@ -259,7 +276,9 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def submit(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> RequestState:
@@ -307,9 +326,15 @@ class LLM:
         with self._turns.lock:
             engine = self.engine
             if self._owner is not None:
-                raise InputError("llm", str(self.folder), "is served by another AsyncEngine: submit to that one, or close it first")
+                raise InputError(
+                    "llm", str(self.folder), "is served by another AsyncEngine: submit to that one, or close it first"
+                )
             if engine.has_work:
-                raise InputError("llm", str(self.folder), "still answers requests: let them end, or close their streams, then open an AsyncEngine")
+                raise InputError(
+                    "llm",
+                    str(self.folder),
+                    "still answers requests: let them end, or close their streams, then open an AsyncEngine",
+                )
             self._owner = owner
             return engine
 
@@ -427,7 +452,9 @@ class LLM:
 
     def _know_costs(self, mode: str, on_profile: Callable[[str], None] | None) -> KnownCosts:
         """Let the controller begin with what steps cost, as far as that is known."""
-        made = [(spec, self._drafters.drafters[key]) for key, spec in zip(arm_keys(self.spec), self.spec.arms, strict=True)]
+        made = [
+            (spec, self._drafters.drafters[key]) for key, spec in zip(arm_keys(self.spec), self.spec.arms, strict=True)
+        ]
         is_open = bool(made) and self.spec.num_draft == "auto"
         costs = know_costs(mode, self.target, str(self.folder), made, is_open, on_profile or _no_one)
         if costs.profile is not None:

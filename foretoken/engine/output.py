@@ -16,8 +16,8 @@ from foretoken.model.randomness import derived_seed
 class GenerateOutput:
     """One answer: its text (empty without a tokenizer), tokens, why it ended, what it cost, where each token came from.
 
-    `logprobs` holds one entry per token, `prompt_logprobs` one per prompt token (None for the first, which nothing precedes);
-    both are None unless asked for. With `n` > 1 this is the first answer and `others` are the rest.
+    `logprobs` holds one entry per token, `prompt_logprobs` one per prompt token (None for the first, which nothing
+    precedes); both are None unless asked for. With `n` > 1 this is the first answer and `others` are the rest.
     """
 
     prompt_ids: tuple[int, ...]

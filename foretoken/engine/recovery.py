@@ -1,9 +1,10 @@
 """What follows a call that raised inside the engine: nobody else's request and no block of the cache is lost.
 
-A step changes a request's text only at its very end, when it emits. So whatever a step has done to caches and drafters before it raised
-can be thrown away and done again: randomness is a function of the position, and the same tokens come out. After a fault every request of
-the step gives its cache back and runs again alone, one per step, until it has emitted. A request that makes the step raise again while it
-is alone ends with an `EngineError`; the others go on together.
+A step changes a request's text only at its very end, when it emits. So whatever a step has done to caches and drafters
+before it raised can be thrown away and done again: randomness is a function of the position, and the same tokens come
+out. After a fault every request of the step gives its cache back and runs again alone, one per step, until it has
+emitted. A request that makes the step raise again while it is alone ends with an `EngineError`; the others go on
+together.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ class TextAssembler:
         return self._decoder is not None and self._add(self._decoder.push(token_id), may_stop)
 
     def finish(self, cut: bool) -> bool:
-        """End of the answer; unless it was `cut` at a stop string, the last held-back bytes still join. True as in `push`."""
+        """End of the answer; unless it was `cut` at a stop string, the last held-back bytes still join. True as in
+        `push`.
+        """
         return False if cut or self._decoder is None else self._add(self._decoder.flush(), may_stop=True)
 
     def release(self, final: bool) -> str:
@@ -66,7 +68,9 @@ class TextAssembler:
         searched = max(self._passed, len(self._text) - self._longest + 1)
         self._text += piece
         if not may_stop:
-            self._passed = max(searched, *(place + 1 for s in self._stop_strings for place in occurrences(self._text, s, searched)), 0)
+            self._passed = max(
+                searched, *(place + 1 for s in self._stop_strings for place in occurrences(self._text, s, searched)), 0
+            )
             return False
         found = [place for place in (self._text.find(s, searched) for s in self._stop_strings) if place >= 0]
         if found:
@@ -138,14 +142,19 @@ class RequestState:
     def rewind(self, mark: tuple[int, int, str]) -> None:
         """Take back what was appended since `mark`, for an answer that ends there."""
         num_tokens, num_logprobs, text = mark
-        del self.tokens[num_tokens:], self.origins[max(0, num_tokens - len(self.request.prompt_ids)) :], self.logprobs[num_logprobs:]
+        del (
+            self.tokens[num_tokens:],
+            self.origins[max(0, num_tokens - len(self.request.prompt_ids)) :],
+            self.logprobs[num_logprobs:],
+        )
         self.text.rewind(text)
 
     def append(self, token: int, origin: TokenOrigin) -> FinishReason | None:
         """Add one emitted token; the reason if the answer ends with it.
 
-        An end-of-text token counts as a token but adds no text. A stop string wins over the length limit; an answer whose
-        structure is complete ends there, unless that is too early: then the processors hold an error and there is no reason.
+        An end-of-text token counts as a token but adds no text. A stop string wins over the length limit; an answer
+        whose structure is complete ends there, unless that is too early: then the processors hold an error and there is
+        no reason.
         """
         params = self.request.params
         self.tokens.append(token)

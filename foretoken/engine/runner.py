@@ -23,8 +23,9 @@ class TargetOutput:
     `probs` [R, V] float32 is the law after all sampling parameters, `processed` [R, V] the logits after each request's
     processors, `logits` [R, V] the model's own. `taps` by layer [R, D]. `prompt_logits` [n, V] by request, where prompt
     log-probabilities were asked for: one row for each of an entry's `num_prompt_rows`. `probe_logits` [P, V] are
-    the model's own behind the draft's probes, None where there are none or they had to be left out. `faults` holds what a request's own
-    processors or noise raised, by its place among the decoding entries: its rows mean nothing, and it fails when the step emits.
+    the model's own behind the draft's probes, None where there are none or they had to be left out. `faults` holds what
+    a request's own processors or noise raised, by its place among the decoding entries: its rows mean nothing, and it
+    fails when the step emits.
     """
 
     probs: Tensor
@@ -57,7 +58,8 @@ class Runner:
     def forward(self, batch: Batch, draft: Draft, taps: Sequence[int] = ()) -> TargetOutput:
         """Run every pending token, guess and probe; answer for the decoding entries' rows, `taps` included.
 
-        A masked key that is not finite still spoils the rows that share its call. Probes that may have done so are left out.
+        A masked key that is not finite still spoils the rows that share its call. Probes that may have done so are left
+        out.
         """
         rows = self._run(batch, draft, taps)
         if draft.probes is not None and not bool(check_finite(rows.logits).all()):
@@ -82,13 +84,18 @@ class Runner:
 
     def _law(self, batch: Batch, draft: Draft, rows: _Rows) -> TargetOutput:
         logits = rows.logits
-        scores = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits  # [R, V] what is computed with
+        scores = (
+            logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        )  # [R, V] what is computed with
         best = first_max(scores)  # [R]
-        peaks = scores.gather(-1, best.unsqueeze(-1))  # [R, 1] what is not finite counts as largest, so this is `check_finite`
+        peaks = scores.gather(
+            -1, best.unsqueeze(-1)
+        )  # [R, 1] what is not finite counts as largest, so this is `check_finite`
         broken = frozenset(row for row, (peak,) in enumerate(peaks.tolist()) if not math.isfinite(peak))
         clean = logits
         if broken:
-            # A broken row gets a harmless law; a request that would use it fails when the step emits, its neighbours go on.
+            # A broken row gets a harmless law; a request that would use it fails when the step emits, its neighbours go
+            # on.
             clean, scores = (torch.where(peaks.isfinite(), one, torch.zeros_like(one)) for one in (logits, scores))
             best = first_max(scores)
         faults: dict[int, Exception] = {}
@@ -102,11 +109,15 @@ class Runner:
         if any(entry.request.params.greedy for entry in batch.decoding):
             ties = {row: gap for row, gap in near_ties(scores, logits.dtype, best).items() if params[row].greedy}
         probs = target_probs(scores, params, best)
-        return TargetOutput(probs, processed, logits, rows.taps, broken, ties, rows.prompt_logits, rows.probe_logits, faults)
+        return TargetOutput(
+            probs, processed, logits, rows.taps, broken, ties, rows.prompt_logits, rows.probe_logits, faults
+        )
 
 
 def _flat(batch: Batch, draft: Draft, pending: Sequence[int], device: torch.device) -> Tensor:
-    """The step's tokens [T]: for each entry its part of all `pending` tokens, its guesses, its probes. Guesses stay on their device."""
+    """The step's tokens [T]: for each entry its part of all `pending` tokens, its guesses, its probes. Guesses stay on
+    their device.
+    """
     own = torch.tensor(pending, dtype=torch.int64, device=device)
     probes = draft.probes
     if not draft.num_nodes and probes is None:
@@ -147,7 +158,12 @@ def _split(batch: Batch, draft: Draft, segments: Sequence[Segment], output: Forw
         probed += range(last, stop)
         first = stop
     rows = torch.tensor(wanted, dtype=torch.int64, device=logits.device)
-    return _Rows(logits[rows], {layer: tap[rows] for layer, tap in taps.items()}, prompt_logits, logits[probed] if probed else None)
+    return _Rows(
+        logits[rows],
+        {layer: tap[rows] for layer, tap in taps.items()},
+        prompt_logits,
+        logits[probed] if probed else None,
+    )
 
 
 def _processed(batch: Batch, draft: Draft, logits: Tensor, faults: dict[int, Exception]) -> Tensor:

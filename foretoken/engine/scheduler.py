@@ -1,9 +1,10 @@
 """Which requests take part in the next step, and with how many rows.
 
-A request joins when its text fits beside what is running and a reserve stays free, not when its whole course would. When running requests
-meet a full cache after all, the least urgent one gives its cache back and waits (preemption): what was computed stays adoptable until its
-place is needed, and the rest is read again, up to the last token, whose row is then a decode step like any other. So a preempted
-request draws and drafts what it would have drawn and drafted undisturbed. All decisions are `plan.admission`'s; here they are carried out.
+A request joins when its text fits beside what is running and a reserve stays free, not when its whole course would.
+When running requests meet a full cache after all, the least urgent one gives its cache back and waits (preemption):
+what was computed stays adoptable until its place is needed, and the rest is read again, up to the last token, whose row
+is then a decode step like any other. So a preempted request draws and drafts what it would have drawn and drafted
+undisturbed. All decisions are `control.queue`'s; here they are carried out.
 """
 
 from __future__ import annotations
@@ -13,13 +14,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from foretoken.core import Batch, BatchEntry
-from foretoken.engine.controller import DraftPlan
-from foretoken.engine.request import RequestState
-from foretoken.model.interface import LanguageModel, PrefixModel
-from foretoken.plan.admission import (
-    Ask,
-    Grant,
+from foretoken.control.queue import (
+    RowDemand,
+    RowGrant,
     SchedulerConfig,
     Urgency,
     growth_tokens,
@@ -29,6 +26,10 @@ from foretoken.plan.admission import (
     within_budget,
     within_cache,
 )
+from foretoken.core import Batch, BatchEntry
+from foretoken.engine.controller import DraftPlan
+from foretoken.engine.request import RequestState
+from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.verify import takes_trees
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -39,11 +40,17 @@ _NOTHING = DraftPlan(0)
 class Scheduler:
     """Serves the most urgent first, under the limits of `SchedulerConfig` and the target's cache.
 
-    `preempted` and `num_recomputed_tokens` are those of the latest `schedule`. `alone` holds requests whose step raised, with the rounds that
-    they had finished by then: until it is empty each of them runs by itself, the most urgent one first, until it has emitted.
+    `preempted` and `num_recomputed_tokens` are those of the latest `schedule`. `alone` holds requests whose step
+    raised, with the rounds that they had finished by then: until it is empty each of them runs by itself, the most
+    urgent one first, until it has emitted.
     """
 
-    def __init__(self, target: LanguageModel, config: SchedulerConfig, plan: Callable[[Sequence[RequestState]], Sequence[DraftPlan]]) -> None:
+    def __init__(
+        self,
+        target: LanguageModel,
+        config: SchedulerConfig,
+        plan: Callable[[Sequence[RequestState]], Sequence[DraftPlan]],
+    ) -> None:
         self.target, self.config, self._plan = target, config, plan
         self._prefix = target if isinstance(target, PrefixModel) else None
         self.waiting: list[RequestState] = []  # most urgent first
@@ -59,19 +66,25 @@ class Scheduler:
     def add(self, state: RequestState) -> None:
         """Queue a request."""
         params = state.request.params
-        self._urgency[state.request_id] = urgency(state.request_id, state.arrived_s, params.priority, params.deadline_s, self.config.aging_s)
+        self._urgency[state.request_id] = urgency(
+            state.request_id, state.arrived_s, params.priority, params.deadline_s, self.config.aging_s
+        )
         self._enqueue(state)
 
     def worst_case_tokens(self, state: RequestState) -> int:
-        """Most cache a request can ever hold: guesses are clamped to what may still be emitted, so its whole course bounds them.
+        """Most cache a request can ever hold: guesses are clamped to what may still be emitted, so its whole course
+        bounds them.
 
-        Probes come on top as far as the whole cache has room for them; they also use what is meant for text yet to come.
+        Probes come on top as far as the whole cache has room for them; they also use what is meant for text yet to
+        come.
         """
         spare = max(0, self.target.capacity_tokens - state.max_total_tokens)
         return self.target.footprint_tokens(state.max_total_tokens + min(state.request.spec.num_probe, spare))
 
     def schedule(self) -> Batch:
-        """The next batch: requests that decode, then those that read the last of their prompt, then other chunks; each most urgent first."""
+        """The next batch: requests that decode, then those that read the last of their prompt, then other chunks; each
+        most urgent first.
+        """
         self.preempted, self.num_recomputed_tokens = [], 0
         if self.alone:
             self._end_trials()
@@ -83,7 +96,9 @@ class Scheduler:
         anchors: list[BatchEntry] = []
         lasts: list[BatchEntry] = []
         others: list[BatchEntry] = []
-        for state, plan, ask, grant in zip(states, plans, asks, grants, strict=False):  # the last ones may have been preempted
+        for state, plan, ask, grant in zip(
+            states, plans, asks, grants, strict=False
+        ):  # the last ones may have been preempted
             if ask.decodes:
                 anchors.append(self._entry(state, ask.held, grant, True, plan))
             elif grant.num_pending:
@@ -104,7 +119,9 @@ class Scheduler:
         return state
 
     def interrupted(self) -> list[RequestState]:
-        """Whom a step that raised was serving, most urgent first: all who run, one that was about to join, and if there is none the next one."""
+        """Whom a step that raised was serving, most urgent first: all who run, one that was about to join, and if there
+        is none the next one.
+        """
         states, joining = dict(self.running), self._joining
         self._joining = None
         if joining is not None:
@@ -133,7 +150,9 @@ class Scheduler:
             self._prefix.publish(state.request_id, state.tokens, state.request.spec.tenant)
 
     def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:
-        """Lend free cache until `give_back`; False if it is not to spare. `reclaim` must give it back: who asks for an answer comes first."""
+        """Lend free cache until `give_back`; False if it is not to spare. `reclaim` must give it back: who asks for an
+        answer comes first.
+        """
         if self._reclaim is not None or self.waiting or not self._fits(num_tokens):
             return False
         self._reclaim = reclaim
@@ -150,7 +169,9 @@ class Scheduler:
         insort(self.waiting, state, key=self._key)
 
     def _admit(self) -> None:
-        """Let waiting requests join, strictly in their order: one that needs much room is not passed by others for ever."""
+        """Let waiting requests join, strictly in their order: one that needs much room is not passed by others for
+        ever.
+        """
         while self.waiting and len(self.running) < self.config.max_batch_size:
             place = self._next_place()
             if place is None:
@@ -168,7 +189,11 @@ class Scheduler:
     def _next_place(self) -> int | None:
         """Place in the queue of the request that may join now, if there is one."""
         if self.alone:
-            return None if self.running else next(place for place, state in enumerate(self.waiting) if state.request_id in self.alone)
+            return (
+                None
+                if self.running
+                else next(place for place, state in enumerate(self.waiting) if state.request_id in self.alone)
+            )
         state = self.waiting[0]
         if self._will_share(state):
             return None
@@ -195,12 +220,16 @@ class Scheduler:
 
     def _fits(self, num_tokens: int) -> bool:
         footprint, length = self.target.footprint_tokens, self.target.length
-        owed = sum(footprint(len(state.tokens)) - footprint(length(state.request_id)) for state in self.running.values())
+        owed = sum(
+            footprint(len(state.tokens)) - footprint(length(state.request_id)) for state in self.running.values()
+        )
         reserved = reserve_tokens(self.config, self.target.capacity_tokens) if self.running else 0
         return may_join(num_tokens, owed, reserved, self.target.num_free_tokens())
 
     def _will_share(self, state: RequestState) -> bool:
-        """Whether a more urgent request is just reading a prompt that begins alike: then it is cheaper to wait for that."""
+        """Whether a more urgent request is just reading a prompt that begins alike: then it is cheaper to wait for
+        that.
+        """
         if self._prefix is None or not _adopts(state):
             return False
         size = self.target.footprint_tokens(1)
@@ -216,12 +245,14 @@ class Scheduler:
     def _plans(self, states: Sequence[RequestState]) -> list[DraftPlan]:
         """What each may draft; nothing but for those that decode.
 
-        No more guesses than can still be used: the round itself emits one token of the target's own. The first token is never drafted,
-        also where the last chunk of the prompt is a single token and looks like a decode step: neighbours decide where chunks end, and
-        must not change what a request draws.
+        No more guesses than can still be used: the round itself emits one token of the target's own. The first token is
+        never drafted, also where the last chunk of the prompt is a single token and looks like a decode step:
+        neighbours decide where chunks end, and must not change what a request draws.
         """
         anchors = [state for state in states if self._decodes(state)]
-        given = {state.request_id: plan for state, plan in zip(anchors, self._plan(anchors) if anchors else (), strict=True)}
+        given = {
+            state.request_id: plan for state, plan in zip(anchors, self._plan(anchors) if anchors else (), strict=True)
+        }
         plans = []
         for state in states:
             plan, most = given.get(state.request_id, _NOTHING), max(0, state.num_remaining - 1) if state.origins else 0
@@ -231,16 +262,18 @@ class Scheduler:
     def _decodes(self, state: RequestState) -> bool:
         return self.target.length(state.request_id) == len(state.tokens) - 1
 
-    def _ask(self, state: RequestState, plan: DraftPlan) -> Ask:
+    def _ask(self, state: RequestState, plan: DraftPlan) -> RowDemand:
         """A request that has begun its answer reads all but its last token: that one's row is a decode step."""
         held = self.target.length(state.request_id)
         missing = len(state.tokens) - held
         if missing == 1:
-            return Ask(held, 1, True, plan.num_draft, self._num_probe(state, plan), _is_fixed(state))
-        return Ask(held, missing - bool(state.origins), False)
+            return RowDemand(held, 1, True, plan.num_draft, self._num_probe(state, plan), _is_fixed(state))
+        return RowDemand(held, missing - bool(state.origins), False)
 
-    def _grants(self, states: list[RequestState], asks: list[Ask]) -> list[Grant]:
-        """Rows for every request, most urgent first; the last ones are preempted until the rows of the others fit into the cache."""
+    def _grants(self, states: list[RequestState], asks: list[RowDemand]) -> list[RowGrant]:
+        """Rows for every request, most urgent first; the last ones are preempted until the rows of the others fit into
+        the cache.
+        """
         footprint = self.target.footprint_tokens
         while True:
             wanted = within_budget(asks[: len(states)], self.config)
@@ -269,7 +302,7 @@ class Scheduler:
         state.stats.num_preempted += 1
         self.preempted.append(state)
 
-    def _entry(self, state: RequestState, start: int, grant: Grant, decodes: bool, plan: DraftPlan) -> BatchEntry:
+    def _entry(self, state: RequestState, start: int, grant: RowGrant, decodes: bool, plan: DraftPlan) -> BatchEntry:
         return BatchEntry(
             state.request,
             start,
@@ -287,13 +320,17 @@ class Scheduler:
         )
 
     def _num_probe(self, state: RequestState, plan: DraftPlan) -> int:
-        """Probes that fit behind the text and the guesses in the request's own course; none for a request that does not guess.
+        """Probes that fit behind the text and the guesses in the request's own course; none for a request that does not
+        guess.
 
-        Neighbours have no say in it: what probes find out changes later guesses, and so what a seed draws under most rules.
+        Neighbours have no say in it: what probes find out changes later guesses, and so what a seed draws under most
+        rules.
         """
         if not plan.num_draft or not state.request.spec.num_probe:
             return 0
-        return max(0, min(state.request.spec.num_probe, self.worst_case_tokens(state) - len(state.tokens) - plan.num_draft))
+        return max(
+            0, min(state.request.spec.num_probe, self.worst_case_tokens(state) - len(state.tokens) - plan.num_draft)
+        )
 
 
 def _is_fixed(state: RequestState) -> bool:
@@ -304,12 +341,16 @@ def _is_fixed(state: RequestState) -> bool:
 
 
 def _adopts(state: RequestState) -> bool:
-    """Whether a request may begin with what others have computed: not one that wants to know something of every row of its prompt."""
+    """Whether a request may begin with what others have computed: not one that wants to know something of every row of
+    its prompt.
+    """
     return bool(state.origins) or state.request.params.prompt_logprobs is None
 
 
 def _num_prompt_rows(state: RequestState, start: int, num_rows: int) -> int:
-    """Of `num_rows` rows from `start` on, how many are followed by prompt tokens whose log-probability is wanted and not known yet."""
+    """Of `num_rows` rows from `start` on, how many are followed by prompt tokens whose log-probability is wanted and
+    not known yet.
+    """
     if state.request.params.prompt_logprobs is None or state.origins:
         return 0
     return max(0, start + num_rows - max(start, len(state.prompt_logprobs) - 1))

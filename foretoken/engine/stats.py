@@ -1,10 +1,11 @@
 """Counters of what happened: one source, read by outputs, bench, trace and server alike. docs/batching.md lists them.
 
-A guess is one node of a draft. It is *accepted* when its token was emitted, *rejected* when its rule did not let it stand, and *cut*
-when it would have stood but the answer ended before it; each drafted one is exactly one of the three. A round that fails counts none
-of its guesses; the time it took is counted.
+A guess is one node of a draft. It is *accepted* when its token was emitted, *rejected* when its rule did not let it
+stand, and *cut* when it would have stood but the answer ended before it; each drafted one is exactly one of the three.
+A round that fails counts none of its guesses; the time it took is counted.
 
-Time belongs to requests so that their sums are the engine's totals, whatever becomes of a request (`accounts` does the sharing).
+Time belongs to requests so that their sums are the engine's totals, whatever becomes of a request (`accounts` does the
+sharing).
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from foretoken.kv.prefix import PrefixStats
 class RoundCounts:
     """One round of one request: what was guessed, and what of it left the engine.
 
-    `depths` [n] and `authors` [n] are those of the n guesses (1 = first place of the draft; None: nobody's account). `path` are the
-    guesses that stand, root to leaf, of which the first `num_emitted` - 1 or fewer were emitted: the answer may end on the way.
-    `inner` counts guesses that a drafter judged itself, and those that it kept. `tie_gaps` are those of near ties among the emitted.
+    `depths` [n] and `authors` [n] are those of the n guesses (1 = first place of the draft; None: nobody's account).
+    `path` are the guesses that stand, root to leaf, of which the first `num_emitted` - 1 or fewer were emitted: the
+    answer may end on the way. `inner` counts guesses that a drafter judged itself, and those that it kept. `tie_gaps`
+    are those of near ties among the emitted.
     """
 
     depths: Sequence[int]
@@ -39,18 +41,21 @@ class RoundCounts:
 class Counters:
     """What one request, or all together, guessed and got; times in seconds.
 
-    `num_drafts` counts rounds of a request in which something was guessed. `num_probed` counts rows that the target ran for a drafter
-    beside its guesses (`core.Probes`): they cost what a guess costs and can never be accepted. Guesses that a drafter judged itself
-    while it drafted (a cascade's levels among each other) are `num_inner_drafted` and `num_inner_accepted`, and count nowhere else.
-    `drafted_at` and `accepted_at` count by place of the draft, `drafted_by` and `accepted_by` by drafter. `num_near_ties` counts greedy
-    tokens whose two best logits were one rounding unit apart or less: only there can 16-bit arithmetic make a speculative answer differ
-    from a plain one; `near_tie_gap` is the widest such gap. `num_preempted` counts how often a cache was given back to be read again.
-    `draft_failures` counts by drafter the calls that raised, took too long or gave what cannot be verified; they cost guesses only.
+    `num_drafts` counts rounds of a request in which something was guessed. `num_probed` counts rows that the target ran
+    for a drafter beside its guesses (`core.Probes`): they cost what a guess costs and can never be accepted. Guesses
+    that a drafter judged itself while it drafted (a cascade's levels among each other) are `num_inner_drafted` and
+    `num_inner_accepted`, and count nowhere else. `drafted_at` and `accepted_at` count by place of the draft,
+    `drafted_by` and `accepted_by` by drafter. `num_near_ties` counts greedy tokens whose two best logits were one
+    rounding unit apart or less: only there can 16-bit arithmetic make a speculative answer differ from a plain one;
+    `near_tie_gap` is the widest such gap. `num_preempted` counts how often a cache was given back to be read again.
+    `draft_failures` counts by drafter the calls that raised, took too long or gave what cannot be verified; they cost
+    guesses only.
 
-    `draft_s` went into drafting, `verify_s` into the target's forward and the rule where they decoded, `prompt_s` where they read
-    prompts, and `wasted_s`, a part of `draft_s` + `verify_s`, into guesses that were rejected. `queued_s` is the time from arrival to
-    the first step, `ttft_s` to the first token, `longest_gap_s` the longest wait for a next one. `plain_s` is what decoding without
-    guesses would have taken, and `compared_s` what it took, over the rounds where both are known (`accounts.gain`).
+    `draft_s` went into drafting, `verify_s` into the target's forward and the rule where they decoded, `prompt_s` where
+    they read prompts, and `wasted_s`, a part of `draft_s` + `verify_s`, into guesses that were rejected. `queued_s` is
+    the time from arrival to the first step, `ttft_s` to the first token, `longest_gap_s` the longest wait for a next
+    one. `plain_s` is what decoding without guesses would have taken, and `compared_s` what it took, over the rounds
+    where both are known (`accounts.gain`).
     """
 
     num_steps: int = 0
@@ -140,7 +145,10 @@ class Counters:
             self.drafted_at[depth - 1] += 1
         for place in range(len(emitted)):
             self.accepted_at[place] += 1
-        for account, authors in ((self.drafted_by, counts.authors), (self.accepted_by, [counts.authors[node] for node in emitted])):
+        for account, authors in (
+            (self.drafted_by, counts.authors),
+            (self.accepted_by, [counts.authors[node] for node in emitted]),
+        ):
             for author in authors:
                 if author is not None:
                     account[author] = account.get(author, 0) + 1
@@ -186,10 +194,11 @@ _PUBLIC = (
 class RequestStats(Counters):
     """What one request cost and gained.
 
-    `rule` is the rule by its resolved name; where `lossy` is true the answer does not have the target's law. `num_steps` are passes of
-    the target that decoded for it, `num_cached_tokens` the tokens of its prompt that an earlier request had left in the cache.
-    `total_s` is the time from arrival to the last token. `disabled_drafters` names the drafters that were switched off for the request
-    after too many failures, each with the last of its reasons.
+    `rule` is the rule by its resolved name; where `lossy` is true the answer does not have the target's law.
+    `num_steps` are passes of the target that decoded for it, `num_cached_tokens` the tokens of its prompt that an
+    earlier request had left in the cache. `total_s` is the time from arrival to the last token. `disabled_drafters`
+    names the drafters that were switched off for the request after too many failures, each with the last of its
+    reasons.
     """
 
     rule: str = "auto"
@@ -215,7 +224,9 @@ class RequestStats(Counters):
 
     @property
     def tokens_per_s(self) -> float:
-        """Decode speed: tokens after the first one, by the time after the first one. One token alone: 1 / total time."""
+        """Decode speed: tokens after the first one, by the time after the first one. One token alone: 1 / total
+        time.
+        """
         if self.num_emitted > 1 and self.decode_s > 0:
             return (self.num_emitted - 1) / self.decode_s
         return self.num_emitted / self.total_s if self.total_s > 0 else 0.0
@@ -233,7 +244,13 @@ class RequestStats(Counters):
     def as_dict(self) -> dict[str, Any]:
         """Plain values under the public names, for JSON."""
         return self._values(
-            "rule", "lossy", "total_s", "tokens_per_s", "emitted_per_step", "accepted_prediction_tokens", "rejected_prediction_tokens"
+            "rule",
+            "lossy",
+            "total_s",
+            "tokens_per_s",
+            "emitted_per_step",
+            "accepted_prediction_tokens",
+            "rejected_prediction_tokens",
         ) | {"disabled_drafters": dict(self.disabled_drafters)}
 
 
@@ -241,9 +258,10 @@ class RequestStats(Counters):
 class ShadowStats:
     """What the shadow has found.
 
-    `num_requests` and `num_tokens` were counted, `num_waiting` are finished or still running. `e_value` grows without bound when
-    sampled tokens leave their laws, and reaches 1/alpha by chance with probability alpha at most, however long it runs. Of
-    `num_greedy_tokens`, `num_greedy_other` were not the argmax; `max_greedy_gap` is how far below it, in logits.
+    `num_requests` and `num_tokens` were counted, `num_waiting` are finished or still running. `e_value` grows without
+    bound when sampled tokens leave their laws, and reaches 1/alpha by chance with probability alpha at most, however
+    long it runs. Of `num_greedy_tokens`, `num_greedy_other` were not the argmax; `max_greedy_gap` is how far below it,
+    in logits.
     """
 
     num_requests: int = 0
@@ -261,13 +279,13 @@ class ShadowStats:
 class EngineStats(Counters):
     """Totals since the engine started, over all requests: those that run, ended or broke.
 
-    `num_submitted` requests are waiting, running, finished, failed or aborted; `num_aborted_tokens` were emitted by those that were
-    aborted. `num_steps` are the engine's; `schedule_s` to `emit_s` are their phases and add up to them: `target_s` and `rule_s`
-    together are `verify_s` and `prompt_s`; `commit_s` leaves out what drafters took for it, which is drafting. `queued_s` and `ttft_s`
-    are sums over requests that have started and that have a first token. `profile_s` was spent before the first request on measuring
-    what steps cost; `num_recomputed_tokens` were run again after preemptions. `num_faults` counts calls that raised and were contained
-    (`recovery`): 0 unless something is broken. `shadow` is None where no share of the answers is scored again, `prefix` where the target
-    keeps none.
+    `num_submitted` requests are waiting, running, finished, failed or aborted; `num_aborted_tokens` were emitted by
+    those that were aborted. `num_steps` are the engine's; `schedule_s` to `emit_s` are their phases and add up to them:
+    `target_s` and `rule_s` together are `verify_s` and `prompt_s`; `commit_s` leaves out what drafters took for it,
+    which is drafting. `queued_s` and `ttft_s` are sums over requests that have started and that have a first token.
+    `profile_s` was spent before the first request on measuring what steps cost; `num_recomputed_tokens` were run again
+    after preemptions. `num_faults` counts calls that raised and were contained (`recovery`): 0 unless something is
+    broken. `shadow` is None where no share of the answers is scored again, `prefix` where the target keeps none.
     """
 
     num_submitted: int = 0
@@ -301,7 +319,9 @@ class EngineStats(Counters):
     @property
     def step_s(self) -> float:
         """Time spent in steps, all phases together."""
-        return self.schedule_s + self.draft_s + self.target_s + self.rule_s + self.commit_s + self.observe_s + self.emit_s
+        return (
+            self.schedule_s + self.draft_s + self.target_s + self.rule_s + self.commit_s + self.observe_s + self.emit_s
+        )
 
     def count_end(self, reason: FinishReason | None, num_emitted: int) -> None:
         """A request left for good, with so many tokens."""
@@ -318,7 +338,15 @@ class EngineStats(Counters):
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values under the public names, for JSON; `shadow` and `prefix` are objects, or null."""
-        names = ("num_submitted", "num_waiting", "num_running", "num_finished", "num_failed", "num_aborted", "num_aborted_tokens")
+        names = (
+            "num_submitted",
+            "num_waiting",
+            "num_running",
+            "num_finished",
+            "num_failed",
+            "num_aborted",
+            "num_aborted_tokens",
+        )
         phases = ("step_s", "schedule_s", "target_s", "rule_s", "commit_s", "observe_s", "emit_s", "profile_s")
         values = self._values(*names, "num_started", "num_first_tokens", "num_recomputed_tokens", "num_faults", *phases)
         for name in ("shadow", "prefix"):

@@ -24,9 +24,10 @@ class Office(Protocol):
 class Ticket:
     """One submitted answer: iterate over it for its pieces, `result()` for all of it, `cancel()` to leave it.
 
-    Everything that came is kept with the ticket. So every iteration, of any thread or coroutine and at any time, gives all pieces from the
-    first one on, and ends with the error of a request that failed; `result` and `wait` may be called as often as one likes. Who leaves an
-    iteration or a `wait` before its end leaves the request, unless somebody else still reads it.
+    Everything that came is kept with the ticket. So every iteration, of any thread or coroutine and at any time, gives
+    all pieces from the first one on, and ends with the error of a request that failed; `result` and `wait` may be
+    called as often as one likes. Who leaves an iteration or a `wait` before its end leaves the request, unless somebody
+    else still reads it.
     """
 
     def __init__(self, office: Office) -> None:
@@ -127,7 +128,9 @@ class Ticket:
         self._tell(lambda: self._pieces.append(piece))
 
     def end(self, answer: GenerateOutput | None, error: Exception | None = None) -> None:
-        """Hand over the whole answer, or None for a request that never was one, and what went wrong. Only the first end counts."""
+        """Hand over the whole answer, or None for a request that never was one, and what went wrong. Only the first end
+        counts.
+        """
 
         def close() -> None:
             if not self._has_ended:

@@ -72,7 +72,9 @@ class Trace:
     def end(self, state: RequestState) -> None:
         """A request finished, failed or was dropped."""
         error = None if state.error is None else str(state.error)
-        self._write("end", state.request_id, finish_reason=state.finish_reason, error=error, stats=state.stats.as_dict())
+        self._write(
+            "end", state.request_id, finish_reason=state.finish_reason, error=error, stats=state.stats.as_dict()
+        )
 
     def between_steps(self) -> None:
         """Nothing waits: every line is written at once."""

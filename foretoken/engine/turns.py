@@ -12,8 +12,8 @@ _PAUSE_S = 1e-4  # long enough for another thread to take a lock that is free
 class Turns:
     """`lock` is held while the engine is used: for one step, one submission. The same thread may take it again.
 
-    A lock that is released goes to the thread that is running, so threads that take it again and again enter the turns for as long as they
-    do so (`with turns`), and `pause` in between.
+    A lock that is released goes to the thread that is running, so threads that take it again and again enter the turns
+    for as long as they do so (`with turns`), and `pause` in between.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,9 @@ class Turns:
         mine = threading.get_ident()
         self._entered[mine] = self._entered.get(mine, 0) + 1
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         mine = threading.get_ident()
         self._entered[mine] -= 1
         if not self._entered[mine]:

@@ -4,8 +4,9 @@ A slot holds one token's keys and values; a block is `block_size` neighbouring s
 that a fork shares its past; a shared block is copied before anyone writes into it. Blocks of one sequence are kept
 adjacent where that is free of charge: an unbroken run can be read without a gather.
 
-A full block whose text was published stays readable when nobody holds it any more, until its place is needed: a later sequence
-that begins with the same text adopts it (`prefix`). Such blocks count as free; the one unused longest is given away first.
+A full block whose text was published stays readable when nobody holds it any more, until its place is needed: a later
+sequence that begins with the same text adopts it (`prefix`). Such blocks count as free; the one unused longest is given
+away first.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class BlockAllocator:
         return child
 
     def adopt(self, table: BlockTable, salt: str, tokens: Sequence[int]) -> int:
-        """Begin an empty `table` with known blocks of `tokens`, as many as there are but not all of it; the number of tokens it now holds.
+        """Begin an empty `table` with known blocks of `tokens`, as many as there are but not all of it; the number of
+        tokens it now holds.
 
         The last token is left to be run: its row is what the first new token comes from.
         """
@@ -105,7 +107,9 @@ class BlockAllocator:
         return table.length
 
     def num_shared_tokens(self, salt: str, tokens: Sequence[int]) -> int:
-        """How many of `tokens` lie in known blocks that some sequence holds: adopting those takes nothing from what is free."""
+        """How many of `tokens` lie in known blocks that some sequence holds: adopting those takes nothing from what is
+        free.
+        """
         size = self.block_size
         found = self._index.find(salt, tokens[: max(0, len(tokens) - 1) // size * size])
         return sum(self._references[block] > 0 for block in found) * size
@@ -140,7 +144,9 @@ class BlockAllocator:
         assert all(not self._references[block] and block in self._index for block in self._kept)
 
     def _take(self, after: int | None) -> int:
-        """A free block: the next neighbour of `after` if possible, else the middle of the longest free run; kept blocks only for want of others."""
+        """A free block: the next neighbour of `after` if possible, else the middle of the longest free run; kept blocks
+        only for want of others.
+        """
         neighbour = None if after is None or after + 1 == self.num_blocks or self._references[after + 1] else after + 1
         if self._num_free > len(self._kept):
             block = neighbour if neighbour is not None and neighbour not in self._kept else self._roomiest()

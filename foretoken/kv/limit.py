@@ -11,9 +11,9 @@ import torch
 def largest_cache_bytes(device: torch.device) -> int | None:
     """Most bytes that a cache on `device` could hold; None if the system does not say.
 
-    A GPU's cache is allocated at once, so the limit is the memory that is free now. A CPU's takes memory only as it fills, and what
-    is free then is not known yet: the limit is all the memory of the machine, of its control group, or of this process's address
-    space, whichever is least. A larger cache could never be filled.
+    A GPU's cache is allocated at once, so the limit is the memory that is free now. A CPU's takes memory only as it
+    fills, and what is free then is not known yet: the limit is all the memory of the machine, of its control group, or
+    of this process's address space, whichever is least. A larger cache could never be filled.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])

@@ -21,14 +21,24 @@ class KVPool:
         CapacityError: no memory for them.
     """
 
-    def __init__(self, num_layers: int, num_kv_heads: int, num_slots: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        num_slots: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         shape = (num_kv_heads, num_slots, head_dim)
         try:
             self.keys = [_zeros(shape, dtype, device) for _ in range(num_layers)]  # each [G, S, K]
             self.values = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         except (MemoryError, torch.OutOfMemoryError) as error:
             size = num_slots * bytes_per_token(num_layers, num_kv_heads, head_dim, dtype)
-            raise CapacityError(f"no memory for a cache of {num_slots:,} tokens ({size / 2**30:,.1f} GiB); give a smaller cache_tokens") from error
+            raise CapacityError(
+                f"no memory for a cache of {num_slots:,} tokens ({size / 2**30:,.1f} GiB); give a smaller cache_tokens"
+            ) from error
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store `key` and `value` [T, G, K] in `slots` [T]."""
@@ -38,7 +48,9 @@ class KVPool:
     def read(self, layer: int, slots: range | Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[G, C, K]` of `slots`: a view of an unbroken run, otherwise a gathered copy."""
         if isinstance(slots, range):
-            return self.keys[layer].narrow(1, slots.start, len(slots)), self.values[layer].narrow(1, slots.start, len(slots))
+            return self.keys[layer].narrow(1, slots.start, len(slots)), self.values[layer].narrow(
+                1, slots.start, len(slots)
+            )
         return self.keys[layer].index_select(1, slots), self.values[layer].index_select(1, slots)
 
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
@@ -52,7 +64,9 @@ class KVPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that, on a CPU, take memory only where something is written: numpy's come untouched from the system, torch's do not."""
+    """Zeros that, on a CPU, take memory only where something is written: numpy's come untouched from the system,
+    torch's do not.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize

@@ -1,8 +1,8 @@
 """Which full blocks hold which text, so that a new sequence can begin with blocks that another one filled.
 
-A block is known by its own tokens and by the block before it, back to the beginning of the text: exact, no hash of a text can be
-taken for another's. Texts of different salts (tenants) never meet, so nobody can learn from the speed of an answer what another
-tenant asked.
+A block is known by its own tokens and by the block before it, back to the beginning of the text: exact, no hash of a
+text can be taken for another's. Texts of different salts (tenants) never meet, so nobody can learn from the speed of an
+answer what another tenant asked.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_Key = tuple[int, tuple[int, ...]]  # the place before (a block's number in the chain, or a salt's), and the block's tokens
+_Key = tuple[
+    int, tuple[int, ...]
+]  # the place before (a block's number in the chain, or a salt's), and the block's tokens
 
 
 @dataclass
 class PrefixStats:
-    """How often a prefix was found: tokens of the prompts that were looked up, and those that were there; blocks forgotten to make room."""
+    """How often a prefix was found: tokens of the prompts that were looked up, and those that were there; blocks
+    forgotten to make room.
+    """
 
     num_looked_up_tokens: int = 0
     num_found_tokens: int = 0
@@ -59,7 +63,9 @@ class PrefixIndex:
         return found
 
     def add(self, salt: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:
-        """Note that `blocks` hold the full blocks of `tokens`. Where a text is known already, the block that was first stays."""
+        """Note that `blocks` hold the full blocks of `tokens`. Where a text is known already, the block that was first
+        stays.
+        """
         pairs = list(zip(self._pieces(tokens), blocks, strict=False))
         if not pairs:
             return

@@ -44,11 +44,24 @@ _NOT_CAUSAL = {
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
-    "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    "qwen2": {
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    "qwen3": {
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "head_dim": 128,
+    },
 }
 
-_MOST_CONTEXT_TOKENS = 2**24  # the last position that the float32 arithmetic of rotary embeddings, here and in transformers, can count to
+_MOST_CONTEXT_TOKENS = (
+    2**24
+)  # the last position that the float32 arithmetic of rotary embeddings, here and in transformers, can count to
 _MOST_LAYERS = 100_000  # bounds what is made for each of them before the number is compared with the files
 # The original length that transformers assumes where config.json names none.
 _LONGROPE_TRAINED_TOKENS = {"phi3": 4096, "phi4_multimodal": 4096}
@@ -127,12 +140,16 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
     """
     model_type = check_causal(raw, where)
     if model_type not in NATIVE_MODEL_TYPES:
-        raise UnsupportedModelError(f"model_type={shown(model_type)} has no native decoder (native: {', '.join(NATIVE_MODEL_TYPES)})")
+        raise UnsupportedModelError(
+            f"model_type={shown(model_type)} has no native decoder (native: {', '.join(NATIVE_MODEL_TYPES)})"
+        )
     fields = Fields(_DEFAULTS[model_type] | dict(raw), where)
     quantised = fields.fields("quantization_config")
     if quantised is not None and quantised.raw:
         method = quantised.text("quant_method", "unknown")
-        raise UnsupportedModelError(f"quantization_config (quant_method={shown(method)}): take the checkpoint's float16 or bfloat16 version")
+        raise UnsupportedModelError(
+            f"quantization_config (quant_method={shown(method)}): take the checkpoint's float16 or bfloat16 version"
+        )
     part = next((key for key in ("per_layer_config", "text_config") if fields.has(key)), None)
     if part is not None:
         raise UnsupportedModelError(f"{part} has no native implementation")
@@ -151,24 +168,33 @@ def check_causal(raw: Mapping[str, Any], where: str = "config.json") -> str:
     if model_type is None:
         raise CheckpointError(f"{where} has no 'model_type': this is not a Hugging Face model folder")
     architectures = fields.texts("architectures") or ()
-    # An encoder family may have been trained as a decoder; whether it reads only what came before is then tried out (`trial`).
+    # An encoder family may have been trained as a decoder; whether it reads only what came before is then tried out
+    # (`trial`).
     decoder = raw.get("is_decoder") is True or any("CausalLM" in name for name in architectures)
     if model_type in _NOT_CAUSAL and not decoder:
         kind = _NOT_CAUSAL[model_type]
-        raise UnsupportedModelError(f"model_type={model_type!r} is {kind}: foretoken runs decoder-only causal language models")
+        raise UnsupportedModelError(
+            f"model_type={model_type!r} is {kind}: foretoken runs decoder-only causal language models"
+        )
     if raw.get("is_encoder_decoder"):
-        raise UnsupportedModelError(f"model_type={shown(model_type)} is encoder-decoder: foretoken runs decoder-only causal language models")
+        raise UnsupportedModelError(
+            f"model_type={shown(model_type)} is encoder-decoder: foretoken runs decoder-only causal language models"
+        )
     if fields.has("transformers_weights"):
-        raise UnsupportedModelError(f"{where}: transformers_weights={shown(raw['transformers_weights'])} names weights of its own, not read here")
+        raise UnsupportedModelError(
+            f"{where}: transformers_weights={shown(raw['transformers_weights'])} names weights of its "
+            "own, not read here"
+        )
     return model_type
 
 
 def rope_context_cap(raw: Mapping[str, Any]) -> int | None:
     """The longest sequence over which the rotation of a position never changes; None where it never does.
 
-    `raw` is a parsed `config.json`, its text part, or what `to_dict` of a transformers configuration gives. With `dynamic` and `longrope`
-    scaling the frequencies switch once a sequence is longer than a trained length. Keys that are in the cache by then keep their old
-    rotation, so that an answer would depend on which tokens ran together: no two ways of running it agree beyond that length.
+    `raw` is a parsed `config.json`, its text part, or what `to_dict` of a transformers configuration gives. With
+    `dynamic` and `longrope` scaling the frequencies switch once a sequence is longer than a trained length. Keys that
+    are in the cache by then keep their old rotation, so that an answer would depend on which tokens ran together: no
+    two ways of running it agree beyond that length.
 
     Raises:
         CheckpointError: a base of the frequencies that is not positive, which makes them infinite.
@@ -202,15 +228,22 @@ def _switching_length(raw: Mapping[str, Any], scaling: Mapping[str, Any]) -> int
 def _native_config(model_type: str, fields: Fields) -> ModelConfig:
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"hidden_act={shown(activation)} of a {model_type!r} model: the native decoder has silu only")
+        raise UnsupportedModelError(
+            f"hidden_act={shown(activation)} of a {model_type!r} model: the native decoder has silu only"
+        )
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     layers = fields.whole("num_hidden_layers", most=_MOST_LAYERS)
     kv_heads = fields.whole_or("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise CheckpointError(f"{fields.where}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+        raise CheckpointError(
+            f"{fields.where}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
     head_dim = fields.whole_or("head_dim", hidden // heads)
     if head_dim % 2 or not head_dim:
-        raise CheckpointError(f"{fields.where}: head_dim={head_dim} must be even and positive, because rotary embeddings turn pairs of channels")
+        raise CheckpointError(
+            f"{fields.where}: head_dim={head_dim} must be even and positive, because rotary embeddings "
+            "turn pairs of channels"
+        )
     # Mistral and Qwen2 ignore the key in transformers; Qwen2 always has biases on q, k, v.
     attention_bias = fields.flag("attention_bias") and model_type in ("llama", "qwen3")
     vocab_size = fields.whole("vocab_size")
@@ -239,7 +272,9 @@ def _native_config(model_type: str, fields: Fields) -> ModelConfig:
 
 
 def _sliding_window(model_type: str, fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """One window per layer: `layer_types` where the family reads it, else Mistral everywhere and Qwen from `max_window_layers` on."""
+    """One window per layer: `layer_types` where the family reads it, else Mistral everywhere and Qwen from
+    `max_window_layers` on.
+    """
     types = _layer_types(fields, layers)
     if model_type == "llama":  # the family reads none of it
         return ()
@@ -273,8 +308,12 @@ def _layer_types(fields: Fields, layers: int) -> tuple[str, ...] | None:
 
 
 def _rope_config(fields: Fields) -> RopeConfig:
-    """Read either spelling, with the precedence of transformers 5: `rope_scaling` (4) before `rope_parameters` (5), then `rope_theta`."""
-    named = (found for key in ("rope_scaling", "rope_parameters") if (found := fields.fields(key)) is not None and found.raw)
+    """Read either spelling, with the precedence of transformers 5: `rope_scaling` (4) before `rope_parameters` (5),
+    then `rope_theta`.
+    """
+    named = (
+        found for key in ("rope_scaling", "rope_parameters") if (found := fields.fields(key)) is not None and found.raw
+    )
     scaling = next(named, Fields({}, fields.where))
     if any(isinstance(value, Mapping) or key.endswith("_attention") for key, value in scaling.raw.items()):
         raise UnsupportedModelError("rope parameters by layer type have no native implementation")
@@ -284,7 +323,11 @@ def _rope_config(fields: Fields) -> RopeConfig:
     if any(source.number_or("partial_rotary_factor", 1.0) != 1.0 for source in (fields, scaling)):
         raise UnsupportedModelError("partial_rotary_factor other than 1 has no native implementation")
     # A base of 1 turns all channels alike, and YaRN divides by its logarithm.
-    theta = scaling.number("rope_theta", above=1.0) if scaling.has("rope_theta") else fields.number_or("rope_theta", 10_000.0, above=1.0)
+    theta = (
+        scaling.number("rope_theta", above=1.0)
+        if scaling.has("rope_theta")
+        else fields.number_or("rope_theta", 10_000.0, above=1.0)
+    )
     trained = fields.whole("max_position_embeddings", most=_MOST_CONTEXT_TOKENS)
     outer = next((source for source in (fields, scaling) if source.has("original_max_position_embeddings")), None)
     original = trained if outer is None else outer.whole("original_max_position_embeddings", most=_MOST_CONTEXT_TOKENS)
@@ -296,7 +339,9 @@ def _rope_config(fields: Fields) -> RopeConfig:
     else:
         rope = replace(rope, factor=scaling.number("factor"))
     if kind == "llama3":
-        return replace(rope, low_freq_factor=scaling.number("low_freq_factor"), high_freq_factor=scaling.number("high_freq_factor"))
+        return replace(
+            rope, low_freq_factor=scaling.number("low_freq_factor"), high_freq_factor=scaling.number("high_freq_factor")
+        )
     if kind == "yarn":
         return _yarn_config(rope, scaling)
     return rope
@@ -319,16 +364,29 @@ def _yarn_config(rope: RopeConfig, scaling: Fields) -> RopeConfig:
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The `config.json` that transformers, llama.cpp and foretoken all read."""
-    architectures = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    architectures = {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+    }
     rope = config.rope
     scaling: dict[str, Any] | None = None
     if rope.kind != "default":
-        scaling = {"rope_type": rope.kind, "factor": rope.factor, "original_max_position_embeddings": rope.original_max_tokens}
+        scaling = {
+            "rope_type": rope.kind,
+            "factor": rope.factor,
+            "original_max_position_embeddings": rope.original_max_tokens,
+        }
         if rope.kind == "llama3":
             scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
         if rope.kind == "yarn":
             scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
-            optional = {"attention_factor": rope.attention_factor, "mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
+            optional = {
+                "attention_factor": rope.attention_factor,
+                "mscale": rope.mscale,
+                "mscale_all_dim": rope.mscale_all_dim,
+            }
             scaling |= {key: value for key, value in optional.items() if value is not None}
     raw: dict[str, Any] = {
         "architectures": [architectures[config.model_type]],
@@ -349,7 +407,9 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "mlp_bias": config.mlp_bias,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
-        "eos_token_id": list(config.eos_token_ids) if len(config.eos_token_ids) > 1 else next(iter(config.eos_token_ids), None),
+        "eos_token_id": list(config.eos_token_ids)
+        if len(config.eos_token_ids) > 1
+        else next(iter(config.eos_token_ids), None),
         "torch_dtype": config.dtype,
     }
     if config.model_type == "mistral":
@@ -359,5 +419,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         if config.model_type.startswith("qwen"):
             raw["use_sliding_window"] = True
         if None in config.sliding_window or config.model_type != "mistral":
-            raw["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in config.sliding_window]
+            raw["layer_types"] = [
+                "full_attention" if window is None else "sliding_attention" for window in config.sliding_window
+            ]
     return raw

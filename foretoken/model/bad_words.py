@@ -1,7 +1,8 @@
 """What must not come: token sequences that must not be completed, and texts that must not appear in the answer.
 
-A text is banned by its bytes, whatever tokens spell it: a token may not follow that contains it, or that completes it behind the end of the
-answer. A list of token ids is banned as that sequence only, in prompt and answer, as in transformers.
+A text is banned by its bytes, whatever tokens spell it: a token may not follow that contains it, or that completes it
+behind the end of the answer. A list of token ids is banned as that sequence only, in prompt and answer, as in
+transformers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _BORDER = b"\xff"  # no text has this byte
 
 
 class TokenSequences:
-    """Sequences of at least two tokens that must not be completed, looked up by what stands in front of their last token."""
+    """Sequences of at least two tokens that must not be completed, looked up by what stands in front of their last
+    token.
+    """
 
     def __init__(self, words: Collection[tuple[int, ...]], prompt_ids: Sequence[int]) -> None:
         self._last: dict[tuple[int, ...], list[int]] = {}  # what comes before -> the tokens that would complete a word
@@ -34,7 +37,9 @@ class TokenSequences:
     def after(self, path: tuple[int, ...]) -> list[int]:
         """Tokens that would complete a sequence behind the committed text and `path`."""
         text = self._tail + path
-        return [token for length in self._lengths if length <= len(text) for token in self._last.get(text[-length:], ())]
+        return [
+            token for length in self._lengths if length <= len(text) for token in self._last.get(text[-length:], ())
+        ]
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Move on by emitted tokens."""
@@ -43,7 +48,9 @@ class TokenSequences:
 
 
 class TokenTexts:
-    """The bytes that the tokens of a vocabulary write, special tokens none, in an order that finds the tokens of a text."""
+    """The bytes that the tokens of a vocabulary write, special tokens none, in an order that finds the tokens of a
+    text.
+    """
 
     def __init__(self, written: Mapping[int, bytes]) -> None:
         self.written = written
@@ -84,7 +91,12 @@ class BannedTexts:
     def after(self, path: Sequence[int]) -> list[Tensor]:
         """Tokens, in parts, that would complete a text begun in the answer and `path`."""
         tail = self._append(path)
-        rests = {text[length:] for text in self._texts for length in range(1, min(len(text) - 1, len(tail)) + 1) if tail.endswith(text[:length])}
+        rests = {
+            text[length:]
+            for text in self._texts
+            for length in range(1, min(len(text) - 1, len(tail)) + 1)
+            if tail.endswith(text[:length])
+        }
         return [self._beginning(rest) for rest in sorted(rests)]
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -110,7 +122,11 @@ def token_texts(tokenizer: Tokenizer, vocab_size: int) -> TokenTexts | None:
     by_size = _known.setdefault(tokenizer, {})
     if vocab_size not in by_size:
         written = tokenizer.token_bytes
-        plain = {} if written is None else {i: text for i, text in written.items() if i < vocab_size and i not in tokenizer.special_ids}
+        plain = (
+            {}
+            if written is None
+            else {i: text for i, text in written.items() if i < vocab_size and i not in tokenizer.special_ids}
+        )
         by_size[vocab_size] = None if written is None else TokenTexts(plain)
     return by_size[vocab_size]
 
@@ -120,22 +136,28 @@ def split_words(
 ) -> tuple[set[tuple[int, ...]], BannedTexts | None]:
     """The token sequences and the texts that bad words stand for.
 
-    Where the tokenizer does not say what its tokens write, a text stands for the tokens that it and " " + itself are encoded to; where it has
-    special tokens in it, for these too.
+    Where the tokenizer does not say what its tokens write, a text stands for the tokens that it and " " + itself are
+    encoded to; where it has special tokens in it, for these too.
 
     Raises:
         InputError: a token outside the vocabulary, a text where there is no tokenizer, or one that encodes to nothing.
     """
     sequences: set[tuple[int, ...]] = set()
     texts: list[bytes] = []
-    known = None if tokenizer is None or not any(isinstance(word, str) for word in words) else token_texts(tokenizer, vocab_size)
+    known = (
+        None
+        if tokenizer is None or not any(isinstance(word, str) for word in words)
+        else token_texts(tokenizer, vocab_size)
+    )
     for word in words:
         if not isinstance(word, str):
             sequences.add(_checked(word, word, vocab_size))
             continue
         if tokenizer is None:
             raise InputError("bad_words", word, "the model has no tokenizer; give lists of token ids")
-        spellings = [_checked(tokenizer.encode(text, add_special_tokens=False), word, vocab_size) for text in (word, " " + word)]
+        spellings = [
+            _checked(tokenizer.encode(text, add_special_tokens=False), word, vocab_size) for text in (word, " " + word)
+        ]
         if known is not None:
             texts.append(word.encode())
             spellings = [ids for ids in spellings if not tokenizer.special_ids.isdisjoint(ids)]

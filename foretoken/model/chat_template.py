@@ -1,4 +1,6 @@
-"""Chat templates: Jinja from a model folder, rendered in a process that is bounded in time and memory and opens no file."""
+"""Chat templates: Jinja from a model folder, rendered in a process that is bounded in time and memory and opens no
+file.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ def render(
         CheckpointError: the template is broken, or asks for too much time or memory.
     """
     if len(source) > _MAX_SOURCE:
-        raise CheckpointError(f"the chat template in {where} is longer than {_MAX_SOURCE:,} characters; this is no template of a language model")
+        raise CheckpointError(
+            f"the chat template in {where} is longer than {_MAX_SOURCE:,} characters; this is no template "
+            "of a language model"
+        )
     values = {
         "messages": [_with_reasoning(message) for message in _plain(messages)],
         "tools": _plain(tools),
@@ -51,7 +56,9 @@ def render(
         **special_tokens,
     }
     given = json.dumps(values)
-    reply = _worker.ask(f'{{"source": {json.dumps(source)}, "values": {given}, "max_chars": {_MAX_CHARS + 2 * len(given)}}}')
+    reply = _worker.ask(
+        f'{{"source": {json.dumps(source)}, "values": {given}, "max_chars": {_MAX_CHARS + 2 * len(given)}}}'
+    )
     if "text" in reply:
         return reply["text"]
     _fail(reply, messages, where)
@@ -67,8 +74,12 @@ def _fail(reply: Mapping[str, str], messages: Sequence[Mapping[str, Any]], where
         raise CheckpointError(f"the chat template in {where} failed: {reply['failed']}")
     remedy = "shorten the messages, or replace the template if it is not to be trusted"
     if "too_large" in reply:
-        raise CheckpointError(f"the chat template in {where} takes more than {MEMORY_BYTES >> 20} MB or writes too long a text; {remedy}")
-    raise CheckpointError(f"the chat template in {where} takes longer than {CPU_S:g} s or breaks its process ({reply['ended']}); {remedy}")
+        raise CheckpointError(
+            f"the chat template in {where} takes more than {MEMORY_BYTES >> 20} MB or writes too long a text; {remedy}"
+        )
+    raise CheckpointError(
+        f"the chat template in {where} takes longer than {CPU_S:g} s or breaks its process ({reply['ended']}); {remedy}"
+    )
 
 
 def _plain(value: _Json) -> _Json:
@@ -86,12 +97,18 @@ def _plain(value: _Json) -> _Json:
 
 def _with_reasoning(message: _Json) -> _Json:
     """A message whose reasoning stands under every name that templates read."""
-    found = next((message[name] for name in _REASONING if message.get(name) is not None), None) if isinstance(message, dict) else None
+    found = (
+        next((message[name] for name in _REASONING if message.get(name) is not None), None)
+        if isinstance(message, dict)
+        else None
+    )
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 class _Worker:
-    """The process that renders, started when it is first needed and again after a template has ended it. Serves one caller at a time."""
+    """The process that renders, started when it is first needed and again after a template has ended it. Serves one
+    caller at a time.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -137,10 +154,16 @@ class _Worker:
 
     def _start(self) -> subprocess.Popen[str]:
         self.close()
-        folders = {str(Path(str(spec.origin)).parents[1]) for name in ("jinja2", "markupsafe") if (spec := find_spec(name)) is not None}
+        folders = {
+            str(Path(str(spec.origin)).parents[1])
+            for name in ("jinja2", "markupsafe")
+            if (spec := find_spec(name)) is not None
+        }
         command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_worker.py")), *sorted(folders)]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, encoding="ascii")
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, encoding="ascii"
+        )
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"memory_bytes": MEMORY_BYTES, "cpu_s": CPU_S}) + "\n")
         return self._process

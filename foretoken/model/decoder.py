@@ -87,7 +87,14 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embedding.weight
         self._rotary: RotaryTable | None = None
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, num_layers: int | None = None, taps: Sequence[int] = ()) -> Hidden:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        num_layers: int | None = None,
+        taps: Sequence[int] = (),
+    ) -> Hidden:
         """Run the first `num_layers` layers (all by default) over `tokens` [T] at `positions` [T].
 
         `taps` lists layer counts whose residual stream is wanted; 0 is the embedding.
@@ -95,8 +102,12 @@ class Decoder(nn.Module):
         layers = range(self.config.num_layers if num_layers is None else num_layers)
         return self.run(self.embedding(tokens), positions, attention, layers, taps)
 
-    def run(self, x: Tensor, positions: Tensor, attention: Attention, layers: Sequence[int], taps: Sequence[int] = ()) -> Hidden:
-        """Run some `layers`, in ascending order, over the residual stream `x` [T, D]; tap `l` is what layer `l` gets, or layer `l - 1` gives."""
+    def run(
+        self, x: Tensor, positions: Tensor, attention: Attention, layers: Sequence[int], taps: Sequence[int] = ()
+    ) -> Hidden:
+        """Run some `layers`, in ascending order, over the residual stream `x` [T, D]; tap `l` is what layer `l` gets,
+        or layer `l - 1` gives.
+        """
         cos, sin = self.rotary.at(positions)
         kept: dict[int, Tensor] = {}
         for index in layers:
@@ -127,7 +138,9 @@ class Decoder(nn.Module):
 
     @property
     def step_bytes(self) -> int:
-        """Weights that a step of one token reads: all but the table of embeddings, unless that is the head's matrix too."""
+        """Weights that a step of one token reads: all but the table of embeddings, unless that is the head's matrix
+        too.
+        """
         table, head = (module.packed or module.weight for module in (self.embedding, self.lm_head))
         return self.weight_bytes - (0 if table is head else self._weights()[id(table)])
 

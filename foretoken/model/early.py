@@ -1,8 +1,9 @@
 """Rows that ran some layers ahead of the pass that verifies them, and how that pass takes them up.
 
-A row's keys and values in layer l and its residual stream after it depend on the tokens up to it alone. So what the leading layers
-computed for a chain of guesses stands as long as the tokens are the same: the verifying pass lets such rows wait and run only from
-the layer where they stopped (LayerSkip, Elhoushi et al. 2404.16710, section 4.3). Other rows run everything.
+A row's keys and values in layer l and its residual stream after it depend on the tokens up to it alone. So what the
+leading layers computed for a chain of guesses stands as long as the tokens are the same: the verifying pass lets such
+rows wait and run only from the layer where they stopped (LayerSkip, Elhoushi et al. 2404.16710, section 4.3). Other
+rows run everything.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from foretoken.model.interface import Segment
 
 @dataclass(frozen=True)
 class EarlyRows:
-    """What ran early behind the past of one sequence: `tokens` [n], and their stream `hidden` [n, D] after `depth` layers."""
+    """What ran early behind the past of one sequence: `tokens` [n], and their stream `hidden` [n, D] after `depth`
+    layers.
+    """
 
     depth: int
     tokens: Tensor
@@ -33,12 +36,16 @@ class EarlyRows:
             return EarlyRows(depth, tokens, hidden)
         assert offset <= len(before.tokens)
         assert before.depth == depth, "one chain runs one set of layers"
-        return EarlyRows(depth, torch.cat((before.tokens[:offset], tokens)), torch.cat((before.hidden[:offset], hidden)))
+        return EarlyRows(
+            depth, torch.cat((before.tokens[:offset], tokens)), torch.cat((before.hidden[:offset], hidden))
+        )
 
 
 @dataclass(frozen=True)
 class Join:
-    """The first `count` rows of segment `index`, which wait until layer `depth`; `rows` are their places in the flat run."""
+    """The first `count` rows of segment `index`, which wait until layer `depth`; `rows` are their places in the flat
+    run.
+    """
 
     index: int
     count: int
@@ -52,7 +59,9 @@ def first_missing(layers: Sequence[int]) -> int:
     return next((place for place, layer in enumerate(layers) if layer != place), len(layers))
 
 
-def joins_of(tokens: Tensor, readers: Sequence[Reader], early: Sequence[EarlyRows | None], taps: Sequence[int]) -> list[Join]:
+def joins_of(
+    tokens: Tensor, readers: Sequence[Reader], early: Sequence[EarlyRows | None], taps: Sequence[int]
+) -> list[Join]:
     """For each segment the longest beginning of its chain whose tokens are those that ran early.
 
     None where a tap before that depth is wanted: the early layers do not keep them.

@@ -1,7 +1,7 @@
 """Checked reading of a checkpoint's JSON: every refusal names the file, the key and the value.
 
-A checkpoint is written by somebody else. Its files may be of any size and nesting and its values of any type; what is read here
-is bounded before it is used. `null` means that the key is absent, as it does in transformers' own files.
+A checkpoint is written by somebody else. Its files may be of any size and nesting and its values of any type; what is
+read here is bounded before it is used. `null` means that the key is absent, as it does in transformers' own files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from foretoken.errors import CheckpointError
 # Published configurations have some 10 KB and a depth of 5, the longest weight indices 20 MB.
 _MOST_BYTES = 1 << 28
 _MOST_DEPTH = 64
-# Far beyond every published size; products of a few of them still fit into 64 bits or fail the comparison with the file.
+# Far beyond every published size; products of a few of them still fit into 64 bits or fail the comparison with the
+# file.
 MOST_SIZE = 2**31 - 1
 _MOST_NUMBER = 1e30
 
@@ -60,20 +61,30 @@ def _object(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check_depth(path: Path, content: dict[str, Any]) -> None:
     level: list[Any] = [content]
     for _ in range(_MOST_DEPTH):
-        level = [child for node in level for child in (node.values() if isinstance(node, dict) else node) if isinstance(child, dict | list)]
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, dict | list)
+        ]
         if not level:
             return
     raise CheckpointError(f"{path} is nested more than {_MOST_DEPTH} levels deep")
 
 
 def check_links(folder: Path) -> None:
-    """Refuse files of a checkpoint folder that are links to somewhere else; the hub's snapshots, which link to its blobs, are fine.
+    """Refuse files of a checkpoint folder that are links to somewhere else; the hub's snapshots, which link to its
+    blobs, are fine.
 
     Raises:
         CheckpointError: names the link and where it leads.
     """
     try:
-        links = [path for path in folder.iterdir() if path.suffix in _READ_SUFFIXES and path.is_symlink() and not path.is_dir()]
+        links = [
+            path
+            for path in folder.iterdir()
+            if path.suffix in _READ_SUFFIXES and path.is_symlink() and not path.is_dir()
+        ]
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
     for link in links:
@@ -98,7 +109,9 @@ def checkpoint_file(folder: Path, name: object) -> Path:
     roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     is_plain = not Path(name).is_absolute() and ".." not in Path(name).parts
     if not is_plain or not any(target.is_relative_to(allowed) for allowed in roots):
-        raise CheckpointError(f"{shown(name)} in {folder} leads out of the folder, to {target}: put the file itself into the folder")
+        raise CheckpointError(
+            f"{shown(name)} in {folder} leads out of the folder, to {target}: put the file itself into the folder"
+        )
     return path
 
 
@@ -138,7 +151,11 @@ class Fields:
     def number(self, key: str, above: float = 0.0, zero: bool = False) -> float:
         """A finite number greater than `above`, or 0 where `zero` allows it, that has to be there."""
         value = self.raw.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool) and (above < value <= _MOST_NUMBER or (zero and value == 0)):
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and (above < value <= _MOST_NUMBER or (zero and value == 0))
+        ):
             return float(value)
         raise self.refusal(key, f"a number greater than {above:g}" + (", or 0" if zero else ""))
 

@@ -1,4 +1,6 @@
-"""What a checkpoint will take in memory, read from its configuration and the headers of its safetensors; no weight is loaded."""
+"""What a checkpoint will take in memory, read from its configuration and the headers of its safetensors; no weight is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,17 @@ def shape_of(folder: Path, name: str, dtype: str = "auto", device: str = "cpu", 
     if weights != "auto":
         check_quant(weights, kind, torch.device(device))
         if config is None:
-            raise InputError("weights", weights, f"{name} runs through transformers, which has no quantised weights here; take bfloat16 or float32")
+            raise InputError(
+                "weights",
+                weights,
+                f"{name} runs through transformers, which has no quantised weights here; take bfloat16 or float32",
+            )
     if config is None:
         return _foreign_shape(name, raw, stored, kind)
     packs = device == "cpu" and kind == torch.bfloat16 and can_pack() and weights == "auto"
-    numbers = sum(math.prod(stored.shape(tensor)) for tensor in stored.own_names if not (config.tie_embeddings and tensor == HEAD))
+    numbers = sum(
+        math.prod(stored.shape(tensor)) for tensor in stored.own_names if not (config.tie_embeddings and tensor == HEAD)
+    )
     if config.tie_embeddings and packs:
         numbers += config.vocab_size * config.hidden_size  # the packed head is a second copy of the table
     quantised_bytes = 0
@@ -70,7 +78,8 @@ def shape_of(folder: Path, name: str, dtype: str = "auto", device: str = "cpu", 
         row_bytes=_row_numbers(config) * kind.itemsize,
         mask_bytes=config.num_heads // config.num_kv_heads * kind.itemsize + 2 * kind.itemsize + 2,
         # Tables of cos and sin grow with the longest sequence.
-        gather_bytes=bytes_per_token(1, config.num_kv_heads, config.head_dim, kind) + 2 * config.head_dim * kind.itemsize,
+        gather_bytes=bytes_per_token(1, config.num_kv_heads, config.head_dim, kind)
+        + 2 * config.head_dim * kind.itemsize,
         vocab_size=config.vocab_size,
         itemsize=kind.itemsize,
         max_context_tokens=config.max_context_tokens,
@@ -100,7 +109,9 @@ def _foreign_shape(name: str, raw: Mapping[str, Any], weights: Weights, kind: to
     missing = next((key for key in ("hidden_size", "num_layers", "num_heads", "vocab_size") if not sizes[key]), None)
     if missing is not None:
         family = shown(raw.get("model_type"))
-        raise UnsupportedModelError(f"{name}: config.json of a {family} model names no {missing}, so that its cache cannot be planned")
+        raise UnsupportedModelError(
+            f"{name}: config.json of a {family} model names no {missing}, so that its cache cannot be planned"
+        )
     heads, vocab_size = sizes["num_heads"], sizes["vocab_size"]
     groups = text.whole_or("num_key_value_heads", heads)
     size = text.whole_or("head_dim", sizes["hidden_size"] // heads)

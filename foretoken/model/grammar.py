@@ -2,8 +2,8 @@
 
 Three choices hold for every grammar:
 
-- `no_forcing`: by default llguidance's mask leaves only its own tokenisation of a text that is forced. Here every token is
-  allowed from which the structure can still be completed, so that the law is the target's own, conditioned.
+- `no_forcing`: by default llguidance's mask leaves only its own tokenisation of a text that is forced. Here every token
+  is allowed from which the structure can still be completed, so that the law is the target's own, conditioned.
 - The end of the answer is a column of our own behind the model's; llguidance never sees the model's end tokens.
 - Limits are given in full, and a grammar is first compiled in a process that can be ended (`grammar_trial`).
 """
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 Field = Literal["json_schema", "regex", "grammar"]
 
-# Measured on a 2-core machine with 32k tokens. Honest schemas (every format, enums of 5,000 values, 100 optional properties)
-# needed at most half of each; the slowest step that a hostile grammar got out of these took 0.2 s.
+# Measured on a 2-core machine with 32k tokens. Honest schemas (every format, enums of 5,000 values, 100 optional
+# properties) needed at most half of each; the slowest step that a hostile grammar got out of these took 0.2 s.
 LIMITS: dict[str, int | bool] = {
     "max_items_in_row": 1_000,  # open alternatives at one place: about 250 optional properties of one object
     "step_max_items": 10_000,  # parser items in one step; the library's 50,000 allowed steps of 3.5 s
@@ -44,11 +44,14 @@ MAX_TEXT_BYTES = 512 * 1024  # a long alternation takes 400 times its own size w
 TRIAL_DEADLINE_S = 5.0  # the largest honest schema seen took 1.2 s
 _TRIAL_MEMORY_BYTES = 2 << 30
 
-# Between the parts of a JSON text: a space, or a new line and its indentation. With "any white space", the library's default,
-# a model may write blank lines until its tokens run out. A schema may bring its own: {"x-guidance": {"whitespace_flexible": true}}.
+# Between the parts of a JSON text: a space, or a new line and its indentation. With "any white space", the library's
+# default, a model may write blank lines until its tokens run out. A schema may bring its own: {"x-guidance":
+# {"whitespace_flexible": true}}.
 _WHITESPACE = r" |\r?\n[ \t]{0,40}"
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-_HEAVY = re.compile(r"fuel|too (many|large|big|slow|deeply)|recursion limit|current row has|exceed|unable to determine|panic", re.I)
+_HEAVY = re.compile(
+    r"fuel|too (many|large|big|slow|deeply)|recursion limit|current row has|exceed|unable to determine|panic", re.I
+)
 _UNSUPPORTED = re.compile(r"unimplemented|not supported|unsupported|unknown format|not present in a registry", re.I)
 _IMPOSSIBLE = re.compile(r"unsatisfiable|NoExtension", re.I)
 _TEMPERATURE = re.compile(r"^\s*[?!]?[a-z_][\w-]*\s*\[[^\]\n]*\btemperature\s*=", re.M)
@@ -77,7 +80,9 @@ def grammar_text(field: Field, value: Mapping[str, Any] | str) -> str:
         grammars = [{"lark_grammar": grammar["lark_grammar"] + _OPTIONS}]
     else:
         if _TEMPERATURE.search(str(value)):
-            raise InputError(field, value, "the temperature of a rule is not supported; set the request's own `temperature`")
+            raise InputError(
+                field, value, "the temperature of a rule is not supported; set the request's own `temperature`"
+            )
         grammars = [{"lark_grammar": f"{value}{_OPTIONS}"}]
     text = json.dumps({"grammars": grammars})
     if max(size, len(text)) > MAX_TEXT_BYTES:
@@ -90,9 +95,13 @@ def _schema(value: Mapping[str, Any] | str) -> dict[str, Any]:
     try:
         schema = json.loads(json.dumps(json.loads(value) if isinstance(value, str) else dict(value), allow_nan=False))
     except RecursionError as error:
-        raise InputError("json_schema", "...", "is nested too deeply; use $ref for what repeats") from error  # nor can it be shown
+        raise InputError(
+            "json_schema", "...", "is nested too deeply; use $ref for what repeats"
+        ) from error  # nor can it be shown
     except (TypeError, ValueError) as error:
-        raise InputError("json_schema", value, f"is not JSON ({error}); give a JSON schema as a dictionary or as JSON text") from error
+        raise InputError(
+            "json_schema", value, f"is not JSON ({error}); give a JSON schema as a dictionary or as JSON text"
+        ) from error
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -105,19 +114,27 @@ def _schema(value: Mapping[str, Any] | str) -> dict[str, Any]:
 
 
 class Vocabulary:
-    """The model's columns as llguidance wants them: the bytes of each, its special tokens, and how a text is tokenised."""
+    """The model's columns as llguidance wants them: the bytes of each, its special tokens, and how a text is
+    tokenised.
+    """
 
     eos_token_id = None  # llguidance adds a column of its own behind the last one
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, token_bytes: Mapping[int, bytes], size: int) -> None:
         self._tokenizer = tokenizer
-        self.special = {token_id: token_bytes[token_id].decode() for token_id in tokenizer.special_ids if token_id < size}
-        self.tokens = [token_bytes.get(token_id, b"") for token_id in range(size)]  # a column without text is never allowed
+        self.special = {
+            token_id: token_bytes[token_id].decode() for token_id in tokenizer.special_ids if token_id < size
+        }
+        self.tokens = [
+            token_bytes.get(token_id, b"") for token_id in range(size)
+        ]  # a column without text is never allowed
         self.special_token_ids = sorted(self.special)
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of a text that stands inside another one: no BOS, and no space in front as at the beginning of a text."""
+        """Tokens of a text that stands inside another one: no BOS, and no space in front as at the beginning of a
+        text.
+        """
         if not isinstance(text, str):
             raise TypeError(f"text, not {type(text).__name__}")  # llguidance asks whether bytes would do
         encode = self._tokenizer.encode
@@ -125,7 +142,9 @@ class Vocabulary:
         return ids[len(head) :] if ids[: len(head)] == head else encode(text, False)
 
 
-def build_vocabulary(tokenizer: Tokenizer | None, size: int, field: Field, value: object) -> tuple[Vocabulary, LLTokenizer]:
+def build_vocabulary(
+    tokenizer: Tokenizer | None, size: int, field: Field, value: object
+) -> tuple[Vocabulary, LLTokenizer]:
     """The columns of a model with `size` of them, for us and for llguidance.
 
     Raises:
@@ -136,10 +155,17 @@ def build_vocabulary(tokenizer: Tokenizer | None, size: int, field: Field, value
     except ImportError as error:
         raise InputError(field, value, "needs llguidance; pip install 'foretoken[structured]'") from error
     if tokenizer is None:
-        raise InputError(field, value, "needs a tokenizer, and this model folder has none; add its tokenizer.json, or leave the field out")
+        raise InputError(
+            field,
+            value,
+            "needs a tokenizer, and this model folder has none; add its tokenizer.json, or leave the field out",
+        )
     token_bytes = tokenizer.token_bytes
     if token_bytes is None:
-        remedy = f"the tokenizer in {tokenizer.folder} does not say which bytes its tokens stand for; only byte-level and SentencePiece ones do"
+        remedy = (
+            f"the tokenizer in {tokenizer.folder} does not say which bytes its tokens stand for; "
+            "only byte-level and SentencePiece ones do"
+        )
         raise InputError(field, value, remedy)
     vocabulary = Vocabulary(tokenizer, token_bytes, size)
     return vocabulary, LLTokenizer(TokenizerWrapper(vocabulary))
@@ -167,7 +193,9 @@ def try_grammar(vocabulary: Vocabulary, grammar: str) -> str:
     }
     command = [sys.executable, "-I", "-S", str(Path(grammar_trial.__file__))]
     try:
-        done = subprocess.run(command, input=json.dumps(job).encode(), capture_output=True, timeout=TRIAL_DEADLINE_S, check=False)
+        done = subprocess.run(
+            command, input=json.dumps(job).encode(), capture_output=True, timeout=TRIAL_DEADLINE_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return f"too slow: not compiled after {TRIAL_DEADLINE_S:g} s"
     if done.returncode:
@@ -193,10 +221,20 @@ def refusal(field: Field, value: object, complaint: str) -> InputError:
 def breakdown(field: Field, value: object, complaint: str) -> InputError:
     """The error for a structure that cannot be followed any further while the answer is being written."""
     if DEAD_END in complaint:
-        return InputError(field, value, "asks at this point of the answer for text that this model's vocabulary cannot write; loosen it")
+        return InputError(
+            field,
+            value,
+            "asks at this point of the answer for text that this model's vocabulary cannot write; loosen it",
+        )
     if _HEAVY.search(complaint):
-        return InputError(field, value, f"became too slow to follow in the middle of the answer ({_reason(complaint)}); {_LIGHTER}")
-    return InputError(field, value, f"could not be followed to the end of the answer ({_reason(complaint)}); simplify it, and report this")
+        return InputError(
+            field, value, f"became too slow to follow in the middle of the answer ({_reason(complaint)}); {_LIGHTER}"
+        )
+    return InputError(
+        field,
+        value,
+        f"could not be followed to the end of the answer ({_reason(complaint)}); simplify it, and report this",
+    )
 
 
 _LIGHTER = "use fewer and shorter repetitions, alternatives and nested parts"
@@ -204,7 +242,11 @@ _LIGHTER = "use fewer and shorter repetitions, alternatives and nested parts"
 
 def _reason(complaint: str, most: int = 160) -> str:
     """The one line of a complaint that says what is wrong."""
-    lines = [line.strip() for line in complaint.split("<backtrace>")[0].replace("<non-verbose/>", "").splitlines() if line.strip()]
+    lines = [
+        line.strip()
+        for line in complaint.split("<backtrace>")[0].replace("<non-verbose/>", "").splitlines()
+        if line.strip()
+    ]
     named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     line = (named or lines or ["no reason given"])[0]
     return line if len(line) <= most else line[: most - 3] + "..."

@@ -1,7 +1,7 @@
 """A grammar compiled in a process of its own, because llguidance has fuel for most of its work but no clock.
 
-Run as a script: a job as JSON on stdin, one line of JSON on stdout. Imports nothing but llguidance, so that it starts in
-50 ms. `{"multipleOf": 99400891}`, or thirty patterns that must all match, would otherwise never come back.
+Run as a script: a job as JSON on stdin, one line of JSON on stdout. Imports nothing but llguidance, so that it starts
+in 50 ms. `{"multipleOf": 99400891}`, or thirty patterns that must all match, would otherwise never come back.
 """
 
 from __future__ import annotations
@@ -35,13 +35,17 @@ def main() -> None:
         import resource
 
         _, most = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (job["memory_bytes"] if most < 0 else min(job["memory_bytes"], most), most))
+        resource.setrlimit(
+            resource.RLIMIT_AS, (job["memory_bytes"] if most < 0 else min(job["memory_bytes"], most), most)
+        )
     sys.path.insert(0, job["library"])
     import llguidance
 
     special = {int(token_id): text for token_id, text in job["special"].items()}
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(StandIn(job["size"], special)), slices=[])
-    matcher = llguidance.LLMatcher(tokenizer, job["grammar"], log_level=0, limits=llguidance.LLParserLimits(**job["limits"]))
+    matcher = llguidance.LLMatcher(
+        tokenizer, job["grammar"], log_level=0, limits=llguidance.LLParserLimits(**job["limits"])
+    )
     complaint = matcher.get_error()
     matcher.compute_bitmask()  # its outcome depends on the vocabulary, whether it comes back does not
     print(json.dumps(complaint))

@@ -1,8 +1,8 @@
 """Any other causal language model, run by transformers behind our interface: exact, though slower.
 
-A sequence is a list of token ids. Its cache is only a shortcut: before a forward it is cut back to the longest prefix it
-shares with what is to be read, and the rest is run again. So `commit` and `rollback` merely edit the list, and a family
-whose cache cannot be cut back (recurrent, hybrid, chunked) is recomputed from the start each time.
+A sequence is a list of token ids. Its cache is only a shortcut: before a forward it is cut back to the longest prefix
+it shares with what is to be read, and the rest is run again. So `commit` and `rollback` merely edit the list, and a
+family whose cache cannot be cut back (recurrent, hybrid, chunked) is recomputed from the start each time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _Foreign: TypeAlias = Any  # objects of transformers, which has no types
 
 @dataclass
 class _Sequence:
-    """`tokens` are committed; `cached` are the ids whose keys and values `cache` holds; `reserved` counts rows promised."""
+    """`tokens` are committed; `cached` are the ids whose keys and values `cache` holds; `reserved` counts rows
+    promised.
+    """
 
     tokens: list[int] = field(default_factory=list)
     reserved: int = 0
@@ -60,7 +62,11 @@ class TransformersModel:
     """
 
     def __init__(
-        self, folder: Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu", capacity_tokens: int | None = None
+        self,
+        folder: Path,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "cpu",
+        capacity_tokens: int | None = None,
     ) -> None:
         self.folder = folder
         raw = read_raw_config(folder)
@@ -197,7 +203,10 @@ class TransformersModel:
     def _segment(self, rows: list[int], segment: Segment, taps: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits `[num_logits, V]` and taps of the last rows of one segment."""
         state = self._sequences[segment.sequence]
-        state.pending, state.nodes = rows[: segment.num_pending], state.nodes[: segment.num_held] + rows[segment.num_pending :]
+        state.pending, state.nodes = (
+            rows[: segment.num_pending],
+            state.nodes[: segment.num_held] + rows[segment.num_pending :],
+        )
         wanted = segment.num_logits
         if segment.is_chain:
             logits, hidden = self._run(state, state.pending + state.nodes, max(wanted, 1), taps)
@@ -212,9 +221,13 @@ class TransformersModel:
             for row, node in enumerate([-1, *path]):
                 by_node.setdefault(node, (logits[row], {layer: tap[row] for layer, tap in hidden.items()}))
         chosen = [by_node[node] for node in range(len(state.nodes) - wanted, len(state.nodes))]
-        return torch.stack([row for row, _ in chosen]), {layer: torch.stack([hidden[layer] for _, hidden in chosen]) for layer in taps}
+        return torch.stack([row for row, _ in chosen]), {
+            layer: torch.stack([hidden[layer] for _, hidden in chosen]) for layer in taps
+        }
 
-    def _run(self, state: _Sequence, rows: list[int], wanted: int, taps: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
+    def _run(
+        self, state: _Sequence, rows: list[int], wanted: int, taps: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits and taps of the last `wanted` of `rows`, read behind the committed tokens."""
         whole = state.tokens + rows
         kept = self._cut_back(state, whole, len(whole) - wanted)
@@ -246,26 +259,37 @@ class TransformersModel:
         return shared
 
 
-def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: torch.device, reports: list[str]) -> _Foreign:
+def _load(
+    folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: torch.device, reports: list[str]
+) -> _Foreign:
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     model_type = check_causal(raw)
     if model_type not in CONFIG_MAPPING:
         code = "; it needs code from its own repository (auto_map), which is never run" if raw.get("auto_map") else ""
-        raise UnsupportedModelError(f"model_type={model_type!r} is unknown to foretoken and to this version of transformers{code}")
-    weights, where = Weights(folder), str(folder / "config.json")  # names the broken or missing file before transformers builds anything
+        raise UnsupportedModelError(
+            f"model_type={model_type!r} is unknown to foretoken and to this version of transformers{code}"
+        )
+    weights, where = (
+        Weights(folder),
+        str(folder / "config.json"),
+    )  # names the broken or missing file before transformers builds anything
     check_counts(raw, weights, where)
     wanted = "auto" if dtype == "auto" else parse_dtype(dtype)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise UnsupportedModelError(
-                f"model_type={model_type!r} has no causal language model in transformers: foretoken cannot continue text with it"
+                f"model_type={model_type!r} has no causal language model in transformers: foretoken "
+                "cannot continue text with it"
             )
-        if "lsh" in (getattr(config, "attn_layers", None) or ()):  # in texts longer than a chunk, which no trial at loading reads
+        if "lsh" in (
+            getattr(config, "attn_layers", None) or ()
+        ):  # in texts longer than a chunk, which no trial at loading reads
             raise UnsupportedModelError(
-                f"model_type={model_type!r} hashes at random which tokens attend to each other: its answers cannot be repeated"
+                f"model_type={model_type!r} hashes at random which tokens attend to each other: its "
+                "answers cannot be repeated"
             )
         check_size(config, weights, where)
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -280,9 +304,11 @@ def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: t
         )
     except ModelError:
         raise
-    except Exception as error:  # whatever a foreign configuration makes a foreign library raise; quantised ones need their own packages
+    except Exception as error:  # whatever a foreign library raises; quantised ones need their own packages
         said = " ".join(" ".join(reports).split())
-        raise CheckpointError(f"transformers cannot load the {model_type!r} model in {folder}: {error}{f' ({said})' if said else ''}") from error
+        raise CheckpointError(
+            f"transformers cannot load the {model_type!r} model in {folder}: {error}{f' ({said})' if said else ''}"
+        ) from error
     _check_report(weights, model, report)
     return model.to(device).eval()
 
@@ -290,22 +316,32 @@ def _load(folder: Path, raw: dict[str, Any], dtype: str | torch.dtype, device: t
 def _check_report(weights: Weights, model: _Foreign, report: dict[str, Any]) -> None:
     """Every weight of the model comes from the file, and every tensor of a layer that the model has goes into it.
 
-    Tensors of parts that the model lacks as a whole (a vision tower, a classifier, layers that predict further tokens) stay behind.
+    Tensors of parts that the model lacks as a whole (a vision tower, a classifier, layers that predict further tokens)
+    stay behind.
     """
     for name, stored, wanted in sorted(report["mismatched_keys"]):
-        raise CheckpointError(f"tensor {name} in {weights.folder} has shape {list(stored)}; config.json asks for {list(wanted)}")
+        raise CheckpointError(
+            f"tensor {name} in {weights.folder} has shape {list(stored)}; config.json asks for {list(wanted)}"
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         raise CheckpointError(
-            f"tensor {missing[0]} is missing in {weights.folder}/{WEIGHTS}: the checkpoint is incomplete or of another architecture"
+            f"tensor {missing[0]} is missing in {weights.folder}/{WEIGHTS}: the checkpoint is incomplete "
+            "or of another architecture"
         )
     modules = {name for name, _ in model.named_modules()}
     for name in sorted(set(report["unexpected_keys"]) & set(weights.own_names)):
         parents = (name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1))
-        owner = next((parent for parent in parents if parent in modules or f"{model.base_model_prefix}.{parent}" in modules), "")
+        owner = next(
+            (parent for parent in parents if parent in modules or f"{model.base_model_prefix}.{parent}" in modules), ""
+        )
         if _IN_A_LAYER.search(owner):
-            reason = f"belongs to {owner}, and the {model.config.model_type!r} model of transformers has no place for it"
-            raise CheckpointError(f"tensor {name} in {weights.folder} {reason}: the checkpoint is of another architecture")
+            reason = (
+                f"belongs to {owner}, and the {model.config.model_type!r} model of transformers has no place for it"
+            )
+            raise CheckpointError(
+                f"tensor {name} in {weights.folder} {reason}: the checkpoint is of another architecture"
+            )
 
 
 def _context_tokens(text: _Foreign) -> int:
@@ -319,15 +355,20 @@ def _context_tokens(text: _Foreign) -> int:
 def _try_out(model: _Foreign, text: _Foreign) -> tuple[Findings, int]:
     """What a few tokens show, and the longest sequence that may be run."""
     context = _context_tokens(text)
-    takes_cache = "past_key_values" in inspect.signature(model.forward).parameters and _new_cache(model.config) is not None
-    findings = try_out(model, int(text.vocab_size), context, (lambda: _new_cache(model.config)) if takes_cache else None)
+    takes_cache = (
+        "past_key_values" in inspect.signature(model.forward).parameters and _new_cache(model.config) is not None
+    )
+    findings = try_out(
+        model, int(text.vocab_size), context, (lambda: _new_cache(model.config)) if takes_cache else None
+    )
     return findings, min(context, findings.num_positions or context)
 
 
 def _new_cache(config: _Foreign) -> _Foreign:
     """A cache that keeps all keys and values, also of sliding layers (the mask hides the old ones).
 
-    None where a layer keeps something else, which cannot be cut back, or where the mask needs to know that old keys are gone.
+    None where a layer keeps something else, which cannot be cut back, or where the mask needs to know that old keys are
+    gone.
     """
     from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -340,7 +381,9 @@ def _new_cache(config: _Foreign) -> _Foreign:
     if not kinds or kinds - {DynamicLayer, DynamicSlidingWindowLayer, DummyLayer} or "chunked_attention" in types:
         return None
     cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
-    cache.layer_class_to_replicate = DynamicLayer  # a decoder may have more layers than the configuration counts: the encoder's
+    cache.layer_class_to_replicate = (
+        DynamicLayer  # a decoder may have more layers than the configuration counts: the encoder's
+    )
     return cache
 
 

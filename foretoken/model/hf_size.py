@@ -1,4 +1,6 @@
-"""Whether a checkpoint's files hold the model that transformers would build from its config.json, asked before it allocates anything."""
+"""Whether a checkpoint's files hold the model that transformers would build from its config.json, asked before it
+allocates anything.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ def check_counts(raw: Mapping[str, Any], weights: Weights, where: str) -> None:
         for key in _COUNTS:
             value = part.get(key)
             if isinstance(value, int) and value > most:
-                raise CheckpointError(f"{where}: {key}={shown(value)} is more than the {len(weights.names):,} tensors of the checkpoint can hold")
+                raise CheckpointError(
+                    f"{where}: {key}={shown(value)} is more than the {len(weights.names):,} tensors of "
+                    "the checkpoint can hold"
+                )
 
 
 def check_size(config: _Foreign, weights: Weights, where: str) -> None:
@@ -62,14 +67,20 @@ def check_size(config: _Foreign, weights: Weights, where: str) -> None:
     for name, parameter in model.named_parameters():
         if name in weights and weights.shape(name) != tuple(parameter.shape):
             raise CheckpointError(
-                f"tensor {name} in {weights.folder} has shape {list(weights.shape(name))}; config.json asks for {list(parameter.shape)}"
+                f"tensor {name} in {weights.folder} has shape {list(weights.shape(name))}; config.json "
+                f"asks for {list(parameter.shape)}"
             )
-    asked, held = sum(parameter.numel() for parameter in model.parameters()), sum(math.prod(weights.shape(name)) for name in weights.names)
+    asked, held = (
+        sum(parameter.numel() for parameter in model.parameters()),
+        sum(math.prod(weights.shape(name)) for name in weights.names),
+    )
     if asked > _MOST_TIMES * held + _SPARE_NUMBERS:
         raise CheckpointError(f"{where} describes a model of {asked:,} numbers, and the files hold {held:,}")
     tables = sum(buffer.nbytes for buffer in model.buffers())
     if tables > _MOST_BUFFER_BYTES:
-        raise CheckpointError(f"{where} describes a model with {tables / 2**30:,.1f} GiB of computed tables; at most 1 GiB is built")
+        raise CheckpointError(
+            f"{where} describes a model with {tables / 2**30:,.1f} GiB of computed tables; at most 1 GiB is built"
+        )
 
 
 def _objects(raw: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -1,8 +1,8 @@
 """What the engine and the drafters ask of any language model: rows in, logits out, and a past that can be cut back.
 
 Two implementations: `paged.PagedModel` (our decoder over a block-table cache) and `hf.TransformersModel` (any other
-causal model of transformers). A sequence is known by a number that its owner chooses. Only the first can also run some of its
-layers (`EarlyExitModel`).
+causal model of transformers). A sequence is known by a number that its owner chooses. Only the first can also run some
+of its layers (`EarlyExitModel`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ class Segment:
     """The new rows of one sequence in a forward: `num_pending` committed tokens, then a tree of guesses.
 
     `parents[i]` is the tree node that node i follows, -1 the last pending token. `num_logits` counts rows from the end
-    whose logits are wanted; it is `1 + len(parents)` when the sequence decodes, 0 for a chunk of a prompt. The first `num_held` nodes
-    were run by earlier forwards since the last commit, in this order: they are no rows now, and the others may follow them.
+    whose logits are wanted; it is `1 + len(parents)` when the sequence decodes, 0 for a chunk of a prompt. The first
+    `num_held` nodes were run by earlier forwards since the last commit, in this order: they are no rows now, and the
+    others may follow them.
     """
 
     sequence: int
@@ -88,7 +89,9 @@ class LanguageModel(Protocol):
 
     @property
     def step_bytes(self) -> int:
-        """Weights that a step of one token reads: all of them, except a table of embeddings that serves nothing else."""
+        """Weights that a step of one token reads: all of them, except a table of embeddings that serves nothing
+        else.
+        """
 
     @property
     def device(self) -> torch.device:
@@ -114,7 +117,9 @@ class LanguageModel(Protocol):
         """What a sequence of `num_tokens` takes out of `num_free_tokens`, rounding included."""
 
     def reserve(self, sequence: int, num_rows: int) -> bool:
-        """Make room for `num_rows` rows of `sequence` behind what is committed; False (and no change) if there is none."""
+        """Make room for `num_rows` rows of `sequence` behind what is committed; False (and no change) if there is
+        none.
+        """
 
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
         """Run the flat `tokens` [T] int64, laid out segment after segment.
@@ -139,13 +144,19 @@ class OpenModel(LanguageModel, Protocol):
 
 @runtime_checkable
 class PrefixModel(LanguageModel, Protocol):
-    """A language model that can begin a sequence with what another one of the same tenant has computed for the same text."""
+    """A language model that can begin a sequence with what another one of the same tenant has computed for the same
+    text.
+    """
 
     def adopt(self, sequence: int, tokens: Sequence[int], tenant: str) -> int:
-        """Take over what is known of the beginning of `tokens` for a sequence just opened; the number of tokens it now holds, never all."""
+        """Take over what is known of the beginning of `tokens` for a sequence just opened; the number of tokens it now
+        holds, never all.
+        """
 
     def shared_tokens(self, tokens: Sequence[int], tenant: str) -> int:
-        """How much of what `adopt` would find lies in memory that open sequences hold: it takes nothing out of `num_free_tokens`."""
+        """How much of what `adopt` would find lies in memory that open sequences hold: it takes nothing out of
+        `num_free_tokens`.
+        """
 
     def publish(self, sequence: int, tokens: Sequence[int], tenant: str) -> None:
         """Let later sequences take over what `sequence`, whose text begins with `tokens`, holds of them."""
@@ -168,9 +179,11 @@ class TwinModel(LanguageModel, Protocol):
 
 @dataclass(frozen=True)
 class EarlySegment:
-    """New rows of one sequence that run only some layers: behind its past and the `offset` rows that have run so before them.
+    """New rows of one sequence that run only some layers: behind its past and the `offset` rows that have run so before
+    them.
 
-    Rows run early beyond `offset` are forgotten first: a chain of guesses may be taken up again anywhere, or begun anew at 0.
+    Rows run early beyond `offset` are forgotten first: a chain of guesses may be taken up again anywhere, or begun anew
+    at 0.
     """
 
     sequence: int
@@ -181,14 +194,17 @@ class EarlySegment:
 
 @runtime_checkable
 class EarlyExitModel(LanguageModel, Protocol):
-    """A language model that can draft for itself: it runs some of its layers over rows that its next `forward` will verify.
+    """A language model that can draft for itself: it runs some of its layers over rows that its next `forward` will
+    verify.
 
-    Keys and values go where that `forward` will want them. What the leading layers computed for a row is not computed again when
-    `forward` meets the same token at the same place behind the same rows; whatever else it meets, it runs in full.
+    Keys and values go where that `forward` will want them. What the leading layers computed for a row is not computed
+    again when `forward` meets the same token at the same place behind the same rows; whatever else it meets, it runs in
+    full.
     """
 
     def forward_early(self, tokens: Tensor, segments: Sequence[EarlySegment], layers: Sequence[int]) -> Tensor:
-        """Run `layers` (ascending, not all of them), final norm and head over `tokens` [T]: logits `[R, V]` of the rows wanted.
+        """Run `layers` (ascending, not all of them), final norm and head over `tokens` [T]: logits `[R, V]` of the rows
+        wanted.
 
         Nothing is committed. The next `forward`, `commit`, `rollback` or `close` of a sequence forgets its early rows.
 
@@ -197,7 +213,9 @@ class EarlyExitModel(LanguageModel, Protocol):
         """
 
     def exit_logits(self, hidden: Tensor) -> Tensor:
-        """Logits `[R, V]` of what the final norm and the head make of a residual stream `hidden` [R, D]: a tap of any layer."""
+        """Logits `[R, V]` of what the final norm and the head make of a residual stream `hidden` [R, D]: a tap of any
+        layer.
+        """
 
     def head_cost(self) -> float:
         """What final norm and head cost, in layers: the ratio of their weights."""

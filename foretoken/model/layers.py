@@ -57,7 +57,11 @@ class Linear(nn.Module):
         weight = self.weight
         if weight is None or weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not can_pack():
             return
-        self.hold(MkldnnWeight(torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACK_ROWS), weight.nbytes))
+        self.hold(
+            MkldnnWeight(
+                torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACK_ROWS), weight.nbytes
+            )
+        )
 
     def hold(self, packed: PackedWeight) -> None:
         """Replace the weight by `packed`."""

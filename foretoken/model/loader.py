@@ -1,7 +1,7 @@
 """Checkpoints on disk: find the folder, read its configuration, stream its weights into a decoder, write one back.
 
-Only safetensors are read and no code from a checkpoint ever runs. Each matrix is read, cast and packed (or quantised) before the
-next one, so that loading needs little more memory than the weights themselves.
+Only safetensors are read and no code from a checkpoint ever runs. Each matrix is read, cast and packed (or quantised)
+before the next one, so that loading needs little more memory than the weights themselves.
 """
 
 from __future__ import annotations
@@ -67,18 +67,25 @@ def resolve_folder(path_or_hub_id: str | Path, revision: str | None = None) -> P
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_SKIPPED))
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, revision=revision, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_SKIPPED
+            )
+        )
     except Exception as error:  # network, access and cache errors of the hub have no common base
         offline = " (HF_HUB_OFFLINE is set)" if huggingface_hub.constants.HF_HUB_OFFLINE else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{name!r} is neither a local folder nor available from the Hugging Face hub{offline}: {reason}") from error
+        raise CheckpointError(
+            f"{name!r} is neither a local folder nor available from the Hugging Face hub{offline}: {reason}"
+        ) from error
 
 
 def read_raw_config(folder: Path) -> dict[str, Any]:
     """Return the parsed `config.json`, with the end-of-text ids of `generation_config.json`, which take precedence.
 
     Raises:
-        CheckpointError: missing, unreadable or not a JSON object; token ids that are none; a file that is a link out of the folder.
+        CheckpointError: missing, unreadable or not a JSON object; token ids that are none; a file that is a link out of
+        the folder.
     """
     check_links(folder)
     raw = read_json(folder / "config.json")
@@ -97,10 +104,12 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
 def read_checkpoint(folder: Path) -> tuple[ModelConfig, Weights]:
     """The configuration of a checkpoint that the native decoder can run, and its tensors, compared with each other.
 
-    A head of its own beside `tie_word_embeddings` is used, as transformers does, unless it equals the embedding bit for bit.
+    A head of its own beside `tie_word_embeddings` is used, as transformers does, unless it equals the embedding bit for
+    bit.
 
     Raises:
-        CheckpointError: a file is missing or malformed, or the tensors are not those of the model that config.json describes.
+        CheckpointError: a file is missing or malformed, or the tensors are not those of the model that config.json
+        describes.
         UnsupportedModelError: not a causal decoder, or none that the native decoder knows.
     """
     config = config_from_hf(read_raw_config(folder), str(folder / "config.json"))
@@ -133,11 +142,16 @@ def parse_dtype(dtype: str | torch.dtype, stored: torch.dtype | None = None) -> 
 
 
 def load_decoder(
-    folder: Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu", pack: bool = True, quant: str | None = None
+    folder: Path,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    pack: bool = True,
+    quant: str | None = None,
 ) -> Decoder:
     """Return the checkpoint's decoder, ready for inference (no gradients), its matrices packed for the CPU if `pack`.
 
-    `quant` "int8" or "int4" keeps the matrices in that format (see `quant`), on the CPU alone; `dtype` is then that of the rest.
+    `quant` "int8" or "int4" keeps the matrices in that format (see `quant`), on the CPU alone; `dtype` is then that of
+    the rest.
 
     Raises:
         CheckpointError: a file, shard or tensor is missing, broken or of another shape than `config.json` says.
@@ -198,7 +212,9 @@ def stored_dtype(raw: Mapping[str, Any], weights: Weights, where: str = "config.
 class _Filler:
     """Fills the modules of a decoder on the meta device, one matrix at a time."""
 
-    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device, pack: bool, quantiser: Quantiser | None) -> None:
+    def __init__(
+        self, weights: Weights, dtype: torch.dtype, device: torch.device, pack: bool, quantiser: Quantiser | None
+    ) -> None:
         self.weights, self.dtype, self.device, self.pack, self.quantiser = weights, dtype, device, pack, quantiser
 
     def merged(self, names: list[str], *shapes: tuple[int, ...]) -> nn.Parameter:
@@ -265,7 +281,9 @@ def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
         assert isinstance(layer, DecoderLayer)
         attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
         yield f"model.layers.{index}.input_layernorm.weight", layer.input_norm.weight.detach()
-        yield from _split(layer.qkv_proj, [f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"], [q, kv, kv])
+        yield from _split(
+            layer.qkv_proj, [f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"], [q, kv, kv]
+        )
         if layer.q_norm is not None and layer.k_norm is not None:
             yield f"{attention}.q_norm.weight", layer.q_norm.weight.detach()
             yield f"{attention}.k_norm.weight", layer.k_norm.weight.detach()
@@ -283,7 +301,9 @@ def _split(module: Linear, names: list[str], rows: list[int]) -> Iterator[tuple[
         raise ModelError("a packed decoder has no plain weights left to write; load it with pack=False")
     for kind, full in (("weight", module.weight), ("bias", module.bias)):
         if full is not None:
-            yield from ((f"{name}.{kind}", part) for name, part in zip(names, torch.split(full.detach(), rows), strict=True))
+            yield from (
+                (f"{name}.{kind}", part) for name, part in zip(names, torch.split(full.detach(), rows), strict=True)
+            )
 
 
 def save_checkpoint(

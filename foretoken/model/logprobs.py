@@ -13,10 +13,11 @@ from foretoken.model.sampling import target_probs
 
 
 def log_law(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Log-probabilities of the law that each row's token is drawn from: processed logits [n, V], parameters of each row -> [n, V].
+    """Log-probabilities of the law that each row's token is drawn from: processed logits [n, V], parameters of each row
+    -> [n, V].
 
-    -inf for what the filters took away. At temperature 0 the law before the argmax, at temperature 1 and without filters.
-    float32 (float64 for float64 logits).
+    -inf for what the filters took away. At temperature 0 the law before the argmax, at temperature 1 and without
+    filters. float32 (float64 for float64 logits).
     """
     greedy = [row for row, choice in enumerate(params) if choice.greedy]
     if len(greedy) == len(params):
@@ -27,14 +28,18 @@ def log_law(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def log_model(logits: Tensor) -> Tensor:
-    """Log-probabilities of the softmax of `logits`, as they are: [n, V] -> [n, V], float32 (float64 for float64 logits)."""
+    """Log-probabilities of the softmax of `logits`, as they are: [n, V] -> [n, V], float32 (float64 for float64
+    logits).
+    """
     return torch.log_softmax(logits, -1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
 
 
 def token_logprobs(law: Tensor, tokens: Sequence[int], top: int = 0) -> list[TokenLogprobs]:
-    """What to report of `tokens` [n], each drawn from its row of log-probabilities `law` [n, V], with the `top` likeliest of the row.
+    """What to report of `tokens` [n], each drawn from its row of log-probabilities `law` [n, V], with the `top`
+    likeliest of the row.
 
-    Equal ones are ordered by id, in lists and ranks alike. Tokens of probability 0 are not listed, so a list may come out shorter.
+    Equal ones are ordered by id, in lists and ranks alike. Tokens of probability 0 are not listed, so a list may come
+    out shorter.
     """
     assert law.shape[0] == len(tokens)
     if not tokens:

@@ -36,7 +36,9 @@ def model_folder(name: str) -> Path:
     if name.startswith(REFERENCE_PREFIX):
         folder = _REFERENCE_FOLDER / name.removeprefix(REFERENCE_PREFIX)
         if not os.path.exists(folder / "config.json"):
-            raise CheckpointError(f"{name!r} is not part of the reference family; known: {', '.join(reference_names())}")
+            raise CheckpointError(
+                f"{name!r} is not part of the reference family; known: {', '.join(reference_names())}"
+            )
         return folder
     return resolve_folder(name)
 
@@ -54,14 +56,17 @@ def open_model(
     numerics: str = "default",
     weights: str = "auto",
 ) -> OpenModel:
-    """Load the checkpoint in `folder` with a cache of `cache_tokens` tokens (None: 512 MB, or up to 4 GB to hold one whole context).
+    """Load the checkpoint in `folder` with a cache of `cache_tokens` tokens (None: 512 MB, or up to 4 GB to hold one
+    whole context).
 
-    `numerics` "strict" makes the logits of a position bitwise the same however its rows are batched, see `strict`. `weights` "int8" or
-    "int4" keeps the matrices in fewer bits than `dtype`, in which everything else runs, see `quant`.
+    `numerics` "strict" makes the logits of a position bitwise the same however its rows are batched, see `strict`.
+    `weights` "int8" or "int4" keeps the matrices in fewer bits than `dtype`, in which everything else runs, see
+    `quant`.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `loader`.
-        ConfigError: an option that does not exist, or strict numerics or quantised weights of a model that runs through transformers.
+        ConfigError: an option that does not exist, or strict numerics or quantised weights of a model that runs through
+        transformers.
         InputError: quantised weights with a dtype or device that has no kernel for them.
     """
     if numerics not in NUMERICS:
@@ -72,12 +77,17 @@ def open_model(
         raise ConfigError("weights", weights, "quantised weights have no strict numerics; use numerics='default'")
     if config is None:
         if weights != "auto":
-            remedy = f"{folder} runs through transformers, which has no quantised weights here; load it in bfloat16 or float32"
+            remedy = (
+                f"{folder} runs through transformers, which has no quantised weights here; "
+                "load it in bfloat16 or float32"
+            )
             raise ConfigError("weights", weights, f"{remedy}, or take a checkpoint of {', '.join(NATIVE_MODEL_TYPES)}")
         if numerics == "strict":
             remedy = f"{folder} runs through transformers, whose results depend on the batch; use numerics='default'"
             raise ConfigError("numerics", numerics, f"{remedy}, or a checkpoint of {', '.join(NATIVE_MODEL_TYPES)}")
-        from foretoken.model.hf import TransformersModel  # imports transformers: seconds that a native model need not pay
+        from foretoken.model.hf import (
+            TransformersModel,  # imports transformers: seconds that a native model need not pay
+        )
 
         return TransformersModel(folder, dtype, place, cache_tokens)
     decoder = load_decoder(folder, dtype=dtype, device=place, quant=None if weights == "auto" else weights)
@@ -118,7 +128,10 @@ def _cache_tokens(config: ModelConfig, weight: torch.Tensor, wanted: int | None)
             raise ConfigError("cache_tokens", wanted, f"must be at least one block of {DEFAULT_BLOCK_SIZE} tokens")
         if limit is not None and wanted > limit // size:
             whose = "of the GPU that is free" if weight.device.type == "cuda" else "of this machine"
-            reason = f"a token takes {size:,} bytes, and the memory {whose} ({limit / 2**30:,.1f} GiB) holds at most {limit // size:,} of them"
+            reason = (
+                f"a token takes {size:,} bytes, and the memory {whose} ({limit / 2**30:,.1f} GiB) "
+                f"holds at most {limit // size:,} of them"
+            )
             raise ConfigError("cache_tokens", wanted, f"{reason}; give a number up to that, or leave it out")
         return wanted
     most = _LONGEST_CACHE_BYTES if limit is None else min(_LONGEST_CACHE_BYTES, limit // 2)

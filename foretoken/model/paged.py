@@ -44,7 +44,14 @@ class PagedModel:
         self.dtype, self._device = weight.dtype, weight.device
         self.allocator = BlockAllocator(num_slots // block_size, block_size)
         config = self.config
-        self.pool = KVPool(config.num_layers, config.num_kv_heads, self.allocator.num_blocks * block_size, config.head_dim, self.dtype, self._device)
+        self.pool = KVPool(
+            config.num_layers,
+            config.num_kv_heads,
+            self.allocator.num_blocks * block_size,
+            config.head_dim,
+            self.dtype,
+            self._device,
+        )
         self.tables: dict[int, BlockTable] = {}
         self._early: dict[int, EarlyRows] = {}
 
@@ -166,20 +173,31 @@ class PagedModel:
         early = [self._early.pop(segment.sequence, None) for segment in segments]
         hidden = self._through(tokens, admission, joins_of(tokens, admission.readers, early, taps), taps)
         rows = self._wanted(admission)
-        return ForwardOutput(self.decoder.logits(hidden.last[rows]), {layer: tap[rows] for layer, tap in hidden.taps.items()})
+        return ForwardOutput(
+            self.decoder.logits(hidden.last[rows]), {layer: tap[rows] for layer, tap in hidden.taps.items()}
+        )
 
     @torch.inference_mode()
     def forward_early(self, tokens: Tensor, segments: Sequence[EarlySegment], layers: Sequence[int]) -> Tensor:
         """See `interface.EarlyExitModel`."""
         depth = first_missing(layers)
         assert depth < self.num_layers
-        admission = self._admit([Segment(early.sequence, early.num_rows, (), early.num_logits) for early in segments], [e.offset for e in segments])
+        admission = self._admit(
+            [Segment(early.sequence, early.num_rows, (), early.num_logits) for early in segments],
+            [e.offset for e in segments],
+        )
         positions = torch.tensor(admission.positions, device=self._device)
-        attention = PagedAttention(self.config, self.pool, torch.tensor(admission.slots, device=self._device), admission.readers)
-        shared = self.decoder(tokens, positions, attention, num_layers=depth).last  # [T, D]: what a full pass computes too
+        attention = PagedAttention(
+            self.config, self.pool, torch.tensor(admission.slots, device=self._device), admission.readers
+        )
+        shared = self.decoder(
+            tokens, positions, attention, num_layers=depth
+        ).last  # [T, D]: what a full pass computes too
         for early, reader in zip(segments, admission.readers, strict=True):
             before = self._early.get(early.sequence) if early.offset else None
-            self._early[early.sequence] = EarlyRows.following(before, early.offset, depth, tokens[reader.rows], shared[reader.rows])
+            self._early[early.sequence] = EarlyRows.following(
+                before, early.offset, depth, tokens[reader.rows], shared[reader.rows]
+            )
         last = self.decoder.run(shared, positions, attention, layers[depth:]).last
         return self.decoder.logits(last[self._wanted(admission)])
 
@@ -194,7 +212,9 @@ class PagedModel:
 
     def _through(self, tokens: Tensor, admission: Admission, joins: Sequence[Join], taps: Sequence[int]) -> Hidden:
         """All layers over all rows `tokens` [T]; rows that ran early begin where they stopped."""
-        positions, slots = (torch.tensor(numbers, device=self._device) for numbers in (admission.positions, admission.slots))
+        positions, slots = (
+            torch.tensor(numbers, device=self._device) for numbers in (admission.positions, admission.slots)
+        )
         x = self.decoder.embedding(tokens)  # [T, D]
         for join in joins:
             x[join.rows] = join.hidden
@@ -204,7 +224,9 @@ class PagedModel:
             if rows:
                 active = torch.tensor(rows, device=self._device)
                 attention = PagedAttention(self.config, self.pool, slots[active], readers)
-                x = x.index_copy(0, active, self.decoder.run(x[active], positions[active], attention, range(first, last)).last)
+                x = x.index_copy(
+                    0, active, self.decoder.run(x[active], positions[active], attention, range(first, last)).last
+                )
         attention = PagedAttention(self.config, self.pool, slots, admission.readers)
         return self.decoder.run(x, positions, attention, range(depths[-1], self.num_layers), taps)
 
@@ -225,7 +247,9 @@ class PagedModel:
             table, first = self.tables[segment.sequence], len(admission.positions)
             before = offset + segment.num_held  # rows of earlier forwards that stay
             if not self.reserve(segment.sequence, before + segment.num_rows):
-                raise CapacityError(f"out of KV blocks: {segment.num_rows} rows wanted, {self.num_free_tokens()} tokens free")
+                raise CapacityError(
+                    f"out of KV blocks: {segment.num_rows} rows wanted, {self.num_free_tokens()} tokens free"
+                )
             past = table.length + offset
             start, stop = past + segment.num_held, past + segment.num_held + segment.num_rows
             admission.positions.extend(row_positions(segment, past))
@@ -269,4 +293,6 @@ class PagedModel:
 @functools.lru_cache(maxsize=64)  # a sequence's blocks change once in `block_size` tokens
 def _slots_in(blocks: tuple[int, ...], block_size: int, device: torch.device) -> Tensor:
     """The slots of some blocks, in their order: `[len(blocks) * block_size]`."""
-    return (torch.tensor(blocks, device=device).unsqueeze(1) * block_size + torch.arange(block_size, device=device)).flatten()
+    return (
+        torch.tensor(blocks, device=device).unsqueeze(1) * block_size + torch.arange(block_size, device=device)
+    ).flatten()

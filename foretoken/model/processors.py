@@ -32,7 +32,9 @@ class Structure(Protocol):
         """Why the grammar engine gave up; from then on every token is allowed."""
 
     def mask(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
-        """Tokens that may follow the answer and `paths[i]`: bool `[n, V]`; what it says behind a path it refuses is never used."""
+        """Tokens that may follow the answer and `paths[i]`: bool `[n, V]`; what it says behind a path it refuses is
+        never used.
+        """
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Move on by emitted tokens."""
@@ -44,9 +46,9 @@ class Structure(Protocol):
 class RequestProcessors:
     """The processors of one request, with what they remember of its text (`core.Processors`).
 
-    Guesses leave no trace: only `commit` changes what later rows see. A row that has nothing left to choose from stays as the
-    model made it, and `error` says why as soon as the committed text arrives there: plain decoding may never come to a row
-    behind guesses. Look at `error` before each further token; an answer that has ended needs none.
+    Guesses leave no trace: only `commit` changes what later rows see. A row that has nothing left to choose from stays
+    as the model made it, and `error` says why as soon as the committed text arrives there: plain decoding may never
+    come to a row behind guesses. Preview at `error` before each further token; an answer that has ended needs none.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class RequestProcessors:
         self._end_ids = sorted(end_ids)
         self._touched = _Touched(params, prompt_ids, vocab_size)
         self._bad_words, self._bad_texts = TokenSequences(bad_words, prompt_ids), bad_texts
-        single = {word[0] for word in bad_words if len(word) == 1} | set(bad_texts.single_ids if bad_texts is not None else ())
+        single = {word[0] for word in bad_words if len(word) == 1} | set(
+            bad_texts.single_ids if bad_texts is not None else ()
+        )
         self._single_ids = torch.tensor(sorted(single), dtype=torch.int64)  # banned everywhere
         self._num_output = 0
         self._error: InputError | None = None
@@ -84,8 +88,8 @@ class RequestProcessors:
     def adjust(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
         """Logits `[n, V]` of rows that follow the committed text and `paths[i]` -> the same shape, processed.
 
-        float32, or float64 for float64 logits; -inf for banned tokens. `logits` keeps its values; where nothing applies the
-        result may be `logits` itself.
+        float32, or float64 for float64 logits; -inf for banned tokens. `logits` keeps its values; where nothing applies
+        the result may be `logits` itself.
         """
         assert logits.shape == (len(paths), self._vocab_size)
         raw = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
@@ -130,12 +134,18 @@ class RequestProcessors:
                 self._error = self._error or InputError("min_tokens", self._params.min_tokens, remedy)
 
     def forced(self, most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that spell text which must come next; () when there is a choice, or when the only token is banned."""
+        """Up to `most` tokens that spell text which must come next; () when there is a choice, or when the only token
+        is banned.
+        """
         tokens = self._structure.forced(most) if self._structure is not None else ()
         single = set(self._single_ids.tolist()) if tokens else set()
         for length, token in enumerate(tokens):
             before = tokens[:length]
-            if token in single or token in self._bans([before])[1] or any(bool((part == token).any()) for part in self._completing(before)):
+            if (
+                token in single
+                or token in self._bans([before])[1]
+                or any(bool((part == token).any()) for part in self._completing(before))
+            ):
                 return before
         return tokens
 
@@ -144,7 +154,9 @@ class RequestProcessors:
         return [] if self._bad_texts is None else self._bad_texts.after(path)
 
     def _bans(self, paths: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int]]:
-        """(row, token) of every token that a longer bad word or `min_tokens` forbids behind its own path, as two lists."""
+        """(row, token) of every token that a longer bad word or `min_tokens` forbids behind its own path, as two
+        lists.
+        """
         rows, ids = [], []
         for row, path in enumerate(paths):
             banned = self._bad_words.after(path) + (self._end_ids if self._is_short(path) else [])
@@ -160,11 +172,17 @@ class RequestProcessors:
         """Note the rows that the request's own parameters left without a token."""
         structures = [name for name in ("json_schema", "regex", "grammar") if getattr(self._params, name) is not None]
         for path in paths:
-            guilty = ["bad_words"] if self._single_ids.numel() or self._bad_words.after(path) or self._completing(path) else []
+            guilty = (
+                ["bad_words"]
+                if self._single_ids.numel() or self._bad_words.after(path) or self._completing(path)
+                else []
+            )
             guilty += ["min_tokens"] if self._end_ids and self._is_short(path) else []
             field, *others = guilty + structures
             together = f"together with {' and '.join(others)} it" if others else "it"
-            remedy = f"{together} bans every token after {self._num_output + len(path)} tokens of the answer; ask for less"
+            remedy = (
+                f"{together} bans every token after {self._num_output + len(path)} tokens of the answer; ask for less"
+            )
             self._dead[path] = InputError(field, getattr(self._params, field), remedy)
         self._error = self._error or self._dead.get(())
 
@@ -173,7 +191,11 @@ class _Touched:
     """Bias and penalties: a column for every token that any of them touches, U in all, grown as text is emitted."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int) -> None:
-        self._repetition, self._presence, self._frequency = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        self._repetition, self._presence, self._frequency = (
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
         bias = {token: value for token, value in (params.logit_bias or {}).items() if value != 0}
         prompt = {token for token in prompt_ids if token < vocab_size} if self._repetition != 1 else set()
         ids = sorted(bias.keys() | prompt)
@@ -185,7 +207,9 @@ class _Touched:
         self._counts = torch.zeros(len(ids), dtype=torch.int64)  # [U] in the output
 
     def correct(self, raw: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
-        """Logits `[n, V]` with bias, repetition, presence and frequency penalty, each row counting its own path; `raw` if none applies."""
+        """Logits `[n, V]` with bias, repetition, presence and frequency penalty, each row counting its own path; `raw`
+        if none applies.
+        """
         flat = list(chain.from_iterable(paths)) if self._counting else []
         unseen = {token: len(self._column) + i for i, token in enumerate(sorted(set(flat) - self._column.keys()))}
         if not self._column and not unseen:
@@ -228,7 +252,9 @@ class _Touched:
 
     def _move(self, device: torch.device) -> None:
         if self._ids.device != device:
-            self._ids, self._bias, self._in_prompt, self._counts = (x.to(device) for x in (self._ids, self._bias, self._in_prompt, self._counts))
+            self._ids, self._bias, self._in_prompt, self._counts = (
+                x.to(device) for x in (self._ids, self._bias, self._in_prompt, self._counts)
+            )
 
 
 def make_processors(
@@ -242,7 +268,8 @@ def make_processors(
     """The processors of one request; None when its law depends on the logits, temperature and filters alone.
 
     Raises:
-        InputError: a token of logit_bias or bad_words outside the vocabulary, a bad word that is a text where there is no tokenizer
+        InputError: a token of logit_bias or bad_words outside the vocabulary, a bad word that is a text where there is
+        no tokenizer
             or that encodes to nothing.
     """
     for token in params.logit_bias or ():

@@ -1,12 +1,13 @@
 """Weights in 8 or 4 bits for drafts, multiplied by kernels that torch ships for the CPU.
 
-Weight-only: activations, norms, biases and the cache keep their 16 or 32 bits, so that a row's result depends on no other row.
-Both forms are symmetric, which keeps an exact zero exact. A draft that rounds its weights draws from another law than the full
-model; that law is the one it hands over as mass, so nothing else has to know.
+Weight-only: activations, norms, biases and the cache keep their 16 or 32 bits, so that a row's result depends on no
+other row. Both forms are symmetric, which keeps an exact zero exact. A draft that rounds its weights draws from another
+law than the full model; that law is the one it hands over as mass, so nothing else has to know.
 
-- int8: one scale per output row, max|w| / 127. The embedding table is kept this way too, in both formats, and shared with a tied head.
-- int4: one scale per group of inputs in a row; the entry of largest magnitude takes the code -8 (as in llama.cpp's Q4_0). A matrix
-  whose input size no group divides is kept in int8.
+- int8: one scale per output row, max|w| / 127. The embedding table is kept this way too, in both formats, and shared
+  with a tied head.
+- int4: one scale per group of inputs in a row; the entry of largest magnitude takes the code -8 (as in llama.cpp's
+  Q4_0). A matrix whose input size no group divides is kept in int8.
 
 Scales are rounded to the activations' format before codes are chosen, because the kernels take them in it.
 """
@@ -32,7 +33,8 @@ _ROW_MULTIPLE = 16  # the int4 kernel's output rows
 _BLOCK_ROWS = 256
 # Rows of an int8 matrix that are turned back into numbers at a time: what the processor's own caches hold.
 _CHUNK_ROWS = 512
-# From here on a prompt's rows are cheaper against weights turned back into numbers: the int8 kernel's time grows with every row.
+# From here on a prompt's rows are cheaper against weights turned back into numbers: the int8 kernel's time grows with
+# every row.
 _MANY_ROWS = 24
 
 
@@ -67,7 +69,9 @@ class Int8Weight:
 
 @dataclass(frozen=True)
 class Int4Weight:
-    """`packed` [N', K / 2] uint8 in the layout of this machine's kernel, N' = N rounded up; `grid` [K / group, N', 2]: scale and zero point."""
+    """`packed` [N', K / 2] uint8 in the layout of this machine's kernel, N' = N rounded up; `grid` [K / group, N', 2]:
+    scale and zero point.
+    """
 
     packed: Tensor
     grid: Tensor
@@ -100,18 +104,22 @@ def check_quant(kind: str, dtype: torch.dtype, device: torch.device) -> None:
     if kind not in QUANTISED:
         raise InputError("weights", kind, f"choose one of auto, {', '.join(QUANTISED)}")
     if device.type != "cpu":
-        raise InputError("weights", kind, f"runs on the CPU only and this model goes to {device}; load it in bfloat16 there")
+        raise InputError(
+            "weights", kind, f"runs on the CPU only and this model goes to {device}; load it in bfloat16 there"
+        )
     if dtype not in ACTIVATIONS:
         name = str(dtype).removeprefix("torch.")
-        raise InputError("weights", kind, f"does not go with dtype={name!r}; take bfloat16, float16 or float32 for one of them")
+        raise InputError(
+            "weights", kind, f"does not go with dtype={name!r}; take bfloat16, float16 or float32 for one of them"
+        )
 
 
 class Quantiser:
     """Turns matrices into codes of the format `kind`, for activations in `dtype`.
 
-    A matrix comes as `pieces`, 2-D tensors of equal width whose rows follow one another; they may be views of a mapped file. They
-    are converted some rows at a time in memory that is used again: besides the codes little is allocated, and nothing that would
-    leave holes between matrices when it goes.
+    A matrix comes as `pieces`, 2-D tensors of equal width whose rows follow one another; they may be views of a mapped
+    file. They are converted some rows at a time in memory that is used again: besides the codes little is allocated,
+    and nothing that would leave holes between matrices when it goes.
     """
 
     def __init__(self, kind: str, dtype: torch.dtype) -> None:
@@ -183,14 +191,18 @@ def table_bytes(num_rows: int, width: int, itemsize: int) -> int:
 
 
 def row_codes(full: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn the rows of `full` [N, K] float32, in place, into codes in -127..127; the scales [N] that go with them, in `dtype`."""
+    """Turn the rows of `full` [N, K] float32, in place, into codes in -127..127; the scales [N] that go with them, in
+    `dtype`.
+    """
     scales = _scales(torch.linalg.vector_norm(full, float("inf"), dim=1) / 127, dtype)
     full.div_(scales[:, None].float()).round_().clamp_(-127, 127)
     return scales
 
 
 def group_codes(full: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """Turn every group of `full` [N, K] float32, in place, into codes in -8..7; the scales [N, K / group] that go with them, in `dtype`."""
+    """Turn every group of `full` [N, K] float32, in place, into codes in -8..7; the scales [N, K / group] that go with
+    them, in `dtype`.
+    """
     groups = full.view(len(full), -1, group)
     low, high = groups.amin(2), groups.amax(2)
     scales = _scales(torch.where(high > -low, high, low) / -8, dtype)

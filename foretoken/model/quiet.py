@@ -28,7 +28,12 @@ def quiet_transformers() -> Iterator[list[str]]:
 
     library.get_verbosity()  # sets up the handler that is replaced here
     logger = logging.getLogger("transformers")
-    handlers, propagate, bars, hub_bars = logger.handlers, logger.propagate, library.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    handlers, propagate, bars, hub_bars = (
+        logger.handlers,
+        logger.propagate,
+        library.is_progress_bar_enabled(),
+        not are_progress_bars_disabled(),
+    )
     reports: list[str] = []
     logger.handlers, logger.propagate = [_Collector(reports)], False
     library.disable_progress_bar()

@@ -1,8 +1,8 @@
 """The only source of randomness.
 
-Random numbers are counter-based. Those of a round are a pure function of (request seed, purpose, committed tokens when the
-round began, index inside the round); the noise of the coupled rule of (request seed, absolute position, token). What a request
-draws therefore never depends on its neighbours, and no two draws share a number.
+Random numbers are counter-based. Those of a round are a pure function of (request seed, purpose, committed tokens when
+the round began, index inside the round); the noise of the coupled rule of (request seed, absolute position, token).
+What a request draws therefore never depends on its neighbours, and no two draws share a number.
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ class Purpose(IntEnum):
 
 
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
-_KEY_STEPS = np.arange(10, dtype=np.uint64)[:, None, None] * np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)  # [10, 2, 1]
+_KEY_STEPS = np.arange(10, dtype=np.uint64)[:, None, None] * np.array(
+    [[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64
+)  # [10, 2, 1]
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
 
 def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): 32-bit words, counter [4, n], key [2, n] -> [4, n]."""
+    """Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): 32-bit words, counter [4, n],
+    key [2, n] -> [4, n].
+    """
     even, odd = counter[0::2], counter[1::2]
     for round_key in (key + _KEY_STEPS) & _LOW:
         product = even * _MULTIPLIERS  # 32 x 32 bits fit into 64
@@ -47,7 +51,9 @@ def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[
     return np.stack((even[0], odd[0], even[1], odd[1]))
 
 
-def uniforms(seeds: Sequence[int], purpose: Purpose, round_starts: Sequence[int], indices: Sequence[int]) -> NDArray[np.float64]:
+def uniforms(
+    seeds: Sequence[int], purpose: Purpose, round_starts: Sequence[int], indices: Sequence[int]
+) -> NDArray[np.float64]:
     """Uniform numbers in [0, 1) with 53 bits, one per (seed, round start, index): three sequences of n -> [n].
 
     `seeds` are 64-bit. `round_starts` are the committed tokens when the round began, so that a position drafted again
@@ -56,17 +62,23 @@ def uniforms(seeds: Sequence[int], purpose: Purpose, round_starts: Sequence[int]
     return _uniforms(seeds, [int(purpose)] * len(seeds), round_starts, indices)
 
 
-def round_uniforms(draft: Draft, seeds: Sequence[int], round_starts: Sequence[int], device: torch.device | str = "cpu") -> Uniforms:
+def round_uniforms(
+    draft: Draft, seeds: Sequence[int], round_starts: Sequence[int], device: torch.device | str = "cpu"
+) -> Uniforms:
     """The numbers a rule needs in one round: `seeds` [B] and `round_starts` [B] -> one per node and one per request."""
     assert len(seeds) == len(round_starts) == draft.num_requests
     owner = [b for b, length in enumerate(draft.lengths) for _ in range(length)] + list(range(draft.num_requests))
     indices = [node for length in draft.lengths for node in range(length)] + [0] * draft.num_requests
     purposes = [int(Purpose.ACCEPT)] * draft.num_nodes + [int(Purpose.NEXT)] * draft.num_requests
-    numbers = torch.from_numpy(_uniforms([seeds[b] for b in owner], purposes, [round_starts[b] for b in owner], indices)).to(device)
+    numbers = torch.from_numpy(
+        _uniforms([seeds[b] for b in owner], purposes, [round_starts[b] for b in owner], indices)
+    ).to(device)
     return Uniforms(numbers[: draft.num_nodes], numbers[draft.num_nodes :])
 
 
-def _uniforms(seeds: Sequence[int], purposes: Sequence[int], round_starts: Sequence[int], indices: Sequence[int]) -> NDArray[np.float64]:
+def _uniforms(
+    seeds: Sequence[int], purposes: Sequence[int], round_starts: Sequence[int], indices: Sequence[int]
+) -> NDArray[np.float64]:
     """One number per column of (seed; index, round start, purpose): four sequences of n -> [n]."""
     wide = np.array(seeds, dtype=np.uint64)
     counter = np.array([indices, round_starts, purposes, [0] * len(seeds)], dtype=np.uint64)
@@ -90,7 +102,9 @@ class RaceNoise:
         """Noise `[n, V]` float32 for the tokens at absolute `positions` of the text."""
         for position in positions:
             if position not in self._rows:
-                self._rows[position] = torch.from_numpy(race_noise(self._seed, position, self._vocab_size)).to(self._device)
+                self._rows[position] = torch.from_numpy(race_noise(self._seed, position, self._vocab_size)).to(
+                    self._device
+                )
         return torch.stack([self._rows[position] for position in positions])
 
     def forget(self, before: int) -> None:
@@ -113,5 +127,7 @@ def derived_seed(seed: int, index: int) -> int:
     """The seed of answer `index` to one prompt; answer 0 keeps the request's own."""
     if index == 0:
         return seed
-    words = np.random.Philox(key=np.array([seed, int(Purpose.SAMPLE)], dtype=np.uint64), counter=np.array([0, 0, index, 0], dtype=np.uint64))
+    words = np.random.Philox(
+        key=np.array([seed, int(Purpose.SAMPLE)], dtype=np.uint64), counter=np.array([0, 0, index, 0], dtype=np.uint64)
+    )
     return int(words.random_raw())

@@ -12,7 +12,9 @@ from foretoken.model.interface import ForwardOutput, LanguageModel, PrefixModel,
 
 
 def resized(model: LanguageModel, vocab_size: int) -> LanguageModel:
-    """`model` with logits `[R, vocab_size]`: cut, or filled up with -inf. Tokens it has no column for are read as its last one."""
+    """`model` with logits `[R, vocab_size]`: cut, or filled up with -inf. Tokens it has no column for are read as its
+    last one.
+    """
     if model.vocab_size == vocab_size:
         return model
     return _ResizedPrefix(model, vocab_size) if isinstance(model, PrefixModel) else _Resized(model, vocab_size)
@@ -21,8 +23,8 @@ def resized(model: LanguageModel, vocab_size: int) -> LanguageModel:
 class _Resized:
     """Everything but the columns is `inner`'s.
 
-    Every method is written out: from Python 3.12 on `isinstance` does not find in a class what `__getattr__` would answer for, and the
-    model would pass for one that cannot share prefixes.
+    Every method is written out: from Python 3.12 on `isinstance` does not find in a class what `__getattr__` would
+    answer for, and the model would pass for one that cannot share prefixes.
     """
 
     def __init__(self, inner: LanguageModel, vocab_size: int) -> None:
@@ -100,7 +102,10 @@ class _Resized:
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
         """Run the model and fit its logits."""
         out = self.inner.forward(tokens.clamp(max=self.inner.vocab_size - 1), segments, taps)
-        return ForwardOutput(torch.nn.functional.pad(out.logits, (0, self.vocab_size - self.inner.vocab_size), value=-torch.inf), out.taps)
+        return ForwardOutput(
+            torch.nn.functional.pad(out.logits, (0, self.vocab_size - self.inner.vocab_size), value=-torch.inf),
+            out.taps,
+        )
 
     def commit(self, sequence: int, num_pending: int, path: Sequence[int] = ()) -> None:
         """Keep the pending rows and the nodes of `path`."""

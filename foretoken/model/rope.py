@@ -34,7 +34,9 @@ def _llama3(rope: RopeConfig, frequency: Tensor) -> Tensor:
     assert rope.original_max_tokens is not None
     wavelength = 2 * math.pi / frequency
     low, high = rope.original_max_tokens / rope.low_freq_factor, rope.original_max_tokens / rope.high_freq_factor
-    smooth = (rope.original_max_tokens / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = (rope.original_max_tokens / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
     blended = (1 - smooth) * frequency / rope.factor + smooth * frequency
     stretched = torch.where(wavelength > low, frequency / rope.factor, frequency)
     return torch.where((wavelength >= high) & (wavelength <= low), blended, stretched)
@@ -70,15 +72,19 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 
 class RotaryTable:
-    """cos and sin by position, computed in float32 (float64 for a float64 model) for as many positions as were ever asked for.
+    """cos and sin by position, computed in float32 (float64 for a float64 model) for as many positions as were ever
+    asked for.
 
-    Positions come in blocks of one size, each computed by itself: the value of a position does not depend on when its block was made.
+    Positions come in blocks of one size, each computed by itself: the value of a position does not depend on when its
+    block was made.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
         self._frequency, self._scale = inverse_frequencies(config.rope, config.head_dim)
         self._most, self._device, self._dtype = config.max_context_tokens, device, dtype
-        self.cos = self.sin = torch.empty(0, config.head_dim, device=device, dtype=dtype)  # [positions so far, head_dim]
+        self.cos = self.sin = torch.empty(
+            0, config.head_dim, device=device, dtype=dtype
+        )  # [positions so far, head_dim]
         self.cover(min(TABLE_BLOCK, self._most))
         self._covered = False
 
@@ -95,8 +101,8 @@ class RotaryTable:
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin `[T, 1, head_dim]` for `positions` `[T]`.
 
-        On a GPU, where asking for the largest position would wait for the device, whoever runs long sequences calls `cover`; otherwise
-        the first call makes the whole context available.
+        On a GPU, where asking for the largest position would wait for the device, whoever runs long sequences calls
+        `cover`; otherwise the first call makes the whole context available.
         """
         if positions.device.type == "cpu":
             self.cover(int(positions.max()) + 1 if positions.numel() else 0)
@@ -106,14 +112,18 @@ class RotaryTable:
 
     def _block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if self._dtype == torch.float64 else torch.float32
-        angles = torch.outer(torch.arange(start, stop, dtype=torch.float32), self._frequency).to(wide)  # [P, head_dim / 2]
+        angles = torch.outer(torch.arange(start, stop, dtype=torch.float32), self._frequency).to(
+            wide
+        )  # [P, head_dim / 2]
         angles = torch.cat((angles, angles), dim=-1)  # [P, head_dim]
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         return cos.to(device=self._device, dtype=self._dtype), sin.to(device=self._device, dtype=self._dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x` `[T, H, head_dim]` by its positions; pairs are channel i and i + head_dim / 2 (the Hugging Face order)."""
+    """Rotate `x` `[T, H, head_dim]` by its positions; pairs are channel i and i + head_dim / 2 (the Hugging Face
+    order).
+    """
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * cos + turned * sin

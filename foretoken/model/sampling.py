@@ -18,8 +18,9 @@ _COLDEST = 1e-20
 def target_probs(logits: Tensor, params: Sequence[SamplingParams], best: Tensor | None = None) -> Tensor:
     """The target's law at every row: logits [R, V] and the parameters of each row -> probabilities [R, V].
 
-    Temperature 0 is a point at the argmax (lowest id on ties), `best` [R] where that is known. Otherwise softmax after the filters in
-    the order temperature, top_k, top_p, min_p, each as in transformers. float32 (float64 for float64 logits).
+    Temperature 0 is a point at the argmax (lowest id on ties), `best` [R] where that is known. Otherwise softmax after
+    the filters in the order temperature, top_k, top_p, min_p, each as in transformers. float32 (float64 for float64
+    logits).
     """
     assert logits.shape[0] == len(params)
     scores = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
@@ -37,11 +38,15 @@ def target_probs(logits: Tensor, params: Sequence[SamplingParams], best: Tensor 
 
 
 def draft_law(logits: Tensor, params: Sequence[SamplingParams], top_ks: Sequence[int]) -> Tensor:
-    """A draft's law at every row: `target_probs` over the `top_ks[r]` likeliest tokens only (0: all), at temperature 1 for greedy rows.
+    """A draft's law at every row: `target_probs` over the `top_ks[r]` likeliest tokens only (0: all), at temperature 1
+    for greedy rows.
 
     Ties at the border stay in; the law is normalised over what is kept.
     """
-    soft = [replace(choice, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if choice.greedy else choice for choice in params]
+    soft = [
+        replace(choice, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if choice.greedy else choice
+        for choice in params
+    ]
     law = target_probs(logits, soft)
     cut = [row for row, top_k in enumerate(top_ks) if 0 < top_k < logits.shape[-1]]
     for row in cut:
@@ -58,7 +63,9 @@ def check_finite(logits: Tensor) -> Tensor:
 
 
 def without_broken(logits: Tensor) -> Tensor:
-    """`[R, V]` with zeros in the rows that cannot be sampled from; the input itself where a CPU sees that there are none."""
+    """`[R, V]` with zeros in the rows that cannot be sampled from; the input itself where a CPU sees that there are
+    none.
+    """
     finite = check_finite(logits)
     if logits.device.type == "cpu" and bool(finite.all()):  # elsewhere asking would wait for the device
         return logits
@@ -66,12 +73,14 @@ def without_broken(logits: Tensor) -> Tensor:
 
 
 def near_ties(logits: Tensor, dtype: torch.dtype, best: Tensor | None = None) -> dict[int, float]:
-    """Rows of `logits` [R, V] (32 bits or more) whose two best lie at most one rounding unit of `dtype` apart, with their gaps.
+    """Rows of `logits` [R, V] (32 bits or more) whose two best lie at most one rounding unit of `dtype` apart, with
+    their gaps.
 
     `best` [R] is the argmax of each row where it is known.
 
     Such a row's argmax may change with the number of rows computed at once, because sums are then rounded in another
-    order. `dtype` is what the model computed in; in float32 and float64 no row counts. The best of each row is hidden for a moment:
+    order. `dtype` is what the model computed in; in float32 and float64 no row counts. The best of each row is hidden
+    for a moment:
     that costs less than a copy, and both less than sorting two numbers out of each row.
     """
     if dtype not in (torch.bfloat16, torch.float16) or logits.shape[-1] < 2 or not logits.shape[0]:
@@ -85,7 +94,9 @@ def near_ties(logits: Tensor, dtype: torch.dtype, best: Tensor | None = None) ->
 
 
 def coldest(temperature: float) -> float:
-    """The temperature that logits are divided by: below 1e-20 the law is the same, and dividing may overflow float32."""
+    """The temperature that logits are divided by: below 1e-20 the law is the same, and dividing may overflow
+    float32.
+    """
     return max(temperature, _COLDEST)
 
 

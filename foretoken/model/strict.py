@@ -1,7 +1,8 @@
 """Strict numerics: the logits of a position are the same to the last bit, however its rows are batched.
 
-Matrix kernels choose their order of summation by the number of rows, and some by where a row stands. So rows run through
-the decoder in tiles whose row counts were *seen* to agree on this machine, with this checkpoint and number of threads:
+Matrix kernels choose their order of summation by the number of rows, and some by where a row stands. So rows run
+through the decoder in tiles whose row counts were *seen* to agree on this machine, with this checkpoint and number of
+threads:
 `prove` compares them once, and what does not agree is not used. The last resort is one row at a time, where there is
 nothing left to depend on. Attention sums over a number of keys that follows from the position alone
 (`attention/strict.py`).
@@ -17,23 +18,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.attention.strict import KEY_BLOCK, StrictAttention, additive_mask, attend_together, most_positions, padded_rows, texts_of
+from foretoken.model.attention.strict import (
+    KEY_BLOCK,
+    StrictAttention,
+    additive_mask,
+    attend_together,
+    most_positions,
+    padded_rows,
+    texts_of,
+)
 from foretoken.model.decoder import Decoder
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.layers import Linear
 from foretoken.model.paged import DEFAULT_BLOCK_SIZE, Admission, PagedModel
 
 # Row counts to try, smallest first; the smallest is what a single row pays for. A CPU reads the weights once for up to
-# about 8 rows at no extra cost, a GPU for far more. All are multiples of the smallest: CPU kernels treat odd remainders apart.
+# about 8 rows at no extra cost, a GPU for far more. All are multiples of the smallest: CPU kernels treat odd remainders
+# apart.
 _SIZES = {"cpu": (8, 16, 24, 32, 48, 64, 96, 128, 192, 256), "cuda": (64, 128, 256)}
 
-# Attention is tried with key counts up to one that torch's CPU kernel, which takes 512 at a time, has to take in two parts.
+# Attention is tried with key counts up to one that torch's CPU kernel, which takes 512 at a time, has to take in two
+# parts.
 _MOST_KEYS = 512 + KEY_BLOCK
 
 
 @dataclass(frozen=True)
 class Proven:
-    """Row counts of a tile that give each row the same bits, ascending, and how many positions may share an attention call."""
+    """Row counts of a tile that give each row the same bits, ascending, and how many positions may share an attention
+    call.
+    """
 
     sizes: tuple[int, ...]
     positions_per_call: int
@@ -61,19 +74,27 @@ class StrictModel(PagedModel):
         admission = self._admit(segments)
         out = self._run(tokens, admission, taps)
         if not bool(torch.isfinite(out.logits).all()):
-            # A masked key still counts 0 * NaN: a guess that overflows must not reach the rows before it, which share its call.
+            # A masked key still counts 0 * NaN: a guess that overflows must not reach the rows before it, which share
+            # its call.
             out = self._run(tokens, admission, taps, alone=True)
         return out
 
     def _run(self, tokens: Tensor, admission: Admission, taps: Sequence[int], alone: bool = False) -> ForwardOutput:
         proven, device = self.proven, self.device
-        positions, slots = torch.tensor(admission.positions, device=device), torch.tensor(admission.slots, device=device)
+        positions, slots = (
+            torch.tensor(admission.positions, device=device),
+            torch.tensor(admission.slots, device=device),
+        )
         texts = [text for reader in admission.readers for text in texts_of(reader, device, alone)]
         last: list[Tensor] = []
         tapped: dict[int, list[Tensor]] = {layer: [] for layer in taps}
         for start, stop, size in cut(len(tokens), proven.sizes):  # a row's past is in its own tile or an earlier one
-            attention = StrictAttention(self.config, self.pool, start, slots[start:stop], texts, proven.positions_per_call)
-            hidden = self.decoder(_padded(tokens[start:stop], size), _padded(positions[start:stop], size), attention, taps=taps)
+            attention = StrictAttention(
+                self.config, self.pool, start, slots[start:stop], texts, proven.positions_per_call
+            )
+            hidden = self.decoder(
+                _padded(tokens[start:stop], size), _padded(positions[start:stop], size), attention, taps=taps
+            )
             last.append(hidden.last)  # padding and all: it stands behind the last row
             for layer, parts in tapped.items():
                 parts.append(hidden.taps[layer])
@@ -83,7 +104,9 @@ class StrictModel(PagedModel):
 
 
 def cut(num_rows: int, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, tile size) over `num_rows` rows: the largest size while it fills, then the smallest that holds the rest."""
+    """(start, stop, tile size) over `num_rows` rows: the largest size while it fills, then the smallest that holds the
+    rest.
+    """
     start = 0
     while start < num_rows:
         size = next((size for size in sizes if size >= num_rows - start), sizes[-1])
@@ -96,11 +119,15 @@ def by_tiles(function: Callable[[Tensor], Tensor], x: Tensor, sizes: Sequence[in
     """`function` [n, ...] -> [n, ...] applied to `x` in tiles."""
     if len(x) == 0:
         return function(x)
-    return torch.cat([function(_padded(x[start:stop], size))[: stop - start] for start, stop, size in cut(len(x), sizes)])
+    return torch.cat(
+        [function(_padded(x[start:stop], size))[: stop - start] for start, stop, size in cut(len(x), sizes)]
+    )
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
-    """`x` with zero rows up to `size`, in memory of its own: kernels may look at the alignment of what they are given."""
+    """`x` with zero rows up to `size`, in memory of its own: kernels may look at the alignment of what they are
+    given.
+    """
     padded = x.new_zeros(size, *x.shape[1:])
     padded[: len(x)] = x
     return padded
@@ -124,14 +151,17 @@ def _agreeing(decoder: Decoder, smallest: int) -> tuple[int, ...] | None:
     for function, rows in _probes(decoder):
         expected, few = by_tiles(function, rows, (smallest,)), rows[: 4 * smallest]
         for shift in range(1, smallest):
-            if not torch.equal(by_tiles(function, few.roll(shift, 0), (smallest,)).roll(-shift, 0), expected[: len(few)]):
+            if not torch.equal(
+                by_tiles(function, few.roll(shift, 0), (smallest,)).roll(-shift, 0), expected[: len(few)]
+            ):
                 return None
         larger = [size for size in larger if torch.equal(by_tiles(function, rows, (size,)), expected)]
     return smallest, *larger
 
 
 def _probes(decoder: Decoder) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
-    """Functions of rows, with rows to try them on: first layer and head as they are, then each shape of matrix on its own.
+    """Functions of rows, with rows to try them on: first layer and head as they are, then each shape of matrix on its
+    own.
 
     A sum of ordinary numbers hides most changes of order when it is rounded to 16 bits. So the matrices are tried with
     numbers whose products cancel: all that comes out is what was rounded on the way.
@@ -152,7 +182,9 @@ def _probes(decoder: Decoder) -> Iterator[tuple[Callable[[Tensor], Tensor], Tens
         with torch.device("meta"):
             twin = Linear(linear.in_features, linear.out_features, linear.bias is not None)
         few = _cancelling(61, order, linear.in_features, 1, generator).to(weight)
-        twin.weight = nn.Parameter(few.repeat(-(-linear.out_features // len(few)), 1)[: linear.out_features], requires_grad=False)
+        twin.weight = nn.Parameter(
+            few.repeat(-(-linear.out_features // len(few)), 1)[: linear.out_features], requires_grad=False
+        )
         if twin.bias is not None:
             twin.bias = nn.Parameter(weight.new_zeros(linear.out_features), requires_grad=False)
         if linear.weight is None:
@@ -162,7 +194,9 @@ def _probes(decoder: Decoder) -> Iterator[tuple[Callable[[Tensor], Tensor], Tens
 
 def _cancelling(count: int, order: Tensor, size: int, sign: int, generator: torch.Generator) -> Tensor:
     """`[count, size]`: numbers of very different magnitude and `sign` times the same numbers in another order."""
-    half = torch.randn(count, size // 2, generator=generator) * 2.0 ** torch.randint(7, (count, size // 2), generator=generator)
+    half = torch.randn(count, size // 2, generator=generator) * 2.0 ** torch.randint(
+        7, (count, size // 2), generator=generator
+    )
     return F.pad(torch.cat((half, sign * half[:, order]), dim=1), (0, size % 2))
 
 
@@ -175,7 +209,9 @@ class _OwnValue:
 
 
 def _alone_in_its_text(decoder: Decoder, tokens: Tensor, positions: Tensor) -> Tensor:
-    """All that the first layer and the head compute for rows that see only themselves: [n] -> [n, (H + 2G) K + D + V]."""
+    """All that the first layer and the head compute for rows that see only themselves: [n] -> [n, (H + 2G) K + D +
+    V].
+    """
     attention = _OwnValue()
     last = decoder(tokens, positions, attention, num_layers=1).last
     return torch.cat((attention.given, last, decoder.logits(last)), dim=1)
@@ -184,13 +220,16 @@ def _alone_in_its_text(decoder: Decoder, tokens: Tensor, positions: Tensor) -> T
 def _positions_agree(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether attention over several positions in one call gives the bits of one call for each.
 
-    Products and sums cancel here too, so that what is left is rounding. Not only the rows of a product matter: torch's CPU
-    kernel sums in scratch memory whose alignment follows from the thread and the number of rows, and MKL goes by alignment.
+    Products and sums cancel here too, so that what is left is rounding. Not only the rows of a product matter: torch's
+    CPU kernel sums in scratch memory whose alignment follows from the thread and the number of rows, and MKL goes by
+    alignment.
     """
     generator = torch.Generator().manual_seed(0)
     heads, groups, head_dim, most = config.num_heads, config.num_kv_heads, config.head_dim, most_positions(config)
     order = torch.randperm(head_dim // 2, generator=generator)
-    counts = {padded_rows(count, config): count for count in range(1, most + 1)}.values()  # the largest for each number of rows
+    counts = {
+        padded_rows(count, config): count for count in range(1, most + 1)
+    }.values()  # the largest for each number of rows
 
     def steep(*shape: int) -> Tensor:
         """Magnitudes from 2^4 to 2^12: what is rounded off a score, though it is 0, then moves the softmax."""
@@ -200,13 +239,19 @@ def _positions_agree(config: ModelConfig, dtype: torch.dtype, device: torch.devi
         query, keys, values = (x.to(device, dtype) for x in (query, keys, values))
 
         def read(first: int, last: int) -> Tensor:
-            return attend_together(query[first:last].clone(), keys, values, additive_mask(seen[first:last], config).to(query))
+            return attend_together(
+                query[first:last].clone(), keys, values, additive_mask(seen[first:last], config).to(query)
+            )
 
         single = torch.cat([read(i, i + 1) for i in range(most)])
         return all(torch.equal(read(0, count), single[:count]) for count in counts)
 
     for num_keys in range(KEY_BLOCK, _MOST_KEYS + 1, KEY_BLOCK):
-        a, b, v = steep(most, heads, head_dim // 2), steep(groups, num_keys, head_dim // 2), steep(groups, num_keys // 2, head_dim)
+        a, b, v = (
+            steep(most, heads, head_dim // 2),
+            steep(groups, num_keys, head_dim // 2),
+            steep(groups, num_keys // 2, head_dim),
+        )
         query, keys = torch.cat((a, a[..., order]), dim=-1), torch.cat((b, -b[..., order]), dim=-1)
         seen = torch.ones(most, num_keys, dtype=torch.bool).tril(num_keys - most)
         if not agree(query, keys, torch.randn(groups, num_keys, head_dim, generator=generator), seen):

@@ -1,10 +1,10 @@
 """Answers held to a JSON schema, a regular expression or a Lark grammar, exactly at every drafted position.
 
-The grammar engine is llguidance (Earley parser over a lexer of regex derivatives). Two of its habits decide how it is used
-here, both seen in version 1.9.1:
+The grammar engine is llguidance (Earley parser over a lexer of regex derivatives). Two of its habits decide how it is
+used here, both seen in version 1.9.1:
 
-- `rollback` keeps a cached mask, which can then be served at another place of the grammar. Nothing is ever rolled back: a
-  drafted path is walked on copies of the committed matcher, which cost microseconds.
+- `rollback` keeps a cached mask, which can then be served at another place of the grammar. Nothing is ever rolled back:
+  a drafted path is walked on copies of the committed matcher, which cost microseconds.
 - Copies share their lexer, and a lexer that ran out of fuel stays broken for all of them. A request that meets a broken
   lexer gets one of its own and walks its answer again; only what fails there too is the request's own fault.
 """
@@ -52,8 +52,8 @@ _RESTART_COMPILE_S = 0.25  # a grammar that compiles more slowly is not compiled
 class _Place:
     """A point in an answer: behind the committed text and perhaps some drafted tokens.
 
-    `row` [V] bool says what may follow; `complete`, that the answer may end here and can only end. There is no matcher behind
-    an end token or a refused one, and none where the grammar engine gave up.
+    `row` [V] bool says what may follow; `complete`, that the answer may end here and can only end. There is no matcher
+    behind an end token or a refused one, and none where the grammar engine gave up.
     """
 
     row: NDArray[np.bool_]
@@ -72,7 +72,9 @@ class _BrokenMatcherError(Exception):
 class _Compiled:
     """A grammar ready to be followed by any number of requests of one model."""
 
-    def __init__(self, field: Field, value: object, text: str, tokenizer: LLTokenizer, vocab_size: int, end_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, field: Field, value: object, text: str, tokenizer: LLTokenizer, vocab_size: int, end_ids: tuple[int, ...]
+    ) -> None:
         self.field, self.value, self.text, self.vocab_size, self.end_ids = field, value, text, vocab_size, end_ids
         self.tokenizer = tokenizer
         self._lock = threading.Lock()
@@ -101,7 +103,9 @@ class _Compiled:
 
 
 class Structure:
-    """The structure of one answer, and how far the answer has come. Only `commit` moves on: drafted paths leave no trace."""
+    """The structure of one answer, and how far the answer has come. Only `commit` moves on: drafted paths leave no
+    trace.
+    """
 
     def __init__(self, compiled: _Compiled) -> None:
         self._compiled = compiled
@@ -121,9 +125,10 @@ class Structure:
     def mask(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
         """What may follow the committed answer and `paths[i]`: bool [n, V] on the CPU, True = allowed.
 
-        End tokens are allowed where the answer may end; behind one, nothing but end tokens. For a model without end tokens
-        all is allowed behind a complete answer: end it when `finished`. Rows behind a refused token are all True, as nobody
-        comes there. So are rows at which the grammar engine gives up: `error` says why once the committed answer is there.
+        End tokens are allowed where the answer may end; behind one, nothing but end tokens. For a model without end
+        tokens all is allowed behind a complete answer: end it when `finished`. Rows behind a refused token are all
+        True, as nobody comes there. So are rows at which the grammar engine gives up: `error` says why once the
+        committed answer is there.
         """
         rows = np.empty((len(paths), self._compiled.vocab_size), dtype=np.bool_)  # [n, V]
         for i, place in enumerate(self._places(paths)):
@@ -146,10 +151,11 @@ class Structure:
                 self._restart(self._matcher.get_error())
 
     def forced(self, most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that spell what the structure forces next, as the tokenizer would write it; () if nothing is forced.
+        """Up to `most` tokens that spell what the structure forces next, as the tokenizer would write it; () if nothing
+        is forced.
 
-        Other spellings may be allowed too. Last tokens that could be part of a longer one are left out, unless the answer is
-        complete with them. Never an end token.
+        Other spellings may be allowed too. Last tokens that could be part of a longer one are left out, unless the
+        answer is complete with them. Never an end token.
         """
         if most <= 0 or self._ended or self.error is not None:
             return ()
@@ -231,7 +237,9 @@ class Structure:
             self._restart(broken.complaint)
 
     def _restart(self, complaint: str) -> None:
-        """Walk the answer again with a lexer of our own; give up when that is too much work or comes to no better end."""
+        """Walk the answer again with a lexer of our own; give up when that is too much work or comes to no better
+        end.
+        """
         self._restarts += 1
         self._root = None
         walked = self._restarts <= _MAX_RESTARTS and self._compiled.compile_s <= _RESTART_COMPILE_S
@@ -247,8 +255,8 @@ class Structure:
 class StructureCompiler:
     """Compiles the structures of all requests of one model, each different one once.
 
-    Takes the model's tokenizer (None if its folder has none), its number of columns and its end tokens. May be used from
-    several threads.
+    Takes the model's tokenizer (None if its folder has none), its number of columns and its end tokens. May be used
+    from several threads.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -256,16 +264,19 @@ class StructureCompiler:
         self._end_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._lock = threading.Lock()
         self._columns: tuple[Vocabulary, LLTokenizer] | None = None
-        self._cache: OrderedDict[tuple[Field, str], _Compiled | str] = OrderedDict()  # a complaint where a grammar is no good
+        self._cache: OrderedDict[tuple[Field, str], _Compiled | str] = (
+            OrderedDict()
+        )  # a complaint where a grammar is no good
 
     def compile(self, params: SamplingParams) -> Structure | None:
         """The structure of a new answer, None if the request asks for none.
 
-        The first time a grammar is seen this takes some 60 ms, most of it for a process in which the grammar is tried; a hostile
-        one keeps its caller waiting for `TRIAL_DEADLINE_S` once.
+        The first time a grammar is seen this takes some 60 ms, most of it for a process in which the grammar is tried;
+        a hostile one keeps its caller waiting for `TRIAL_DEADLINE_S` once.
 
         Raises:
-            InputError: the structure cannot be followed, here or by anybody; names the field, what is wrong and the remedy.
+            InputError: the structure cannot be followed, here or by anybody; names the field, what is wrong and the
+            remedy.
         """
         if not params.structured:
             return None
@@ -280,7 +291,11 @@ class StructureCompiler:
             raise refusal(field, value, compiled)
         structure = Structure(compiled)
         if params.min_tokens and (most := structure.most_tokens) is not None and most < params.min_tokens:
-            raise InputError("min_tokens", params.min_tokens, f"an answer that fits `{field}` has at most {most} tokens; ask for no more than that")
+            raise InputError(
+                "min_tokens",
+                params.min_tokens,
+                f"an answer that fits `{field}` has at most {most} tokens; ask for no more than that",
+            )
         return structure
 
     def _compiled(self, field: Field, value: object, text: str) -> _Compiled | str:
@@ -292,12 +307,16 @@ class StructureCompiler:
         compiled = self._build(field, value, text)  # two threads may both come here; one result is as good as the other
         with self._lock:
             self._cache[key] = compiled
-            while len(self._cache) > _MAX_CACHED or (len(self._cache) > 1 and sum(len(text) for _, text in self._cache) > _MAX_CACHED_BYTES):
+            while len(self._cache) > _MAX_CACHED or (
+                len(self._cache) > 1 and sum(len(text) for _, text in self._cache) > _MAX_CACHED_BYTES
+            ):
                 self._cache.popitem(last=False)
         return compiled
 
     def _build(self, field: Field, value: object, text: str) -> _Compiled | str:
-        """The compiled grammar, or the complaint about it. A grammar that allows nothing at all shows at the first mask."""
+        """The compiled grammar, or the complaint about it. A grammar that allows nothing at all shows at the first
+        mask.
+        """
         assert self._columns is not None
         vocabulary, tokenizer = self._columns
         if complaint := try_grammar(vocabulary, text):

@@ -1,7 +1,8 @@
 """Which tokens survive top_k, top_p and min_p however the logits of a row were rounded, and which may survive.
 
-Two computations of the same row differ by rounding. A token whose logit lies close to the border of a filter can then be inside one law
-and outside the other. The filters keep the most likely tokens, so a border is one number: everything above it stays.
+Two computations of the same row differ by rounding. A token whose logit lies close to the border of a filter can then
+be inside one law and outside the other. The filters keep the most likely tokens, so a border is one number: everything
+above it stays.
 """
 
 from __future__ import annotations
@@ -24,16 +25,20 @@ _FEW = 1024  # tokens that are sorted first; only a flat law has more inside top
 
 @dataclass(frozen=True)
 class Support:
-    """The tokens of some rows: `certain` [n, V] bool are kept under every rounding, `possible` [n, V] bool under at least one."""
+    """The tokens of some rows: `certain` [n, V] bool are kept under every rounding, `possible` [n, V] bool under at
+    least one.
+    """
 
     certain: Tensor
     possible: Tensor
 
 
 def support(logits: Tensor, rounding: Tensor, params: SamplingParams) -> Support:
-    """The support of the laws of `logits` [n, V] (processed) when two logits of row i may move against each other by `rounding[i]`.
+    """The support of the laws of `logits` [n, V] (processed) when two logits of row i may move against each other by
+    `rounding[i]`.
 
-    For a temperature above 0. Bounds, not estimates: `certain` may be too small and `possible` too large, never the other way.
+    For a temperature above 0. Bounds, not estimates: `certain` may be too small and `possible` too large, never the
+    other way.
     """
     assert not params.greedy
     temperature = coldest(params.temperature)
@@ -41,18 +46,29 @@ def support(logits: Tensor, rounding: Tensor, params: SamplingParams) -> Support
     scores = scores - scores.amax(-1, keepdim=True)
     moves = rounding.double() / temperature + _EXP_ERROR  # [n]
     allowed = scores > -torch.inf
-    if not params.filtered and bool((moves < -_LOG_NORMAL).all()):  # the best token is normal in any case, and nothing is compared with it
-        return Support(allowed & (scores >= (_LOG_NORMAL + moves)[:, None]), allowed & (scores >= (_LOG_ZERO - moves)[:, None]))
+    if not params.filtered and bool(
+        (moves < -_LOG_NORMAL).all()
+    ):  # the best token is normal in any case, and nothing is compared with it
+        return Support(
+            allowed & (scores >= (_LOG_NORMAL + moves)[:, None]), allowed & (scores >= (_LOG_ZERO - moves)[:, None])
+        )
     borders = [_borders(row, move, params) for row, move in zip(scores, moves.tolist(), strict=True)]
-    surely, maybe = (torch.tensor([border[i] for border in borders], dtype=torch.float64, device=scores.device)[:, None] for i in (0, 1))
+    surely, maybe = (
+        torch.tensor([border[i] for border in borders], dtype=torch.float64, device=scores.device)[:, None]
+        for i in (0, 1)
+    )
     return Support(allowed & (scores >= surely), allowed & (scores >= maybe))
 
 
 def _borders(scores: Tensor, move: float, params: SamplingParams) -> tuple[float, float]:
-    """The least score `[V]` that is kept for certain and the least that may be kept, inf where nothing is certain; the best score is 0."""
+    """The least score `[V]` that is kept for certain and the least that may be kept, inf where nothing is certain; the
+    best score is 0.
+    """
     ranked = scores.topk(min(len(scores), max(2, params.top_k + 1))).values.tolist()
     second = ranked[1] if len(ranked) > 1 else -math.inf
-    is_best = 0.0 if second + move <= 0 else math.inf  # the border that keeps only the best token, where that is certainly the best
+    is_best = (
+        0.0 if second + move <= 0 else math.inf
+    )  # the border that keeps only the best token, where that is certainly the best
     surely, maybe = min(_LOG_NORMAL + move, is_best), _LOG_ZERO - move
     if 0 < params.top_k < len(scores):
         surely, maybe = max(surely, ranked[params.top_k] + move), max(maybe, ranked[params.top_k - 1] - move)
@@ -67,10 +83,12 @@ def _borders(scores: Tensor, move: float, params: SamplingParams) -> tuple[float
 
 
 def _top_p_borders(scores: Tensor, move: float, top_p: float, surely: float, maybe: float) -> tuple[float, float]:
-    """The borders of top_p alone, among tokens that top_k keeps for certain above `surely` and may keep above `maybe`; the best score is 0.
+    """The borders of top_p alone, among tokens that top_k keeps for certain above `surely` and may keep above `maybe`;
+    the best score is 0.
 
-    A token stays when it and all below it hold more than 1 - top_p. The least they can come to: they lose half of `move`, all others
-    gain as much, what is closer than `move` counts as above, and top_k keeps as little below as it can. The most: the reverse.
+    A token stays when it and all below it hold more than 1 - top_p. The least they can come to: they lose half of
+    `move`, all others gain as much, what is closer than `move` counts as above, and top_k keeps as little below as it
+    can. The most: the reverse.
     """
     total, sure_total = (float(scores[scores >= border].exp().sum()) for border in (maybe, surely))
     for count in (_FEW, len(scores)):
@@ -80,7 +98,9 @@ def _top_p_borders(scores: Tensor, move: float, top_p: float, surely: float, may
         below = torch.cat((own.new_zeros(1), own.cumsum(0)))  # [m + 1] what the lowest 0, 1, ... m hold
         held, doubtful = below[-1], below[int((ordered < surely).sum())]
         tail, sure_tail = max(0.0, total - float(held)), max(0.0, sure_total - float(held - doubtful))
-        up_to = below[torch.searchsorted(ordered, ordered + move, right=True)] + tail  # [m] held by what lies no further above than `move`
+        up_to = (
+            below[torch.searchsorted(ordered, ordered + move, right=True)] + tail
+        )  # [m] held by what lies no further above than `move`
         above = torch.minimum(held + tail - up_to, held - doubtful)
         is_open = _share(up_to, above, move) > 1 - top_p - _SUM_ERROR
         if not bool(is_open[0]):  # nor is any token of the tail, which needs no order then

@@ -1,8 +1,9 @@
 """Renders chat templates in a process of its own, because a template may ask for any amount of time and memory.
 
-Run as a script with the folders of the Jinja package as arguments. The first line of stdin sets the limits, every further line is a job; each
-gets a line on stdout. Lines are JSON. A template that takes too much processor time ends the process, and so does one that takes too
-much memory. Imports nothing of foretoken, so that it starts in a tenth of a second.
+Run as a script with the folders of the Jinja package as arguments. The first line of stdin sets the limits, every
+further line is a job; each gets a line on stdout. Lines are JSON. A template that takes too much processor time ends
+the process, and so does one that takes too much memory. Imports nothing of foretoken, so that it starts in a tenth of a
+second.
 """
 
 from __future__ import annotations
@@ -33,7 +34,17 @@ from jinja2.utils import Namespace, pformat
 
 TOO_LARGE = "too_large"
 _CODECS = ("unicode_escape", "ascii", "latin-1", "utf-8", "utf-16", "utf-32", "idna", "punycode")
-_FAILURES = (TemplateError, RuntimeError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, OSError, ImportError)
+_FAILURES = (
+    TemplateError,
+    RuntimeError,
+    ArithmeticError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    OSError,
+    ImportError,
+)
 
 _Value: TypeAlias = Any  # whatever a template computes with
 
@@ -43,7 +54,9 @@ class _RefusalError(TemplateError):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; for rendering it is a block with a scope of its own."""
+    """`{% generation %}` marks the assistant's words for training; for rendering it is a block with a scope of its
+    own.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - the name and form are Jinja's
 
@@ -88,14 +101,25 @@ def _check_name(name: str) -> None:
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> jinja2.Template:
     """As transformers compiles it."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now, "dict": _TemplateDict(), "namespace": _TemplateNamespace}
+    environment.globals |= {
+        "raise_exception": _refuse,
+        "strftime_now": _now,
+        "dict": _TemplateDict(),
+        "namespace": _TemplateNamespace,
+    }
     return environment.from_string(source)
 
 
 def _to_json(
-    value: _Value, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+    value: _Value,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     """Plain JSON; Jinja's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

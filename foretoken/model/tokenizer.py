@@ -23,7 +23,15 @@ from foretoken.model.fields import check_links, read_json, shown
 from foretoken.model.quiet import quiet_transformers
 from foretoken.params import check_text
 
-_OTHER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "tekken.json")
+_OTHER_FILES = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer_config.json",
+    "tekken.json",
+)
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _TRIAL = "Tokens: 12 naïve 猫 😀\n\tend\x00."
 _REPLACEMENT = "\ufffd"
@@ -52,7 +60,8 @@ class Tokenizer:
         self.special_ids = backend.special_ids()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; a BOS only if the tokenizer's own post-processor adds one and `add_special_tokens` is left on.
+        """Token ids of `text`; a BOS only if the tokenizer's own post-processor adds one and `add_special_tokens` is
+        left on.
 
         Raises:
             InputError: a lone surrogate, which no tokenizer takes.
@@ -98,19 +107,30 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> dict[int, bytes] | None:
-        """The bytes that each id writes, special tokens as they are spelt; None if the decoder does more than join its tokens.
+        """The bytes that each id writes, special tokens as they are spelt; None if the decoder does more than join its
+        tokens.
 
         What a decoder does at the ends of a text (SentencePiece drops the space in front) is not in here.
         """
         write = _token_writer(self.decoder)
         if write is None:
             return None
-        return {token_id: token.encode() if token_id in self.special_ids else write(token) for token, token_id in self.vocabulary.items()}
+        return {
+            token_id: token.encode() if token_id in self.special_ids else write(token)
+            for token, token_id in self.vocabulary.items()
+        }
 
     @cached_property
     def drops_first_space(self) -> bool:
         """Whether the decoder leaves out the space of a text's first token, as SentencePiece does."""
-        spaced = next((token for token, written in (self.token_bytes or {}).items() if written.startswith(b" ") and len(written) > 1), None)
+        spaced = next(
+            (
+                token
+                for token, written in (self.token_bytes or {}).items()
+                if written.startswith(b" ") and len(written) > 1
+            ),
+            None,
+        )
         return spaced is not None and not self.decode([spaced]).startswith(" ")
 
     @cached_property
@@ -136,7 +156,10 @@ class Tokenizer:
         return template if isinstance(template, str) else None
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Lay out `messages` (role and content each) as the model was trained to read them.
 
@@ -148,7 +171,11 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InputError("messages", list(messages), f"{self.folder} has no chat template; give plain text instead")
-        specials = {name: text for name, value in self._settings.items() if name.endswith("_token") and (text := _content(value)) is not None}
+        specials = {
+            name: text
+            for name, value in self._settings.items()
+            if name.endswith("_token") and (text := _content(value)) is not None
+        }
         return render(self.chat_template, messages, add_generation_prompt, tools, specials, str(self.folder))
 
     def same_vocabulary(self, other: Tokenizer) -> str | None:
@@ -192,7 +219,9 @@ def _tried(tokenizer: Tokenizer) -> Tokenizer:
 
 @contextmanager
 def _broken_means(complaint: str, *mistakes: type[Exception]) -> Iterator[None]:
-    """Turn whatever the library underneath raises into a `CheckpointError`, except `mistakes`, which are the caller's."""
+    """Turn whatever the library underneath raises into a `CheckpointError`, except `mistakes`, which are the
+    caller's.
+    """
     passed: tuple[type[Exception], ...] = (CheckpointError, *mistakes)
     try:
         yield
@@ -207,7 +236,9 @@ def _broken_means(complaint: str, *mistakes: type[Exception]) -> Iterator[None]:
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Whether the library's Rust code panicked: a class that derives from BaseException and can be imported from nowhere."""
+    """Whether the library's Rust code panicked: a class that derives from BaseException and can be imported from
+    nowhere.
+    """
     return type(error).__name__ == "PanicException"
 
 
@@ -237,7 +268,9 @@ class _Fast:
         return dict(self._inner.get_vocab(with_added_tokens=True))
 
     def special_ids(self) -> frozenset[int]:
-        return frozenset(token_id for token_id, token in self._inner.get_added_tokens_decoder().items() if token.special)
+        return frozenset(
+            token_id for token_id, token in self._inner.get_added_tokens_decoder().items() if token.special
+        )
 
     def decoder(self) -> dict[str, Any]:
         if self._inner.decoder is None:
@@ -288,7 +321,9 @@ def _from_transformers(folder: Path, file: str) -> _Backend:
         remedy = "add a tokenizer.json, or install the package that reads it (sentencepiece, tiktoken)"
         raise CheckpointError(f"the tokenizer in {folder} ({file}) cannot be read: {error}; {remedy}") from error
     fast = getattr(inner, "backend_tokenizer", None)
-    return _Fast(fast, f"the tokenizer in {folder} ({file})") if isinstance(fast, tokenizers.Tokenizer) else _Slow(inner)
+    return (
+        _Fast(fast, f"the tokenizer in {folder} ({file})") if isinstance(fast, tokenizers.Tokenizer) else _Slow(inner)
+    )
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
@@ -316,7 +351,9 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._stream: _Stream = _ByteLevelStream() if tokenizer.decoder.get("type") == "ByteLevel" else _WindowStream(tokenizer)
+        self._stream: _Stream = (
+            _ByteLevelStream() if tokenizer.decoder.get("type") == "ByteLevel" else _WindowStream(tokenizer)
+        )
 
     def push(self, token_id: int) -> str:
         """Take one id; return the text that is certain now, often the token's own, never half a character."""
@@ -354,13 +391,17 @@ def _byte_level(token: str) -> bytes:
 
 
 def _token_writer(decoder: Mapping[str, Any]) -> Callable[[str], bytes] | None:
-    """What a decoder (as `tokenizer.json` describes it) makes of one token inside a text; None if that depends on others."""
+    """What a decoder (as `tokenizer.json` describes it) makes of one token inside a text; None if that depends on
+    others.
+    """
     steps = list(decoder.get("decoders", [])) if decoder.get("type") == "Sequence" else [decoder]
     kinds = [step.get("type") for step in steps]
     if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
         return _byte_level
     spaces: list[tuple[str, str]] = []  # text that stands for other text, a mark for the space above all
-    joined = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)  # what comes behind this step works on the whole text
+    joined = (
+        kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
+    )  # what comes behind this step works on the whole text
     for step in steps[:joined]:
         if step.get("type") == "Metaspace":
             spaces.append((step["replacement"], " "))
@@ -397,8 +438,8 @@ class _ByteLevelStream:
 class _WindowStream:
     """Any other decoder: decode the new tokens behind the last settled one, and give out what comes after that one.
 
-    The settled token in front carries what the decoder needs to know of the past: whether a leading space stays. Runs of
-    byte tokens are held to their end, because one invalid byte changes how the decoder writes the whole run.
+    The settled token in front carries what the decoder needs to know of the past: whether a leading space stays. Runs
+    of byte tokens are held to their end, because one invalid byte changes how the decoder writes the whole run.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

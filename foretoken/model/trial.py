@@ -1,7 +1,9 @@
-"""A trial of a model that transformers has loaded: is it causal, does its cache say the same as no cache, how far do its positions reach?
+"""A trial of a model that transformers has loaded: is it causal, does its cache say the same as no cache, how far do
+its positions reach?
 
-Nothing here goes by the family's name. A handful of forwards over at most 12 tokens show what a family's code does with token ids alone.
-What only shows in a long text (a window of 4096 tokens) they cannot see: `hf` knows that from the kinds of cache layers.
+Nothing here goes by the family's name. A handful of forwards over at most 12 tokens show what a family's code does with
+token ids alone. What only shows in a long text (a window of 4096 tokens) they cannot see: `hf` knows that from the
+kinds of cache layers.
 """
 
 from __future__ import annotations
@@ -21,10 +23,26 @@ _Foreign: TypeAlias = Any  # objects of transformers, which has no types
 _NUM_TOKENS = 12
 _CHANGED = 5  # the row whose token is exchanged
 _SHORTER = 8  # the length of the same text read alone
-_PIECES = ((0, 4, 4), (4, 5, 5), (5, 10, 7), (7, 8, 8), (8, 12, 12))  # rows from, to, and how many are kept: prompt, token, guesses cut back, ...
+_PIECES = (
+    (0, 4, 4),
+    (4, 5, 5),
+    (5, 10, 7),
+    (7, 8, 8),
+    (8, 12, 12),
+)  # rows from, to, and how many are kept: prompt, token, guesses cut back, ...
 # What a family's own code raises when it is given less than it wants.
-_FOREIGN_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
-# The largest difference that counts as rounding, in parts of what the exchange of one token does. 16-bit rounding may choose other experts.
+_FOREIGN_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+# The largest difference that counts as rounding, in parts of what the exchange of one token does. 16-bit rounding may
+# choose other experts.
 _EXACT = (torch.float32, torch.float64)
 _CAUSAL_NOISE, _COARSE_CAUSAL_NOISE = 1e-4, 0.05
 _CACHE_NOISE, _COARSE_CACHE_NOISE = 1e-2, 0.3
@@ -33,8 +51,8 @@ _ROUNDING_STEPS = 16  # fewer rounding steps of the largest logit than this mean
 
 @dataclass(frozen=True)
 class Findings:
-    """`uses_cache`: its cache may be used; `num_columns` of its logits; `num_layers` that report hidden states (None: they are not
-    reported); `num_positions` that its tables of learned positions hold (None: it has none)."""
+    """`uses_cache`: its cache may be used; `num_columns` of its logits; `num_layers` that report hidden states (None:
+    they are not reported); `num_positions` that its tables of learned positions hold (None: it has none)."""
 
     uses_cache: bool
     num_columns: int
@@ -42,11 +60,15 @@ class Findings:
     num_positions: int | None
 
 
-def try_out(model: _Foreign, vocab_size: int, context_tokens: int, new_cache: Callable[[], _Foreign] | None) -> Findings:
-    """Run `model` over a few tokens in several ways; `new_cache` makes an empty cache, None if it has none that can be cut back.
+def try_out(
+    model: _Foreign, vocab_size: int, context_tokens: int, new_cache: Callable[[], _Foreign] | None
+) -> Findings:
+    """Run `model` over a few tokens in several ways; `new_cache` makes an empty cache, None if it has none that can be
+    cut back.
 
     Raises:
-        UnsupportedModelError: it cannot run on token ids alone, gives no logits for every token, reads later tokens, or does not give
+        UnsupportedModelError: it cannot run on token ids alone, gives no logits for every token, reads later tokens, or
+        does not give
             the same logits for the same text.
     """
     trial = _Trial(model, vocab_size, min(_NUM_TOKENS, context_tokens))
@@ -70,7 +92,8 @@ class _Trial:
         self._place = min(_CHANGED, num_tokens - 1)
         # Irregular, so that ids cannot be taken for positions.
         self.ids = [(7 * place * place + 3 * place + 11) % vocab_size for place in range(num_tokens)]
-        # Some families take masks or positions from padding tokens, which a model may well generate: the other text has one.
+        # Some families take masks or positions from padding tokens, which a model may well generate: the other text has
+        # one.
         pad = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
         usual = (self.ids[self._place] + vocab_size // 2) % vocab_size
         other = pad if isinstance(pad, int) and 0 <= pad < vocab_size and pad != self.ids[self._place] else usual
@@ -150,12 +173,19 @@ class _Trial:
             self._refuse(f"cannot run on token ids alone ({type(error).__name__}: {reason})", error)
 
     def _refuse(self, reason: str, error: Exception | None = None) -> NoReturn:
-        raise UnsupportedModelError(f"model_type={self._name!r} {reason}: foretoken runs decoder-only causal language models") from error
+        raise UnsupportedModelError(
+            f"model_type={self._name!r} {reason}: foretoken runs decoder-only causal language models"
+        ) from error
 
 
 def _modes(model: _Foreign) -> dict[tuple[str, str], str]:
     """The settings of every module that are words."""
-    return {(module, name): value for module, part in model.named_modules() for name, value in vars(part).items() if isinstance(value, str)}
+    return {
+        (module, name): value
+        for module, part in model.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, str)
+    }
 
 
 def _difference(left: Tensor, right: Tensor) -> Tensor:
@@ -165,7 +195,9 @@ def _difference(left: Tensor, right: Tensor) -> Tensor:
 
 
 class _PositionTables(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches look-ups in tables: one whose index goes up by one from token to token holds positions, and ends where its rows do."""
+    """Watches look-ups in tables: one whose index goes up by one from token to token holds positions, and ends where
+    its rows do.
+    """
 
     def __init__(self, model: _Foreign, num_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

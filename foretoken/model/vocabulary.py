@@ -1,7 +1,8 @@
-"""What two vocabularies have in common: which ids are padding, which tokens write the same bytes, which special tokens mean the same.
+"""What two vocabularies have in common: which ids are padding, which tokens write the same bytes, which special tokens
+mean the same.
 
-Pure functions of two tokenizers. A spelling is the bytes that a token writes inside a text, so that the space of a byte-level
-token and the mark of a SentencePiece one are the same space.
+Pure functions of two tokenizers. A spelling is the bytes that a token writes inside a text, so that the space of a
+byte-level token and the mark of a SentencePiece one are the same space.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ _SPELT_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 @dataclass(frozen=True)
 class Side:
-    """One model's vocabulary: its tokenizer, the number of its logits, and the tokens that end a text, the usual one first."""
+    """One model's vocabulary: its tokenizer, the number of its logits, and the tokens that end a text, the usual one
+    first.
+    """
 
     tokenizer: Tokenizer
     num_columns: int
@@ -38,14 +41,19 @@ class Twins:
 def differs_in_padding_only(target: Side, draft: Side) -> bool:
     """Whether both tokenizers are the same and the columns that one model has more belong to no token."""
     return target.tokenizer.same_vocabulary(draft.tokenizer) is None and (
-        target.num_columns == draft.num_columns or max(target.tokenizer.vocabulary.values(), default=-1) < min(target.num_columns, draft.num_columns)
+        target.num_columns == draft.num_columns
+        or max(target.tokenizer.vocabulary.values(), default=-1) < min(target.num_columns, draft.num_columns)
     )
 
 
 def special_twins(target: Side, draft: Side) -> Twins:
     """Special tokens of equal spelling, beginnings of text, ends of text; ids beyond a model's columns have no twin."""
     theirs = {draft.tokenizer.token(token): token for token in _inside(draft, draft.tokenizer.special_ids)}
-    same = {token: theirs[name] for token in _inside(target, target.tokenizer.special_ids) if (name := target.tokenizer.token(token)) in theirs}
+    same = {
+        token: theirs[name]
+        for token in _inside(target, target.tokenizer.special_ids)
+        if (name := target.tokenizer.token(token)) in theirs
+    }
     ends, their_ends = _inside(target, target.eos_token_ids), _inside(draft, draft.eos_token_ids)
     begins, their_begins = (_inside(side, [side.tokenizer.bos_token_id]) for side in (target, draft))
     to_draft, to_target = dict(same), {token: twin for twin, token in same.items()}
@@ -58,10 +66,11 @@ def special_twins(target: Side, draft: Side) -> Twins:
 
 
 def spellings(side: Side) -> dict[bytes, int] | None:
-    """The id that writes each byte string, special and empty tokens left out; None if the decoder does more than join its tokens.
+    """The id that writes each byte string, special and empty tokens left out; None if the decoder does more than join
+    its tokens.
 
-    Of several ids with one spelling the one that the tokenizer itself would choose: no byte token where there is a real one, then
-    the lowest.
+    Of several ids with one spelling the one that the tokenizer itself would choose: no byte token where there is a real
+    one, then the lowest.
     """
     writes = side.tokenizer.token_bytes
     if writes is None:
@@ -76,9 +85,11 @@ def spellings(side: Side) -> dict[bytes, int] | None:
 
 
 def shared_tokens(target: Side, draft: Side) -> dict[int, int] | None:
-    """Target id -> draft id, one to one, of the tokens with the same spelling on both sides; special tokens through their twins.
+    """Target id -> draft id, one to one, of the tokens with the same spelling on both sides; special tokens through
+    their twins.
 
-    The shared vocabulary of Timor et al. (arXiv 2502.05202, "TLI"). None if a tokenizer's tokens have no spelling; empty if no text is shared.
+    The shared vocabulary of Timor et al. (arXiv 2502.05202, "TLI"). None if a tokenizer's tokens have no spelling;
+    empty if no text is shared.
     """
     ours, theirs = spellings(target), spellings(draft)
     if ours is None or theirs is None:

@@ -1,7 +1,8 @@
-"""The tensors of a checkpoint on disk: which files hold them, what their headers say, and whether a model's tensors are all there.
+"""The tensors of a checkpoint on disk: which files hold them, what their headers say, and whether a model's tensors are
+all there.
 
-Only safetensors are read. Headers are compared with config.json before anything is allocated, so that a model takes no more memory
-than its files hold.
+Only safetensors are read. Headers are compared with config.json before anything is allocated, so that a model takes no
+more memory than its files hold.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Weights:
             with _opened(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
                     if name in self._file_of:
-                        raise CheckpointError(f"tensor {name} is in {self._file_of[name].name} and in {file.name} of {folder}")
+                        raise CheckpointError(
+                            f"tensor {name} is in {self._file_of[name].name} and in {file.name} of {folder}"
+                        )
                     view = tensors.get_slice(name)
                     self._file_of[name], self._about[name] = file, (tuple(view.get_shape()), str(view.get_dtype()))
         self._check_index()
@@ -58,7 +61,9 @@ class Weights:
             files = [checkpoint_file(self.folder, name) for name in sorted(set(self._index.values()))]
             for file in files:
                 if not file.exists():
-                    raise CheckpointError(f"shard {file.name} is missing in {self.folder}; {INDEX} lists it: download the folder again")
+                    raise CheckpointError(
+                        f"shard {file.name} is missing in {self.folder}; {INDEX} lists it: download the folder again"
+                    )
             return files
         refuse_pickle(self.folder)
         raise CheckpointError(f"{self.folder} holds neither {WEIGHTS} nor {INDEX}")
@@ -103,7 +108,9 @@ class Weights:
         stored = self._about[name][1]
         if stored not in _STORED:
             remedy = "take the checkpoint's float16 or bfloat16 version"
-            raise CheckpointError(f"tensor {name} in {self._file_of[name]} is stored as {stored}, which is not read here: {remedy}")
+            raise CheckpointError(
+                f"tensor {name} in {self._file_of[name]} is stored as {stored}, which is not read here: {remedy}"
+            )
         return _STORED[stored]
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -133,7 +140,9 @@ class Weights:
         extra = [name for name in self.own_names if name not in expected]
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-            raise CheckpointError(f"tensor {extra[0]}{more} in {self.folder} has no place in the model that config.json describes")
+            raise CheckpointError(
+                f"tensor {extra[0]}{more} in {self.folder} has no place in the model that config.json describes"
+            )
 
     def equal(self, name: str, other: str) -> bool:
         """Whether two tensors of one shape hold the same numbers."""
@@ -143,11 +152,16 @@ class Weights:
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         self.dtype(name)
         if self.shape(name) != shape:
-            raise CheckpointError(f"tensor {name} in {self._file_of[name]} has shape {list(self.shape(name))}; config.json asks for {list(shape)}")
+            raise CheckpointError(
+                f"tensor {name} in {self._file_of[name]} has shape {list(self.shape(name))}; config.json "
+                f"asks for {list(shape)}"
+            )
 
     def _require(self, name: str) -> None:
         if name not in self._file_of:
-            raise CheckpointError(f"tensor {name} is missing in {self.folder}: the checkpoint is incomplete or of another architecture")
+            raise CheckpointError(
+                f"tensor {name} is missing in {self.folder}: the checkpoint is incomplete or of another architecture"
+            )
 
 
 @contextmanager
@@ -173,12 +187,17 @@ def refuse_pickle(folder: Path) -> None:
     """
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles and not any(folder.glob("*.safetensors")):
-        remedy = "convert it to safetensors (model.save_pretrained(folder) in transformers), or take a revision that has them"
+        remedy = (
+            "convert it to safetensors (model.save_pretrained(folder) in transformers), "
+            "or take a revision that has them"
+        )
         raise CheckpointError(f"{folder} has its weights only as pickle ({pickles[0]}), which is never read: {remedy}")
 
 
 def hf_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a checkpoint, one after the other: a caller may stop at the first that is not there."""
+    """Name and shape of every tensor of a checkpoint, one after the other: a caller may stop at the first that is not
+    there.
+    """
     hidden, wide, size = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * size, config.num_kv_heads * size
     yield EMBEDDING, (config.vocab_size, hidden)

@@ -1,4 +1,6 @@
-"""A folder in which something is written before it takes its final name, and the removal of those whose writer was killed."""
+"""A folder in which something is written before it takes its final name, and the removal of those whose writer was
+killed.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ except ImportError:  # Windows: what a killed writer leaves stays there
 def writing_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """A fresh folder in `parent` whose name begins with `prefix`, removed at the end unless it was given another name.
 
-    A writer holds a lock on its folder, so folders of the same prefix that nobody locks are left from writers that were killed: they
-    are removed first.
+    A writer holds a lock on its folder, so folders of the same prefix that nobody locks are left from writers that were
+    killed: they are removed first.
 
     Raises:
         OSError: the folder cannot be made.
@@ -37,7 +39,9 @@ def writing_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def _remove_left(parent: Path, prefix: str) -> None:
-    for folder in [path for path in parent.iterdir() if path.name.startswith(prefix) and path.is_dir() and not path.is_symlink()]:
+    for folder in [
+        path for path in parent.iterdir() if path.name.startswith(prefix) and path.is_dir() and not path.is_symlink()
+    ]:
         lock = _lock(folder)
         if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,8 @@
 """Will it fit? Weights, both caches, the working memory of a step and a reserve, from shapes alone.
 
-Sizes are those of foretoken's own layout: a cache in blocks, one flat run of rows per step, logits for decoding rows only. What
-cannot be known from shapes (the interpreter, the allocator's slack, a CUDA context) is what the reserve is for.
+Sizes are those of foretoken's own layout: a cache in blocks, one flat run of rows per step, logits for decoding rows
+only. What cannot be known from shapes (the interpreter, the allocator's slack, a CUDA context) is what the reserve is
+for.
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-# Numbers per vocabulary entry of a decoding row while its law is made: logits in float32, scaled, softmax, law, the drafter's law,
-# and for top_p an order (values, 8-byte places) and its sums.
+# Numbers per vocabulary entry of a decoding row while its law is made: logits in float32, scaled, softmax, law, the
+# drafter's law, and for top_p an order (values, 8-byte places) and its sums.
 _LAW_BYTES = 5 * 4 + 4 + 8 + 4
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model takes: `weight_bytes` once, `kv_bytes_per_token` for every token of cache, the rest while a step runs.
+    """What a model takes: `weight_bytes` once, `kv_bytes_per_token` for every token of cache, the rest while a step
+    runs.
 
-    `row_bytes` is the most that one row of the flat run needs at a time, `mask_bytes` what a row adds for every token it may see,
-    `gather_bytes` what a token of the longest sequence adds: one layer's keys and values (read together when a sequence's blocks lie
-    scattered) and its place in the tables of rotary embeddings.
+    `row_bytes` is the most that one row of the flat run needs at a time, `mask_bytes` what a row adds for every token
+    it may see, `gather_bytes` what a token of the longest sequence adds: one layer's keys and values (read together
+    when a sequence's blocks lie scattered) and its place in the tables of rotary embeddings.
     """
 
     name: str
@@ -124,11 +126,19 @@ def contexts_to_show(target: ModelShape, asked: int) -> tuple[int, ...]:
 
 
 def fitting(
-    target: ModelShape, draft: ModelShape | None, load: Load, budget: Budget, batches: Sequence[int], contexts: Sequence[int]
+    target: ModelShape,
+    draft: ModelShape | None,
+    load: Load,
+    budget: Budget,
+    batches: Sequence[int],
+    contexts: Sequence[int],
 ) -> dict[int, dict[int, int]]:
     """Missing bytes by context and batch; 0 fits."""
     return {
-        context: {batch: budget.missing_bytes(account(target, draft, replace(load, batch=batch, context_tokens=context))) for batch in batches}
+        context: {
+            batch: budget.missing_bytes(account(target, draft, replace(load, batch=batch, context_tokens=context)))
+            for batch in batches
+        }
         for context in contexts
     }
 

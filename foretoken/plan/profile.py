@@ -1,12 +1,13 @@
-"""What a step of a target takes on a machine, as a few measured curves, and what a step that was not measured is taken to cost.
+"""What a step of a target takes on a machine, as a few measured curves, and what a step that was not measured is taken
+to cost.
 
     step = rows(decoding rows)                                       one request, a short text
-         + chunk(decoding rows + prompt rows) - chunk(decoding rows)  where prompts run along (`rows` where `chunk` has not begun)
-         + batch(requests) - rows(requests), each beyond its first    what several requests cost beyond as many rows of one
-         + sum over requests of context(tokens) - context(short)      what a longer past costs to read
+         + chunk(decoding rows + prompt rows) - chunk(decoding rows)  where prompts run along (`rows` where `chunk` has
+         not begun) + batch(requests) - rows(requests), each beyond its first    what several requests cost beyond as
+         many rows of one + sum over requests of context(tokens) - context(short)      what a longer past costs to read
 
-Between measured points a curve is a straight line, before the first flat, beyond the last it goes on at its last slope. Where a
-profile says nothing of context, its `roofline` does.
+Between measured points a curve is a straight line, before the first flat, beyond the last it goes on at its last slope.
+Where a profile says nothing of context, its `roofline` does.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Curve:
             return self.points[place][1]
         if len(self.points) == 1:
             return self.points[0][1]
-        (low, below), (high, above) = self.points[place - 1 : place + 1] if place < len(self.points) else self.points[-2:]
+        (low, below), (high, above) = (
+            self.points[place - 1 : place + 1] if place < len(self.points) else self.points[-2:]
+        )
         slope = (above - below) / (high - low)
         if place < len(self.points):
             return below + slope * (count - low)
@@ -62,8 +65,8 @@ class Curve:
 class DrafterCost:
     """Seconds of a drafter in a round, proposing and taking in what was emitted.
 
-    `guesses` by its longest draft, one request; `batch` by requests, at `batch_num_draft` guesses each; `prompt` what a prompt of so
-    many tokens takes the first time. `about` says what makes this drafter cost what it costs.
+    `guesses` by its longest draft, one request; `batch` by requests, at `batch_num_draft` guesses each; `prompt` what a
+    prompt of so many tokens takes the first time. `about` says what makes this drafter cost what it costs.
     """
 
     guesses: Curve
@@ -78,16 +81,18 @@ class DrafterCost:
             return 0.0
         alone = self.batch.seconds(1)
         share = self.batch.seconds(batch) / alone if alone > 0 else 1.0
-        return self.guesses.seconds(num_draft) * max(1.0, share) + (self.prompt.seconds(prompt_tokens) if prompt_tokens else 0.0)
+        return self.guesses.seconds(num_draft) * max(1.0, share) + (
+            self.prompt.seconds(prompt_tokens) if prompt_tokens else 0.0
+        )
 
 
 @dataclass(frozen=True)
 class Profile:
     """Measured curves of one target on one machine, with everything needed to judge them.
 
-    `rows` by decoding rows, `batch` by requests of one row each, `context` by tokens of the past (one row), `chunk` by prompt tokens;
-    `drafters` by name. `target` describes the model, `caveats` what was left out or looked odd. `roofline` is what the machine could do
-    at best.
+    `rows` by decoding rows, `batch` by requests of one row each, `context` by tokens of the past (one row), `chunk` by
+    prompt tokens; `drafters` by name. `target` describes the model, `caveats` what was left out or looked odd.
+    `roofline` is what the machine could do at best.
     """
 
     target: Mapping[str, Any]
@@ -104,7 +109,9 @@ class Profile:
     roofline: Roofline | None = None
 
     def step_s(self, decode_rows: int, contexts: Sequence[int], prompt_tokens: int = 0) -> float:
-        """A step over `decode_rows` rows and `prompt_tokens` of prompts, of requests with so many tokens of past each."""
+        """A step over `decode_rows` rows and `prompt_tokens` of prompts, of requests with so many tokens of past
+        each.
+        """
         seconds = self.rows.seconds(decode_rows) if decode_rows else 0.0
         if prompt_tokens:
             seconds += self._beside_s(decode_rows, prompt_tokens) if decode_rows else self.chunk.seconds(prompt_tokens)
@@ -130,7 +137,9 @@ class Profile:
     @property
     def fingerprint(self) -> str:
         """See `fingerprint`."""
-        return fingerprint(self.machine, self.target, self.versions, {name: cost.about for name, cost in self.drafters.items()})
+        return fingerprint(
+            self.machine, self.target, self.versions, {name: cost.about for name, cost in self.drafters.items()}
+        )
 
 
 def profile_from_mapping(raw: object) -> Profile:
@@ -141,7 +150,11 @@ def profile_from_mapping(raw: object) -> Profile:
     """
     if not isinstance(raw, Mapping) or raw.get("format") != FORMAT:
         found = raw.get("format") if isinstance(raw, Mapping) else type(raw).__name__
-        raise InputError("profile", found, f"not a profile of this version ({FORMAT}); make one with `foretoken bench --profile --out DIR`")
+        raise InputError(
+            "profile",
+            found,
+            f"not a profile of this version ({FORMAT}); make one with `foretoken bench --profile --out DIR`",
+        )
     rows = _curve(raw, "rows")
     if not rows.points:
         raise InputError("profile.rows", raw.get("rows"), "needs at least one point [rows, seconds]")
@@ -168,7 +181,10 @@ def profile_from_mapping(raw: object) -> Profile:
 
 
 def fingerprint(
-    machine: Mapping[str, Any], target: Mapping[str, Any], versions: Mapping[str, str], drafters: Mapping[str, Mapping[str, Any]] | None = None
+    machine: Mapping[str, Any],
+    target: Mapping[str, Any],
+    versions: Mapping[str, str],
+    drafters: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> str:
     """A name for what a profile holds for: equal on the same machine, model, versions and drafters only."""
     text = json.dumps([machine, target, versions, drafters or {}], sort_keys=True, default=str)
@@ -203,7 +219,9 @@ def _curve(raw: Mapping[str, Any], name: str, where: str = "") -> Curve:
     try:
         return Curve(tuple((_count(count), _number(seconds, _MOST_SECONDS)) for count, seconds in points))
     except (TypeError, ValueError) as error:
-        raise InputError(f"profile.{where + '.' if where else ''}{name}", value, f"must be pairs [count, seconds]: {error}") from error
+        raise InputError(
+            f"profile.{where + '.' if where else ''}{name}", value, f"must be pairs [count, seconds]: {error}"
+        ) from error
 
 
 def _count(value: object) -> int:

@@ -1,7 +1,9 @@
-"""What a forward must take at least: the time to read the weights and the past, or the time to compute, whichever is longer.
+"""What a forward must take at least: the time to read the weights and the past, or the time to compute, whichever is
+longer.
 
-Williams et al. 2009, "Roofline: an insightful visual performance model". Real kernels miss it by a factor that hardly changes with
-the number of rows, so measured points say how high the curve lies, and the roofline how it bends where nothing was measured.
+Williams et al. 2009, "Roofline: an insightful visual performance model". Real kernels miss it by a factor that hardly
+changes with the number of rows, so measured points say how high the curve lies, and the roofline how it bends where
+nothing was measured.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _SHARPNESS = 4.0  # of the bend between memory and arithmetic: the norm that is taken of the two
-_LEAST_FACTOR, _MOST_FACTOR = 0.5, 4.0  # how far measured steps may lie from the roofline before it is not trusted with the slope any more
+_LEAST_FACTOR, _MOST_FACTOR = (
+    0.5,
+    4.0,
+)  # how far measured steps may lie from the roofline before it is not trusted with the slope any more
 _MOST_ROWS = 512  # filled up to here; from there on a curve's last slope is the arithmetic alone
 
 Points = tuple[tuple[int, float], ...]
@@ -18,7 +23,8 @@ Points = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class Roofline:
-    """A model on a machine: bytes of weights that a step reads, arithmetic of a row, bytes of keys and values of a token of the past.
+    """A model on a machine: bytes of weights that a step reads, arithmetic of a row, bytes of keys and values of a
+    token of the past.
 
     `bytes_per_s` and `flops_per_s` are what the machine reaches in a copy and in a matrix product.
     """
@@ -34,7 +40,9 @@ class Roofline:
             raise ValueError("bytes, arithmetic and speeds must be positive")
 
     def seconds(self, rows: float, past_tokens: float = 0.0) -> float:
-        """A forward over `rows` rows of requests that hold `past_tokens` together; a request's past is read once for all its rows."""
+        """A forward over `rows` rows of requests that hold `past_tokens` together; a request's past is read once for
+        all its rows.
+        """
         memory = (self.step_bytes + past_tokens * self.kv_bytes_per_token) / self.bytes_per_s
         compute = rows * self.row_flops / self.flops_per_s
         longer = max(memory, compute)
@@ -45,11 +53,12 @@ class Roofline:
         return past_tokens * self.kv_bytes_per_token / self.bytes_per_s
 
     def fill(self, points: Sequence[tuple[int, float]]) -> Points:
-        """Measured `points` (rows ascending, seconds) with points between and beyond them; what was measured stays as it is.
+        """Measured `points` (rows ascending, seconds) with points between and beyond them; what was measured stays as
+        it is.
 
-        Between two points the curve bends as the roofline does. Beyond the last it goes on as the roofline does, times the factor by
-        which the last point lies off it, which is bounded: where calls rather than rows take the time, that factor says nothing.
-        Measured seconds that rise give a curve that rises.
+        Between two points the curve bends as the roofline does. Beyond the last it goes on as the roofline does, times
+        the factor by which the last point lies off it, which is bounded: where calls rather than rows take the time,
+        that factor says nothing. Measured seconds that rise give a curve that rises.
         """
         assert points
         last_rows, last_s = points[-1]

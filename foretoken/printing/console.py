@@ -2,10 +2,11 @@
 
 The rules, for all that is printed:
 
-- Markup means nothing; characters that a terminal would act on, and those that the stream's encoding lacks, are escaped (`printing.text`).
+- Markup means nothing; characters that a terminal would act on, and those that the stream's encoding lacks, are escaped
+  (`printing.text`).
 - A line is never wrapped, cut or padded here: a terminal folds it, a pipe gets it whole.
-- A table is drawn where it fits: the width of a terminal, or `_MOST_WIDTH` characters elsewhere. Otherwise each row becomes a
-  record, a line for each cell behind its heading.
+- A table is drawn where it fits: the width of a terminal, or `_MOST_WIDTH` characters elsewhere. Otherwise each row
+  becomes a record, a line for each cell behind its heading.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from typing import TextIO
 
 import rich.console
 from rich.cells import cell_len
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.segment import Segment, Segments
 from rich.status import Status
 from rich.table import Column
@@ -64,15 +74,25 @@ class Console:
         self._stream.flush()
 
     def answer(self, text: str) -> None:
-        """Write a piece of an answer: exactly in a pipe or file; on a terminal control characters other than line ends and tabs are escaped."""
+        """Write a piece of an answer: exactly in a pipe or file; on a terminal control characters other than line ends
+        and tabs are escaped.
+        """
         self.exact(visible_block(text) if self.is_terminal else text)
 
     def json_line(self, text: str) -> None:
-        """Write one line of JSON that `json.dumps` made; its only control character, DEL, is escaped as JSON does it."""
+        """Write one line of JSON that `json.dumps` made; its only control character, DEL, is escaped as JSON does
+        it.
+        """
         self.exact(text.replace("\x7f", "\\u007f") + "\n")
 
     def table(
-        self, headings: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", justify: str = "lr", styles: Sequence[str | None] = ()
+        self,
+        headings: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        *,
+        title: str = "",
+        justify: str = "lr",
+        styles: Sequence[str | None] = (),
     ) -> None:
         """Print rows of text under headings, as a table or as records.
 
@@ -95,7 +115,9 @@ class Console:
                 self.line(_drawn(row, widths, justify), style=style)
 
     def side_by_side(self, left: tuple[str, Sequence[Part]], right: tuple[str, Sequence[Part]]) -> None:
-        """Print two texts of several lines, each under its title: beside each other where that fits, else one after the other."""
+        """Print two texts of several lines, each under its title: beside each other where that fits, else one after the
+        other.
+        """
         columns = [self._lines([(title, "bold"), "\n", *parts]) for title, parts in (left, right)]
         widths = [max(map(_width, column)) for column in columns]
         has_tabs = any("\t" in _text(part) for _, parts in (left, right) for part in parts)
@@ -122,12 +144,16 @@ class Console:
 
     @contextmanager
     def bar(self, description: str, total: float | None, *, counts: bool = False, stays: bool = False) -> Iterator[Bar]:
-        """A progress bar on a terminal, nothing elsewhere; `counts` shows pieces instead of a percentage, `stays` keeps the full bar."""
+        """A progress bar on a terminal, nothing elsewhere; `counts` shows pieces instead of a percentage, `stays` keeps
+        the full bar.
+        """
 
         def cut() -> Column:  # rich's own mark of a cut is a character that not every encoding has
             return Column(no_wrap=True, overflow="crop")
 
-        amount: ProgressColumn = MofNCompleteColumn(table_column=cut()) if counts else TaskProgressColumn(table_column=cut())
+        amount: ProgressColumn = (
+            MofNCompleteColumn(table_column=cut()) if counts else TaskProgressColumn(table_column=cut())
+        )
         words = TextColumn("{task.description}", markup=False, table_column=cut())
         columns = (words, BarColumn(), amount, TimeRemainingColumn(table_column=cut()))
         with Progress(*columns, console=self._rich, disable=not self.is_terminal, transient=not stays) as progress:
@@ -193,7 +219,12 @@ class Bar:
         self._console, self._progress, self._task = console, progress, task
 
     def update(
-        self, description: str | None = None, *, advance: float | None = None, completed: float | None = None, total: float | None = None
+        self,
+        description: str | None = None,
+        *,
+        advance: float | None = None,
+        completed: float | None = None,
+        total: float | None = None,
     ) -> None:
         """Move it, by `advance` or to `completed`, and show another description."""
         words = None if description is None else self._console._label(description)
@@ -201,7 +232,9 @@ class Bar:
 
 
 def tolerate_encoding() -> None:
-    """Let standard output and error escape what their encoding lacks, for the text that other libraries write to them."""
+    """Let standard output and error escape what their encoding lacks, for the text that other libraries write to
+    them.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

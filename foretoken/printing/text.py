@@ -1,7 +1,8 @@
-"""Text that others wrote (paths, model names, answers, errors of libraries) in a form that a terminal or a page can hold.
+"""Text that others wrote (paths, model names, answers, errors of libraries) in a form that a terminal or a page can
+hold.
 
-A character that must not be printed as it is becomes the backslash escape that Python writes for it, as in \\x1b, \\n or \\u202e.
-Backslashes that stand in the text stay single, so the form is for readers; `--json` is the lossless one.
+A character that must not be printed as it is becomes the backslash escape that Python writes for it, as in \\x1b, \\n
+or \\u202e. Backslashes that stand in the text stay single, so the form is for readers; `--json` is the lossless one.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ _CUT = " ... ({} characters left out) ... "
 
 
 def visible(text: str) -> str:
-    """`text` on one line: every character that `str.isprintable` refuses is escaped, line ends, tabs and direction marks among them."""
+    """`text` on one line: every character that `str.isprintable` refuses is escaped, line ends, tabs and direction
+    marks among them.
+    """
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else _escape(character) for character in text)
 
 
 def visible_block(text: str) -> str:
-    """`text` with its line ends and tabs: control characters and lone surrogates are escaped, everything else is left alone."""
+    """`text` with its line ends and tabs: control characters and lone surrogates are escaped, everything else is left
+    alone.
+    """
     return _NOT_IN_A_BLOCK.sub(lambda found: _escape(found.group()), text)
 
 
@@ -31,7 +36,9 @@ def encodable(text: str, encoding: str | None) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """`text` cut in the middle to about `most` characters, saying how many were left out: what ends a message is often its remedy."""
+    """`text` cut in the middle to about `most` characters, saying how many were left out: what ends a message is often
+    its remedy.
+    """
     if len(text) <= most:
         return text
     head = most * 3 // 4

@@ -18,7 +18,19 @@ from pathlib import Path
 
 HELD_OUT_MODULES = frozenset(
     [
-        *("calendar", "cmd", "colorsys", "configparser", "csv", "fractions", "graphlib", "heapq", "json", "nntplib", "queue"),
+        *(
+            "calendar",
+            "cmd",
+            "colorsys",
+            "configparser",
+            "csv",
+            "fractions",
+            "graphlib",
+            "heapq",
+            "json",
+            "nntplib",
+            "queue",
+        ),
         *("shlex", "statistics", "string", "tempfile", "textwrap", "timeit", "wsgiref"),
     ]
 )
@@ -64,7 +76,9 @@ def standard_library(root: Path | None = None) -> Corpus:
 def is_held_out(relative: Path) -> bool:
     """Whether a library file is a held-out module, lies inside a held-out package, or tests one."""
     names = {part.removesuffix(".py") for part in relative.parts}
-    return bool(names & HELD_OUT_MODULES) or any(name.startswith("test_") and name[5:] in HELD_OUT_MODULES for name in names)
+    return bool(names & HELD_OUT_MODULES) or any(
+        name.startswith("test_") and name[5:] in HELD_OUT_MODULES for name in names
+    )
 
 
 def documents(name: str, text: str) -> Iterator[Document]:
@@ -114,7 +128,9 @@ def _index(name: str, tree: ast.Module) -> dict[str, list[dict[str, object]] | s
             "name": node.name,
             "line": node.lineno,
             "bases": [ast.unparse(base) for base in node.bases],
-            "methods": [_signature(child) for child in node.body if isinstance(child, ast.FunctionDef)][:_INDEX_METHODS],
+            "methods": [_signature(child) for child in node.body if isinstance(child, ast.FunctionDef)][
+                :_INDEX_METHODS
+            ],
         }
         for node in tree.body
         if isinstance(node, ast.ClassDef)
@@ -124,7 +140,12 @@ def _index(name: str, tree: ast.Module) -> dict[str, list[dict[str, object]] | s
 
 def _signature(node: ast.FunctionDef) -> dict[str, object]:
     doc = (ast.get_docstring(node) or "").strip().splitlines()
-    return {"name": node.name, "line": node.lineno, "args": [arg.arg for arg in node.args.args], "doc": doc[0] if doc else None}
+    return {
+        "name": node.name,
+        "line": node.lineno,
+        "args": [arg.arg for arg in node.args.args],
+        "doc": doc[0] if doc else None,
+    }
 
 
 def _read(path: Path) -> str | None:

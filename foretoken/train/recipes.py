@@ -59,8 +59,15 @@ def prepare(folder: Path, vocab_size: int = 4096) -> tuple[Tokenizer, Data]:
             folder.mkdir(parents=True, exist_ok=True)
             tokenizer.save(str(folder / "tokenizer.json"))
             size = sum(len(d.text.encode()) for d in held_out)
-            partial = folder / "corpus.partial.npz"  # numpy wants the suffix; an interruption must not leave half a corpus
-            np.savez(partial, train=encode(tokenizer, corpus.train), held_out=encode(tokenizer, held_out), held_out_bytes=size)
+            partial = (
+                folder / "corpus.partial.npz"
+            )  # numpy wants the suffix; an interruption must not leave half a corpus
+            np.savez(
+                partial,
+                train=encode(tokenizer, corpus.train),
+                held_out=encode(tokenizer, held_out),
+                held_out_bytes=size,
+            )
             partial.replace(corpus_file)
         except OSError as error:
             raise StorageError(f"cannot write the corpus to {folder}: {error}") from error
@@ -69,7 +76,9 @@ def prepare(folder: Path, vocab_size: int = 4096) -> tuple[Tokenizer, Data]:
             data = Data(arrays["train"], arrays["held_out"], int(arrays["held_out_bytes"]))
         return Tokenizer.from_file(str(folder / "tokenizer.json")), data
     except Exception as error:  # a broken file raises whatever numpy or tokenizers make of it
-        raise StorageError(f"the corpus in {folder} cannot be read ({error}); remove corpus.npz there to make it again") from error
+        raise StorageError(
+            f"the corpus in {folder} cannot be read ({error}); remove corpus.npz there to make it again"
+        ) from error
 
 
 def model_config(shape: Shape, tokenizer: Tokenizer, max_context_tokens: int = CONTEXT_TOKENS) -> ModelConfig:
@@ -111,10 +120,14 @@ def train_lm(
         raise ConfigError("device", device, "this machine has no CUDA device that torch can use; use cpu")
     for name in ("length", "final_length"):
         if getattr(config, name) > CONTEXT_TOKENS:
-            raise ConfigError(name, getattr(config, name), f"must be at most the model's context of {CONTEXT_TOKENS} tokens")
+            raise ConfigError(
+                name, getattr(config, name), f"must be at most the model's context of {CONTEXT_TOKENS} tokens"
+            )
     check_folder(out)  # reading the corpus takes half a minute
     if corpus is not None and not os.path.exists(corpus / "corpus.npz"):
-        raise StorageError(f"{corpus} holds no corpus.npz: give the folder of a run, or leave the corpus out to make one")
+        raise StorageError(
+            f"{corpus} holds no corpus.npz: give the folder of a run, or leave the corpus out to make one"
+        )
     tokenizer, data = prepare(corpus or out)
     decoder = Decoder(model_config(shape, tokenizer))
     decoder.initialise(config.seed)
@@ -136,7 +149,8 @@ def _start_from(folder: Path, config: ModelConfig) -> Decoder:
     for name in sizes:
         if getattr(decoder.config, name) != getattr(config, name):
             raise MismatchError(
-                f"{folder} has {name}={getattr(decoder.config, name)}, this run {getattr(config, name)}: start from a model of the same shape"
+                f"{folder} has {name}={getattr(decoder.config, name)}, this run {getattr(config, name)}: "
+                "start from a model of the same shape"
             )
     return decoder.requires_grad_(True)
 
@@ -145,7 +159,10 @@ def _load_teacher(folder: Path, tokenizer: Tokenizer, device: str) -> Decoder:
     teacher = load_decoder(folder, dtype="float32", device=device, pack=False)
     teacher.requires_grad_(False)
     if teacher.config.vocab_size != tokenizer.get_vocab_size():
-        raise MismatchError(f"the teacher has {teacher.config.vocab_size} tokens, the corpus {tokenizer.get_vocab_size()}: use its --corpus")
+        raise MismatchError(
+            f"the teacher has {teacher.config.vocab_size} tokens, the corpus "
+            f"{tokenizer.get_vocab_size()}: use its --corpus"
+        )
     words = load_tokenizer(folder)
     if words is not None and words.vocabulary != tokenizer.get_vocab():
         raise MismatchError(f"the teacher in {folder} has another tokenizer than the corpus: use its --corpus")

@@ -60,7 +60,9 @@ class TrainConfig:
         if not 0 <= self.seed < 2**63:
             raise ConfigError("seed", self.seed, "must lie between 0 and 2**63 - 1")
         if self.batch_tokens < max(self.length, self.final_length):
-            raise ConfigError("batch_tokens", self.batch_tokens, "must hold at least one window of `final_length` tokens")
+            raise ConfigError(
+                "batch_tokens", self.batch_tokens, "must hold at least one window of `final_length` tokens"
+            )
         for name in ("final_share", "decay_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(name, getattr(self, name), "must lie between 0 and 1")
@@ -105,24 +107,35 @@ class Result:
 class Trainer:
     """Trains `model` on `data`, with `teacher` by distillation if one is given, keeping its state in `folder`."""
 
-    def __init__(self, model: Decoder, data: Data, config: TrainConfig, folder: Path, teacher: Decoder | None = None) -> None:
+    def __init__(
+        self, model: Decoder, data: Data, config: TrainConfig, folder: Path, teacher: Decoder | None = None
+    ) -> None:
         self.model, self.data, self.config, self.folder, self.teacher = model, data, config, folder, teacher
-        matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name and "lm_head" not in name]
+        matrices = [
+            p
+            for name, p in model.named_parameters()
+            if p.dim() == 2 and "embedding" not in name and "lm_head" not in name
+        ]
         chosen = {id(p) for p in matrices}
         rest = [p for p in model.parameters() if id(p) not in chosen]
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(matrices, lr=config.matrix_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.Muon(
+                matrices, lr=config.matrix_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+            ),
             torch.optim.AdamW(rest, lr=config.vector_rate, betas=(0.9, 0.95), weight_decay=0.0),
         )
         self._peak_rates = (config.matrix_rate, config.vector_rate)
         self.step, self.seconds = 0, 0.0
         self.device = next(model.parameters()).device
         self._console = Console(stderr=True)
-        self._loss: Callable[[Tensor], Tensor] = torch.compile(self._loss_of, dynamic=False) if config.compile else self._loss_of
+        self._loss: Callable[[Tensor], Tensor] = (
+            torch.compile(self._loss_of, dynamic=False) if config.compile else self._loss_of
+        )
         self._resume()
 
     def run(self) -> Result:
-        """Train to the end of the schedule. An interrupted run (Ctrl-C, SIGTERM, SIGHUP) saves its state and goes on when called again.
+        """Train to the end of the schedule. An interrupted run (Ctrl-C, SIGTERM, SIGHUP) saves its state and goes on
+        when called again.
 
         Raises:
             KeyboardInterrupt: it was interrupted; the state is saved. A handler of the signal is called before.
@@ -149,7 +162,14 @@ class Trainer:
                 signal.raise_signal(interrupted[0])
             raise KeyboardInterrupt
         self.save()
-        return Result(self.step, self.step * self.config.batch_tokens, self.seconds, loss, self.bits_per_byte(), self.held_out_agreement())
+        return Result(
+            self.step,
+            self.step * self.config.batch_tokens,
+            self.seconds,
+            loss,
+            self.bits_per_byte(),
+            self.held_out_agreement(),
+        )
 
     def _train_step(self) -> float:
         length = self.config.length_at(self.step)
@@ -182,8 +202,12 @@ class Trainer:
         return bits_per_byte(self.model, self.data.held_out.tolist(), self.data.held_out_bytes)
 
     def held_out_agreement(self, tokens: int = 65_536) -> Agreement | None:
-        """How often the teacher would keep this model's guesses, along the first held-out tokens; None without a teacher."""
-        return None if self.teacher is None else agreement(self.teacher, self.model, self.data.held_out[:tokens].tolist())
+        """How often the teacher would keep this model's guesses, along the first held-out tokens; None without a
+        teacher.
+        """
+        return (
+            None if self.teacher is None else agreement(self.teacher, self.model, self.data.held_out[:tokens].tolist())
+        )
 
     def save(self) -> None:
         """Write weights, optimiser state and step; the previous state survives an interruption half-way."""
@@ -191,7 +215,9 @@ class Trainer:
         for index, optimizer in enumerate(self.optimizers):
             for key, state in optimizer.state_dict()["state"].items():
                 for name, value in state.items():
-                    tensors[f"optimizer.{index}.{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+                    tensors[f"optimizer.{index}.{key}.{name}"] = (
+                        value if isinstance(value, Tensor) else torch.tensor(value)
+                    )
         meta = {"step": self.step, "seconds": self.seconds, "config": asdict(self.config)}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -210,11 +236,15 @@ class Trainer:
             with safe_open(path, framework="pt") as handle:
                 meta = json.loads(handle.metadata()["state"])
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is not a whole training state ({error}); remove it to start again") from error
+            raise CheckpointError(
+                f"{path} is not a whole training state ({error}); remove it to start again"
+            ) from error
         for key in ("batch_tokens", "seed", "length"):
             if meta["config"][key] != getattr(self.config, key):
                 raise ConfigError(
-                    key, getattr(self.config, key), f"the run in {self.folder} was started with {meta['config'][key]}; use that or another folder"
+                    key,
+                    getattr(self.config, key),
+                    f"the run in {self.folder} was started with {meta['config'][key]}; use that or another folder",
                 )
         tensors = load_file(path)
         with torch.no_grad():
@@ -259,13 +289,17 @@ class Trainer:
 
 @contextmanager
 def _interruption() -> Iterator[list[int]]:
-    """The signals that came and would end the process, so that a step is never cut in half. Outside the main thread there are none."""
+    """The signals that came and would end the process, so that a step is never cut in half. Outside the main thread
+    there are none.
+    """
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield came
         return
     numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    old = {number: signal.signal(number, lambda caught, _frame: came.append(caught)) for number in numbers if _ends(number)}
+    old = {
+        number: signal.signal(number, lambda caught, _frame: came.append(caught)) for number in numbers if _ends(number)
+    }
     try:
         yield came
     finally:

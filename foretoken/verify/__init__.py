@@ -4,7 +4,16 @@ A new rule is one file with a subclass of `Rule` and one line in `dispatch.RULES
 """
 
 from foretoken.verify.base import Rule, draw, first_max, race_winner
-from foretoken.verify.dispatch import RULES, is_lossless, needs_race, needs_uniforms, resolve, rule_for, takes_trees, verify_batch
+from foretoken.verify.dispatch import (
+    RULES,
+    is_lossless,
+    needs_race,
+    needs_uniforms,
+    resolve,
+    rule_for,
+    takes_trees,
+    verify_batch,
+)
 
 __all__ = [
     "RULES",

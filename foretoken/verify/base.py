@@ -1,7 +1,7 @@
 """What every rule shares: the interface, the draws from weights and from noise, the one residual law.
 
-A rule is split so that it can be proved. `accept_probabilities` and `next_law` are the probabilities of every branch, and
-`verify` only compares them with uniforms; a test can therefore sum over all branches with their exact weights.
+A rule is split so that it can be proved. `accept_probabilities` and `next_law` are the probabilities of every branch,
+and `verify` only compares them with uniforms; a test can therefore sum over all branches with their exact weights.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Rule(ABC):
 
     Generic in dtype: float32 in production, float64 where the mathematics is tested. A rule that is not `lossless`
     changes the target's law and must never run unless the user asked for it by name. A rule that does not take trees
-    asserts that every request brings a chain. A rule that needs a race reads `Uniforms.race`; one that does not need uniforms reads
-    neither `accept` nor `next`, which then mean nothing.
+    asserts that every request brings a chain. A rule that needs a race reads `Uniforms.race`; one that does not need
+    uniforms reads neither `accept` nor `next`, which then mean nothing.
     """
 
     name: ClassVar[str]
@@ -35,14 +35,17 @@ class Rule(ABC):
 
     @abstractmethod
     def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
-        """Probability that the walk goes on from each node's parent to it, given that it reached the parent: [R, V] -> [N].
+        """Probability that the walk goes on from each node's parent to it, given that it reached the parent: [R, V] ->
+        [N].
 
         The children of one row sum to at most 1; the rest ends the round at that row.
         """
 
     @abstractmethod
     def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
-        """Weights (not normalised) of the token that ends the round when the walk stops at `rows`: -> [len(rows), V]."""
+        """Weights (not normalised) of the token that ends the round when the walk stops at `rows`: -> [len(rows),
+        V].
+        """
 
     @abstractmethod
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
@@ -63,7 +66,9 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     index = torch.searchsorted(cumulative, u.to(torch.float64).unsqueeze(-1) * cumulative[:, -1:], right=True)  # [B, 1]
     found = index.clamp(max=weights.shape[-1] - 1)  # [B, 1]
     if weights.device.type == "cpu" and bool((weights.gather(-1, found) > 0).all()):
-        return found.squeeze(-1)  # a sequential prefix sum is monotone: what follows cannot happen, and costs more than all before
+        return found.squeeze(
+            -1
+        )  # a sequential prefix sum is monotone: what follows cannot happen, and costs more than all before
     # A parallel prefix sum need not be monotone in its last bits, and rounding may point past the end: take the nearest
     # token at or after the index that has weight, else the last one that has.
     ids = torch.arange(weights.shape[-1], device=weights.device)  # [V]
@@ -75,7 +80,8 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
 def first_max(rows: Tensor) -> Tensor:
     """Place of the largest number of each row, the first of equal ones (a NaN counts as largest): [..., V] -> [...].
 
-    `Tensor.argmax`, whose CPU kernel reads number by number: numpy's is ten times as fast in 32 bits, a hundred times in 16.
+    `Tensor.argmax`, whose CPU kernel reads number by number: numpy's is ten times as fast in 32 bits, a hundred times
+    in 16.
     """
     if rows.device.type != "cpu":
         return rows.argmax(-1)
@@ -98,7 +104,9 @@ def accept_ratio(weight: float, mass: float) -> float:
 
 
 def node_terms(draft: Draft, target_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """What the target and the law of its row give to every node's token: p(x) and mu(x), both [N]; mu = 1 for a deterministic guess."""
+    """What the target and the law of its row give to every node's token: p(x) and mu(x), both [N]; mu = 1 for a
+    deterministic guess.
+    """
     parent_rows = torch.tensor(draft.parent_rows, dtype=torch.int64, device=target_probs.device)
     p = target_probs[parent_rows, draft.tokens]
     if draft.mass is None:
@@ -118,7 +126,9 @@ def host_lists(*parts: Tensor) -> list[Any]:
 
 
 def take(rows_of: Tensor, rows: Sequence[int]) -> Tensor:
-    """Some rows of a matrix, [R, V] -> [len(rows), V]; a view, not a copy, when they follow one another. Do not write to it."""
+    """Some rows of a matrix, [R, V] -> [len(rows), V]; a view, not a copy, when they follow one another. Do not write
+    to it.
+    """
     if rows and tuple(rows) == tuple(range(rows[0], rows[0] + len(rows))):
         return rows_of[rows[0] : rows[0] + len(rows)]
     return rows_of[torch.tensor(rows, dtype=torch.int64, device=rows_of.device)]
@@ -131,14 +141,18 @@ def left_over(weights: Tensor, scale: Sequence[float], mass: Tensor) -> Tensor:
 
 
 def pieces(rows: Sequence[int], matrix: Tensor) -> Iterator[Sequence[int]]:
-    """`rows` of a matrix [R, V] in pieces that are worked on together: on a CPU as many as stay in its cache, elsewhere all."""
+    """`rows` of a matrix [R, V] in pieces that are worked on together: on a CPU as many as stay in its cache, elsewhere
+    all.
+    """
     size = max(1, _CACHED_NUMBERS // matrix.shape[-1]) if matrix.device.type == "cpu" else len(rows)
     while rows:
         yield rows[:size]
         rows = rows[size:]
 
 
-def residual_law(draft: Draft, target_probs: Tensor, rows: Sequence[int], reach: Sequence[float] | None = None) -> Tensor:
+def residual_law(
+    draft: Draft, target_probs: Tensor, rows: Sequence[int], reach: Sequence[float] | None = None
+) -> Tensor:
     """Weights (P p - mu)_+ left for the target at `rows` where nothing was accepted: -> [len(rows), V].
 
     mu is the law of the row when a child was, or could have been, sampled there; a point at its deterministic child;
@@ -152,7 +166,9 @@ def residual_law(draft: Draft, target_probs: Tensor, rows: Sequence[int], reach:
     with_law = [b for b, law in enumerate(laws) if law >= 0]
     if draft.mass is not None:
         scale = [1.0 if reach is None else reach[b] for b in with_law]
-        weights[with_law] = left_over(take(at_rows, with_law), scale, take(draft.mass.laws, [laws[b] for b in with_law]))
+        weights[with_law] = left_over(
+            take(at_rows, with_law), scale, take(draft.mass.laws, [laws[b] for b in with_law])
+        )
     fixed = [b for b, row in enumerate(rows) if laws[b] < 0 and row in child_of_row]
     weights[fixed, draft.tokens[[child_of_row[rows[b]] for b in fixed]]] = 0
     return or_target(weights, at_rows)
@@ -167,13 +183,17 @@ def or_target(weights: Tensor, at_rows: Tensor) -> Tensor:
 
 
 def require_chains(draft: Draft, name: str) -> None:
-    """One mu per row is all that `name` can subtract, so siblings, or a law beside a deterministic child, are refused."""
+    """One mu per row is all that `name` can subtract, so siblings, or a law beside a deterministic child, are
+    refused.
+    """
     for b in range(draft.num_requests):
         assert draft.is_chain(b), f"{name} takes chains: a row has several children"
     if draft.mass is not None:
         sampled = draft.sampled or (False,) * draft.num_nodes
         for node, row in enumerate(draft.parent_rows):
-            assert (draft.mass.law_of_row[row] >= 0) == sampled[node], "a row has a law exactly when its child was sampled from it"
+            assert (draft.mass.law_of_row[row] >= 0) == sampled[node], (
+                "a row has a law exactly when its child was sampled from it"
+            )
 
 
 def open_rows(draft: Draft) -> set[int]:
@@ -194,8 +214,8 @@ def path_to(draft: Draft, request: int, node: int) -> tuple[int, ...]:
 def deepest_walk(draft: Draft, matches: Sequence[bool]) -> tuple[list[int], list[float]]:
     """Where a walk stops that follows matching nodes as deep as they go: matches [N] -> (stop rows [B], steps [N]).
 
-    `steps[i]` is 1.0 where the walk, once at node i's parent, goes on to it: a match from which most matches follow; the
-    first of equals.
+    `steps[i]` is 1.0 where the walk, once at node i's parent, goes on to it: a match from which most matches follow;
+    the first of equals.
     """
     height = [0] * draft.num_rows  # [R] matches that can follow a row
     chosen = [-1] * draft.num_rows  # [R] the node a walk goes on to
@@ -220,7 +240,8 @@ def verdict_at(
     probabilities: Sequence[float] | None,
     proposed: Collection[int] | None = None,
 ) -> Verdict:
-    """The verdict of walks that stop at `rows` [B]: host copies of the draft's tokens [N] and of `probabilities` [N] (None: not known).
+    """The verdict of walks that stop at `rows` [B]: host copies of the draft's tokens [N] and of `probabilities` [N]
+    (None: not known).
 
     The kind of the next token is "residual" at the rows in `proposed` (by default the draft's open rows), else "bonus".
     """

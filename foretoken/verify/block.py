@@ -8,16 +8,27 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
-from foretoken.verify.base import Rule, accept_ratio, draw, left_over, node_terms, pieces, require_chains, residual_law, take, verdict_at
+from foretoken.verify.base import (
+    Rule,
+    accept_ratio,
+    draw,
+    left_over,
+    node_terms,
+    pieces,
+    require_chains,
+    residual_law,
+    take,
+    verdict_at,
+)
 
 
 class BlockRule(Rule):
     """The longest prefix i with u_i < h_i stands, and the next token comes from (P_i p - mu)_+ at its row.
 
-    P_0 = 1, P_i = min(1, P_{i-1} p(x_i) / mu(x_i)); Z_i = sum (P_i p - mu)_+ over the row after x_i; h_i = Z_i / (Z_i + 1 - P_i),
-    for every i up to the drawn length. Sun et al. 2024 (arXiv 2403.10444), with any sub-probability mass mu in place of the
-    draft's law: it is their rule on the vocabulary and one more symbol, "nothing", that the target never says. Accepts the most
-    any lossless rule can on one drawn chain.
+    P_0 = 1, P_i = min(1, P_{i-1} p(x_i) / mu(x_i)); Z_i = sum (P_i p - mu)_+ over the row after x_i; h_i = Z_i / (Z_i +
+    1 - P_i), for every i up to the drawn length. Sun et al. 2024 (arXiv 2403.10444), with any sub-probability mass mu
+    in place of the draft's law: it is their rule on the vocabulary and one more symbol, "nothing", that the target
+    never says. Accepts the most any lossless rule can on one drawn chain.
     """
 
     name = "block"
@@ -77,9 +88,15 @@ def _bounds(draft: Draft, target_probs: Tensor, p: Sequence[float], reach: Seque
         left[row] *= max(0.0, 1.0 - p[node])  # as for a deterministic guess; a row with a law follows
     if draft.mass is not None:
         law_of_row = draft.mass.law_of_row
-        rows = sorted((row for row, law in enumerate(law_of_row) if law >= 0), key=law_of_row.__getitem__)  # laws in turn are read without a copy
+        rows = sorted(
+            (row for row, law in enumerate(law_of_row) if law >= 0), key=law_of_row.__getitem__
+        )  # laws in turn are read without a copy
         for some in pieces(rows, target_probs):
-            owed = left_over(take(target_probs, some), [reach[row] for row in some], take(draft.mass.laws, [law_of_row[row] for row in some]))
+            owed = left_over(
+                take(target_probs, some),
+                [reach[row] for row in some],
+                take(draft.mass.laws, [law_of_row[row] for row in some]),
+            )
             for row, total in zip(some, owed.sum(-1, dtype=torch.float64).tolist(), strict=True):
                 left[row] = total
     # Z + (1 - P), not Z + 1 - P: nothing is lost where P is nearly 1.

@@ -1,4 +1,6 @@
-"""The rule for repeatable answers: the target's choice is a function of its law and of noise that belongs to the position."""
+"""The rule for repeatable answers: the target's choice is a function of its law and of noise that belongs to the
+position.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,12 @@ from foretoken.verify.base import Rule, deepest_walk, host_lists, race_winner, t
 
 
 class CoupledRule(Rule):
-    """At every row y = argmin noise / p; follow the children that equal y, in any tree, and end with the y that none equals.
+    """At every row y = argmin noise / p; follow the children that equal y, in any tree, and end with the y that none
+    equals.
 
-    The text is the one without drafts, whoever drafted, for any tree: what was drafted only decides how much of it a round
-    yields. Maximal coupling by an exponential race (Gumbel-max): Daliri et al. 2025 (arXiv 2408.07978). A drafter that races
-    its own law with the same noise is right most often.
+    The text is the one without drafts, whoever drafted, for any tree: what was drafted only decides how much of it a
+    round yields. Maximal coupling by an exponential race (Gumbel-max): Daliri et al. 2025 (arXiv 2408.07978). A drafter
+    that races its own law with the same noise is right most often.
     """
 
     name = "coupled"

@@ -18,26 +18,37 @@ from foretoken.verify.tree import TreeRule
 from foretoken.verify.typical import TypicalRule
 
 RULES: dict[str, Rule] = {
-    rule.name: rule for rule in (GreedyRule(), RejectionRule(), BlockRule(), CoupledRule(), TreeRule(), TraversalRule(), TypicalRule())
+    rule.name: rule
+    for rule in (GreedyRule(), RejectionRule(), BlockRule(), CoupledRule(), TreeRule(), TraversalRule(), TypicalRule())
 }
 
 
-def resolve(rule_name: str, greedy: bool, seeded: bool = False, allow_lossy: bool = False, shape_follows_draws: bool = False) -> str:
-    """Name of the rule for a request: "auto" becomes "greedy" when the target's law is a point (`greedy`), "coupled" when the user gave
-    a seed (`seeded`), "tree" when the shape of a draft may depend on what was drawn on the way (`shape_follows_draws`: a model's trees,
-    merged ones), since a rule must not. Else it stays "auto": `verify_batch` then chooses by what was drafted.
+def resolve(
+    rule_name: str, greedy: bool, seeded: bool = False, allow_lossy: bool = False, shape_follows_draws: bool = False
+) -> str:
+    """Name of the rule for a request: "auto" becomes "greedy" when the target's law is a point (`greedy`), "coupled"
+    when the user gave a seed (`seeded`), "tree" when the shape of a draft may depend on what was drawn on the way
+    (`shape_follows_draws`: a model's trees, merged ones), since a rule must not. Else it stays "auto": `verify_batch`
+    then chooses by what was drafted.
 
     Raises:
-        ConfigError: an unknown rule, "greedy" where the target's law is not a point, or a lossy rule without `allow_lossy`.
+        ConfigError: an unknown rule, "greedy" where the target's law is not a point, or a lossy rule without
+        `allow_lossy`.
     """
     if rule_name == "auto":
         return "greedy" if greedy else "coupled" if seeded else "tree" if shape_follows_draws else "auto"
     if rule_name not in RULES:
         raise ConfigError("rule", rule_name, f"choose one of auto, {', '.join(RULES)}")
     if rule_name == "greedy" and not greedy:
-        raise ConfigError("rule", rule_name, "it would change the law at temperature > 0; use rule='auto' or set temperature=0")
+        raise ConfigError(
+            "rule", rule_name, "it would change the law at temperature > 0; use rule='auto' or set temperature=0"
+        )
     if not is_lossless(rule_name) and not allow_lossy:
-        raise ConfigError("rule", rule_name, "changes the target's law (lossy); set allow_lossy=True if that is what you want, or use rule='auto'")
+        raise ConfigError(
+            "rule",
+            rule_name,
+            "changes the target's law (lossy); set allow_lossy=True if that is what you want, or use rule='auto'",
+        )
     return rule_name
 
 
@@ -62,18 +73,22 @@ def is_lossless(rule_name: str) -> bool:
 
 
 def rule_for(draft: Draft, request: int) -> str:
-    """What "auto" means for what was drafted: "block" for a chain with a sampled or missing guess, "rejection" for one without (as
-    good there, and cheaper), else "tree".
+    """What "auto" means for what was drafted: "block" for a chain with a sampled or missing guess, "rejection" for one
+    without (as good there, and cheaper), else "tree".
 
-    Lawful for drafters whose shape is known before anything is drawn, and for all that draw chains only. A drafter that branches
-    here or there depending on what it drew must be given a rule by name: then this choice would look at the draw.
+    Lawful for drafters whose shape is known before anything is drawn, and for all that draw chains only. A drafter that
+    branches here or there depending on what it drew must be given a rule by name: then this choice would look at the
+    draw.
     """
     if not draft.is_chain(request):
         return "tree"
     if draft.mass is None:
         return "rejection"
     sampled, law_of_row = draft.sampled or (False,) * draft.num_nodes, draft.mass.law_of_row
-    if any(law_of_row[draft.parent_rows[node]] >= 0 and not sampled[node] for node in range(draft.offsets[request], draft.offsets[request + 1])):
+    if any(
+        law_of_row[draft.parent_rows[node]] >= 0 and not sampled[node]
+        for node in range(draft.offsets[request], draft.offsets[request + 1])
+    ):
         return "tree"  # a draw came to nothing beside a deterministic guess
     return "block" if any(law_of_row[row] >= 0 for row in draft.rows_of([request])) else "rejection"
 
@@ -92,7 +107,9 @@ def verify_batch(draft: Draft, target_probs: Tensor, uniforms: Uniforms, rules: 
     outcome: dict[int, tuple[tuple[int, ...], tuple[int, ...], int, NextKind, tuple[float | None, ...]]] = {}
     for rule, requests in groups.items():
         verdict = _verify_some(RULES[rule], draft, target_probs, uniforms, requests)
-        parts = zip(verdict.paths, verdict.accepted, verdict.next_tokens, verdict.next_kinds, verdict.probabilities, strict=True)
+        parts = zip(
+            verdict.paths, verdict.accepted, verdict.next_tokens, verdict.next_kinds, verdict.probabilities, strict=True
+        )
         outcome.update(zip(requests, parts, strict=True))
     return Verdict(*zip(*(outcome[b] for b in range(draft.num_requests)), strict=True))
 

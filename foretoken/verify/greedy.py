@@ -21,7 +21,9 @@ class GreedyRule(Rule):
     needs_uniforms = False
 
     def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
-        """1 where the node's token is the argmax of its parent's row (of equal siblings: the one that leads deepest), else 0: -> [N]."""
+        """1 where the node's token is the argmax of its parent's row (of equal siblings: the one that leads deepest),
+        else 0: -> [N].
+        """
         best, tokens = first_max(target_probs).tolist(), draft.tokens.tolist()
         steps = deepest_walk(draft, [tokens[node] == best[row] for node, row in enumerate(draft.parent_rows)])[1]
         return torch.tensor(steps, dtype=target_probs.dtype, device=target_probs.device)

@@ -44,7 +44,9 @@ class RejectionRule(Rule):
         rows = []
         for b, length in enumerate(draft.lengths):
             start = draft.offsets[b]
-            rows.append(draft.anchor_row(b) + next((node for node in range(length) if not passes[start + node]), length))
+            rows.append(
+                draft.anchor_row(b) + next((node for node in range(length) if not passes[start + node]), length)
+            )
         next_tokens = draw(self.next_law(draft, target_probs, rows), uniforms.next).tolist()
         return verdict_at(draft, [int(token) for token in tokens], rows, next_tokens, ratios)
 

@@ -1,7 +1,7 @@
 """Running residuals over the children of a row: what the target still owes after each refused guess.
 
-The node rule that `tree` (top down) and `traversal` (bottom up) share. Of an ordered list of proposals, each with the mass it was
-drawn from given the earlier ones, guess k is judged by the residual that the guesses before it left.
+The node rule that `tree` (top down) and `traversal` (bottom up) share. Of an ordered list of proposals, each with the
+mass it was drawn from given the earlier ones, guess k is judged by the residual that the guesses before it left.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Proposals:
 
 @dataclass(frozen=True)
 class FurtherLaw:
-    """One of the draft's laws without some tokens, scaled back to its own sum: what `node`, a later sibling, was drawn from."""
+    """One of the draft's laws without some tokens, scaled back to its own sum: what `node`, a later sibling, was drawn
+    from.
+    """
 
     node: int
     law: int
@@ -40,10 +42,11 @@ class FurtherLaw:
 
 
 def read_proposals(draft: Draft, tokens: Sequence[int]) -> tuple[list[Proposals], list[FurtherLaw]]:
-    """The proposals at every row [R], from host tokens [N], and the laws they need besides the draft's M: law M + i is further law i.
+    """The proposals at every row [R], from host tokens [N], and the laws they need besides the draft's M: law M + i is
+    further law i.
 
-    Deterministic guesses of one row that say the same are one guess: what was proposed after any of them stands at the row of the
-    first. No walk reaches the rows of the others.
+    Deterministic guesses of one row that say the same are one guess: what was proposed after any of them stands at the
+    row of the first. No walk reaches the rows of the others.
     """
     sampled = draft.sampled or (False,) * draft.num_nodes
     law_of_row = draft.mass.law_of_row if draft.mass is not None else ()
@@ -69,7 +72,9 @@ def read_proposals(draft: Draft, tokens: Sequence[int]) -> tuple[list[Proposals]
         # In the order of the rows: the place of a draw must not tell whether it came to something.
         gathered[home[row]] += draws[row] or ([(law, None)] if law >= 0 else [])
     found = [
-        Proposals(tuple(law for law, _ in gathered[row]), tuple(node for _, node in gathered[row]), tuple(fixed[row].values()))
+        Proposals(
+            tuple(law for law, _ in gathered[row]), tuple(node for _, node in gathered[row]), tuple(fixed[row].values())
+        )
         for row in range(draft.num_rows)
     ]
     return found, further
@@ -77,16 +82,21 @@ def read_proposals(draft: Draft, tokens: Sequence[int]) -> tuple[list[Proposals]
 
 def node_rows(draft: Draft) -> list[int]:
     """The row of every node, [N]."""
-    return [row for b in range(draft.num_requests) for row in range(draft.anchor_row(b) + 1, draft.anchor_row(b) + 1 + draft.lengths[b])]
+    return [
+        row
+        for b in range(draft.num_requests)
+        for row in range(draft.anchor_row(b) + 1, draft.anchor_row(b) + 1 + draft.lengths[b])
+    ]
 
 
 class Residuals:
     """The state of every row while its proposals are refused one by one; P is 1 for a top-down walk.
 
     A row is entered with probability P and owes the law r = weights / total. Refusing a proposal of mass mu leaves
-    w = (P r - mu)_+ of sum Z, hence r = w / Z and P = Z / (Z + 1 - P). Weng et al. 2025 (arXiv 2505.12398); with P = 1 it is the
-    residual of recursive rejection sampling (Miao et al. 2024, arXiv 2305.09781). Several draws from one row are exact when their
-    number was fixed before the first of them, so a law whose sum is below 1 should have one draw only.
+    w = (P r - mu)_+ of sum Z, hence r = w / Z and P = Z / (Z + 1 - P). Weng et al. 2025 (arXiv 2505.12398); with P = 1
+    it is the residual of recursive rejection sampling (Miao et al. 2024, arXiv 2305.09781). Several draws from one row
+    are exact when their number was fixed before the first of them, so a law whose sum is below 1 should have one draw
+    only.
     """
 
     def __init__(self, draft: Draft, target_probs: Tensor) -> None:
@@ -112,15 +122,17 @@ class Residuals:
         return {row for row, one in enumerate(self.proposals) if one.drawn or one.fixed}
 
     def _with_further_laws(self, laws: Tensor, further: Sequence[FurtherLaw]) -> Tensor:
-        """The draft's `laws` [M, V] and the further ones, [M + len(further), V]; also sets `mass` of the nodes drawn from the latter."""
+        """The draft's `laws` [M, V] and the further ones, [M + len(further), V]; also sets `mass` of the nodes drawn
+        from the latter.
+        """
         if not further:
             return laws
         whole = laws[[one.law for one in further]]  # [K, V]
         rest = whole.clone()
         places = [(k, token) for k, one in enumerate(further) for token in one.without]
         rest[[k for k, _ in places], [token for _, token in places]] = 0
-        # Summed, not subtracted from the whole: after a likely token the rest is small and would be all rounding. If nothing is left of
-        # a law, against the contract, zero times a finite number stays zero.
+        # Summed, not subtracted from the whole: after a likely token the rest is small and would be all rounding. If
+        # nothing is left of a law, against the contract, zero times a finite number stays zero.
         left = rest.sum(-1, keepdim=True, dtype=torch.float64).clamp_(min=torch.finfo(torch.float64).tiny)
         rest *= whole.sum(-1, keepdim=True, dtype=torch.float64) / left
         masses = rest[list(range(len(further))), [self.tokens[one.node] for one in further]].tolist()
@@ -129,11 +141,17 @@ class Residuals:
         return torch.cat((laws, rest))
 
     def judge(self, bottom_up: bool) -> None:
-        """Set `step` of every node and, bottom up, `reach` of every row to the chance of ending there once its children are refused.
+        """Set `step` of every node and, bottom up, `reach` of every row to the chance of ending there once its children
+        are refused.
 
-        Top down every row counts as reached and only what some node needs is computed; bottom up a row is entered with its node's step.
+        Top down every row counts as reached and only what some node needs is computed; bottom up a row is entered with
+        its node's step.
         """
-        ready = [self.draft.anchor_row(b) for b in range(self.draft.num_requests)] if bottom_up else list(range(self.draft.num_rows))
+        ready = (
+            [self.draft.anchor_row(b) for b in range(self.draft.num_requests)]
+            if bottom_up
+            else list(range(self.draft.num_rows))
+        )
         while ready:
             waiting: list[int] = []
             while ready:
@@ -163,7 +181,9 @@ class Residuals:
         with_draw = [i for i, row in enumerate(rows) if self.proposals[row].drawn]
         if with_draw:
             chosen = [rows[i] for i in with_draw]
-            scales = [self._last_scale[row] if row in self._last_scale else 1.0 / self.total[row] for row in chosen]  # P is 1 top down
+            scales = [
+                self._last_scale[row] if row in self._last_scale else 1.0 / self.total[row] for row in chosen
+            ]  # P is 1 top down
             laws = take(self.laws, [self.proposals[row].laws[-1] for row in chosen])
             weights[with_draw] = left_over(self._owed(chosen), scales, laws)
         places = [(i, self.tokens[node]) for i, row in enumerate(rows) for node in self.proposals[row].fixed]
@@ -190,7 +210,9 @@ class Residuals:
             nodes = [(i, node) for i, row in enumerate(some) for node in self.proposals[row].children]
             at_nodes = left[[i for i, _ in nodes], [self.tokens[node] for _, node in nodes]]
             totals, found = host_lists(left.sum(-1, dtype=torch.float64), at_nodes)
-            self._settle(some, scales, left, totals, {node: weight for (_, node), weight in zip(nodes, found, strict=True)})
+            self._settle(
+                some, scales, left, totals, {node: weight for (_, node), weight in zip(nodes, found, strict=True)}
+            )
 
     def _owed(self, rows: Sequence[int]) -> Tensor:
         """What `rows` owe before the last refusal that was not kept: weights [len(rows), V]. Do not write to it."""
@@ -198,14 +220,23 @@ class Residuals:
             return take(self.target_probs, rows)
         return torch.stack([self._weights.get(row, self.target_probs[row]) for row in rows])
 
-    def _settle(self, rows: Sequence[int], scales: Sequence[float], left: Tensor, totals: Sequence[float], at_nodes: dict[int, float]) -> None:
+    def _settle(
+        self,
+        rows: Sequence[int],
+        scales: Sequence[float],
+        left: Tensor,
+        totals: Sequence[float],
+        at_nodes: dict[int, float],
+    ) -> None:
         """Take over a refusal at each of `rows` [n] that left the weights `left` [n, V] of sum `totals` [n]."""
         for i, row in enumerate(rows):
             self.num_refused[row] += 1
             self._set_reach(row, totals[i])
             last = self.num_refused[row] == len(self.proposals[row].drawn)
             if last:
-                self._last_scale[row] = scales[i]  # most rows never need these weights again: they are made when the walk ends there
+                self._last_scale[row] = scales[
+                    i
+                ]  # most rows never need these weights again: they are made when the walk ends there
             if totals[i] <= torch.finfo(left.dtype).tiny:
                 continue  # reachable by rounding only, and 1 / total would overflow: what was owed before stays
             if not last:

@@ -15,9 +15,10 @@ from foretoken.verify.siblings import Residuals
 class TraversalRule(Rule):
     """The first node in post-order with u < P stands with its path, and the next token comes from what is left at it.
 
-    A node is entered with P = min(1, P r(x) / mu(x)) of its parent's row, after that row's earlier children; every refused child, and
-    every draw that came to nothing, takes its mass off P r. Weng et al. 2025 (arXiv 2505.12398), extended to any ordered proposals
-    of sub-probability mass. On a chain it is block verification, on one level the rule `tree`.
+    A node is entered with P = min(1, P r(x) / mu(x)) of its parent's row, after that row's earlier children; every
+    refused child, and every draw that came to nothing, takes its mass off P r. Weng et al. 2025 (arXiv 2505.12398),
+    extended to any ordered proposals of sub-probability mass. On a chain it is block verification, on one level the
+    rule `tree`.
     """
 
     name = "traversal"
@@ -41,7 +42,13 @@ class TraversalRule(Rule):
         numbers, rows = uniforms.accept.tolist(), []
         for b in range(draft.num_requests):
             anchor = draft.anchor_row(b)
-            rows.append(next(row for row in _post_order(residuals, anchor) if row == anchor or numbers[row - b - 1] < residuals.reach[row]))
+            rows.append(
+                next(
+                    row
+                    for row in _post_order(residuals, anchor)
+                    if row == anchor or numbers[row - b - 1] < residuals.reach[row]
+                )
+            )
         next_tokens = draw(residuals.next_weights(rows), uniforms.next).tolist()
         return verdict_at(draft, residuals.tokens, rows, next_tokens, _shares(residuals), residuals.open_rows)
 
@@ -57,9 +64,13 @@ def _post_order(residuals: Residuals, anchor: int) -> list[int]:
 
 
 def _shares(residuals: Residuals) -> list[float]:
-    """The probability that the accepted path goes on from every node's parent to it, given that it reached the parent: -> [N]."""
+    """The probability that the accepted path goes on from every node's parent to it, given that it reached the parent:
+    -> [N].
+    """
     shares = [0.0] * len(residuals.rows)
-    stands = [0.0] * len(residuals.proposals)  # [R] the chance that something at or below the row does, once the walk is there
+    stands = [0.0] * len(
+        residuals.proposals
+    )  # [R] the chance that something at or below the row does, once the walk is there
     for row in reversed(range(len(residuals.proposals))):
         children = residuals.proposals[row].children
         for node in children:

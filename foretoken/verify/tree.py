@@ -1,4 +1,6 @@
-"""The node rule of trees, top down: sampled guesses first, each against what the earlier ones left, then the deterministic ones."""
+"""The node rule of trees, top down: sampled guesses first, each against what the earlier ones left, then the
+deterministic ones.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,21 @@ from foretoken.verify.siblings import Residuals
 
 
 class TreeRule(Rule):
-    """At a row with residual r = p: accept sampled child x iff u mu(x) < r(x), else r <- norm((r - mu)_+), also where a draw came
-    to nothing; then go on to a deterministic child x with r(x), else end with a token of r.
+    """At a row with residual r = p: accept sampled child x iff u mu(x) < r(x), else r <- norm((r - mu)_+), also where a
+    draw came to nothing; then go on to a deterministic child x with r(x), else end with a token of r.
 
-    One sampled guess and the rest deterministic is greedy+1, several sampled ones are recursive rejection without replacement
-    (Yang et al. 2024, arXiv 2402.14160; Chen et al. 2024, arXiv 2402.12374), none is sample-and-compare; on a chain it is
-    token-level rejection. The deterministic children are tested one by one, each with its own number, against what the ones before
-    left: in law that is one draw y ~ r which they all share.
+    One sampled guess and the rest deterministic is greedy+1, several sampled ones are recursive rejection without
+    replacement (Yang et al. 2024, arXiv 2402.14160; Chen et al. 2024, arXiv 2402.12374), none is sample-and-compare; on
+    a chain it is token-level rejection. The deterministic children are tested one by one, each with its own number,
+    against what the ones before left: in law that is one draw y ~ r which they all share.
     """
 
     name = "tree"
 
     def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
-        """Of every row's children in the order of judgement: the chance that the earlier ones fail and this one does not: -> [N]."""
+        """Of every row's children in the order of judgement: the chance that the earlier ones fail and this one does
+        not: -> [N].
+        """
         residuals = Residuals(draft, target_probs)
         residuals.judge(bottom_up=False)
         return torch.tensor(_shares(residuals), dtype=target_probs.dtype, device=target_probs.device)

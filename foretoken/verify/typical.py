@@ -17,15 +17,17 @@ _DELTA = 0.3  # and where the target is unsure, one likelier than this times exp
 class TypicalRule(Rule):
     """Accept x where p(x) > min(0.09, 0.3 exp(-H(p))); the longest accepted path stands, the next token comes from p.
 
-    Typical acceptance of Cai et al. 2024 (Medusa, arXiv 2401.10774, section 2.3.1), with the constants its code generates with.
-    CHANGES THE LAW: what is emitted is plausible text, not a sample of the target's.
+    Typical acceptance of Cai et al. 2024 (Medusa, arXiv 2401.10774, section 2.3.1), with the constants its code
+    generates with. CHANGES THE LAW: what is emitted is plausible text, not a sample of the target's.
     """
 
     name = "typical"
     lossless = False
 
     def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
-        """1 where a walk along accepted nodes goes on to the node (of several: to the one that leads deepest), else 0: -> [N]."""
+        """1 where a walk along accepted nodes goes on to the node (of several: to the one that leads deepest), else 0:
+        -> [N].
+        """
         steps = deepest_walk(draft, _plausible(draft, target_probs).tolist())[1]
         return torch.tensor(steps, dtype=target_probs.dtype, device=target_probs.device)
 

@@ -49,7 +49,9 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         read_prompts(tmp_path / "bytes.txt")
 
 
-@pytest.mark.parametrize(("field", "value"), [("num_prompts", 0), ("max_tokens", 1), ("seed", -1), ("temperatures", ())])
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_prompts", 0), ("max_tokens", 1), ("seed", -1), ("temperatures", ())]
+)
 def test_options_are_checked(field: str, value: object) -> None:
     with pytest.raises(InputError, match=field):
         AuditOptions("x", SpecConfig(), **{field: value})  # type: ignore[arg-type]

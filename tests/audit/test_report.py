@@ -14,15 +14,28 @@ from foretoken.audit.report import AuditReport, Check, check_out, markdown, prin
 from foretoken.printing.console import Console
 
 GOOD = Check("the law", "temperature 0.8", "pass", 640, "z = 0.51, p = 0.6", "p >= 2e-05", "a temperature off by 14%")
-BAD = Check("equal | seeds", "num_draft 1", "fail", 96, "1 of 4 equal", "all equal", detail="first differences at token 3")
-REPORT = AuditReport((GOOD, BAD), "foretoken audit -t x", {"cpu": "abacus", "cores": 2}, {"torch": "2"}, {"seed": 0}, 1e-4, date="2026-11-21")
+BAD = Check(
+    "equal | seeds", "num_draft 1", "fail", 96, "1 of 4 equal", "all equal", detail="first differences at token 3"
+)
+REPORT = AuditReport(
+    (GOOD, BAD),
+    "foretoken audit -t x",
+    {"cpu": "abacus", "cores": 2},
+    {"torch": "2"},
+    {"seed": 0},
+    1e-4,
+    date="2026-11-21",
+)
 
 
 def test_the_verdict_counts() -> None:
     assert REPORT.verdict == "FAIL: 1 of 2 checks failed"
     assert REPORT.failed == (BAD,)
     others = (replace(GOOD, result="undecided"), replace(GOOD, result="not claimed"), replace(GOOD, result="info"))
-    assert replace(REPORT, checks=(GOOD, *others)).verdict == "PASS: 1 checks; 1 undecided for want of tokens; lossy rule: law not claimed"
+    assert (
+        replace(REPORT, checks=(GOOD, *others)).verdict
+        == "PASS: 1 checks; 1 undecided for want of tokens; lossy rule: law not claimed"
+    )
 
 
 def test_markdown() -> None:
@@ -30,7 +43,10 @@ def test_markdown() -> None:
     lines = page.splitlines()
     assert lines[0] == "# FAIL: 1 of 2 checks failed"
     assert "    foretoken audit -t x" in lines
-    assert "| pass | the law | temperature 0.8 | 640 | z = 0.51, p = 0.6 | p >= 2e-05 | a temperature off by 14% |" in lines
+    assert (
+        "| pass | the law | temperature 0.8 | 640 | z = 0.51, p = 0.6 | p >= 2e-05 | a temperature off by 14% |"
+        in lines
+    )
     assert r"| fail | equal \| seeds | num_draft 1 | 96 | 1 of 4 equal | all equal |  |" in lines
     assert "- equal | seeds (num_draft 1): first differences at token 3" in lines
     for told in ("abacus", "torch 2", "2026-11-21", "with probability 0.0001 at most"):

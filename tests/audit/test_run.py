@@ -30,7 +30,12 @@ from foretoken.verify.rejection import RejectionRule
 from tests.helpers.checkpoints import token_ids
 
 PROMPTS = [token_ids(4 + i, seed=i) for i in range(6)]
-EXACT = {"the same answers as plain decoding", "every token is the target's choice", "equal seeds, equal answers", "the cache is given back"}
+EXACT = {
+    "the same answers as plain decoding",
+    "every token is the target's choice",
+    "equal seeds, equal answers",
+    "the cache is given back",
+}
 LAW = {
     "law: only tokens that may come",
     "law: as sharp as the target's",
@@ -39,9 +44,17 @@ LAW = {
 }
 
 
-def audit(pair: SimpleNamespace, rule: str = "rejection", drafter: str | None = "draft_model", **options: object) -> AuditReport:
+def audit(
+    pair: SimpleNamespace, rule: str = "rejection", drafter: str | None = "draft_model", **options: object
+) -> AuditReport:
     """A short audit in float32, where every difference counts."""
-    spec = SpecConfig(drafter, str(pair.draft) if drafter == "draft_model" else None, 3 if drafter else "auto", rule, allow_lossy=rule == "typical")
+    spec = SpecConfig(
+        drafter,
+        str(pair.draft) if drafter == "draft_model" else None,
+        3 if drafter else "auto",
+        rule,
+        allow_lossy=rule == "typical",
+    )
     settings = {"num_prompts": 24, "max_tokens": 32, "dtype": "float32", "cache_tokens": 4096} | options
     return run_audit(AuditOptions(str(pair.target), spec, **settings), PROMPTS, "foretoken audit", {}, {})  # type: ignore[arg-type]
 
@@ -58,21 +71,34 @@ def test_a_sound_engine_passes(pair: SimpleNamespace, rule: str, drafter: str | 
     report = audit(pair, rule, drafter)
     assert report.failed == (), report.verdict
     speculative = {"law: no pull towards or from the guesses", "the same answers as plain decoding"}
-    assert {check.name for check in report.checks} == (EXACT | LAW | {"logits do not depend on the batch"}) - (set() if drafter else speculative)
+    assert {check.name for check in report.checks} == (EXACT | LAW | {"logits do not depend on the batch"}) - (
+        set() if drafter else speculative
+    )
     undecided = {check.name for check in report.checks if check.result == "undecided"}
-    assert undecided <= ({"law: no pull towards or from the guesses"} if drafter == "ngram" else set())  # random text has few repeats to guess from
+    assert undecided <= (
+        {"law: no pull towards or from the guesses"} if drafter == "ngram" else set()
+    )  # random text has few repeats to guess from
     assert all(check.num_tokens == 24 * 32 for check in report.checks if check.name == "law: only tokens that may come")
     pulls = [check.num_tokens for check in report.checks if check.name == "law: no pull towards or from the guesses"]
     assert all(0 < count < 24 * 32 for count in pulls)  # places where nothing was guessed say nothing about it
-    promised = [check.sees for check in report.checks if check.name in ("law: as sharp as the target's", "law: ranks of the tokens")]
+    promised = [
+        check.sees
+        for check in report.checks
+        if check.name in ("law: as sharp as the target's", "law: ranks of the tokens")
+    ]
     assert promised
     assert all("total variation" in sees for sees in promised)
 
 
 def test_auto_is_audited_with_and_without_a_seed(pair: SimpleNamespace) -> None:
-    """A request with a seed is coupled, one without takes the block rule for sampled chains: both laws are looked at."""
+    """A request with a seed is coupled, one without takes the block rule for sampled chains: both laws are looked
+    at.
+    """
     checks = [check for check in audit(pair, "auto", num_prompts=2).checks if check.name in LAW]
-    assert {check.where for check in checks} == {"temperature 0.8, draft_model, rule coupled", "temperature 0.8, draft_model, rule block"}
+    assert {check.where for check in checks} == {
+        "temperature 0.8, draft_model, rule coupled",
+        "temperature 0.8, draft_model, rule block",
+    }
     levels = [float(check.demanded.removeprefix("p >= ")) for check in checks if check.demanded.startswith("p >= ")]
     assert len(levels) == 6
     assert sum(levels) == pytest.approx(1e-4, rel=0.05)  # what the report states
@@ -142,7 +168,11 @@ def declares(laws_of: Callable[[Tensor], Tensor]) -> Callable[[pytest.MonkeyPatc
 
         def lying(self: DraftModelDrafter, batch: object) -> Draft:
             draft = propose(self, batch)  # type: ignore[arg-type]
-            return draft if draft.mass is None else replace(draft, mass=Mass(laws_of(draft.mass.laws), draft.mass.law_of_row))
+            return (
+                draft
+                if draft.mass is None
+                else replace(draft, mass=Mass(laws_of(draft.mass.laws), draft.mass.law_of_row))
+            )
 
         patch.setattr(DraftModelDrafter, "propose", lying)
 
@@ -166,7 +196,9 @@ class Stale:
 
 def another_temperature(patch: pytest.MonkeyPatch) -> None:
     def warmer(logits: Tensor, params: Sequence[SamplingParams], best: Tensor | None = None) -> Tensor:
-        return target_probs(logits, [p if p.greedy else replace(p, temperature=1.15 * p.temperature) for p in params], best)
+        return target_probs(
+            logits, [p if p.greedy else replace(p, temperature=1.15 * p.temperature) for p in params], best
+        )
 
     patch.setattr(runner_module, "target_probs", warmer)
 
@@ -193,8 +225,10 @@ def test_a_wrong_law_is_found(
 
 
 def test_a_filter_that_is_not_applied_is_found(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A banned token that comes out has probability 0: no statistics needed. The last tokens of the vocabulary are banned in the audit's view."""
-    from foretoken.engine import rescoring
+    """A banned token that comes out has probability 0: no statistics needed. The last tokens of the vocabulary are
+    banned in the audit's view.
+    """
+    from foretoken.engine.shadow import rescoring
 
     def cut(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         return target_probs(logits.masked_fill(torch.arange(97) > 90, -torch.inf), params)
@@ -212,7 +246,9 @@ def test_wrong_greedy_answers_are_found(pair: SimpleNamespace, dtype: str, monke
     def trusting(self: GreedyRule, draft: Draft, probs: Tensor, uniforms: Uniforms) -> Verdict:
         verdict = verify(self, draft, probs, uniforms)
         paths = tuple(tuple(range(length)) for length in draft.lengths)
-        tokens = tuple(tuple(draft.tokens[draft.offsets[b] : draft.offsets[b + 1]].tolist()) for b in range(draft.num_requests))
+        tokens = tuple(
+            tuple(draft.tokens[draft.offsets[b] : draft.offsets[b + 1]].tolist()) for b in range(draft.num_requests)
+        )
         return replace(verdict, paths=paths, accepted=tokens)
 
     monkeypatch.setattr(GreedyRule, "verify", trusting)
@@ -263,7 +299,9 @@ def test_seeds_that_do_not_repeat_are_found(pair: SimpleNamespace, monkeypatch: 
     shared = np.random.default_rng(0)
 
     def numbers(draft: Draft, seeds: object, starts: object, device: object) -> Uniforms:
-        return Uniforms(torch.from_numpy(shared.random(draft.num_nodes)), torch.from_numpy(shared.random(draft.num_requests)))
+        return Uniforms(
+            torch.from_numpy(shared.random(draft.num_nodes)), torch.from_numpy(shared.random(draft.num_requests))
+        )
 
     monkeypatch.setattr(engine_module, "round_uniforms", numbers)
     report = audit(pair, temperatures=(0.8,))
@@ -271,7 +309,9 @@ def test_seeds_that_do_not_repeat_are_found(pair: SimpleNamespace, monkeypatch: 
     assert [check.where for check in report.failed] == ["temperature 0.8, the same again"]
 
 
-def test_coupled_noise_that_belongs_to_the_round_is_found(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coupled_noise_that_belongs_to_the_round_is_found(
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The law stays right and a run repeats itself, but another number of guesses gives another answer."""
     at = RaceNoise.at
 
@@ -281,7 +321,10 @@ def test_coupled_noise_that_belongs_to_the_round_is_found(pair: SimpleNamespace,
 
     monkeypatch.setattr(RaceNoise, "at", of_the_round)
     report = audit(pair, "coupled", temperatures=(0.8,))
-    assert {check.where.split(", ")[1] for check in report.failed if check.name == "equal seeds, equal answers"} >= {"num_draft 1", "plain decoding"}
+    assert {check.where.split(", ")[1] for check in report.failed if check.name == "equal seeds, equal answers"} >= {
+        "num_draft 1",
+        "plain decoding",
+    }
 
 
 def test_a_lost_block_is_found(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,5 +378,8 @@ def test_logits_that_depend_on_the_batch(pair: SimpleNamespace, numerics: str, m
 
 def test_strict_numbers_are_bitwise_equal(pair: SimpleNamespace) -> None:
     report = audit(pair, "auto", temperatures=(0.0,), num_prompts=4, numerics="strict", dtype="bfloat16", max_tokens=12)
-    assert [check.result for check in report.checks if check.name == "logits do not depend on the batch"] == ["pass", "pass"]
+    assert [check.result for check in report.checks if check.name == "logits do not depend on the batch"] == [
+        "pass",
+        "pass",
+    ]
     assert report.failed == ()

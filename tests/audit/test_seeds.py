@@ -29,7 +29,13 @@ DRAWN = "in 16-bit numbers rounding moves what this rule compares with"
 
 def checks_of(pair: SimpleNamespace, spec: SpecConfig, turns: int = 1, **options: object) -> list[Check]:
     """The check of equal seeds, `turns` times in one session."""
-    settings = {"num_prompts": 4, "max_tokens": 32, "temperatures": (0.8,), "dtype": "bfloat16", "cache_tokens": 4096} | options
+    settings = {
+        "num_prompts": 4,
+        "max_tokens": 32,
+        "temperatures": (0.8,),
+        "dtype": "bfloat16",
+        "cache_tokens": 4096,
+    } | options
     found: list[Check] = []
     session = Session(AuditOptions(str(pair.target), spec, **settings), PROMPTS)  # type: ignore[arg-type]
     with session.llm:
@@ -43,10 +49,14 @@ def draft_of(pair: SimpleNamespace, **options: object) -> SpecConfig:
 
 
 def rounds_by_rows(patch: pytest.MonkeyPatch) -> None:
-    """Logits move by up to half a unit of bfloat16 with the number of tokens in the step, as those of larger models do."""
+    """Logits move by up to half a unit of bfloat16 with the number of tokens in the step, as those of larger models
+    do.
+    """
     forward = PagedModel.forward
 
-    def uneven(self: PagedModel, tokens: torch.Tensor, segments: Sequence[object], taps: Sequence[int] = ()) -> ForwardOutput:
+    def uneven(
+        self: PagedModel, tokens: torch.Tensor, segments: Sequence[object], taps: Sequence[int] = ()
+    ) -> ForwardOutput:
         output = forward(self, tokens, segments, taps)  # type: ignore[arg-type]
         noise = torch.rand(output.logits.shape[-1], generator=torch.Generator().manual_seed(len(tokens))) - 0.5
         unit = torch.finfo(torch.bfloat16).eps * output.logits.abs().amax(-1, keepdim=True)
@@ -69,21 +79,35 @@ def test_w3_the_number_of_guesses_follows_the_clock_and_no_audit_fails(
     assert {check.demanded for check in checks} == {"all equal but for near ties"}
 
 
-@pytest.mark.parametrize("spec", [SpecConfig("suffix"), SpecConfig("lookahead"), SpecConfig("ngram"), SpecConfig("mix")], ids=lambda s: s.drafter)
-def test_w3_drawn_rules_repeat_themselves_in_wide_numbers(pair: SimpleNamespace, spec: SpecConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the clock says, and whatever earlier answers of the same seeds have taught; a drafter that goes by times is not asked."""
+@pytest.mark.parametrize(
+    "spec",
+    [SpecConfig("suffix"), SpecConfig("lookahead"), SpecConfig("ngram"), SpecConfig("mix")],
+    ids=lambda s: s.drafter,
+)
+def test_w3_drawn_rules_repeat_themselves_in_wide_numbers(
+    pair: SimpleNamespace, spec: SpecConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the clock says, and whatever earlier answers of the same seeds have taught; a drafter that goes by times
+    is not asked.
+    """
     jitter(monkeypatch, seed=2)
     spec = SpecConfig(spec.drafter, rule="tree")
     checks = checks_of(pair, spec, turns=2, dtype="float32")
-    assert [(check.result, check.demanded) for check in checks] == [("pass", "all equal")] * (0 if spec.drafter == "mix" else 2)
+    assert [(check.result, check.demanded) for check in checks] == [("pass", "all equal")] * (
+        0 if spec.drafter == "mix" else 2
+    )
 
 
-def test_w3_drawn_rules_claim_no_equality_in_16_bit_numbers(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_w3_drawn_rules_claim_no_equality_in_16_bit_numbers(
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A difference is told, not judged."""
     shared = np.random.default_rng(0)
 
     def numbers(draft: Draft, seeds: object, starts: object, device: object) -> Uniforms:
-        return Uniforms(torch.from_numpy(shared.random(draft.num_nodes)), torch.from_numpy(shared.random(draft.num_requests)))
+        return Uniforms(
+            torch.from_numpy(shared.random(draft.num_nodes)), torch.from_numpy(shared.random(draft.num_requests))
+        )
 
     monkeypatch.setattr(engine_module, "round_uniforms", numbers)
     (told,) = checks_of(pair, draft_of(pair, rule="block"))
@@ -94,7 +118,9 @@ def test_w3_drawn_rules_claim_no_equality_in_16_bit_numbers(pair: SimpleNamespac
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_w3_seeds_that_do_not_repeat_are_found(pair: SimpleNamespace, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_w3_seeds_that_do_not_repeat_are_found(
+    pair: SimpleNamespace, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Noise from a generator that everybody shares."""
     at, shared = RaceNoise.at, torch.Generator().manual_seed(0)
 

@@ -33,8 +33,9 @@ class FakeEngine:
 class FakeLLM:
     """Emits 0, 1, 2, ... after the length of the prompt; a draft of n has its first n - 1 tokens accepted.
 
-    Each step costs the totals 1 s of draft per drafted token, 10 s of target and 2 s of rule; the first one 100 s more of
-    each, for the prompt. `wrong_at` makes speculative answers leave the plain one at that token; `fails` makes them fail.
+    Each step costs the totals 1 s of draft per drafted token, 10 s of target and 2 s of rule; the first one 100 s more
+    of each, for the prompt. `wrong_at` makes speculative answers leave the plain one at that token; `fails` makes them
+    fail.
     """
 
     wrong_at: int | None = None
@@ -48,7 +49,12 @@ class FakeLLM:
         return [ord(letter) for letter in text]
 
     def generate(
-        self, prompts: list[str], params: SamplingParams, *, spec: SpecConfig, on_step: Callable[[list[StepOutput]], None]
+        self,
+        prompts: list[str],
+        params: SamplingParams,
+        *,
+        spec: SpecConfig,
+        on_step: Callable[[list[StepOutput]], None],
     ) -> Sequence[FakeOutput]:
         (prompt,) = prompts
         self.calls.append((prompt, params, spec))
@@ -70,7 +76,9 @@ class FakeLLM:
             piece = ids[out : out + max(1, num_draft)]
             out += len(piece)
             stats.num_steps += 1
-            stats.count_round(RoundCounts(range(1, num_draft + 1), [spec.drafter] * num_draft, range(len(piece) - 1), len(piece)))
+            stats.count_round(
+                RoundCounts(range(1, num_draft + 1), [spec.drafter] * num_draft, range(len(piece) - 1), len(piece))
+            )
             on_step([StepOutput(0, tuple(piece), "", ())])
         return [FakeOutput("".join(chr(65 + i % 26) for i in ids), tuple(ids), stats)]
 
@@ -105,7 +113,15 @@ def rows(**seconds: float) -> tuple[Row, ...]:
         setting = Setting(name, drafter=None if name == "plain" else "ngram", num_draft=None if name == "plain" else 3)
         for index, prompt in enumerate(PROMPTS):
             own = answer(
-                seconds=value, ttft_s=0.5, num_steps=5, decode_steps=4, num_drafted=8, num_accepted=4, draft_s=0.1, verify_s=0.2, positions=((8, 4),)
+                seconds=value,
+                ttft_s=0.5,
+                num_steps=5,
+                decode_steps=4,
+                num_drafted=8,
+                num_accepted=4,
+                draft_s=0.1,
+                verify_s=0.2,
+                positions=((8, 4),),
             )
             samples.append(Sample(setting, index, prompt.slice, 0.0, 0, own))
     return summarise(samples, PROMPTS)

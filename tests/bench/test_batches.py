@@ -15,15 +15,23 @@ from foretoken.bench import load_trace, recovery
 from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
 from foretoken.bench.batch_settings import Answered, BatchSetting, Stage, Turn, parse_batch_settings, together
 from foretoken.bench.batches import BatchSample, grid_summary, measure_grid, run_batches, summarise_grid
-from foretoken.bench.load_options import LoadOptions, Phase, opened, parse_phases, parse_table, settle_table, slice_names
+from foretoken.bench.load_options import (
+    LoadOptions,
+    Phase,
+    opened,
+    parse_phases,
+    parse_table,
+    settle_table,
+    slice_names,
+)
 from foretoken.bench.load_trace import TraceTurn, run_trace, summarise_trace, trace_summary
 from foretoken.bench.recovery import StepTimes, Stretch, expected_tokens, run_recovery
+from foretoken.bench.rival_policies import BatchTable, EmaRule
 from foretoken.bench.sheets import print_sheets
 from foretoken.config import known_drafters
+from foretoken.control.policy import BudgetPolicy
+from foretoken.control.routing import RoutingRules
 from foretoken.errors import ConfigError, InputError
-from foretoken.plan.policy import BudgetPolicy
-from foretoken.plan.routing import RoutingRules
-from foretoken.plan.rules import BatchTable, EmaRule
 
 
 def options(pair: SimpleNamespace, **values: object) -> LoadOptions:
@@ -52,9 +60,26 @@ def stage(text_pair: SimpleNamespace) -> Iterator[Stage]:
 
 
 def test_names_of_settings() -> None:
-    names = ("ngram-2", "plain", "draft_model:draft_top_k=4-3", "ema", "draft_model-ema", "suffix-table", "ngram-auto", "auto")
+    names = (
+        "ngram-2",
+        "plain",
+        "draft_model:draft_top_k=4-3",
+        "ema",
+        "draft_model-ema",
+        "suffix-table",
+        "ngram-auto",
+        "auto",
+    )
     found, notes = parse_batch_settings(names, "d")
-    assert [s.name for s in found] == ["plain", "ngram-2", "draft_model(draft_top_k=4)-3", "draft_model-ema", "suffix-table", "ngram-auto", *_auto()]
+    assert [s.name for s in found] == [
+        "plain",
+        "ngram-2",
+        "draft_model(draft_top_k=4)-3",
+        "draft_model-ema",
+        "suffix-table",
+        "ngram-auto",
+        *_auto(),
+    ]
     assert [s.adapts for s in found][:6] == [False, False, False, True, True, True]
     assert [s.rule for s in found][:6] == [None, None, None, "ema", "table", None]
     assert found[2].spec("d", "who") == SpecConfig("draft_model", draft="d", num_draft=3, draft_top_k=4, tenant="who")
@@ -67,7 +92,10 @@ def _auto() -> list[str]:
     return ["auto"] if "auto" in known_drafters() else []
 
 
-@pytest.mark.parametrize(("name", "field"), [("ngram", "settings"), ("ngram-x", "settings"), ("nobody-2", "drafters"), ("predicted-2", "settings")])
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("ngram", "settings"), ("ngram-x", "settings"), ("nobody-2", "drafters"), ("predicted-2", "settings")],
+)
 def test_settings_that_mean_nothing_are_refused(name: str, field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         parse_batch_settings((name,), "d")
@@ -117,7 +145,12 @@ def test_prompts_of_a_file(tmp_path) -> None:
 
 def test_answers_are_plains_under_every_setting(text_pair: SimpleNamespace) -> None:
     """Greedy and, under seeds, sampled: float32 leaves nothing to rounding."""
-    report = run_batches(options(text_pair, settings=("draft_model-3", "ngram-2", "table", "ema", "heuristic", "draft_model-auto", "ngram-auto")))
+    report = run_batches(
+        options(
+            text_pair,
+            settings=("draft_model-3", "ngram-2", "table", "ema", "heuristic", "draft_model-auto", "ngram-auto"),
+        )
+    )
     assert {row.setting for row in report.rows} == {"plain", *report.summary}
     assert len(report.summary) == 8
     assert len(report.rows) == 2 * 2 * 8
@@ -130,7 +163,10 @@ def test_answers_are_plains_under_every_setting(text_pair: SimpleNamespace) -> N
 
 
 def test_a_policy_learns_in_its_own_turns_only(stage: Stage) -> None:
-    own, table, ema = (parse_batch_settings((name,), stage.draft)[0][1] for name in ("draft_model-auto", "draft_model-table", "draft_model-ema"))
+    own, table, ema = (
+        parse_batch_settings((name,), stage.draft)[0][1]
+        for name in ("draft_model-auto", "draft_model-table", "draft_model-ema")
+    )
     ask = Ask("a", (5, 6, 7))
     stage.answer(own, [ask], 12)
     policy = stage.llm.engine.controller.policy
@@ -170,7 +206,9 @@ def test_requests_name_their_slice_where_the_setting_says_so(stage: Stage) -> No
 
 
 def test_nobody_remembers_the_answers_of_an_earlier_turn(stage: Stage) -> None:
-    """The second turn of a setting drafts exactly what the first one did: the same prompts must not come as old friends."""
+    """The second turn of a setting drafts exactly what the first one did: the same prompts must not come as old
+    friends.
+    """
     for name in ("recycling-3", "suffix-3", "mix-3"):
         setting = parse_batch_settings((name,), stage.draft)[0][1]
         first, second = (stage.answer(setting, [Ask("a", (5, 6, 7)), Ask("b", (8, 9))], 16) for _ in range(2))
@@ -187,7 +225,12 @@ def test_settings_take_turns_in_a_rotating_order(stage: Stage, text_pair: Simple
     assert told[:3] == ["warm-up 1: plain", "warm-up 1: ngram-1", "warm-up 1: ngram-2"]
     order = [words.removeprefix("1 chat: ") for words in told[3:]]
     assert order == ["plain", "ngram-1", "ngram-2", "ngram-1", "ngram-2", "plain", "ngram-2", "plain", "ngram-1"]
-    assert [(sample.setting.name, sample.repeat) for sample in samples[:4]] == [("plain", 0), ("ngram-1", 0), ("ngram-2", 0), ("ngram-1", 1)]
+    assert [(sample.setting.name, sample.repeat) for sample in samples[:4]] == [
+        ("plain", 0),
+        ("ngram-1", 0),
+        ("ngram-2", 0),
+        ("ngram-1", 1),
+    ]
 
 
 def turn(seconds: float, tokens: int = 10, near_ties: int = 0, first: int = 0, greedy: bool = True) -> Turn:
@@ -200,7 +243,11 @@ PLAIN, TWO, OWN = BatchSetting("plain"), BatchSetting("ngram-2", None, 2), Batch
 
 def test_ratios_are_medians_of_neighbouring_turns() -> None:
     took = {PLAIN: (10.0, 20.0, 10.0), TWO: (5.0, 10.0, 4.0), OWN: (4.0, 8.0, 4.0)}
-    samples = [BatchSample(setting, 2, "code", repeat, turn(s)) for setting, all_s in took.items() for repeat, s in enumerate(all_s)]
+    samples = [
+        BatchSample(setting, 2, "code", repeat, turn(s))
+        for setting, all_s in took.items()
+        for repeat, s in enumerate(all_s)
+    ]
     plain, two, own = summarise_grid(samples)
     assert (plain.speedup, two.speedup, own.speedup) == (1.0, 2.0, 2.5)
     assert (plain.best_fixed, two.to_best_fixed, own.to_best_fixed) == ("ngram-2", 1.0, 1.25)
@@ -222,7 +269,9 @@ def test_requests_do_not_wait_for_the_slowest() -> None:
 def test_the_summary_names_the_worst_cell() -> None:
     samples = []
     for name, plain_s, two_s, own_s in (("code", 8.0, 2.0, 4.0), ("random", 8.0, 16.0, 8.0)):
-        samples += [BatchSample(setting, 4, name, 0, turn(s)) for setting, s in ((PLAIN, plain_s), (TWO, two_s), (OWN, own_s))]
+        samples += [
+            BatchSample(setting, 4, name, 0, turn(s)) for setting, s in ((PLAIN, plain_s), (TWO, two_s), (OWN, own_s))
+        ]
     found = grid_summary(summarise_grid(samples))
     own = found["ngram-auto"]
     assert (own["worst_speedup"], own["worst_speedup_at"]) == (1.0, "4:random")
@@ -252,7 +301,9 @@ def test_a_measured_table_is_measured_once(stage: Stage, text_pair: SimpleNamesp
     assert settle_table(stage, options(text_pair), settings[:1], (1,), found) == []
 
 
-def test_an_interrupted_run_keeps_what_there_is(text_pair: SimpleNamespace, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_keeps_what_there_is(
+    text_pair: SimpleNamespace, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
     whole = batches_module.answer_all
 
@@ -276,7 +327,9 @@ def test_an_interrupted_run_keeps_what_there_is(text_pair: SimpleNamespace, tmp_
     assert "machine:" in page
 
 
-def test_a_trace_answers_the_same_requests_under_every_setting(text_pair: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_answers_the_same_requests_under_every_setting(
+    text_pair: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = run_trace(options(text_pair))
     assert [row.setting for row in report.rows] == ["plain", "draft_model-2", "ngram-auto", "draft_model-ema"]
     assert all(len(row.phases) == 3 for row in report.rows)
@@ -290,7 +343,10 @@ def test_a_trace_answers_the_same_requests_under_every_setting(text_pair: Simple
 def test_phases_follow_each_other_without_a_gap(stage: Stage) -> None:
     """Never more requests at a time than the phase has, and every token counts in the phase in which it came."""
     phases = (Phase(2, "a"), Phase(1, "a"))
-    jobs = [load_trace._jobs(phase, {"a": [Ask("a", (5, 6))]}, count, 6) for phase, count in zip(phases, (5, 2), strict=True)]
+    jobs = [
+        load_trace._jobs(phase, {"a": [Ask("a", (5, 6))]}, count, 6)
+        for phase, count in zip(phases, (5, 2), strict=True)
+    ]
     sizes: list[int] = []
     step = stage.llm.step
 
@@ -311,7 +367,9 @@ def test_phases_follow_each_other_without_a_gap(stage: Stage) -> None:
 
 def test_a_trace_is_held_against_the_best_single_fixed_setting() -> None:
     def turns(*speeds: float) -> dict[int, TraceTurn]:
-        return {repeat: TraceTurn((5.0, 5.0), (round(speed * 5), round(speed * 5))) for repeat, speed in enumerate(speeds)}
+        return {
+            repeat: TraceTurn((5.0, 5.0), (round(speed * 5), round(speed * 5))) for repeat, speed in enumerate(speeds)
+        }
 
     rows = summarise_trace({PLAIN: turns(10, 20), TWO: turns(20, 40), OWN: turns(30, 60)})
     assert [row.to_single_fixed for row in rows] == [0.5, 1.0, 1.5]
@@ -387,7 +445,13 @@ def test_recovery_from_end_to_end(text_pair: SimpleNamespace, monkeypatch: pytes
 
 def test_the_engine_has_the_limits_that_were_asked_for(text_pair: SimpleNamespace) -> None:
     """By default a whole batch reads in one step, runs at once and fits; the answers are the same under any limits."""
-    limits = {"max_batch_size": 2, "max_prompt_tokens": 5, "max_step_tokens": 9, "cache_tokens": 320, "cache_reserve": 0.2}
+    limits = {
+        "max_batch_size": 2,
+        "max_prompt_tokens": 5,
+        "max_step_tokens": 9,
+        "cache_tokens": 320,
+        "cache_reserve": 0.2,
+    }
     rules = {"min_tokens_to_speculate": 6, "max_speculating_requests": 1}
     found = {}
     for name, values in (("usual", {}), ("asked", {**limits, **rules})):
@@ -395,10 +459,20 @@ def test_the_engine_has_the_limits_that_were_asked_for(text_pair: SimpleNamespac
             engine = stage.llm.engine
             config, routing = engine.scheduler.config, engine.controller.routing
             if name == "usual":
-                assert (config.max_batch_size, config.max_prompt_tokens, config.max_step_tokens, config.cache_reserve) == (3, 4096, None, 0.1)
+                assert (
+                    config.max_batch_size,
+                    config.max_prompt_tokens,
+                    config.max_step_tokens,
+                    config.cache_reserve,
+                ) == (3, 4096, None, 0.1)
                 assert routing.rules == RoutingRules()
             else:
-                assert (config.max_batch_size, config.max_prompt_tokens, config.max_step_tokens, config.cache_reserve) == (2, 5, 9, 0.2)
+                assert (
+                    config.max_batch_size,
+                    config.max_prompt_tokens,
+                    config.max_step_tokens,
+                    config.cache_reserve,
+                ) == (2, 5, 9, 0.2)
                 assert stage.llm.target.capacity_tokens == 320
                 assert (routing.rules.min_tokens_to_speculate, routing.rules.max_speculating_requests) == (6, 1)
             (setting,) = parse_batch_settings(("ngram-auto",), None)[0][1:]
@@ -435,7 +509,16 @@ def test_limits_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"batches": ()}, {"batches": (0,)}, {"slices": ()}, {"slices": ("poems",)}, {"max_tokens": 1}, {"phase_s": 0.0}, {"threads": 0}, {"table": {}}],
+    [
+        {"batches": ()},
+        {"batches": (0,)},
+        {"slices": ()},
+        {"slices": ("poems",)},
+        {"max_tokens": 1},
+        {"phase_s": 0.0},
+        {"threads": 0},
+        {"table": {}},
+    ],
 )
 def test_options_that_cannot_be_measured_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):

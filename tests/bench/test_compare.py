@@ -19,7 +19,10 @@ PLAIN = Setting("plain")
 NGRAM = [Setting(f"ngram-{n}", drafter="ngram", num_draft=n, free=True) for n in (3, 8)]
 MODEL = Setting("draft_model(draft_top_k=5)-3", drafter="draft_model", num_draft=3, options="draft_top_k=5")
 PEER, PEER_DRAFT = Setting("o", "o"), Setting("o-draft-5", "o", "draft", 5, counterpart="draft_model")
-LLAMA = [Setting(f"llama.cpp-{kind}", "llama.cpp", kind, "auto", counterpart="ngram", free=True) for kind in ("ngram-mod", "lookup")]
+LLAMA = [
+    Setting(f"llama.cpp-{kind}", "llama.cpp", kind, "auto", counterpart="ngram", free=True)
+    for kind in ("ngram-mod", "lookup")
+]
 
 
 def rows(**seconds: float) -> tuple[Row, ...]:
@@ -30,7 +33,15 @@ def rows(**seconds: float) -> tuple[Row, ...]:
 
 
 def test_ratios_compare_each_engine_at_its_best():
-    times = {"plain": 1.0, "ngram-3": 0.8, "ngram-8": 0.5, MODEL.name: 0.4, "o": 2.0, "o-draft-5": 0.8, "llama.cpp-ngram-mod": 1.0}
+    times = {
+        "plain": 1.0,
+        "ngram-3": 0.8,
+        "ngram-8": 0.5,
+        MODEL.name: 0.4,
+        "o": 2.0,
+        "o-draft-5": 0.8,
+        "llama.cpp-ngram-mod": 1.0,
+    }
     assert ratios(rows(**times, **{"llama.cpp-lookup": 0.25}))["code"] == {
         "speculative / foretoken plain": 2.5,
         "plain / o plain": 2.0,
@@ -48,7 +59,16 @@ def test_ratios_compare_each_engine_at_its_best():
 def test_the_same_drafter_elsewhere_is_the_fastest_that_drafts_alike():
     found = {
         row.setting: row
-        for row in rows(**{"plain": 1.0, "ngram-3": 0.5, MODEL.name: 1.0, "o": 2.0, "llama.cpp-ngram-mod": 1.0, "llama.cpp-lookup": 0.25})
+        for row in rows(
+            **{
+                "plain": 1.0,
+                "ngram-3": 0.5,
+                MODEL.name: 1.0,
+                "o": 2.0,
+                "llama.cpp-ngram-mod": 1.0,
+                "llama.cpp-lookup": 0.25,
+            }
+        )
     }
     everything = list(found.values())
     assert against_peer(found["ngram-3"], everything) == (0.5, "llama.cpp-lookup")
@@ -63,7 +83,13 @@ def two_slices() -> tuple[Row, ...]:
 
     samples = [
         Sample(setting, place, PROMPTS[place].slice, 0.0, 0, own(seconds))
-        for setting, times in ((PLAIN, (1.0, 1.0)), (NGRAM[0], (0.8, 0.5)), (NGRAM[1], (1.25, 0.25)), (MODEL, (0.5, 2.0)), (LLAMA[0], (0.4, 0.5)))
+        for setting, times in (
+            (PLAIN, (1.0, 1.0)),
+            (NGRAM[0], (0.8, 0.5)),
+            (NGRAM[1], (1.25, 0.25)),
+            (MODEL, (0.5, 2.0)),
+            (LLAMA[0], (0.4, 0.5)),
+        )
         for place, seconds in zip((0, 2), times, strict=True)
     ]
     return summarise(samples, PROMPTS)
@@ -83,7 +109,10 @@ def test_the_summary_has_each_drafter_at_its_best_on_each_slice():
 def test_the_drafter_table_ranks_by_speed_within_a_slice():
     lines = drafter_table(two_slices())
     code = lines[lines.index("### code") : lines.index("### edit")]
-    assert [line.split("|")[1].strip() for line in code if line.startswith("| `")] == ["`draft_model(draft_top_k=5)`", "`ngram`"]
+    assert [line.split("|")[1].strip() for line in code if line.startswith("| `")] == [
+        "`draft_model(draft_top_k=5)`",
+        "`ngram`",
+    ]
     assert code[5] == "| `ngram` | 3 | 1.25x | 2.00 | 75 50 | 5.0 | 0.50x llama.cpp-ngram-mod |"
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
 

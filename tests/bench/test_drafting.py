@@ -27,7 +27,9 @@ def test_who_is_named_is_required_and_not_twice_in_all():
 
 def test_options_become_fields_of_their_kind():
     (choice,) = parse_drafters(["draft_model:draft_top_k=5;min_confidence=0.4;draft=DIR;num_draft=3;rule=block"])
-    assert choice.spec() == SpecConfig("draft_model", draft="DIR", num_draft=3, rule="block", min_confidence=0.4, draft_top_k=5)
+    assert choice.spec() == SpecConfig(
+        "draft_model", draft="DIR", num_draft=3, rule="block", min_confidence=0.4, draft_top_k=5
+    )
     assert choice.label == "draft_model(draft_top_k=5;min_confidence=0.4;draft=DIR)"
     assert (choice.own("num_draft"), choice.own("corpus")) == (3, None)
     assert "draft" not in choice.needs
@@ -51,7 +53,11 @@ def test_lists_truths_and_fixed_words(monkeypatch):
     assert drafting._value("corpus", "2+3") == (2, 3)
     assert drafting._value("draft", "true") is True
     assert drafting._value("num_draft", "2.5") == 2.5
-    for field, value, message in (("draft", "yes", "true or false"), ("corpus", "2+x", "whole numbers"), ("num_draft", "x", "a number")):
+    for field, value, message in (
+        ("draft", "yes", "true or false"),
+        ("corpus", "2+x", "whole numbers"),
+        ("num_draft", "x", "a number"),
+    ):
         with pytest.raises(ConfigError, match=message):
             drafting._value(field, value)
     assert DrafterChoice("x", (("a", (2, 3)), ("b", True))).options == "a=2+3;b=true"

@@ -1,4 +1,6 @@
-"""The comparison of layouts: all ways answer alike, what they count is consistent, and a result can be read again. No time is asserted."""
+"""The comparison of layouts: all ways answer alike, what they count is consistent, and a result can be read again. No
+time is asserted.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def test_the_engine_drafts_chains():
 
 
 def test_the_engine_counts_no_round_in_which_a_prompt_was_read(llm: LLM, pair: SimpleNamespace):
-    """One batch, plain: 11 tokens each after the first one. A draft model reads the prompt a round later, and that round is left out too."""
+    """One batch, plain: 11 tokens each after the first one. A draft model reads the prompt a round later, and that
+    round is left out too.
+    """
     plain = Layouts(OPTIONS, llm.target, NgramDrafter()).run(RAGGED_PLAIN, prompts()[:3], 3)
     assert (plain.num_rounds, plain.num_emitted) == (11, 33)
     drafter = DraftModelDrafter(open_model(pair.draft, "float32", "cpu", 4096))
@@ -115,9 +119,15 @@ def load_script() -> object:
 def test_the_script_writes_what_it_measured(
     text_pair: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Folders with a tokenizer, the library's code, a dated file of numbers and a page; a second result of the day is numbered."""
-    monkeypatch.setattr(module, "slices", lambda names, count: [SimpleNamespace(text=f"def f{i}(self, list):\n" * 9) for i in range(count)])
-    options = "--target T --draft D --drafter draft_model --num-draft 2 --batch-sizes 2 --pool 2 --max-tokens 6 --repeats 1 --dtype float32 --out O"
+    """Folders with a tokenizer, the library's code, a dated file of numbers and a page; a second result of the day is
+    numbered.
+    """
+    monkeypatch.setattr(
+        module,
+        "slices",
+        lambda names, count: [SimpleNamespace(text=f"def f{i}(self, list):\n" * 9) for i in range(count)],
+    )
+    options = "--target T --draft D --drafter draft_model --num-draft 2 --batch-sizes 2 --pool 2 --max-tokens 6 --repeats 1 --dtype float32 --out O"  # noqa: E501
     places = {"T": str(text_pair.target), "D": str(text_pair.draft), "O": str(tmp_path)}
     words = [places.get(word, word) for word in options.split()]
     script = load_script()
@@ -163,13 +173,25 @@ def test_options_that_make_no_sense_are_refused(changed: dict[str, object], fiel
 
 
 def test_ratios_are_of_decoding_speeds(llm: LLM, tmp_path: Path):
-    """The engine's over its counterpart's, by batch size; a page can be made of them, and a folder that is a file is an error."""
+    """The engine's over its counterpart's, by batch size; a page can be made of them, and a folder that is a file is an
+    error.
+    """
     options = replace(OPTIONS, batch_sizes=(2,), repeats=1)
     rows = measure_layouts(Layouts(options, llm.target, NgramDrafter()), prompts())
     speed = {row.mode: row.tokens_per_s for row in rows}
     found = ratios(rows)
-    assert found == {2: {f"{ragged} / {padded}": speed[ragged] / speed[padded] for padded, ragged in COUNTERPARTS.items()}}
-    report = LayoutReport("cmd", {"cpu": "c"}, {"torch": "2"}, asdict(options) | {"prompt_tokens": {2: [7, 8, 9, 10]}}, rows, found, ("busy",))
+    assert found == {
+        2: {f"{ragged} / {padded}": speed[ragged] / speed[padded] for padded, ragged in COUNTERPARTS.items()}
+    }
+    report = LayoutReport(
+        "cmd",
+        {"cpu": "c"},
+        {"torch": "2"},
+        asdict(options) | {"prompt_tokens": {2: [7, 8, 9, 10]}},
+        rows,
+        found,
+        ("busy",),
+    )
     assert "4 prompts of 7 to 10 tokens" in markdown(report, "x.json")
     print_layouts(report)
     (tmp_path / "file").write_text("")

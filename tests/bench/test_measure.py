@@ -20,7 +20,9 @@ def sample(setting: Setting, own, prompt: int = 0, repeat: int = 0, temperature:
 
 
 def row_of(samples, setting: str = "plain", name: str = "code", temperature: float = 0.0):
-    (row,) = [r for r in summarise(samples, PROMPTS) if (r.setting, r.slice, r.temperature) == (setting, name, temperature)]
+    (row,) = [
+        r for r in summarise(samples, PROMPTS) if (r.setting, r.slice, r.temperature) == (setting, name, temperature)
+    ]
     return row
 
 
@@ -44,7 +46,10 @@ def test_seeds_are_the_same_for_every_setting_and_differ_between_answers():
 
 
 def test_other_engines_run_greedily_only_and_are_left_out_when_they_fail():
-    good, bad = Scripted(PEER, [answer()]), Scripted(Setting("bad", "bad"), [answer(), answer(), ForetokenError("no memory")])
+    good, bad = (
+        Scripted(PEER, [answer()]),
+        Scripted(Setting("bad", "bad"), [answer(), answer(), ForetokenError("no memory")]),
+    )
     samples, notes = measure([Scripted(PLAIN, [answer()]), good, bad], PLAN)
     assert {entry[2] for entry in good.log} == {0.0}
     assert {s.setting.name for s in samples} == {"plain", "other"}
@@ -64,7 +69,11 @@ def test_the_number_of_runs_is_counted_ahead():
 
 
 def test_speed_is_the_median_over_repeats_of_all_tokens_by_all_seconds():
-    samples = [sample(PLAIN, answer(10, seconds), prompt, repeat) for repeat, seconds in enumerate((1.0, 2.0, 5.0)) for prompt in (0, 1)]
+    samples = [
+        sample(PLAIN, answer(10, seconds), prompt, repeat)
+        for repeat, seconds in enumerate((1.0, 2.0, 5.0))
+        for prompt in (0, 1)
+    ]
     row = row_of(samples)
     assert (row.tokens_per_s, row.tokens_per_s_min, row.tokens_per_s_max) == (5.0, 2.0, 10.0)
     assert (row.num_prompts, row.repeats, row.num_emitted) == (2, 3, 60)
@@ -94,7 +103,15 @@ def test_time_per_step_is_split_and_adds_up():
 
 def test_what_an_engine_does_not_tell_stays_unknown():
     row = row_of([sample(PLAIN, answer())])
-    assert row.step_ms is row.draft_ms_per_step is row.rest_ms_per_step is row.ttft_s is row.num_steps is row.acceptance_rate is None
+    assert (
+        row.step_ms
+        is row.draft_ms_per_step
+        is row.rest_ms_per_step
+        is row.ttft_s
+        is row.num_steps
+        is row.acceptance_rate
+        is None
+    )
     mixed = row_of([sample(PLAIN, answer(num_steps=3)), sample(PLAIN, answer(), 1)])
     assert mixed.num_steps is None
 
@@ -122,7 +139,9 @@ def test_greedy_outputs_are_compared_with_plain_decoding():
     row = row_of([*plain, same, other], "ngram-3")
     assert row.identical is False
     assert row.differences == ({"prompt": "b", "token": 2},)
-    assert row_of([*plain, sample(SPEC, answer(ids=[1, 2, 3]), 0)], "ngram-3").differences == ({"prompt": "a", "token": 3},)
+    assert row_of([*plain, sample(SPEC, answer(ids=[1, 2, 3]), 0)], "ngram-3").differences == (
+        {"prompt": "a", "token": 3},
+    )
 
 
 def test_plain_decoding_that_does_not_repeat_itself_is_shown():
@@ -133,7 +152,9 @@ def test_plain_decoding_that_does_not_repeat_itself_is_shown():
 def test_text_alone_is_compared_as_far_as_both_go():
     plain = sample(PLAIN, replace(answer(ids=[1]), text="def f"))
     assert row_of([plain, sample(PEER, replace(answer(ids=[]), text="def f(x)"))], "other").identical is True
-    assert row_of([plain, sample(PEER, replace(answer(ids=[]), text="def g(x)"))], "other").differences == ({"prompt": "a", "character": 4},)
+    assert row_of([plain, sample(PEER, replace(answer(ids=[]), text="def g(x)"))], "other").differences == (
+        {"prompt": "a", "character": 4},
+    )
 
 
 def test_an_engine_that_gives_neither_tokens_nor_text_is_not_called_identical():
@@ -147,7 +168,11 @@ def test_sampled_outputs_are_not_compared():
 
 def test_several_slices_get_a_row_over_all_of_them():
     samples = [sample(PLAIN, answer(10, 1.0), 0), sample(PLAIN, answer(10, 3.0), 2)]
-    assert {(r.slice, r.tokens_per_s) for r in summarise(samples, PROMPTS)} == {("code", 10.0), ("edit", 10 / 3), (ALL_SLICES, 5.0)}
+    assert {(r.slice, r.tokens_per_s) for r in summarise(samples, PROMPTS)} == {
+        ("code", 10.0),
+        ("edit", 10 / 3),
+        (ALL_SLICES, 5.0),
+    }
     assert {r.slice for r in summarise(samples[:1], PROMPTS[:1])} == {"code"}
 
 
@@ -162,7 +187,9 @@ def test_a_setting_may_be_measured_on_some_slices_only():
     assert {entry[1] for entry in own.log} == {"c"}
     assert len(own.log) == 2 + 2 == seen.count("predicted-3")
     assert len(seen) == plan.num_runs([PLAIN, part])
-    assert [(row.slice, row.speedup) for row in summarise(samples, PROMPTS) if row.setting == "predicted-3"] == [("edit", 2.0)]
+    assert [(row.slice, row.speedup) for row in summarise(samples, PROMPTS) if row.setting == "predicted-3"] == [
+        ("edit", 2.0)
+    ]
 
 
 def test_an_optional_setting_is_left_out_when_what_it_needs_does_not_fit():

@@ -23,7 +23,14 @@ def ngram_3(prediction: str | None, tenant: str) -> SpecConfig:
 
 
 def options(**values) -> BenchOptions:
-    base = {"target": "t", "drafters": ("ngram",), "num_drafts": (3,), "slices": ("code", "json"), "max_tokens": 12, "repeats": 2}
+    base = {
+        "target": "t",
+        "drafters": ("ngram",),
+        "num_drafts": (3,),
+        "slices": ("code", "json"),
+        "max_tokens": 12,
+        "repeats": 2,
+    }
     return BenchOptions(**(base | values))
 
 
@@ -48,9 +55,17 @@ def contenders_of(chosen: BenchOptions, prompts=PROMPTS) -> list[Own]:
 
 
 def test_every_drafter_meets_every_number_of_tokens():
-    chosen = options(drafters=("draft_model", "ngram"), num_drafts=(2, "auto"), draft="d", rules=("greedy",), temperatures=(0.0,))
+    chosen = options(
+        drafters=("draft_model", "ngram"), num_drafts=(2, "auto"), draft="d", rules=("greedy",), temperatures=(0.0,)
+    )
     contenders = contenders_of(chosen)
-    assert [c.setting.name for c in contenders] == ["plain", "draft_model-2", "draft_model-auto", "ngram-2", "ngram-auto"]
+    assert [c.setting.name for c in contenders] == [
+        "plain",
+        "draft_model-2",
+        "draft_model-auto",
+        "ngram-2",
+        "ngram-auto",
+    ]
     specs = [c.spec_for(PROMPTS[0]) for c in contenders]
     assert replace(specs[1], tenant="") == SpecConfig(drafter="draft_model", draft="d", num_draft=2, rule="greedy")
     assert replace(specs[4], tenant="") == SpecConfig(drafter="ngram", num_draft="auto", rule="greedy")
@@ -58,7 +73,14 @@ def test_every_drafter_meets_every_number_of_tokens():
 
 
 def test_each_set_of_options_is_a_setting_of_its_own():
-    drafters = ("draft_model", "draft_model:draft_top_k=5", "ngram:num_draft=9", "ngram:rule=tree;num_draft=9", "ngram", "ngram")
+    drafters = (
+        "draft_model",
+        "draft_model:draft_top_k=5",
+        "ngram:num_draft=9",
+        "ngram:rule=tree;num_draft=9",
+        "ngram",
+        "ngram",
+    )
     contenders = contenders_of(options(drafters=drafters, draft="d", num_drafts=(3,)))
     assert [c.setting.name for c in contenders[1:]] == [
         "draft_model-3",
@@ -67,15 +89,21 @@ def test_each_set_of_options_is_a_setting_of_its_own():
         "ngram-9 tree",
         "ngram-3",
     ]
-    assert replace(contenders[2].spec_for(PROMPTS[0]), tenant="") == SpecConfig("draft_model", draft="d", num_draft=3, draft_top_k=5)
+    assert replace(contenders[2].spec_for(PROMPTS[0]), tenant="") == SpecConfig(
+        "draft_model", draft="d", num_draft=3, draft_top_k=5
+    )
     assert contenders[4].spec_for(PROMPTS[0]).rule == "tree"
     assert (contenders[2].setting.drafter, contenders[2].setting.options) == ("draft_model", "draft_top_k=5")
 
 
 def test_a_draft_is_measured_in_each_format_that_is_named():
-    contenders, _ = own_contenders(options(drafters=("draft_model", "draft_model:draft_dtype=int4"), draft="d"), FakeLLM(), PROMPTS)
+    contenders, _ = own_contenders(
+        options(drafters=("draft_model", "draft_model:draft_dtype=int4"), draft="d"), FakeLLM(), PROMPTS
+    )
     assert [c.setting.name for c in contenders] == ["plain", "draft_model-3", "draft_model(draft_dtype=int4)-3"]
-    assert replace(contenders[2].spec_for(PROMPTS[0]), tenant="") == SpecConfig("draft_model", "d", num_draft=3, draft_dtype="int4")
+    assert replace(contenders[2].spec_for(PROMPTS[0]), tenant="") == SpecConfig(
+        "draft_model", "d", num_draft=3, draft_dtype="int4"
+    )
     with pytest.raises(ConfigError, match="draft_dtype='int2': choose one of auto"):
         options(drafters=("draft_model:draft_dtype=int2",), draft="d")
 
@@ -149,7 +177,7 @@ def test_a_whole_run():
     assert all(call[1].ignore_eos for call in llm.calls)
     line = json.loads(report.json_line())
     assert line["command"] == "foretoken bench --target t"
-    wanted = "setting slice speedup num_steps num_drafted num_accepted num_emitted acceptance_rate draft_s verify_s ttft_s tokens_per_s"
+    wanted = "setting slice speedup num_steps num_drafted num_accepted num_emitted acceptance_rate draft_s verify_s ttft_s tokens_per_s"  # noqa: E501
     assert set(wanted.split()) <= set(line["rows"][0])
 
 

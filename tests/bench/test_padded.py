@@ -82,7 +82,9 @@ def test_padded_answers_are_the_engines(
         assert run.num_rounds < run.num_emitted
 
 
-@pytest.mark.parametrize("shape", ["llama-mqa", "llama-mha", "mistral-sliding", "qwen2-layer-types", "qwen3", "llama-llama3"])
+@pytest.mark.parametrize(
+    "shape", ["llama-mqa", "llama-mha", "mistral-sliding", "qwen2-layer-types", "qwen3", "llama-llama3"]
+)
 @pytest.mark.parametrize("options", [{}, {"published": True}, {"window": 5}], ids=["eqspec", "published", "exspec"])
 def test_every_kind_of_layer(tmp_path: Path, shape: str, options: dict[str, Any]):
     """Grouped heads, windows of attention, norms of heads, scaled positions."""
@@ -92,7 +94,9 @@ def test_every_kind_of_layer(tmp_path: Path, shape: str, options: dict[str, Any]
         for one in (NgramDrafter(), self_draft):
             run = PaddedDecoder(llm.target, one, 3, 3, **options).generate(texts, PARAMS)
             assert run.answers == answers(llm, texts, PARAMS)
-        assert run.num_accepted == run.num_drafted > 0  # the target guesses for itself: every row runs its last two tokens
+        assert (
+            run.num_accepted == run.num_drafted > 0
+        )  # the target guesses for itself: every row runs its last two tokens
 
 
 @pytest.mark.parametrize(("name", "options"), MODES)
@@ -101,10 +105,14 @@ def test_end_tokens_in_the_middle_of_a_draft(
 ):
     """Every answer is cut at the first of its end tokens, and no other row notices."""
     eos = {answer[5] for answer in expected[::2]} | {expected[1][0]}
-    cut = [next((answer[: place + 1] for place, token in enumerate(answer) if token in eos), answer) for answer in expected]
+    cut = [
+        next((answer[: place + 1] for place, token in enumerate(answer) if token in eos), answer) for answer in expected
+    ]
     assert len({len(answer) for answer in cut}) > 3
     params = SamplingParams(max_tokens=24)
-    run = PaddedDecoder(llm.target, drafter(name, draft), 4 if name else 0, 4, **options).generate(prompts(), params, tuple(eos))
+    run = PaddedDecoder(llm.target, drafter(name, draft), 4 if name else 0, 4, **options).generate(
+        prompts(), params, tuple(eos)
+    )
     assert list(run.answers) == cut
 
 
@@ -132,7 +140,9 @@ def ways(llm: LLM) -> Iterator[PaddedCache]:
 
 
 def test_what_is_realigned_equals_what_is_computed_anew(llm: LLM):
-    """Rounds of random acceptance, rows leaving on the way: after each the cache is that of the kept tokens read from scratch."""
+    """Rounds of random acceptance, rows leaving on the way: after each the cache is that of the kept tokens read from
+    scratch.
+    """
     assert isinstance(llm.target, PagedModel)
     for cache in ways(llm):
         chance = random.Random(0)
@@ -187,7 +197,9 @@ def row(number: int, length: int) -> Row:
 
 
 def test_the_choice_of_a_batch():
-    """The first length that fills a batch; without one the first of the window; the last few rows are a group when they are equal."""
+    """The first length that fills a batch; without one the first of the window; the last few rows are a group when they
+    are equal.
+    """
 
     def chosen(lengths: Sequence[int], size: int) -> tuple[list[int], bool]:
         rows, grouped = choose_batch([row(number, length) for number, length in enumerate(lengths)], size)
@@ -222,7 +234,12 @@ def test_times_and_counts_add_up(llm: LLM, draft: LanguageModel):
 
 @pytest.mark.parametrize(
     ("changed", "field"),
-    [({"temperature": 0.7}, "temperature"), ({"logit_bias": {3: 1.0}}, "logit_bias"), ({"n": 2}, "n"), ({"stop": "x"}, "stop")],
+    [
+        ({"temperature": 0.7}, "temperature"),
+        ({"logit_bias": {3: 1.0}}, "logit_bias"),
+        ({"n": 2}, "n"),
+        ({"stop": "x"}, "stop"),
+    ],
 )
 def test_parameters_that_it_does_not_know_are_refused(llm: LLM, changed: dict[str, object], field: str):
     with pytest.raises(InputError, match=f"^{field}="):

@@ -72,8 +72,16 @@ def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
     for seed, (name, layers) in enumerate([("target", 2), ("draft", 1)]):
         torch.manual_seed(seed)
         folder = tmp_path_factory.mktemp("models") / name
-        shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 2}
-        config = LlamaConfig(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=256, bos_token_id=0, eos_token_id=0, **shape)
+        shape = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+        }
+        config = LlamaConfig(
+            vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=256, bos_token_id=0, eos_token_id=0, **shape
+        )
         LlamaForCausalLM(config).save_pretrained(folder)
         tokenizer.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config()), encoding="utf-8")
@@ -129,11 +137,18 @@ def test_one_way_leaves_nothing_behind_for_the_next(checkpoints):
 
 
 def test_each_way_knows_which_drafter_of_ours_it_is_like(checkpoints):
-    found, _ = peers.contenders(*checkpoints, "float32", "cpu", threads=1, num_drafts=(2,), kinds=("lookup", "early_exit"))
+    found, _ = peers.contenders(
+        *checkpoints, "float32", "cpu", threads=1, num_drafts=(2,), kinds=("lookup", "early_exit")
+    )
     settings = {c.setting.name: c.setting for c in found}
     assert "transformers-assisted" not in settings
     early = settings["transformers-early_exit-layer=1-2"]
-    assert (early.drafter, early.counterpart, early.options, early.num_draft) == ("early_exit", "early_exit", "layer=1", 2)
+    assert (early.drafter, early.counterpart, early.options, early.num_draft) == (
+        "early_exit",
+        "early_exit",
+        "layer=1",
+        2,
+    )
     assert (settings["transformers-lookup-2"].counterpart, settings["transformers-lookup-2"].free) == ("ngram", True)
 
 
@@ -173,7 +188,9 @@ def test_output_without_a_result_is_an_error(output):
 
 
 def test_recorded_lookup_and_lookahead_output():
-    """The first counted token of llama-lookup came out of the prompt's own pass; llama-lookahead drafts no number and prints in colour."""
+    """The first counted token of llama-lookup came out of the prompt's own pass; llama-lookahead drafts no number and
+    prints in colour.
+    """
     answer = parse_speculative(SPECULATIVE, LOG, PROMPT.text, emits_first=True)
     assert (answer.num_emitted, answer.decode_tokens, answer.num_steps, answer.decode_steps) == (36, 35, 10, 9)
     assert answer.ttft_s == 1.212
@@ -201,9 +218,12 @@ def llama(tmp_path) -> Path:
     note = f"open({str(tmp_path / 'calls')!r}, 'a').write(repr(sys.argv[1:]) + '\\n')"
     version = "if '--version' in sys.argv: print('version: 0.5.0-dev (build 1)', file=sys.stderr); raise SystemExit"
     program(root / "build/bin/llama-bench", f"{note}\nprint({BENCH!r})")
-    types = "if '--help' in sys.argv: print('--spec-type none,draft-simple,ngram-simple,ngram-map-k,ngram-mod,ngram-cache  list'); raise SystemExit"
+    types = "if '--help' in sys.argv: print('--spec-type none,draft-simple,ngram-simple,ngram-map-k,ngram-mod,ngram-cache  list'); raise SystemExit"  # noqa: E501
     program(root / "build/bin/llama-lookup", f"{note}\nprint({SPECULATIVE!r})\nprint({LOG!r}, file=sys.stderr)")
-    program(root / "build/bin/llama-speculative-simple", f"{version}\n{types}\n{note}\nprint({SPECULATIVE!r})\nprint({LOG!r}, file=sys.stderr)")
+    program(
+        root / "build/bin/llama-speculative-simple",
+        f"{version}\n{types}\n{note}\nprint({SPECULATIVE!r})\nprint({LOG!r}, file=sys.stderr)",
+    )
     (root / "convert_hf_to_gguf.py").write_text(
         f"import sys\nfrom conversion.base import TextModel\n{note}\n"
         "open(sys.argv[sys.argv.index('--outfile') + 1], 'w').write(TextModel().get_vocab_base_pre(None))\n",
@@ -211,7 +231,8 @@ def llama(tmp_path) -> Path:
     )
     (root / "conversion").mkdir()
     (root / "conversion/base.py").write_text(
-        "class TextModel:\n    def get_vocab_base_pre(self, tokenizer):\n        raise NotImplementedError\n", encoding="utf-8"
+        "class TextModel:\n    def get_vocab_base_pre(self, tokenizer):\n        raise NotImplementedError\n",
+        encoding="utf-8",
     )
     return root
 
@@ -222,14 +243,27 @@ def test_a_whole_run_with_llama_cpp(llama, checkpoints, tmp_path, monkeypatch):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text(json.dumps({"prompt": PROMPT.text}) + "\n", encoding="utf-8")
     options = BenchOptions(
-        str(target), str(draft), prompts=prompts, num_drafts=(3,), max_tokens=4, repeats=1, warmup=0, peers=True, peer_num_drafts=(3,), threads=1
+        str(target),
+        str(draft),
+        prompts=prompts,
+        num_drafts=(3,),
+        max_tokens=4,
+        repeats=1,
+        warmup=0,
+        peers=True,
+        peer_num_drafts=(3,),
+        threads=1,
     )
     report = run_bench(options, FakeLLM())
     rows = {row.setting: row for row in report.rows if row.temperature == 0.0}
     assert {name for name in rows if name.startswith("llama.cpp")} == {
         "llama.cpp",
         "llama.cpp-ngram-cache",
-        *(f"llama.cpp-{kind}{n}" for kind in ("draft-simple", "ngram-simple", "ngram-map-k", "ngram-mod", "lookup") for n in ("", "-3")),
+        *(
+            f"llama.cpp-{kind}{n}"
+            for kind in ("draft-simple", "ngram-simple", "ngram-map-k", "ngram-mod", "lookup")
+            for n in ("", "-3")
+        ),
     }
     assert any("llama.cpp was not measured with ngram-map-k4v, lookahead" in caveat for caveat in report.caveats)
     assert report.ratios["p"]["best free / llama.cpp best n-gram"] > 0
@@ -240,8 +274,13 @@ def test_a_whole_run_with_llama_cpp(llama, checkpoints, tmp_path, monkeypatch):
     depth = llama_cpp._token_count(target)(PROMPT.text)
     assert f"'-d', '{depth}'" in calls
     assert "'--spec-draft-n-max', '3', '--spec-draft-n-min', '0'" in calls
-    assert "'--spec-type', 'ngram-simple', '--spec-ngram-simple-size-n', '4', '--spec-ngram-simple-size-m', '3'" in calls
-    assert "'--spec-type', 'ngram-mod', '--spec-ngram-mod-n-match', '16', '--spec-ngram-mod-n-min', '0', '--spec-ngram-mod-n-max', '3'" in calls
+    assert (
+        "'--spec-type', 'ngram-simple', '--spec-ngram-simple-size-n', '4', '--spec-ngram-simple-size-m', '3'" in calls
+    )
+    assert (
+        "'--spec-type', 'ngram-mod', '--spec-ngram-mod-n-match', '16', '--spec-ngram-mod-n-min', '0', "
+        "'--spec-ngram-mod-n-max', '3'"
+    ) in calls
     assert "'--spec-type', 'ngram-map-k']" in calls  # as the program comes
     assert "'--ignore-eos'" in calls
 

@@ -13,8 +13,15 @@ import pytest
 
 from foretoken.bench import profile as module
 from foretoken.bench.drafting import parse_drafters
-from foretoken.bench.profile import ProfileOptions, load_profile, measure_profile, print_profile, run_profile, write_profile
-from foretoken.engine import profiling
+from foretoken.bench.profile import (
+    ProfileOptions,
+    load_profile,
+    measure_profile,
+    print_profile,
+    run_profile,
+    write_profile,
+)
+from foretoken.engine.startup import profiling
 from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.model.open import open_model
 from foretoken.plan.profile import Curve, DrafterCost, Profile, fingerprint, profile_from_mapping
@@ -32,7 +39,15 @@ HAND = Profile(
 
 def test_between_before_and_beyond() -> None:
     curve = Curve(((2, 1.0), (4, 2.0), (8, 1.0)))
-    assert [curve.seconds(n) for n in (1, 2, 3, 4, 6, 8, 100)] == [1.0, 1.0, 1.5, 2.0, 1.5, 1.0, 1.0]  # never down beyond the end
+    assert [curve.seconds(n) for n in (1, 2, 3, 4, 6, 8, 100)] == [
+        1.0,
+        1.0,
+        1.5,
+        2.0,
+        1.5,
+        1.0,
+        1.0,
+    ]  # never down beyond the end
     assert Curve(((2, 1.0), (4, 2.0))).seconds(8) == 4.0
     assert Curve(((5, 3.0),)).seconds(50) == 3.0
     assert Curve().seconds(5) == 0.0
@@ -49,7 +64,9 @@ def test_a_step_by_hand() -> None:
     assert HAND.step_s(2, [10, 10]) == 1.5 + 2.5
     assert HAND.step_s(0, [0], prompt_tokens=6) == 2.0
     assert HAND.step_s(2, [10], prompt_tokens=8) == 1.5 + (3.0 - 1.0)
-    late = replace(HAND, chunk=Curve(((3, 1.0), (10, 3.0))))  # up to where the chunk curve begins the curve of rows tells
+    late = replace(
+        HAND, chunk=Curve(((3, 1.0), (10, 3.0)))
+    )  # up to where the chunk curve begins the curve of rows tells
     assert late.step_s(2, [10], prompt_tokens=8) == 1.5 + (2.0 - 1.5) + (3.0 - 1.0)
     assert late.step_s(1, [10], prompt_tokens=1) == 1.5
     cost = HAND.drafters["ngram"]
@@ -105,12 +122,16 @@ def test_what_is_no_profile_is_refused_by_name(tmp_path: Path) -> None:
         load_profile(tmp_path / "text.json")
 
 
-def test_a_tiny_model_is_measured(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tiny_model_is_measured(
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every curve has the points that fit into a context of 256 tokens, and everything is given back."""
     monkeypatch.setattr(profiling, "_POINT_S", 0.0)
     monkeypatch.setattr(module, "_BATCHES", (1, 4))
     heard: list[str] = []
-    options = ProfileOptions(str(pair.target), str(pair.draft), parse_drafters(["draft_model", "ngram"]), budget_s=600.0)
+    options = ProfileOptions(
+        str(pair.target), str(pair.draft), parse_drafters(["draft_model", "ngram"]), budget_s=600.0
+    )
     found = run_profile(options, "the command", tell=lambda words, share: heard.append(words))
     assert [count for count, _ in found.batch.points] == [1, 4]
     assert [count for count, _ in found.rows.points] == [1, 2, 4, 8, 16]  # 32 rows may need 385 tokens
@@ -118,7 +139,9 @@ def test_a_tiny_model_is_measured(pair: SimpleNamespace, monkeypatch: pytest.Mon
     assert [count for count, _ in found.drafters["draft_model"].guesses.points] == [1, 2, 4, 8]
     assert [count for count, _ in found.drafters["ngram"].batch.points] == [1, 4, 8, 16]
     assert [count for count, _ in found.drafters["ngram"].prompt.points] == [32]
-    assert all(seconds > 0 for curve in (found.rows, found.batch, found.chunk, found.context) for _, seconds in curve.points)
+    assert all(
+        seconds > 0 for curve in (found.rows, found.batch, found.chunk, found.context) for _, seconds in curve.points
+    )
     assert (found.command, found.target["max_context_tokens"], found.target["block_tokens"]) == ("the command", 256, 32)
     assert profile_from_mapping(json.loads(json.dumps(found.as_dict()))) == found
     assert {"rows 16", "ngram batch 8", "context 128"} <= set(heard)

@@ -29,7 +29,9 @@ PUBLIC = {
             "test": "assert one() == 1",
         }
     ],
-    "mbpp.jsonl": [{"text": "Write two.", "code": "def two():\r\n    return 2", "task_id": 3, "test_list": ["assert two() == 2"]}],
+    "mbpp.jsonl": [
+        {"text": "Write two.", "code": "def two():\r\n    return 2", "task_id": 3, "test_list": ["assert two() == 2"]}
+    ],
     "edit.jsonl": [
         {
             "task_id": "EditEval/4",
@@ -41,7 +43,9 @@ PUBLIC = {
         {"instruction": "Name a colour.", "input": "", "output": "Red"},
     ],
     "gsm8k.jsonl": [{"question": "What is 2 + 3?", "answer": "2 + 3 = 5\n#### 5"}],
-    "rag.jsonl": [{"id": 5, "question": "who", "answers": ["she"], "prompt": "Document [1] She did.\n\nQuestion: who\nAnswer:"}],
+    "rag.jsonl": [
+        {"id": 5, "question": "who", "answers": ["she"], "prompt": "Document [1] She did.\n\nQuestion: who\nAnswer:"}
+    ],
     "tools.json": [
         {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}], "tools": "[]"},
         {
@@ -58,7 +62,11 @@ PUBLIC = {
 
 def write(path: Path, items: list[object]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(items, indent=1) if path.suffix == ".json" else "\n".join(json.dumps(item, ensure_ascii=False) for item in items)
+    text = (
+        json.dumps(items, indent=1)
+        if path.suffix == ".json"
+        else "\n".join(json.dumps(item, ensure_ascii=False) for item in items)
+    )
     path.write_text(text + "\n", encoding="utf-8")
     return path
 
@@ -89,7 +97,9 @@ def test_every_public_format(public):
         "tools:2": "json",
     }
     assert found["HumanEval:0"] == Prompt("HumanEval:0", "code", "def one():", "\n    return 1\n")
-    assert found["mbpp:3"] == Prompt("mbpp:3", "code", '"""\nWrite two.\nassert two() == 2\n"""', "\ndef two():\n    return 2")
+    assert found["mbpp:3"] == Prompt(
+        "mbpp:3", "code", '"""\nWrite two.\nassert two() == 2\n"""', "\ndef two():\n    return 2"
+    )
     before = "def four():\n    return 5"
     assert found["edit:4"].text == f"# Return 4.\n# Before:\n{before}\n# After:"
     assert found["edit:4"].prediction == f"\n{before}\n"
@@ -104,7 +114,10 @@ def test_every_public_format(public):
 
 def test_own_lines(tmp_path):
     path = tmp_path / "mine.jsonl"
-    path.write_text('{"prompt": "one"}\n\n{"prompt": "two ", "slice": "chat", "name": "second", "prediction": "p"}\n', encoding="utf-8")
+    path.write_text(
+        '{"prompt": "one"}\n\n{"prompt": "two ", "slice": "chat", "name": "second", "prediction": "p"}\n',
+        encoding="utf-8",
+    )
     assert read_prompts(path) == (Prompt("mine:1", "mine", "one"), Prompt("second", "chat", "two ", prediction="p"))
 
 
@@ -151,7 +164,10 @@ def test_slices_filter_and_files_take_turns(public):
     chosen, notes = choose(prompts, ["math", "code"], 1)
     assert [prompt.name for prompt in chosen] == ["gsm8k:1", "HumanEval:0"]
     assert notes == ["Prompts measured (prompts_per_slice=1): math 1 of 2, code 1 of 2."]
-    assert choose(prompts, ["all"], 9) == (tuple(choose(prompts, list(dict.fromkeys(p.slice for p in prompts)), 9)[0]), [])
+    assert choose(prompts, ["all"], 9) == (
+        tuple(choose(prompts, list(dict.fromkeys(p.slice for p in prompts)), 9)[0]),
+        [],
+    )
     assert len(choose(prompts, ["all"], 9)[0]) == len(prompts)
     many = [Prompt(f"{source}:{i}", "code", "x") for source in "ab" for i in range(3)]
     assert [prompt.name for prompt in choose(many, ["code"], 4)[0]] == ["a:0", "b:0", "a:1", "b:1"]
@@ -171,7 +187,9 @@ def test_long_prompts_lose_their_middle():
     assert fit([short], len, 100) == ((short,), [])
 
 
-@pytest.mark.parametrize("tokens", [lambda text: len(text) // 3 + 5, lambda text: sum(3 if letter == "x" else 1 for letter in text)])
+@pytest.mark.parametrize(
+    "tokens", [lambda text: len(text) // 3 + 5, lambda text: sum(3 if letter == "x" else 1 for letter in text)]
+)
 def test_the_cut_fits_whatever_the_tokenizer(tokens):
     (cut,), _ = fit([Prompt("l", "a", "ab" * 50 + "x" * 300 + "cd" * 50)], tokens, 60)
     assert tokens(cut.text) <= 60

@@ -1,4 +1,6 @@
-"""Replays on a clock that is scripted, and on tiny checkpoints: what is written down adds up, and agrees with the simulator."""
+"""Replays on a clock that is scripted, and on tiny checkpoints: what is written down adds up, and agrees with the
+simulator.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from foretoken.bench.workload import slices
 from foretoken.core import StepOutput
 from foretoken.engine.request import RequestState
 from foretoken.errors import EngineError, InputError
-from foretoken.plan.arrivals import Job, parse_trace
-from foretoken.plan.outcome import outcome
 from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.plan.replica import Step
-from foretoken.plan.rounds import Record, Records, chain
-from foretoken.plan.setting import Limits, Setting
-from foretoken.plan.simulate import simulate
+from foretoken.simulate.arrivals import Job, parse_trace
+from foretoken.simulate.metrics import outcome
+from foretoken.simulate.records import Record, Records, chain
+from foretoken.simulate.setting import Limits, SimSetting
+from foretoken.simulate.sim_engine import Step
+from foretoken.simulate.simulate import simulate
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.faults import Fault
 from tests.plan.test_simulate import CURVED, UNIT, Guesser, Real, mixed_jobs
@@ -50,38 +52,72 @@ class Scripted:
         self.time = max(self.time, time_s)
 
 
-def replayed(profile: Profile, jobs: Sequence[Job], setting: Setting, limits: Limits) -> tuple[Replayed, list[Step], object]:
+def replayed(
+    profile: Profile, jobs: Sequence[Job], setting: SimSetting, limits: Limits
+) -> tuple[Replayed, list[Step], object]:
     steps: list[Step] = []
     ended = simulate(profile, jobs, setting, limits, seed=3, watch=steps.append)
     scripted = Scripted(Real(profile, setting, limits, jobs, Guesser(ended.courses)))
     specs = [scripted.real.spec] * len(jobs)
-    return replay(scripted, jobs, [[1] * job.prompt_tokens for job in jobs], specs, setting.name, scripted), steps, ended
+    return (
+        replay(scripted, jobs, [[1] * job.prompt_tokens for job in jobs], specs, setting.name, scripted),
+        steps,
+        ended,
+    )
 
 
-@pytest.mark.parametrize("setting", [Setting(), Setting("ngram", 3), Setting("ngram", None)], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "setting", [SimSetting(), SimSetting("ngram", 3), SimSetting("ngram", None)], ids=lambda s: s.name
+)
 @pytest.mark.parametrize("limits", [Limits(), Limits(max_batch_size=3, max_prompt_tokens=16)], ids=["wide", "narrow"])
-def test_on_a_scripted_clock_a_replay_is_the_simulation(setting: Setting, limits: Limits) -> None:
+def test_on_a_scripted_clock_a_replay_is_the_simulation(setting: SimSetting, limits: Limits) -> None:
     """Every step and every figure; and each batch, put to the cost model again, costs what the script said."""
     jobs = mixed_jobs(14, 2)
     done, steps, ended = replayed(CURVED, jobs, setting, limits)
     assert len(done.steps) == len(steps)
     for ours, one in zip(steps, done.steps, strict=True):
-        assert (one.step.num_rows, one.step.num_prompt_tokens, one.step.emitted) == (ours.num_rows, ours.num_prompt_tokens, ours.emitted)
+        assert (one.step.num_rows, one.step.num_prompt_tokens, one.step.emitted) == (
+            ours.num_rows,
+            ours.num_prompt_tokens,
+            ours.emitted,
+        )
         assert (one.step.start_s, one.step.seconds) == pytest.approx((ours.start_s, ours.seconds))
-        draft_s = CURVED.drafters["ngram"].seconds(one.longest_draft, one.num_drafting, one.num_unread) if one.num_drafting else 0.0
-        assert draft_s + CURVED.step_s(one.step.num_rows, one.contexts, one.step.num_prompt_tokens) == pytest.approx(one.step.seconds)
+        draft_s = (
+            CURVED.drafters["ngram"].seconds(one.longest_draft, one.num_drafting, one.num_unread)
+            if one.num_drafting
+            else 0.0
+        )
+        assert draft_s + CURVED.step_s(one.step.num_rows, one.contexts, one.step.num_prompt_tokens) == pytest.approx(
+            one.step.seconds
+        )
     expected = outcome(ended)
-    for name in ("tokens_per_s", "latency_s_p50", "latency_s_p95", "ttft_s_p95", "inter_token_s_p50", "utilisation", "emitted_per_step"):
+    for name in (
+        "tokens_per_s",
+        "latency_s_p50",
+        "latency_s_p95",
+        "ttft_s_p95",
+        "inter_token_s_p50",
+        "utilisation",
+        "emitted_per_step",
+    ):
         assert getattr(done.outcome, name) == pytest.approx(getattr(expected, name)), name
     assert (done.outcome.num_drafted, done.outcome.num_accepted) == (expected.num_drafted, expected.num_accepted)
-    found = causes(CURVED, setting, expected, steps, replace(done, steps=tuple(scripted_cost(one) for one in done.steps)), 0.25)
-    assert (found.step, found.emitted, found.rows, found.batch, found.outside_share) == pytest.approx((0, 0, 0, 0, 0), abs=1e-9)
+    found = causes(
+        CURVED, setting, expected, steps, replace(done, steps=tuple(scripted_cost(one) for one in done.steps)), 0.25
+    )
+    assert (found.step, found.emitted, found.rows, found.batch, found.outside_share) == pytest.approx(
+        (0, 0, 0, 0, 0), abs=1e-9
+    )
     assert found.pace == 0.25
 
 
 def scripted_cost(one: object) -> object:
     """What the drafter took on the scripted clock, instead of what it really took."""
-    draft_s = CURVED.drafters["ngram"].seconds(one.longest_draft, one.num_drafting, one.num_unread) if one.num_drafting else 0.0
+    draft_s = (
+        CURVED.drafters["ngram"].seconds(one.longest_draft, one.num_drafting, one.num_unread)
+        if one.num_drafting
+        else 0.0
+    )
     return replace(one, step=replace(one.step, draft_s=draft_s))
 
 
@@ -97,9 +133,11 @@ def test_priorities_and_deadlines_of_a_trace_are_the_requests(pair: SimpleNamesp
     jobs, limits = parse_trace(lines, (0.0,)), Limits(max_batch_size=1)
     prompts = [token_ids(4, seed=i) for i in range(len(jobs))]
     with LLM(pair.target, dtype="float32", max_batch_size=1) as llm:
-        llm.engine.scheduler.config = replace(llm.engine.scheduler.config, aging_s=1e9)  # no period ends while they come
+        llm.engine.scheduler.config = replace(
+            llm.engine.scheduler.config, aging_s=1e9
+        )  # no period ends while they come
         done = replay(llm, jobs, prompts, [SpecConfig()] * len(jobs), "plain")
-    told = simulate(UNIT, jobs, Setting(), limits).courses
+    told = simulate(UNIT, jobs, SimSetting(), limits).courses
     assert order(one.finish_s for one in done.served) == order(course.finish_s for course in told) == [4, 2, 1, 0, 3]
 
 
@@ -117,11 +155,22 @@ def test_what_is_written_down_adds_up(pair: SimpleNamespace) -> None:
     with LLM(pair.target, dtype="float32", max_batch_size=4, max_prompt_tokens=16) as llm:
         plain = replay(llm, jobs, prompts, [SpecConfig(tenant="plain")] * 6, "plain")
         heard: list[int] = []
-        done = replay(llm, jobs, prompts, [SpecConfig("draft_model", str(pair.draft), num_draft=3)] * 6, "guessing", tell=heard.append)
+        done = replay(
+            llm,
+            jobs,
+            prompts,
+            [SpecConfig("draft_model", str(pair.draft), num_draft=3)] * 6,
+            "guessing",
+            tell=heard.append,
+        )
         assert not llm.engine.has_work
         assert not llm.engine.watchers
     assert done.token_ids == plain.token_ids
-    assert [one.num_tokens for one in done.served] == [job.output_tokens for job in jobs] == [len(ids) for ids in done.token_ids]
+    assert (
+        [one.num_tokens for one in done.served]
+        == [job.output_tokens for job in jobs]
+        == [len(ids) for ids in done.token_ids]
+    )
     assert heard == [1, 2, 3, 4, 5, 6]
     emitted = [0] * 6
     for one in done.steps:
@@ -133,11 +182,15 @@ def test_what_is_written_down_adds_up(pair: SimpleNamespace) -> None:
         assert 0 <= one.step.draft_s <= one.step.seconds
     assert emitted == [job.output_tokens for job in jobs]
     read = sum(one.step.num_prompt_tokens for one in done.steps)
-    assert sum(map(len, prompts)) - 6 <= read <= sum(map(len, prompts))  # the last token of a prompt may stand alone, as a row
+    assert (
+        sum(map(len, prompts)) - 6 <= read <= sum(map(len, prompts))
+    )  # the last token of a prompt may stand alone, as a row
     rounds = done.rounds()
     assert sum(len(seen.parents) for own in rounds for _, seen in own.values()) == done.outcome.num_drafted > 0
     assert all(min(own) == 0 for own in rounds)  # the second token is the first that is guessed
-    assert [sum(len(seen.path) for _, seen in own.values()) for own in rounds] == [one.num_accepted for one in done.served]
+    assert [sum(len(seen.path) for _, seen in own.values()) for own in rounds] == [
+        one.num_accepted for one in done.served
+    ]
     assert all(one.arrival_s <= one.first_s <= one.finish_s for one in done.served)
     starts = [one.step.start_s for one in done.steps]
     assert starts == sorted(starts)
@@ -151,16 +204,20 @@ def test_what_is_written_down_adds_up(pair: SimpleNamespace) -> None:
 def test_a_record_gives_back_the_run_it_is_of(pair: SimpleNamespace, drafter: str) -> None:
     """One request, looked at and then simulated from what was seen: the same rows and the same tokens in every step."""
     job = Job(0.0, 24, 60, "code")
-    spec = SpecConfig("ngram", num_draft=4) if drafter == "ngram" else SpecConfig("draft_model", str(pair.draft), num_draft=4)
+    spec = (
+        SpecConfig("ngram", num_draft=4)
+        if drafter == "ngram"
+        else SpecConfig("draft_model", str(pair.draft), num_draft=4)
+    )
     with LLM(pair.target, dtype="float32") as llm:
         found = calibrate(llm, [job], [token_ids(24, seed=5)], spec)
         known = {drafter: records_from(llm, spec, found, found.answers)}
     profile = replace(UNIT, drafters={drafter: DrafterCost(Curve())})
     steps: list[Step] = []
-    ended = simulate(profile, [job], Setting(drafter, 4), Limits(), known=known, watch=steps.append)
+    ended = simulate(profile, [job], SimSetting(drafter, 4), Limits(), known=known, watch=steps.append)
     assert [(s.num_rows, s.emitted) for s in steps] == [(s.step.num_rows, s.step.emitted) for s in found.run.steps]
     assert ended.courses[0].num_accepted == found.run.outcome.num_accepted > 0
-    predicted, _ = predict(profile, [job], Setting(drafter, 4), known, Trial((), {}, Limits()))
+    predicted, _ = predict(profile, [job], SimSetting(drafter, 4), known, Trial((), {}, Limits()))
     assert predicted.emitted_per_step == found.run.outcome.emitted_per_step
 
 
@@ -195,14 +252,19 @@ def test_a_failing_request_fails_the_replay(pair: SimpleNamespace) -> None:
     """The others are dropped, and nothing stays behind in the engine."""
     with LLM(pair.target, dtype="float32") as llm:
         llm.target.forward = Fault(llm.target.forward, nth=3, once=False)  # type: ignore[method-assign]
-        with pytest.warns(UserWarning, match="Injected: injected"), pytest.raises(EngineError, match=r"of the replay failed: .*: injected"):
+        with (
+            pytest.warns(UserWarning, match="Injected: injected"),
+            pytest.raises(EngineError, match=r"of the replay failed: .*: injected"),
+        ):
             replay(llm, [Job(0.0, 4, 9)] * 2, [[1, 2, 3, 4]] * 2, [SpecConfig()] * 2, "plain")
         assert not llm.engine.has_work
         assert not llm.engine.watchers
 
 
 def test_prompts_are_cut_to_the_wanted_lengths() -> None:
-    """Calibration and measurement share no text and are cut alike; what is used again ends elsewhere; short texts get others before them."""
+    """Calibration and measurement share no text and are cut alike; what is used again ends elsewhere; short texts get
+    others before them.
+    """
 
     def encode(text: str) -> list[int]:
         return [ord(char) for char in text]
@@ -217,7 +279,9 @@ def test_prompts_are_cut_to_the_wanted_lengths() -> None:
     prompts.begin_anew()
     assert prompts.cut([Job(0.0, 60, 4, "json")] * 80) == many
     texts = [prompt.text for prompt in slices(["json"], 400)]
-    assert sum(any(text.endswith("".join(map(chr, ids))) for text in texts) for ids in many) < 8  # cut anywhere, not where texts end
+    assert (
+        sum(any(text.endswith("".join(map(chr, ids))) for text in texts) for ids in many) < 8
+    )  # cut anywhere, not where texts end
     for value in ((0.5,), "poems"):
         with pytest.raises(InputError, match="a real run needs texts: name one of the slices code"):
             Prompts(encode, MEASURED).cut([Job(0.0, 3, 3, value)])
@@ -246,7 +310,7 @@ def test_settings_are_compared_on_traces(text_pair: SimpleNamespace) -> None:
     """The whole way on a tiny checkpoint: calibrated, simulated, run; what both count alike is equal."""
     jobs = [Job(0.002 * i, 8 + i, 6, ("code", "text")[i % 2]) for i in range(8)]
     words: list[str] = []
-    settings = (Setting(), Setting("ngram", 3), Setting("ngram", None), Setting("draft_model", None))
+    settings = (SimSetting(), SimSetting("ngram", 3), SimSetting("ngram", None), SimSetting("draft_model", None))
     specs = {"ngram": SpecConfig("ngram"), "draft_model": SpecConfig("draft_model", str(text_pair.draft))}
     with LLM(text_pair.target, dtype="float32") as llm:
         for spec in specs.values():
@@ -254,10 +318,14 @@ def test_settings_are_compared_on_traces(text_pair: SimpleNamespace) -> None:
         limits = Limits(cache_tokens=llm.target.capacity_tokens, max_context_tokens=llm.target.max_context_tokens)
         trial = Trial(settings, {"mine": jobs, "steady": None}, limits, seconds=0.2, calibration_requests=12)
         cost = DrafterCost(Curve(((1, 0.001),)))
-        profile = replace(UNIT, rows=Curve(((1, 0.002),)), chunk=Curve(((1, 0.002),)), drafters={"ngram": cost, "draft_model": cost})
+        profile = replace(
+            UNIT, rows=Curve(((1, 0.002),)), chunk=Curve(((1, 0.002),)), drafters={"ngram": cost, "draft_model": cost}
+        )
         found = compare(llm, llm.encode, profile, specs, trial, lambda said, _: words.append(said))
     names = [setting.name for setting in settings]
-    assert [(one.predicted.setting, one.trace) for one in found] == [(name, trace) for name in names for trace in ("mine", "steady")]
+    assert [(one.predicted.setting, one.trace) for one in found] == [
+        (name, trace) for name in names for trace in ("mine", "steady")
+    ]
     for one in found:
         assert one.predicted.num_tokens == one.measured.num_tokens == sum(job.output_tokens for job in one.jobs)
         assert len(one.requests) == len(one.jobs)
@@ -272,7 +340,10 @@ def test_settings_are_compared_on_traces(text_pair: SimpleNamespace) -> None:
 
 
 def test_passes_are_put_together_by_their_medians() -> None:
-    passes = [replace(CURVED, rows=Curve(((1, seconds), (2, 5.0))), caveats=(note,)) for seconds, note in ((1.0, "a"), (9.0, "b"), (2.0, "a"))]
+    passes = [
+        replace(CURVED, rows=Curve(((1, seconds), (2, 5.0))), caveats=(note,))
+        for seconds, note in ((1.0, "a"), (9.0, "b"), (2.0, "a"))
+    ]
     short = replace(passes[0], rows=Curve(((1, 1.5),)))
     assert median_profile(passes).rows == Curve(((1, 2.0), (2, 5.0)))
     assert median_profile(passes).caveats == ("a", "b")
@@ -284,5 +355,5 @@ def test_records_of_a_slice_are_drawn_from() -> None:
     """Several answers under one name: each job goes the way of one, and all of them are met."""
     jobs = [Job(float(50 * i), 3, 30, "code") for i in range(20)]
     known = {"ngram": {"code": Records(tuple(Record((chain(2, kept),)) for kept in (0, 2)))}}
-    ended = simulate(UNIT, jobs, Setting("ngram", 2), Limits(), known=known)
+    ended = simulate(UNIT, jobs, SimSetting("ngram", 2), Limits(), known=known)
     assert {course.num_accepted for course in ended.courses} == {0, 20 - 1}

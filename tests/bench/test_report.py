@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 
 from foretoken.bench.compare import ratios
-from foretoken.bench.report import Report, check_plot, is_widened, machine, markdown, print_report, source_caveats, versions, write_plot, write_result
+from foretoken.bench.report import (
+    Report,
+    check_plot,
+    is_widened,
+    machine,
+    markdown,
+    print_report,
+    source_caveats,
+    versions,
+    write_plot,
+    write_result,
+)
 from foretoken.errors import InputError, StorageError
 from foretoken.printing.console import Console
 from tests.bench.fakes import rows
@@ -20,7 +31,14 @@ from tests.bench.fakes import rows
 def report(**values) -> Report:
     found = rows(**{"ngram-3": 0.5})
     base = Report(
-        "foretoken bench", {"cpu": "test"}, {"torch": "2"}, {"target": "t"}, found, ratios(found), ("widened [bold]",), "2026-01-02T03:04:05"
+        "foretoken bench",
+        {"cpu": "test"},
+        {"torch": "2"},
+        {"target": "t"},
+        found,
+        ratios(found),
+        ("widened [bold]",),
+        "2026-01-02T03:04:05",
     )
     return replace(base, **values)
 
@@ -56,27 +74,43 @@ def test_the_table_shows_every_setting_and_the_caveats():
 
 def test_no_column_is_cut_however_narrow_the_terminal():
     out = io.StringIO()
-    long = tuple(replace(r, setting=r.setting + "(" + "x" * 40 + ")[bold]", acceptance_per_position=(0.5,) * 9) for r in report().rows)
+    long = tuple(
+        replace(r, setting=r.setting + "(" + "x" * 40 + ")[bold]", acceptance_per_position=(0.5,) * 9)
+        for r in report().rows
+    )
     print_report(report(rows=long), Console(file=out, width=60))
     assert "…" not in out.getvalue()
     assert "x)[bold]" in out.getvalue()  # what looks like markup is text
 
 
 def test_a_difference_shows_in_table_and_page():
-    found = tuple(replace(r, identical=False, differences=({"prompt": "a", "token": 7},)) if r.setting == "ngram-3" else r for r in report().rows)
+    found = tuple(
+        replace(r, identical=False, differences=({"prompt": "a", "token": 7},)) if r.setting == "ngram-3" else r
+        for r in report().rows
+    )
     page = markdown(report(rows=found))
     assert "no (1)" in page
     assert "ngram-3 at prompt a token 7" in page
 
 
 def test_unknown_values_are_left_blank():
-    found = tuple(replace(r, acceptance_rate=None, draft_ms_per_step=None, identical=None, ttft_s=None) for r in report().rows)
+    found = tuple(
+        replace(r, acceptance_rate=None, draft_ms_per_step=None, identical=None, ttft_s=None) for r in report().rows
+    )
     assert "None" not in markdown(report(rows=found))
 
 
 def test_page_has_command_machine_caveats_and_one_table_per_slice():
     page = markdown(report(), "raw.json")
-    for wanted in ("    foretoken bench", "cpu test", "torch 2", "- widened", "## code, temperature 0", "## all, temperature 0", "(raw.json)"):
+    for wanted in (
+        "    foretoken bench",
+        "cpu test",
+        "torch 2",
+        "- widened",
+        "## code, temperature 0",
+        "## all, temperature 0",
+        "(raw.json)",
+    ):
         assert wanted in page
     tables, _, short = page.partition("## Summary, temperature 0")
     for part in (tables, short):

@@ -27,7 +27,9 @@ SIZE = "hidden=192,intermediate=160,layers=5,heads=8,kv_heads=4"
 def logits(folder: Path, ids: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
     decoder = load_decoder(folder, dtype=dtype)
     with torch.no_grad():
-        return decoder.logits(decoder(torch.tensor(ids), torch.arange(len(ids)), PackedAttention(decoder.config, 1, len(ids))).last)
+        return decoder.logits(
+            decoder(torch.tensor(ids), torch.arange(len(ids)), PackedAttention(decoder.config, 1, len(ids))).last
+        )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,10 @@ def test_every_way_to_grow_keeps_the_function(tmp_path: Path, size: str) -> None
 
 
 def test_bfloat16_is_as_close_as_summation_order_allows(tmp_path: Path) -> None:
-    source, ids = tiny_checkpoint(tmp_path / "small", "llama", dtype=torch.bfloat16, tie_word_embeddings=True), token_ids(60)
+    source, ids = (
+        tiny_checkpoint(tmp_path / "small", "llama", dtype=torch.bfloat16, tie_word_embeddings=True),
+        token_ids(60),
+    )
     made = widen(source, tmp_path / "big", SIZE)
     small, big = (logits(folder, ids, torch.bfloat16).float() for folder in (source, made.folder))
     assert (small - big).abs().max() < 0.03 * small.abs().max()
@@ -92,13 +97,22 @@ def test_dead_weights_do_not_matter_and_are_not_zero(tmp_path: Path) -> None:
     assert one.nonzero_share > 0.85
     assert one.dead_share > 0.8
     tensors = [left.read(name, left.shape(name)) for name in left.names]
-    assert one.nonzero_share == pytest.approx(sum(int(t.count_nonzero()) for t in tensors) / sum(t.numel() for t in tensors))
+    assert one.nonzero_share == pytest.approx(
+        sum(int(t.count_nonzero()) for t in tensors) / sum(t.numel() for t in tensors)
+    )
 
 
 def test_the_folder_is_complete_and_says_what_it_is(tmp_path: Path) -> None:
     source = tiny_tokenizer(tiny_checkpoint(tmp_path / "small", "llama"))
     seen: list[tuple[int, int]] = []
-    made = widen(source, tmp_path / "big", SIZE, seed=3, progress=lambda done, total: seen.append((done, total)), shard_bytes=100_000)
+    made = widen(
+        source,
+        tmp_path / "big",
+        SIZE,
+        seed=3,
+        progress=lambda done, total: seen.append((done, total)),
+        shard_bytes=100_000,
+    )
     note = json.loads((made.folder / "widening.json").read_text())
     assert note["source"] == "small"
     assert note["seed"] == 3
@@ -118,7 +132,14 @@ QWEN = ModelConfig("qwen2", 151_936, 896, 4864, 24, 14, 2, 64, 32_768, qkv_bias=
 
 
 @pytest.mark.parametrize(
-    ("source", "preset"), [*((REFERENCE, name) for name in PRESETS), *((DRAFT, name) for name in PRESETS), (QWEN, "1b"), (QWEN, "3b"), (QWEN, "8b")]
+    ("source", "preset"),
+    [
+        *((REFERENCE, name) for name in PRESETS),
+        *((DRAFT, name) for name in PRESETS),
+        (QWEN, "1b"),
+        (QWEN, "3b"),
+        (QWEN, "8b"),
+    ],
 )
 def test_presets_reach_their_size(source: ModelConfig, preset: str) -> None:
     big = plan(source, preset).config

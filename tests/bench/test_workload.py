@@ -88,7 +88,9 @@ def test_edit_asks_for_a_rename_of_code_that_is_given(prompts):
             old, new = prompt.text.split("`")[1], prompt.text.split("`")[3]
             before = prompt.text.partition("# Before:\n")[2].removesuffix("# After:")
             assert before.replace(old, new) == prompt.continuation.removeprefix("\n").replace(old, new)
-            assert prompt.prediction.replace(old, new) == prompt.continuation.replace(old, new)  # one expects the code as given
+            assert prompt.prediction.replace(old, new) == prompt.continuation.replace(
+                old, new
+            )  # one expects the code as given
 
 
 def test_json_prompt_and_continuation_make_one_document(prompts):
@@ -98,7 +100,9 @@ def test_json_prompt_and_continuation_make_one_document(prompts):
 
 
 def test_a_given_corpus_is_used_and_its_tests_are_left_out():
-    assert {p.name.split(":")[0] for p in slices(["code", "docstring", "json", "text"], 2, corpus_of("queue.py"))} == {"queue.py"}
+    assert {p.name.split(":")[0] for p in slices(["code", "docstring", "json", "text"], 2, corpus_of("queue.py"))} == {
+        "queue.py"
+    }
     with pytest.raises(InputError, match="no text"):
         slices(["code"], 2, corpus_of("test/test_queue.py"))
 

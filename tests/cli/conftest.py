@@ -11,14 +11,16 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken.cli.app import run
-from foretoken.engine.known_costs import CACHE_VARIABLE
+from foretoken.engine.startup.known_costs import CACHE_VARIABLE
 
 Run = Callable[..., SimpleNamespace]
 
 
 @pytest.fixture(autouse=True)
 def clean_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty working folder, no settings from outside (but this run's own cache), and the warnings hook back afterwards."""
+    """An empty working folder, no settings from outside (but this run's own cache), and the warnings hook back
+    afterwards.
+    """
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("FORETOKEN_") and name != CACHE_VARIABLE]:
         monkeypatch.delenv(name)

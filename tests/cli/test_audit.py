@@ -26,7 +26,20 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def test_a_sound_pair(foretoken: Run, pair: SimpleNamespace, prompts: Path) -> None:
-    done = foretoken("audit", "-t", pair.target, "--draft", pair.draft, "--num-draft", 3, "--prompts", prompts, *SHORT, "--out", "new/report.md")
+    done = foretoken(
+        "audit",
+        "-t",
+        pair.target,
+        "--draft",
+        pair.draft,
+        "--num-draft",
+        3,
+        "--prompts",
+        prompts,
+        *SHORT,
+        "--out",
+        "new/report.md",
+    )
     assert done.code == 0, done.err
     assert done.lines[0].startswith("PASS: ")
     page = Path("new/report.md").read_text()
@@ -38,7 +51,21 @@ def test_a_sound_pair(foretoken: Run, pair: SimpleNamespace, prompts: Path) -> N
 
 def test_json_is_the_last_line_and_a_file(foretoken: Run, pair: SimpleNamespace, prompts: Path) -> None:
     done = foretoken(
-        *("audit", "-t", pair.target, "--drafter", "ngram", "--prompts", prompts, *SHORT, "--temperatures", "0.9", "--json", "--out", "report.json")
+        *(
+            "audit",
+            "-t",
+            pair.target,
+            "--drafter",
+            "ngram",
+            "--prompts",
+            prompts,
+            *SHORT,
+            "--temperatures",
+            "0.9",
+            "--json",
+            "--out",
+            "report.json",
+        )
     )
     found = json.loads(done.lines[-1])
     assert (done.code, len(done.lines), found["passed"]) == (0, 1, True)
@@ -52,17 +79,51 @@ def test_json_is_the_last_line_and_a_file(foretoken: Run, pair: SimpleNamespace,
 def test_a_model_with_a_tokenizer_needs_no_file(foretoken: Run, text_pair: SimpleNamespace) -> None:
     assert foretoken("audit", "-t", text_pair.target, *SHORT, "--temperatures", "0").code == 0
     Path("prompts.txt").write_text("the list\nof a class\n")
-    done = foretoken("audit", "-t", text_pair.target, "--draft", text_pair.draft, "--prompts", "prompts.txt", *SHORT, "--json")
+    done = foretoken(
+        "audit", "-t", text_pair.target, "--draft", text_pair.draft, "--prompts", "prompts.txt", *SHORT, "--json"
+    )
     assert (done.code, json.loads(done.lines[-1])["passed"]) == (0, True)
 
 
-def test_what_fails_is_exit_code_5_and_still_reported(foretoken: Run, pair: SimpleNamespace, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_is_exit_code_5_and_still_reported(
+    foretoken: Run, pair: SimpleNamespace, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(RejectionRule, "next_law", lambda self, draft, probs, rows: probs[list(rows)])
-    common = ["audit", "-t", pair.target, "--draft", pair.draft, "--num-draft", 3, "--rule", "rejection", "--prompts", prompts, "--dtype", "float32"]
-    done = foretoken(*common, "--temperatures", "0.5", "--num-prompts", 48, "--max-tokens", 40, "--cache-tokens", 4096, "--json", "--out", "r.md")
+    common = [
+        "audit",
+        "-t",
+        pair.target,
+        "--draft",
+        pair.draft,
+        "--num-draft",
+        3,
+        "--rule",
+        "rejection",
+        "--prompts",
+        prompts,
+        "--dtype",
+        "float32",
+    ]
+    done = foretoken(
+        *common,
+        "--temperatures",
+        "0.5",
+        "--num-prompts",
+        48,
+        "--max-tokens",
+        40,
+        "--cache-tokens",
+        4096,
+        "--json",
+        "--out",
+        "r.md",
+    )
     found = json.loads(done.lines[-1])
     assert (done.code, found["passed"]) == (5, False)
-    assert "error: audit failed: law: no pull towards or from the guesses (temperature 0.5, draft_model, rule rejection)" in done.err
+    assert (
+        "error: audit failed: law: no pull towards or from the guesses (temperature 0.5, draft_model, rule rejection)"
+        in done.err
+    )
     assert Path("r.md").read_text().startswith("# FAIL: 1 of ")
 
 
@@ -96,8 +157,16 @@ def test_bad_input_is_refused_before_anything_is_loaded(
 def test_bad_settings_of_the_engine(foretoken: Run, pair: SimpleNamespace, prompts: Path) -> None:
     cases = [
         (2, [], "has no tokenizer; give a file of JSON lines"),
-        (2, ["--prompts", prompts, "--rule", "greedy"], "rule='greedy': nobody guesses: name a drafter, or leave it out"),
-        (2, ["--prompts", prompts, "--drafter", "ngram", "--rule", "greedy"], "it would change the law at temperature > 0"),
+        (
+            2,
+            ["--prompts", prompts, "--rule", "greedy"],
+            "rule='greedy': nobody guesses: name a drafter, or leave it out",
+        ),
+        (
+            2,
+            ["--prompts", prompts, "--drafter", "ngram", "--rule", "greedy"],
+            "it would change the law at temperature > 0",
+        ),
         (2, ["--prompts", prompts, "--numerics", "odd"], "numerics='odd'"),
         (3, ["-t", "nowhere"], "nowhere"),
     ]
@@ -107,7 +176,9 @@ def test_bad_settings_of_the_engine(foretoken: Run, pair: SimpleNamespace, promp
         assert message in done.err
 
 
-def test_an_interrupt_leaves_no_file(foretoken: Run, pair: SimpleNamespace, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_file(
+    foretoken: Run, pair: SimpleNamespace, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

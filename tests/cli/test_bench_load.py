@@ -1,4 +1,6 @@
-"""`foretoken bench --batches`, `--trace` and `--recovery` from the command line: what goes with what, and what is printed."""
+"""`foretoken bench --batches`, `--trace` and `--recovery` from the command line: what goes with what, and what is
+printed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     def stand_in(kind: str):
         def run(options: object, command: str) -> SimpleNamespace:
             found[kind] = options
-            return SimpleNamespace(interrupted=found.get("stop", False), json_line=lambda: json.dumps({"kind": kind, "command": command}))
+            return SimpleNamespace(
+                interrupted=found.get("stop", False), json_line=lambda: json.dumps({"kind": kind, "command": command})
+            )
 
         return run
 
@@ -34,15 +38,33 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 
 def test_batches_are_measured_with_what_was_asked(foretoken: Run, asked: dict[str, object]) -> None:
-    done = foretoken("bench", "--batches", "1,8", "--slices", "code,chat", "--settings", "plain,ngram-2,table", "--table", "1:3", "--json")
+    done = foretoken(
+        "bench",
+        "--batches",
+        "1,8",
+        "--slices",
+        "code,chat",
+        "--settings",
+        "plain,ngram-2,table",
+        "--table",
+        "1:3",
+        "--json",
+    )
     assert done.code == 0
     assert json.loads(done.lines[-1])["kind"] == "batches"
     options = asked["batches"]
-    assert (options.batches, options.slices, options.settings, options.table) == ((1, 8), ("code", "chat"), ("plain", "ngram-2", "table"), {1: 3})
+    assert (options.batches, options.slices, options.settings, options.table) == (
+        (1, 8),
+        ("code", "chat"),
+        ("plain", "ngram-2", "table"),
+        {1: 3},
+    )
     assert (options.draft, options.max_tokens, options.repeats, options.name) == ("reference:draft", 48, 2, "batches")
 
 
-def test_a_setting_from_the_environment_counts(foretoken: Run, asked: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_from_the_environment_counts(
+    foretoken: Run, asked: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FORETOKEN_BENCH__MAX_TOKENS", "20")
     assert foretoken("bench", "--batches", "1", "--json").code == 0
     assert asked["batches"].max_tokens == 20
@@ -66,7 +88,18 @@ def test_a_trace_and_recovery(foretoken: Run, asked: dict[str, object]) -> None:
 
 def test_limits_and_rules_of_the_engine(foretoken: Run, asked: dict[str, object]) -> None:
     """Whatever was named, for batches and for a trace alike; the rest is as ever."""
-    limits = ("--max-batch-size", "3", "--max-prompt-tokens", "64", "--max-step-tokens", "20", "--cache-tokens", "640", "--cache-reserve", "0.3")
+    limits = (
+        "--max-batch-size",
+        "3",
+        "--max-prompt-tokens",
+        "64",
+        "--max-step-tokens",
+        "20",
+        "--cache-tokens",
+        "640",
+        "--cache-reserve",
+        "0.3",
+    )
     rules = ("--min-tokens-to-speculate", "4", "--max-speculating-requests", "2")
     for kind, value in (("batches", "4"), ("trace", "mixed")):
         assert foretoken("bench", f"--{kind}", value, *limits, *rules, "--json").code == 0
@@ -75,7 +108,9 @@ def test_limits_and_rules_of_the_engine(foretoken: Run, asked: dict[str, object]
         assert (options.cache_tokens, options.cache_reserve) == (640, 0.3)
         assert (options.routing.min_tokens_to_speculate, options.routing.max_speculating_requests) == (4, 2)
         assert foretoken("bench", f"--{kind}", value, "--max-step-tokens", "40", "--json").code == 0
-        assert replace(asked[kind], max_step_tokens=None) == replace(options, **{f.name: f.default for f in fields(options) if f.name in LIMITS})
+        assert replace(asked[kind], max_step_tokens=None) == replace(
+            options, **{f.name: f.default for f in fields(options) if f.name in LIMITS}
+        )
 
 
 def test_an_interrupted_run_prints_what_there_is_and_says_so(foretoken: Run, asked: dict[str, object]) -> None:
@@ -105,7 +140,9 @@ def test_an_interrupted_run_prints_what_there_is_and_says_so(foretoken: Run, ask
         (("--batches", "1", "--settings", "plain", "--min-tokens-to-speculate", "2"), "min_tokens_to_speculate"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(foretoken: Run, asked: dict[str, object], arguments: tuple[str, ...], field: str) -> None:
+def test_options_that_do_not_go_together_are_refused(
+    foretoken: Run, asked: dict[str, object], arguments: tuple[str, ...], field: str
+) -> None:
     done = foretoken("bench", *arguments)
     assert done.code == 2
     assert field in done.err

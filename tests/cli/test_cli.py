@@ -42,16 +42,40 @@ def test_token_ids_in_and_out(foretoken: Run, pair: SimpleNamespace, expected: l
         done = foretoken("generate", "--target", pair.target, "--prompt-ids", "5, 6,7", "--max-tokens", 12, *drafting)
         assert done.code == 0
         assert done.out.strip() == ",".join(map(str, expected))
-    assert re.search(r"12 tokens in \d+ steps, .* tokens/s, first token after .* s; \d+ of \d+ guesses kept \(\d+%\)", done.err)
+    assert re.search(
+        r"12 tokens in \d+ steps, .* tokens/s, first token after .* s; \d+ of \d+ guesses kept \(\d+%\)", done.err
+    )
 
 
 def test_the_last_line_is_one_json_object(foretoken: Run, pair: SimpleNamespace, expected: list[int]) -> None:
-    done = foretoken("generate", "-t", pair.target, "--prompt-ids", "5,6,7", "--max-tokens", 12, "--draft", pair.draft, "--num-draft", 4, "--json")
+    done = foretoken(
+        "generate",
+        "-t",
+        pair.target,
+        "--prompt-ids",
+        "5,6,7",
+        "--max-tokens",
+        12,
+        "--draft",
+        pair.draft,
+        "--num-draft",
+        4,
+        "--json",
+    )
     answer = json.loads(done.lines[-1])
     assert answer["token_ids"] == expected
     assert answer["finish_reason"] in ("length", "stop")
     assert answer["stats"]["num_emitted"] == len(answer["provenance"]) == 12
-    assert {"num_steps", "num_drafted", "num_accepted", "acceptance_rate", "draft_s", "verify_s", "ttft_s", "tokens_per_s"} <= set(answer["stats"])
+    assert {
+        "num_steps",
+        "num_drafted",
+        "num_accepted",
+        "acceptance_rate",
+        "draft_s",
+        "verify_s",
+        "ttft_s",
+        "tokens_per_s",
+    } <= set(answer["stats"])
     assert {kind for _, kind, _ in answer["provenance"]} <= {"accepted", "residual", "bonus", "plain"}
     assert {drafter for drafter, kind, _ in answer["provenance"] if kind == "accepted"} <= {"draft_model"}
 
@@ -67,7 +91,9 @@ def test_text_is_streamed_and_equals_the_library(foretoken: Run, text_pair: Simp
 
 
 def test_predictions_and_a_corpus(foretoken: Run, text_pair: SimpleNamespace, tmp_path: Path) -> None:
-    """A text or a file that names its drafter by itself; the answer stays, the account tells what the prediction was worth."""
+    """A text or a file that names its drafter by itself; the answer stays, the account tells what the prediction was
+    worth.
+    """
     common = ["generate", "-t", text_pair.target, "-p", "ab ab", "--max-tokens", 20, "--ignore-eos", "--json"]
     plain = json.loads(foretoken(*common).lines[-1])
     file = tmp_path / "expected.txt"
@@ -75,7 +101,12 @@ def test_predictions_and_a_corpus(foretoken: Run, text_pair: SimpleNamespace, tm
     for given in (["--prediction", "wrong"], ["--prediction", f"@{file}"], ["--drafter", "suffix"], ["--corpus", file]):
         answer = json.loads(foretoken(*common, *given).lines[-1])
         assert answer["token_ids"] == plain["token_ids"]
-    assert json.loads(foretoken(*common, "--prediction", f"@{file}", "--num-draft", 6).lines[-1])["stats"]["rejected_prediction_tokens"] > 0
+    assert (
+        json.loads(foretoken(*common, "--prediction", f"@{file}", "--num-draft", 6).lines[-1])["stats"][
+            "rejected_prediction_tokens"
+        ]
+        > 0
+    )
     for arguments, code, message in (
         (["--prediction", "@nowhere"], 4, "prediction: cannot read nowhere"),
         (["--corpus", "nowhere"], 4, "corpus: cannot read nowhere"),
@@ -97,18 +128,51 @@ def test_cache_tokens_reach_the_engine(foretoken: Run, pair: SimpleNamespace) ->
 def test_sampling_flags_reach_the_engine(foretoken: Run, pair: SimpleNamespace) -> None:
     params = SamplingParams(max_tokens=10, temperature=0.9, top_p=0.8, top_k=20, min_p=0.01, seed=11)
     with LLM(pair.target, cache_tokens=256) as llm:
-        ids = llm.generate([[5, 6]], params, SpecConfig("draft_model", str(pair.draft), num_draft=2, rule="rejection"))[0].token_ids
-    flags = ["--temperature", 0.9, "--top-p", 0.8, "--top-k", 20, "--min-p", 0.01, "--seed", 11, "--draft", pair.draft, "--num-draft", 2]
-    done = foretoken("generate", "-t", pair.target, "--prompt-ids", "5,6", "--max-tokens", 10, *flags, "--rule", "rejection")
+        ids = llm.generate([[5, 6]], params, SpecConfig("draft_model", str(pair.draft), num_draft=2, rule="rejection"))[
+            0
+        ].token_ids
+    flags = [
+        "--temperature",
+        0.9,
+        "--top-p",
+        0.8,
+        "--top-k",
+        20,
+        "--min-p",
+        0.01,
+        "--seed",
+        11,
+        "--draft",
+        pair.draft,
+        "--num-draft",
+        2,
+    ]
+    done = foretoken(
+        "generate", "-t", pair.target, "--prompt-ids", "5,6", "--max-tokens", 10, *flags, "--rule", "rejection"
+    )
     assert done.out.strip() == ",".join(map(str, ids))
 
 
 def test_show_marks_every_token_and_explains_the_marks(foretoken: Run, pair: SimpleNamespace) -> None:
-    common = ["generate", "-t", pair.target, "--prompt-ids", "5,6,7", "--max-tokens", 12, "--draft", pair.draft, "--num-draft", 3]
+    common = [
+        "generate",
+        "-t",
+        pair.target,
+        "--prompt-ids",
+        "5,6,7",
+        "--max-tokens",
+        12,
+        "--draft",
+        pair.draft,
+        "--num-draft",
+        3,
+    ]
     shown = foretoken(*common, "--show", "--json")
     answer = json.loads(shown.lines[-1])
     groups = next(line for line in shown.lines if line.startswith("by token, a group per step:")).split(": ")[1].split()
-    assert "".join(groups) == "".join({"accepted": "+", "residual": "!", "bonus": "*", "plain": "."}[kind] for _, kind, _ in answer["provenance"])
+    assert "".join(groups) == "".join(
+        {"accepted": "+", "residual": "!", "bonus": "*", "plain": "."}[kind] for _, kind, _ in answer["provenance"]
+    )
     assert len(groups) == answer["stats"]["num_steps"]
     for mark, kind, meaning in (
         ("+", "accepted", "guessed by the drafter"),
@@ -125,26 +189,47 @@ def test_show_marks_every_token_and_explains_the_marks(foretoken: Run, pair: Sim
 
 
 def test_marks_and_legend_by_hand() -> None:
-    origins = [TokenOrigin(None, "plain", 0), TokenOrigin("d", "accepted", 1), TokenOrigin("d", "accepted", 1), TokenOrigin(None, "bonus", 1)]
+    origins = [
+        TokenOrigin(None, "plain", 0),
+        TokenOrigin("d", "accepted", 1),
+        TokenOrigin("d", "accepted", 1),
+        TokenOrigin(None, "bonus", 1),
+    ]
     assert marks(origins) == ". ++*"
     assert marks([]) == ""
-    assert re.search(r"\+ accepted +2 tokens", "".join(part if isinstance(part, str) else part[0] for part in legend(origins)))
+    assert re.search(
+        r"\+ accepted +2 tokens", "".join(part if isinstance(part, str) else part[0] for part in legend(origins))
+    )
 
 
 # ---- exit codes
 
 
-def test_exit_codes_of_bad_input(foretoken: Run, pair: SimpleNamespace, text_pair: SimpleNamespace, tmp_path: Path) -> None:
+def test_exit_codes_of_bad_input(
+    foretoken: Run, pair: SimpleNamespace, text_pair: SimpleNamespace, tmp_path: Path
+) -> None:
     """2 usage, 3 model or mismatch, 4 files; one line that names what is wrong; never a traceback."""
     good = ["generate", "-t", pair.target, "--prompt-ids", "1"]
     tiny_checkpoint(tmp_path / "bert", "bert")
     cases = [
         (2, ["generate", "-t", pair.target], "prompt=None: give either --prompt TEXT or --prompt-ids"),
-        (2, ["generate", "-t", pair.target, "-p", "x", "--prompt-ids", "1"], "give either --prompt TEXT or --prompt-ids"),
+        (
+            2,
+            ["generate", "-t", pair.target, "-p", "x", "--prompt-ids", "1"],
+            "give either --prompt TEXT or --prompt-ids",
+        ),
         (2, ["generate", "-t", pair.target, "-p", ""], "prompt='': is empty"),
         (2, ["generate", "-t", pair.target, "-p", "x"], "has no tokenizer; give token ids instead of text"),
-        (2, ["generate", "-t", pair.target, "--prompt-ids", "1,b"], "prompt_ids='1,b': must be whole numbers separated by commas"),
-        (2, ["generate", "-t", pair.target, "--prompt-ids", "97"], "prompt=97: token ids must be whole numbers from 0 to 96"),
+        (
+            2,
+            ["generate", "-t", pair.target, "--prompt-ids", "1,b"],
+            "prompt_ids='1,b': must be whole numbers separated by commas",
+        ),
+        (
+            2,
+            ["generate", "-t", pair.target, "--prompt-ids", "97"],
+            "prompt=97: token ids must be whole numbers from 0 to 96",
+        ),
         (2, [*good, "--temperature", "nan"], "temperature=nan: must be a finite number"),
         (2, [*good, "--temperature", "hot"], "Invalid value for '--temperature'"),
         (2, [*good, "--num-draft", 3], "num_draft='3': nobody guesses: name a --drafter or a --draft"),
@@ -152,8 +237,16 @@ def test_exit_codes_of_bad_input(foretoken: Run, pair: SimpleNamespace, text_pai
         (2, [*good, "--drafter", "ngram", "--num-draft", "999"], "num_draft=999: must be smaller than the context"),
         (2, [*good, "--drafter", "oracle"], "drafter='oracle': choose one of"),
         (2, [*good, "--drafter", "draft_model"], "draft=None: drafter='draft_model' needs"),
-        (2, [*good, "--draft", pair.draft, "--draft-dtype", "int2"], "draft_dtype='int2': choose one of auto, bfloat16"),
-        (2, [*good, "--drafter", "ngram", "--draft-dtype", "int8"], "draft_dtype='int8': only drafter='draft_model' takes it"),
+        (
+            2,
+            [*good, "--draft", pair.draft, "--draft-dtype", "int2"],
+            "draft_dtype='int2': choose one of auto, bfloat16",
+        ),
+        (
+            2,
+            [*good, "--drafter", "ngram", "--draft-dtype", "int8"],
+            "draft_dtype='int8': only drafter='draft_model' takes it",
+        ),
         (2, [*good, "--rule", "lucky"], "rule='lucky': choose one of"),
         (2, [*good, "--parts", "ngram,oracle"], "drafter='oracle': choose one of"),
         (2, [*good, "--drafter", "cascade"], "draft=None: part 'draft_model' of drafter='cascade' needs"),
@@ -179,7 +272,9 @@ def test_a_warning_is_one_line(foretoken: Run, pair: SimpleNamespace, expected: 
     assert re.search(r"^warning: the draft has .* drafting costs as much as decoding$", done.err, flags=re.MULTILINE)
 
 
-def test_a_draft_in_few_bits_gives_the_same_answer_without_a_warning(foretoken: Run, pair: SimpleNamespace, expected: list[int]) -> None:
+def test_a_draft_in_few_bits_gives_the_same_answer_without_a_warning(
+    foretoken: Run, pair: SimpleNamespace, expected: list[int]
+) -> None:
     good = ["generate", "-t", pair.target, "--prompt-ids", "5,6,7", "--max-tokens", 12, "--draft", pair.target]
     for dtype in ("int8", "int4"):
         done = foretoken(*good, "--draft-dtype", dtype)
@@ -196,7 +291,9 @@ def test_an_interrupt_is_130(foretoken: Run, pair: SimpleNamespace, monkeypatch:
     assert (done.code, "interrupted" in done.err, "Traceback" in done.err) == (130, True, False)
 
 
-@pytest.mark.parametrize("verb", [[], ["generate"], ["models"], ["train"], ["train", "lm"], ["config"], ["config", "show"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "verb", [[], ["generate"], ["models"], ["train"], ["train", "lm"], ["config"], ["config", "show"]], ids=" ".join
+)
 def test_help_is_0_and_says_something(foretoken: Run, verb: list[str]) -> None:
     for flag in ("--help", "-h"):
         done = foretoken(*verb, flag)
@@ -206,9 +303,21 @@ def test_help_is_0_and_says_something(foretoken: Run, verb: list[str]) -> None:
 
 def test_one_real_process(pair: SimpleNamespace, expected: list[int], tmp_path: Path) -> None:
     """Exit code, stdout and stderr as a shell sees them."""
-    command = [sys.executable, "-c", "from foretoken.cli import main; main()", "generate", "-t", str(pair.target), "--max-tokens", "12", "--json"]
+    command = [
+        sys.executable,
+        "-c",
+        "from foretoken.cli import main; main()",
+        "generate",
+        "-t",
+        str(pair.target),
+        "--max-tokens",
+        "12",
+        "--json",
+    ]
     environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), **os.environ}
-    done = subprocess.run([*command, "--prompt-ids", "5,6,7"], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    done = subprocess.run(
+        [*command, "--prompt-ids", "5,6,7"], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["token_ids"] == expected
 
@@ -221,7 +330,13 @@ def test_models_describes_folders(foretoken: Run, pair: SimpleNamespace, tmp_pat
         tiny_checkpoint(tmp_path / name, name)
     done = foretoken("models", pair.target, tmp_path / "gpt2", tmp_path / "bert", "--json")
     native, other, encoder = json.loads(done.lines[-1])["models"]
-    assert (done.code, native["family"], native["layers"], native["context"], native["runs_on"]) == (0, "llama", 2, 256, "native decoder")
+    assert (done.code, native["family"], native["layers"], native["context"], native["runs_on"]) == (
+        0,
+        "llama",
+        2,
+        256,
+        "native decoder",
+    )
     assert (other["family"], other["runs_on"]) == ("gpt2", "transformers (exact, slower)")
     assert encoder["runs_on"].startswith("not runnable: ")
     assert "encoder-only" in encoder["runs_on"]
@@ -238,9 +353,13 @@ def origins(foretoken: Run) -> dict[str, dict[str, object]]:
     return json.loads(done.lines[-1])
 
 
-def test_who_wins(foretoken: Run, pair: SimpleNamespace, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_wins(
+    foretoken: Run, pair: SimpleNamespace, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def num_tokens(*flags: object) -> int:
-        return len(foretoken("generate", "-t", pair.target, "--prompt-ids", "5,6,7", "--ignore-eos", *flags).out.split(","))
+        return len(
+            foretoken("generate", "-t", pair.target, "--prompt-ids", "5,6,7", "--ignore-eos", *flags).out.split(",")
+        )
 
     assert num_tokens() == 128
     assert origins(foretoken)["generate.max_tokens"] == {"value": 128, "origin": "default"}
@@ -253,10 +372,12 @@ def test_who_wins(foretoken: Run, pair: SimpleNamespace, expected: list[int], tm
     assert num_tokens("--max-tokens", 2) == 2
 
 
-def test_every_kind_of_option_can_come_from_a_file(foretoken: Run, pair: SimpleNamespace, expected: list[int], tmp_path: Path) -> None:
+def test_every_kind_of_option_can_come_from_a_file(
+    foretoken: Run, pair: SimpleNamespace, expected: list[int], tmp_path: Path
+) -> None:
     """Text, number, switch, and a nested verb."""
     (tmp_path / "foretoken.toml").write_text(
-        f'[generate]\ntarget = "{pair.target}"\nprompt_ids = "5,6,7"\nmax_tokens = 12\ndrafter = "ngram"\nshow = true\n[train.lm]\nseed = 7\n'
+        f'[generate]\ntarget = "{pair.target}"\nprompt_ids = "5,6,7"\nmax_tokens = 12\ndrafter = "ngram"\nshow = true\n[train.lm]\nseed = 7\n'  # noqa: E501
     )
     done = foretoken("generate")
     assert done.code == 0
@@ -264,7 +385,9 @@ def test_every_kind_of_option_can_come_from_a_file(foretoken: Run, pair: SimpleN
     assert origins(foretoken)["train lm.seed"] == {"value": 7, "origin": "foretoken.toml"}
 
 
-def test_lists_and_switches_from_the_environment(foretoken: Run, text_pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_and_switches_from_the_environment(
+    foretoken: Run, text_pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     common = ["generate", "-t", text_pair.target, "-p", "the list", "--max-tokens", 20]
     monkeypatch.setenv("FORETOKEN_GENERATE__IGNORE_EOS", "true")
     text = foretoken(*common).out.rstrip("\n")
@@ -287,8 +410,16 @@ def test_the_table_of_settings(foretoken: Run) -> None:
 @pytest.mark.parametrize(
     ("text", "code", "message"),
     [
-        ("[generate]\nmax_token = 4\n", 2, "max_token=4: unknown setting of [generate] in foretoken.toml; did you mean 'max_tokens'?"),
-        ("[generat]\nmax_tokens = 4\n", 2, "generat={'max_tokens': 4}: unknown verb of foretoken.toml; did you mean 'generate'?"),
+        (
+            "[generate]\nmax_token = 4\n",
+            2,
+            "max_token=4: unknown setting of [generate] in foretoken.toml; did you mean 'max_tokens'?",
+        ),
+        (
+            "[generat]\nmax_tokens = 4\n",
+            2,
+            "generat={'max_tokens': 4}: unknown verb of foretoken.toml; did you mean 'generate'?",
+        ),
         ("[train.lm]\nsed = 4\n", 2, "sed=4: unknown setting of [train.lm] in foretoken.toml; did you mean 'seed'?"),
         ("max_tokens = 4\n", 2, "max_tokens=4: unknown setting of foretoken.toml"),
         ("[generate\n", 4, "cannot read foretoken.toml"),
@@ -314,9 +445,14 @@ def test_a_settings_file_that_is_not_there(foretoken: Run, tmp_path: Path, monke
 
 @pytest.mark.parametrize(
     ("variable", "hint"),
-    [("FORETOKEN_GENERATE__MAX_TOKEN", "did you mean FORETOKEN_GENERATE__MAX_TOKENS?"), ("FORETOKEN_" + "Q" * 40, "unset it")],
+    [
+        ("FORETOKEN_GENERATE__MAX_TOKEN", "did you mean FORETOKEN_GENERATE__MAX_TOKENS?"),
+        ("FORETOKEN_" + "Q" * 40, "unset it"),
+    ],
 )
-def test_an_unknown_variable_is_refused(foretoken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, hint: str) -> None:
+def test_an_unknown_variable_is_refused(
+    foretoken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, hint: str
+) -> None:
     monkeypatch.setenv(variable, "1")
     done = foretoken("models", tmp_path)
     assert done.code == 2

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.engine import known_costs
+from foretoken.engine.startup import known_costs
 from tests.cli.conftest import Run
 
 
@@ -18,8 +18,21 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(known_costs, "_TINY_STEP_BYTES", 0)
 
 
-def test_measured_once_said_and_kept(foretoken: Run, text_pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    common = ["generate", "--target", text_pair.target, "--draft", text_pair.draft, "-p", "def f", "--max-tokens", 12, "--json"]
+def test_measured_once_said_and_kept(
+    foretoken: Run, text_pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    common = [
+        "generate",
+        "--target",
+        text_pair.target,
+        "--draft",
+        text_pair.draft,
+        "-p",
+        "def f",
+        "--max-tokens",
+        12,
+        "--json",
+    ]
     off = foretoken(*common, "--cost-profile", "off", "--show")
     assert off.code == 0
     assert "costs of steps" not in off.err

@@ -1,4 +1,6 @@
-"""Values that nobody can mean, given to every option of every verb: exit 2, the option named, no traceback, no model loaded."""
+"""Values that nobody can mean, given to every option of every verb: exit 2, the option named, no traceback, no model
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,18 @@ NEGATIVE_IS_FINE = {"generate --priority"}  # smaller is served earlier
 # Options that hold several values, or one of a grammar of their own.
 EMPTY_IS_WRONG = {
     "audit": ("temperatures",),
-    "bench": ("drafters", "num_drafts", "rule", "slices", "temperatures", "peer_drafters", "peer_num_drafts", "batches", "trace", "name"),
+    "bench": (
+        "drafters",
+        "num_drafts",
+        "rule",
+        "slices",
+        "temperatures",
+        "peer_drafters",
+        "peer_num_drafts",
+        "batches",
+        "trace",
+        "name",
+    ),
     "simulate": ("trace", "settings", "name"),
     "widen": ("to", "dtype"),
     "train lm": ("shape",),
@@ -166,7 +179,9 @@ def test_w1_values_that_only_some_options_refuse(foretoken: Run, arguments: tupl
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_w1_a_place_that_cannot_be_used_is_refused_before_the_work(foretoken: Run, tmp_path: Path, code: int, arguments: tuple[str, ...]) -> None:
+def test_w1_a_place_that_cannot_be_used_is_refused_before_the_work(
+    foretoken: Run, tmp_path: Path, code: int, arguments: tuple[str, ...]
+) -> None:
     (tmp_path / "file").write_text("")
     for name in ("folder.md", "folder.png"):
         (tmp_path / name).mkdir()

@@ -8,9 +8,9 @@ import re
 import pytest
 
 from foretoken.cli import generate
+from foretoken.control.queue import SchedulerConfig
+from foretoken.control.routing import RoutingRules
 from foretoken.engine.llm import LLM
-from foretoken.plan.admission import SchedulerConfig
-from foretoken.plan.routing import RoutingRules
 from tests.cli.conftest import Run
 
 PROMPT = (
@@ -48,7 +48,18 @@ def test_without_flags_they_are_the_engines_own(foretoken: Run, opened: list) ->
 
 def test_every_flag_arrives(foretoken: Run, opened: list) -> None:
     """And the answers are those of an engine without limits."""
-    limits = ("--max-batch-size", 2, "--max-prompt-tokens", 7, "--max-step-tokens", 12, "--cache-reserve", 0.25, "--cache-tokens", 256)
+    limits = (
+        "--max-batch-size",
+        2,
+        "--max-prompt-tokens",
+        7,
+        "--max-step-tokens",
+        12,
+        "--cache-reserve",
+        0.25,
+        "--cache-tokens",
+        256,
+    )
     rules = ("--min-tokens-to-speculate", 4, "--max-speculating-requests", 1)
     own = ("--drafter", "ngram", "--n", 3, "--temperature", 1, "--seed", 3, "--rule", "coupled", "--json")
     wide, narrow = foretoken(*PROMPT, *own), foretoken(*PROMPT, *own, *limits, *rules)
@@ -78,7 +89,10 @@ def test_a_short_answer_is_not_guessed_for(foretoken: Run, least: int, guesses: 
         (("--drafter", "ngram", "--min-tokens-to-speculate", -1), "min_tokens_to_speculate=-1: must be at least 0"),
         (("--drafter", "ngram", "--max-speculating-requests", -1), "max_speculating_requests=-1: must be at least 0"),
         (("--max-speculating-requests", 2), "max_speculating_requests=2: .* nobody guesses: name a --drafter"),
-        (("--drafter", "ngram", "--num-draft", 2, "--min-tokens-to-speculate", 2), "min_tokens_to_speculate=2: .* num_draft=2 is set"),
+        (
+            ("--drafter", "ngram", "--num-draft", 2, "--min-tokens-to-speculate", 2),
+            "min_tokens_to_speculate=2: .* num_draft=2 is set",
+        ),
     ],
     ids=str,
 )

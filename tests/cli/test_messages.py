@@ -1,4 +1,6 @@
-"""What a new user is told who puts --drafter, --draft, --num-draft, --rule and --parts together wrongly: what, and what instead."""
+"""What a new user is told who puts --drafter, --draft, --num-draft, --rule and --parts together wrongly: what, and what
+instead.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,40 @@ A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with refe
         (("--drafter", "none"), "mix, auto, or None (leave it out) for plain decoding"),
         (("--drafter", "draft_model"), f"draft=None: drafter='draft_model' needs {A_DRAFT}"),
         (("--drafter", "cascade"), f"draft=None: part 'draft_model' of drafter='cascade' needs {A_DRAFT}"),
-        (("--drafter", "auto", "--parts", "draft_model"), f"draft=None: part 'draft_model' of drafter='auto' needs {A_DRAFT}"),
+        (
+            ("--drafter", "auto", "--parts", "draft_model"),
+            f"draft=None: part 'draft_model' of drafter='auto' needs {A_DRAFT}",
+        ),
         (("--draft", ""), f"draft='': must be {A_DRAFT}"),
         (("--drafter", "auto", "--draft", ""), f"draft='': must be {A_DRAFT}"),
-        (("--drafter", "ngram", *DRAFT), "takes it, not drafter='ngram': name draft_model as the drafter, or leave it out"),
+        (
+            ("--drafter", "ngram", *DRAFT),
+            "takes it, not drafter='ngram': name draft_model as the drafter, or leave it out",
+        ),
         (
             ("--drafter", "auto", "--parts", "ngram,suffix", *DRAFT),
             "takes it, not drafter='auto' (parts: ngram, suffix): name draft_model among the parts, or leave it out",
         ),
-        (("--drafter", "auto", "--parts", "mix", *DRAFT), "parts='mix': cannot be a part of drafter='auto'; name its parts here instead"),
+        (
+            ("--drafter", "auto", "--parts", "mix", *DRAFT),
+            "parts='mix': cannot be a part of drafter='auto'; name its parts here instead",
+        ),
         (("--drafter", "auto", "--parts", "ngram,foo"), "drafter='foo': choose one of"),
-        (("--drafter", "auto", "--exit-layer", "2"), "(parts: ngram, suffix): name early_exit among the parts, or leave it out"),
-        (("--drafter", "auto", "--min-confidence", "0.5"), "(draft_model, early_exit), and drafter='auto' has none; choose one, or leave it out"),
+        (
+            ("--drafter", "auto", "--exit-layer", "2"),
+            "(parts: ngram, suffix): name early_exit among the parts, or leave it out",
+        ),
+        (
+            ("--drafter", "auto", "--min-confidence", "0.5"),
+            "(draft_model, early_exit), and drafter='auto' has none; choose one, or leave it out",
+        ),
         (("--num-draft", "3"), "num_draft='3': nobody guesses: name a --drafter or a --draft, or leave it out"),
         (("--drafter", "auto", "--num-draft", "x"), "num_draft='x': must be a whole number or auto"),
         (("--drafter", "auto", "--num-draft", "-1"), "num_draft=-1: must be at least 0"),
-        (("--drafter", "auto", *DRAFT, "--rule", "greedy", "--temperature", "1"), "rule='greedy': it would change the law at temperature > 0"),
+        (
+            ("--drafter", "auto", *DRAFT, "--rule", "greedy", "--temperature", "1"),
+            "rule='greedy': it would change the law at temperature > 0",
+        ),
         (("--drafter", "auto", "--rule", "typicl"), "rule='typicl': choose one of auto, greedy"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -50,7 +70,10 @@ def test_a_wrong_combination_says_what_to_do(foretoken: Run, arguments: tuple[st
     [
         (("--target", ""), "no model is named; give the folder of a checkpoint, a hub id, or reference:target"),
         (("--draft", "/nope"), "folder /nope does not exist; give the folder of a checkpoint, or a hub id"),
-        (("--draft", "reference:drafty"), "'reference:drafty' is not part of the reference family; known: reference:draft, reference:target"),
+        (
+            ("--draft", "reference:drafty"),
+            "'reference:drafty' is not part of the reference family; known: reference:draft, reference:target",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -61,7 +84,9 @@ def test_a_model_that_is_not_there_says_so(foretoken: Run, arguments: tuple[str,
 
 
 @pytest.mark.parametrize(
-    "parts", [(), ("--parts", "ngram,draft_model"), ("--parts", "cascade,suffix"), ("--parts", "early_exit,draft_model")], ids=" ".join
+    "parts",
+    [(), ("--parts", "ngram,draft_model"), ("--parts", "cascade,suffix"), ("--parts", "early_exit,draft_model")],
+    ids=" ".join,
 )
 @pytest.mark.parametrize("more", [(), ("--num-draft", "0"), ("--num-draft", "3"), ("--rule", "coupled")], ids=" ".join)
 def test_parts_of_auto(foretoken: Run, parts: tuple[str, ...], more: tuple[str, ...]) -> None:

@@ -18,12 +18,29 @@ from tests.helpers.checkpoints import tiny_checkpoint
 
 def test_what_fits_is_told_and_what_does_not_is_exit_code_1(foretoken: Run, pair: SimpleNamespace) -> None:
     """The same question with one byte less usable memory: refused, one byte missing."""
-    common = ["plan", "-t", pair.target, "--draft", pair.draft, "--batch", 4, "--context", 100, "--num-draft", 3, "--reserve", 0, "--json"]
+    common = [
+        "plan",
+        "-t",
+        pair.target,
+        "--draft",
+        pair.draft,
+        "--batch",
+        4,
+        "--context",
+        100,
+        "--num-draft",
+        3,
+        "--reserve",
+        0,
+        "--json",
+    ]
     done = foretoken(*common, "--memory", "1GiB")
     found = json.loads(done.lines[-1])
     (row,) = found["rows"]
     assert (done.code, row["fits"], found["cache_tokens"]) == (0, True, 4 * 128)
-    parts = [row[name] for name in ("weight_bytes", "draft_weight_bytes", "kv_bytes", "draft_kv_bytes", "workspace_bytes")]
+    parts = [
+        row[name] for name in ("weight_bytes", "draft_weight_bytes", "kv_bytes", "draft_kv_bytes", "workspace_bytes")
+    ]
     assert sum(parts) == row["total_bytes"]
     assert foretoken(*common, "--memory", row["total_bytes"]).code == 0
     refused = foretoken(*common, "--memory", row["total_bytes"] - 1)
@@ -53,7 +70,9 @@ def test_for_the_eye(foretoken: Run, pair: SimpleNamespace) -> None:
 
 def test_drafts_in_another_format(foretoken: Run, pair: SimpleNamespace) -> None:
     def weights(*more: str) -> tuple[int, int]:
-        row = json.loads(foretoken("plan", "-t", pair.target, "--draft", pair.draft, *more, "--json").lines[-1])["rows"][0]
+        row = json.loads(foretoken("plan", "-t", pair.target, "--draft", pair.draft, *more, "--json").lines[-1])[
+            "rows"
+        ][0]
         return row["weight_bytes"], row["draft_weight_bytes"]
 
     target, draft = weights()

@@ -1,4 +1,6 @@
-"""How text, tables and answers are printed: exactly where a program reads them, harmlessly and completely where a person does."""
+"""How text, tables and answers are printed: exactly where a program reads them, harmlessly and completely where a
+person does.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,17 @@ from tests.helpers import hostile_strings
 from tests.helpers.hostile_strings import MEGABYTE, STRINGS, Stream, undone
 
 PACKAGE = Path(foretoken.__file__).parent
-WHOLE_ANSWER = ("generate", "--prompt", "def f(x):", "--max-tokens", "12", "--cost-profile", "off", "--dtype", "float32")
+WHOLE_ANSWER = (
+    "generate",
+    "--prompt",
+    "def f(x):",
+    "--max-tokens",
+    "12",
+    "--cost-profile",
+    "off",
+    "--dtype",
+    "float32",
+)
 
 
 def on(width: int | None, encoding: str = "utf-8") -> tuple[Stream, Console]:
@@ -59,7 +71,11 @@ def test_an_error_leaves_out_the_middle() -> None:
     assert len(stream.shown) < 5000
 
 
-@pytest.mark.parametrize("value", [0x1 << 99_999, "x" * 2**20, ["\udce9\x1b"] * 9], ids=["a huge integer", "a megabyte", "control characters"])
+@pytest.mark.parametrize(
+    "value",
+    [0x1 << 99_999, "x" * 2**20, ["\udce9\x1b"] * 9],
+    ids=["a huge integer", "a megabyte", "control characters"],
+)
 def test_the_value_in_an_error_is_short_and_printable(value: object) -> None:
     message = str(foretoken.InputError("field", value, "remedy"))
     assert message.isprintable()
@@ -176,7 +192,9 @@ def test_w5_show_prints_the_answers_own_text(foretoken: Run) -> None:
     assert shown.startswith(cut + "\nby token, a group per step:")
 
 
-def test_w5_show_keeps_tabs_and_carriage_returns(foretoken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_w5_show_keeps_tabs_and_carriage_returns(
+    foretoken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, done = hostile_strings.play(monkeypatch, tmp_path, "generate --show", "a\tb\rc\x0bd\n\te[/]", None, "utf-8")
     assert done.out.startswith("a\tb\\rc\\x0bd\n\te[/]\n\nby token")
 
@@ -190,7 +208,10 @@ def test_w5_pieces_of_real_answers_are_the_text(text_pair: SimpleNamespace) -> N
         text = own.generate(["abc"], params)[0].text
         for place in range(0, len(text) - 3, 3):
             output: GenerateOutput = own.generate(
-                ["abc"], SamplingParams(max_tokens=40, temperature=2.0, seed=5, ignore_eos=True, stop=text[place : place + 1 + place % 3])
+                ["abc"],
+                SamplingParams(
+                    max_tokens=40, temperature=2.0, seed=5, ignore_eos=True, stop=text[place : place + 1 + place % 3]
+                ),
             )[0]
             assert "".join(answer_pieces(token_pieces(own, output), output)) == output.text
 
@@ -202,7 +223,11 @@ def test_w12_demo_shows_the_same_text_on_both_sides(tmp_path: Path, monkeypatch:
         lines = done.out.splitlines()
         if width == 40:
             first, second = (lines.index(f"{name}: 2 steps") for name in ("plain", "speculative"))
-            assert lines[first + 1 : first + 3] == lines[second + 1 : second + 3] == ["", "value = table[name] [/] :smile:"]
+            assert (
+                lines[first + 1 : first + 3]
+                == lines[second + 1 : second + 3]
+                == ["", "value = table[name] [/] :smile:"]
+            )
         else:
             assert any(line.split("    ") == ["value = table[name] [/] :smile:"] * 2 for line in lines)
 
@@ -283,7 +308,8 @@ def test_a_name_that_no_file_can_have_is_an_error_like_any_other(foretoken: Run,
 # ---- nobody else prints
 
 
-# Programs of their own that answer in JSON, and what must speak before anything is imported: plain words, no text of others.
+# Programs of their own that answer in JSON, and what must speak before anything is imported: plain words, no text of
+# others.
 PROGRAMS = ("model/grammar_trial.py", "model/template_worker.py", "cli/start.py")
 
 
@@ -324,7 +350,9 @@ def _prints(tree: ast.AST) -> list[tuple[int, str]]:
             names = [node.module or ""]
         elif isinstance(node, ast.Call):
             called = ast.unparse(node.func)
-            if called in ("print", "typer.echo", "typer.secho", "click.echo") or (called.startswith("sys.std") and "write" in called):
+            if called in ("print", "typer.echo", "typer.secho", "click.echo") or (
+                called.startswith("sys.std") and "write" in called
+            ):
                 found.append((node.lineno, called))
             continue
         else:

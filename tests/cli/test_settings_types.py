@@ -1,4 +1,6 @@
-"""Settings of the file and the environment: the right type or exit 2, and every error says where the value came from."""
+"""Settings of the file and the environment: the right type or exit 2, and every error says where the value came
+from.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from tests.cli.conftest import Run
         ("[generate]\ntemperature = nan\n", "temperature=nan: must be a finite number"),
         ("[generate]\ntemperature = inf\n", "temperature=inf: must be a finite number"),
         ("[generate]\ntemperature = true\n", "temperature=True: must be a finite number"),
-        ("[simulate]\nprice_per_hour = nan\n", "price_per_hour=nan: must be a finite number ([simulate] in foretoken.toml)"),
+        (
+            "[simulate]\nprice_per_hour = nan\n",
+            "price_per_hour=nan: must be a finite number ([simulate] in foretoken.toml)",
+        ),
         ("[generate]\nshow = 1\n", "show=1: must be true or false"),
         ('[generate]\nshow = "true"\n', "show='true': must be true or false"),
         ("[generate]\ndrafter = true\n", "drafter=True: must be a text"),
@@ -47,11 +52,15 @@ def test_w9_a_wrong_type_in_the_file_is_refused(foretoken: Run, tmp_path: Path, 
 
 
 def test_w9_a_number_may_stand_for_a_text(foretoken: Run, tmp_path: Path, pair: SimpleNamespace) -> None:
-    (tmp_path / "foretoken.toml").write_text(f'[generate]\ntarget = "{pair.target}"\ndrafter = "ngram"\nnum_draft = 2\nmax_tokens = 4\n')
+    (tmp_path / "foretoken.toml").write_text(
+        f'[generate]\ntarget = "{pair.target}"\ndrafter = "ngram"\nnum_draft = 2\nmax_tokens = 4\n'
+    )
     assert foretoken("generate", "--prompt-ids", "5,6,7").code == 0
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"a = " + b"[" * 5000, "nested too deeply"), (b"a = '\n\xff'", "is not UTF-8")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"a = " + b"[" * 5000, "nested too deeply"), (b"a = '\n\xff'", "is not UTF-8")]
+)
 def test_w9_a_file_that_cannot_be_read(foretoken: Run, tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "foretoken.toml").write_bytes(content)
     done = foretoken("models")
@@ -65,23 +74,34 @@ def test_w9_a_file_that_cannot_be_read(foretoken: Run, tmp_path: Path, content: 
         ("GENERATE__TEMPERATURE", "nan", "FORETOKEN_GENERATE__TEMPERATURE='nan': must be a finite number"),
         ("GENERATE__SHOW", "perhaps", "FORETOKEN_GENERATE__SHOW='perhaps': must be true or false"),
         ("GENERATE__SEED", "", "FORETOKEN_GENERATE__SEED='': must be a whole number"),
-        ("GENERATE__PROMPT", "a\udcff", "FORETOKEN_GENERATE__PROMPT='a\\udcff': character 2 is half of a surrogate pair"),
+        (
+            "GENERATE__PROMPT",
+            "a\udcff",
+            "FORETOKEN_GENERATE__PROMPT='a\\udcff': character 2 is half of a surrogate pair",
+        ),
         ("GENERATE__STOP", "[", "FORETOKEN_GENERATE__STOP='[': begins with a bracket and is no JSON list of texts"),
         ("GENERATE__STOP", "[1]", "FORETOKEN_GENERATE__STOP='[1]': must be a list of texts"),
         ("TOML", "\udcff", "FORETOKEN_TOML='\\udcff': character 1 is half of a surrogate pair"),
     ],
 )
-def test_a_bad_variable_is_named(foretoken: Run, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str) -> None:
+def test_a_bad_variable_is_named(
+    foretoken: Run, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
     monkeypatch.setenv(f"FORETOKEN_{variable}", value)
     done = foretoken("generate", "--prompt", "x")
     assert (done.code, done.out) == (2, "")
     assert message in done.err
 
 
-def test_a_value_that_the_verb_refuses_is_blamed_on_what_set_it(foretoken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_the_verb_refuses_is_blamed_on_what_set_it(
+    foretoken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "foretoken.toml").write_text('[generate]\nmax_tokens = -1\nnumerics = "foo"\n')
     assert "set by" not in foretoken("generate", "--prompt", "x", "--numerics", "bar").err
-    assert "numerics='foo': choose one of default, strict (set by [generate] in foretoken.toml)" in foretoken("generate", "--prompt", "x").err
+    assert (
+        "numerics='foo': choose one of default, strict (set by [generate] in foretoken.toml)"
+        in foretoken("generate", "--prompt", "x").err
+    )
     done = foretoken("generate", "--prompt", "x", "--numerics", "default")
     assert "max_tokens=-1: must be at least 1 (set by [generate] in foretoken.toml)" in done.err
     monkeypatch.setenv("FORETOKEN_GENERATE__MAX_TOKENS", "-2")

@@ -1,4 +1,6 @@
-"""How the command begins and ends: signals, closed pipes, full disks, the version. Processes are few: torch takes seconds."""
+"""How the command begins and ends: signals, closed pipes, full disks, the version. Processes are few: torch takes
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def process(*arguments: str, first: Path | None = None, **options: object) -> su
     """`python -m foretoken`, or `python -c`; modules of the folder `first` win."""
     path = os.pathsep.join([*([str(first)] if first else []), str(ROOT)])
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.run([sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path}, check=False, timeout=120, **options)  # type: ignore[call-overload,no-any-return]
+    return subprocess.run(
+        [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path}, check=False, timeout=120, **options
+    )  # type: ignore[call-overload,no-any-return]
 
 
 def test_the_version_needs_no_torch(tmp_path: Path) -> None:
@@ -61,7 +65,8 @@ def test_l3_a_signal_leaves_nothing_behind(tmp_path: Path, name: str, code: int)
     """The signal comes while `widen` (SIGTERM) or `demo` (SIGHUP) writes a model."""
     script = (
         "import os, signal, foretoken.bench.widen as widen\n"
-        f"widen._write = lambda weights, plan, folder, *_: (open(folder / 'half', 'w').close(), os.kill(os.getpid(), signal.{name}))\n"
+        "widen._write = lambda weights, plan, folder, *_: (open(folder / 'half', 'w').close(), "
+        f"os.kill(os.getpid(), signal.{name}))\n"
         "from foretoken.cli import main; main()"
     )
     arguments = ("widen", "--to", "25m", "--out", str(tmp_path / "wide")) if name == "SIGTERM" else ("demo",)
@@ -94,11 +99,20 @@ def test_c4_a_full_disk_is_4() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "message"), [(errno.ENOSPC, 4, "error: cannot write the output: No space left on device\n"), (errno.EPIPE, 141, "")]
+    ("number", "code", "message"),
+    [(errno.ENOSPC, 4, "error: cannot write the output: No space left on device\n"), (errno.EPIPE, 141, "")],
 )
-@pytest.mark.parametrize("arguments", [("models",), ("models", "--json"), ("config", "show"), ("generate", "--prompt", "x", "--max-tokens", "2")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("models",), ("models", "--json"), ("config", "show"), ("generate", "--prompt", "x", "--max-tokens", "2")],
+)
 def test_c4_whoever_prints(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, code: int, message: str, arguments: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    code: int,
+    message: str,
+    arguments: tuple[str, ...],
 ) -> None:
     """Tables, JSON, streamed text: each ends the same way where standard output cannot be written."""
 

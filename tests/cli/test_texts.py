@@ -1,4 +1,6 @@
-"""Texts as options: said on the line, in a file, from standard input; what they may not hold; and the same value given twice."""
+"""Texts as options: said on the line, in a file, from standard input; what they may not hold; and the same value given
+twice.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,18 @@ def test_w7_a_prompt_from_a_file_and_from_standard_input(
     foretoken: Run, text_pair: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answer(*arguments: object) -> object:
-        done = foretoken("generate", "-t", text_pair.target, "--max-tokens", 6, "--ignore-eos", "--json", "--prompt-logprobs", 0, *arguments)
+        done = foretoken(
+            "generate",
+            "-t",
+            text_pair.target,
+            "--max-tokens",
+            6,
+            "--ignore-eos",
+            "--json",
+            "--prompt-logprobs",
+            0,
+            *arguments,
+        )
         assert done.code == 0, done.err
         found = json.loads(done.lines[-1])
         return found["token_ids"], len(found["prompt_logprobs"])
@@ -47,10 +60,20 @@ def test_w7_a_prompt_from_a_file_and_from_standard_input(
         (("-p", "@bad.txt"), b"", 4, "prompt: cannot read bad.txt: line 2 is not UTF-8 (byte 0xff)"),
         (("-p", "-"), b"a\n\xff", 4, "prompt: cannot read standard input: line 2 is not UTF-8 (byte 0xff)"),
         (("-p", "-"), b"", 2, "prompt='': is empty"),
-        (("-p", "-", "--prediction", "-"), b"x", 2, "prediction='-': standard input is read once, for prompt; give a file as @FILE"),
+        (
+            ("-p", "-", "--prediction", "-"),
+            b"x",
+            2,
+            "prediction='-': standard input is read once, for prompt; give a file as @FILE",
+        ),
         (("-p", "@/dev/zero"), b"", 4, "prompt: cannot read /dev/zero: it is longer than"),
         (("-p", "x", "--grammar", "@/dev/zero"), b"", 4, "grammar: cannot read /dev/zero: it is longer than"),
-        (("-p", "x", "--logit-bias", "5=1", "--logit-bias", "5=2"), b"", 2, "logit_bias='5=2': token 5 has the bias 1 already"),
+        (
+            ("-p", "x", "--logit-bias", "5=1", "--logit-bias", "5=2"),
+            b"",
+            2,
+            "logit_bias='5=2': token 5 has the bias 1 already",
+        ),
         (("-p", "x", "--logit-bias", "5=1", "--logit-bias", " 5=1"), b"", 2, "token 5 has the bias 1 already"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

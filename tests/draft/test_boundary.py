@@ -1,4 +1,6 @@
-"""A drafter that is wrong costs its guesses and nothing else: E5 (nonsense), C11 (ids and parents), H3 (what it raises, and when)."""
+"""A drafter that is wrong costs its guesses and nothing else: E5 (nonsense), C11 (ids and parents), H3 (what it raises,
+and when).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,16 @@ LONG = SamplingParams(max_tokens=16, ignore_eos=True)
 
 def entries(*num_draft: int, takes_trees: bool = True, num_probe: int = 0) -> list[BatchEntry]:
     return [
-        BatchEntry(Request(i, (1,), LONG, SpecConfig(), 0), 0, (1,), True, n, takes_trees=takes_trees, num_probe=num_probe, probe_depth=2)
+        BatchEntry(
+            Request(i, (1,), LONG, SpecConfig(), 0),
+            0,
+            (1,),
+            True,
+            n,
+            takes_trees=takes_trees,
+            num_probe=num_probe,
+            probe_depth=2,
+        )
         for i, n in enumerate(num_draft)
     ]
 
@@ -76,14 +87,20 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "more than 1": (lambda: drawn([0.2] * V), "more than 1"),
     "too narrow": (lambda: drawn([1 / 4] * 4), "shape"),
     "too wide": (lambda: drawn([1 / 9] * 9), "shape"),
-    "half precision": (lambda: replace(point([2]), sampled=(True,), mass=Mass(torch.tensor([FAIR]).half(), (0, -1))), "float16"),
+    "half precision": (
+        lambda: replace(point([2]), sampled=(True,), mass=Mass(torch.tensor([FAIR]).half(), (0, -1))),
+        "float16",
+    ),
     "no law": (lambda: drawn(FAIR, rows=(-1, -1)), "without the law"),
     "a law that is not there": (lambda: drawn(FAIR, rows=(1, -1)), "law_of_row"),
     "law -2": (lambda: drawn(FAIR, rows=(-2, -1)), "law_of_row"),
     "too few rows": (lambda: drawn(FAIR, rows=(0,)), "law_of_row"),
     "drawn outside": (lambda: drawn(FAIR, token=V), f"token id {V}"),
     "drawn, and a parent far away": (lambda: replace(drawn(FAIR), parents=(-9,)), "."),
-    "probes beyond the grant": (lambda: replace(point([1]), probes=Probes(torch.tensor([1, 2, 3]), (-1, 0, 0), (0, 3))), "probes: 3 guesses"),
+    "probes beyond the grant": (
+        lambda: replace(point([1]), probes=Probes(torch.tensor([1, 2, 3]), (-1, 0, 0), (0, 3))),
+        "probes: 3 guesses",
+    ),
     "probe id V": (lambda: replace(point([1]), probes=Probes(torch.tensor([V]), (-1,), (0, 1))), "probes: token id"),
 }
 
@@ -123,7 +140,9 @@ def test_sound_drafts_pass() -> None:
 
 def test_only_the_request_concerned_loses_its_guesses() -> None:
     draft = replace(
-        point([1, V, 3], lengths=[1, 1, 1]), sampled=(True, False, True), mass=Mass(torch.tensor([FAIR, [0.5] * V]), (0, -1, -1, -1, 1, -1))
+        point([1, V, 3], lengths=[1, 1, 1]),
+        sampled=(True, False, True),
+        mass=Mass(torch.tensor([FAIR, [0.5] * V]), (0, -1, -1, -1, 1, -1)),
     )
     faults = draft_faults(draft, entries(1, 1, 1), V)
     assert set(faults) == {1, 2}
@@ -224,8 +243,12 @@ def outside(batch: Batch) -> Draft:
     return replace(draft, drafters=tuple("bad" if n else None for n in lengths))
 
 
-def generate(llm: LLM, drafter: Faulty, num_draft: int | str = 3, limit_s: float = DEFAULT_LIMIT_S, params: SamplingParams = LONG) -> list[Any]:
-    """Answers of four requests, the first and the third with the bad drafter, the second with an n-gram, the last plain."""
+def generate(
+    llm: LLM, drafter: Faulty, num_draft: int | str = 3, limit_s: float = DEFAULT_LIMIT_S, params: SamplingParams = LONG
+) -> list[Any]:
+    """Answers of four requests, the first and the third with the bad drafter, the second with an n-gram, the last
+    plain.
+    """
     add_drafter("bad", lambda factory, spec: drafter, limit_s)
     bad = SpecConfig("bad", num_draft=num_draft)  # type: ignore[arg-type]
     return llm.generate(PROMPTS, params, [bad, SpecConfig("ngram", num_draft=3), bad, SpecConfig()])
@@ -233,7 +256,9 @@ def generate(llm: LLM, drafter: Faulty, num_draft: int | str = 3, limit_s: float
 
 @pytest.mark.parametrize("params", [LONG, SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0, seed=5)])
 @pytest.mark.parametrize("at", ["start", "propose", "guess", "commit", "finish", "taps"])
-def test_h3_what_a_drafter_raises_costs_its_guesses(llm: LLM, registered: None, failed_drafters: list[str], at: str, params: SamplingParams) -> None:
+def test_h3_what_a_drafter_raises_costs_its_guesses(
+    llm: LLM, registered: None, failed_drafters: list[str], at: str, params: SamplingParams
+) -> None:
     plain = [out.token_ids for out in llm.generate(PROMPTS, params)]
     num_draft = "auto" if at == "guess" else 3  # guesses are shown where the number is open
     with pytest.warns(DrafterWarning, match="'bad' failed"):
@@ -304,7 +329,9 @@ def test_other_arms_go_on(llm: LLM, registered: None, failed_drafters: list[str]
 
 
 @pytest.mark.parametrize("at", ["propose", "commit", "start"])
-def test_h3_a_drafter_that_hangs_is_interrupted(llm: LLM, registered: None, failed_drafters: list[str], at: str) -> None:
+def test_h3_a_drafter_that_hangs_is_interrupted(
+    llm: LLM, registered: None, failed_drafters: list[str], at: str
+) -> None:
     plain = [out.token_ids for out in llm.generate(PROMPTS, LONG)]
 
     def hang() -> None:

@@ -45,7 +45,14 @@ SHAPES = [
 ]
 
 
-def growth_of(tree: str, budget: int, branching: object, temperature: float = 1.0, noise: RaceNoise | None = None, **options: object) -> Growth:
+def growth_of(
+    tree: str,
+    budget: int,
+    branching: object,
+    temperature: float = 1.0,
+    noise: RaceNoise | None = None,
+    **options: object,
+) -> Growth:
     spec = SpecConfig("draft_model", "d", num_draft=budget, tree=tree, branching=branching, **options)
     request = Request(0, (0,), SamplingParams(temperature=temperature), spec, 7)
     return Growth(BatchEntry(request, 0, (0,), True, budget, None, noise), budget, budget)
@@ -63,7 +70,10 @@ def spot_of(growth: Growth, node: int = -1) -> Spot:
     """The tree as the enumeration wants it."""
     kids = [n for n, parent in enumerate(growth.parents) if parent == node]
     law = growth.laws.get(node)
-    children = [Child(growth.tokens[n], growth.sampled[n], spot_of(growth, n)) for n in sorted(kids, key=lambda n: not growth.sampled[n])]
+    children = [
+        Child(growth.tokens[n], growth.sampled[n], spot_of(growth, n))
+        for n in sorted(kids, key=lambda n: not growth.sampled[n])
+    ]
     return Spot(None if law is None else law.numpy(), tuple(children))
 
 
@@ -72,10 +82,17 @@ def drafter_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Drafter]:
     """The drafter itself, its draws answered by the enumeration."""
 
     def make(
-        tree: str, budget: int, branching: object, laws: Tables = LAWS, edit: Callable[[Growth], Growth] = lambda growth: growth, **options: object
+        tree: str,
+        budget: int,
+        branching: object,
+        laws: Tables = LAWS,
+        edit: Callable[[Growth], Growth] = lambda growth: growth,
+        **options: object,
     ) -> Drafter:
         def propose(choice: Choice, context: Tokens) -> Spot:
-            monkeypatch.setattr(branches, "sample", lambda rest, u: torch.tensor([choice.pick(row) for row in rest.tolist()]))
+            monkeypatch.setattr(
+                branches, "sample", lambda rest, u: torch.tensor([choice.pick(row) for row in rest.tolist()])
+            )
             return spot_of(edit(grow(growth_of(tree, budget, branching, **options), laws, context)))
 
         return propose
@@ -84,7 +101,9 @@ def drafter_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Drafter]:
 
 
 def error(rule: str, drafter: Drafter) -> float:
-    return max_error(complete(emitted_law(RULES[rule], cases_of(drafter, {(): 1.0}), TARGET), TARGET, LENGTH), joint(TARGET, LENGTH))
+    return max_error(
+        complete(emitted_law(RULES[rule], cases_of(drafter, {(): 1.0}), TARGET), TARGET, LENGTH), joint(TARGET, LENGTH)
+    )
 
 
 @pytest.mark.parametrize("rule", ["tree", "traversal"])
@@ -99,14 +118,18 @@ def test_one_round_has_the_law_of_the_target(drafter_of: Callable[..., Drafter],
 
 @pytest.mark.parametrize("rule", ["tree", "traversal"])
 @pytest.mark.parametrize(("first", "second"), [(2, 5), (5, 2)])
-def test_two_rounds_have_the_law_of_the_target(drafter_of: Callable[..., Drafter], rule: str, first: int, second: int) -> None:
+def test_two_rounds_have_the_law_of_the_target(
+    drafter_of: Callable[..., Drafter], rule: str, first: int, second: int
+) -> None:
     """Another drafter and another kind of tree in the second round."""
     drafters = [drafter_of(*SHAPES[first]), drafter_of(*SHAPES[second], RandomTables(VOCAB, seed=84))]
     assert max_error(chained(RULES[rule], drafters, TARGET, LENGTH), joint(TARGET, LENGTH)) < EXACT
 
 
 def ranked_by_value(growth: Growth) -> Growth:
-    """The planted error: two nodes fewer, ranked by the chances of the tokens they turned out to be, as a greedy tree may be."""
+    """The planted error: two nodes fewer, ranked by the chances of the tokens they turned out to be, as a greedy tree
+    may be.
+    """
     values: list[float] = []
     for parent, path in zip(growth.parents, map(growth.path, range(len(growth.tokens))), strict=True):
         values.append((1.0 if parent < 0 else values[parent]) * LAWS[path[:-1]][path[-1]])
@@ -119,13 +142,17 @@ def ranked_by_value(growth: Growth) -> Growth:
 
 @pytest.mark.parametrize("rule", ["tree", "traversal"])
 @pytest.mark.parametrize("tree", ["static", "best_first"])
-def test_a_sampled_child_ranked_by_its_own_value_shows(drafter_of: Callable[..., Drafter], rule: str, tree: str) -> None:
+def test_a_sampled_child_ranked_by_its_own_value_shows(
+    drafter_of: Callable[..., Drafter], rule: str, tree: str
+) -> None:
     assert error(rule, drafter_of(tree, 6, (2, 2))) < EXACT
     assert error(rule, drafter_of(tree, 6, (2, 2), edit=ranked_by_value)) > 0.005
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_shape_of_a_level_does_not_depend_on_what_is_drawn_there(shape: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shape_of_a_level_does_not_depend_on_what_is_drawn_there(
+    shape: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two runs with the same draws above a level and others from it on: the parents down to that level are the same."""
 
     def run(level: int, late: int) -> Growth:
@@ -157,23 +184,31 @@ def test_a_greedy_tree_holds_the_likeliest_paths(seed: int, branching: object, b
     for path in itertools.chain.from_iterable(itertools.product(range(VOCAB), repeat=d) for d in range(1, depth + 1)):
         steps = [laws[path[:i]] for i in range(len(path))]
         allowed = [branching[i] if isinstance(branching, tuple) else branching for i in range(len(path))]
-        if all(np.argsort(-law).tolist().index(token) < most for law, token, most in zip(steps, path, allowed, strict=True)):
+        if all(
+            np.argsort(-law).tolist().index(token) < most for law, token, most in zip(steps, path, allowed, strict=True)
+        ):
             every.append(float(np.prod([law[token] for law, token in zip(steps, path, strict=True)])))
     chosen = growth.chosen()
-    assert sorted((growth.estimates[node] for node in chosen), reverse=True) == pytest.approx(sorted(every, reverse=True)[:budget])
+    assert sorted((growth.estimates[node] for node in chosen), reverse=True) == pytest.approx(
+        sorted(every, reverse=True)[:budget]
+    )
     assert all(growth.parents[node] in {-1, *chosen} for node in chosen)
     assert not growth.laws
 
 
 @pytest.mark.parametrize(("tree", "temperature"), [("static", 0.0), ("best_first", 0.0), ("best_first", 1.0)])
 def test_guesses_come_likeliest_first(tree: str, temperature: float) -> None:
-    """So that what is learnt about the k-th place holds for every budget; a smaller greedy tree is the beginning of a larger one."""
+    """So that what is learnt about the k-th place holds for every budget; a smaller greedy tree is the beginning of a
+    larger one.
+    """
     laws = RandomTables(VOCAB, seed=9)
     drafts = []
     for budget in (3, 6):
         growth = grow(growth_of(tree, budget, 3, temperature), laws)
         chosen = growth.chosen()
-        assert [growth.estimates[node] for node in chosen] == sorted((growth.estimates[node] for node in chosen), reverse=True)
+        assert [growth.estimates[node] for node in chosen] == sorted(
+            (growth.estimates[node] for node in chosen), reverse=True
+        )
         draft = branches.assemble("draft_model", torch.device("cpu"), [growth])
         assert all(parent < node for node, parent in enumerate(draft.parents))
         drafts.append(list(zip(draft.parents, draft.tokens.tolist(), strict=True)))
@@ -183,7 +218,9 @@ def test_guesses_come_likeliest_first(tree: str, temperature: float) -> None:
 
 @pytest.mark.parametrize("tree", ["static", "best_first"])
 def test_a_coupled_tree_holds_the_leaders_of_the_race(tree: str) -> None:
-    """The children of a guess are those that arrive first of the draft's law with the noise of their position, the winner among them."""
+    """The children of a guess are those that arrive first of the draft's law with the noise of their position, the
+    winner among them.
+    """
     laws = RandomTables(6, seed=5)
     for seed in range(10):
         noise = RaceNoise(seed, 6)
@@ -218,7 +255,8 @@ def brute_shape(budget: int, chances: Sequence[float], max_depth: int) -> float:
             tree | {(*path, k)}
             for tree in best
             for path in [(), *tree]
-            if len(path) < max_depth and (k := sum(len(p) == len(path) + 1 and p[:-1] == path for p in tree)) < len(chances)
+            if len(path) < max_depth
+            and (k := sum(len(p) == len(path) + 1 and p[:-1] == path for p in tree)) < len(chances)
         }
     return max(sum(float(np.prod([chances[r] for r in path])) for path in tree) for tree in best)
 
@@ -244,7 +282,14 @@ def test_shapes_of_sampled_trees_are_the_best(budget: int, branching: int, max_d
 
     def worth(parents: Sequence[int], node: int = -1) -> float:
         below = [1 + worth(parents, child) for child, parent in enumerate(parents) if parent == node]
-        return sum(chance * value for chance, value in zip(sampled_chances(len(below)), sorted(below, reverse=True), strict=True)) if below else 0.0
+        return (
+            sum(
+                chance * value
+                for chance, value in zip(sampled_chances(len(below)), sorted(below, reverse=True), strict=True)
+            )
+            if below
+            else 0.0
+        )
 
     def allowed(parents: Sequence[int]) -> bool:
         depths: list[int] = []

@@ -1,4 +1,6 @@
-"""The cascade: its tokens have the law of the last level, the mass handed over is that law, and no level keeps what was refused."""
+"""The cascade: its tokens have the law of the last level, the mass handed over is that law, and no level keeps what was
+refused.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ ONE = SpecConfig("cascade", "b")
 @pytest.mark.parametrize("rule", ["rejection", "block", "tree"])
 @pytest.mark.parametrize("inner", ["model", "point", "coin", "stopped"])
 def test_the_mass_to_hand_over_is_the_law_of_the_middle(rule: str, inner: str) -> None:
-    """Inner rounds of any drafter under any rule, until two tokens are there; the outer rule is exact with the middle's law and no other."""
+    """Inner rounds of any drafter under any rule, until two tokens are there; the outer rule is exact with the middle's
+    law and no other.
+    """
     wrong = []
     for seed in range(4):
         target, middle, small = (RandomTables(3, 10 * seed + k) for k in range(3))
@@ -48,7 +52,10 @@ def test_the_mass_to_hand_over_is_the_law_of_the_middle(rule: str, inner: str) -
         made = chained(RULES[rule], drafters, middle, 2)
 
         def outer(laws: RandomTables, made: dict = made, target: RandomTables = target) -> float:
-            cases = [Case((), tuple(Guess(token, laws[text[:k]]) for k, token in enumerate(text)), weight) for text, weight in made.items()]
+            cases = [
+                Case((), tuple(Guess(token, laws[text[:k]]) for k, token in enumerate(text)), weight)
+                for text, weight in made.items()
+            ]
             return max_error(complete(emitted_law(RULES["block"], cases, target), target, 3), joint(target, 3))
 
         assert outer(middle) < EXACT
@@ -63,9 +70,14 @@ def tables(seed: int) -> ScriptedModel:
     return ScriptedModel(lambda context: logits[context[-2] if len(context) > 1 else 0][context[-1]], VOCAB)
 
 
-def entries_of(count: int, num_draft: int, spec: SpecConfig, params: SamplingParams, coupled: bool = False) -> list[BatchEntry]:
+def entries_of(
+    count: int, num_draft: int, spec: SpecConfig, params: SamplingParams, coupled: bool = False
+) -> list[BatchEntry]:
     noise = [RaceNoise(seed, VOCAB) if coupled else None for seed in range(count)]
-    return [BatchEntry(Request(i, PROMPT, params, spec, i), len(PROMPT) - 1, PROMPT[-1:], True, num_draft, noise=noise[i]) for i in range(count)]
+    return [
+        BatchEntry(Request(i, PROMPT, params, spec, i), len(PROMPT) - 1, PROMPT[-1:], True, num_draft, noise=noise[i])
+        for i in range(count)
+    ]
 
 
 def draft_once(drafter: CascadeDrafter | DraftModelDrafter, entries: list[BatchEntry]) -> Draft:
@@ -82,7 +94,11 @@ def law_p_value(drafter: CascadeDrafter, spec: SpecConfig, count: int = 2500) ->
     draft = draft_once(drafter, entries_of(count, 3, spec, SamplingParams(temperature=1.0)))
     assert draft.lengths == (3,) * count
     found = draft.tokens.reshape(count, 3)
-    counts = torch.bincount(found[:, 0] * VOCAB**2 + found[:, 1] * VOCAB + found[:, 2], minlength=VOCAB**3).numpy().astype(float)
+    counts = (
+        torch.bincount(found[:, 0] * VOCAB**2 + found[:, 1] * VOCAB + found[:, 2], minlength=VOCAB**3)
+        .numpy()
+        .astype(float)
+    )
     expected = np.ones(VOCAB**3)
     script = drafter.levels[-1].model.script
     for cell in range(VOCAB**3):
@@ -98,7 +114,9 @@ def law_p_value(drafter: CascadeDrafter, spec: SpecConfig, count: int = 2500) ->
 def test_drafted_tokens_follow_the_last_level() -> None:
     assert law_p_value(CascadeDrafter([tables(2)], NgramDrafter()), ONE) > 1e-4
     assert law_p_value(CascadeDrafter([tables(1), tables(2)]), TWO) > 1e-4
-    three = SpecConfig("cascade", parts=(SpecConfig("draft_model", draft="a"), SpecConfig("draft_model", draft="c"), TWO.configs[1]))
+    three = SpecConfig(
+        "cascade", parts=(SpecConfig("draft_model", draft="a"), SpecConfig("draft_model", draft="c"), TWO.configs[1])
+    )
     models = [tables(1), tables(3), tables(2)]
     assert law_p_value(CascadeDrafter(models), three, 1200) > 1e-4
     assert all(model.num_forwards for model in models), "a level was left out"
@@ -123,7 +141,12 @@ def test_a_middle_that_does_not_verify_is_seen(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_the_mass_is_the_law_of_the_last_level(levels: int, top_k: int) -> None:
     """At every row, cut to `draft_top_k`; the row of the last guess has none."""
-    spec = SpecConfig("cascade", "b", parts=("ngram" if levels == 1 else SpecConfig("draft_model", draft="a"), "draft_model"), draft_top_k=top_k)
+    spec = SpecConfig(
+        "cascade",
+        "b",
+        parts=("ngram" if levels == 1 else SpecConfig("draft_model", draft="a"), "draft_model"),
+        draft_top_k=top_k,
+    )
     drafter = CascadeDrafter([tables(1), tables(2)][-levels:], NgramDrafter() if levels == 1 else None)
     draft = draft_once(drafter, entries_of(40, 4, spec, SamplingParams(temperature=0.7)))
     assert draft.mass is not None
@@ -170,7 +193,9 @@ def test_inner_numbers_are_never_used_twice(monkeypatch: pytest.MonkeyPatch) -> 
     engine = Engine(target, drafters)
     for seed in range(4):
         engine.submit(
-            PROMPT, SamplingParams(max_tokens=25, temperature=1.0, seed=seed), SpecConfig("cascade", parts=TWO.parts, num_draft=4, rule="block")
+            PROMPT,
+            SamplingParams(max_tokens=25, temperature=1.0, seed=seed),
+            SpecConfig("cascade", parts=TWO.parts, num_draft=4, rule="block"),
         )
     while engine.has_work:
         engine.step()
@@ -182,7 +207,9 @@ def test_inner_numbers_are_never_used_twice(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_good_guesses_below_save_forwards_above() -> None:
-    """The last level recites what the prompt holds: the lookup guesses it, and a draft of six tokens takes two forwards."""
+    """The last level recites what the prompt holds: the lookup guesses it, and a draft of six tokens takes two
+    forwards.
+    """
     text = list(range(1, 12))
     model = ScriptedModel(recite(text[2:], len(text) + 2), 20)
     entry = BatchEntry(Request(0, (*text, 1, 2), SamplingParams(), ONE, 0), len(text) + 1, (2,), True, 6)
@@ -207,7 +234,9 @@ def test_stats_show_what_the_levels_did(llm: LLM, pair: SimpleNamespace) -> None
 
 def test_a_part_hands_over_at_most_its_own_number() -> None:
     model = tables(2)
-    few = SpecConfig("cascade", parts=(SpecConfig("ngram", num_draft=1), SpecConfig("draft_model", draft="b", num_draft=3)))
+    few = SpecConfig(
+        "cascade", parts=(SpecConfig("ngram", num_draft=1), SpecConfig("draft_model", draft="b", num_draft=3))
+    )
     entries = entries_of(1, 8, few, SamplingParams())
     draft = draft_once(CascadeDrafter([model], NgramDrafter()), entries)
     assert draft.lengths == (3,)
@@ -216,7 +245,9 @@ def test_a_part_hands_over_at_most_its_own_number() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_level_that_is_unsure_stops_before_the_draw(temperature: float) -> None:
-    """Where, its law alone decides: the tokens before are the same, and the place after the last guess leaves no mass."""
+    """Where, its law alone decides: the tokens before are the same, and the place after the last guess leaves no
+    mass.
+    """
     params = SamplingParams(temperature=temperature)
     drafter = CascadeDrafter([tables(2)], NgramDrafter())
     whole = draft_once(drafter, entries_of(50, 5, ONE, params))
@@ -225,7 +256,9 @@ def test_a_level_that_is_unsure_stops_before_the_draw(temperature: float) -> Non
     for b in range(50):
         own, full = sure.paths(b)[-1], whole.paths(b)[-1]
         assert own == full[: len(own)]
-        confidence = [torch.tensor(drafter.levels[-1].model.script(PROMPT + full[:k])).softmax(-1).max().item() for k in range(5)]
+        confidence = [
+            torch.tensor(drafter.levels[-1].model.script(PROMPT + full[:k])).softmax(-1).max().item() for k in range(5)
+        ]
         assert len(own) == next((k for k in range(5) if confidence[k] < 0.6), 5)
         assert sure.mass is None or sure.mass.law_of_row[sure.rows_of([b])[-1]] == -1
 
@@ -250,9 +283,18 @@ def test_a_level_without_room_drafts_less_and_changes_nothing(llm: LLM, pair: Si
 
 @pytest.mark.filterwarnings("ignore:the draft has")
 def test_caches_of_all_levels_hold_the_text(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy and sampled requests side by side, also with a last level that is the target itself: then every guess stands."""
+    """Greedy and sampled requests side by side, also with a last level that is the target itself: then every guess
+    stands.
+    """
     for top, always in ((pair.draft, False), (pair.target, True)):
-        spec = SpecConfig("cascade", parts=("recycling", SpecConfig("draft_model", draft=str(pair.draft)), SpecConfig("draft_model", draft=str(top))))
+        spec = SpecConfig(
+            "cascade",
+            parts=(
+                "recycling",
+                SpecConfig("draft_model", draft=str(pair.draft)),
+                SpecConfig("draft_model", draft=str(top)),
+            ),
+        )
         llm.prepare(spec)
         watched = Watched(llm._drafters.drafters[drafter_key(spec)], llm.target.vocab_size)
         monkeypatch.setitem(llm._drafters.drafters, drafter_key(spec), watched)
@@ -263,7 +305,9 @@ def test_caches_of_all_levels_hold_the_text(llm: LLM, pair: SimpleNamespace, mon
                     check_cache(level.model, sequence, text)
 
         prompts = [token_ids(4 + i, seed=i) * 2 for i in range(6)]
-        params = [SamplingParams(max_tokens=17 + i, ignore_eos=True, temperature=(0.0, 1.0)[i % 2], seed=i) for i in range(6)]
+        params = [
+            SamplingParams(max_tokens=17 + i, ignore_eos=True, temperature=(0.0, 1.0)[i % 2], seed=i) for i in range(6)
+        ]
         specs = [SpecConfig("cascade", parts=spec.parts, num_draft=1 + i) for i in range(6)]
         outputs = llm.generate(prompts, params, specs, on_step=audit)
         assert all(out.stats.num_drafted for out in outputs)
@@ -272,7 +316,9 @@ def test_caches_of_all_levels_hold_the_text(llm: LLM, pair: SimpleNamespace, mon
             assert [out.stats.acceptance_rate for out in outputs] == [1.0] * 6
 
 
-def test_a_long_prompt_reaches_every_level_in_pieces(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_reaches_every_level_in_pieces(
+    llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("foretoken.draft.own_cache._PIECE_TOKENS", 7)
     spec, params = SpecConfig("cascade", str(pair.draft), num_draft=3), SamplingParams(max_tokens=20, ignore_eos=True)
     for length in (49, 50):

@@ -31,7 +31,19 @@ from tests.helpers.watch import Watched, check_cache
 
 LOW_BIT = ("draft_model:int8", "draft_model:int4")
 MODEL_TREES = ("draft_model/static", "draft_model/best_first")
-CASES = ("draft_model", *LOW_BIT, *MODEL_TREES, "ngram", "suffix", "recycling", "predicted", "early_exit", "lookahead", "cascade", "mix")
+CASES = (
+    "draft_model",
+    *LOW_BIT,
+    *MODEL_TREES,
+    "ngram",
+    "suffix",
+    "recycling",
+    "predicted",
+    "early_exit",
+    "lookahead",
+    "cascade",
+    "mix",
+)
 TREES = (*MODEL_TREES, "ngram", "suffix", "recycling", "lookahead", "mix")
 
 TREES_OF_A_MODEL = ("chain", "static", "best_first")
@@ -50,8 +62,12 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def spec(name: str, pair: SimpleNamespace, request: pytest.FixtureRequest) -> functools.partial[SpecConfig]:
-    """`SpecConfig` of the drafter; `num_draft` is left to the test. What is predicted stands in one of the plain answers."""
-    return functools.partial(spec_of, name, pair.draft, request.getfixturevalue("plain")[4] if name == "predicted" else ())
+    """`SpecConfig` of the drafter; `num_draft` is left to the test. What is predicted stands in one of the plain
+    answers.
+    """
+    return functools.partial(
+        spec_of, name, pair.draft, request.getfixturevalue("plain")[4] if name == "predicted" else ()
+    )
 
 
 @pytest.fixture
@@ -83,16 +99,29 @@ def test_every_drafter_is_in_the_suite() -> None:
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("num_draft", range(9))
 def test_greedy_equals_plain(
-    llm: LLM, pair: SimpleNamespace, watched: Watched, spec: functools.partial[SpecConfig], plain: Outputs, num_draft: int, batch: int
+    llm: LLM,
+    pair: SimpleNamespace,
+    watched: Watched,
+    spec: functools.partial[SpecConfig],
+    plain: Outputs,
+    num_draft: int,
+    batch: int,
 ) -> None:
     """In batches mixed with plain requests, the other drafters, and other numbers of guesses."""
     others = [SpecConfig(), *(spec_of(other, pair.draft, plain[2], num_draft=3) for other in CASES)]
     for start in range(0, len(PROMPTS) if batch > 1 else 3, batch):
         chosen = range(start, start + batch)
-        specs = [spec(num_draft=num_draft) if i % 2 == 0 or batch == 1 else others[i // 2 % len(others)] for i in range(batch)]
+        specs = [
+            spec(num_draft=num_draft) if i % 2 == 0 or batch == 1 else others[i // 2 % len(others)]
+            for i in range(batch)
+        ]
         outputs = llm.generate([PROMPTS[i] for i in chosen], LONG, specs)
         assert [out.token_ids for out in outputs] == [plain[i] for i in chosen]
-        assert all(out.stats.num_drafted <= num_draft * out.stats.num_steps for out, one in zip(outputs, specs, strict=True) if one == spec())
+        assert all(
+            out.stats.num_drafted <= num_draft * out.stats.num_steps
+            for out, one in zip(outputs, specs, strict=True)
+            if one == spec()
+        )
     if num_draft == 0:
         assert all(out.stats.num_drafted == 0 for out in outputs[::2])
     elif batch == 16:
@@ -103,7 +132,9 @@ def test_greedy_equals_plain(
 def test_trees_where_the_rule_takes_them_and_chains_elsewhere(
     llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], name: str, plain: Outputs, rule: str
 ) -> None:
-    """Two turns, so that a store and a matrix know something; that no chain rule is handed a tree is checked by `Watched`."""
+    """Two turns, so that a store and a matrix know something; that no chain rule is handed a tree is checked by
+    `Watched`.
+    """
     for _ in range(2):
         outputs = llm.generate(PROMPTS, LONG, spec(num_draft=6, rule=rule, tenant=f"trees {rule}"))
         assert [out.token_ids for out in outputs] == plain
@@ -112,9 +143,18 @@ def test_trees_where_the_rule_takes_them_and_chains_elsewhere(
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
-def test_sampled_drafts_keep_the_contract(llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], temperature: float) -> None:
-    """The laws sum to one, drawn tokens lie in their support, the drafter's state follows the text: checked by `Watched`."""
-    params = [SamplingParams(max_tokens=20, temperature=temperature, top_k=(0, 5)[i % 2], top_p=(1.0, 0.9)[i // 2 % 2], seed=i) for i in range(16)]
+def test_sampled_drafts_keep_the_contract(
+    llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], temperature: float
+) -> None:
+    """The laws sum to one, drawn tokens lie in their support, the drafter's state follows the text: checked by
+    `Watched`.
+    """
+    params = [
+        SamplingParams(
+            max_tokens=20, temperature=temperature, top_k=(0, 5)[i % 2], top_p=(1.0, 0.9)[i // 2 % 2], seed=i
+        )
+        for i in range(16)
+    ]
     params[3] = SamplingParams(max_tokens=20)  # one greedy request among them
     outputs = llm.generate(PROMPTS, params, spec(num_draft=4))
     assert watched.num_drafted > 0
@@ -122,7 +162,9 @@ def test_sampled_drafts_keep_the_contract(llm: LLM, watched: Watched, spec: func
 
 
 @pytest.mark.parametrize("dtype", DRAFT_DTYPES)
-def test_laws_of_a_draft_model_are_whole(llm: LLM, pair: SimpleNamespace, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_laws_of_a_draft_model_are_whole(
+    llm: LLM, pair: SimpleNamespace, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = SpecConfig("draft_model", str(pair.draft), num_draft=3, draft_dtype=dtype)
     watched, sums = watch(llm, spec, monkeypatch), []
     original = watched.inner.propose
@@ -135,10 +177,14 @@ def test_laws_of_a_draft_model_are_whole(llm: LLM, pair: SimpleNamespace, dtype:
 
     monkeypatch.setattr(watched.inner, "propose", record)
     llm.generate(PROMPTS[:4], SamplingParams(max_tokens=10, temperature=0.8), spec)
-    torch.testing.assert_close(torch.cat(sums), torch.ones(len(torch.cat(sums)), dtype=torch.float64), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        torch.cat(sums), torch.ones(len(torch.cat(sums)), dtype=torch.float64), atol=1e-5, rtol=0
+    )
 
 
-def test_eos_anywhere(llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], plain: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eos_anywhere(
+    llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], plain: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Any token may be the end: the answer is the plain one, cut right after it."""
     for place in (2, 5, 9, 14):
         for i in range(0, 16, 2):
@@ -150,7 +196,9 @@ def test_eos_anywhere(llm: LLM, watched: Watched, spec: functools.partial[SpecCo
 
 
 def test_eos_inside_an_accepted_run(name: str) -> None:
-    """The target recites a text that the prompt holds already, so that every drafter guesses all of it, the end included."""
+    """The target recites a text that the prompt holds already, so that every drafter guesses all of it, the end
+    included.
+    """
     text = list(range(1, 21))
     prompt = [*text, 1, 2]
     said = recite(text[2:], len(prompt))
@@ -159,7 +207,9 @@ def test_eos_inside_an_accepted_run(name: str) -> None:
         spec = spec_of(name, "d", text[2:], num_draft=6)
         target = ScriptedModel(said, 30, [eos])
         drafters = DrafterGroup(target)
-        drafters.drafters[drafter_key(spec)] = Watched(bare_drafter(name, target if name == "early_exit" else ScriptedModel(said, 30), 30), 30)
+        drafters.drafters[drafter_key(spec)] = Watched(
+            bare_drafter(name, target if name == "early_exit" else ScriptedModel(said, 30), 30), 30
+        )
         engine = Engine(target, drafters)
         if name == "recycling":  # its matrix knows the text once it was said
             engine.submit(prompt, SamplingParams(max_tokens=len(text) - 2, ignore_eos=True), spec)
@@ -250,9 +300,11 @@ def test_propose_gives_each_request_its_own_number(
 
 @pytest.mark.filterwarnings("ignore:the draft has")
 @pytest.mark.parametrize("tree", TREES_OF_A_MODEL)
-def test_a_draft_that_is_the_target_is_always_right(llm: LLM, pair: SimpleNamespace, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An off-by-one in the draft's cache leaves the text right and lowers the acceptance: here it must be 100 %, in a tree that of
-    one path from the root to a leaf.
+def test_a_draft_that_is_the_target_is_always_right(
+    llm: LLM, pair: SimpleNamespace, tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An off-by-one in the draft's cache leaves the text right and lowers the acceptance: here it must be 100 %, in a
+    tree that of one path from the root to a leaf.
 
     After every step the caches of target and draft are compared with a fresh run over the text.
     """
@@ -267,7 +319,9 @@ def test_a_draft_that_is_the_target_is_always_right(llm: LLM, pair: SimpleNamesp
             check_cache(llm.target, sequence, text)
             check_cache(watched.inner.model, sequence, text)
 
-    params = [SamplingParams(max_tokens=17 + i, ignore_eos=True, temperature=(0.0, 1.0)[i % 2], seed=i) for i in range(6)]
+    params = [
+        SamplingParams(max_tokens=17 + i, ignore_eos=True, temperature=(0.0, 1.0)[i % 2], seed=i) for i in range(6)
+    ]
     rules = ("auto", "coupled", "tree", "tree", "auto", "traversal")  # a seed makes auto coupled
     specs = [SpecConfig("draft_model", str(pair.target), num_draft=1 + i, tree=tree, rule=rules[i]) for i in range(6)]
     outputs = llm.generate(PROMPTS[:6], params, specs, on_step=audit)
@@ -284,7 +338,9 @@ def test_a_draft_that_is_the_target_is_always_right(llm: LLM, pair: SimpleNamesp
 def test_caches_hold_the_text_after_rejections_too(
     llm: LLM, pair: SimpleNamespace, dtype: str, tree: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = SpecConfig("draft_model", str(pair.draft), num_draft=4 if tree == "chain" else 9, draft_dtype=dtype, tree=tree, rule=rule)
+    spec = SpecConfig(
+        "draft_model", str(pair.draft), num_draft=4 if tree == "chain" else 9, draft_dtype=dtype, tree=tree, rule=rule
+    )
     watched = watch(llm, spec, monkeypatch)
 
     def audit(_: object) -> None:
@@ -299,14 +355,18 @@ def test_caches_hold_the_text_after_rejections_too(
 
 
 def engine_of(pair: SimpleNamespace, draft_slots: int) -> Engine:
-    target, draft = (PagedModel(load_decoder(folder), slots, 4) for folder, slots in ((pair.target, 4096), (pair.draft, draft_slots)))
+    target, draft = (
+        PagedModel(load_decoder(folder), slots, 4) for folder, slots in ((pair.target, 4096), (pair.draft, draft_slots))
+    )
     drafters = DrafterGroup(target)
     drafters.drafters[key_of("draft_model", "d")] = Watched(DraftModelDrafter(draft), target.vocab_size)
     return Engine(target, drafters)
 
 
 @pytest.mark.parametrize("draft_slots", [4, 40, 80])
-def test_a_draft_without_room_drafts_less_and_changes_nothing(pair: SimpleNamespace, plain: Outputs, draft_slots: int) -> None:
+def test_a_draft_without_room_drafts_less_and_changes_nothing(
+    pair: SimpleNamespace, plain: Outputs, draft_slots: int
+) -> None:
     engine = engine_of(pair, draft_slots)
     states = [engine.submit(PROMPTS[i], LONG, SpecConfig("draft_model", "d", num_draft=5)) for i in range(8)]
     while engine.has_work:
@@ -315,7 +375,9 @@ def test_a_draft_without_room_drafts_less_and_changes_nothing(pair: SimpleNamesp
 
 
 @pytest.mark.filterwarnings("ignore:the draft has")
-def test_a_long_prompt_reaches_the_draft_in_pieces(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_reaches_the_draft_in_pieces(
+    llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("foretoken.draft.own_cache._PIECE_TOKENS", 7)
     prompt = token_ids(50, seed=9)
     expected = llm.generate([prompt], LONG)[0].token_ids
@@ -335,7 +397,11 @@ def test_nan_in_the_draft_model_does_not_reach_the_answer(temperature: float) ->
     answer = [token % 7 + 1 for token in range(30)]
 
     def broken(context: tuple[int, ...]) -> list[float]:
-        return [float("nan")] * 9 if len(context) % 3 == 0 else [8.0 * (token == context[-1] % 7 + 1) for token in range(9)]
+        return (
+            [float("nan")] * 9
+            if len(context) % 3 == 0
+            else [8.0 * (token == context[-1] % 7 + 1) for token in range(9)]
+        )
 
     sharp = recite(answer)
     target = ScriptedModel(lambda context: [60.0 * (token == sharp(context)) for token in range(9)], 9)

@@ -1,4 +1,6 @@
-"""`draft_dtype`: a draft in another format than its checkpoint, also the target's own copy, and the law it hands over."""
+"""`draft_dtype`: a draft in another format than its checkpoint, also the target's own copy, and the law it hands
+over.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def law_after(folder: Path, ids: list[int], quant: str | None) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
-def test_the_mass_is_the_law_of_the_low_bit_model(llm: LLM, pair: SimpleNamespace, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mass_is_the_law_of_the_low_bit_model(
+    llm: LLM, pair: SimpleNamespace, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not that of the full model, which differs."""
     drafter, rounds, prompt = drafter_of(llm, spec_of(pair.draft, kind)), [], token_ids(9)
     propose = drafter.propose
@@ -82,7 +86,9 @@ def test_one_drafter_per_draft_and_format(llm: LLM, pair: SimpleNamespace) -> No
     assert [out.token_ids for out in llm.generate(prompts, SAMPLED, asked)] == alone
 
 
-def test_the_targets_own_copy_in_fewer_bits_guesses_well_and_is_not_warned_about(llm: LLM, pair: SimpleNamespace) -> None:
+def test_the_targets_own_copy_in_fewer_bits_guesses_well_and_is_not_warned_about(
+    llm: LLM, pair: SimpleNamespace
+) -> None:
     """What counts is what a step reads, not the number of parameters."""
     prompt, params = token_ids(12), SamplingParams(max_tokens=40, ignore_eos=True)
     expected = llm.generate([prompt], params)[0].token_ids
@@ -99,9 +105,15 @@ def test_the_targets_own_copy_in_fewer_bits_guesses_well_and_is_not_warned_about
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"drafter": "draft_model", "draft_dtype": "int2"}, "draft_dtype='int2': choose one of auto, bfloat16, float16, float32, int8, int4"),
+        (
+            {"drafter": "draft_model", "draft_dtype": "int2"},
+            "draft_dtype='int2': choose one of auto, bfloat16, float16, float32, int8, int4",
+        ),
         ({"drafter": "draft_model", "draft_dtype": 4}, "draft_dtype=4: choose one of auto"),
-        ({"drafter": "ngram", "draft_dtype": "int8"}, "draft_dtype='int8': only drafter='draft_model' takes it, not drafter='ngram'"),
+        (
+            {"drafter": "ngram", "draft_dtype": "int8"},
+            "draft_dtype='int8': only drafter='draft_model' takes it, not drafter='ngram'",
+        ),
         ({"draft_dtype": "int8"}, "draft_dtype='int8': only drafter='draft_model' takes it"),
     ],
     ids=str,
@@ -119,5 +131,12 @@ def test_drafts_that_cannot_have_the_format(llm: LLM, pair: SimpleNamespace, tmp
     with LLM(pair.target, dtype="float64", cache_tokens=256) as wide:
         with pytest.raises(InputError, match="does not go with dtype='float64'"):
             wide.generate([[1]], spec=spec_of(pair.draft, "int8"))
-        assert len(wide.generate([[1]], SamplingParams(max_tokens=2, ignore_eos=True), spec_of(pair.draft, "float32"))[0].token_ids) == 2
+        assert (
+            len(
+                wide.generate([[1]], SamplingParams(max_tokens=2, ignore_eos=True), spec_of(pair.draft, "float32"))[
+                    0
+                ].token_ids
+            )
+            == 2
+        )
     assert len(llm.generate([[1]], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2

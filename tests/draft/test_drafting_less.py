@@ -1,4 +1,6 @@
-"""Ways to draft less hand over the mass they really drew from; that the law survives is shown in tests/verify and tests/engine/test_law.py."""
+"""Ways to draft less hand over the mass they really drew from; that the law survives is shown in tests/verify and
+tests/engine/test_law.py.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ def drafter(pair: SimpleNamespace) -> DraftModelDrafter:
     return DraftModelDrafter(PagedModel(load_decoder(pair.draft, dtype="float32"), 4096, 16))
 
 
-def propose(drafter: DraftModelDrafter, count: int, temperature: float = 1.0, noise: bool = False, probability: float = 1.0, **spec: object) -> Draft:
+def propose(
+    drafter: DraftModelDrafter,
+    count: int,
+    temperature: float = 1.0,
+    noise: bool = False,
+    probability: float = 1.0,
+    **spec: object,
+) -> Draft:
     """One round of `count` fresh requests on the same prompt, each with its own seed."""
     entries = []
     for i in range(count):
@@ -48,7 +57,10 @@ def test_a_coin_scales_the_mass_also_where_it_said_no(drafter: DraftModelDrafter
         rows = scaled.rows_of([b])
         laws = [scaled.mass.law_of_row[row] for row in rows]
         full = whole.mass.laws[[whole.mass.law_of_row[row] for row in whole.rows_of([b])[:NUM_DRAFT]]]
-        assert scaled.tokens[scaled.offsets[b] : scaled.offsets[b + 1]].tolist() == whole.tokens[whole.offsets[b] :][:length].tolist()
+        assert (
+            scaled.tokens[scaled.offsets[b] : scaled.offsets[b + 1]].tolist()
+            == whole.tokens[whole.offsets[b] :][:length].tolist()
+        )
         for place in range(length):
             torch.testing.assert_close(scaled.mass.laws[laws[place]], probability * full[place])
         if length < NUM_DRAFT:
@@ -57,7 +69,10 @@ def test_a_coin_scales_the_mass_also_where_it_said_no(drafter: DraftModelDrafter
         else:
             assert laws[length] == -1
     drafted = sum(scaled.lengths)
-    assert abs(drafted / (drafted + stopped) - probability) < 4 * (probability * (1 - probability) / (drafted + stopped)) ** 0.5
+    assert (
+        abs(drafted / (drafted + stopped) - probability)
+        < 4 * (probability * (1 - probability) / (drafted + stopped)) ** 0.5
+    )
     assert all(name == "draft_model" for name in scaled.drafters)
 
 
@@ -94,7 +109,9 @@ def test_a_coupled_draft_ships_no_laws(drafter: DraftModelDrafter) -> None:
     assert draft.num_nodes > 5
 
 
-@pytest.mark.parametrize("value", [{"draft_probability": 0.5}, {"min_confidence": 0.3}, {"draft_top_k": 4}, {"draft_probability": "auto"}])
+@pytest.mark.parametrize(
+    "value", [{"draft_probability": 0.5}, {"min_confidence": 0.3}, {"draft_top_k": 4}, {"draft_probability": "auto"}]
+)
 def test_a_drafter_without_a_law_refuses_them(value: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(value))):
         SpecConfig("ngram", **value)
@@ -107,7 +124,9 @@ def test_bad_draft_probabilities(value: object) -> None:
 
 
 def test_the_best_draft_probability() -> None:
-    """Free drafting: always draft. Dear and useless: draft as little as the candidates allow. Over-confident drafts: in between."""
+    """Free drafting: always draft. Dear and useless: draft as little as the candidates allow. Over-confident drafts: in
+    between.
+    """
     rising = {0.25: 0.2, 0.5: 0.4, 0.75: 0.6, 1.0: 0.8}
     assert best_draft_probability(rising, 4, 0.0, 1.0) == 1.0
     assert best_draft_probability(dict.fromkeys(rising, 0.01), 4, 0.5, 1.0) == 0.25
@@ -115,7 +134,9 @@ def test_the_best_draft_probability() -> None:
 
 
 def test_auto_learns_from_finished_rounds(llm: LLM, pair: SimpleNamespace) -> None:
-    """The estimates are those of the laws: after some rounds the controller knows them, and forgets a request that ended."""
+    """The estimates are those of the laws: after some rounds the controller knows them, and forgets a request that
+    ended.
+    """
     spec = SpecConfig("draft_model", str(pair.draft), num_draft=4, draft_probability="auto", rule="block")
     llm.generate([PROMPT], SamplingParams(max_tokens=1), spec)  # loads the draft
     state = llm.submit(PROMPT, SamplingParams(max_tokens=60, temperature=1.0, ignore_eos=True, seed=1), spec)

@@ -1,4 +1,6 @@
-"""The target as its own drafter: no layer runs a row twice, exits and skipped layers are chosen by what earlier rounds showed."""
+"""The target as its own drafter: no layer runs a row twice, exits and skipped layers are chosen by what earlier rounds
+showed.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def engine_of(decoder: Decoder) -> tuple[Engine, EarlyExitDrafter]:
     return Engine(target, drafters, eos_token_ids=()), drafter
 
 
-def run(engine: Engine, spec: SpecConfig, params: SamplingParams | None = None, prompts: Sequence[list[int]] = PROMPTS) -> list[RequestState]:
+def run(
+    engine: Engine, spec: SpecConfig, params: SamplingParams | None = None, prompts: Sequence[list[int]] = PROMPTS
+) -> list[RequestState]:
     params = params or SamplingParams(max_tokens=33, ignore_eos=True)
     states = [engine.submit(prompt, params, spec) for prompt in prompts]
     while engine.has_work:
@@ -60,7 +64,9 @@ def run(engine: Engine, spec: SpecConfig, params: SamplingParams | None = None, 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_perfect_exit_is_always_right_and_no_row_runs_twice(folder: Path, temperature: float) -> None:
-    """The last four layers write nothing: every guess of the first two stands, and each layer runs each verified row once."""
+    """The last four layers write nothing: every guess of the first two stands, and each layer runs each verified row
+    once.
+    """
     decoder = silenced(folder, (2, 3, 4, 5))
     engine, _ = engine_of(decoder)
     params = SamplingParams(max_tokens=33, ignore_eos=True, temperature=temperature)
@@ -73,7 +79,9 @@ def test_a_perfect_exit_is_always_right_and_no_row_runs_twice(folder: Path, temp
 
 
 def test_skipped_layers_that_write_nothing_are_not_missed(folder: Path) -> None:
-    """What ran before the gap is taken up, the rest runs again: layers 0 and 1 once, skipped ones only to verify, the others twice."""
+    """What ran before the gap is taken up, the rest runs again: layers 0 and 1 once, skipped ones only to verify, the
+    others twice.
+    """
     decoder = silenced(folder, (2, 4))
     engine, _ = engine_of(decoder)
     with counted(decoder) as ran:
@@ -102,11 +110,15 @@ def test_looks_tell_how_often_each_exit_agrees(folder: Path, monkeypatch: pytest
     decoder = silenced(folder, ())
     engine, drafter = engine_of(decoder)
     looked: dict[int, list[float]] = {layer: [] for layer in drafter.exits.candidates}
-    monkeypatch.setattr(ExitChoice, "learn", lambda self, layer, shares: looked[layer].extend(shares))  # never known: every round is looked at
+    monkeypatch.setattr(
+        ExitChoice, "learn", lambda self, layer, shares: looked[layer].extend(shares)
+    )  # never known: every round is looked at
     (state,) = run(engine, SpecConfig("early_exit", num_draft=3), prompts=PROMPTS[:1])
     text = torch.tensor(state.tokens[:-1])
     with torch.no_grad():
-        hidden = decoder(text, torch.arange(len(text)), PackedAttention(decoder.config, 1, len(text)), taps=drafter.exits.candidates)
+        hidden = decoder(
+            text, torch.arange(len(text)), PackedAttention(decoder.config, 1, len(text)), taps=drafter.exits.candidates
+        )
         said = decoder.logits(hidden.last).argmax(-1)
         for layer, shares in looked.items():
             agreed = (decoder.logits(hidden.taps[layer]).argmax(-1) == said).double()
@@ -189,7 +201,9 @@ def test_a_search_without_room_waits(folder: Path, monkeypatch: pytest.MonkeyPat
     """No block is free for the copy: no trial, and nothing is lost."""
     engine, drafter = engine_of(silenced(folder, ()))
     reserve = PagedModel.reserve
-    monkeypatch.setattr(PagedModel, "reserve", lambda self, sequence, rows: sequence >= 0 and reserve(self, sequence, rows))
+    monkeypatch.setattr(
+        PagedModel, "reserve", lambda self, sequence, rows: sequence >= 0 and reserve(self, sequence, rows)
+    )
     run(engine, SpecConfig("early_exit", skip_layers="auto", num_draft=2))
     assert drafter.skips.num_trials == 0
     engine.target.check()  # type: ignore[attr-defined]
@@ -221,7 +235,9 @@ def test_the_mass_is_the_law_of_the_layers_that_drafted(folder: Path) -> None:
         context = [*state.tokens[: batch.entries[0].round_start], *draft.tokens.tolist()]
         text = torch.tensor(context)
         with torch.no_grad():
-            hidden = decoder(text, torch.arange(len(text)), PackedAttention(decoder.config, 1, len(text)), num_layers=3).last
+            hidden = decoder(
+                text, torch.arange(len(text)), PackedAttention(decoder.config, 1, len(text)), num_layers=3
+            ).last
             laws = 0.5 * (decoder.logits(hidden) / 0.7).softmax(-1)[batch.entries[0].round_start - 1 :]
         if draft.mass is not None:
             for row, law in enumerate(draft.mass.law_of_row):
@@ -233,7 +249,9 @@ def test_the_mass_is_the_law_of_the_layers_that_drafted(folder: Path) -> None:
 
 def test_who_cannot_stop_half_way_is_refused(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path, "gpt2")
-    with pytest.raises(ConfigError, match=r"drafter='early_exit': .* cannot stop between two layers; choose another drafter, or a"):
+    with pytest.raises(
+        ConfigError, match=r"drafter='early_exit': .* cannot stop between two layers; choose another drafter, or a"
+    ):
         LLM(folder, spec=SpecConfig("early_exit"))
 
 
@@ -249,8 +267,14 @@ def test_flags() -> None:
 
 def test_a_mixed_run_through_the_front(llm: LLM, pair: SimpleNamespace) -> None:
     """Under penalties and with other drafters about, guesses obey the request's own processors."""
-    params = [SamplingParams(max_tokens=20, ignore_eos=True, frequency_penalty=1.5, logit_bias={5: -100.0}, min_tokens=i) for i in range(6)]
-    specs = [SpecConfig("early_exit", exit_layer=1, num_draft=3), SpecConfig("draft_model", str(pair.draft), num_draft=3)]
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True, frequency_penalty=1.5, logit_bias={5: -100.0}, min_tokens=i)
+        for i in range(6)
+    ]
+    specs = [
+        SpecConfig("early_exit", exit_layer=1, num_draft=3),
+        SpecConfig("draft_model", str(pair.draft), num_draft=3),
+    ]
     prompts = [token_ids(6, seed=i) for i in range(6)]
     plain = llm.generate(prompts, params)
     mixed = llm.generate(prompts, params, [specs[i % 2] for i in range(6)])

@@ -1,4 +1,6 @@
-"""Lookahead: what the pool keeps, how the window moves, when it rests. The target's part is in tests/engine/test_probes.py."""
+"""Lookahead: what the pool keeps, how the window moves, when it rests. The target's part is in
+tests/engine/test_probes.py.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def test_common_beginnings_stand_once() -> None:
 
 
 def test_the_window_is_a_tree() -> None:
-    """Row 0 is a chain behind the anchor, the rest of a column hangs below it: token r of column j stands at depth j + r + 1."""
+    """Row 0 is a chain behind the anchor, the rest of a column hangs below it: token r of column j stands at depth j +
+    r + 1.
+    """
     window = JacobiWindow([10, 11, 12, 13, 14], 3, 3)
     assert window.columns == [(10, 11, 12), (11, 12, 13), (12, 13, 14)]
     tokens, parents = window.nodes(3)
@@ -89,12 +93,23 @@ def test_the_window_is_a_tree() -> None:
 def test_only_whole_columns_are_run() -> None:
     window = JacobiWindow([1], 4, 3)
     assert [window.num_columns(most, 99) for most in (0, 2, 3, 5, 6, 11, 12, 50)] == [0, 0, 1, 1, 2, 3, 4, 4]
-    assert [window.num_columns(99, depth) for depth in (0, 1, 2, 3, 4, 5, 6, 7)] == [0, 0, 0, 1, 2, 3, 4, 4]  # the last column ends at depth 6
+    assert [window.num_columns(99, depth) for depth in (0, 1, 2, 3, 4, 5, 6, 7)] == [
+        0,
+        0,
+        0,
+        1,
+        2,
+        3,
+        4,
+        4,
+    ]  # the last column ends at depth 6
 
 
 @pytest.mark.parametrize("num_emitted", [1, 2, 3, 5])
 def test_columns_keep_their_places(num_emitted: int) -> None:
-    """A column that was run moves on by one place, the anchor by `num_emitted`; what falls behind the anchor is dropped."""
+    """A column that was run moves on by one place, the anchor by `num_emitted`; what falls behind the anchor is
+    dropped.
+    """
     window = JacobiWindow([0], 3, 2)
     window.columns = [(1, 2), (3, 4), (5, 6)]
     found = window.advance([7, 8, 9], num_emitted)
@@ -139,10 +154,16 @@ def test_a_trial() -> None:
             assert not trial.resting
 
 
-def probes_of(script: Script, prompt: list[int], vocab_size: int, num_tokens: int) -> tuple[list[int], list[bool], float]:
-    """Probes of each round, whether the window rested after it, and tokens per round; the answer is the script's own."""
+def probes_of(
+    script: Script, prompt: list[int], vocab_size: int, num_tokens: int
+) -> tuple[list[int], list[bool], float]:
+    """Probes of each round, whether the window rested after it, and tokens per round; the answer is the script's
+    own.
+    """
     engine, watched = lookahead_engine(ScriptedModel(script, vocab_size))
-    state = engine.submit(prompt, SamplingParams(max_tokens=num_tokens, ignore_eos=True), SpecConfig("lookahead", num_draft=4))
+    state = engine.submit(
+        prompt, SamplingParams(max_tokens=num_tokens, ignore_eos=True), SpecConfig("lookahead", num_draft=4)
+    )
     probed, rested = [], []
     while engine.has_work:
         before = watched.num_probed
@@ -160,7 +181,9 @@ def probes_of(script: Script, prompt: list[int], vocab_size: int, num_tokens: in
 
 def test_a_window_that_gains_nothing_rests() -> None:
     """Every token is a wild function of the whole text: nothing can be foreseen."""
-    probed, rested, _ = probes_of(lambda context: hash(context) % 5000, [1, 2, 3], 5000, 1 + 2 * (TRIAL_ROUNDS + REST_ROUNDS) + 9)
+    probed, rested, _ = probes_of(
+        lambda context: hash(context) % 5000, [1, 2, 3], 5000, 1 + 2 * (TRIAL_ROUNDS + REST_ROUNDS) + 9
+    )
     trial = [8] * TRIAL_ROUNDS + [0] * REST_ROUNDS
     assert probed == [0, *trial, *trial, *[8] * 8, 0]  # neither the first token nor the last is drafted
     assert sum(rested) == 2 * REST_ROUNDS
@@ -185,7 +208,9 @@ def test_what_the_text_would_have_told_is_not_the_windows_gain() -> None:
 
 
 def test_somebody_elses_guesses_are_not_the_windows_gain() -> None:
-    """A grammar may force a round for which nothing was asked of the drafter: its earlier guesses do not count there."""
+    """A grammar may force a round for which nothing was asked of the drafter: its earlier guesses do not count
+    there.
+    """
     drafter = LookaheadDrafter()
     one = Alone(drafter, [1, 2, 3])
     state = drafter._requests[0]

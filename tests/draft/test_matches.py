@@ -18,7 +18,9 @@ broken_texts = st.lists(st.integers(-1, 2), max_size=60)  # with separators
 
 
 def scan(text: Sequence[int], end: Sequence[int], depth: int) -> list[tuple[int, list[int]]]:
-    """Every place with a token at it that agrees with the last two of `end`, latest first: how far, and what follows."""
+    """Every place with a token at it that agrees with the last two of `end`, latest first: how far, and what
+    follows.
+    """
     found = []
     for place in range(len(text) - 1, 1, -1):
         length = 0
@@ -81,7 +83,9 @@ def test_hash_collisions_are_no_matches(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_memory_is_counted() -> None:
-    """The text, two links a token, and an entry for everything that stood there: within a factor of two of what Python says."""
+    """The text, two links a token, and an entry for everything that stood there: within a factor of two of what Python
+    says.
+    """
     import tracemalloc
 
     tokens = np.random.default_rng(0).integers(0, 5000, 20_000).tolist()
@@ -98,10 +102,14 @@ def brute_force(following: list[list[int]], budget: int, branching: int, doubt: 
     for depth in range(len(following[0])):
         for prefix in [prefix for prefix in estimates if len(prefix) == depth]:
             rows = [row for row in following if tuple(row[:depth]) == prefix]
-            counts = {token: sum(row[depth] == token for row in rows) for token in {row[depth] for row in rows} - {NO_TOKEN}}
+            counts = {
+                token: sum(row[depth] == token for row in rows) for token in {row[depth] for row in rows} - {NO_TOKEN}
+            }
             for token in sorted(counts, key=counts.__getitem__, reverse=True)[:branching]:
                 estimates[*prefix, token] = estimates[prefix] * counts[token] / (len(rows) + doubt)
-    return sum(sorted((value for prefix, value in estimates.items() if prefix and value >= least), reverse=True)[:budget])
+    return sum(
+        sorted((value for prefix, value in estimates.items() if prefix and value >= least), reverse=True)[:budget]
+    )
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -131,7 +139,9 @@ def test_grown_trees_are_the_best_ones(following: list[list[int]], budget: int, 
         ([[NO_TOKEN, 4], [1, NO_TOKEN]], 2, (1,), (-1,)),  # a text ends here
     ],
 )
-def test_trees_by_hand(following: list[list[int]], branching: int, tokens: tuple[int, ...], parents: tuple[int, ...]) -> None:
+def test_trees_by_hand(
+    following: list[list[int]], branching: int, tokens: tuple[int, ...], parents: tuple[int, ...]
+) -> None:
     tree = grow_tree(following, 9, branching, 0.1, 0.1)
     assert (tree.tokens, tree.parents) == (tokens, parents)
 
@@ -149,5 +159,10 @@ def test_nothing_is_grown_without_budget() -> None:
 
 def test_assembled_in_order() -> None:
     draft = assemble("x", [LookupTree((1, 2), (-1, -1)), LookupTree(), LookupTree((3,), (-1,))])
-    assert (draft.tokens.tolist(), draft.parents, draft.offsets, draft.drafters) == ([1, 2, 3], (-1, -1, -1), (0, 2, 2, 3), ("x", None, "x"))
+    assert (draft.tokens.tolist(), draft.parents, draft.offsets, draft.drafters) == (
+        [1, 2, 3],
+        (-1, -1, -1),
+        (0, 2, 2, 3),
+        ("x", None, "x"),
+    )
     assert list(itertools.pairwise(draft.offsets)) == [(0, 2), (2, 2), (2, 3)]

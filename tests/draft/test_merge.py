@@ -53,7 +53,13 @@ def spot_of(draft: Draft, row: int = 0) -> Spot:
     law = draft.mass.law_of_row[row] if draft.mass is not None else -1
     mu = draft.mass.laws[law].numpy() if law >= 0 else None
     nodes = [node for node, parent in enumerate(draft.parents) if parent == row - 1]
-    return Spot(mu, tuple(Child(int(draft.tokens[node]), bool(draft.sampled and draft.sampled[node]), spot_of(draft, node + 1)) for node in nodes))
+    return Spot(
+        mu,
+        tuple(
+            Child(int(draft.tokens[node]), bool(draft.sampled and draft.sampled[node]), spot_of(draft, node + 1))
+            for node in nodes
+        ),
+    )
 
 
 def merged(
@@ -88,7 +94,9 @@ def test_two_merged_rounds_have_the_law_of_the_target(rule: str) -> None:
 
 
 def _error_by_shape(choose: Callable[[Case], str], seed: int) -> float:
-    """With the rule that `choose` takes for each draft, where a lookup says one chain: a draw that agrees with it leaves a chain."""
+    """With the rule that `choose` takes for each draft, where a lookup says one chain: a draw that agrees with it
+    leaves a chain.
+    """
     target, laws = RandomTables(VOCAB, seed), RandomTables(VOCAB, seed + 10)
     said = [TreeNode(0, -1, 0.5), TreeNode(1, 0, 0.4)]
     groups: dict[str, list[Case]] = {}
@@ -103,8 +111,17 @@ def _error_by_shape(choose: Callable[[Case], str], seed: int) -> float:
 
 def test_a_rule_chosen_by_the_shape_of_a_merged_draft_would_bend_the_law() -> None:
     """The shape tells what was drawn; that is why a merged request's rule is `tree` whatever its drafts look like."""
-    assert max(_error_by_shape(lambda case: rule_for(draft_of([case.guessed], VOCAB), 0), seed) for seed in range(8)) > 0.01
-    assert max(_error_by_shape(lambda _: resolve("auto", greedy=False, shape_follows_draws=True), seed) for seed in range(8)) < EXACT
+    assert (
+        max(_error_by_shape(lambda case: rule_for(draft_of([case.guessed], VOCAB), 0), seed) for seed in range(8))
+        > 0.01
+    )
+    assert (
+        max(
+            _error_by_shape(lambda _: resolve("auto", greedy=False, shape_follows_draws=True), seed)
+            for seed in range(8)
+        )
+        < EXACT
+    )
 
 
 @pytest.mark.parametrize("wrong", ["the drawn token gives way", "the drawn token is dropped for room"])
@@ -116,7 +133,11 @@ def test_wrong_ways_to_merge_are_seen(wrong: str) -> None:
             fixed = dict.fromkeys(node.token for node in said if node.parent < 0)
             drawn = () if chain[0].token in fixed else (Child(chain[0].token, True),)
             return Spot(chain[0].mu if drawn else None, (*drawn, *(Child(token) for token in fixed)))
-        return Spot(None, (Child(said[0].token),)) if chain[0].token > 0 else Spot(chain[0].mu, (Child(chain[0].token, True),))
+        return (
+            Spot(None, (Child(said[0].token),))
+            if chain[0].token > 0
+            else Spot(chain[0].mu, (Child(chain[0].token, True),))
+        )
 
     errors = []
     for seed in range(6):
@@ -145,16 +166,35 @@ def drawn(tokens: tuple[int, ...], offsets: tuple[int, ...]) -> Draft:
         count += row not in ends
     laws = torch.full((count, 10), 0.1)
     names = tuple("draft_model" if stop > start else None for start, stop in itertools.pairwise(offsets))
-    return Draft(torch.tensor(tokens), tuple(p - 1 for p in parents), offsets, names, (True,) * len(tokens), Mass(laws, tuple(law_of_row)))
+    return Draft(
+        torch.tensor(tokens),
+        tuple(p - 1 for p in parents),
+        offsets,
+        names,
+        (True,) * len(tokens),
+        Mass(laws, tuple(law_of_row)),
+    )
 
 
 def test_graft_keeps_what_was_drawn_and_signs_every_node() -> None:
     base = drawn((1, 2, 4), (0, 2, 2, 3))
-    first = [TreeNode(1, -1, 0.9, "ngram"), TreeNode(3, 0, 0.8, "ngram"), TreeNode(2, 0, 0.7, "ngram"), TreeNode(7, 2, 0.6, "ngram")]
+    first = [
+        TreeNode(1, -1, 0.9, "ngram"),
+        TreeNode(3, 0, 0.8, "ngram"),
+        TreeNode(2, 0, 0.7, "ngram"),
+        TreeNode(7, 2, 0.6, "ngram"),
+    ]
     second = [TreeNode(8, -1, 0.5, "suffix"), TreeNode(9, 0, 0.4, "suffix")]
     draft, added = graft("mix", base, [first, second, []], [4, 1, 3])
     assert draft.tokens.tolist() == [1, 2, 3, 7, 8, 4]
-    assert draft.parents == (-1, 0, 0, 1, -1, -1)  # 1 and 2 were drawn: what follows them in the lookup follows them here
+    assert draft.parents == (
+        -1,
+        0,
+        0,
+        1,
+        -1,
+        -1,
+    )  # 1 and 2 were drawn: what follows them in the lookup follows them here
     assert draft.offsets == (0, 4, 5, 6)
     assert draft.drafters == ("mix",) * 3
     assert draft.sources == ("draft_model", "draft_model", "ngram", "ngram", "suffix", "draft_model")

@@ -1,4 +1,6 @@
-"""The mix: who guesses, that the choice never looks at what is drawn, whose account a guess goes on, and what every part knows."""
+"""The mix: who guesses, that the choice never looks at what is drawn, whose account a guess goes on, and what every
+part knows.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.control.candidates import NO_DRAFT, DraftBudget
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.draft_model import DraftModelDrafter
@@ -20,7 +23,6 @@ from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.worth import RETRY_ROUNDS, Offer, Prices, Promise
 from foretoken.engine.engine import Engine
 from foretoken.model.randomness import RaceNoise
-from foretoken.plan.wishes import NO_GUESS, Grant
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.scripted import ScriptedModel, recite
 from tests.helpers.watch import Watched, check_cache
@@ -43,7 +45,9 @@ class Clock:
 class Slow(ScriptedModel):
     """A model whose every forward takes a while on a given clock."""
 
-    def __init__(self, *arguments: object, clock: Clock, seconds: float, row_seconds: float = 0.0, **options: object) -> None:
+    def __init__(
+        self, *arguments: object, clock: Clock, seconds: float, row_seconds: float = 0.0, **options: object
+    ) -> None:
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
         self.clock, self.seconds, self.row_seconds = clock, seconds, row_seconds
 
@@ -56,18 +60,27 @@ def says(answer: Sequence[int], start: int) -> ScriptedModel:
     return ScriptedModel(recite(answer, start), VOCAB)
 
 
-def mixed_engine(target: ScriptedModel, draft: ScriptedModel, spec: SpecConfig, clock: Clock) -> tuple[Engine, MixDrafter]:
+def mixed_engine(
+    target: ScriptedModel, draft: ScriptedModel, spec: SpecConfig, clock: Clock
+) -> tuple[Engine, MixDrafter]:
     mix = MixDrafter([NgramDrafter(), DraftModelDrafter(draft)], clock)
     drafters = DrafterGroup(target)
     drafters.drafters[drafter_key(spec)] = Watched(mix, VOCAB)
     engine = Engine(target, drafters)
-    # The engine's own times are real ones: here it grants all that can be used, and the mix decides by the scripted clock.
-    engine.controller.policy.plan = lambda wishes: [Grant(0, wish.arms[0].most) if wish.arms else NO_GUESS for wish in wishes]
+    # The engine's own times are real ones: here it grants all that can be used, and the mix decides by the scripted
+    # clock.
+    engine.controller.policy.plan = lambda wishes: [
+        DraftBudget(0, wish.arms[0].most) if wish.arms else NO_DRAFT for wish in wishes
+    ]
     return engine, mix
 
 
-def authors_by_place(prompt: Sequence[int], answer: Sequence[int], spec: SpecConfig = TWO, draft_s: float = 0.1) -> list[str | None]:
-    """Who guessed each token of `answer`, which the target recites; the draft model is always right and takes a tenth of a step."""
+def authors_by_place(
+    prompt: Sequence[int], answer: Sequence[int], spec: SpecConfig = TWO, draft_s: float = 0.1
+) -> list[str | None]:
+    """Who guessed each token of `answer`, which the target recites; the draft model is always right and takes a tenth
+    of a step.
+    """
     clock = Clock()
     target = Slow(recite(answer, len(prompt)), VOCAB, clock=clock, seconds=1.0, row_seconds=0.001)
     draft = Slow(recite(answer, len(prompt)), VOCAB, clock=clock, seconds=draft_s)
@@ -136,7 +149,9 @@ class Recording(DraftModelDrafter):
 
 @pytest.mark.parametrize("spec", [TWO, MERGED], ids=lambda spec: spec.combine)
 def test_the_choice_does_not_look_at_what_is_drawn(spec: SpecConfig) -> None:
-    """Whatever the seeds, and so the draws, of this round: the same parts are asked for the same number of nodes, before any draw."""
+    """Whatever the seeds, and so the draws, of this round: the same parts are asked for the same number of nodes,
+    before any draw.
+    """
     prompt = [1, 2, 3, 4, 9, 1, 2, 5, 6, 8, 1, 2]
     flat = ScriptedModel(lambda context: [0.0] * 10, 10)
     shapes, texts = set(), set()
@@ -180,25 +195,40 @@ def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
         SpecConfig("mix", num_draft=5, combine="merge"),
         SpecConfig("mix", parts=("recycling", inner), num_draft=5, combine="merge"),
         SpecConfig("mix", draft, parts=("ngram", inner, "draft_model"), num_draft=5),
-        SpecConfig("mix", draft, parts=("ngram", few, "draft_model"), draft_probability=0.6, num_draft=6, combine="merge"),
+        SpecConfig(
+            "mix", draft, parts=("ngram", few, "draft_model"), draft_probability=0.6, num_draft=6, combine="merge"
+        ),
         SpecConfig("mix", draft, num_draft=6, combine="merge", rule="block"),
         SpecConfig("mix", draft, num_draft=6, combine="merge", rule="traversal"),
     ]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_every_guess_is_on_one_account(llm: LLM, pair: SimpleNamespace, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The accounts of the parts add up, in batches of requests with different parts; all parts' state is checked after every round."""
-    specs = [replace(spec, rule="tree") if spec.rule == "auto" and temperature and i % 2 else spec for i, spec in enumerate(specs_of(pair))]
+def test_every_guess_is_on_one_account(
+    llm: LLM, pair: SimpleNamespace, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The accounts of the parts add up, in batches of requests with different parts; all parts' state is checked after
+    every round.
+    """
+    specs = [
+        replace(spec, rule="tree") if spec.rule == "auto" and temperature and i % 2 else spec
+        for i, spec in enumerate(specs_of(pair))
+    ]
     watch_all(llm, specs, monkeypatch)
     prompts = [token_ids(4 + i, seed=i) * 2 for i in range(len(specs))]
-    params = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature, seed=i) for i in range(len(specs))]
+    params = [
+        SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature, seed=i) for i in range(len(specs))
+    ]
     seen: set[str] = set()
     for _ in range(2):
         for out, spec in zip(llm.generate(prompts, params, specs), specs, strict=True):
             stats = out.stats
             assert sum(stats.drafted_by.values()) == stats.num_drafted
-            assert sum(stats.accepted_by.values()) == stats.num_accepted == sum(origin.kind == "accepted" for origin in out.provenance)
+            assert (
+                sum(stats.accepted_by.values())
+                == stats.num_accepted
+                == sum(origin.kind == "accepted" for origin in out.provenance)
+            )
             assert all(stats.accepted_by[name] <= stats.drafted_by[name] for name in stats.accepted_by)
             assert set(stats.drafted_by) <= {part.drafter for part in spec.configs}
             seen |= set(stats.accepted_by)
@@ -216,10 +246,19 @@ def watch_all(llm: LLM, specs: Sequence[SpecConfig], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.filterwarnings("ignore:the draft has")
 @pytest.mark.parametrize("which", ["draft", "target"])
-def test_a_model_in_company_keeps_the_cache_of_the_text(llm: LLM, pair: SimpleNamespace, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merged with lookups that lead elsewhere, its cache follows the path that stood; a model that is the target is always right greedily."""
+def test_a_model_in_company_keeps_the_cache_of_the_text(
+    llm: LLM, pair: SimpleNamespace, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merged with lookups that lead elsewhere, its cache follows the path that stood; a model that is the target is
+    always right greedily.
+    """
     model = str(getattr(pair, which))
-    specs = [SpecConfig("mix", model, num_draft=2 + i, combine="merge", parts=("ngram", "recycling", "draft_model"), rule="auto") for i in range(6)]
+    specs = [
+        SpecConfig(
+            "mix", model, num_draft=2 + i, combine="merge", parts=("ngram", "recycling", "draft_model"), rule="auto"
+        )
+        for i in range(6)
+    ]
     watched = watch_all(llm, specs, monkeypatch)
     elsewhere: list[int] = []
 
@@ -239,13 +278,19 @@ def test_a_model_in_company_keeps_the_cache_of_the_text(llm: LLM, pair: SimpleNa
     prompts = [token_ids(4 + i, seed=i) * 3 for i in range(6)]
     for temperature in (0.0, 0.6):
         params = [SamplingParams(max_tokens=40, ignore_eos=True, temperature=temperature, seed=i) for i in range(6)]
-        outputs = llm.generate(prompts, params, [replace(spec, rule="tree") if temperature else spec for spec in specs], on_step=audit)
+        outputs = llm.generate(
+            prompts, params, [replace(spec, rule="tree") if temperature else spec for spec in specs], on_step=audit
+        )
         if temperature == 0 and which == "target":
-            assert all(out.stats.accepted_by["draft_model"] == out.stats.drafted_by["draft_model"] > 0 for out in outputs)
+            assert all(
+                out.stats.accepted_by["draft_model"] == out.stats.drafted_by["draft_model"] > 0 for out in outputs
+            )
     assert elsewhere or which == "target", "paths that left the model's guesses must be among them"
 
 
-def test_a_merged_tree_holds_guesses_of_all_and_keeps_the_budget(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merged_tree_holds_guesses_of_all_and_keeps_the_budget(
+    llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = SpecConfig("mix", str(pair.draft), num_draft=8, combine="merge", rule="tree")
     prompts = [token_ids(6 + i, seed=i) * 3 for i in range(6)]
     params = [SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.5, seed=i) for i in range(6)]
@@ -262,7 +307,9 @@ def test_a_merged_tree_holds_guesses_of_all_and_keeps_the_budget(llm: LLM, pair:
 def test_auto_does_not_look_at_the_shape_of_a_merged_draft(llm: LLM, pair: SimpleNamespace) -> None:
     for combine, rule in (("best", "auto"), ("merge", "tree")):
         spec = SpecConfig("mix", str(pair.draft), combine=combine)
-        assert llm.generate([token_ids(6) * 3], SamplingParams(max_tokens=8, temperature=0.9), spec)[0].stats.rule == rule
+        assert (
+            llm.generate([token_ids(6) * 3], SamplingParams(max_tokens=8, temperature=0.9), spec)[0].stats.rule == rule
+        )
 
 
 def test_a_race_keeps_the_model_in_step_with_the_target() -> None:

@@ -18,8 +18,8 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=40)  # fewer places tha
 
 
 def twin(text: list[int], num_draft: int) -> list[int]:
-    """The chain: of all places that agree longest, step by step what most of those that said the same so far say, the latest
-    first, while it is likely enough."""
+    """The chain: of all places that agree longest, step by step what most of those that said the same so far say, the
+    latest first, while it is likely enough."""
     places = scan(text, text, num_draft)
     longest = max((length for length, _ in places), default=0)
     following = [tokens for length, tokens in places if length == longest]
@@ -70,7 +70,9 @@ def test_by_hand(text: list[int], num_draft: int, guess: list[int]) -> None:
 
 def test_the_draft_grows_with_the_match() -> None:
     unit = list(range(100))
-    lengths = [len(Alone(NgramDrafter(), [*unit, *unit[:seen]]).chain(1000)) for seen in (0, 1, 2, 3, 6, 12, 20, 32, 60)]
+    lengths = [
+        len(Alone(NgramDrafter(), [*unit, *unit[:seen]]).chain(1000)) for seen in (0, 1, 2, 3, 6, 12, 20, 32, 60)
+    ]
     assert lengths[:2] == [0, 0]
     assert lengths == sorted(lengths)
     assert 3 < lengths[2] < 8 < 20 < lengths[-1] < 100
@@ -99,10 +101,15 @@ def test_requests_do_not_see_each_others_text() -> None:
 
 def test_several_requests_are_laid_out_in_order() -> None:
     drafter = NgramDrafter()
-    requests = [Request(i, text, SamplingParams(), SpecConfig(), 0) for i, text in enumerate([(1, 2, 3, 1, 2), (4, 5), (6, 7, 6, 7, 6, 7)])]
+    requests = [
+        Request(i, text, SamplingParams(), SpecConfig(), 0)
+        for i, text in enumerate([(1, 2, 3, 1, 2), (4, 5), (6, 7, 6, 7, 6, 7)])
+    ]
     for request in requests:
         drafter.start(request)
-    draft = drafter.propose(Batch(tuple(BatchEntry(r, len(r.prompt_ids) - 1, r.prompt_ids[-1:], True, 3) for r in requests)))
+    draft = drafter.propose(
+        Batch(tuple(BatchEntry(r, len(r.prompt_ids) - 1, r.prompt_ids[-1:], True, 3) for r in requests))
+    )
     assert draft.offsets == (0, 3, 3, 6)
     assert draft.tokens.tolist() == [3, 1, 2, 6, 7, 6]
     assert draft.parents == (-1, 0, 1, -1, 0, 1)

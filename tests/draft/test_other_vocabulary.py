@@ -1,4 +1,6 @@
-"""A draft model with another tokenizer changes nothing but the speed: exact laws, equal texts, and guesses that are kept."""
+"""A draft model with another tokenizer changes nothing but the speed: exact laws, equal texts, and guesses that are
+kept.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,17 @@ from foretoken.model.vocabulary import Side, spellings
 from foretoken.verify import RULES
 from tests.helpers import law
 from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_checkpoint, tiny_tokenizer, token_ids
-from tests.helpers.enumeration import EXACT, Choice, Guess, RandomTables, cases_of, complete, emitted_law, joint, max_error
+from tests.helpers.enumeration import (
+    EXACT,
+    Choice,
+    Guess,
+    RandomTables,
+    cases_of,
+    complete,
+    emitted_law,
+    joint,
+    max_error,
+)
 from tests.helpers.scripted import ScriptedModel
 from tests.helpers.watch import Watched, check_cache
 
@@ -38,7 +50,14 @@ COLUMNS = 400
 FOREIGN = ("sentencepiece", "unigram", "wordpiece")
 LONG = SamplingParams(max_tokens=24, ignore_eos=True)
 PROMPTS = [
-    *("the cat sat on the", "for i in range(10):\n    pri", "für naïve 猫 😀 schön", " ", "x", "the dog ran to the house, then it was"),
+    *(
+        "the cat sat on the",
+        "for i in range(10):\n    pri",
+        "für naïve 猫 😀 schön",
+        " ",
+        "x",
+        "the dog ran to the house, then it was",
+    ),
     *(token_ids(1 + 2 * i, 355, seed=i) for i in range(6)),
     *([0, 0, 5], [399], [390, 20, 30], token_ids(30, 355, seed=3) * 3),
 ]
@@ -49,7 +68,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A target with byte-level tokens and drafts with tokens of other kinds; all have columns beyond their tokens."""
     folder = tmp_path_factory.mktemp("foreign")
     for seed, kind in enumerate(("bytes", *FOREIGN)):
-        tiny_checkpoint(folder / kind, "llama", seed, num_hidden_layers=2 if kind == "bytes" else 1, hidden_size=32, vocab_size=COLUMNS)
+        tiny_checkpoint(
+            folder / kind,
+            "llama",
+            seed,
+            num_hidden_layers=2 if kind == "bytes" else 1,
+            hidden_size=32,
+            vocab_size=COLUMNS,
+        )
         tiny_tokenizer(folder / kind, COLUMNS, PROSE) if kind == "bytes" else foreign_tokenizer(folder / kind, kind)
     return {kind: folder / kind for kind in ("bytes", *FOREIGN)}
 
@@ -61,7 +87,12 @@ def foreign(folders: dict[str, Path]) -> LLM:
 
 def specs_of(folders: dict[str, Path], **options: object) -> list[SpecConfig]:
     """Every kind of draft, every way there is."""
-    pairs = [(kind, how) for kind in FOREIGN for how in ("auto", "strings", "intersection") if (kind, how) != ("wordpiece", "intersection")]
+    pairs = [
+        (kind, how)
+        for kind in FOREIGN
+        for how in ("auto", "strings", "intersection")
+        if (kind, how) != ("wordpiece", "intersection")
+    ]
     return [SpecConfig("draft_model", str(folders[kind]), draft_vocabulary=how, **options) for kind, how in pairs]
 
 
@@ -82,8 +113,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:draft .* has another tokenizer")
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("num_draft", [0, 1, 3, 8])
-def test_greedy_equals_plain(foreign: LLM, folders: dict[str, Path], watched: list[Watched], num_draft: int, batch: int) -> None:
-    """In batches that mix the ways, the drafts and plain requests; prompts as text and as ids, with tokens that write nothing."""
+def test_greedy_equals_plain(
+    foreign: LLM, folders: dict[str, Path], watched: list[Watched], num_draft: int, batch: int
+) -> None:
+    """In batches that mix the ways, the drafts and plain requests; prompts as text and as ids, with tokens that write
+    nothing.
+    """
     plain = [foreign.generate([prompt], LONG)[0].token_ids for prompt in PROMPTS]
     specs = [*specs_of(folders, num_draft=num_draft), SpecConfig()]
     for start in range(0, len(PROMPTS), batch):
@@ -95,10 +130,21 @@ def test_greedy_equals_plain(foreign: LLM, folders: dict[str, Path], watched: li
 
 def test_the_text_of_a_seed_is_the_plain_text(foreign: LLM, folders: dict[str, Path], watched: list[Watched]) -> None:
     """Under the coupled rule; with penalties, bans and filters that speak of target tokens, drafting less too."""
-    values: list[dict] = [{}, {"top_p": 0.9}, {"frequency_penalty": 0.8, "repetition_penalty": 1.3}, {"bad_words": ([40], [50, 60]), "min_tokens": 5}]
-    each = [replace(LONG, temperature=(0.6, 1.0)[i % 2], seed=i, ignore_eos=i % 5 > 0, **values[i % 4]) for i in range(len(PROMPTS))]
+    values: list[dict] = [
+        {},
+        {"top_p": 0.9},
+        {"frequency_penalty": 0.8, "repetition_penalty": 1.3},
+        {"bad_words": ([40], [50, 60]), "min_tokens": 5},
+    ]
+    each = [
+        replace(LONG, temperature=(0.6, 1.0)[i % 2], seed=i, ignore_eos=i % 5 > 0, **values[i % 4])
+        for i in range(len(PROMPTS))
+    ]
     plain = [foreign.generate([prompt], params)[0].token_ids for prompt, params in zip(PROMPTS, each, strict=True)]
-    specs = [*specs_of(folders, num_draft=4), *specs_of(folders, num_draft=5, draft_probability=0.7, min_confidence=0.01, draft_top_k=50)]
+    specs = [
+        *specs_of(folders, num_draft=4),
+        *specs_of(folders, num_draft=5, draft_probability=0.7, min_confidence=0.01, draft_top_k=50),
+    ]
     accepted = 0
     for turn in range(3):
         outputs = foreign.generate(PROMPTS, each, [specs[(turn + i) % len(specs)] for i in range(len(PROMPTS))])
@@ -108,7 +154,10 @@ def test_the_text_of_a_seed_is_the_plain_text(foreign: LLM, folders: dict[str, P
 
 
 def test_sampled_requests_keep_the_contract(foreign: LLM, folders: dict[str, Path], watched: list[Watched]) -> None:
-    params = [SamplingParams(max_tokens=16, temperature=(0.5, 1.0)[i % 2], top_k=(0, 9)[i // 2 % 2]) for i in range(len(PROMPTS))]
+    params = [
+        SamplingParams(max_tokens=16, temperature=(0.5, 1.0)[i % 2], top_k=(0, 9)[i // 2 % 2])
+        for i in range(len(PROMPTS))
+    ]
     for spec in specs_of(folders, num_draft=4, rule="block"):
         foreign.generate(PROMPTS, params, spec)
     assert all(one.num_drafted > 0 for one in watched)
@@ -128,9 +177,13 @@ def test_the_draft_cache_holds_the_text(foreign: LLM, folders: dict[str, Path], 
 
 
 @pytest.mark.parametrize("slots", [4, 40, 120])
-def test_a_draft_without_room_or_context_drafts_less(folders: dict[str, Path], foreign: LLM, slots: int, tmp_path: Path) -> None:
+def test_a_draft_without_room_or_context_drafts_less(
+    folders: dict[str, Path], foreign: LLM, slots: int, tmp_path: Path
+) -> None:
     """The draft's cache is small, and its context ends before the target's."""
-    tiny_checkpoint(tmp_path, "llama", num_hidden_layers=1, hidden_size=32, vocab_size=COLUMNS, max_position_embeddings=20)
+    tiny_checkpoint(
+        tmp_path, "llama", num_hidden_layers=1, hidden_size=32, vocab_size=COLUMNS, max_position_embeddings=20
+    )
     plain = [out.token_ids for out in foreign.generate(PROMPTS[:8], LONG)]
     for how in ("strings", "intersection"):
         sides = [Side(load_tokenizer(folders[kind]), COLUMNS, ()) for kind in ("bytes", "sentencepiece")]
@@ -167,7 +220,9 @@ class Float64Model(ScriptedModel):
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "tree", "traversal"])
-@pytest.mark.parametrize("options", [{}, {"draft_probability": 0.6}, {"min_confidence": 0.4}, {"draft_top_k": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"draft_probability": 0.6}, {"min_confidence": 0.4}, {"draft_top_k": 2}], ids=str
+)
 def test_exact_law_by_enumeration(rule: str, options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft of two tokens, with the real drafter asked for its choices: the emitted law is the target's to 1e-12.
 
@@ -182,16 +237,27 @@ def test_exact_law_by_enumeration(rule: str, options: dict, tmp_path: Path, monk
     params = SamplingParams(temperature=1.0)
 
     def draw(choice: Choice, context: tuple[int, ...]) -> tuple[Guess, ...]:
-        monkeypatch.setattr("foretoken.draft.chain.sample", lambda laws, u: torch.tensor([choice.pick(laws[0].tolist())]))
+        monkeypatch.setattr(
+            "foretoken.draft.chain.sample", lambda laws, u: torch.tensor([choice.pick(laws[0].tolist())])
+        )
         coin = lambda *_: np.array([0.0 if choice.coin(0.6) else 0.9])  # noqa: E731
-        monkeypatch.setattr("foretoken.draft.chain.uniforms", lambda seeds, purpose, *_: coin() if purpose.name == "COIN" else np.zeros(1))
+        monkeypatch.setattr(
+            "foretoken.draft.chain.uniforms",
+            lambda seeds, purpose, *_: coin() if purpose.name == "COIN" else np.zeros(1),
+        )
         prompt = (0, 1, *context)
         request = Request(1, prompt, params, spec, 0)
         drafter.start(request)
-        entry = BatchEntry(request, len(prompt) - 1, prompt[-1:], True, 2, draft_probability=options.get("draft_probability", 1.0))
+        entry = BatchEntry(
+            request, len(prompt) - 1, prompt[-1:], True, 2, draft_probability=options.get("draft_probability", 1.0)
+        )
         found = drafter.propose(Batch((entry,)))
         drafter.finish(1)
-        rows = [] if found.mass is None else [found.mass.laws[r].numpy() if r >= 0 else None for r in found.mass.law_of_row]
+        rows = (
+            []
+            if found.mass is None
+            else [found.mass.laws[r].numpy() if r >= 0 else None for r in found.mass.law_of_row]
+        )
         guesses = [Guess(token, mu) for token, mu in zip(found.tokens.tolist(), rows, strict=False)]
         open_mass = rows[len(guesses)] if len(rows) > len(guesses) else None
         return (*guesses, *([] if open_mass is None else [Guess(None, open_mass)]))
@@ -202,7 +268,9 @@ def test_exact_law_by_enumeration(rule: str, options: dict, tmp_path: Path, monk
         assert sum(case.weight for case in cases) == pytest.approx(1, abs=1e-12)
         assert len(cases) >= 3
         emitted = complete(emitted_law(RULES[rule], cases, tables), tables, 5)
-        whole = {text: contexts[head] * weight for head in contexts for text, weight in continued(tables, head, 5).items()}
+        whole = {
+            text: contexts[head] * weight for head in contexts for text, weight in continued(tables, head, 5).items()
+        }
         assert max_error(emitted, whole) < EXACT
 
 
@@ -211,14 +279,22 @@ def continued(tables: RandomTables, head: tuple[int, ...], length: int) -> dict[
 
 
 def test_moved_laws_are_the_drafts_own_over_the_shared_tokens(tmp_path: Path) -> None:
-    """Renormalised, in the target's ids, after bias and bans on these; a ban on all of them leaves the request alive."""
+    """Renormalised, in the target's ids, after bias and bans on these; a ban on all of them leaves the request
+    alive.
+    """
     target, draft = letters(tmp_path / "t", "abcd"), letters(tmp_path / "d", ["z", "c", "a", "ab", "b"])
     own = np.array([0.3, 0.2, 0.1, 0.3, 0.1])
-    drafter = OtherVocabularyDrafter(Float64Model(lambda _: np.log(own).tolist(), 5), Side(target, 4, ()), Side(draft, 5, ()))
+    drafter = OtherVocabularyDrafter(
+        Float64Model(lambda _: np.log(own).tolist(), 5), Side(target, 4, ()), Side(draft, 5, ())
+    )
     for banned, bias, expected in (
         ((), {}, [0.1, 0.1, 0.2, 0.0]),
         ((2,), {0: float(np.log(3))}, [0.3, 0.1, 0.0, 0.0]),
-        ((0, 1, 2), {}, [0.1, 0.1, 0.2, 0.0]),  # only d is left, which the draft cannot say: any guess will do, it is refused
+        (
+            (0, 1, 2),
+            {},
+            [0.1, 0.1, 0.2, 0.0],
+        ),  # only d is left, which the draft cannot say: any guess will do, it is refused
     ):
         params = SamplingParams(temperature=1.0, logit_bias=bias, bad_words=tuple((token,) for token in banned))
         processors = RequestProcessors(params, (0,), 4, (), {(token,) for token in banned})
@@ -232,10 +308,20 @@ def test_moved_laws_are_the_drafts_own_over_the_shared_tokens(tmp_path: Path) ->
         assert processors.error is None
 
 
-def test_sampled_answers_have_the_law(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed_drafters: list[str]) -> None:
-    """By chi-square through the engine: both ways, all rules, mixed batches; and the test sees a law that was not moved rightly."""
+def test_sampled_answers_have_the_law(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed_drafters: list[str]
+) -> None:
+    """By chi-square through the engine: both ways, all rules, mixed batches; and the test sees a law that was not moved
+    rightly.
+    """
     narrow = law.narrow_models(tmp_path / "target")
-    shape = {"vocab_size": 6, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {
+        "vocab_size": 6,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = load_decoder(tiny_checkpoint(tmp_path / "draft", "llama", 5, **shape, num_key_value_heads=1))
     target = letters(tmp_path / "t", "abcde")
     draft = letters(tmp_path / "d", ["x", "c", "a", "ab", "b", "d"], [("a", "b")])
@@ -255,7 +341,10 @@ def test_sampled_answers_have_the_law(tmp_path: Path, monkeypatch: pytest.Monkey
     groups = [(how, values) for how in ("intersection", "strings") for values in ({}, penal)]
     asked = []
     for how, values in groups:
-        specs = [SpecConfig("draft_model", "d", draft_vocabulary=how, num_draft=1 + i % 4, rule=rules[i % 5]) for i in range(count)]
+        specs = [
+            SpecConfig("draft_model", "d", draft_vocabulary=how, num_draft=1 + i % 4, rule=rules[i % 5])
+            for i in range(count)
+        ]
         asked += [(replace(base, seed=seed, **values), spec) for seed, spec in enumerate(specs)]
     order = np.random.default_rng(0).permutation(len(asked))
     answers = np.empty((len(asked), law.LENGTH), dtype=np.int64)
@@ -265,7 +354,11 @@ def test_sampled_answers_have_the_law(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(OtherVocabularyDrafter, "_moved", lambda self, logits: logits[:, [1, 2, 4, 5, 3]])
     broken = [
-        (replace(base, seed=seed), SpecConfig("draft_model", "d", draft_vocabulary="intersection", num_draft=3, rule="block")) for seed in range(20)
+        (
+            replace(base, seed=seed),
+            SpecConfig("draft_model", "d", draft_vocabulary="intersection", num_draft=3, rule="block"),
+        )
+        for seed in range(20)
     ]
     assert not failed_drafters
     with pytest.warns(DrafterWarning, match="KeyError"):  # a guess outside the shared tokens cannot be fed back
@@ -277,7 +370,9 @@ def test_sampled_answers_have_the_law(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 class Reader(ScriptedModel):
-    """A model that reads a text out, in its own tokens: after any part of it the token that the tokenizer itself would use next."""
+    """A model that reads a text out, in its own tokens: after any part of it the token that the tokenizer itself would
+    use next.
+    """
 
     def __init__(self, tokenizer: Tokenizer, text: str, eos: int) -> None:
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -307,15 +402,22 @@ class Reader(ScriptedModel):
 
 
 AGREEING = [
-    *(("strings", *pair) for pair in (("bytes", "sentencepiece"), ("sentencepiece", "bytes"), ("unigram", "bytes"), ("bytes", "unigram"))),
+    *(
+        ("strings", *pair)
+        for pair in (("bytes", "sentencepiece"), ("sentencepiece", "bytes"), ("unigram", "bytes"), ("bytes", "unigram"))
+    ),
     *(("intersection", *pair) for pair in (("bytes", "sentencepiece"), ("sentencepiece", "bytes"))),
 ]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("how", "one", "other"), AGREEING)
-def test_models_that_say_the_same_text_agree(folders: dict[str, Path], how: str, one: str, other: str, temperature: float) -> None:
-    """Nearly all of the draft's guesses are kept, the end of the text included; all of them where every word is a shared token."""
+def test_models_that_say_the_same_text_agree(
+    folders: dict[str, Path], how: str, one: str, other: str, temperature: float
+) -> None:
+    """Nearly all of the draft's guesses are kept, the end of the text included; all of them where every word is a
+    shared token.
+    """
     target, draft = load_tokenizer(folders[one]), load_tokenizer(folders[other])
     assert target is not None
     assert draft is not None
@@ -350,7 +452,9 @@ def test_the_end_of_text_goes_over(folders: dict[str, Path]) -> None:
         drafter = OtherVocabularyDrafter(Reader(draft, "the cat sat", draft.eos_token_id), *sides, how)
         request = Request(1, tuple(target.encode("the cat")), LONG, SpecConfig("draft_model", "d"), 1)
         drafter.start(request)
-        found = drafter.propose(Batch((BatchEntry(request, len(request.prompt_ids) - 1, request.prompt_ids[-1:], True, 6),)))
+        found = drafter.propose(
+            Batch((BatchEntry(request, len(request.prompt_ids) - 1, request.prompt_ids[-1:], True, 6),))
+        )
         drafter.finish(1)
         assert found.tokens.tolist()[:2] == [*target.encode(" sat"), target.eos_token_id]
         assert how == "intersection" or found.num_nodes == 2
@@ -367,7 +471,9 @@ def test_inside_a_character_shared_tokens_wait_and_text_does_not(folders: dict[s
         drafter = OtherVocabularyDrafter(Reader(draft, "the cat😀 sat", draft.eos_token_id), *sides, how)
         request = Request(1, (*target.encode("the cat"), first), LONG, SpecConfig("draft_model", "d"), 1)
         drafter.start(request)
-        found = drafter.propose(Batch((BatchEntry(request, len(request.prompt_ids) - 1, request.prompt_ids[-1:], True, 6),)))
+        found = drafter.propose(
+            Batch((BatchEntry(request, len(request.prompt_ids) - 1, request.prompt_ids[-1:], True, 6),))
+        )
         drafter.finish(1)
         written = target.decode([*request.prompt_ids, *found.tokens.tolist()])
         assert written.startswith("the cat😀 sat") if how == "strings" else not found.num_nodes
@@ -400,24 +506,45 @@ def test_pairs_that_cannot_be_translated_are_refused(folders: dict[str, Path], f
     tiny_checkpoint(tmp_path / "mute", "llama", num_hidden_layers=1, hidden_size=32, vocab_size=COLUMNS)
     tiny_checkpoint(tmp_path / "small", "llama", num_hidden_layers=1, hidden_size=32, vocab_size=97)
     for name, how, words in (
-        (tmp_path / "mute", "strings", "cannot be used with draft_vocabulary='strings', and the folder of the draft has no tokenizer"),
-        (tmp_path / "small", "auto", "a vocabulary of 97 tokens, the target one of 400 .*, and the folder of the draft has no tokenizer"),
-        (tmp_path / "small", "same", "a vocabulary of 97 tokens, the target one of 400 .*; choose a draft made for this target"),
-        (folders["unigram"], "same", "another tokenizer than the target: .*; choose a draft made for this target, or draft_vocabulary='auto'"),
+        (
+            tmp_path / "mute",
+            "strings",
+            "cannot be used with draft_vocabulary='strings', and the folder of the draft has no tokenizer",
+        ),
+        (
+            tmp_path / "small",
+            "auto",
+            "a vocabulary of 97 tokens, the target one of 400 .*, and the folder of the draft has no tokenizer",
+        ),
+        (
+            tmp_path / "small",
+            "same",
+            "a vocabulary of 97 tokens, the target one of 400 .*; choose a draft made for this target",
+        ),
+        (
+            folders["unigram"],
+            "same",
+            "another tokenizer than the target: .*; choose a draft made for this target, or draft_vocabulary='auto'",
+        ),
         (folders["wordpiece"], "intersection", "no tokens whose text is the same; use draft_vocabulary='strings'"),
     ):
         with pytest.raises(MismatchError, match=words) as caught:
             foreign.generate([[1]], LONG, SpecConfig("draft_model", str(name), draft_vocabulary=how))
         assert caught.value.exit_code == 3
         assert str(name) in str(caught.value)
-    with LLM(tmp_path / "mute", cache_tokens=256) as mute, pytest.raises(MismatchError, match="the folder of the target has no tokenizer"):
+    with (
+        LLM(tmp_path / "mute", cache_tokens=256) as mute,
+        pytest.raises(MismatchError, match="the folder of the target has no tokenizer"),
+    ):
         mute.generate([[1]], LONG, SpecConfig("draft_model", str(folders["unigram"]), draft_vocabulary="intersection"))
 
 
 @pytest.mark.parametrize("how", ["auto", "same"])
 @pytest.mark.parametrize(("columns", "others"), [(400, 416), (416, 400)])
 def test_padding_is_no_difference(tmp_path: Path, how: str, columns: int, others: int) -> None:
-    """The same tokenizer, more or fewer columns behind its tokens: no translation, no warning; padding is never guessed."""
+    """The same tokenizer, more or fewer columns behind its tokens: no translation, no warning; padding is never
+    guessed.
+    """
     for name, size, layers in (("target", columns, 2), ("draft", others, 1)):
         tiny_checkpoint(tmp_path / name, "llama", num_hidden_layers=layers, hidden_size=32, vocab_size=size)
         tiny_tokenizer(tmp_path / name, 400, PROSE)
@@ -432,12 +559,17 @@ def test_padding_is_no_difference(tmp_path: Path, how: str, columns: int, others
         drafter = llm._drafters.drafters[drafter_key(spec)]
         assert isinstance(drafter, DraftModelDrafter)
         assert drafter.model.vocab_size == columns
-        llm._drafters.drafters[drafter_key(spec)] = Watched(drafter, min(columns, others))  # the ids that may be guessed
+        llm._drafters.drafters[drafter_key(spec)] = Watched(
+            drafter, min(columns, others)
+        )  # the ids that may be guessed
         llm.generate(prompts * 2, [replace(LONG, temperature=i % 2 * 1.0) for i in range(18)], spec)
 
 
 def test_one_draft_for_each_use_of_its_vocabulary() -> None:
-    keys = {drafter_key(SpecConfig("draft_model", "d", draft_vocabulary=how)) for how in ("auto", "same", "strings", "intersection")}
+    keys = {
+        drafter_key(SpecConfig("draft_model", "d", draft_vocabulary=how))
+        for how in ("auto", "same", "strings", "intersection")
+    }
     assert len(keys) == 4
     with pytest.raises(ConfigError, match="draft_vocabulary='other': choose one of auto, same, strings, intersection"):
         SpecConfig("draft_model", "d", draft_vocabulary="other")

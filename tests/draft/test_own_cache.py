@@ -1,4 +1,6 @@
-"""The caches of drafters with models: read once, lent to whoever drafts, given back and read again; guesses stay what they were."""
+"""The caches of drafters with models: read once, lent to whoever drafts, given back and read again; guesses stay what
+they were.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,14 @@ def drafter_of(name: str, model: PagedModel) -> DraftModelDrafter | CascadeDraft
 
 
 def spec(name: str, tenant: str = "", num_draft: int = 3) -> SpecConfig:
-    return spec_of(name, "d", num_draft=num_draft, tenant=tenant, **({"parts": ("draft_model",)} if name == "mix" else {}))
+    return spec_of(
+        name, "d", num_draft=num_draft, tenant=tenant, **({"parts": ("draft_model",)} if name == "mix" else {})
+    )
 
 
-def alone(name: str, model: PagedModel, prompt: list[int], request_id: int = 0, tenant: str = "", drafter: object = None) -> Alone:
+def alone(
+    name: str, model: PagedModel, prompt: list[int], request_id: int = 0, tenant: str = "", drafter: object = None
+) -> Alone:
     return Alone(drafter or drafter_of(name, model), prompt, request_id, spec(name, tenant))
 
 
@@ -67,7 +73,12 @@ def together(drafter: object, ones: list[Alone], num_draft: int = 3) -> Draft:
     """One round of several requests, all of whose guesses are refused."""
     batch = Batch(tuple(one.batch(num_draft).entries[0] for one in ones))
     draft = drafter.propose(batch)
-    drafter.commit(batch, draft, Verdict(((),) * len(ones), ((),) * len(ones), (96,) * len(ones), ("residual",) * len(ones)), NO_FEEDBACK)
+    drafter.commit(
+        batch,
+        draft,
+        Verdict(((),) * len(ones), ((),) * len(ones), (96,) * len(ones), ("residual",) * len(ones)),
+        NO_FEEDBACK,
+    )
     for one in ones:
         one.text.append(96)
     return draft
@@ -99,7 +110,9 @@ def test_who_lagged_behind_catches_up_in_one_forward(pair: SimpleNamespace, name
 
 @pytest.mark.parametrize("name", WITH_CACHE)
 def test_what_was_given_back_is_read_again(pair: SimpleNamespace, name: str) -> None:
-    """From blocks that are still there, or anew when another request has written over them; the guesses are the same."""
+    """From blocks that are still there, or anew when another request has written over them; the guesses are the
+    same.
+    """
     model = Counting(pair, 128)
     drafters = DrafterGroup(model)
     drafter = drafters.drafters[drafter_key(spec(name))] = drafter_of(name, model)
@@ -129,7 +142,9 @@ def test_what_was_given_back_is_read_again(pair: SimpleNamespace, name: str) -> 
 
 @pytest.mark.parametrize("name", WITH_CACHE)
 def test_room_goes_to_who_drafts(pair: SimpleNamespace, name: str) -> None:
-    """Nobody who drafts loses its cache; who wants to and finds no room drafts nothing and holds nothing; who rested gives way."""
+    """Nobody who drafts loses its cache; who wants to and finds no room drafts nothing and holds nothing; who rested
+    gives way.
+    """
     model = Counting(pair, 128)
     drafter = drafter_of(name, model)
     old, new = (alone(name, model, token_ids(80, seed=i), i, drafter=drafter) for i in range(2))
@@ -156,7 +171,9 @@ def test_a_level_without_room_costs_the_others_nothing(pair: SimpleNamespace) ->
     small, large = Counting(pair, 64), Counting(pair)
     for models in ([large, small], [small, large]):
         drafter = CascadeDrafter(models)
-        one = Alone(drafter, token_ids(80, seed=1), spec=SpecConfig("cascade", parts=[SpecConfig("draft_model", draft="d")] * 2))
+        one = Alone(
+            drafter, token_ids(80, seed=1), spec=SpecConfig("cascade", parts=[SpecConfig("draft_model", draft="d")] * 2)
+        )
         assert guesses(one) == []
         assert all(not model.tables[0].blocks for model in models)
         one.finish()
@@ -169,7 +186,10 @@ def test_texts_that_begin_alike_are_read_once_even_in_one_round(pair: SimpleName
     drafter = drafter_of(name, model)
     tenants = ("b", "a", "a", "a")
     ends = [token_ids(5, seed=10 + i) for i in range(4)]
-    ones = [alone(name, model, [*PROMPT, *end], i, tenant, drafter) for i, (end, tenant) in enumerate(zip(ends, tenants, strict=True))]
+    ones = [
+        alone(name, model, [*PROMPT, *end], i, tenant, drafter)
+        for i, (end, tenant) in enumerate(zip(ends, tenants, strict=True))
+    ]
     draft = together(drafter, ones)
     assert draft.num_nodes >= 9
     assert model.prefix_stats.num_found_tokens == 2 * 60
@@ -242,7 +262,9 @@ def test_a_mix_takes_no_price_from_a_round_that_read(pair: SimpleNamespace) -> N
 
 
 class Rounds:
-    """A cache of three sequences of 40 tokens in 128 places: 0 drafted last, 1 before it, 2 wants to; all of them rested since."""
+    """A cache of three sequences of 40 tokens in 128 places: 0 drafted last, 1 before it, 2 wants to; all of them
+    rested since.
+    """
 
     def __init__(self, pair: SimpleNamespace) -> None:
         self.model, self.texts = Counting(pair, 128), {number: token_ids(40, seed=number) for number in range(3)}

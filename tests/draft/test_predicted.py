@@ -95,7 +95,9 @@ def test_a_wrong_place_does_not_count_as_progress() -> None:
 
 
 def test_repeats_do_not_trap_the_cursor() -> None:
-    """A loop in the prediction, followed rightly, wastes nothing; an answer that loops where the prediction does not comes out."""
+    """A loop in the prediction, followed rightly, wastes nothing; an answer that loops where the prediction does not
+    comes out.
+    """
     assert alone(LOOP * 5).run(LOOP * 5, 8)[1] == 0
     rounds, _ = alone([*TEXT[:10], *LOOP, *TEXT[10:]]).run([*TEXT[:10], *LOOP * 3, *TEXT[10:]], 8)
     assert rounds < 3 * len(LOOP) + 30
@@ -116,7 +118,9 @@ def test_accounts_in_openais_words(llm: LLM) -> None:
     """A right prediction needs few steps, and what of it was drafted is accepted or rejected."""
     prompt, params = token_ids(9, seed=1), SamplingParams(max_tokens=40, ignore_eos=True)
     plain = llm.generate([prompt], params)[0]
-    right, wrong = llm.generate([prompt] * 2, params, [SpecConfig("predicted", prediction=text) for text in (plain.token_ids, [3, 3, 3])])
+    right, wrong = llm.generate(
+        [prompt] * 2, params, [SpecConfig("predicted", prediction=text) for text in (plain.token_ids, [3, 3, 3])]
+    )
     assert right.token_ids == wrong.token_ids == plain.token_ids
     assert right.stats.num_steps <= 1 + 4  # twelve guesses and one of the target's own a step
     assert right.stats.rejected_prediction_tokens == 0
@@ -130,7 +134,9 @@ def test_a_prediction_may_be_text(text_pair: SimpleNamespace) -> None:
     with LLM(text_pair.target, dtype="float32", cache_tokens=512) as llm:
         params = SamplingParams(max_tokens=30, ignore_eos=True)
         plain = llm.generate(["ab ab"], params)[0]
-        out = llm.generate(["ab ab"], params, SpecConfig("predicted", prediction=plain.text[0] + " some text that is not the answer"))[0]
+        out = llm.generate(
+            ["ab ab"], params, SpecConfig("predicted", prediction=plain.text[0] + " some text that is not the answer")
+        )[0]
         assert out.token_ids == plain.token_ids
         assert out.stats.num_drafted > 0
 
@@ -142,6 +148,9 @@ def test_wrong_predictions_are_refused_by_name(llm: LLM) -> None:
         SpecConfig("predicted", prediction="")
     with pytest.raises(ConfigError, match="predicted"):
         SpecConfig("ngram", prediction="x")
-    for prediction, field in (([99999], "prediction=99999"), ("text", "prediction='text'")):  # outside the vocabulary; no tokenizer
+    for prediction, field in (
+        ([99999], "prediction=99999"),
+        ("text", "prediction='text'"),
+    ):  # outside the vocabulary; no tokenizer
         with pytest.raises(InputError, match=field):
             llm.generate([[1, 2]], spec=SpecConfig("predicted", prediction=prediction))

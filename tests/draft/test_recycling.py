@@ -1,6 +1,7 @@
 """Token recycling: what the matrix holds, and that its trees are the likeliest there are.
 
-That the matrix equals the target's top-8 after every verified row is checked after each round of every engine test by `Watched`.
+That the matrix equals the target's top-8 after every verified row is checked after each round of every engine test by
+`Watched`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def test_every_row_teaches_rejected_ones_too() -> None:
     one = Alone(drafter, (3, 4))
     draft = Draft(torch.tensor([5, 6, 7]), (-1, -1, 0), (0, 3), ("recycling",))
     drafter.commit(one.batch(3), draft, Verdict(((0,),), ((5,),), (9,), ("residual",)), feedback_of(10, 11, 12, 13))
-    assert [drafter.successors[token].tolist() for token in (4, 5, 6, 7)] == [ranks_from(first) for first in (10, 11, 12, 13)]
+    assert [drafter.successors[token].tolist() for token in (4, 5, 6, 7)] == [
+        ranks_from(first) for first in (10, 11, 12, 13)
+    ]
     assert (drafter.successors[[3, 9]] == -1).all()  # the prompt's other tokens and the new anchor have no row yet
 
 
@@ -111,7 +114,9 @@ def test_the_tree_holds_the_likeliest_paths(seed: int, budget: int) -> None:
         chances = [0.5 * chance for chance in chances]
     tree = grow_ranks(successors, 3, chances, budget, NUM_RANKS)
     expected = paths_of(successors, 3, chances, 3)
-    if len(tree.tokens) == budget and (not expected or max(chances) ** 4 < expected[min(budget, len(expected)) - 1]):  # no deeper path could be in it
+    if len(tree.tokens) == budget and (
+        not expected or max(chances) ** 4 < expected[min(budget, len(expected)) - 1]
+    ):  # no deeper path could be in it
         assert tree.score == pytest.approx(sum(expected[:budget]))
     assert all(parent < node for node, parent in enumerate(tree.parents))
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
@@ -125,7 +130,9 @@ def test_chains_take_the_best_rank_only() -> None:
     assert (tree.tokens, tree.parents) == ((1, 1, 1, 1), (-1, 0, 1, 2))
 
 
-def test_the_matrix_follows_the_target_through_the_engine(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_matrix_follows_the_target_through_the_engine(
+    llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Trees of rejected and accepted rows, batches mixed with a draft model: checked after every round by `Watched`."""
     spec = SpecConfig("recycling", num_draft=7)
     llm.prepare(spec)

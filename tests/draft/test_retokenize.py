@@ -1,4 +1,6 @@
-"""The committed text in the draft's tokens, always as a fresh encoding would give it; a draft's text in the target's tokens."""
+"""The committed text in the draft's tokens, always as a fresh encoding would give it; a draft's text in the target's
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,52 @@ from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_tokenizer
 KINDS = ("bytes", "sentencepiece", "unigram", "wordpiece")
 PAIRS = [(one, other) for one, other in itertools.product(KINDS, KINDS) if one != other]
 SPOKEN = [(one, other) for one, other in PAIRS if "wordpiece" not in (one, other)]
-WORDS = ["the", " cat", " sat", "\n", "    ", " für", "猫", " 😀", "\u200d", "naïve", " ", "  ", "\t", "e\u0301", "x", ".", "1234", "return", " \n "]
+WORDS = [
+    "the",
+    " cat",
+    " sat",
+    "\n",
+    "    ",
+    " für",
+    "猫",
+    " 😀",
+    "\u200d",
+    "naïve",
+    " ",
+    "  ",
+    "\t",
+    "e\u0301",
+    "x",
+    ".",
+    "1234",
+    "return",
+    " \n ",
+]
 
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Side]:
     folder, made = tmp_path_factory.mktemp("sides"), {}
     for kind in KINDS:
-        tokenizer = load_tokenizer(tiny_tokenizer(folder / kind, 400, PROSE) if kind == "bytes" else foreign_tokenizer(folder / kind, kind))
+        tokenizer = load_tokenizer(
+            tiny_tokenizer(folder / kind, 400, PROSE) if kind == "bytes" else foreign_tokenizer(folder / kind, kind)
+        )
         assert tokenizer is not None
         made[kind] = Side(tokenizer, 1000, (tokenizer.eos_token_id,))
     return made
 
 
 def draft_text(sides: dict[str, Side], target: str, draft: str, *limits: int) -> DraftText:
-    return DraftText(sides[target].tokenizer, sides[draft], special_twins(sides[target], sides[draft]).to_draft, *limits)
+    return DraftText(
+        sides[target].tokenizer, sides[draft], special_twins(sides[target], sides[draft]).to_draft, *limits
+    )
 
 
 def any_text(random: Random, most: int) -> str:
-    words = (random.choice(WORDS) if random.random() < 0.9 else chr(random.randrange(32, 0xD000)) for _ in range(random.randrange(most)))
+    words = (
+        random.choice(WORDS) if random.random() < 0.9 else chr(random.randrange(32, 0xD000))
+        for _ in range(random.randrange(most))
+    )
     return "".join(words)
 
 
@@ -47,7 +76,11 @@ def test_after_every_round_the_state_is_a_fresh_encoding(sides: dict[str, Side],
     for seed in range(12):
         random = Random(seed)
         noise = [random.randrange(tokenizer.vocab_size) for _ in range(random.randrange(8))]
-        ids = [*tokenizer.encode(any_text(random, 90)), *noise, *tokenizer.encode(any_text(random, 90), add_special_tokens=False)]
+        ids = [
+            *tokenizer.encode(any_text(random, 90)),
+            *noise,
+            *tokenizer.encode(any_text(random, 90), add_special_tokens=False),
+        ]
         text, place = draft_text(sides, target, draft, 60, 24), 0
         while place < len(ids):
             settled, length = text.ids[: text.num_settled], random.randrange(1, 9)
@@ -63,7 +96,11 @@ def test_after_every_round_the_state_is_a_fresh_encoding(sides: dict[str, Side],
 
 def test_no_boundary_where_tokens_reach_over_spaces(sides: dict[str, Side], tmp_path: Path) -> None:
     """A tokenizer that merges letters with the space behind them: every cut before a space would change the tokens."""
-    written = Written(models.BPE(vocab={token: i for i, token in enumerate(("a", "b", " ", "a ", "b "))}, merges=[("a", " "), ("b", " ")]))
+    written = Written(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(("a", "b", " ", "a ", "b "))}, merges=[("a", " "), ("b", " ")]
+        )
+    )
     written.decoder = decoders.Fuse()
     written.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
@@ -88,7 +125,9 @@ def test_the_text_is_that_of_the_tokens(sides: dict[str, Side], target: str, dra
 
 
 def test_a_text_that_ends_inside_a_character_waits(sides: dict[str, Side]) -> None:
-    """The bytes of 😀 come one by one: the text grows when the last one is there, and `held` has the others meanwhile."""
+    """The bytes of 😀 come one by one: the text grows when the last one is there, and `held` has the others
+    meanwhile.
+    """
     tokenizer, spelling = sides["bytes"].tokenizer, spellings(sides["bytes"])
     assert spelling is not None
     state = draft_text(sides, "bytes", "sentencepiece")
@@ -121,14 +160,24 @@ def test_special_tokens_and_beginnings(sides: dict[str, Side]) -> None:
 
 @pytest.mark.parametrize(("target", "draft"), SPOKEN)
 @pytest.mark.parametrize(
-    "text", ["the cat sat on the mat and the dog ran", "for i in range(10):\n    print(i)\n\treturn self.name", "für naïve 猫 😀 schön"]
+    "text",
+    [
+        "the cat sat on the mat and the dog ran",
+        "for i in range(10):\n    print(i)\n\treturn self.name",
+        "für naïve 猫 😀 schön",
+    ],
 )
 def test_a_text_goes_over_and_back(sides: dict[str, Side], target: str, draft: str, text: str) -> None:
-    """Wherever the target stands in its own text, a draft that goes on with this text guesses the target's own next tokens."""
+    """Wherever the target stands in its own text, a draft that goes on with this text guesses the target's own next
+    tokens.
+    """
     whole = sides[target].tokenizer.encode(text, add_special_tokens=False)
     writes = sides[target].tokenizer.token_bytes
     assert writes is not None
-    if sides[target].tokenizer.decode(whole) != text or sides[draft].tokenizer.decode(sides[draft].tokenizer.encode(text)) != text:
+    if (
+        sides[target].tokenizer.decode(whole) != text
+        or sides[draft].tokenizer.decode(sides[draft].tokenizer.encode(text)) != text
+    ):
         return  # characters that one of them does not know
     tried = 0
     for place in range(1, len(whole)):
@@ -160,9 +209,20 @@ def test_what_cannot_be_joined_gives_nothing(sides: dict[str, Side]) -> None:
     assert not continuation(wordpiece, spellings(wordpiece), Ending("the m"), "at")
     guesses = continuation(wordpiece, spellings(wordpiece), Ending("the cat"), " sat on")
     assert guesses == wordpiece.tokenizer.encode("sat on")
-    assert draft_writes(wordpiece.tokenizer, wordpiece.tokenizer.encode("the cat"), wordpiece.tokenizer.encode("sat on"), at_start=False) == " sat on"
+    assert (
+        draft_writes(
+            wordpiece.tokenizer,
+            wordpiece.tokenizer.encode("the cat"),
+            wordpiece.tokenizer.encode("sat on"),
+            at_start=False,
+        )
+        == " sat on"
+    )
     tokenizer = sides["bytes"].tokenizer
-    assert draft_writes(tokenizer, [], tokenizer.encode("cat 猫")[:-1], at_start=False) in ("cat ", "cat")  # half a character is no text
+    assert draft_writes(tokenizer, [], tokenizer.encode("cat 猫")[:-1], at_start=False) in (
+        "cat ",
+        "cat",
+    )  # half a character is no text
 
 
 def test_columns_that_the_target_lacks_end_the_guesses(sides: dict[str, Side]) -> None:

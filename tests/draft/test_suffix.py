@@ -31,7 +31,9 @@ def tell(drafter: SuffixDrafter, prompt: Sequence[int], answer: Sequence[int], s
 
 
 def twin_score(text: list[int], stored: list[list[int]], num_draft: int) -> float:
-    """The most expected accepted tokens over the text itself or all stored ones, and over the three longest agreements."""
+    """The most expected accepted tokens over the text itself or all stored ones, and over the three longest
+    agreements.
+    """
     joined = [token for one in stored for token in (*one, NO_TOKEN)]
     best = 0.0
     for places in (scan(text, text, num_draft), scan(joined, text, num_draft)):
@@ -63,10 +65,18 @@ def test_a_longer_agreement_beats_a_shorter_one_and_many_places_beat_few() -> No
     drafter = SuffixDrafter()
     for answer in ([1, 2, 3, 4, 5, 6, 7, 50, 51, 52], *[[60 + i, 6, 7, 40 + i, 41] for i in range(4)]):
         tell(drafter, (9,), answer)
-    assert Alone(drafter, (1, 2, 3, 4, 5, 6, 7), 0, ACME, takes_trees=False).chain(3) == [50, 51, 52]  # the short one says four things
+    assert Alone(drafter, (1, 2, 3, 4, 5, 6, 7), 0, ACME, takes_trees=False).chain(3) == [
+        50,
+        51,
+        52,
+    ]  # the short one says four things
     for i in range(20):
         tell(drafter, (9,), [70 + i, 6, 7, 30, 31, 32])
-    assert Alone(drafter, (8, 5, 6, 7), 1, ACME, takes_trees=False).chain(3) == [30, 31, 32]  # three agree once, two agree twenty times
+    assert Alone(drafter, (8, 5, 6, 7), 1, ACME, takes_trees=False).chain(3) == [
+        30,
+        31,
+        32,
+    ]  # three agree once, two agree twenty times
 
 
 def test_tenants_never_see_each_others_text() -> None:
@@ -135,7 +145,9 @@ def test_a_corpus_is_everybodys() -> None:
 
 
 def test_corpus_and_tenants_through_the_engine(text_pair: SimpleNamespace, tmp_path: Path) -> None:
-    """A tenant's second request finds the first one's answer, another's does not; the file is read as the tokenizer sees it."""
+    """A tenant's second request finds the first one's answer, another's does not; the file is read as the tokenizer
+    sees it.
+    """
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     with LLM(text_pair.target, dtype="float32", cache_tokens=512) as llm:
         plain = llm.generate(["ab cd"], params)[0]
@@ -158,7 +170,9 @@ def test_corpus_and_tenants_through_the_engine(text_pair: SimpleNamespace, tmp_p
 
 def test_two_answers_of_one_prompt_through_the_shared_engine(llm: LLM) -> None:
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3)
-    first, second = (llm.generate([token_ids(8, seed=5)], params, SpecConfig("suffix", tenant="twice"))[0] for _ in range(2))
+    first, second = (
+        llm.generate([token_ids(8, seed=5)], params, SpecConfig("suffix", tenant="twice"))[0] for _ in range(2)
+    )
     assert first.token_ids == second.token_ids
     assert second.stats.num_steps < first.stats.num_steps
 

@@ -67,7 +67,11 @@ def watched(llm: LLM, toy: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("batch", [1, 4, 16])
 def test_greedy_equals_plain_in_mixed_batches(llm: LLM, watched: Watched, pair: SimpleNamespace, batch: int) -> None:
     plain = [llm.generate([prompt], LONG)[0].token_ids for prompt in PROMPTS]
-    others = [SpecConfig(), SpecConfig("ngram", num_draft=3), SpecConfig("draft_model", draft=str(pair.draft), num_draft=2)]
+    others = [
+        SpecConfig(),
+        SpecConfig("ngram", num_draft=3),
+        SpecConfig("draft_model", draft=str(pair.draft), num_draft=2),
+    ]
     for num_draft in range(6):
         for start in range(0, 16 if batch > 1 else 3, batch):
             chosen = range(start, start + batch)
@@ -112,7 +116,9 @@ def answers(narrow: SimpleNamespace, drafter: Drafter, rules: tuple[str, ...]) -
     params = SamplingParams(max_tokens=law.LENGTH + 3, temperature=1.0, ignore_eos=True)
     specs = [SpecConfig("bigram", num_draft=1 + i % 4, rule=rules[i % len(rules)]) for i in range(NUM_REQUESTS)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(law, "narrow_engine", lambda models, engine_of=law.narrow_engine: with_drafter(engine_of(models), drafter))
+        patch.setattr(
+            law, "narrow_engine", lambda models, engine_of=law.narrow_engine: with_drafter(engine_of(models), drafter)
+        )
         asked = [(replace(params, seed=seed), spec) for seed, spec in enumerate(specs)]
         return law.p_values(law.sample_answers(narrow, asked), law.exact_law(narrow, params))
 

@@ -28,7 +28,10 @@ def paths_of(nodes: Sequence[TreeNode]) -> list[Path]:
 def tree_of(estimates: dict[Path, float], author: str | None = None) -> list[TreeNode]:
     """Paths (each after its beginning) with their estimates as a tree."""
     places = {path: place for place, path in enumerate(estimates)}
-    return [TreeNode(path[-1], places[path[:-1]] if len(path) > 1 else -1, chance, author) for path, chance in estimates.items()]
+    return [
+        TreeNode(path[-1], places[path[:-1]] if len(path) > 1 else -1, chance, author)
+        for path, chance in estimates.items()
+    ]
 
 
 def chance_tables(seed: int, width: int = 3, depth: int = 3) -> dict[Path, list[float]]:
@@ -46,7 +49,10 @@ def grown(tables: dict[Path, list[float]], budget: int, least: float = 0.0) -> l
     paths: dict[int, Path] = {-1: ()}
 
     def ranked(path: Path) -> list[tuple[float, int]]:
-        return sorted(((chance, token) for token, chance in enumerate(tables.get(path, [])) if chance > 0), key=lambda pair: -pair[0])
+        return sorted(
+            ((chance, token) for token, chance in enumerate(tables.get(path, [])) if chance > 0),
+            key=lambda pair: -pair[0],
+        )
 
     def children(node: TreeNode) -> list[tuple[float, int]]:
         path = (*paths[node.parent], node.token)
@@ -71,7 +77,9 @@ def test_best_first_finds_the_likeliest_paths(seed: int, budget: int) -> None:
     assert [node.estimate for node in nodes] == sorted((node.estimate for node in nodes), reverse=True)
     for node, path in zip(nodes, paths_of(nodes), strict=True):
         assert node.estimate == pytest.approx(float(np.prod([tables[path[:i]][token] for i, token in enumerate(path)])))
-    assert [node.estimate for node in grown(tables, budget, 0.1)] == [node.estimate for node in nodes if node.estimate >= 0.1]
+    assert [node.estimate for node in grown(tables, budget, 0.1)] == [
+        node.estimate for node in nodes if node.estimate >= 0.1
+    ]
 
 
 def test_a_sure_child_comes_after_its_parent() -> None:
@@ -80,7 +88,11 @@ def test_a_sure_child_comes_after_its_parent() -> None:
 
 
 def closed_sets(parents: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    return [one for one in itertools.combinations(range(len(parents)), budget) if all(parents[n] < 0 or parents[n] in one for n in one)]
+    return [
+        one
+        for one in itertools.combinations(range(len(parents)), budget)
+        if all(parents[n] < 0 or parents[n] in one for n in one)
+    ]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -95,7 +107,9 @@ def test_the_best_nodes_are_the_best_closed_set(seed: int, budget: int) -> None:
     chosen = best_nodes(parents, estimates, budget)
     assert tuple(sorted(chosen)) in closed_sets(parents, budget)
     assert [estimates[n] for n in chosen] == sorted((estimates[n] for n in chosen), reverse=True)
-    assert sum(estimates[n] for n in chosen) == max(sum(estimates[n] for n in one) for one in closed_sets(parents, budget))
+    assert sum(estimates[n] for n in chosen) == max(
+        sum(estimates[n] for n in one) for one in closed_sets(parents, budget)
+    )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -117,11 +131,17 @@ def test_merged_trees(seed: int, budget: int) -> None:
     assert len(merged) == min(budget, len(best))
     found = dict(zip(paths_of(merged), merged, strict=True))
     assert {path: (node.estimate, node.author) for path, node in found.items()}.items() <= best.items()
-    assert sorted(node.estimate for node in merged) == sorted(sorted((chance for chance, _ in best.values()), reverse=True)[:budget])
+    assert sorted(node.estimate for node in merged) == sorted(
+        sorted((chance for chance, _ in best.values()), reverse=True)[:budget]
+    )
 
 
 def test_the_earlier_tree_is_the_author_on_a_tie_and_no_child_is_likelier_than_its_parent() -> None:
     one, two = tree_of({(1,): 0.5, (1, 2): 0.9}, "one"), tree_of({(1,): 0.5, (3,): 0.4}, "two")
-    assert merge_trees([one, two], 3) == [TreeNode(1, -1, 0.5, "one"), TreeNode(2, 0, 0.5, "one"), TreeNode(3, -1, 0.4, "two")]
+    assert merge_trees([one, two], 3) == [
+        TreeNode(1, -1, 0.5, "one"),
+        TreeNode(2, 0, 0.5, "one"),
+        TreeNode(3, -1, 0.4, "two"),
+    ]
     assert merge_trees([two, one], 2) == [TreeNode(1, -1, 0.5, "two"), TreeNode(2, 0, 0.5, "one")]
     assert merge_trees([], 4) == merge_trees([one], 0) == []

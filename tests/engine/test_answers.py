@@ -1,4 +1,6 @@
-"""Several answers to a prompt, shortest lengths, bans that leave nothing: what the parameters promise, with and without drafts."""
+"""Several answers to a prompt, shortest lengths, bans that leave nothing: what the parameters promise, with and without
+drafts.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,15 @@ def test_a_stream_is_one_answer(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_min_tokens_holds_the_end_back(llm: LLM, pair: SimpleNamespace, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_min_tokens_holds_the_end_back(
+    llm: LLM, pair: SimpleNamespace, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The end token is made the model's favourite: it comes exactly when it may."""
     monkeypatch.setattr(llm.engine.intake, "eos_token_ids", frozenset({17}))
     for least in (0, 1, 5, 12):
-        params = SamplingParams(max_tokens=20, min_tokens=least, temperature=temperature, seed=2, logit_bias={17: 100.0})
+        params = SamplingParams(
+            max_tokens=20, min_tokens=least, temperature=temperature, seed=2, logit_bias={17: 100.0}
+        )
         for spec in specs(pair):
             out = llm.generate([PROMPT], params, spec)[0]
             assert len(out.token_ids) == max(1, least + 1)
@@ -110,7 +116,11 @@ def test_bad_words_as_text_need_a_tokenizer(llm: LLM, tmp_path: Path) -> None:
 def test_origins_carry_the_chance_of_an_accepted_guess(llm: LLM, pair: SimpleNamespace) -> None:
     spec = SpecConfig("draft_model", str(pair.draft), num_draft=3)
     out = llm.generate([PROMPT], SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True), spec)[0]
-    by_kind = {kind: [o for o in out.provenance if o.kind == kind] for kind in ("accepted", "residual", "bonus", "plain")}
+    by_kind = {
+        kind: [o for o in out.provenance if o.kind == kind] for kind in ("accepted", "residual", "bonus", "plain")
+    }
     assert all(o.probability is not None and o.drafter == "draft_model" for o in by_kind["accepted"])
-    assert all(o.probability is None and o.drafter is None for kind in ("residual", "bonus", "plain") for o in by_kind[kind])
+    assert all(
+        o.probability is None and o.drafter is None for kind in ("residual", "bonus", "plain") for o in by_kind[kind]
+    )
     assert TokenOrigin("ngram", "accepted", 1).probability is None

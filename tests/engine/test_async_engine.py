@@ -1,4 +1,6 @@
-"""Many submitters, one engine thread: the same answers as alone, nothing held after leaving, no failure that spreads."""
+"""Many submitters, one engine thread: the same answers as alone, nothing held after leaving, no failure that
+spreads.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def wait_until_idle(engine: AsyncEngine) -> None:
 
 
 class Paced:
-    """While it is entered the engine's thread stands before every forward until the test lets it go on: nothing hangs on who is faster."""
+    """While it is entered the engine's thread stands before every forward until the test lets it go on: nothing hangs
+    on who is faster.
+    """
 
     def __init__(self, llm: LLM) -> None:
         self.target, self.forward, self.is_over = llm.target, llm.target.forward, False
@@ -52,7 +56,9 @@ class Paced:
         self.target.forward = self.wait_and_run
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.is_over, self.target.forward = True, self.forward
         self.allowed.release()
 
@@ -76,7 +82,9 @@ def test_threads_get_the_answers_they_would_get_alone(engine: AsyncEngine, alone
         order = list(range(len(PROMPTS)))
         random.Random(worker).shuffle(order)
         for i in order:
-            answers[worker * 100 + i] = engine.submit(PROMPTS[i], GREEDY, SPECS[(i + worker) % len(SPECS)]).result().token_ids
+            answers[worker * 100 + i] = (
+                engine.submit(PROMPTS[i], GREEDY, SPECS[(i + worker) % len(SPECS)]).result().token_ids
+            )
 
     threads = [threading.Thread(target=ask, args=(worker,)) for worker in range(4)]
     for thread in threads:
@@ -148,7 +156,10 @@ def test_a_loop_that_ends_without_leaving_frees_its_request(engine: AsyncEngine)
 
 
 def test_overload_is_told_and_passes(pair: SimpleNamespace) -> None:
-    with LLM(pair.target, dtype="float32", max_batch_size=1, cache_tokens=2048) as llm, AsyncEngine(llm, max_waiting=2) as engine:
+    with (
+        LLM(pair.target, dtype="float32", max_batch_size=1, cache_tokens=2048) as llm,
+        AsyncEngine(llm, max_waiting=2) as engine,
+    ):
         with Paced(llm) as paced:
             first = iter(engine.submit(PROMPTS[0], LONG))
             paced.go(2)
@@ -178,7 +189,9 @@ def test_a_step_that_breaks_down_once_costs_nobody_his_answer(
 ) -> None:
     monkeypatch.setattr(engine.llm.target, "forward", Fault(engine.llm.target.forward, nth=5, kind=MemoryError))
     tickets = [engine.submit(PROMPTS[i], GREEDY) for i in range(8)]  # four run, four wait
-    with pytest.warns(UserWarning, match="a step of the engine raised MemoryError: injected; its requests run again, one by one"):
+    with pytest.warns(
+        UserWarning, match="a step of the engine raised MemoryError: injected; its requests run again, one by one"
+    ):
         outputs = [ticket.result() for ticket in tickets]
     assert [out.token_ids for out in outputs] == alone[:8]
     assert engine.submit(PROMPTS[0], GREEDY).result().token_ids == alone[0]

@@ -1,4 +1,6 @@
-"""drafter="auto": whoever is chosen in whatever round, answers and caches stay right; what the caller set always stands."""
+"""drafter="auto": whoever is chosen in whatever round, answers and caches stay right; what the caller set always
+stands.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, RoutingRules, SamplingParams, SpecConfig
+from foretoken.control.candidates import DraftBudget, RequestOptions
 from foretoken.draft.group import own_drafters
-from foretoken.plan.wishes import Grant, Wish
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import token_ids
 
@@ -24,12 +26,14 @@ class Whim:
         self.rng, self.chosen, self.policy = random.Random(seed), set(), llm.engine.controller.policy
         self.observe = self.policy.observe_round
 
-    def plan(self, wishes: Sequence[Wish]) -> list[Grant]:
+    def plan(self, wishes: Sequence[RequestOptions]) -> list[DraftBudget]:
         grants = []
         for wish in wishes:
             self.policy.experience.of(wish.request_id)
             arm = self.rng.choice([None, *wish.arms])
-            grants.append(Grant(None, 0) if arm is None else Grant(arm.number, self.rng.randint(0, arm.most)))
+            grants.append(
+                DraftBudget(None, 0) if arm is None else DraftBudget(arm.number, self.rng.randint(0, arm.most))
+            )
             self.chosen.add(grants[-1].arm)
         return grants
 
@@ -38,13 +42,23 @@ def auto(pair: SimpleNamespace, **values: object) -> SpecConfig:
     """Lookups, a draft model's chains and its trees, an exit: one drafter stands for two arms."""
     draft = str(pair.draft)
     tree = SpecConfig("draft_model", draft, tree="best_first", branching=2)
-    return SpecConfig("auto", draft, parts=("ngram", "draft_model", "recycling", tree, "early_exit", "cascade"), exit_layer=1, **values)
+    return SpecConfig(
+        "auto",
+        draft,
+        parts=("ngram", "draft_model", "recycling", tree, "early_exit", "cascade"),
+        exit_layer=1,
+        **values,
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_any_choice_gives_the_plain_answer(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+def test_any_choice_gives_the_plain_answer(
+    llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
     """Arms change from round to round: those that did not guess keep up with the text, and no cache is left behind."""
-    each = [SamplingParams(max_tokens=40, temperature=temperature, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
+    each = [
+        SamplingParams(max_tokens=40, temperature=temperature, seed=i, ignore_eos=True) for i in range(len(PROMPTS))
+    ]
     plain = [llm.generate([p], one)[0].token_ids for p, one in zip(PROMPTS, each, strict=True)]
     chosen: set[int | None] = set()
     for turn in range(4):
@@ -53,7 +67,9 @@ def test_any_choice_gives_the_plain_answer(llm: LLM, pair: SimpleNamespace, monk
         outputs = llm.generate(PROMPTS, each, auto(pair))
         assert [out.token_ids for out in outputs] == plain
         chosen |= whim.chosen
-        assert {"draft_model", "ngram", "recycling", "early_exit", "cascade"} >= {name for out in outputs for name in out.stats.drafted_by}
+        assert {"draft_model", "ngram", "recycling", "early_exit", "cascade"} >= {
+            name for out in outputs for name in out.stats.drafted_by
+        }
         monkeypatch.undo()
     assert chosen >= {None, 1, 2, 3, 4, 5}  # sampled texts seldom repeat themselves for an n-gram
     check_idle(llm.engine)
@@ -68,7 +84,9 @@ def test_all_arms_of_one_model_share_it(llm: LLM, pair: SimpleNamespace) -> None
 
 
 def test_what_the_caller_set_stands(llm: LLM, pair: SimpleNamespace) -> None:
-    """Beside `auto` in one batch: plain stays plain, a number stays that number, a drafter stays that drafter, a rule that rule."""
+    """Beside `auto` in one batch: plain stays plain, a number stays that number, a drafter stays that drafter, a rule
+    that rule.
+    """
     draft = str(pair.draft)
     specs = [
         SpecConfig("auto", draft),
@@ -81,9 +99,9 @@ def test_what_the_caller_set_stands(llm: LLM, pair: SimpleNamespace) -> None:
     outputs = llm.generate(PROMPTS[: len(specs)], SamplingParams(max_tokens=30, ignore_eos=True), specs)
     assert outputs[1].stats.num_drafted == outputs[4].stats.num_drafted == 0
     for out, most in ((outputs[2], 3), (outputs[5], 2)):
-        assert [drafted for drafted, _ in out.stats.accepted_per_position][:most] == [out.stats.drafted_at[0]] * (most - 1) + [
-            out.stats.drafted_at[most - 1]
-        ]
+        assert [drafted for drafted, _ in out.stats.accepted_per_position][:most] == [out.stats.drafted_at[0]] * (
+            most - 1
+        ) + [out.stats.drafted_at[most - 1]]
         assert len(out.stats.drafted_at) == most
         assert set(out.stats.drafted_by) == {"draft_model"}
     assert outputs[3].stats.rule == "coupled"
@@ -103,10 +121,12 @@ def test_a_look_that_was_shown_is_not_made_twice(llm: LLM, monkeypatch: pytest.M
 
 
 def test_a_look_is_judged_by_its_own_round_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a round for each drafter that showed something, and for nothing more: what it took was spent before it was chosen."""
+    """Once a round for each drafter that showed something, and for nothing more: what it took was spent before it was
+    chosen.
+    """
     policy, judged, priced = llm.engine.controller.policy, [], []
-    observe = policy.observe_look
-    monkeypatch.setattr(policy, "observe_look", lambda *told: judged.append((told[0], told[1])) or observe(*told))
+    observe = policy.observe_preview
+    monkeypatch.setattr(policy, "observe_preview", lambda *told: judged.append((told[0], told[1])) or observe(*told))
     monkeypatch.setattr(policy, "observe_draft", lambda *told: priced.append(told))
     spec, params = SpecConfig("auto", parts=("ngram", "suffix")), SamplingParams(max_tokens=30, ignore_eos=True)
     states, num_judged = [llm.submit(prompt, params, spec) for prompt in PROMPTS[:4]], 0
@@ -130,7 +150,9 @@ def test_who_is_about_to_miss_a_deadline_counts_twice(llm: LLM, monkeypatch: pyt
     llm.generate(PROMPTS[:1], SamplingParams(max_tokens=8, ignore_eos=True))  # what a step takes is known
     plan = controller.policy.plan
     monkeypatch.setattr(controller.policy, "plan", lambda wishes: weights.append(wishes[0].weight) or plan(wishes))
-    state = llm.submit(PROMPTS[0], SamplingParams(max_tokens=8, ignore_eos=True, deadline_s=9000.0), SpecConfig("ngram"))
+    state = llm.submit(
+        PROMPTS[0], SamplingParams(max_tokens=8, ignore_eos=True, deadline_s=9000.0), SpecConfig("ngram")
+    )
     while llm.engine.has_work:
         late = 3 < len(state.output_ids) < 6
         monkeypatch.setattr(controller, "clock", lambda late=late: state.arrived_s + (9001.0 if late else 1.0))
@@ -141,9 +163,12 @@ def test_who_is_about_to_miss_a_deadline_counts_twice(llm: LLM, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("rules", "reason"), [(RoutingRules(min_tokens_to_speculate=50), "short answer"), (RoutingRules(max_speculating_requests=0), "load")]
+    ("rules", "reason"),
+    [(RoutingRules(min_tokens_to_speculate=50), "short answer"), (RoutingRules(max_speculating_requests=0), "load")],
 )
-def test_routing_rules_hold_unless_the_caller_set_a_number(pair: SimpleNamespace, rules: RoutingRules, reason: str) -> None:
+def test_routing_rules_hold_unless_the_caller_set_a_number(
+    pair: SimpleNamespace, rules: RoutingRules, reason: str
+) -> None:
     with LLM(str(pair.target), dtype="float32", routing=rules) as llm:
         draft = str(pair.draft)
         specs = [SpecConfig("auto", draft), SpecConfig("ngram"), SpecConfig("draft_model", draft, num_draft=2)]

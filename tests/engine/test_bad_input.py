@@ -83,7 +83,9 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("values", "message"), BAD_SAMPLING, ids=lambda value: str(value) if isinstance(value, dict) else "")
+@pytest.mark.parametrize(
+    ("values", "message"), BAD_SAMPLING, ids=lambda value: str(value) if isinstance(value, dict) else ""
+)
 def test_bad_sampling_values(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         SamplingParams(**values)
@@ -100,7 +102,10 @@ def test_stop_in_every_form(stop: Any) -> None:
     [
         (
             {"drafter": "oracle"},
-            "drafter='oracle': choose one of draft_model, ngram, suffix, recycling, predicted, early_exit, lookahead, cascade, mix, auto, or None",
+            (
+                "drafter='oracle': choose one of draft_model, ngram, suffix, recycling, predicted, "
+                "early_exit, lookahead, cascade, mix, auto, or None"
+            ),
         ),
         ({"rule": "lucky"}, "rule='lucky': choose one of auto, greedy, rejection"),
         ({"drafter": "ngram", "draft": "x"}, "draft='x': only drafter='draft_model' takes it"),
@@ -113,7 +118,10 @@ def test_stop_in_every_form(stop: Any) -> None:
         ({"min_confidence": 0.5}, "min_confidence=0.5: needs a drafter that samples"),
         ({"draft_top_k": 2}, "draft_top_k=2: needs a drafter that samples"),
         ({"draft_dtype": "int8"}, "draft_dtype='int8': only drafter='draft_model' takes it, not drafter=None"),
-        ({"draft_vocabulary": "same"}, "draft_vocabulary='same': only drafter='draft_model' takes it, not drafter=None"),
+        (
+            {"draft_vocabulary": "same"},
+            "draft_vocabulary='same': only drafter='draft_model' takes it, not drafter=None",
+        ),
         ({"prediction": "text"}, "prediction='text': only drafter='predicted' takes it, not drafter=None"),
         ({"corpus": "file"}, "corpus='file': only drafter='suffix' takes it, not drafter=None"),
         ({"exit_layer": 2}, "exit_layer=2: only drafter='early_exit' takes it, not drafter=None"),
@@ -136,11 +144,20 @@ def test_stop_in_every_form(stop: Any) -> None:
         ({"drafter": "early_exit", "exit_layer": "first"}, "exit_layer='first': must be a whole number"),
         ({"drafter": "ngram", "exit_layer": 2}, "exit_layer=2: only drafter='early_exit' takes it"),
         ({"drafter": "ngram", "skip_layers": "auto"}, "skip_layers='auto': only drafter='early_exit' takes it"),
-        ({"drafter": "early_exit", "skip_layers": ()}, r"skip_layers=\(\): must be 'auto' or a list of layer numbers, and not empty"),
+        (
+            {"drafter": "early_exit", "skip_layers": ()},
+            r"skip_layers=\(\): must be 'auto' or a list of layer numbers, and not empty",
+        ),
         ({"drafter": "early_exit", "skip_layers": "3"}, "skip_layers='3': must be 'auto' or a list of layer numbers"),
         ({"drafter": "early_exit", "skip_layers": (1, -1)}, "skip_layers=-1: must be at least 0"),
-        ({"drafter": "early_exit", "exit_layer": 2, "skip_layers": (1,)}, r"skip_layers=\(1,\): stop early \(exit_layer=2\) or leave layers out"),
-        ({"drafter": "suffix", "draft_top_k": 2}, r"draft_top_k=2: needs a drafter that samples from a law \(draft_model, early_exit\)"),
+        (
+            {"drafter": "early_exit", "exit_layer": 2, "skip_layers": (1,)},
+            r"skip_layers=\(1,\): stop early \(exit_layer=2\) or leave layers out",
+        ),
+        (
+            {"drafter": "suffix", "draft_top_k": 2},
+            r"draft_top_k=2: needs a drafter that samples from a law \(draft_model, early_exit\)",
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -151,32 +168,75 @@ def test_w8_bad_spec_values(values: dict[str, Any], message: str) -> None:
 
 
 BAD_PARTS: list[tuple[dict[str, Any], str]] = [
-    ({"drafter": "ngram", "parts": ("suffix",)}, "parts=.*: drafter='ngram' has no parts; composite drafters: cascade, mix"),
+    (
+        {"drafter": "ngram", "parts": ("suffix",)},
+        "parts=.*: drafter='ngram' has no parts; composite drafters: cascade, mix",
+    ),
     ({"drafter": "mix", "parts": "ngram"}, "parts='ngram': must be a list of drafters"),
     ({"drafter": "mix", "parts": (3,)}, "parts=3: each must be the name of a drafter or a SpecConfig"),
     ({"drafter": "mix", "parts": ("oracle",)}, "drafter='oracle': choose one of"),
     ({"drafter": "mix", "parts": (SpecConfig(),)}, "names no drafter"),
-    ({"drafter": "mix", "parts": ("ngram", "mix")}, "parts='mix': cannot be a part of drafter='mix'; name its parts here instead"),
-    ({"drafter": "cascade", "draft": "d", "parts": ("cascade", "draft_model")}, "parts='cascade': cannot be a part of drafter='cascade'"),
-    ({"drafter": "cascade", "draft": "d", "parts": ("mix", "draft_model")}, "parts='mix': .*; put the cascade into the mix instead"),
-    ({"drafter": "mix", "parts": ("ngram", "draft_model")}, "draft=None: part 'draft_model' of drafter='mix' needs the folder"),
+    (
+        {"drafter": "mix", "parts": ("ngram", "mix")},
+        "parts='mix': cannot be a part of drafter='mix'; name its parts here instead",
+    ),
+    (
+        {"drafter": "cascade", "draft": "d", "parts": ("cascade", "draft_model")},
+        "parts='cascade': cannot be a part of drafter='cascade'",
+    ),
+    (
+        {"drafter": "cascade", "draft": "d", "parts": ("mix", "draft_model")},
+        "parts='mix': .*; put the cascade into the mix instead",
+    ),
+    (
+        {"drafter": "mix", "parts": ("ngram", "draft_model")},
+        "draft=None: part 'draft_model' of drafter='mix' needs the folder",
+    ),
     ({"drafter": "cascade"}, "draft=None: part 'draft_model' of drafter='cascade' needs the folder"),
     ({"drafter": "mix", "parts": ("ngram", "lookahead")}, "parts='lookahead': its window runs in every round"),
-    ({"drafter": "mix", "draft": "d", "tree": "static", "combine": "merge"}, "tree='static': what is merged .* must be a chain"),
-    ({"drafter": "cascade", "draft": "d", "parts": ("ngram", SpecConfig("draft_model", "d", tree="static"))}, "a cascade drafts chains"),
     (
-        {"drafter": "cascade", "draft": "d", "parts": ("ngram", SpecConfig("draft_model", "d", draft_vocabulary="strings"))},
+        {"drafter": "mix", "draft": "d", "tree": "static", "combine": "merge"},
+        "tree='static': what is merged .* must be a chain",
+    ),
+    (
+        {"drafter": "cascade", "draft": "d", "parts": ("ngram", SpecConfig("draft_model", "d", tree="static"))},
+        "a cascade drafts chains",
+    ),
+    (
+        {
+            "drafter": "cascade",
+            "draft": "d",
+            "parts": ("ngram", SpecConfig("draft_model", "d", draft_vocabulary="strings")),
+        },
         "share the target's tokens",
     ),
-    ({"drafter": "cascade", "draft": "d", "parts": ("draft_model",)}, "a cascade has two levels at least, cheapest first"),
-    ({"drafter": "cascade", "draft": "d", "parts": ("draft_model", "ngram")}, "parts='ngram': every level of a cascade above the first verifies"),
-    ({"drafter": "cascade", "draft": "d", "draft_probability": 0.5}, "draft_probability=0.5: a cascade drafts every position"),
-    ({"drafter": "mix", "parts": ("predicted",)}, "prediction=None: drafter='predicted' needs the text that you expect"),
+    (
+        {"drafter": "cascade", "draft": "d", "parts": ("draft_model",)},
+        "a cascade has two levels at least, cheapest first",
+    ),
+    (
+        {"drafter": "cascade", "draft": "d", "parts": ("draft_model", "ngram")},
+        "parts='ngram': every level of a cascade above the first verifies",
+    ),
+    (
+        {"drafter": "cascade", "draft": "d", "draft_probability": 0.5},
+        "draft_probability=0.5: a cascade drafts every position",
+    ),
+    (
+        {"drafter": "mix", "parts": ("predicted",)},
+        "prediction=None: drafter='predicted' needs the text that you expect",
+    ),
     ({"drafter": "mix", "parts": (SpecConfig("ngram", rule="tree"),)}, "rule='tree': one rule decides for all parts"),
     ({"drafter": "mix", "combine": "vote"}, "combine='vote': choose one of best, merge"),
     ({"drafter": "ngram", "combine": "merge"}, "combine='merge': only drafter='mix' takes it, not drafter='ngram'"),
-    ({"drafter": "mix", "draft": "d", "combine": "merge", "parts": ("draft_model", "cascade")}, "one part at most may ask a model"),
-    ({"drafter": "mix", "draft": "a", "parts": (SpecConfig("draft_model", draft="b"),)}, "draft='a': no part takes it over"),
+    (
+        {"drafter": "mix", "draft": "d", "combine": "merge", "parts": ("draft_model", "cascade")},
+        "one part at most may ask a model",
+    ),
+    (
+        {"drafter": "mix", "draft": "a", "parts": (SpecConfig("draft_model", draft="b"),)},
+        "draft='a': no part takes it over",
+    ),
     ({"drafter": "mix", "draft": "a", "parts": ("ngram",)}, "draft='a': only drafter='draft_model' takes it"),
     ({"drafter": "mix", "min_confidence": 0.4}, "min_confidence=0.4: needs a drafter that samples from a law"),
     (
@@ -190,7 +250,11 @@ BAD_PARTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("values", "message"), BAD_PARTS, ids=[f"{values['drafter']} {number}" for number, (values, _) in enumerate(BAD_PARTS)])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    BAD_PARTS,
+    ids=[f"{values['drafter']} {number}" for number, (values, _) in enumerate(BAD_PARTS)],
+)
 def test_bad_parts(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SpecConfig(**values)
@@ -212,34 +276,94 @@ def test_parts_take_over_what_their_drafter_reads() -> None:
 
 
 def test_unknown_options_name_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"temprature=0\.5: unknown option of SamplingParams; did you mean 'temperature'"):
+    with pytest.raises(
+        ConfigError, match=r"temprature=0\.5: unknown option of SamplingParams; did you mean 'temperature'"
+    ):
         from_mapping(SamplingParams, {"temprature": 0.5})
-    with pytest.raises(ConfigError, match="zzz=1: unknown option of SpecConfig; known options: drafter, draft, num_draft"):
+    with pytest.raises(
+        ConfigError, match="zzz=1: unknown option of SpecConfig; known options: drafter, draft, num_draft"
+    ):
         from_mapping(SpecConfig, {"zzz": 1})
     assert from_mapping(SpecConfig, {"drafter": "ngram", "num_draft": 3}) == SpecConfig("ngram", num_draft=3)
 
 
 BAD_REQUESTS: list[tuple[object, dict[str, Any], SpecConfig, type[ForetokenError], str]] = [
-    ([5], {}, SpecConfig("early_exit", exit_layer=2), ConfigError, "exit_layer=2: must be less than the target's 2 layers"),
-    ([5], {}, SpecConfig("early_exit", skip_layers=[2]), ConfigError, r"skip_layers=\(2,\): the target's layers are numbered 0 to 1"),
-    ([5], {}, SpecConfig("early_exit", skip_layers=[1, 0]), ConfigError, r"skip_layers=\(0, 1\): leaves no layer to draft with"),
-    ([5], {}, SpecConfig("early_exit", skip_layers="auto"), ConfigError, "the target has 2 layers, and a draft with fewer needs at least 3"),
+    (
+        [5],
+        {},
+        SpecConfig("early_exit", exit_layer=2),
+        ConfigError,
+        "exit_layer=2: must be less than the target's 2 layers",
+    ),
+    (
+        [5],
+        {},
+        SpecConfig("early_exit", skip_layers=[2]),
+        ConfigError,
+        r"skip_layers=\(2,\): the target's layers are numbered 0 to 1",
+    ),
+    (
+        [5],
+        {},
+        SpecConfig("early_exit", skip_layers=[1, 0]),
+        ConfigError,
+        r"skip_layers=\(0, 1\): leaves no layer to draft with",
+    ),
+    (
+        [5],
+        {},
+        SpecConfig("early_exit", skip_layers="auto"),
+        ConfigError,
+        "the target has 2 layers, and a draft with fewer needs at least 3",
+    ),
     ([], {}, SpecConfig(), InputError, r"prompt=\[\]: is empty; give at least one token"),
     ([5, 97], {}, SpecConfig(), InputError, "prompt=97: token ids must be whole numbers from 0 to 96"),
     ([-1], {}, SpecConfig(), InputError, "prompt=-1: token ids must be whole numbers from 0 to 96"),
     ([5, 2.0], {}, SpecConfig(), InputError, "prompt=2.0: token ids must be whole numbers"),
     ([5, True], {}, SpecConfig(), InputError, "prompt=True: token ids must be whole numbers"),
     ([5, None], {}, SpecConfig(), InputError, "prompt=None: token ids must be whole numbers"),
-    ([1] * 256, {}, SpecConfig(), ContextLengthError, "prompt='256 tokens': the context holds 256 tokens; shorten the prompt to at most 255"),
-    ([1], {"stop": "x"}, SpecConfig(), InputError, r"stop=\('x',\): stop strings need a tokenizer, and this model folder has none"),
+    (
+        [1] * 256,
+        {},
+        SpecConfig(),
+        ContextLengthError,
+        "prompt='256 tokens': the context holds 256 tokens; shorten the prompt to at most 255",
+    ),
+    (
+        [1],
+        {"stop": "x"},
+        SpecConfig(),
+        InputError,
+        r"stop=\('x',\): stop strings need a tokenizer, and this model folder has none",
+    ),
     ("text", {}, SpecConfig(), InputError, "prompt='text': .* has no tokenizer; give token ids instead of text"),
-    ([1], {}, SpecConfig("ngram", num_draft=256), InputError, "num_draft=256: must be smaller than the context of 256 tokens"),
-    ([1], {"temperature": 1.0}, SpecConfig("ngram", rule="greedy"), ConfigError, "rule='greedy': it would change the law at temperature > 0"),
-    ([1], {}, SpecConfig("draft_model"), ConfigError, "draft=None: drafter='draft_model' needs the folder or hub id of a draft model"),
+    (
+        [1],
+        {},
+        SpecConfig("ngram", num_draft=256),
+        InputError,
+        "num_draft=256: must be smaller than the context of 256 tokens",
+    ),
+    (
+        [1],
+        {"temperature": 1.0},
+        SpecConfig("ngram", rule="greedy"),
+        ConfigError,
+        "rule='greedy': it would change the law at temperature > 0",
+    ),
+    (
+        [1],
+        {},
+        SpecConfig("draft_model"),
+        ConfigError,
+        "draft=None: drafter='draft_model' needs the folder or hub id of a draft model",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("prompt", "params", "spec", "kind", "message"), BAD_REQUESTS, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(
+    ("prompt", "params", "spec", "kind", "message"), BAD_REQUESTS, ids=lambda value: str(value)[:30]
+)
 @pytest.mark.parametrize("how", ["generate", "stream"])
 def test_bad_requests_leave_nothing(
     llm: LLM, prompt: Any, params: dict[str, Any], spec: SpecConfig, kind: type[ForetokenError], message: str, how: str
@@ -283,10 +407,14 @@ def test_a_long_bad_value_is_shortened() -> None:
 
 def test_a_request_that_can_never_fit_is_refused(pair: SimpleNamespace) -> None:
     with LLM(pair.target, cache_tokens=64) as small:
-        with pytest.raises(CapacityError, match="may need 101 tokens and the cache holds 64; lower max_tokens or raise cache_tokens"):
+        with pytest.raises(
+            CapacityError, match="may need 101 tokens and the cache holds 64; lower max_tokens or raise cache_tokens"
+        ):
             small.generate([[1]], SamplingParams(max_tokens=100))
         check_idle(small)
-        assert len(small.generate([[1]], SamplingParams(max_tokens=63, ignore_eos=True))[0].token_ids) == 63  # to the last slot
+        assert (
+            len(small.generate([[1]], SamplingParams(max_tokens=63, ignore_eos=True))[0].token_ids) == 63
+        )  # to the last slot
 
 
 @pytest.mark.parametrize(
@@ -354,15 +482,30 @@ def test_c7_a_bad_option_is_named_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (SpecConfig(), "routing=.*: rules hold where the number of guesses is open, and nobody guesses: name a drafter, or leave this out"),
-        (SpecConfig("ngram", num_draft=3), "routing=.*: rules hold where .*, and num_draft=3 is set: leave that to 'auto', or leave this out"),
+        (
+            SpecConfig(),
+            (
+                "routing=.*: rules hold where the number of guesses is open, and nobody guesses: name a "
+                "drafter, or leave this out"
+            ),
+        ),
+        (
+            SpecConfig("ngram", num_draft=3),
+            "routing=.*: rules hold where .*, and num_draft=3 is set: leave that to 'auto', or leave this out",
+        ),
     ],
 )
 def test_w8_rules_that_nobody_would_ask_are_refused(pair: SimpleNamespace, spec: SpecConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(pair.target, spec=spec, routing=RoutingRules(min_tokens_to_speculate=4))
     for open_spec in (None, SpecConfig("ngram"), SpecConfig("auto")):  # None: every request says it itself
-        LLM(pair.target, spec=open_spec, cache_tokens=256, profile="off", routing=RoutingRules(min_tokens_to_speculate=4)).close()
+        LLM(
+            pair.target,
+            spec=open_spec,
+            cache_tokens=256,
+            profile="off",
+            routing=RoutingRules(min_tokens_to_speculate=4),
+        ).close()
 
 
 def test_c7_things_of_the_wrong_kind_in_a_request(llm: LLM) -> None:
@@ -390,7 +533,9 @@ def test_cache_tokens_is_honoured_by_models_of_transformers_too(tmp_path: Path) 
 
 def test_per_prompt_lists_must_fit(llm: LLM) -> None:
     for values in ([LONG], [LONG] * 3, []):
-        with pytest.raises(InputError, match=f"params='{len(values)} values': give one value, or one for each of the 2 prompts"):
+        with pytest.raises(
+            InputError, match=f"params='{len(values)} values': give one value, or one for each of the 2 prompts"
+        ):
             llm.generate([[1], [2]], values)
     with pytest.raises(InputError, match="spec='3 values': give one value"):
         llm.generate([[1], [2]], LONG, [SpecConfig()] * 3)
@@ -403,8 +548,14 @@ def test_per_prompt_lists_must_fit(llm: LLM) -> None:
 @pytest.fixture(scope="module")
 def mismatched(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("mismatched")
-    for name, vocab, texts in (("target", 300, ()), ("other-words", 300, ("zzzz yyyy xxxx " * 50,)), ("other-size", 280, ())):
-        tiny_checkpoint(folder / name, "llama", num_hidden_layers=2 if name == "target" else 1, hidden_size=32, vocab_size=vocab)
+    for name, vocab, texts in (
+        ("target", 300, ()),
+        ("other-words", 300, ("zzzz yyyy xxxx " * 50,)),
+        ("other-size", 280, ()),
+    ):
+        tiny_checkpoint(
+            folder / name, "llama", num_hidden_layers=2 if name == "target" else 1, hidden_size=32, vocab_size=vocab
+        )
         tiny_tokenizer(folder / name, vocab, texts)
     return SimpleNamespace(**{path.name.replace("-", "_"): path for path in folder.iterdir()})
 
@@ -412,20 +563,32 @@ def mismatched(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 def test_a_draft_of_another_vocabulary_is_refused(mismatched: SimpleNamespace) -> None:
     with LLM(mismatched.target, cache_tokens=256) as target:
         for _ in range(2):  # the failed attempt is not remembered as a drafter
-            with pytest.raises(MismatchError, match="has another tokenizer than the target: 300 against 280 tokens") as caught:
-                target.generate([[1]], spec=SpecConfig("draft_model", str(mismatched.other_size), draft_vocabulary="same"))
+            with pytest.raises(
+                MismatchError, match="has another tokenizer than the target: 300 against 280 tokens"
+            ) as caught:
+                target.generate(
+                    [[1]], spec=SpecConfig("draft_model", str(mismatched.other_size), draft_vocabulary="same")
+                )
         assert (caught.value.exit_code, str(mismatched.other_size) in str(caught.value)) == (3, True)
         assert len(target.generate([[1]], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
 
 
 def test_a_draft_of_another_tokenizer_is_refused(mismatched: SimpleNamespace) -> None:
     """Equal sizes are not enough: the first token that means something else is named."""
-    with pytest.raises(MismatchError, match=r"has another tokenizer than the target: .*token \d+ is '.+' here and '.+' there"):
-        LLM(mismatched.target, SpecConfig("draft_model", str(mismatched.other_words), draft_vocabulary="same"), cache_tokens=256)
+    with pytest.raises(
+        MismatchError, match=r"has another tokenizer than the target: .*token \d+ is '.+' here and '.+' there"
+    ):
+        LLM(
+            mismatched.target,
+            SpecConfig("draft_model", str(mismatched.other_words), draft_vocabulary="same"),
+            cache_tokens=256,
+        )
 
 
 def test_a_draft_as_large_as_the_target_is_warned_about(pair: SimpleNamespace) -> None:
-    with pytest.warns(UserWarning, match="MB of weights to read per step, the target .* drafting costs as much as decoding"):
+    with pytest.warns(
+        UserWarning, match="MB of weights to read per step, the target .* drafting costs as much as decoding"
+    ):
         LLM(pair.target, SpecConfig("draft_model", str(pair.target)), cache_tokens=256).close()
 
 

@@ -1,4 +1,6 @@
-"""Ten thousand random requests through one engine: no block is lost, nothing is kept of anybody, and no answer depends on the crowd."""
+"""Ten thousand random requests through one engine: no block is lost, nothing is kept of anybody, and no answer depends
+on the crowd.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ DRAFTING = (
     SpecConfig("predicted", prediction=SHARED[0]),
     *(SpecConfig("early_exit", **layers) for layers in ({"exit_layer": 1}, {"skip_layers": (1,)})),
     *(SpecConfig("draft_model", "d", tree=tree) for tree in ("chain", "chain", "static", "best_first")),
-    *(SpecConfig("draft_model", "d", **less) for less in ({"draft_probability": 0.5}, {"min_confidence": 0.1, "draft_top_k": 20})),
+    *(
+        SpecConfig("draft_model", "d", **less)
+        for less in ({"draft_probability": 0.5}, {"min_confidence": 0.1, "draft_top_k": 20})
+    ),
     SpecConfig("cascade", "d"),
     TWO_LEVELS,
     *(SpecConfig("mix", "d", combine=combine) for combine in ("best", "merge")),
@@ -67,8 +72,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("conservation")
     for seed, name in enumerate(("target", "d", "f")):
         shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-        tiny_checkpoint(folder / name, "llama", seed, num_hidden_layers=1 + (name == "target"), vocab_size=VOCAB, max_position_embeddings=64, **shape)
-        foreign_tokenizer(folder / name, "unigram", VOCAB) if name == "f" else tiny_tokenizer(folder / name, VOCAB, PROSE)
+        tiny_checkpoint(
+            folder / name,
+            "llama",
+            seed,
+            num_hidden_layers=1 + (name == "target"),
+            vocab_size=VOCAB,
+            max_position_embeddings=64,
+            **shape,
+        )
+        foreign_tokenizer(folder / name, "unigram", VOCAB) if name == "f" else tiny_tokenizer(
+            folder / name, VOCAB, PROSE
+        )
     return {name: folder / name for name in ("target", "d", "f")}
 
 
@@ -100,7 +115,9 @@ def engine_of(folders: dict[str, Path]) -> Engine:
         "predicted": PredictedDrafter,
         "draft_model": lambda: DraftModelDrafter(model("d", 140)),
         "cascade": lambda: CascadeDrafter([model("d", 100)], NgramDrafter()),
-        "mix": lambda: MixDrafter([NgramDrafter(), SuffixDrafter(), RecyclingDrafter(VOCAB), DraftModelDrafter(model("d", 100))]),
+        "mix": lambda: MixDrafter(
+            [NgramDrafter(), SuffixDrafter(), RecyclingDrafter(VOCAB), DraftModelDrafter(model("d", 100))]
+        ),
     }
     for key, spec in ((key, spec) for drafting in DRAFTING for key, spec in own_drafters(drafting).items()):
         if key not in made:
@@ -114,7 +131,9 @@ def engine_of(folders: dict[str, Path]) -> Engine:
 
 @dataclass
 class Crowd:
-    """Who asks: prompts that often begin alike, in one of three tenants; every hundredth answer is kept as a `sample`."""
+    """Who asks: prompts that often begin alike, in one of three tenants; every hundredth answer is kept as a
+    `sample`.
+    """
 
     engine: Engine
     rng: random.Random
@@ -127,7 +146,10 @@ class Crowd:
     def prompt(self) -> list[int]:
         rng = self.rng
         head = rng.choice(SHARED)[: rng.choice((8, 16, 24))] if rng.random() < 0.5 else []
-        return [*head, *rng.choices(range(1, VOCAB) if rng.random() < 0.5 else range(1, 5), k=rng.randint(1, 40 - len(head)))]
+        return [
+            *head,
+            *rng.choices(range(1, VOCAB) if rng.random() < 0.5 else range(1, 5), k=rng.randint(1, 40 - len(head))),
+        ]
 
     def params(self) -> SamplingParams:
         rng, more = self.rng, {}
@@ -141,7 +163,12 @@ class Crowd:
             more["repetition_penalty"] = 1.2
         if rng.random() < 0.05:
             more["prompt_logprobs"] = 1
-        return SamplingParams(max_tokens=rng.randint(1, 12), n=rng.choices((1, 2, 3), (18, 1, 1))[0], ignore_eos=rng.random() < 0.5, **more)
+        return SamplingParams(
+            max_tokens=rng.randint(1, 12),
+            n=rng.choices((1, 2, 3), (18, 1, 1))[0],
+            ignore_eos=rng.random() < 0.5,
+            **more,
+        )
 
     def arrive(self) -> None:
         """One request of one or more answers."""
@@ -210,7 +237,10 @@ def reachable(root: object) -> list[object]:
         elif isinstance(thing, list | tuple | set | frozenset | deque):
             more = list(thing)
         elif type(thing).__module__.startswith("foretoken") and not isinstance(thing, torch.nn.Module):
-            more = [*getattr(thing, "__dict__", {}).values(), *(getattr(thing, name, None) for name in getattr(type(thing), "__slots__", ()))]
+            more = [
+                *getattr(thing, "__dict__", {}).values(),
+                *(getattr(thing, name, None) for name in getattr(type(thing), "__slots__", ())),
+            ]
         else:
             continue
         for one in more:
@@ -245,7 +275,9 @@ def test_ten_thousand_requests(folders: dict[str, Path], tmp_path: Path) -> None
 
 
 def compare_with_alone(crowd: Crowd, folders: dict[str, Path]) -> None:
-    """Greedy and coupled answers are those of the same request alone, undrafted; an aborted one is the beginning of it."""
+    """Greedy and coupled answers are those of the same request alone, undrafted; an aborted one is the beginning of
+    it.
+    """
     alone, num_compared = engine_of(folders), 0
     for state in crowd.sample.values():
         request = state.request

@@ -17,7 +17,9 @@ TEMPERATURES = (0.3, 0.7, 1.0, 1.3)
 
 
 def params_of(temperature: float, i: int, **values: object) -> SamplingParams:
-    return SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature, top_p=(1.0, 0.9)[i % 2], seed=300 + i, **values)
+    return SamplingParams(
+        max_tokens=24, ignore_eos=True, temperature=temperature, top_p=(1.0, 0.9)[i % 2], seed=300 + i, **values
+    )
 
 
 def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
@@ -29,7 +31,9 @@ def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
         SpecConfig("predicted", prediction=PROMPTS[1] + PROMPTS[2]),
         *(SpecConfig("draft_model", draft, num_draft=4, draft_dtype=kind) for kind in ("int8", "int4")),
         *(SpecConfig("cascade", draft, num_draft=n) for n in (1, 5)),
-        SpecConfig("cascade", draft, parts=("recycling", "draft_model", "draft_model"), num_draft=6, min_confidence=0.1),
+        SpecConfig(
+            "cascade", draft, parts=("recycling", "draft_model", "draft_model"), num_draft=6, min_confidence=0.1
+        ),
         *(SpecConfig("mix", draft, num_draft=n, combine=how) for n in (2, 7) for how in ("best", "merge")),
         SpecConfig("mix", draft, prediction=PROMPTS[1], combine="merge"),
         SpecConfig("draft_model", draft, num_draft=4, draft_probability=0.5),
@@ -38,9 +42,15 @@ def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
         *(SpecConfig("early_exit", exit_layer=1, num_draft=n) for n in (1, 3, 8)),
         SpecConfig("early_exit", skip_layers=[0], num_draft=3),
         SpecConfig("early_exit", num_draft=4),
-        *(SpecConfig("draft_model", draft, num_draft=n, tree=tree) for tree in ("static", "best_first") for n in (3, 9)),
+        *(
+            SpecConfig("draft_model", draft, num_draft=n, tree=tree)
+            for tree in ("static", "best_first")
+            for n in (3, 9)
+        ),
         *(SpecConfig("auto", draft, num_draft=n, prediction=PROMPTS[2]) for n in ("auto", 3, 9)),
-        SpecConfig("draft_model", draft, num_draft=7, tree="best_first", branching=(3, 2, 1), min_confidence=0.1, draft_top_k=8),
+        SpecConfig(
+            "draft_model", draft, num_draft=7, tree="best_first", branching=(3, 2, 1), min_confidence=0.1, draft_top_k=8
+        ),
     ]
 
 
@@ -54,7 +64,11 @@ def test_the_text_of_a_seed_is_the_text_without_drafts(llm: LLM, pair: SimpleNam
         order = np.random.default_rng(turn).permutation(len(PROMPTS)).tolist()
         for start in range(0, len(PROMPTS) if batch > 1 else 4, batch):
             chosen = order[start : start + batch]
-            outputs = llm.generate([PROMPTS[i] for i in chosen], [each[i] for i in chosen], [specs[(turn + i) % len(specs)] for i in chosen])
+            outputs = llm.generate(
+                [PROMPTS[i] for i in chosen],
+                [each[i] for i in chosen],
+                [specs[(turn + i) % len(specs)] for i in chosen],
+            )
             assert [out.token_ids for out in outputs] == [plain[i] for i in chosen]
             assert all(out.stats.rule == "coupled" for out in outputs)
             accepted += sum(out.stats.num_accepted for out in outputs)
@@ -90,12 +104,16 @@ def test_sampling_parameters_follow_the_drafted_tokens(llm: LLM, pair: SimpleNam
     plain = llm.generate(PROMPTS, each)
     specs = specs_of(pair)
     outputs = llm.generate(PROMPTS, each, [specs[i % len(specs)] for i in range(len(PROMPTS))])
-    assert [[c.token_ids for c in out.choices] for out in outputs] == [[c.token_ids for c in out.choices] for out in plain]
+    assert [[c.token_ids for c in out.choices] for out in outputs] == [
+        [c.token_ids for c in out.choices] for out in plain
+    ]
     assert sum(out.stats.num_accepted for out in outputs) > 20
 
 
 def test_a_named_rule_needs_no_seed(llm: LLM, pair: SimpleNamespace) -> None:
-    out = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=8, temperature=1.0), SpecConfig("ngram", rule="coupled"))[0]
+    out = llm.generate(
+        [PROMPTS[0]], SamplingParams(max_tokens=8, temperature=1.0), SpecConfig("ngram", rule="coupled")
+    )[0]
     assert out.stats.rule == "coupled"
 
 

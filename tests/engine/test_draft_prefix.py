@@ -19,24 +19,47 @@ from tests.helpers.specs import spec_of
 
 COLUMNS = 400
 PROMPT = token_ids(150, 355, seed=3)
-WITH_CACHE = ("draft_model", "padded", "static", "best_first", "cascade", "two levels", "mix", "strings", "intersection", "mix of others")
+WITH_CACHE = (
+    "draft_model",
+    "padded",
+    "static",
+    "best_first",
+    "cascade",
+    "two levels",
+    "mix",
+    "strings",
+    "intersection",
+    "mix of others",
+)
 pytestmark = pytest.mark.filterwarnings("ignore:draft .* has another tokenizer", "ignore:the draft has")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A target, drafts with its tokenizer, one of them with more columns, and one with another tokenizer, which needs more tokens."""
+    """A target, drafts with its tokenizer, one of them with more columns, and one with another tokenizer, which needs
+    more tokens.
+    """
     folder = tmp_path_factory.mktemp("prefixes")
     for seed, name in enumerate(("target", "draft", "foreign", "padded")):
         columns = COLUMNS + 16 * (name == "padded")
-        shape = {"num_hidden_layers": 1 + (name == "target"), "hidden_size": 32, "vocab_size": columns, "max_position_embeddings": 2048}
+        shape = {
+            "num_hidden_layers": 1 + (name == "target"),
+            "hidden_size": 32,
+            "vocab_size": columns,
+            "max_position_embeddings": 2048,
+        }
         tiny_checkpoint(folder / name, "llama", seed, **shape)
-        foreign_tokenizer(folder / name, "sentencepiece") if name == "foreign" else tiny_tokenizer(folder / name, COLUMNS, PROSE)
+        foreign_tokenizer(folder / name, "sentencepiece") if name == "foreign" else tiny_tokenizer(
+            folder / name, COLUMNS, PROSE
+        )
     return {name: folder / name for name in ("target", "draft", "foreign", "padded")}
 
 
 def spec_for(name: str, folders: dict[str, Path], tenant: str = "") -> SpecConfig:
-    own, foreign = {"draft": str(folders["draft"]), "num_draft": 3, "tenant": tenant}, SpecConfig("draft_model", str(folders["foreign"]))
+    own, foreign = (
+        {"draft": str(folders["draft"]), "num_draft": 3, "tenant": tenant},
+        SpecConfig("draft_model", str(folders["foreign"])),
+    )
     if name == "padded":
         return SpecConfig("draft_model", **own | {"draft": str(folders["padded"])})
     if name in ("static", "best_first"):
@@ -47,7 +70,11 @@ def spec_for(name: str, folders: dict[str, Path], tenant: str = "") -> SpecConfi
         return SpecConfig("cascade", parts=("draft_model", SpecConfig("draft_model", str(folders["target"]))), **own)
     if name == "mix":
         return SpecConfig("mix", parts=("draft_model",), **own)
-    return SpecConfig("mix", parts=(foreign,), num_draft=3, tenant=tenant) if name == "mix of others" else SpecConfig(name, **own)
+    return (
+        SpecConfig("mix", parts=(foreign,), num_draft=3, tenant=tenant)
+        if name == "mix of others"
+        else SpecConfig(name, **own)
+    )
 
 
 def open_llm(folders: dict[str, Path]) -> LLM:
@@ -57,7 +84,9 @@ def open_llm(folders: dict[str, Path]) -> LLM:
 def caches(drafter: object) -> list[OwnCache]:
     """The caches of a drafter and its parts."""
     found = [getattr(drafter, "_cache", None), *(level.cache for level in getattr(drafter, "levels", ()))]
-    return [cache for cache in found if cache is not None] + [cache for part in getattr(drafter, "parts", ()) for cache in caches(part)]
+    return [cache for cache in found if cache is not None] + [
+        cache for part in getattr(drafter, "parts", ()) for cache in caches(part)
+    ]
 
 
 def count_rows(cache: OwnCache, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -72,9 +101,13 @@ def count_rows(cache: OwnCache, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize("params", [SamplingParams(max_tokens=12, ignore_eos=True), SamplingParams(max_tokens=12, temperature=1.0, seed=5)])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(max_tokens=12, ignore_eos=True), SamplingParams(max_tokens=12, temperature=1.0, seed=5)]
+)
 @pytest.mark.parametrize("name", WITH_CACHE)
-def test_a_long_prompt_is_read_once_per_tenant(folders: dict[str, Path], name: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_read_once_per_tenant(
+    folders: dict[str, Path], name: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By every model that drafts; the second answer is the first, and that of a fresh engine that guesses nothing."""
     with open_llm(folders) as fresh:
         expected = fresh.generate([PROMPT], params)[0].token_ids
@@ -91,7 +124,10 @@ def test_a_long_prompt_is_read_once_per_tenant(folders: dict[str, Path], name: s
                 rows.clear()
             told = llm.generate([prompt], params, spec_for(name, folders, tenant))[0].token_ids
             assert told == expected or prompt != PROMPT
-            return [(sum(rows), cache.model.prefix_stats.num_found_tokens - was) for (cache, rows), was in zip(each, before, strict=True)]
+            return [
+                (sum(rows), cache.model.prefix_stats.num_found_tokens - was)
+                for (cache, rows), was in zip(each, before, strict=True)
+            ]
 
         first, second, other, again = ask("a"), ask("a"), ask("b"), ask("b")
         for (read, found), (rows, known) in zip(first, second, strict=True):
@@ -112,12 +148,18 @@ def dialogues(ask: Callable[[list[list[int]]], list[list[int]]], seed: int) -> N
     for _ in range(2):
         alone = [ask([text])[0] for text in texts[:2]]
         answers = [*alone, *ask(texts[2:])]
-        texts = [[*text, *answer, *token_ids(9, 355, seed=len(text))] for text, answer in zip(texts, answers, strict=True)]
+        texts = [
+            [*text, *answer, *token_ids(9, 355, seed=len(text))] for text, answer in zip(texts, answers, strict=True)
+        ]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_speculation_never_lowers_the_hit_rate(folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same traffic plainly and with guesses: at least the same blocks are found, also where an answer ends inside an accepted run."""
+def test_speculation_never_lowers_the_hit_rate(
+    folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same traffic plainly and with guesses: at least the same blocks are found, also where an answer ends inside
+    an accepted run.
+    """
     answers: dict[str | None, list[list[int]]] = {}
 
     def hits(name: str | None) -> PrefixStats:
@@ -127,7 +169,10 @@ def test_speculation_never_lowers_the_hit_rate(folders: dict[str, Path], name: s
             monkeypatch.setattr(llm.engine.intake, "eos_token_ids", frozenset(range(0, COLUMNS, 13)))
 
             def ask(prompts: list[list[int]]) -> list[list[int]]:
-                params = [SamplingParams(max_tokens=40, ignore_eos=i % 2 == 0, repetition_penalty=1.2) for i in range(len(prompts))]
+                params = [
+                    SamplingParams(max_tokens=40, ignore_eos=i % 2 == 0, repetition_penalty=1.2)
+                    for i in range(len(prompts))
+                ]
                 told = [list(out.token_ids) for out in llm.generate(prompts, params, spec)]
                 answers[name].extend(told)
                 return told
@@ -151,8 +196,12 @@ def test_every_drafter_is_compared() -> None:
 
 
 @pytest.mark.parametrize("name", ["recycling", "early_exit"])
-def test_a_full_cache_finds_as_much_but_for_its_oldest_block(folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses in front of a block's border take the block unused longest a little before the text would; if the answer ends there, for nothing."""
+def test_a_full_cache_finds_as_much_but_for_its_oldest_block(
+    folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guesses in front of a block's border take the block unused longest a little before the text would; if the answer
+    ends there, for nothing.
+    """
     found, lengths = [], []
     for spec in (SpecConfig(), spec_of(name, folders["draft"], num_draft=8)):
         with LLM(folders["target"], dtype="float32", cache_tokens=384) as llm:

@@ -1,4 +1,6 @@
-"""Speculative answers are the plain answers: token for token when greedy, in law when sampled, whoever the neighbours are."""
+"""Speculative answers are the plain answers: token for token when greedy, in law when sampled, whoever the neighbours
+are.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ def all_specs(draft: Path) -> list[SpecConfig]:
     return [
         SpecConfig(),
         *(SpecConfig("draft_model", str(draft), num_draft=n) for n in range(9)),
-        *(SpecConfig("draft_model", str(draft), num_draft=n, draft_dtype=kind) for kind in QUANTISED for n in (1, 3, 6)),
+        *(
+            SpecConfig("draft_model", str(draft), num_draft=n, draft_dtype=kind)
+            for kind in QUANTISED
+            for n in (1, 3, 6)
+        ),
         *(SpecConfig("ngram", num_draft=n) for n in range(9)),
         *(SpecConfig(name, num_draft=n) for name in ("suffix", "recycling", "lookahead") for n in (1, 2, 4, 7, 12)),
         SpecConfig("lookahead", num_draft=6, lookahead_window=7, lookahead_ngram=5),
@@ -36,11 +42,20 @@ def all_specs(draft: Path) -> list[SpecConfig]:
         *(SpecConfig("mix", str(draft), num_draft=n, combine=how) for n in (1, 5, 10) for how in ("best", "merge")),
         SpecConfig("mix", str(draft)),
         *(SpecConfig("auto", str(draft), num_draft=n, slice="code") for n in (1, 6, "auto")),
-        SpecConfig("auto", str(draft), parts=("ngram", "early_exit", SpecConfig("draft_model", str(draft), tree="best_first")), exit_layer=1),
+        SpecConfig(
+            "auto",
+            str(draft),
+            parts=("ngram", "early_exit", SpecConfig("draft_model", str(draft), tree="best_first")),
+            exit_layer=1,
+        ),
         SpecConfig("ngram"),
         SpecConfig("draft_model", str(draft)),
         SpecConfig("early_exit"),
-        *(SpecConfig("draft_model", str(draft), num_draft=n, tree=tree) for tree in ("static", "best_first") for n in (1, 4, 11)),
+        *(
+            SpecConfig("draft_model", str(draft), num_draft=n, tree=tree)
+            for tree in ("static", "best_first")
+            for n in (1, 4, 11)
+        ),
     ]
 
 
@@ -54,7 +69,9 @@ def reference(pair: SimpleNamespace) -> Answers:
     answers = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS, pad_token_id=0)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS, pad_token_id=0
+        )
         answers.append(tuple(out[0, len(prompt) :].tolist()))
     return answers
 
@@ -71,7 +88,9 @@ def test_greedy_equals_transformers(llm: LLM, pair: SimpleNamespace, reference: 
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled", "tree", "traversal"])
-def test_every_lossless_rule_is_greedy_at_temperature_0(llm: LLM, pair: SimpleNamespace, reference: Answers, rule: str) -> None:
+def test_every_lossless_rule_is_greedy_at_temperature_0(
+    llm: LLM, pair: SimpleNamespace, reference: Answers, rule: str
+) -> None:
     """The target's law is a point there, and so are the guesses."""
     specs = [SpecConfig("draft_model", str(pair.draft), num_draft=3, rule=rule), SpecConfig("ngram", rule=rule)]
     outputs = llm.generate(PROMPTS[:8], LONG, [specs[i % 2] for i in range(8)])
@@ -80,13 +99,18 @@ def test_every_lossless_rule_is_greedy_at_temperature_0(llm: LLM, pair: SimpleNa
 
 
 def test_the_rule_that_auto_takes(llm: LLM, pair: SimpleNamespace) -> None:
-    """Greedy at temperature 0, coupled with a seed, tree for trees whose shape may depend on draws, else settled by the shape of the
-    draft: block for sampled chains.
+    """Greedy at temperature 0, coupled with a seed, tree for trees whose shape may depend on draws, else settled by the
+    shape of the draft: block for sampled chains.
     """
-    params = [SamplingParams(max_tokens=6, temperature=t, seed=seed, ignore_eos=True) for t, seed in ((0.0, None), (0.0, 3), (1.0, 3), (1.0, None))]
+    params = [
+        SamplingParams(max_tokens=6, temperature=t, seed=seed, ignore_eos=True)
+        for t, seed in ((0.0, None), (0.0, 3), (1.0, 3), (1.0, None))
+    ]
     outputs = llm.generate([PROMPTS[0]] * 4, params, SpecConfig("draft_model", str(pair.draft), num_draft=3))
     assert [out.stats.rule for out in outputs] == ["greedy", "greedy", "coupled", "auto"]
-    trees = llm.generate([PROMPTS[0]] * 4, params, SpecConfig("draft_model", str(pair.draft), num_draft=3, tree="best_first"))
+    trees = llm.generate(
+        [PROMPTS[0]] * 4, params, SpecConfig("draft_model", str(pair.draft), num_draft=3, tree="best_first")
+    )
     assert [out.stats.rule for out in trees] == ["greedy", "greedy", "coupled", "tree"]
     assert not any(out.stats.lossy for out in outputs)
 
@@ -114,22 +138,33 @@ def test_a_lossy_rule_says_so(llm: LLM, pair: SimpleNamespace) -> None:
 
 
 SAMPLED = [
-    SamplingParams(max_tokens=16, ignore_eos=True, temperature=(0.7, 1.0, 0.0)[i % 3], top_p=(1.0, 0.9)[i % 2], seed=900 + i) for i in range(16)
+    SamplingParams(
+        max_tokens=16, ignore_eos=True, temperature=(0.7, 1.0, 0.0)[i % 3], top_p=(1.0, 0.9)[i % 2], seed=900 + i
+    )
+    for i in range(16)
 ]
 
 
 def sampled_specs(draft: Path) -> list[SpecConfig]:
-    return [SpecConfig("draft_model", str(draft), num_draft=1 + i % 5) if i % 4 < 2 else SpecConfig(("ngram", None)[i % 2]) for i in range(16)]
+    return [
+        SpecConfig("draft_model", str(draft), num_draft=1 + i % 5) if i % 4 < 2 else SpecConfig(("ngram", None)[i % 2])
+        for i in range(16)
+    ]
 
 
 @pytest.fixture(scope="module")
 def alone(llm: LLM, pair: SimpleNamespace) -> Answers:
     """Every request of the next tests, run by itself."""
     specs = sampled_specs(pair.draft)
-    return [llm.generate([prompt], params, spec)[0].token_ids for prompt, params, spec in zip(PROMPTS, SAMPLED, specs, strict=True)]
+    return [
+        llm.generate([prompt], params, spec)[0].token_ids
+        for prompt, params, spec in zip(PROMPTS, SAMPLED, specs, strict=True)
+    ]
 
 
-@pytest.mark.parametrize("limits", [(16, 512), (5, 512), (16, 3), (3, 7)], ids=lambda limits: f"batch{limits[0]}-chunk{limits[1]}")
+@pytest.mark.parametrize(
+    "limits", [(16, 512), (5, 512), (16, 3), (3, 7)], ids=lambda limits: f"batch{limits[0]}-chunk{limits[1]}"
+)
 def test_a_result_does_not_depend_on_batch_or_chunks(
     llm: LLM, pair: SimpleNamespace, alone: Answers, limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,8 +175,12 @@ def test_a_result_does_not_depend_on_batch_or_chunks(
 
 
 @pytest.mark.parametrize("length", range(5, 11))
-def test_where_a_chunk_ends_does_not_matter(llm: LLM, pair: SimpleNamespace, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A last chunk of one token looks like a decode step; it must not draft, or the neighbours' chunks would change the answer."""
+def test_where_a_chunk_ends_does_not_matter(
+    llm: LLM, pair: SimpleNamespace, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A last chunk of one token looks like a decode step; it must not draft, or the neighbours' chunks would change the
+    answer.
+    """
     spec = SpecConfig("draft_model", str(pair.draft), num_draft=4)
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, seed=length)
     prompt = token_ids(length, seed=length)
@@ -184,7 +223,9 @@ def test_two_draft_models_in_one_batch(llm: LLM, pair: SimpleNamespace) -> None:
 def test_seeds(llm: LLM, pair: SimpleNamespace) -> None:
     """The same seed repeats, another one does not, and without a seed each request draws its own."""
     spec = SpecConfig("draft_model", str(pair.draft), num_draft=3)
-    params = [SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True, seed=seed) for seed in (1, 1, 2, None, None)]
+    params = [
+        SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True, seed=seed) for seed in (1, 1, 2, None, None)
+    ]
     one, same, other, free, free2 = (out.token_ids for out in llm.generate([PROMPTS[0]] * 5, params, spec))
     assert one == same
     assert len({one, other, free, free2}) == 4

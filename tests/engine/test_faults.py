@@ -18,7 +18,8 @@ from tests.helpers.faults import Broken, Fault, Injected, Interrupt, expect
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*injected:UserWarning")
 
-# Greedy and seeded, with and without guesses, short prompts and one of several chunks, with processors and prompt log-probabilities.
+# Greedy and seeded, with and without guesses, short prompts and one of several chunks, with processors and prompt
+# log-probabilities.
 PROMPTS = [token_ids(3 + i, seed=i) for i in range(5)] + [token_ids(70, seed=9), token_ids(70, seed=9)[:40]]
 GREEDY = SamplingParams(max_tokens=9, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=9, ignore_eos=True, temperature=1.0, seed=5)
@@ -42,7 +43,9 @@ def specs(pair: SimpleNamespace) -> list[SpecConfig]:
 
 @pytest.fixture(scope="module")
 def llm(pair: SimpleNamespace, specs: list[SpecConfig]) -> Iterator[LLM]:
-    with LLM(pair.target, dtype="float32", cache_tokens=2048, max_batch_size=5, max_prompt_tokens=32, profile="off") as llm:
+    with LLM(
+        pair.target, dtype="float32", cache_tokens=2048, max_batch_size=5, max_prompt_tokens=32, profile="off"
+    ) as llm:
         for spec in specs:
             llm.prepare(spec)
         yield llm
@@ -88,7 +91,15 @@ def run(llm: LLM, specs: list[SpecConfig], way: str) -> list[GenerateOutput]:
 
 STEP = ("_schedule", "_propose", "_forward", "_verify", "_commit", "_observe", "_emit")
 INSIDE = (
-    *("scheduler.schedule", "scheduler._grants", "controller.plan", "controller.observe", "drafters.propose", "drafters.commit", "drafters.taps"),
+    *(
+        "scheduler.schedule",
+        "scheduler._grants",
+        "controller.plan",
+        "controller.observe",
+        "drafters.propose",
+        "drafters.commit",
+        "drafters.taps",
+    ),
     *("target.open", "target.adopt", "target.forward", "target.commit", "target.publish", "runner.forward"),
 )
 
@@ -97,7 +108,13 @@ INSIDE = (
 @pytest.mark.parametrize("nth", [2, 5])
 @pytest.mark.parametrize("path", [*STEP, *INSIDE])
 def test_one_fault_changes_no_answer(
-    llm: LLM, specs: list[SpecConfig], undisturbed: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, path: str, nth: int, after: bool
+    llm: LLM,
+    specs: list[SpecConfig],
+    undisturbed: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    nth: int,
+    after: bool,
 ) -> None:
     before = llm.stats.num_faults
     fault = inject(monkeypatch, llm, path, nth=nth, after=after)
@@ -112,17 +129,33 @@ def test_one_fault_changes_no_answer(
 
 
 @pytest.mark.parametrize(
-    ("name", "when"), [("ngram", "guess"), ("ngram", "propose"), ("ngram", "commit"), ("draft_model", "propose"), ("draft_model", "commit")]
+    ("name", "when"),
+    [
+        ("ngram", "guess"),
+        ("ngram", "propose"),
+        ("ngram", "commit"),
+        ("draft_model", "propose"),
+        ("draft_model", "commit"),
+    ],
 )
 def test_one_fault_of_a_drafter_changes_no_greedy_or_coupled_answer(
-    llm: LLM, specs: list[SpecConfig], undisturbed: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, name: str, when: str
+    llm: LLM,
+    specs: list[SpecConfig],
+    undisturbed: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    when: str,
 ) -> None:
     """Under another rule a seed draws something else, of the same law, where guesses are lost."""
     (drafter,) = (one for one in llm.engine.drafters.drafters.values() if one.name == name)
     fault = Fault(getattr(drafter, when), nth=2)
     monkeypatch.setattr(drafter, when, fault)
     outputs = run(llm, specs, "generate")
-    alike = [(out.token_ids, known) for out, known, spec in zip(outputs, undisturbed, specs, strict=True) if spec.rule == "auto"]
+    alike = [
+        (out.token_ids, known)
+        for out, known, spec in zip(outputs, undisturbed, specs, strict=True)
+        if spec.rule == "auto"
+    ]
     assert len(alike) == 6
     assert all(answer == known for answer, known in alike)
     assert {out.finish_reason for out in outputs} == {"length"}
@@ -133,13 +166,21 @@ def test_one_fault_of_a_drafter_changes_no_greedy_or_coupled_answer(
 @pytest.mark.parametrize("path", ["_forward", "_commit", "_verify", "_propose"])
 @pytest.mark.parametrize("way", ["generate", "tickets"])
 def test_who_breaks_every_step_fails_alone(
-    llm: LLM, specs: list[SpecConfig], undisturbed: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, path: str, way: str
+    llm: LLM,
+    specs: list[SpecConfig],
+    undisturbed: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    way: str,
 ) -> None:
     """One request is poison: each step that it takes part in raises."""
     call = getattr(llm.engine, path)
 
     def poisoned(batch: Any, *others: Any) -> Any:
-        if any(entry.request.prompt_ids == tuple(PROMPTS[2]) and len(entry.request.prompt_ids) < entry.round_start for entry in batch.entries):
+        if any(
+            entry.request.prompt_ids == tuple(PROMPTS[2]) and len(entry.request.prompt_ids) < entry.round_start
+            for entry in batch.entries
+        ):
             expect("poison")
             raise Injected("injected poison")
         return call(batch, *others)
@@ -189,13 +230,17 @@ def test_a_fault_of_one_request_is_its_own(
     monkeypatch.setattr(llm.engine.intake, "admit", admitted)
     preempted = llm.stats.num_preempted
     outputs = run(llm, specs, "generate")
-    assert [out.finish_reason for out in outputs] == ["error" if i == culprit else "length" for i in range(len(PROMPTS))]
+    assert [out.finish_reason for out in outputs] == [
+        "error" if i == culprit else "length" for i in range(len(PROMPTS))
+    ]
     failed = outputs[culprit]
     assert isinstance(failed.error, EngineError)
     assert isinstance(failed.error.__cause__, Injected)
     assert len(failed.token_ids) == len(failed.provenance) == failed.stats.num_emitted > 0
     assert failed.logprobs is None or len(failed.logprobs) == len(failed.token_ids)
-    assert [out.token_ids for i, out in enumerate(outputs) if i != culprit] == [ids for i, ids in enumerate(undisturbed) if i != culprit]
+    assert [out.token_ids for i, out in enumerate(outputs) if i != culprit] == [
+        ids for i, ids in enumerate(undisturbed) if i != culprit
+    ]
     assert llm.stats.num_preempted == preempted
     check_idle(llm)
 
@@ -209,7 +254,9 @@ def test_what_raises_when_a_request_ends_keeps_nothing_else(
     check_idle(llm)
 
 
-def test_h3_a_drafter_whose_finish_raises_costs_no_answer(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_h3_a_drafter_whose_finish_raises_costs_no_answer(
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with LLM(pair.target, dtype="float32", cache_tokens=512, profile="off") as llm, AsyncEngine(llm) as engine:
         llm.prepare(SpecConfig("ngram"))
         (drafter,) = llm.engine.drafters.drafters.values()
@@ -218,9 +265,16 @@ def test_h3_a_drafter_whose_finish_raises_costs_no_answer(pair: SimpleNamespace,
         assert {len(ticket.result().token_ids) for ticket in tickets} == {9}
 
 
-def test_l1_a_request_that_cannot_be_started_leaves_nothing(llm: LLM, specs: list[SpecConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_l1_a_request_that_cannot_be_started_leaves_nothing(
+    llm: LLM, specs: list[SpecConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second of two: then neither runs."""
-    for path, kind in (("drafters.start", Injected), ("scheduler.add", Injected), ("drafters.start", Interrupt), ("scheduler.add", Interrupt)):
+    for path, kind in (
+        ("drafters.start", Injected),
+        ("scheduler.add", Injected),
+        ("drafters.start", Interrupt),
+        ("scheduler.add", Interrupt),
+    ):
         for after in (False, True):
             with monkeypatch.context() as patch:
                 inject(patch, llm, path, nth=2, after=after, kind=kind)
@@ -232,7 +286,12 @@ def test_l1_a_request_that_cannot_be_started_leaves_nothing(llm: LLM, specs: lis
 @pytest.mark.parametrize("path", [*INSIDE, "_emit", "scheduler.add", "drafters.start", "release", "take_outputs"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_an_interrupt_goes_through_and_leaves_nothing(
-    llm: LLM, specs: list[SpecConfig], undisturbed: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, path: str, after: bool
+    llm: LLM,
+    specs: list[SpecConfig],
+    undisturbed: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    after: bool,
 ) -> None:
     with monkeypatch.context() as patch:
         inject(patch, llm, path, nth=3, after=after, kind=Interrupt)
@@ -245,9 +304,16 @@ def test_an_interrupt_goes_through_and_leaves_nothing(
 @pytest.mark.parametrize("path", [*STEP, *INSIDE])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_an_interrupt_of_one_costs_nobody_else(
-    llm: LLM, specs: list[SpecConfig], undisturbed: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, path: str, after: bool
+    llm: LLM,
+    specs: list[SpecConfig],
+    undisturbed: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    after: bool,
 ) -> None:
-    """Requests of another caller share the step that is interrupted; they are run on by whoever steps next, and their pieces are whole."""
+    """Requests of another caller share the step that is interrupted; they are run on by whoever steps next, and their
+    pieces are whole.
+    """
     stream = llm.stream(PROMPTS[2], PARAMS[2], specs[2])
     pieces = [next(stream)]
     with monkeypatch.context() as patch:
@@ -265,11 +331,16 @@ def test_an_interrupt_of_one_costs_nobody_else(
 
 @pytest.mark.parametrize("named", ["begin", "round", "end", "between_steps"])
 @pytest.mark.parametrize("way", ["generate", "tickets"])
-def test_l1_a_watcher_that_raises_is_taken_off(llm: LLM, specs: list[SpecConfig], undisturbed: list[tuple[int, ...]], named: str, way: str) -> None:
+def test_l1_a_watcher_that_raises_is_taken_off(
+    llm: LLM, specs: list[SpecConfig], undisturbed: list[tuple[int, ...]], named: str, way: str
+) -> None:
     broken, sound = Broken(named), Broken()
     llm.engine.watchers += [broken, sound]
     try:
-        with pytest.warns(UserWarning, match=f"the watcher Broken raised Injected: injected into {named}; it is taken off, and answers go on"):
+        with pytest.warns(
+            UserWarning,
+            match=f"the watcher Broken raised Injected: injected into {named}; it is taken off, and answers go on",
+        ):
             outputs = run(llm, specs, way)
         assert llm.engine.watchers == [sound]
         assert (broken.is_closed, sound.is_closed) == (True, False)
@@ -302,7 +373,9 @@ def test_a_watcher_may_leave_requests_but_not_run_steps(llm: LLM, undisturbed: l
     llm.engine.watchers += [Leaving(), Stepping()]
     expect("a step in a step")
     try:
-        with pytest.warns(UserWarning, match="watcher Stepping raised EngineError: a step was asked for while one runs"):
+        with pytest.warns(
+            UserWarning, match="watcher Stepping raised EngineError: a step was asked for while one runs"
+        ):
             first, second = llm.generate(PROMPTS[:2], [GREEDY, SEEDED])
         assert len(llm.engine.watchers) == 1
     finally:

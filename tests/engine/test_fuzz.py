@@ -1,4 +1,6 @@
-"""Any mixture of requests: the engine never crashes, never leaks a block, and a seeded answer is the answer of plain decoding."""
+"""Any mixture of requests: the engine never crashes, never leaks a block, and a seeded answer is the answer of plain
+decoding.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ drafting = st.fixed_dictionaries(
 )
 
 
-def build(pair: SimpleNamespace, asked: list[tuple[list[int], dict, dict]]) -> list[tuple[list[int], SamplingParams, SpecConfig]]:
+def build(
+    pair: SimpleNamespace, asked: list[tuple[list[int], dict, dict]]
+) -> list[tuple[list[int], SamplingParams, SpecConfig]]:
     """The requests that the configuration accepts; what it refuses it must refuse as an input error."""
     requests = []
     for prompt, values, spec in asked:
@@ -66,8 +70,15 @@ def build(pair: SimpleNamespace, asked: list[tuple[list[int], dict, dict]]) -> l
 
 
 @given(asked=st.lists(st.tuples(prompts, sampling, drafting), min_size=1, max_size=6), steps=st.integers(0, 4))
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_any_mixture_of_requests(llm: LLM, pair: SimpleNamespace, asked: list[tuple[list[int], dict, dict]], steps: int) -> None:
+@settings(
+    max_examples=120,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_any_mixture_of_requests(
+    llm: LLM, pair: SimpleNamespace, asked: list[tuple[list[int], dict, dict]], steps: int
+) -> None:
     requests = build(pair, asked)
     served = []
     for prompt, params, spec in requests:
@@ -82,7 +93,10 @@ def test_any_mixture_of_requests(llm: LLM, pair: SimpleNamespace, asked: list[tu
         assert len(out.token_ids) <= params.max_tokens
         assert out.logprobs is None or len(out.logprobs) == len(out.token_ids)
         repeats = params.seed is not None or params.temperature == 0
-        left_open = spec.drafter is not None and "auto" in (spec.num_draft, spec.draft_probability)  # decided from times, which no seed fixes
+        left_open = spec.drafter is not None and "auto" in (
+            spec.num_draft,
+            spec.draft_probability,
+        )  # decided from times, which no seed fixes
         if repeats and (not left_open or out.stats.rule in ("coupled", "greedy")):
             assert [choice.token_ids for choice in out.choices] == [choice.token_ids for choice in alone.choices]
         if repeats and out.stats.rule in ("coupled", "greedy"):
@@ -96,8 +110,19 @@ def test_any_mixture_of_requests(llm: LLM, pair: SimpleNamespace, asked: list[tu
     check_idle(llm)
 
 
-@pytest.mark.parametrize("field", ["temperature", "top_p", "seed", "n", "bad_words", "logit_bias", "stop", "logprobs", "regex", "max_tokens"])
-@given(value=st.one_of(st.none(), st.text(max_size=3), st.floats(), st.integers(-(2**70), 2**70), st.lists(st.integers(), max_size=2), st.booleans()))
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "seed", "n", "bad_words", "logit_bias", "stop", "logprobs", "regex", "max_tokens"]
+)
+@given(
+    value=st.one_of(
+        st.none(),
+        st.text(max_size=3),
+        st.floats(),
+        st.integers(-(2**70), 2**70),
+        st.lists(st.integers(), max_size=2),
+        st.booleans(),
+    )
+)
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_any_value_is_taken_or_refused_by_name(field: str, value: object) -> None:
     refused = None

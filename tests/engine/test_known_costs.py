@@ -1,4 +1,6 @@
-"""Costs known from the start: measured without a trace, kept, found again, refused where they belong to something else. No time is asserted."""
+"""Costs known from the start: measured without a trace, kept, found again, refused where they belong to something else.
+No time is asserted.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,15 @@ import torch
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.bench.drafting import parse_drafters
 from foretoken.bench.profile import ProfileOptions, run_profile, write_profile
-from foretoken.engine import known_costs, profiling, start_profile
+from foretoken.control.cost import SeededCost
 from foretoken.engine.controller import _kind
-from foretoken.engine.known_costs import cache_folder
-from foretoken.engine.profiling import load_profile, save_profile
-from foretoken.engine.start_profile import measure_start, model_drafters
+from foretoken.engine.startup import known_costs, profiling, start_profile
+from foretoken.engine.startup.known_costs import cache_folder
+from foretoken.engine.startup.profiling import load_profile, save_profile
+from foretoken.engine.startup.start_profile import measure_start, model_drafters
 from foretoken.errors import ConfigError, StorageError
 from foretoken.model.interface import LanguageModel
 from foretoken.model.tokenizer import Tokenizer
-from foretoken.plan.cost import SeededCost
 from tests.helpers import audit
 from tests.helpers.checkpoints import foreign_tokenizer, tiny_checkpoint, token_ids
 
@@ -37,24 +39,42 @@ PLENTY_S = 600.0  # every point is measured, however slow or busy the machine is
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty cache for every test, tiny targets measured too, a copy that takes no time, and time enough for every point."""
+    """An empty cache for every test, tiny targets measured too, a copy that takes no time, and time enough for every
+    point.
+    """
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(known_costs, "_TINY_STEP_BYTES", 0)
     monkeypatch.setattr(start_profile, "_COPY_BYTES", 1 << 20)
-    monkeypatch.setattr(known_costs, "measure_start", lambda target, made, name, _, say: measure_start(target, made, name, PLENTY_S, say))
+    monkeypatch.setattr(
+        known_costs,
+        "measure_start",
+        lambda target, made, name, _, say: measure_start(target, made, name, PLENTY_S, say),
+    )
 
 
 @pytest.fixture
 def open_llm(pair: SimpleNamespace) -> Callable[..., LLM]:
     def make(spec: SpecConfig | None = None, **options: Any) -> LLM:
-        return LLM(pair.target, spec=spec or SpecConfig("draft_model", draft=str(pair.draft)), dtype="float32", cache_tokens=4096, **options)
+        return LLM(
+            pair.target,
+            spec=spec or SpecConfig("draft_model", draft=str(pair.draft)),
+            dtype="float32",
+            cache_tokens=4096,
+            **options,
+        )
 
     return make
 
 
 def plain(thing: object, seen: frozenset[int] = frozenset()) -> object:
-    """Everything an object holds, models by what they remember alone, as values that compare; a tokenizer remembers nothing of texts."""
-    if id(thing) in seen or isinstance(thing, torch.nn.Module | torch.device | torch.dtype | type | Tokenizer) or callable(thing):
+    """Everything an object holds, models by what they remember alone, as values that compare; a tokenizer remembers
+    nothing of texts.
+    """
+    if (
+        id(thing) in seen
+        or isinstance(thing, torch.nn.Module | torch.device | torch.dtype | type | Tokenizer)
+        or callable(thing)
+    ):
         return None
     seen = seen | {id(thing)}
     if isinstance(thing, torch.Tensor | np.ndarray):
@@ -67,7 +87,9 @@ def plain(thing: object, seen: frozenset[int] = frozenset()) -> object:
 
 
 def everything(llm: LLM) -> object:
-    """What may not change: queue, caches with their index, drafters, controller, counters, everybody's random numbers."""
+    """What may not change: queue, caches with their index, drafters, controller, counters, everybody's random
+    numbers.
+    """
     engine = llm.engine
     numbers = (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
     own = (engine.scheduler, engine.controller, engine.states, engine.stats, repr(engine._ids), llm._inboxes)
@@ -92,7 +114,9 @@ def test_measuring_leaves_no_trace(name: str, open_llm: Callable[..., LLM], pair
     with open_llm(spec, profile="off") as llm:
         before = everything(llm)
         made = model_drafters([(spec, drafter) for drafter in llm._drafters.drafters.values()])
-        assert list(made) == {"plain": [], "ngram": [], "tree": ["draft_model"], "mix": ["draft_model"]}.get(name, [name])
+        assert list(made) == {"plain": [], "ngram": [], "tree": ["draft_model"], "mix": ["draft_model"]}.get(
+            name, [name]
+        )
         profile = measure_start(llm.target, made, "it", PLENTY_S)
         assert profile is not None
         assert everything(llm) == before
@@ -103,7 +127,9 @@ def test_measuring_leaves_no_trace(name: str, open_llm: Callable[..., LLM], pair
             assert all(seconds > 0 for _, seconds in cost.guesses.points)
         answers = llm.generate([PROMPT, PROMPT[:9]], ANSWER)
     with open_llm(spec, profile="off") as llm:
-        assert [answer.token_ids for answer in llm.generate([PROMPT, PROMPT[:9]], ANSWER)] == [answer.token_ids for answer in answers]
+        assert [answer.token_ids for answer in llm.generate([PROMPT, PROMPT[:9]], ANSWER)] == [
+            answer.token_ids for answer in answers
+        ]
 
 
 @pytest.mark.parametrize("kind", ["through transformers", "another tokenizer"])
@@ -118,7 +144,9 @@ def test_other_models_leave_no_trace_either(kind: str, text_pair: SimpleNamespac
         spec = SpecConfig("draft_model", draft=str(tmp_path / "draft"), draft_vocabulary="strings")
     with LLM(target, spec=spec, dtype="float32", cache_tokens=4096, profile="off") as llm:
         before = everything(llm)
-        profile = measure_start(llm.target, model_drafters([(spec, drafter) for drafter in llm._drafters.drafters.values()]), "it", PLENTY_S)
+        profile = measure_start(
+            llm.target, model_drafters([(spec, drafter) for drafter in llm._drafters.drafters.values()]), "it", PLENTY_S
+        )
         assert everything(llm) == before
         assert profile is not None
         assert len(profile.rows.points) == 6
@@ -149,7 +177,9 @@ def test_a_start_measures_once_and_seeds_the_controller(open_llm: Callable[..., 
     assert load_profile(path) == third.costs.profile
 
 
-def test_auto_measures_only_where_somebody_chooses(open_llm: Callable[..., LLM], pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_measures_only_where_somebody_chooses(
+    open_llm: Callable[..., LLM], pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draft = str(pair.draft)
     for spec in (SpecConfig(), SpecConfig("draft_model", draft=draft, num_draft=3)):
         with open_llm(spec) as llm:
@@ -221,7 +251,9 @@ def test_a_cache_that_cannot_be_written_is_done_without(open_llm: Callable[..., 
     assert len(heard) == 1
 
 
-def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_nothing_behind(
+    tmp_path: Path, open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open_llm() as llm:
         profile = llm.costs.profile
     assert profile is not None
@@ -255,7 +287,9 @@ def test_files_of_bench_are_read_and_checked(
 ) -> None:
     """What `bench --profile` writes serves as it is; another machine, target or draft is refused with what differs."""
     monkeypatch.setattr(profiling, "_POINT_S", 0.0)
-    options = ProfileOptions(str(pair.target), str(pair.draft), parse_drafters(["draft_model", "ngram"]), dtype="float32", budget_s=0.5)
+    options = ProfileOptions(
+        str(pair.target), str(pair.draft), parse_drafters(["draft_model", "ngram"]), dtype="float32", budget_s=0.5
+    )
     profile = run_profile(options)
     file = write_profile(profile, tmp_path / "out", "profile")
     with open_llm(profile=file) as llm:
@@ -270,7 +304,9 @@ def test_files_of_bench_are_read_and_checked(
         "another machine .cpu": replace(profile, machine={**profile.machine, "cpu": "another"}),
         "another target .num_layers": replace(profile, target={**profile.target, "num_layers": 99}),
         "another target .threads": replace(profile, target={**profile.target, "threads": 99}),
-        "another drafter draft_model .tree": replace(profile, drafters={"draft_model": replace(cost, about={**cost.about, "tree": "static"})}),
+        "another drafter draft_model .tree": replace(
+            profile, drafters={"draft_model": replace(cost, about={**cost.about, "tree": "static"})}
+        ),
     }
     for message, other in others.items():
         save_profile(other, tmp_path / "other.json")
@@ -318,7 +354,11 @@ def test_time_that_is_up(open_llm: Callable[..., LLM], monkeypatch: pytest.Monke
 
 
 def test_equal_drafters_are_numbered(pair: SimpleNamespace, open_llm: Callable[..., LLM]) -> None:
-    parts = (SpecConfig("draft_model", draft=str(pair.draft)), SpecConfig("draft_model", draft=str(pair.target)), SpecConfig("ngram"))
+    parts = (
+        SpecConfig("draft_model", draft=str(pair.draft)),
+        SpecConfig("draft_model", draft=str(pair.target)),
+        SpecConfig("ngram"),
+    )
     with open_llm(SpecConfig("mix", parts=parts)) as llm:
         assert dict(llm.costs.specs) == {"draft_model": parts[0], "draft_model#2": parts[1]}
         assert set(llm.engine.controller.policy.draft_cost) == {_kind(parts[0]), _kind(parts[1])}

@@ -37,7 +37,14 @@ PARAMETERS = {
     "logit_bias": {"logit_bias": {0: 1.0, 3: -1.5}},
     "bad_words": {"bad_words": ((3,), (1, 2))},
     "min_tokens": {"min_tokens": 3},
-    "all": {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "logit_bias": {2: 0.5}, "min_tokens": 2},
+    "all": {
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "frequency_penalty": 0.4,
+        "repetition_penalty": 1.2,
+        "logit_bias": {2: 0.5},
+        "min_tokens": 2,
+    },
 }
 
 
@@ -56,10 +63,19 @@ def model_specs(rule: str, count: int, draft: str = "reverse", **options: object
 
 def tree_specs(count: int, **options: object) -> list[SpecConfig]:
     """A draft model's trees of one to seven nodes, under every rule that takes them."""
-    rules, branchings = ("tree", "traversal", "coupled"), ((2, 2, 2), (2, 1), (3, 1, 2))  # few levels: small trees would be chains otherwise
+    rules, branchings = (
+        ("tree", "traversal", "coupled"),
+        ((2, 2, 2), (2, 1), (3, 1, 2)),
+    )  # few levels: small trees would be chains otherwise
     return [
         SpecConfig(
-            "draft_model", "reverse", num_draft=1 + i % 7, rule=rules[i % 3], tree=TREES[1 + i % 2], branching=branchings[i // 2 % 3], **options
+            "draft_model",
+            "reverse",
+            num_draft=1 + i % 7,
+            rule=rules[i % 3],
+            tree=TREES[1 + i % 2],
+            branching=branchings[i // 2 % 3],
+            **options,
         )
         for i in range(count)
     ]
@@ -68,19 +84,34 @@ def tree_specs(count: int, **options: object) -> list[SpecConfig]:
 def free_specs(name: str, count: int) -> list[SpecConfig]:
     """A drafter that asks no model, under rules that take its trees and rules that get chains."""
     needed = {"prediction": (0, 1, 2, 3, 1, 2)} if name == "predicted" else {}
-    return [SpecConfig(name, num_draft=5, rule=("tree", "traversal", "coupled", "block", "auto", "rejection")[i % 6], **needed) for i in range(count)]
+    return [
+        SpecConfig(
+            name, num_draft=5, rule=("tree", "traversal", "coupled", "block", "auto", "rejection")[i % 6], **needed
+        )
+        for i in range(count)
+    ]
 
 
 def cascade_specs(count: int) -> list[SpecConfig]:
     """A lookup under a model, and a model under a model."""
     rules = ("block", "rejection", "tree", "coupled")
-    return [replace((SpecConfig("cascade", "reverse"), TWO_LEVELS)[i % 2], num_draft=1 + i % 5, rule=rules[i // 2 % 4]) for i in range(count)]
+    return [
+        replace((SpecConfig("cascade", "reverse"), TWO_LEVELS)[i % 2], num_draft=1 + i % 5, rule=rules[i // 2 % 4])
+        for i in range(count)
+    ]
 
 
 def mix_specs(combine: str, count: int) -> list[SpecConfig]:
     rules = ("tree", "traversal", "auto", "coupled", "block")
     return [
-        SpecConfig("mix", "reverse", num_draft=1 + i % 6, combine=combine, rule=rules[i % 5], draft_probability=(1.0, 0.6)[i // 5 % 2])
+        SpecConfig(
+            "mix",
+            "reverse",
+            num_draft=1 + i % 6,
+            combine=combine,
+            rule=rules[i % 5],
+            draft_probability=(1.0, 0.6)[i // 5 % 2],
+        )
         for i in range(count)
     ]
 
@@ -89,7 +120,10 @@ def auto_specs(count: int) -> list[SpecConfig]:
     """Who guesses is chosen anew in every round, the number too or not, under every kind of rule."""
     rules = ("tree", "block", "auto", "coupled", "rejection", "traversal")
     parts = ("ngram", SpecConfig("draft_model", "reverse", tree="best_first", branching=2), "recycling", "draft_model")
-    return [SpecConfig("auto", "reverse", parts=parts, num_draft=("auto", 1, 4)[i % 3], rule=rules[i // 3 % 6]) for i in range(count)]
+    return [
+        SpecConfig("auto", "reverse", parts=parts, num_draft=("auto", 1, 4)[i % 3], rule=rules[i // 3 % 6])
+        for i in range(count)
+    ]
 
 
 def shuffled_answers(narrow: SimpleNamespace, asked: Sequence[tuple[SamplingParams, SpecConfig]]) -> np.ndarray:
@@ -101,24 +135,33 @@ def shuffled_answers(narrow: SimpleNamespace, asked: Sequence[tuple[SamplingPara
 
 
 def test_the_power_of_these_tests() -> None:
-    """1600 requests see a law of two neighbouring tokens that is off by 0.12 in total variation with probability > 0.99.
+    """1600 requests see a law of two neighbouring tokens that is off by 0.12 in total variation with probability >
+    0.99.
 
-    The broken rules below are off by 0.14 to 0.49. False alarms: at 1e-5 a window, about 80 windows: one set of seeds in
-    1200; the seeds are fixed.
+    The broken rules below are off by 0.14 to 0.49. False alarms: at 1e-5 a window, about 80 windows: one set of seeds
+    in 1200; the seeds are fixed.
     """
     assert power(0.12, NUM_REQUESTS) > 0.99
 
 
 def test_every_rule_has_the_law(narrow: SimpleNamespace) -> None:
-    """All rules, all drafters and plain in mixed batches, eight tokens, several rounds each; lookups make trees where they may."""
+    """All rules, all drafters and plain in mixed batches, eight tokens, several rounds each; lookups make trees where
+    they may.
+    """
     half = NUM_REQUESTS // 2
     groups = {
         **{rule: model_specs(rule, NUM_REQUESTS) for rule in EXACT_RULES},
         "coin": [*model_specs("block", half, draft_probability=0.6), *model_specs("tree", half, draft_probability=0.4)],
         "trees": [*tree_specs(NUM_REQUESTS // 2), *tree_specs(NUM_REQUESTS // 2, min_confidence=0.3, draft_top_k=3)],
         "stop": [*model_specs("block", half, min_confidence=0.45), *model_specs("rejection", half, draft_top_k=2)],
-        **{kind: [spec for rule in ("block", "tree") for spec in model_specs(rule, half, "low", draft_dtype=kind)] for kind in QUANTISED},
-        "ngram": [SpecConfig("ngram", num_draft=3, rule=("rejection", "block", "tree", "coupled")[i % 4]) for i in range(NUM_REQUESTS)],
+        **{
+            kind: [spec for rule in ("block", "tree") for spec in model_specs(rule, half, "low", draft_dtype=kind)]
+            for kind in QUANTISED
+        },
+        "ngram": [
+            SpecConfig("ngram", num_draft=3, rule=("rejection", "block", "tree", "coupled")[i % 4])
+            for i in range(NUM_REQUESTS)
+        ],
         **{name: free_specs(name, NUM_REQUESTS) for name in ("suffix", "recycling", "predicted", "lookahead")},
         "cascade": cascade_specs(NUM_REQUESTS),
         "mix": mix_specs("best", NUM_REQUESTS),
@@ -134,13 +177,21 @@ def test_every_rule_has_the_law(narrow: SimpleNamespace) -> None:
 
 
 def test_a_target_that_drafts_for_itself_has_the_law(tmp_path: Path) -> None:
-    """Exits, skipped layers, coins and stops side by side, so that rows of one verify pass begin at different layers."""
+    """Exits, skipped layers, coins and stops side by side, so that rows of one verify pass begin at different
+    layers.
+    """
     deep = narrow_models(tmp_path, num_layers=3)
     layers = ({"exit_layer": 1}, {"exit_layer": 2}, {"skip_layers": (1,)}, {"skip_layers": (0, 2)})
     rules = ("block", "rejection", "tree", "coupled")
     less = ({}, {"draft_probability": 0.6}, {"min_confidence": 0.3}, {"draft_top_k": 3})
-    specs = [SpecConfig("early_exit", num_draft=1 + i % 3, rule=rules[i % 4], **layers[i // 4 % 4], **less[i // 16 % 4]) for i in range(NUM_REQUESTS)]
-    automatic = [SpecConfig("early_exit", num_draft=3, rule=rules[i % 3], skip_layers=(None, "auto")[i % 2]) for i in range(NUM_REQUESTS // 2)]
+    specs = [
+        SpecConfig("early_exit", num_draft=1 + i % 3, rule=rules[i % 4], **layers[i // 4 % 4], **less[i // 16 % 4])
+        for i in range(NUM_REQUESTS)
+    ]
+    automatic = [
+        SpecConfig("early_exit", num_draft=3, rule=rules[i % 3], skip_layers=(None, "auto")[i % 2])
+        for i in range(NUM_REQUESTS // 2)
+    ]
     asked = [pair for some in (specs, automatic) for pair in zip(seeded(BASE, len(some)), some, strict=True)]
     law = exact_law(deep, BASE)
     for part in np.split(shuffled_answers(deep, asked), [NUM_REQUESTS]):
@@ -157,7 +208,9 @@ def _whole_law_as_mass(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(branches, "_draw", drawn)
 
 
-def test_trees_of_another_mass_than_they_were_drawn_from_are_seen(narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_of_another_mass_than_they_were_drawn_from_are_seen(
+    narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The draft's whole law in place of what the deterministic guesses left of it."""
     _whole_law_as_mass(monkeypatch)
     spec = SpecConfig("draft_model", "reverse", num_draft=8, rule="tree", tree="best_first", branching=(2, 2, 2))
@@ -171,7 +224,12 @@ def test_every_sampling_parameter_has_the_law(narrow: SimpleNamespace) -> None:
     for values in PARAMETERS.values():
         params = seeded(replace(BASE, **values), NUM_REQUESTS)
         some = NUM_REQUESTS // 8
-        specs = [*model_specs("block", 3 * some), *tree_specs(some), *model_specs("coupled", 2 * some), *[SpecConfig()] * (2 * some)]
+        specs = [
+            *model_specs("block", 3 * some),
+            *tree_specs(some),
+            *model_specs("coupled", 2 * some),
+            *[SpecConfig()] * (2 * some),
+        ]
         asked += list(zip(params, specs, strict=True))
     parts = np.split(shuffled_answers(narrow, asked), len(PARAMETERS))
     for (name, values), part in zip(PARAMETERS.items(), parts, strict=True):
@@ -218,7 +276,9 @@ def test_the_same_test_fails_for_a_broken_rule(
     assert min(p_values(sample_answers(narrow, asked), exact_law(narrow, BASE))) < ALARM / 1000
 
 
-def test_the_same_test_fails_for_a_cascade_that_does_not_verify(narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_test_fails_for_a_cascade_that_does_not_verify(
+    narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _cascade_without_a_middle(monkeypatch)
     specs = [replace(TWO_LEVELS, num_draft=4, rule="rejection")] * NUM_BROKEN
     answers = sample_answers(narrow, list(zip(seeded(BASE, NUM_BROKEN), specs, strict=True)))
@@ -226,10 +286,14 @@ def test_the_same_test_fails_for_a_cascade_that_does_not_verify(narrow: SimpleNa
 
 
 @pytest.mark.parametrize("values", [{"frequency_penalty": 1.5}, {"presence_penalty": 2.0}], ids=str)
-def test_a_penalty_that_is_stale_inside_the_block_is_seen(narrow: SimpleNamespace, values: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_penalty_that_is_stale_inside_the_block_is_seen(
+    narrow: SimpleNamespace, values: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One penalty vector for the whole block: a bug that engines have shipped."""
     adjust = RequestProcessors.adjust
-    monkeypatch.setattr(RequestProcessors, "adjust", lambda self, logits, paths: adjust(self, logits, [()] * len(paths)))
+    monkeypatch.setattr(
+        RequestProcessors, "adjust", lambda self, logits, paths: adjust(self, logits, [()] * len(paths))
+    )
     params = replace(BASE, **values)
     asked = list(zip(seeded(params, NUM_BROKEN), model_specs("block", NUM_BROKEN), strict=True))
     assert min(p_values(sample_answers(narrow, asked), exact_law(narrow, params))) < ALARM / 1000

@@ -22,8 +22,18 @@ def oracle(pair: SimpleNamespace):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", [None, "draft_model", "ngram"])
-def test_model_logprobs_are_transformers(llm: LLM, pair: SimpleNamespace, oracle, temperature: float, drafter: str | None) -> None:
-    params = SamplingParams(max_tokens=12, temperature=temperature, seed=5, logprobs=3, logprobs_of="model", ignore_eos=True, frequency_penalty=0.5)
+def test_model_logprobs_are_transformers(
+    llm: LLM, pair: SimpleNamespace, oracle, temperature: float, drafter: str | None
+) -> None:
+    params = SamplingParams(
+        max_tokens=12,
+        temperature=temperature,
+        seed=5,
+        logprobs=3,
+        logprobs_of="model",
+        ignore_eos=True,
+        frequency_penalty=0.5,
+    )
     spec = SpecConfig(drafter, str(pair.draft) if drafter == "draft_model" else None)
     out = llm.generate([PROMPT], params, spec)[0]
     with torch.no_grad():
@@ -40,7 +50,9 @@ def test_model_logprobs_are_transformers(llm: LLM, pair: SimpleNamespace, oracle
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_law_logprobs_are_the_same_with_and_without_drafts(llm: LLM, pair: SimpleNamespace, temperature: float) -> None:
     """Through residual, bonus and accepted tokens alike; at a temperature they are those of the warped law."""
-    params = SamplingParams(max_tokens=16, temperature=temperature, top_p=0.9, seed=8, logprobs=2, ignore_eos=True, presence_penalty=0.7)
+    params = SamplingParams(
+        max_tokens=16, temperature=temperature, top_p=0.9, seed=8, logprobs=2, ignore_eos=True, presence_penalty=0.7
+    )
     plain = llm.generate([PROMPT], params)[0]
     for spec in (SpecConfig("draft_model", str(pair.draft), num_draft=4), SpecConfig("ngram")):
         out = llm.generate([PROMPT], params, spec)[0]
@@ -62,14 +74,20 @@ def test_streamed_logprobs_add_up(llm: LLM, pair: SimpleNamespace) -> None:
     params = SamplingParams(max_tokens=10, logprobs=1, ignore_eos=True)
     spec = SpecConfig("draft_model", str(pair.draft), num_draft=3)
     pieces = list(llm.stream(PROMPT, params, spec))
-    assert tuple(entry for piece in pieces for entry in piece.logprobs) == llm.generate([PROMPT], params, spec)[0].logprobs
+    assert (
+        tuple(entry for piece in pieces for entry in piece.logprobs) == llm.generate([PROMPT], params, spec)[0].logprobs
+    )
 
 
 @pytest.mark.parametrize("chunk", [3, 7, 512])
 def test_prompt_logprobs(llm: LLM, oracle, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the prompt is cut, beside a request that does not ask for them."""
     monkeypatch.setattr(llm.engine.scheduler, "config", SchedulerConfig(16, chunk))
-    params = [SamplingParams(max_tokens=3, prompt_logprobs=2), SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, prompt_logprobs=0)]
+    params = [
+        SamplingParams(max_tokens=3, prompt_logprobs=2),
+        SamplingParams(max_tokens=3),
+        SamplingParams(max_tokens=3, prompt_logprobs=0),
+    ]
     prompts = [PROMPT, PROMPT[:5], [4]]
     first, none, single = llm.generate(prompts, params)
     assert none.prompt_logprobs is None

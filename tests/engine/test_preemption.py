@@ -28,16 +28,31 @@ from tests.helpers.specs import bare_drafter, key_of, spec_of
 from tests.helpers.watch import Watched
 
 BLOCK = 4
-DRAFTERS = ("draft_model", "draft_model/static", "ngram", "suffix", "recycling", "predicted", "early_exit", "lookahead", "cascade", "mix")
+DRAFTERS = (
+    "draft_model",
+    "draft_model/static",
+    "ngram",
+    "suffix",
+    "recycling",
+    "predicted",
+    "early_exit",
+    "lookahead",
+    "cascade",
+    "mix",
+)
 PROMPTS = [token_ids(2 + 3 * i, seed=i) if i % 2 else token_ids(1 + i, seed=i) * 2 for i in range(12)]
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 Asked = tuple[list[int], SamplingParams, SpecConfig]
 
 
 class Bench:
-    """An engine with every drafter, each draft model with a cache of its own; all caches are checked after every step."""
+    """An engine with every drafter, each draft model with a cache of its own; all caches are checked after every
+    step.
+    """
 
-    def __init__(self, pair: SimpleNamespace, num_slots: int, draft_slots: int = 4096, limits: SchedulerConfig | None = None) -> None:
+    def __init__(
+        self, pair: SimpleNamespace, num_slots: int, draft_slots: int = 4096, limits: SchedulerConfig | None = None
+    ) -> None:
         self.pair, self.target = pair, PagedModel(load_decoder(pair.target), num_slots, BLOCK)
         self.drafts: list[PagedModel] = []
         group = DrafterGroup(self.target)
@@ -92,8 +107,12 @@ def spec(name: str, pair: SimpleNamespace, **options: Any) -> SpecConfig:
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize(("num_slots", "draft_slots", "chunk"), [(56, 4096, 512), (64, 64, 7), (96, 40, 16)])
-def test_every_drafter_in_one_batch(pair: SimpleNamespace, roomy: Bench, rule: str, num_slots: int, draft_slots: int, chunk: int) -> None:
-    """Caches of the target and of the drafts too small for a third of the requests: every token is that of plain decoding alone."""
+def test_every_drafter_in_one_batch(
+    pair: SimpleNamespace, roomy: Bench, rule: str, num_slots: int, draft_slots: int, chunk: int
+) -> None:
+    """Caches of the target and of the drafts too small for a third of the requests: every token is that of plain
+    decoding alone.
+    """
     bench = Bench(pair, num_slots, draft_slots, SchedulerConfig(8, chunk, cache_reserve=0.0))
     params = [replace(GREEDY, temperature=0.8, seed=i) if rule == "coupled" else GREEDY for i in range(24)]
     prompts = [PROMPTS[i % 12] for i in range(24)]
@@ -109,7 +128,9 @@ def test_every_drafter_in_one_batch(pair: SimpleNamespace, roomy: Bench, rule: s
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "tree"])
 def test_a_seed_draws_the_same_in_any_company(pair: SimpleNamespace, rule: str) -> None:
-    """Under rules where the number of guesses matters: tokens, provenance and counts are those of the request alone in this cache."""
+    """Under rules where the number of guesses matters: tokens, provenance and counts are those of the request alone in
+    this cache.
+    """
     names = ("draft_model", "draft_model/static", "ngram", "predicted", "early_exit", "lookahead")
     params = [replace(GREEDY, temperature=0.7, seed=i) for i in range(12)]
     asked = [(PROMPTS[i], params[i], spec(names[i % 6], pair, num_draft=2 + i % 4, rule=rule)) for i in range(12)]
@@ -120,7 +141,9 @@ def test_a_seed_draws_the_same_in_any_company(pair: SimpleNamespace, rule: str) 
     assert bench.engine.stats.num_preempted > 5
     for state, other in zip(states, expected, strict=True):
         assert state.output_ids == other.output_ids
-        assert [(o.drafter, o.kind, o.step) for o in state.origins] == [(o.drafter, o.kind, o.step) for o in other.origins]
+        assert [(o.drafter, o.kind, o.step) for o in state.origins] == [
+            (o.drafter, o.kind, o.step) for o in other.origins
+        ]
         assert (state.stats.num_drafted, state.stats.num_probed, state.stats.num_steps) == (
             *(other.stats.num_drafted, other.stats.num_probed, other.stats.num_steps),
         )
@@ -129,7 +152,10 @@ def test_a_seed_draws_the_same_in_any_company(pair: SimpleNamespace, rule: str) 
 def test_log_probabilities_are_told_once(pair: SimpleNamespace, roomy: Bench) -> None:
     """Of output tokens and of prompts, also of those that are preempted half read."""
     params = replace(GREEDY, logprobs=2, prompt_logprobs=1)
-    asked = [(PROMPTS[i % 12], replace(params, max_tokens=6 + 2 * (i % 8)), spec("draft_model", pair, num_draft=3)) for i in range(16)]
+    asked = [
+        (PROMPTS[i % 12], replace(params, max_tokens=6 + 2 * (i % 8)), spec("draft_model", pair, num_draft=3))
+        for i in range(16)
+    ]
     expected = alone(roomy, asked)
     bench = Bench(pair, 56, limits=SchedulerConfig(8, 5, cache_reserve=0.0))
     half_read, preempt = [], bench.engine.scheduler._preempt
@@ -146,7 +172,9 @@ def test_log_probabilities_are_told_once(pair: SimpleNamespace, roomy: Bench) ->
         assert state.output_ids == other.output_ids
         assert len(state.prompt_logprobs) == len(state.request.prompt_ids)
         assert state.prompt_logprobs[0] is None
-        for mine, right in zip([*state.prompt_logprobs[1:], *state.logprobs], [*other.prompt_logprobs[1:], *other.logprobs], strict=True):
+        for mine, right in zip(
+            [*state.prompt_logprobs[1:], *state.logprobs], [*other.prompt_logprobs[1:], *other.logprobs], strict=True
+        ):
             assert mine is not None
             assert right is not None
             assert (mine.token_id, mine.rank) == (right.token_id, right.rank)
@@ -167,7 +195,13 @@ def test_text_stops_and_structures_go_on(text_pair: SimpleNamespace) -> None:
                 {"stop": stop or ()},
                 {"presence_penalty": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
                 {"regex": "[a-z ]{10,30}", "ignore_eos": False},
-                {"bad_words": [state.output_ids[2:4]], "min_tokens": 8, "temperature": 0.9, "seed": i, "logit_bias": {7: 2.0}},
+                {
+                    "bad_words": [state.output_ids[2:4]],
+                    "min_tokens": 8,
+                    "temperature": 0.9,
+                    "seed": i,
+                    "logit_bias": {7: 2.0},
+                },
             ][i % 4]
         )
     names = ("draft_model", "ngram", "suffix", "recycling", "cascade")
@@ -176,7 +210,11 @@ def test_text_stops_and_structures_go_on(text_pair: SimpleNamespace) -> None:
     states = bench.run(asked)
     assert {i % 4 for i, state in enumerate(states) if state.stats.num_preempted} == {0, 1, 2, 3}
     for state, other in zip(states, expected, strict=True):
-        assert (state.output_ids, state.text.text, state.finish_reason) == (other.output_ids, other.text.text, other.finish_reason)
+        assert (state.output_ids, state.text.text, state.finish_reason) == (
+            other.output_ids,
+            other.text.text,
+            other.finish_reason,
+        )
     assert {state.finish_reason for state in states} == {"stop", "length"}
 
 
@@ -211,7 +249,9 @@ def test_a_drafts_cache_is_given_back_too(pair: SimpleNamespace, name: str) -> N
 
 @pytest.mark.parametrize("name", ["draft_model", "draft_model/static", "cascade", "mix"])
 def test_a_full_draft_cache_means_fewer_guesses(pair: SimpleNamespace, roomy: Bench, name: str) -> None:
-    """With room for one or two requests in the draft's cache the others are answered without; nothing is taken from anybody."""
+    """With room for one or two requests in the draft's cache the others are answered without; nothing is taken from
+    anybody.
+    """
     bench = Bench(pair, 4096, 48)
     asked = [(prompt, GREEDY, spec(name, pair, num_draft=4)) for prompt in PROMPTS[:8]]
     states = bench.run(asked)
@@ -249,7 +289,9 @@ def test_a_transformers_target(pair: SimpleNamespace, roomy: Bench) -> None:
     target = TransformersModel(pair.target, "float32", "cpu", 70)
     drafters = DrafterGroup(target)
     for name in ("draft_model", "ngram"):
-        drafters.drafters[key_of(name, str(pair.draft))] = bare_drafter(name, TransformersModel(pair.draft, "float32", "cpu", 200), target.vocab_size)
+        drafters.drafters[key_of(name, str(pair.draft))] = bare_drafter(
+            name, TransformersModel(pair.draft, "float32", "cpu", 200), target.vocab_size
+        )
     engine = Engine(target, drafters, limits=SchedulerConfig(4, 9, cache_reserve=0.0))
     asked = [(PROMPTS[i], GREEDY, spec(("draft_model", "ngram")[i % 2], pair, num_draft=3)) for i in range(6)]
     states = [engine.submit(*one) for one in asked]
@@ -271,20 +313,35 @@ def test_the_most_urgent_is_never_preempted(pair: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_arrivals_aborts_and_priorities(pair: SimpleNamespace, roomy: Bench, seed: int) -> None:
-    """Requests of all drafters come and go, urgent and patient, some after others' prompts; who stays gets the answer of who is alone."""
+    """Requests of all drafters come and go, urgent and patient, some after others' prompts; who stays gets the answer
+    of who is alone.
+    """
     rng = random.Random(seed)
     limits = SchedulerConfig(
-        rng.choice((2, 5, 8)), rng.choice((4, 32)), max_step_tokens=rng.choice((None, 14, 40)), cache_reserve=rng.choice((0.0, 0.2)), aging_s=0.01
+        rng.choice((2, 5, 8)),
+        rng.choice((4, 32)),
+        max_step_tokens=rng.choice((None, 14, 40)),
+        cache_reserve=rng.choice((0.0, 0.2)),
+        aging_s=0.01,
     )
     bench = Bench(pair, rng.choice((60, 80, 120)), rng.choice((48, 96, 1024)), limits)
     served: list[RequestState] = []
     for _ in range(40):
         for _ in range(rng.choice((0, 0, 1, 3))):
-            params = replace(GREEDY, max_tokens=rng.randint(1, 20), priority=rng.randint(-2, 2), deadline_s=rng.choice((None, 0.01, 5.0)))
+            params = replace(
+                GREEDY,
+                max_tokens=rng.randint(1, 20),
+                priority=rng.randint(-2, 2),
+                deadline_s=rng.choice((None, 0.01, 5.0)),
+            )
             if rng.random() < 0.5:
                 params = replace(params, temperature=1.0, seed=rng.randrange(1000))
             drafter = rng.choice((None, *DRAFTERS))
-            guessing = SpecConfig() if drafter is None else spec(drafter, pair, num_draft=rng.choice((1, 5, "auto")), tenant=rng.choice(("", "b")))
+            guessing = (
+                SpecConfig()
+                if drafter is None
+                else spec(drafter, pair, num_draft=rng.choice((1, 5, "auto")), tenant=rng.choice(("", "b")))
+            )
             served.append(bench.engine.submit(rng.choice(PROMPTS)[: rng.randint(1, 30)], params, guessing))
         if bench.engine.states and rng.random() < 0.15:
             bench.engine.abort(rng.choice(list(bench.engine.states)))
@@ -310,7 +367,9 @@ def test_abort_at_any_moment(pair: SimpleNamespace, moment: str) -> None:
     scheduler = bench.engine.scheduler
     found = {
         "waiting": lambda s: s in scheduler.waiting and not s.stats.num_preempted,
-        "reading": lambda s: s.request_id in scheduler.running and 0 < bench.target.length(s.request_id) < len(s.request.prompt_ids),
+        "reading": lambda s: (
+            s.request_id in scheduler.running and 0 < bench.target.length(s.request_id) < len(s.request.prompt_ids)
+        ),
         "decoding": lambda s: s.request_id in scheduler.running and len(s.output_ids) > 3,
         "preempted": lambda s: s in scheduler.waiting and s.stats.num_preempted > 0,
     }[moment]
@@ -326,7 +385,11 @@ def test_abort_at_any_moment(pair: SimpleNamespace, moment: str) -> None:
     assert all(len(state.output_ids) == 20 for state in states if state is not victims[0])
 
 
-@pytest.mark.parametrize("options", [{"drafter": "auto"}, {"drafter": "draft_model", "num_draft": 3, "draft_vocabulary": "intersection"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"drafter": "auto"}, {"drafter": "draft_model", "num_draft": 3, "draft_vocabulary": "intersection"}],
+    ids=str,
+)
 def test_requests_of_a_whole_engine(text_pair: SimpleNamespace, options: dict[str, Any]) -> None:
     """Who follows a text with several drafters, or with one that has another vocabulary, goes on as well."""
     guessing = SpecConfig(draft=str(text_pair.draft), **options)

@@ -1,4 +1,6 @@
-"""Shared beginnings: computed once per tenant, for the target and for drafts, and never at the price of another answer."""
+"""Shared beginnings: computed once per tenant, for the target and for drafts, and never at the price of another
+answer.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def test_a_dialogue_goes_on_where_the_answer_ended(llm: LLM, rows: list[int], pa
 
 
 def test_tenants_do_not_meet(llm: LLM, rows: list[int]) -> None:
-    """Neither in the target's cache nor in a draft's, composite drafters included: how fast an answer comes tells nothing."""
+    """Neither in the target's cache nor in a draft's, composite drafters included: how fast an answer comes tells
+    nothing.
+    """
     llm.generate([PROMPT], GREEDY, SpecConfig(tenant="a"))
     for tenant in ("", "b"):
         rows.clear()

@@ -32,7 +32,10 @@ SHAPES = ((4, 3), (3, 2), (5, 4), (1, 3), (2, 6))  # window, n-gram
 
 
 def lookaheads(count: int, **options: object) -> list[SpecConfig]:
-    return [SpecConfig("lookahead", lookahead_window=SHAPES[i % 5][0], lookahead_ngram=SHAPES[i % 5][1], **options) for i in range(count)]
+    return [
+        SpecConfig("lookahead", lookahead_window=SHAPES[i % 5][0], lookahead_ngram=SHAPES[i % 5][1], **options)
+        for i in range(count)
+    ]
 
 
 class Jacobi(LookaheadDrafter):
@@ -87,7 +90,11 @@ TARGETS = {
     "sliding window": (lambda folder: variant(folder, "mistral-sliding"), {}, 1e-4),
     "transformers": (lambda folder: tiny_checkpoint(folder, "gpt2"), {}, 1e-4),
     "transformers, sliding window": (lambda folder: tiny_checkpoint(folder, "gemma2"), {}, 1e-4),
-    "strict": (lambda folder: variant(folder, "mistral-sliding", dtype=torch.bfloat16), {"numerics": "strict", "dtype": "bfloat16"}, 0.0),
+    "strict": (
+        lambda folder: variant(folder, "mistral-sliding", dtype=torch.bfloat16),
+        {"numerics": "strict", "dtype": "bfloat16"},
+        0.0,
+    ),
 }
 
 
@@ -104,7 +111,10 @@ def test_every_probe_sees_its_own_text(kind: str, tmp_path: Path) -> None:
         outputs = llm.generate(PROMPTS[:6], params, specs)
         assert [out.token_ids for out in outputs] == [out.token_ids for out in plain]
         assert jacobi.num_compared == sum(out.stats.num_probed for out in outputs) > 200
-        assert all((out.stats.num_probed > 0) == (spec.drafter == "lookahead") for out, spec in zip(outputs, specs, strict=True))
+        assert all(
+            (out.stats.num_probed > 0) == (spec.drafter == "lookahead")
+            for out, spec in zip(outputs, specs, strict=True)
+        )
 
 
 def test_the_cache_holds_the_text_alone(pair: SimpleNamespace) -> None:
@@ -128,7 +138,9 @@ def engine_of(target: LanguageModel) -> tuple[Engine, Watched]:
     return Engine(target, drafters), watched
 
 
-def answers(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, specs: Sequence[SpecConfig]) -> tuple[list[list[int]], list[int]]:
+def answers(
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, specs: Sequence[SpecConfig]
+) -> tuple[list[list[int]], list[int]]:
     """Answers and probes of requests that arrive together."""
     states = [engine.submit(prompt, params, spec) for prompt, spec in zip(prompts, specs, strict=True)]
     while engine.has_work:
@@ -139,7 +151,9 @@ def answers(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
 
 @pytest.mark.parametrize("num_slots", [36, 40, 44, 64])
 def test_a_cache_without_room_takes_fewer_probes(pair: SimpleNamespace, num_slots: int) -> None:
-    """Nothing fails, whoever shares the cache; who draws with a seed has as many probes alone as in company, who does not need them gives way."""
+    """Nothing fails, whoever shares the cache; who draws with a seed has as many probes alone as in company, who does
+    not need them gives way.
+    """
     specs = [SpecConfig("lookahead", num_draft=4)] * 8
     roomy = PagedModel(load_decoder(pair.target), 4096, 4)
     plain, _ = answers(Engine(roomy, DrafterGroup(roomy)), PROMPTS, GREEDY, [SpecConfig()] * 8)
@@ -184,7 +198,9 @@ def test_nothing_is_run_beyond_the_context() -> None:
 def test_one_more_token_needs_no_probe() -> None:
     engine, watched = engine_of(ScriptedModel(lambda context: len(context) % 9, 9))
     for max_tokens, num_draft in ((1, 4), (2, 4), (9, 0)):
-        state = engine.submit([1], SamplingParams(max_tokens=max_tokens, ignore_eos=True), SpecConfig("lookahead", num_draft=num_draft))
+        state = engine.submit(
+            [1], SamplingParams(max_tokens=max_tokens, ignore_eos=True), SpecConfig("lookahead", num_draft=num_draft)
+        )
         while engine.has_work:
             engine.step()
         assert state.stats.num_probed == watched.num_probed == 0
@@ -192,9 +208,14 @@ def test_one_more_token_needs_no_probe() -> None:
 
 @pytest.mark.parametrize("rule", ["tree", "traversal", "block", "auto"])
 def test_neighbours_change_nothing(llm: LLM, pair: SimpleNamespace, rule: str) -> None:
-    """Sampled without shared noise, so that any other guess would show; prompts in chunks, others with trees and probes beside it."""
+    """Sampled without shared noise, so that any other guess would show; prompts in chunks, others with trees and probes
+    beside it.
+    """
     params = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.8, seed=i) for i in range(8)]
-    specs = [spec if i % 4 else spec_of("draft_model", pair.draft, num_draft=3) for i, spec in enumerate(lookaheads(8, num_draft=5, rule=rule))]
+    specs = [
+        spec if i % 4 else spec_of("draft_model", pair.draft, num_draft=3)
+        for i, spec in enumerate(lookaheads(8, num_draft=5, rule=rule))
+    ]
     alone = [llm.generate([PROMPTS[i]], params[i], specs[i])[0] for i in range(8)]
     together = llm.generate(PROMPTS, params, specs)
     assert [out.token_ids for out in together] == [out.token_ids for out in alone]
@@ -207,15 +228,26 @@ def test_a_probe_that_overflows_is_left_out() -> None:
     class Fragile(ScriptedModel):
         def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
             output = super().forward(tokens, segments, taps)
-            return ForwardOutput(output.logits + float("nan"), {}) if 99 in tokens[len(segments) :].tolist() and self.num_forwards > 3 else output
+            return (
+                ForwardOutput(output.logits + float("nan"), {})
+                if 99 in tokens[len(segments) :].tolist() and self.num_forwards > 3
+                else output
+            )
 
     def script(context: tuple[int, ...]) -> int:
-        return 99 if context[-3:-1] == (5, 6) else (context[-1] * 3 + len(context)) % 90  # never said behind the text itself
+        return (
+            99 if context[-3:-1] == (5, 6) else (context[-1] * 3 + len(context)) % 90
+        )  # never said behind the text itself
 
     engine, watched = engine_of(Fragile(script, 100))
     prompt = [5, 7, 6, 99, 4]
-    states = [engine.submit(prompt, SamplingParams(max_tokens=30), spec) for spec in (SpecConfig("lookahead", num_draft=4), SpecConfig())]
-    engine.drafters.drafters[key_of("lookahead")].inner._requests[0].pool._found.clear()  # no guess of 99 from the prompt
+    states = [
+        engine.submit(prompt, SamplingParams(max_tokens=30), spec)
+        for spec in (SpecConfig("lookahead", num_draft=4), SpecConfig())
+    ]
+    engine.drafters.drafters[key_of("lookahead")].inner._requests[
+        0
+    ].pool._found.clear()  # no guess of 99 from the prompt
     while engine.has_work:
         engine.step()
     assert states[0].error is None
@@ -250,10 +282,17 @@ def test_every_drafter_gets_its_own_probes() -> None:
     group = DrafterGroup(ScriptedModel(lambda context: 1, 100))
     first, second = Probing(), Probing()
     group.drafters = {key_of("ngram"): first, key_of("suffix"): second}
-    requests = [Request(i, (1, 2, 3 + i), SamplingParams(), SpecConfig(("ngram", "suffix", None)[i % 3]), i) for i in range(5)]
+    requests = [
+        Request(i, (1, 2, 3 + i), SamplingParams(), SpecConfig(("ngram", "suffix", None)[i % 3]), i) for i in range(5)
+    ]
     for request in requests:
         group.start(request)
-    batch = Batch(tuple(BatchEntry(r, 2, r.prompt_ids[-1:], True, 3, num_probe=(8, 4, 8, 2, 8)[i], probe_depth=9) for i, r in enumerate(requests)))
+    batch = Batch(
+        tuple(
+            BatchEntry(r, 2, r.prompt_ids[-1:], True, 3, num_probe=(8, 4, 8, 2, 8)[i], probe_depth=9)
+            for i, r in enumerate(requests)
+        )
+    )
     draft = group.propose(batch)
     assert draft.probe_lengths == (8, 4, 0, 2, 8)
     nothing = Verdict(((),) * 5, ((),) * 5, (9,) * 5, ("bonus",) * 5)
@@ -266,7 +305,9 @@ def test_every_drafter_gets_its_own_probes() -> None:
 
 
 def test_log_probabilities_are_those_of_plain_decoding(llm: LLM) -> None:
-    """Prompt rows, decode rows and probes of several requests in one forward are told apart; a request joins while others probe."""
+    """Prompt rows, decode rows and probes of several requests in one forward are told apart; a request joins while
+    others probe.
+    """
     params = SamplingParams(max_tokens=10, ignore_eos=True, logprobs=2, logprobs_of="model", prompt_logprobs=1)
     plain = llm.generate(PROMPTS, params)
     states = []
@@ -287,7 +328,9 @@ def test_the_controller_counts_probes_as_rows(pair: SimpleNamespace) -> None:
     engine, _ = engine_of(PagedModel(load_decoder(pair.target), 1024, 4))
     seen, observe = [], engine.controller.policy.target_cost.observe
     engine.controller.policy.target_cost.observe = lambda rows, seconds: (seen.append(rows), observe(rows, seconds))
-    state = engine.submit(PROMPTS[1], SamplingParams(max_tokens=8, ignore_eos=True), SpecConfig("lookahead", num_draft=2))
+    state = engine.submit(
+        PROMPTS[1], SamplingParams(max_tokens=8, ignore_eos=True), SpecConfig("lookahead", num_draft=2)
+    )
     engine.step()
     engine.step()
     assert seen[0] >= 9
@@ -304,11 +347,14 @@ def test_a_share_of_the_verify_time_is_the_probes(monkeypatch: pytest.MonkeyPatc
     ticks = itertools.count()
     monkeypatch.setattr("foretoken.engine.engine.time.perf_counter", lambda: float(next(ticks)))
     states = [
-        engine.submit([1, 2], SamplingParams(max_tokens=5, ignore_eos=True), spec) for spec in (SpecConfig("lookahead", num_draft=4), SpecConfig())
+        engine.submit([1, 2], SamplingParams(max_tokens=5, ignore_eos=True), spec)
+        for spec in (SpecConfig("lookahead", num_draft=4), SpecConfig())
     ]
     engine.step()
     before = [state.stats.verify_s for state in states]
     engine.step()
     assert states[0].stats.num_drafted == 0
-    assert [state.stats.verify_s - start for state, start in zip(states, before, strict=True)] == pytest.approx([2 * 0.9, 2 * 0.1])
+    assert [state.stats.verify_s - start for state, start in zip(states, before, strict=True)] == pytest.approx(
+        [2 * 0.9, 2 * 0.1]
+    )
     engine.close()

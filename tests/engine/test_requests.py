@@ -77,7 +77,9 @@ def test_broken_logits_fail_their_request_only(bad: float, temperature: float) -
         check_idle(engine)
         for state in states:
             assert state.stats.num_emitted == len(state.output_ids) == len(state.origins)
-            assert state.stats.num_accepted == sum(origin.kind == "accepted" for origin in state.origins)  # none of the broken round
+            assert state.stats.num_accepted == sum(
+                origin.kind == "accepted" for origin in state.origins
+            )  # none of the broken round
         assert engine.stats.num_failed == sum(state.finish_reason == "error" for state in states)
         return steps
 
@@ -88,7 +90,9 @@ def test_broken_logits_fail_their_request_only(bad: float, temperature: float) -
         if request_id % 2:
             assert (outputs[-1].finish_reason, outputs[-1].token_ids) == ("error", ())
             assert isinstance(outputs[-1].error, NumericsError)
-            assert f"request {request_id}: the target's logits are not finite at token {3 + len(emitted)}" in str(outputs[-1].error)
+            assert f"request {request_id}: the target's logits are not finite at token {3 + len(emitted)}" in str(
+                outputs[-1].error
+            )
             assert emitted == right[: len(emitted)]
             assert len(emitted) <= 9
         else:
@@ -186,7 +190,9 @@ def test_streams_side_by_side_each_get_all_of_their_answer(llm: LLM, pair: Simpl
         for i in range(turn + 1):
             got[i].extend(next(streams[i]).token_ids)
     foreign: list[int] = []
-    between = llm.generate(PROMPTS[3:4], LONG, on_step=lambda outputs: foreign.extend(len(output.token_ids) for output in outputs))
+    between = llm.generate(
+        PROMPTS[3:4], LONG, on_step=lambda outputs: foreign.extend(len(output.token_ids) for output in outputs)
+    )
     assert ids_of(between) == expected[3:]
     assert sum(foreign) == len(expected[3])  # on_step shows its own requests only
     for i, stream in enumerate(streams):
@@ -268,7 +274,10 @@ def test_long_prompts_do_not_stop_those_who_answer(llm: LLM, monkeypatch: pytest
 
 
 def test_params_and_spec_per_prompt(llm: LLM, pair: SimpleNamespace) -> None:
-    params = [SamplingParams(max_tokens=n, ignore_eos=True, temperature=t, seed=n) for n, t in ((3, 0.0), (9, 1.0), (1, 0.0), (12, 0.5))]
+    params = [
+        SamplingParams(max_tokens=n, ignore_eos=True, temperature=t, seed=n)
+        for n, t in ((3, 0.0), (9, 1.0), (1, 0.0), (12, 0.5))
+    ]
     specs = mixed_specs(pair)
     alone = [llm.generate([prompt], one, spec)[0] for prompt, one, spec in zip(PROMPTS[:4], params, specs, strict=True)]
     together = llm.generate(PROMPTS[:4], params, specs)
@@ -280,7 +289,15 @@ def test_params_and_spec_per_prompt(llm: LLM, pair: SimpleNamespace) -> None:
 def test_shapes_of_prompts(llm: LLM) -> None:
     """One list of ids is one prompt, also as a tuple, tensor or array; no prompts give no answers."""
     expected = ids_of(llm.generate([[1, 2, 3]], LONG))
-    for one in ([1, 2, 3], (1, 2, 3), torch.tensor([1, 2, 3]), torch.tensor([[1, 2, 3]]), [np.array([1, 2, 3])], [(1, 2, 3)], range(1, 4)):
+    for one in (
+        [1, 2, 3],
+        (1, 2, 3),
+        torch.tensor([1, 2, 3]),
+        torch.tensor([[1, 2, 3]]),
+        [np.array([1, 2, 3])],
+        [(1, 2, 3)],
+        range(1, 4),
+    ):
         assert ids_of(llm.generate(one, LONG)) == expected  # type: ignore[arg-type]
     assert [token for piece in llm.stream(np.array([1, 2, 3]), LONG) for token in piece.token_ids] == list(expected[0])  # type: ignore[arg-type]
     assert llm.generate([], LONG) == []
@@ -303,7 +320,10 @@ def test_stats_add_up(llm: LLM, pair: SimpleNamespace, temperature: float) -> No
         assert stats.num_steps == 20 - kinds["accepted"]  # every step emits one token of the target's own
         assert [origin.step for origin in out.provenance] == sorted(origin.step for origin in out.provenance)
         assert {origin.step for origin in out.provenance} == set(range(stats.num_steps))
-        assert all((origin.drafter == spec.drafter) if origin.kind == "accepted" else origin.drafter is None for origin in out.provenance)
+        assert all(
+            (origin.drafter == spec.drafter) if origin.kind == "accepted" else origin.drafter is None
+            for origin in out.provenance
+        )
         assert all(a <= d for d, a in stats.accepted_per_position)
         assert out.provenance[0].kind == "plain"  # the prompt's own step drafts nothing
         if spec.drafter is None:
@@ -314,7 +334,16 @@ def test_stats_add_up(llm: LLM, pair: SimpleNamespace, temperature: float) -> No
         assert 0 <= stats.ttft_s <= stats.total_s
         assert stats.draft_s >= 0
         assert stats.verify_s > 0
-        assert set(stats.as_dict()) >= {"num_steps", "num_drafted", "num_accepted", "num_emitted", "acceptance_rate", "draft_s", "verify_s", "ttft_s"}
+        assert set(stats.as_dict()) >= {
+            "num_steps",
+            "num_drafted",
+            "num_accepted",
+            "num_emitted",
+            "acceptance_rate",
+            "draft_s",
+            "verify_s",
+            "ttft_s",
+        }
     after = llm.engine.stats
     for name in ("num_emitted", "num_drafted", "num_accepted"):
         assert getattr(after, name) - getattr(before, name) == sum(getattr(out.stats, name) for out in outputs)

@@ -1,4 +1,6 @@
-"""An answer scored again: the same laws as a whole pass over the text, in pieces of any size, and nothing left behind."""
+"""An answer scored again: the same laws as a whole pass over the text, in pieces of any size, and nothing left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.engine.rescoring import Rescoring, ScoredRows, rescore
+from foretoken.engine.shadow.rescoring import Rescoring, ScoredRows, rescore
 from foretoken.errors import CapacityError, NumericsError
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.processors import make_processors
@@ -36,21 +38,33 @@ def whole(target: LanguageModel, prompt: Sequence[int], output: Sequence[int]) -
 def test_any_size_of_pieces_gives_the_same_rows(llm: LLM, chunk: int) -> None:
     """Also where the prompt ends inside a piece, or right at its end."""
     parts = list(rescore(llm.target, PROMPT, OUTPUT, SAMPLED, chunk_tokens=chunk))
-    assert [place for part in parts for place in range(part.first, part.first + len(part.tokens))] == list(range(len(OUTPUT)))
+    assert [place for part in parts for place in range(part.first, part.first + len(part.tokens))] == list(
+        range(len(OUTPUT))
+    )
     assert torch.cat([part.tokens for part in parts]).tolist() == OUTPUT
     expected = whole(llm.target, PROMPT, OUTPUT)
     torch.testing.assert_close(torch.cat([part.logits for part in parts]), expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(torch.cat([part.laws for part in parts]), target_probs(expected, [SAMPLED] * len(OUTPUT)), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        torch.cat([part.laws for part in parts]), target_probs(expected, [SAMPLED] * len(OUTPUT)), atol=1e-4, rtol=0
+    )
 
 
 @pytest.mark.parametrize("rule", ["greedy", "rejection"])
 def test_the_log_probabilities_are_those_the_engine_reported(llm: LLM, pair: SimpleNamespace, rule: str) -> None:
     """The engine computed them from rows of guesses, with the request's processors."""
     params = SamplingParams(
-        max_tokens=24, temperature=0.0 if rule == "greedy" else 0.8, seed=5, ignore_eos=True, logprobs=0, repetition_penalty=1.3, presence_penalty=0.5
+        max_tokens=24,
+        temperature=0.0 if rule == "greedy" else 0.8,
+        seed=5,
+        ignore_eos=True,
+        logprobs=0,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
     )
     answer = llm.generate([PROMPT], params, SpecConfig("draft_model", str(pair.draft), num_draft=3, rule=rule))[0]
-    law = SamplingParams(temperature=1.0) if rule == "greedy" else params  # reported at temperature 1 where the law is a point
+    law = (
+        SamplingParams(temperature=1.0) if rule == "greedy" else params
+    )  # reported at temperature 1 where the law is a point
     processors = make_processors(params, PROMPT, 97, ())
     found = [
         float(row[token].log())
@@ -134,7 +148,9 @@ def test_broken_logits_are_an_error_that_holds_nothing() -> None:
 
 def rows_of(logits: list[float], token: int, rounding: float, **params: float) -> ScoredRows:
     row, law = torch.tensor([logits]), SamplingParams(temperature=1.0, **params)
-    return ScoredRows(0, torch.tensor([token]), row, target_probs(row, [law]), torch.tensor([rounding]), torch.float32, law)
+    return ScoredRows(
+        0, torch.tensor([token]), row, target_probs(row, [law]), torch.tensor([rounding]), torch.float32, law
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +163,9 @@ def rows_of(logits: list[float], token: int, rounding: float, **params: float) -
         ([1.0, 1.0, -torch.inf, 0.0], 2, {}, torch.inf),  # banned: no rounding brings it back
     ],
 )
-def test_tokens_at_the_edge_of_a_filter(logits: list[float], token: int, params: dict[str, float], least: float) -> None:
+def test_tokens_at_the_edge_of_a_filter(
+    logits: list[float], token: int, params: dict[str, float], least: float
+) -> None:
     """`least` is the rounding from which on the token may have been inside."""
     assert rows_of(logits, token, 0.0, **params).laws[0, token] == 0
     assert not is_edge(rows_of(logits, token, min(0.9 * least, 100.0), **params))
@@ -161,7 +179,9 @@ def is_edge(rows: ScoredRows) -> bool:
 
 
 def test_w2_a_tie_with_the_last_token_that_is_kept_is_an_edge() -> None:
-    """top_k keeps both of the tied tokens, top_p drops the one with the lower id: with other rounding it drops the other one."""
+    """top_k keeps both of the tied tokens, top_p drops the one with the lower id: with other rounding it drops the
+    other one.
+    """
     logits, params = [4.0, 2.0, 2.0, 0.0], {"top_k": 3, "top_p": 0.85}
     rows = rows_of(logits, 1, 1e-4, **params)
     assert (rows.laws[0, 1], is_edge(rows)) == (0, True)
@@ -179,7 +199,9 @@ def test_laws_speak_of_what_is_certain_only() -> None:
     assert (nothing.sum(), edges.tolist()) == (0, [True])
 
 
-@pytest.mark.parametrize(("temperature", "gap", "known"), [(0.01, 0.05, False), (0.01, 2.0, True), (1.0, 0.05, True), (0.3, 0.05, True)])
+@pytest.mark.parametrize(
+    ("temperature", "gap", "known"), [(0.01, 0.05, False), (0.01, 2.0, True), (1.0, 0.05, True), (0.3, 0.05, True)]
+)
 def test_w2_a_law_that_hangs_on_rounding_says_nothing(temperature: float, gap: float, known: bool) -> None:
     """In 16-bit numbers at a low temperature rounding, not chance, decides between two close tokens."""
     row, law = torch.tensor([[12.0, 12.0 - gap, 3.0]]), SamplingParams(temperature=temperature)

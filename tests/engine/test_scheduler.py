@@ -1,4 +1,6 @@
-"""Who runs, in which order and with how many rows: the scheduler on scripted targets, where every token of cache can be counted."""
+"""Who runs, in which order and with how many rows: the scheduler on scripted targets, where every token of cache can be
+counted.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Watch:
         self.batches.append(self.schedule())
         return self.batches[-1]
 
-    def submit(self, num_prompt: int, num_tokens: int, spec: SpecConfig | None = None, **options: object) -> RequestState:
+    def submit(
+        self, num_prompt: int, num_tokens: int, spec: SpecConfig | None = None, **options: object
+    ) -> RequestState:
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **options)  # type: ignore[arg-type]
         state = self.engine.submit([1 + i % 3 for i in range(num_prompt)], params, spec or SpecConfig())
         self.engine.scheduler.remove(state.request_id)
@@ -94,7 +98,10 @@ def test_a_shared_beginning_is_not_counted_twice(pair: SimpleNamespace) -> None:
     target = PagedModel(load_decoder(pair.target), 64, 4)
     engine = Engine(target, DrafterGroup(target), limits=SchedulerConfig(cache_reserve=0.0))
     prompt, params = token_ids(46, seed=1), SamplingParams(max_tokens=2, ignore_eos=True)
-    for prompts, together in (([prompt, [*prompt[:44], 1, 2]], 2), ([prompt[::-1], [*prompt[:40:-1], *prompt[:41]]], 1)):
+    for prompts, together in (
+        ([prompt, [*prompt[:44], 1, 2]], 2),
+        ([prompt[::-1], [*prompt[:40:-1], *prompt[:41]]], 1),
+    ):
         first, second = (engine.submit(one, params, SpecConfig()) for one in prompts)
         engine.step()
         assert list(engine.scheduler.running) == [first.request_id]
@@ -120,7 +127,9 @@ def test_priorities_and_deadlines_order_the_queue() -> None:
 
 
 def test_nobody_starves() -> None:
-    """Twice as many urgent requests as can be served, without end: a patient one is passed only by those that came soon after it."""
+    """Twice as many urgent requests as can be served, without end: a patient one is passed only by those that came soon
+    after it.
+    """
     watch = Watch(SchedulerConfig(max_batch_size=1, aging_s=10.0))
     patient = watch.submit(3, 2, priority=2)
     for _ in range(70):
@@ -134,7 +143,9 @@ def test_nobody_starves() -> None:
 
 
 def test_the_least_urgent_gives_way() -> None:
-    """Whoever came first among equals stays; urgency wins over arrival; the victim comes back before later ones of its kind."""
+    """Whoever came first among equals stays; urgency wins over arrival; the victim comes back before later ones of its
+    kind.
+    """
     watch = Watch(SchedulerConfig(cache_reserve=0.0), capacity=64)
     patient, first, second = watch.submit(20, 10, priority=1), watch.submit(20, 10), watch.submit(20, 10)
     watch.step(3)
@@ -181,7 +192,9 @@ def test_a_short_prompt_goes_along_with_a_long_one() -> None:
 
 
 def test_answers_go_on_at_a_bounded_pace_while_prompts_are_read() -> None:
-    """No step has more rows than allowed, everyone who decodes is in every step, and the prompt gets on in every step."""
+    """No step has more rows than allowed, everyone who decodes is in every step, and the prompt gets on in every
+    step.
+    """
     watch = Watch(SchedulerConfig(4, 256, max_step_tokens=24))
     answering = [watch.submit(3, 60, SpecConfig("ngram", num_draft=12)) for _ in range(3)]
     watch.step(2)
@@ -189,7 +202,9 @@ def test_answers_go_on_at_a_bounded_pace_while_prompts_are_read() -> None:
     while not long.origins:
         (rows,) = watch.step()
         batch = watch.batches[-1]
-        assert {entry.request.request_id for entry in batch.decoding} >= {state.request_id for state in answering if state.finish_reason is None}
+        assert {entry.request.request_id for entry in batch.decoding} >= {
+            state.request_id for state in answering if state.finish_reason is None
+        }
         assert sum(len(entry.pending) + entry.num_draft for entry in batch.entries) <= 24
         assert rows[long.request_id] >= 5
     assert len(watch.batches) < 45

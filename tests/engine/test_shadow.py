@@ -1,4 +1,6 @@
-"""The shadow: counts what it should, in an order that cannot fool it, in the room it is given, and raises the alarm once."""
+"""The shadow: counts what it should, in an order that cannot fool it, in the room it is given, and raises the alarm
+once.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import torch
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.core import Request
 from foretoken.engine.request import RequestState
-from foretoken.engine.shadow import Shadow
+from foretoken.engine.shadow.shadow import Shadow
 from foretoken.verify.rejection import RejectionRule
 from tests.helpers.audit import open_sequences
 from tests.helpers.checkpoints import token_ids
@@ -32,7 +34,11 @@ def watched(llm: LLM) -> Iterator[Callable[..., Shadow]]:
     made: list[Shadow] = []
 
     def watch(rate: float = 1.0, **options: object) -> Shadow:
-        made.append(Shadow(llm.target, rate, room=llm.engine.scheduler, fresh_processors=llm.engine.intake.processors, **options))
+        made.append(
+            Shadow(
+                llm.target, rate, room=llm.engine.scheduler, fresh_processors=llm.engine.intake.processors, **options
+            )
+        )
         llm.engine.watchers.append(made[-1])
         return made[-1]
 
@@ -51,12 +57,16 @@ def specs(draft: Path) -> list[SpecConfig]:
 
 
 def test_a_sound_engine_raises_no_alarm(llm: LLM, pair: SimpleNamespace, watched: Callable[..., Shadow]) -> None:
-    """Sampled and greedy, with and without processors, every drafter and rule, in one batch: all is counted, nothing is found."""
+    """Sampled and greedy, with and without processors, every drafter and rule, in one batch: all is counted, nothing is
+    found.
+    """
     shadow = watched(tokens_per_step=8)
     params = [
         SAMPLED,
         SamplingParams(max_tokens=20, ignore_eos=True),
-        SamplingParams(max_tokens=20, temperature=1.0, top_p=0.8, repetition_penalty=1.4, frequency_penalty=0.3, min_tokens=4),
+        SamplingParams(
+            max_tokens=20, temperature=1.0, top_p=0.8, repetition_penalty=1.4, frequency_penalty=0.3, min_tokens=4
+        ),
     ]
     chosen = specs(pair.draft)
     for turn in range(3):
@@ -80,13 +90,18 @@ def test_a_wrong_residual_is_found_while_the_engine_runs(
 ) -> None:
     """The bug of a residual that is the target's law: the alarm comes once, as a warning and as a flag."""
     monkeypatch.setattr(RejectionRule, "next_law", broken)
-    shadow, spec = watched(tokens_per_step=10_000), SpecConfig("draft_model", str(pair.draft), num_draft=4, rule="rejection")
+    shadow, spec = (
+        watched(tokens_per_step=10_000),
+        SpecConfig("draft_model", str(pair.draft), num_draft=4, rule="rejection"),
+    )
     params = SamplingParams(max_tokens=32, temperature=0.5, ignore_eos=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         turns = iter(range(20))
         while not shadow.drain().alarm:
-            llm.generate(PROMPTS, [replace(params, seed=16 * turn + i) for turn in [next(turns)] for i in range(16)], spec)
+            llm.generate(
+                PROMPTS, [replace(params, seed=16 * turn + i) for turn in [next(turns)] for i in range(16)], spec
+            )
         llm.generate(PROMPTS, [replace(params, seed=1000 + i) for i in range(16)], spec)  # no second warning
     shadow.drain()
     found = shadow.stats
@@ -98,7 +113,10 @@ def test_a_wrong_residual_is_found_while_the_engine_runs(
 
 
 def requests(count: int, **params: object) -> list[Request]:
-    return [Request(i, (1, 2), SamplingParams(**{"max_tokens": 8, "temperature": 1.0, **params}), SpecConfig(), 1000 + i) for i in range(count)]
+    return [
+        Request(i, (1, 2), SamplingParams(**{"max_tokens": 8, "temperature": 1.0, **params}), SpecConfig(), 1000 + i)
+        for i in range(count)
+    ]
 
 
 def answers(rng: np.random.Generator, law: Sequence[float], length: int = 8) -> list[int]:
@@ -118,7 +136,13 @@ def test_which_requests_are_followed() -> None:
     chosen = []
     for turn in range(2):
         shadow, rng = Shadow(scripted(LAW), 0.3), np.random.default_rng(turn)
-        chosen.append([request.request_id for request in requests(400) if shadow.offer(request, answers(rng, LAW)) | bool(shadow.drain().alarm)])
+        chosen.append(
+            [
+                request.request_id
+                for request in requests(400)
+                if shadow.offer(request, answers(rng, LAW)) | bool(shadow.drain().alarm)
+            ]
+        )
     assert chosen[0] == chosen[1]
     assert 90 < len(chosen[0]) < 150
     none, every = Shadow(scripted(LAW), 0.0), Shadow(scripted(LAW), 1.0)
@@ -128,7 +152,9 @@ def test_which_requests_are_followed() -> None:
 
 
 def test_what_is_left_out() -> None:
-    """A lossy rule claims no law; a seed that was given twice would count twice; too many waiting answers cost memory."""
+    """A lossy rule claims no law; a seed that was given twice would count twice; too many waiting answers cost
+    memory.
+    """
     shadow = Shadow(scripted(LAW), 1.0, max_waiting=2)
     lossy = Request(0, (1,), SAMPLED, SpecConfig("ngram", rule="typical", allow_lossy=True), 5)
     seeded = [Request(i, (1,), SamplingParams(temperature=1.0, seed=7), SpecConfig(), 7) for i in (1, 2)]
@@ -185,7 +211,9 @@ def begun(shadow: Shadow, count: int) -> list[RequestState]:
 
 
 def test_short_answers_that_finish_first_do_not_fool_it() -> None:
-    """Half of all answers end at once, the others go on. Counted as they finish, the first hundred would all say 'end'."""
+    """Half of all answers end at once, the others go on. Counted as they finish, the first hundred would all say
+    'end'.
+    """
     rng, law = np.random.default_rng(0), (0.5, 0.5)
     texts = [answers(rng, law, 40) for _ in range(300)]
     texts = [text[: text.index(0) + 1] if 0 in text else text for text in texts]  # 0 ends an answer

@@ -1,4 +1,6 @@
-"""The shadow inside a running engine: it finds nothing in a healthy one, raises the alarm in a broken one, and never takes room from requests."""
+"""The shadow inside a running engine: it finds nothing in a healthy one, raises the alarm in a broken one, and never
+takes room from requests.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,20 @@ PROMPTS = [token_ids(5 + i % 7, seed=i) for i in range(24)]
 
 
 def spec_of(pair: SimpleNamespace, drafter: str | None) -> SpecConfig:
-    return SpecConfig(drafter, str(pair.draft) if drafter == "draft_model" else None, num_draft=3) if drafter else SpecConfig()
+    return (
+        SpecConfig(drafter, str(pair.draft) if drafter == "draft_model" else None, num_draft=3)
+        if drafter
+        else SpecConfig()
+    )
 
 
 def run(llm: LLM, spec: SpecConfig, temperature: float, rounds: int = 1) -> None:
     for turn in range(rounds):
         seeds = range(turn * len(PROMPTS), (turn + 1) * len(PROMPTS))
-        params = [SamplingParams(max_tokens=40, temperature=temperature, ignore_eos=True, frequency_penalty=0.3, seed=seed) for seed in seeds]
+        params = [
+            SamplingParams(max_tokens=40, temperature=temperature, ignore_eos=True, frequency_penalty=0.3, seed=seed)
+            for seed in seeds
+        ]
         llm.generate(PROMPTS, params, spec)
     llm.drain_shadow()
 

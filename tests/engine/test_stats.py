@@ -1,4 +1,6 @@
-"""The counters: requests add up to the engine whatever becomes of them, and time, waste and gain are what a hand gets."""
+"""The counters: requests add up to the engine whatever becomes of them, and time, waste and gain are what a hand
+gets.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,17 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.control.cost import CostTable
 from foretoken.core import Batch, BatchEntry, Draft, Probes, Request, Verdict
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.group import GRAMMAR, DrafterGroup, drafter_key
 from foretoken.draft.ngram import NgramDrafter
-from foretoken.engine.accounts import charge, gain
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.engine.stats import Counters, EngineStats, RequestStats, RoundCounts
+from foretoken.engine.time_attribution import charge, gain
 from foretoken.engine.watch import StepClock
-from foretoken.plan.cost import CostTable
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.scripted import ScriptedModel, recite
 from tests.helpers.specs import key_of
@@ -67,15 +69,21 @@ def check_sums(engine: Engine, states: list[RequestState]) -> None:
     assert totals.num_finished == reasons["stop"] + reasons["length"]
     assert (totals.num_failed, totals.num_aborted) == (reasons["error"], reasons["abort"])
     assert totals.num_waiting + totals.num_running == reasons[None]
-    assert totals.num_aborted_tokens == sum(state.stats.num_emitted for state in states if state.finish_reason == "abort")
+    assert totals.num_aborted_tokens == sum(
+        state.stats.num_emitted for state in states if state.finish_reason == "abort"
+    )
 
 
 def test_requests_add_up_to_the_engine() -> None:
-    """Mixed drafters, prompts in pieces, requests that end, fail, are aborted while they run or wait, and a step that breaks."""
+    """Mixed drafters, prompts in pieces, requests that end, fail, are aborted while they run or wait, and a step that
+    breaks.
+    """
     engine = engine_of(SchedulerConfig(max_batch_size=4, max_prompt_tokens=5))
     prompts = [[8, 0, 1, 2, 3, 4], [9, 0, 1], [8, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6], [1, 2, 3]]
     specs = [SpecConfig(), NGRAM, DRAFT, SpecConfig("ngram", num_draft=3)]
-    states = [engine.submit(prompts[i % 4], SamplingParams(max_tokens=12 + i), specs[(i + i // 4) % 4]) for i in range(12)]
+    states = [
+        engine.submit(prompts[i % 4], SamplingParams(max_tokens=12 + i), specs[(i + i // 4) % 4]) for i in range(12)
+    ]
     for step in itertools.count():
         if not engine.has_work:
             break
@@ -122,7 +130,9 @@ def entry(number: int, spec: SpecConfig, pending: int = 1, decodes: bool = True)
     return BatchEntry(request, 10 if pending == 1 else 0, (0,) * pending, decodes, 5)
 
 
-def charged(batch: Batch, draft: Draft, verdict: Verdict, steps: CostTable, spent_s: dict[object, float]) -> list[RequestStats]:
+def charged(
+    batch: Batch, draft: Draft, verdict: Verdict, steps: CostTable, spent_s: dict[object, float]
+) -> list[RequestStats]:
     """The accounts after a step of 1 s scheduling, 3 s drafting, 20 s target, 4 s rules."""
     clock = StepClock(began=0.0, scheduled=1.0, proposed=3.0, forwarded=23.0, verified=27.0, taught_s=1.0)
     accounts, totals = [RequestStats() for _ in batch.entries], EngineStats()
@@ -151,14 +161,24 @@ def verdict_of(*kept: int) -> Verdict:
 
 def test_who_pays_for_a_step() -> None:
     """Two requests of one drafter, one of another that found nothing, one plain, and a piece of a prompt."""
-    batch = Batch((entry(0, DRAFT), entry(1, DRAFT), entry(2, NGRAM), entry(3, SpecConfig()), entry(4, NGRAM, pending=6, decodes=False)))
+    batch = Batch(
+        (
+            entry(0, DRAFT),
+            entry(1, DRAFT),
+            entry(2, NGRAM),
+            entry(3, SpecConfig()),
+            entry(4, NGRAM, pending=6, decodes=False),
+        )
+    )
     draft = draft_of([4, 1, 0, 0], ["draft_model", "draft_model", None, None], (0, 0, 0, 3))
     steps = CostTable()
     steps.observe(14, 20.0)
     steps.observe(18, 22.0)  # half a second a row: less than the rows' share
     accounts = charged(batch, draft, verdict_of(1, 1, 0, 0), steps, {drafter_key(DRAFT): 2.0, drafter_key(NGRAM): 0.5})
     shared = 0.5 / 5  # of 3 s that drafting took, what no drafter took
-    assert [account.draft_s for account in accounts] == pytest.approx([shared + 1.6, shared + 0.4, shared + 0.5, shared, shared])
+    assert [account.draft_s for account in accounts] == pytest.approx(
+        [shared + 1.6, shared + 0.4, shared + 0.5, shared, shared]
+    )
     row = 24.0 / (5 + 2 + 1 + 4 + 6)
     assert [account.verify_s for account in accounts] == pytest.approx([5 * row, 2 * row, row, 4 * row, 0.0])
     assert [account.prompt_s for account in accounts] == pytest.approx([0.0] * 4 + [6 * row])
@@ -211,8 +231,24 @@ def test_the_gain_over_plain_decoding() -> None:
 def test_guesses_are_accepted_rejected_or_cut() -> None:
     """A tree whose path of three was emitted up to its second node, because the answer ended there."""
     counters = Counters()
-    counters.count_round(RoundCounts([1, 2, 2, 3], ["a", "a", "b", "b"], (0, 2, 3), num_emitted=2, num_probed=7, inner=(5, 4), tie_gaps=[0.5, 0.25]))
-    assert (counters.num_drafts, counters.num_drafted, counters.num_accepted, counters.num_cut, counters.num_rejected) == (1, 4, 2, 1, 1)
+    counters.count_round(
+        RoundCounts(
+            [1, 2, 2, 3],
+            ["a", "a", "b", "b"],
+            (0, 2, 3),
+            num_emitted=2,
+            num_probed=7,
+            inner=(5, 4),
+            tie_gaps=[0.5, 0.25],
+        )
+    )
+    assert (
+        counters.num_drafts,
+        counters.num_drafted,
+        counters.num_accepted,
+        counters.num_cut,
+        counters.num_rejected,
+    ) == (1, 4, 2, 1, 1)
     assert counters.accepted_per_position == ((1, 1), (2, 1), (1, 0))
     assert (counters.drafted_by, counters.accepted_by) == ({"a": 2, "b": 2}, {"a": 1, "b": 1})
     assert (counters.num_probed, counters.num_inner_drafted, counters.num_inner_accepted) == (7, 5, 4)
@@ -238,7 +274,9 @@ def test_guesses_behind_the_end_are_not_wasted() -> None:
 
 
 def test_waiting_and_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One place in the batch: the second request waits for the whole of the first. The clock goes on by one at every look."""
+    """One place in the batch: the second request waits for the whole of the first. The clock goes on by one at every
+    look.
+    """
     ticks = itertools.count()
     monkeypatch.setattr("foretoken.engine.engine.time.perf_counter", lambda: float(next(ticks)))
     engine = engine_of(SchedulerConfig(max_batch_size=1))
@@ -249,7 +287,14 @@ def test_waiting_and_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (engine.stats.num_waiting, engine.stats.num_running) == (1, 1)
     while engine.has_work:
         engine.step()
-    assert 0 < first.stats.queued_s < first.stats.ttft_s < first.stats.total_s <= second.stats.queued_s < second.stats.ttft_s
+    assert (
+        0
+        < first.stats.queued_s
+        < first.stats.ttft_s
+        < first.stats.total_s
+        <= second.stats.queued_s
+        < second.stats.ttft_s
+    )
     for stats in (first.stats, second.stats):
         assert stats.inter_token_s == stats.longest_gap_s == (stats.total_s - stats.ttft_s) / 3
     assert engine.stats.inter_token_s == first.stats.inter_token_s
@@ -272,7 +317,11 @@ def test_a_snapshot_stays_as_it_is(pair: SimpleNamespace) -> None:
     with LLM(pair.target, dtype="float32", cache_tokens=512) as llm:
         seen = []
         for _ in range(2):
-            llm.generate([token_ids(6) * 3], SamplingParams(max_tokens=12, ignore_eos=True), SpecConfig("draft_model", str(pair.draft), num_draft=3))
+            llm.generate(
+                [token_ids(6) * 3],
+                SamplingParams(max_tokens=12, ignore_eos=True),
+                SpecConfig("draft_model", str(pair.draft), num_draft=3),
+            )
             seen.append((llm.stats, json.dumps(llm.stats.as_dict())))
         assert json.dumps(seen[0][0].as_dict()) == seen[0][1] != seen[1][1]
         assert json.loads(seen[1][1])["prefix"]["num_looked_up_tokens"] == 36

@@ -1,4 +1,6 @@
-"""Where an answer ends: the end token, stop strings and max_tokens cut exactly there, wherever they fall in an accepted run."""
+"""Where an answer ends: the end token, stop strings and max_tokens cut exactly there, wherever they fall in an accepted
+run.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,21 @@ class Answer:
         return self.state.text.text, self.state.output_ids, self.state.finish_reason
 
 
-def speak(tokenizer: Tokenizer, ids: Sequence[int], params: SamplingParams, num_draft: int = 0, wrong_every: int = 0) -> Answer:
+def speak(
+    tokenizer: Tokenizer, ids: Sequence[int], params: SamplingParams, num_draft: int = 0, wrong_every: int = 0
+) -> Answer:
     """The target says `ids`, then the end token; the draft knows them all, or all but every `wrong_every`th."""
     eos = tokenizer.vocabulary[END_OF_TEXT]
     said = recite(ids, len(PROMPT), eos)
-    guessed = [(token + 1) % VOCAB if wrong_every and i % wrong_every == wrong_every - 1 else token for i, token in enumerate(ids)]
+    guessed = [
+        (token + 1) % VOCAB if wrong_every and i % wrong_every == wrong_every - 1 else token
+        for i, token in enumerate(ids)
+    ]
     target = ScriptedModel(said, VOCAB, [eos])
     drafters = DrafterGroup(target)
-    drafters.drafters[key_of("draft_model", "d")] = DraftModelDrafter(ScriptedModel(recite(guessed, len(PROMPT), eos), VOCAB))
+    drafters.drafters[key_of("draft_model", "d")] = DraftModelDrafter(
+        ScriptedModel(recite(guessed, len(PROMPT), eos), VOCAB)
+    )
     engine = Engine(target, drafters, tokenizer)
     state = engine.submit(PROMPT, params, SpecConfig("draft_model", "d", num_draft=num_draft))
     steps = []
@@ -101,7 +110,9 @@ STOPS += ["😀", ("😀😀", "猫 u"), "aab", ("abab", "bab"), ("aaab", "aab",
 @pytest.mark.parametrize("text", TEXTS, ids=["code", "characters", "repeats"])
 @pytest.mark.parametrize("stop", STOPS, ids=repr)
 def test_stop_strings_cut_exactly(tokenizer: Tokenizer, text: str, stop: str | tuple[str, ...]) -> None:
-    """Over one or several tokens and steps, several at once, overlapping, of multi-byte characters; any number of guesses."""
+    """Over one or several tokens and steps, several at once, overlapping, of multi-byte characters; any number of
+    guesses.
+    """
     ids, params = tokenizer.encode(text), SamplingParams(max_tokens=200, stop=stop)
     expected = by_hand(tokenizer, ids, params)
     for num_draft, wrong_every in itertools.product((0, 1, 3, 8), (0, 3)):
@@ -128,7 +139,9 @@ def test_max_tokens_cuts_anywhere(tokenizer: Tokenizer, num_draft: int) -> None:
     num_draft=st.integers(0, 8),
     wrong_every=st.sampled_from([0, 2, 5]),
 )
-def test_random_texts_and_stops(tokenizer: Tokenizer, text: str, stop: list[str], limit: int, num_draft: int, wrong_every: int) -> None:
+def test_random_texts_and_stops(
+    tokenizer: Tokenizer, text: str, stop: list[str], limit: int, num_draft: int, wrong_every: int
+) -> None:
     ids, params = tokenizer.encode(text), SamplingParams(max_tokens=limit, stop=tuple(stop))
     assert speak(tokenizer, ids, params, num_draft, wrong_every).summary == by_hand(tokenizer, ids, params)
 
@@ -178,18 +191,40 @@ def test_ignore_eos_goes_on(tokenizer: Tokenizer, num_draft: int) -> None:
     eos = tokenizer.vocabulary[END_OF_TEXT]
     ids = [*(tokenizer.vocabulary[c] for c in "ab"), eos, eos, *(tokenizer.vocabulary[c] for c in "cd")]
     assert speak(tokenizer, ids, SamplingParams(max_tokens=6), num_draft).summary == ("ab", ids[:3], "stop")
-    assert speak(tokenizer, ids, SamplingParams(max_tokens=6, ignore_eos=True), num_draft).summary == ("abcd", ids, "length")
-    assert speak(tokenizer, ids, SamplingParams(max_tokens=6, ignore_eos=True, stop="bc"), num_draft).summary == ("a", ids[:5], "stop")
+    assert speak(tokenizer, ids, SamplingParams(max_tokens=6, ignore_eos=True), num_draft).summary == (
+        "abcd",
+        ids,
+        "length",
+    )
+    assert speak(tokenizer, ids, SamplingParams(max_tokens=6, ignore_eos=True, stop="bc"), num_draft).summary == (
+        "a",
+        ids[:5],
+        "stop",
+    )
 
 
 @pytest.mark.parametrize("num_draft", [0, 4])
 def test_which_reason_wins(tokenizer: Tokenizer, num_draft: int) -> None:
     ids = [tokenizer.vocabulary[c] for c in "abc"]
-    assert speak(tokenizer, ids, SamplingParams(max_tokens=3, stop="c"), num_draft).summary == ("ab", ids, "stop")  # both at once
+    assert speak(tokenizer, ids, SamplingParams(max_tokens=3, stop="c"), num_draft).summary == (
+        "ab",
+        ids,
+        "stop",
+    )  # both at once
     assert speak(tokenizer, ids, SamplingParams(max_tokens=3), num_draft).summary == ("abc", ids, "length")
-    assert speak(tokenizer, ids, SamplingParams(max_tokens=4), num_draft).state.finish_reason == "stop"  # the end token is the fourth
-    assert speak(tokenizer, ids, SamplingParams(max_tokens=3, stop=("bc", "ab")), num_draft).summary == ("", ids[:2], "stop")
-    assert speak(tokenizer, ids, SamplingParams(max_tokens=3, stop=("c", "bc")), num_draft).summary == ("a", ids, "stop")  # the earliest place
+    assert (
+        speak(tokenizer, ids, SamplingParams(max_tokens=4), num_draft).state.finish_reason == "stop"
+    )  # the end token is the fourth
+    assert speak(tokenizer, ids, SamplingParams(max_tokens=3, stop=("bc", "ab")), num_draft).summary == (
+        "",
+        ids[:2],
+        "stop",
+    )
+    assert speak(tokenizer, ids, SamplingParams(max_tokens=3, stop=("c", "bc")), num_draft).summary == (
+        "a",
+        ids,
+        "stop",
+    )  # the earliest place
 
 
 class Pieces:
@@ -220,7 +255,10 @@ def test_a_stop_string_that_ends_in_the_last_held_bytes() -> None:
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.lists(st.text(alphabet="ab", max_size=4), max_size=12), st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=3))
+@given(
+    st.lists(st.text(alphabet="ab", max_size=4), max_size=12),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=3),
+)
 def test_no_more_is_held_than_must_be(pieces: list[str], stops: list[str]) -> None:
     """Exactly the longest end of the text that begins a stop string waits, and what was let go is never taken back."""
     text, sent, whole = TextAssembler(Pieces(pieces), tuple(stops)), "", ""
@@ -238,9 +276,13 @@ def test_no_more_is_held_than_must_be(pieces: list[str], stops: list[str]) -> No
 
 @pytest.mark.parametrize("drafter", ["draft_model", "ngram", None])
 def test_stops_of_a_real_model(text_pair: SimpleNamespace, drafter: str | None) -> None:
-    """Any part of what it would say can be the stop string; `stream` and `generate` agree with the plain answer cut by hand."""
+    """Any part of what it would say can be the stop string; `stream` and `generate` agree with the plain answer cut by
+    hand.
+    """
     with LLM(text_pair.target, dtype="float32", cache_tokens=1024) as llm:
-        spec = SpecConfig(drafter, str(text_pair.draft) if drafter == "draft_model" else None, num_draft=5 if drafter else "auto")
+        spec = SpecConfig(
+            drafter, str(text_pair.draft) if drafter == "draft_model" else None, num_draft=5 if drafter else "auto"
+        )
         free = llm.generate(["the list of self"], SamplingParams(max_tokens=40, ignore_eos=True))[0]
         for place in range(2, len(free.text) - 3, 7):
             stop = free.text[place : place + 1 + place % 3]

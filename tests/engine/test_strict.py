@@ -37,7 +37,9 @@ def test_speculative_answers_are_the_plain_ones(
     strict: LLM, pair: SimpleNamespace, temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy and coupled, alone and in batches, with prompts cut into chunks as neighbours have it."""
-    each = [SamplingParams(max_tokens=48, temperature=temperature, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
+    each = [
+        SamplingParams(max_tokens=48, temperature=temperature, seed=i, ignore_eos=True) for i in range(len(PROMPTS))
+    ]
     plain = [strict.generate([prompt], params)[0] for prompt, params in zip(PROMPTS, each, strict=True)]
     monkeypatch.setattr(strict.engine.scheduler, "config", SchedulerConfig(16, chunk))
     specs, accepted = specs_of(pair), 0
@@ -60,7 +62,10 @@ def test_logprobs_are_bitwise_the_same(strict: LLM, pair: SimpleNamespace) -> No
 
 def test_the_reference_target_in_bfloat16() -> None:
     """A real model and real text, where near ties do occur."""
-    prompts = ["import os\n\n\ndef walk(path):\n    for name in", "class Stack:\n    def __init__(self):\n        self.items ="]
+    prompts = [
+        "import os\n\n\ndef walk(path):\n    for name in",
+        "class Stack:\n    def __init__(self):\n        self.items =",
+    ]
     with LLM("reference:target", dtype="bfloat16", cache_tokens=2048, numerics="strict") as llm:
         params = SamplingParams(max_tokens=64, ignore_eos=True)
         plain = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]

@@ -1,4 +1,6 @@
-"""Answers held to a structure, through the whole engine: valid, the same with and without drafts, forced tokens for free."""
+"""Answers held to a structure, through the whole engine: valid, the same with and without drafts, forced tokens for
+free.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ SCHEMA = {
     "additionalProperties": False,
 }
 DRAFT = "reference:draft"
-SPECS = [SpecConfig(), SpecConfig("draft_model", DRAFT, num_draft=4), SpecConfig("ngram", num_draft=6), SpecConfig("lookahead", num_draft=5)]
+SPECS = [
+    SpecConfig(),
+    SpecConfig("draft_model", DRAFT, num_draft=4),
+    SpecConfig("ngram", num_draft=6),
+    SpecConfig("lookahead", num_draft=5),
+]
 PROMPTS = ["def main():\n    return ", "class Parser:\n    "]
 
 
@@ -34,12 +41,16 @@ def reference() -> Iterator[LLM]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rule", ["auto", "block", "tree"])
 def test_json_answers_are_valid(reference: LLM, temperature: float, rule: str) -> None:
-    """Every drafter; a seeded coupled or greedy answer is the plain one, and every guess kept was one the grammar allows."""
+    """Every drafter; a seeded coupled or greedy answer is the plain one, and every guess kept was one the grammar
+    allows.
+    """
     rule = "auto" if temperature == 0 else rule
     params = SamplingParams(max_tokens=90, temperature=temperature, seed=4, json_schema=SCHEMA)
     answers = []
     for spec in SPECS:
-        outputs = reference.generate(PROMPTS, params, SpecConfig(spec.drafter, spec.draft, spec.num_draft, rule=rule if spec.drafter else "auto"))
+        outputs = reference.generate(
+            PROMPTS, params, SpecConfig(spec.drafter, spec.draft, spec.num_draft, rule=rule if spec.drafter else "auto")
+        )
         for out in outputs:
             assert out.error is None
             if out.finish_reason == "stop":
@@ -53,7 +64,9 @@ def test_json_answers_are_valid(reference: LLM, temperature: float, rule: str) -
 
 
 def test_forced_tokens_are_free_drafts(reference: LLM) -> None:
-    """With any drafter the grammar's own text is drafted, and kept where the target spells it so; plain decoding stays plain."""
+    """With any drafter the grammar's own text is drafted, and kept where the target spells it so; plain decoding stays
+    plain.
+    """
     params = SamplingParams(max_tokens=90, json_schema=SCHEMA)
     plain, drafted = (reference.generate([PROMPTS[0]], params, spec)[0] for spec in (SPECS[0], SPECS[2]))
     assert drafted.token_ids == plain.token_ids
@@ -115,7 +128,9 @@ def test_structure_needs_a_tokenizer(llm: LLM) -> None:
 
 
 def test_penalties_and_bans_work_beside_a_structure(reference: LLM) -> None:
-    params = SamplingParams(max_tokens=60, temperature=1.0, seed=6, json_schema=SCHEMA, frequency_penalty=0.7, bad_words=["class"])
+    params = SamplingParams(
+        max_tokens=60, temperature=1.0, seed=6, json_schema=SCHEMA, frequency_penalty=0.7, bad_words=["class"]
+    )
     outputs = [reference.generate([PROMPTS[1]], params, spec)[0] for spec in SPECS]
     assert len({out.token_ids for out in outputs}) == 1
     assert "class" not in outputs[0].text
@@ -142,10 +157,14 @@ def test_w4_an_answer_complete_before_min_tokens_is_an_error(reference: LLM, fie
     assert (free.finish_reason, len(free.token_ids)) == ("length", 12)
 
 
-@pytest.mark.parametrize("values", [{"regex": "ab"}, {"json_schema": {"const": "ab"}}, {"grammar": 'start: "ab"'}], ids=list(SHORT))
+@pytest.mark.parametrize(
+    "values", [{"regex": "ab"}, {"json_schema": {"const": "ab"}}, {"grammar": 'start: "ab"'}], ids=list(SHORT)
+)
 def test_w4_a_structure_shorter_than_min_tokens_is_refused(reference: LLM, values: dict) -> None:
     """All of its text is known beforehand, so the request never runs."""
-    with pytest.raises(InputError, match=r"min_tokens=10: an answer that fits `\w+` has at most \d tokens; ask for no more than that"):
+    with pytest.raises(
+        InputError, match=r"min_tokens=10: an answer that fits `\w+` has at most \d tokens; ask for no more than that"
+    ):
         reference.generate([PROMPTS[0]], SamplingParams(min_tokens=10, **values))
     assert not reference.engine.has_work
     out = reference.generate([PROMPTS[0]], SamplingParams(min_tokens=1, **values))[0]

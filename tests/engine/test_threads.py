@@ -61,8 +61,15 @@ def results(calls: list[Callable[[], Any]]) -> list[Any]:
 
 
 @pytest.mark.parametrize("way", ["generate", "on_step", "stream", "submit"])
-def test_l2_four_threads_get_their_own_answers(llm: LLM, pair: SimpleNamespace, alone: list[tuple[int, ...]], way: str) -> None:
-    specs = [SpecConfig(), SpecConfig("ngram"), SpecConfig("draft_model", str(pair.draft)), SpecConfig("suffix", num_draft=3)]
+def test_l2_four_threads_get_their_own_answers(
+    llm: LLM, pair: SimpleNamespace, alone: list[tuple[int, ...]], way: str
+) -> None:
+    specs = [
+        SpecConfig(),
+        SpecConfig("ngram"),
+        SpecConfig("draft_model", str(pair.draft)),
+        SpecConfig("suffix", num_draft=3),
+    ]
 
     def answer(i: int, spec: SpecConfig) -> tuple[int, ...]:
         if way == "stream":
@@ -110,7 +117,9 @@ def test_l2_an_error_in_one_thread_is_not_anothers(llm: LLM, alone: list[tuple[i
         raise Injected("in a callback")
 
     calls: list[Callable[[], Any]] = [lambda i=i: llm.generate([PROMPTS[i]], GREEDY) for i in range(3)]
-    *good, bad, refused = results([*calls, lambda: llm.generate([PROMPTS[3]], GREEDY, on_step=broken), lambda: llm.generate([[10**6]], GREEDY)])
+    *good, bad, refused = results(
+        [*calls, lambda: llm.generate([PROMPTS[3]], GREEDY, on_step=broken), lambda: llm.generate([[10**6]], GREEDY)]
+    )
     assert [outs[0].token_ids for outs in good] == alone[:3]
     assert isinstance(bad, Injected)
     assert isinstance(refused, InputError)
@@ -138,7 +147,9 @@ def test_closing_while_others_answer(pair: SimpleNamespace) -> None:
             assert found[0] == "abort" or "was closed; open it again" in str(found[0])
 
 
-def test_loading_a_drafter_in_one_thread_disturbs_no_step_in_another(llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_a_drafter_in_one_thread_disturbs_no_step_in_another(
+    llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps go through all drafters: none may appear meanwhile."""
     llm._drafters.drafters.clear()
     taps, prepared = llm.engine.drafters.taps, threading.Event()
@@ -151,7 +162,10 @@ def test_loading_a_drafter_in_one_thread_disturbs_no_step_in_another(llm: LLM, p
     monkeypatch.setattr(llm.engine.drafters, "taps", slow_taps)
     calls = [
         lambda: llm.generate(PROMPTS[:2], GREEDY, SpecConfig("ngram")),
-        lambda: [llm.prepare(spec) for spec in (SpecConfig("suffix"), SpecConfig("recycling"), SpecConfig("draft_model", str(pair.draft)))],
+        lambda: [
+            llm.prepare(spec)
+            for spec in (SpecConfig("suffix"), SpecConfig("recycling"), SpecConfig("draft_model", str(pair.draft)))
+        ],
     ]
     assert not [found for found in results(calls) if isinstance(found, Exception)]
     assert len(llm._drafters.drafters) == 4

@@ -1,4 +1,6 @@
-"""Any sequence of submitting, reading, leaving and closing, with faults in any call of the engine: tickets end, answers are right, blocks stay."""
+"""Any sequence of submitting, reading, leaving and closing, with faults in any call of the engine: tickets end, answers
+are right, blocks stay.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,21 @@ PARAMS = [
     SamplingParams(max_tokens=80, ignore_eos=True, repetition_penalty=1.3),
 ]
 SPECS = [SpecConfig(), SpecConfig("ngram"), SpecConfig("ngram", num_draft=2)]
-# Every call of the engine in turn. A `finish` that does nothing and raises would keep what it holds: it raises when it is done.
+# Every call of the engine in turn. A `finish` that does nothing and raises would keep what it holds: it raises when it
+# is done.
 CALLS = [
-    *("_schedule", "_propose", "_forward", "_verify", "_commit", "_observe", "_emit", "controller.plan", "controller.observe", "intake.admit"),
+    *(
+        "_schedule",
+        "_propose",
+        "_forward",
+        "_verify",
+        "_commit",
+        "_observe",
+        "_emit",
+        "controller.plan",
+        "controller.observe",
+        "intake.admit",
+    ),
     *(
         "scheduler.schedule",
         "target.open",
@@ -69,7 +83,9 @@ class TicketMachine(RuleBasedStateMachine):
 
     @rule(target=asked, prompt=st.sampled_from(range(3)), params=st.sampled_from(range(3)), spec=st.sampled_from(SPECS))
     def submit(self, prompt: int, params: int, spec: SpecConfig) -> Asked:
-        self.everybody.append(Asked(self.engine.submit(PROMPTS[prompt], PARAMS[params], spec), self.alone[prompt, params]))
+        self.everybody.append(
+            Asked(self.engine.submit(PROMPTS[prompt], PARAMS[params], spec), self.alone[prompt, params])
+        )
         return self.everybody[-1]
 
     @rule(one=asked, num_pieces=st.integers(1, 4))
@@ -139,7 +155,13 @@ class TicketMachine(RuleBasedStateMachine):
         """A fault at the nth call from now on."""
         owner_path, _, name = path.rpartition(".")
         (drafter,) = self.llm.engine.drafters.drafters.values()
-        owner: Any = drafter if owner_path == "drafter" else attrgetter(owner_path)(self.llm.engine) if owner_path else self.llm.engine
+        owner: Any = (
+            drafter
+            if owner_path == "drafter"
+            else attrgetter(owner_path)(self.llm.engine)
+            if owner_path
+            else self.llm.engine
+        )
         setattr(owner, name, Fault(getattr(owner, name), nth, after))
         self.patched.append((owner, name))
 
@@ -158,18 +180,28 @@ class TicketMachine(RuleBasedStateMachine):
             assert answer.token_ids == one.wanted
             return
         assert answer.token_ids == one.wanted[: len(answer.token_ids)]
-        assert (answer.finish_reason == "abort" and one.ticket in self.left) or (answer.finish_reason == "error" and self.has_faults)
+        assert (answer.finish_reason == "abort" and one.ticket in self.left) or (
+            answer.finish_reason == "error" and self.has_faults
+        )
 
 
 @pytest.fixture(scope="module")
 def llm(pair: SimpleNamespace) -> Iterator[LLM]:
-    with LLM(pair.target, spec=SpecConfig("ngram"), dtype="float32", cache_tokens=1024, max_batch_size=3, profile="off") as llm:
+    with LLM(
+        pair.target, spec=SpecConfig("ngram"), dtype="float32", cache_tokens=1024, max_batch_size=3, profile="off"
+    ) as llm:
         yield llm
 
 
 def test_any_use_with_any_fault(llm: LLM) -> None:
     TicketMachine.llm = llm
-    TicketMachine.alone = {(p, k): llm.generate([prompt], params)[0].token_ids for p, prompt in enumerate(PROMPTS) for k, params in enumerate(PARAMS)}
+    TicketMachine.alone = {
+        (p, k): llm.generate([prompt], params)[0].token_ids
+        for p, prompt in enumerate(PROMPTS)
+        for k, params in enumerate(PARAMS)
+    }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*injected", UserWarning)
-        run_state_machine_as_test(TicketMachine, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))
+        run_state_machine_as_test(
+            TicketMachine, settings=settings(max_examples=40, stateful_step_count=25, deadline=None)
+        )

@@ -1,4 +1,6 @@
-"""Every ticket ends, whatever raises and whoever closes; what came is there for everybody who asks, as often as he asks."""
+"""Every ticket ends, whatever raises and whoever closes; what came is there for everybody who asks, as often as he
+asks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, AsyncEngine, EngineError, GenerateOutput, InputError, SamplingParams, SpecConfig, StorageError, Ticket
+from foretoken import (
+    LLM,
+    AsyncEngine,
+    EngineError,
+    GenerateOutput,
+    InputError,
+    SamplingParams,
+    SpecConfig,
+    StorageError,
+    Ticket,
+)
 from foretoken.core import StepOutput
 from tests.engine.test_async_engine import Paced, wait_until_idle
 from tests.helpers.audit import check_idle
@@ -65,7 +77,9 @@ def in_threads(*calls: Callable[[], Any]) -> list[Any]:
 # ---- H1: results stay
 
 
-def test_h1_what_came_is_there_for_everybody_as_often_as_he_asks(engine: AsyncEngine, alone: list[tuple[int, ...]]) -> None:
+def test_h1_what_came_is_there_for_everybody_as_often_as_he_asks(
+    engine: AsyncEngine, alone: list[tuple[int, ...]]
+) -> None:
     ticket = engine.submit(PROMPTS[0], GREEDY)
     assert ids_of(list(ticket)) == alone[0]
     first, second = ticket.result(), ticket.result()
@@ -77,7 +91,9 @@ def test_h1_what_came_is_there_for_everybody_as_often_as_he_asks(engine: AsyncEn
 
 def test_h1_several_waiters_in_threads(engine: AsyncEngine, alone: list[tuple[int, ...]]) -> None:
     ticket = engine.submit(PROMPTS[1], GREEDY)
-    found = in_threads(ticket.result, lambda: list(ticket), ticket.result, lambda: asyncio.run(ticket.wait()), lambda: list(ticket))
+    found = in_threads(
+        ticket.result, lambda: list(ticket), ticket.result, lambda: asyncio.run(ticket.wait()), lambda: list(ticket)
+    )
     assert {answer.token_ids for answer in found if isinstance(answer, GenerateOutput)} == {alone[1]}
     assert {ids_of(pieces) for pieces in found if isinstance(pieces, list)} == {alone[1]}
 
@@ -143,7 +159,12 @@ def test_h1_a_cancelled_ticket_has_an_answer(engine: AsyncEngine, alone: list[tu
     assert (answer.finish_reason, answer.error) == ("abort", None)
     assert answer.token_ids == alone[0][: len(answer.token_ids)] == ids_of(list(running))
     never = unseen.result()
-    assert (never.finish_reason, never.token_ids, never.logprobs, never.prompt_ids) == ("abort", (), (), tuple(PROMPTS[1]))
+    assert (never.finish_reason, never.token_ids, never.logprobs, never.prompt_ids) == (
+        "abort",
+        (),
+        (),
+        tuple(PROMPTS[1]),
+    )
     assert list(unseen) == []
     wait_until_idle(engine)
 
@@ -182,10 +203,16 @@ def wait_until_idle_again(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 def test_h2_a_trace_on_a_full_disk_ends_and_answers_go_on(pair: SimpleNamespace, alone: list[tuple[int, ...]]) -> None:
-    with LLM(pair.target, dtype="float32", cache_tokens=1024, profile="off", trace=FULL) as llm, AsyncEngine(llm) as engine:
+    with (
+        LLM(pair.target, dtype="float32", cache_tokens=1024, profile="off", trace=FULL) as llm,
+        AsyncEngine(llm) as engine,
+    ):
         assert llm.trace_error is None
         expect("the disk is full")
-        with pytest.warns(UserWarning, match="the watcher Trace raised StorageError: cannot write the trace /dev/full: .*it is taken off") as told:
+        with pytest.warns(
+            UserWarning,
+            match="the watcher Trace raised StorageError: cannot write the trace /dev/full: .*it is taken off",
+        ) as told:
             answers = [ticket.result().token_ids for ticket in [engine.submit(PROMPTS[i], GREEDY) for i in range(3)]]
         assert answers == alone[:3]
         assert len(told) == 1
@@ -196,7 +223,9 @@ def test_h2_a_trace_on_a_full_disk_ends_and_answers_go_on(pair: SimpleNamespace,
 
 @pytest.mark.parametrize("kind", [Injected, Interrupt])
 @pytest.mark.parametrize("place", ["submit_for", "step_for", "watcher"])
-def test_h2_whatever_raises_in_the_thread_every_ticket_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str, kind: type[BaseException]) -> None:
+def test_h2_whatever_raises_in_the_thread_every_ticket_ends(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str, kind: type[BaseException]
+) -> None:
     """What is no `Exception` ends the thread: then it says why, to those who wait and to those who come."""
     engine = AsyncEngine(llm)
     if place == "watcher":
@@ -252,7 +281,11 @@ def test_h4_submit_that_races_close_is_refused_or_ends(llm: LLM, monkeypatch: py
     if point == "before":
         monkeypatch.setattr(llm, "prepare", lambda spec: (prepare(spec), pause()))
     else:
-        monkeypatch.setattr(engine._wake, "notify", lambda: (notify(), threading.current_thread().name == "submitter" and standing.set()))
+        monkeypatch.setattr(
+            engine._wake,
+            "notify",
+            lambda: (notify(), threading.current_thread().name == "submitter" and standing.set()),
+        )
     found: list[object] = []
 
     def submit() -> None:

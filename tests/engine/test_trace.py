@@ -17,7 +17,12 @@ PROMPTS = [token_ids(6, seed=i) * 2 for i in range(4)]
 
 def test_the_trace_agrees_with_the_outputs(pair: SimpleNamespace, tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
-    specs = [SpecConfig(), SpecConfig("ngram"), SpecConfig("draft_model", str(pair.draft), num_draft=3), SpecConfig("ngram", rule="tree")]
+    specs = [
+        SpecConfig(),
+        SpecConfig("ngram"),
+        SpecConfig("draft_model", str(pair.draft), num_draft=3),
+        SpecConfig("ngram", rule="tree"),
+    ]
     params = [SamplingParams(max_tokens=12, ignore_eos=True, temperature=t) for t in (0.0, 0.0, 1.0, 0.8)]
     with LLM(pair.target, dtype="float32", cache_tokens=1024, trace=file) as llm:
         outputs = llm.generate(PROMPTS, params, specs)
@@ -44,7 +49,9 @@ def test_every_field_is_documented(pair: SimpleNamespace, tmp_path: Path) -> Non
     file = tmp_path / "trace.jsonl"
     with LLM(pair.target, dtype="float32", cache_tokens=1024, trace=file) as llm:
         llm.generate(PROMPTS[:1], SamplingParams(max_tokens=4), SpecConfig("ngram"))
-    fields = {(json.loads(line)["event"], field) for line in file.read_text().splitlines() for field in json.loads(line)}
+    fields = {
+        (json.loads(line)["event"], field) for line in file.read_text().splitlines() for field in json.loads(line)
+    }
     text = (Path(__file__).parents[2] / "docs" / "trace.md").read_text()
     documented = set(re.findall(r"`(\w+)`", text))
     assert {field for _, field in fields} <= documented

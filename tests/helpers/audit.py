@@ -77,7 +77,9 @@ def open_sequences(model: object) -> list[int]:
 
 
 def check_all() -> None:
-    """Every model conserves its blocks; every idle engine holds nothing; no engine has contained a fault that no test injected."""
+    """Every model conserves its blocks; every idle engine holds nothing; no engine has contained a fault that no test
+    injected.
+    """
     told = faults.were_raised()
     for thing in list(_seen):
         if isinstance(thing, Engine):

@@ -1,7 +1,7 @@
 """Tiny checkpoints, broken at random: each is refused by name or answers as transformers does on the same folder.
 
-`python -m tests.helpers.broken_checkpoints FOLDER FIRST LAST` tries the cases FIRST .. LAST and prints one JSON object for each that did neither,
-then how many there were of each outcome.
+`python -m tests.helpers.broken_checkpoints FOLDER FIRST LAST` tries the cases FIRST .. LAST and prints one JSON object
+for each that did neither, then how many there were of each outcome.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ GOOD = ("refused", "exact", "not finite", "no room", "not read")
 # Beyond what the interpreter holds already: what a case may map, the files included.
 SPARE_BYTES = 3 << 30
 TOO_LONG_S = 60
-# What one case may add to the most that the process ever held: the libraries of a family that comes for the first time, and a tiny model.
+# What one case may add to the most that the process ever held: the libraries of a family that comes for the first time,
+# and a tiny model.
 MOST_GROWN_KIB = 150_000
 
 _DEEP: Any = "x"
@@ -46,12 +47,62 @@ _VALUES: tuple[Any, ...] = (
     *([], {}, [None], [0], [-1], [10**9], ["x"], [[]], {"x": {}}, [1] * 1000, _DEEP),
 )
 _KEYS = (
-    *("quantization_config", "rope_scaling", "rope_parameters", "rope_theta", "layer_types", "sliding_window", "use_sliding_window"),
-    *("max_window_layers", "head_dim", "num_key_value_heads", "tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act", "dtype"),
-    *("torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id", "partial_rotary_factor", "per_layer_config", "auto_map", "text_config"),
-    *("architectures", "is_encoder_decoder", "transformers_weights", "max_position_embeddings", "original_max_position_embeddings"),
-    *("num_labels", "id2label", "torchscript", "attn_implementation", "n_inner", "activation_function", "scale_attn_weights", "chat_template"),
-    *("eos_token", "bos_token", "model_max_length", "added_tokens_decoder", "truncation", "padding", "normalizer", "post_processor"),
+    *(
+        "quantization_config",
+        "rope_scaling",
+        "rope_parameters",
+        "rope_theta",
+        "layer_types",
+        "sliding_window",
+        "use_sliding_window",
+    ),
+    *(
+        "max_window_layers",
+        "head_dim",
+        "num_key_value_heads",
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "hidden_act",
+        "dtype",
+    ),
+    *(
+        "torch_dtype",
+        "eos_token_id",
+        "bos_token_id",
+        "pad_token_id",
+        "partial_rotary_factor",
+        "per_layer_config",
+        "auto_map",
+        "text_config",
+    ),
+    *(
+        "architectures",
+        "is_encoder_decoder",
+        "transformers_weights",
+        "max_position_embeddings",
+        "original_max_position_embeddings",
+    ),
+    *(
+        "num_labels",
+        "id2label",
+        "torchscript",
+        "attn_implementation",
+        "n_inner",
+        "activation_function",
+        "scale_attn_weights",
+        "chat_template",
+    ),
+    *(
+        "eos_token",
+        "bos_token",
+        "model_max_length",
+        "added_tokens_decoder",
+        "truncation",
+        "padding",
+        "normalizer",
+        "post_processor",
+    ),
 )
 # transformers checks the types of all keys; these have no part in what the native decoder computes.
 _NOT_READ = {
@@ -71,16 +122,36 @@ _ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "linear", "factor": 2.0},
     {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
-    {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
-    {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "original_max_position_embeddings": 32},
+    {
+        "rope_type": "llama3",
+        "factor": 2.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 6,
+        "long_factor": [2.0] * 6,
+        "original_max_position_embeddings": 32,
+    },
     {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
 )
 
 
 def make_bases(folder: Path) -> None:
-    """Write the checkpoints that cases start from: tied and not, sharded and not, with windows and scaled rope, each with a tokenizer."""
+    """Write the checkpoints that cases start from: tied and not, sharded and not, with windows and scaled rope, each
+    with a tokenizer.
+    """
     options: dict[str, dict[str, Any]] = {
-        "llama": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}},
+        "llama": {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
         "mistral": {"sliding_window": 7, "head_dim": 12},
         "qwen2": {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
         "qwen3": {},
@@ -88,19 +159,30 @@ def make_bases(folder: Path) -> None:
         "phi3": {
             "max_position_embeddings": 128,
             "original_max_position_embeddings": 64,
-            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6},
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 6,
+                "long_factor": [2.0] * 6,
+            },
         },
     }
     for name in BASES:
         shape: dict[str, Any] = {} if name == "gpt2" else {"vocab_size": 300, "num_hidden_layers": 2, "pad_token_id": 0}
-        tiny_checkpoint(folder / name, name, shard_size="40KB" if name in ("qwen3", "gpt2") else "5GB", **(shape | options[name]))
+        tiny_checkpoint(
+            folder / name, name, shard_size="40KB" if name in ("qwen3", "gpt2") else "5GB", **(shape | options[name])
+        )
         tiny_tokenizer(folder / name)
 
 
 def mutate(folder: Path, rng: random.Random) -> str:
     """Break one file of a checkpoint; say what was done."""
     names = sorted(file.name for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
-    weighted = [name for name in names for _ in range(6 if name == "config.json" else 2 if name != "generation_config.json" else 1)]
+    weighted = [
+        name
+        for name in names
+        for _ in range(6 if name == "config.json" else 2 if name != "generation_config.json" else 1)
+    ]
     file = folder / rng.choice(weighted)
     if file.suffix == ".safetensors":
         return f"{file.name}: {_break_header(file, rng)}"
@@ -151,7 +233,9 @@ def _near(value: Any, rng: random.Random) -> Any:
     if isinstance(value, bool) or value is None:
         return rng.choice([not value, int(bool(value)), str(value)])
     if isinstance(value, int | float):
-        return rng.choice([value + 1, value - 1, -value, value * 2, value * 10**6, float(value), str(value), [value], value / 3])
+        return rng.choice(
+            [value + 1, value - 1, -value, value * 2, value * 10**6, float(value), str(value), [value], value / 3]
+        )
     if isinstance(value, str):
         return rng.choice([value.upper(), value + "x", value[:-1], [value], "../" + value, value * 3])
     if isinstance(value, list):
@@ -171,7 +255,9 @@ def _break_bytes(file: Path, rng: random.Random) -> str:
         "a list": lambda: b"[" + data + b"]",
         "deep": lambda: b'{"x":' * 3000 + b"0" + b"}" * 3000,
         "deep lists": lambda: b"[" * 100_000 + b"]" * 100_000,
-        "a key twice": lambda: data.rstrip()[:-1] + b', "hidden_size": 3, "hidden_size": 4, "version": "2", "version": "1"}',
+        "a key twice": lambda: (
+            data.rstrip()[:-1] + b', "hidden_size": 3, "hidden_size": 4, "version": "2", "version": "1"}'
+        ),
         "a long number": lambda: data.rstrip()[:-1] + b', "hidden_size_2": ' + b"9" * 10_000 + b"}",
         "two objects": lambda: data + data,
     }
@@ -262,7 +348,9 @@ def _transformers_logits(folder: Path, ids: list[int]) -> torch.Tensor | str:
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", use_safetensors=True).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", use_safetensors=True
+        ).eval()
         with torch.inference_mode():
             logits: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
     except Exception as error:  # noqa: BLE001 - whatever it says

@@ -40,7 +40,15 @@ _FAMILY: dict[str, dict[str, Any]] = {
 
 # Families whose configuration does not use the usual names.
 _OWN_SHAPE: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0},
+    "gpt2": {
+        "vocab_size": 97,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 128,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
     "opt": {
         "vocab_size": 97,
         "hidden_size": 32,
@@ -53,8 +61,21 @@ _OWN_SHAPE: dict[str, dict[str, Any]] = {
         "eos_token_id": 0,
         "pad_token_id": 1,
     },
-    "mamba": {"vocab_size": 97, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 0},
-    "bert": {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+    "mamba": {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "state_size": 4,
+        "num_hidden_layers": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    "bert": {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    },
 }
 
 _LLAMA3_ROPE = {
@@ -81,7 +102,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("llama", {"rope_parameters": _YARN_ROPE}),
     "llama-yarn-options": (
         "llama",
-        {"rope_parameters": _YARN_ROPE | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 1.2, "mscale_all_dim": 0.7}},
+        {
+            "rope_parameters": _YARN_ROPE
+            | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 1.2, "mscale_all_dim": 0.7}
+        },
     ),
     "mistral": ("mistral", {}),
     "mistral-sliding": ("mistral", {"sliding_window": 7}),
@@ -89,7 +113,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-layer-types": (
         "qwen2",
-        {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
     ),
     "qwen2-max-window-layers": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
@@ -97,7 +125,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tiny_checkpoint(folder: Path, family: str, seed: int = 0, dtype: torch.dtype = torch.float32, shard_size: str = "5GB", **overrides: Any) -> Path:
+def tiny_checkpoint(
+    folder: Path,
+    family: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shard_size: str = "5GB",
+    **overrides: Any,
+) -> Path:
     """Write a random checkpoint of `family` (a transformers model_type) into `folder` and return the folder.
 
     Every weight is random, norms and biases too, so that no mistake can hide behind a one or a zero.
@@ -136,18 +171,31 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
             parameter.copy_(0.2 * noise)
 
 
-def tiny_tokenizer(folder: Path, vocab_size: int = 300, texts: tuple[str, ...] = (), chat_template: str | None = None) -> Path:
-    """Write a byte-level BPE tokenizer (`tokenizer.json`, `tokenizer_config.json`) into `folder` and return the folder."""
+def tiny_tokenizer(
+    folder: Path, vocab_size: int = 300, texts: tuple[str, ...] = (), chat_template: str | None = None
+) -> Path:
+    """Write a byte-level BPE tokenizer (`tokenizer.json`, `tokenizer_config.json`) into `folder` and return the
+    folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    tokenizer.train_from_iterator(texts or ("def the return of self in a class and the list is empty\n" * 20, "für 猫 😀 naïve " * 20), trainer)
+    tokenizer.train_from_iterator(
+        texts or ("def the return of self in a class and the list is empty\n" * 20, "für 猫 😀 naïve " * 20), trainer
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+    }
     if chat_template is not None:
         settings["chat_template"] = chat_template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -162,8 +210,8 @@ PROSE = (
 
 
 def foreign_tokenizer(folder: Path, kind: str, vocab_size: int = 400) -> Path:
-    """Write a tokenizer of another kind than `tiny_tokenizer`'s: "sentencepiece" (marked spaces, byte tokens, a BOS), "unigram" or
-    "wordpiece" (whose decoder does more than join tokens)."""
+    """Write a tokenizer of another kind than `tiny_tokenizer`'s: "sentencepiece" (marked spaces, byte tokens, a BOS),
+    "unigram" or "wordpiece" (whose decoder does more than join tokens)."""
     folder.mkdir(parents=True, exist_ok=True)
     specials = ["<unk>", "<s>", "</s>"]
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
@@ -173,7 +221,9 @@ def foreign_tokenizer(folder: Path, kind: str, vocab_size: int = 400) -> Path:
         byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
         tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
         trainer = trainers.BpeTrainer(**(common | {"special_tokens": specials + byte_tokens}), limit_alphabet=40)
         tokenizer.train_from_iterator([word for text in PROSE for word in text.split()], trainer)
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])

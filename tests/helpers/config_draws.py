@@ -78,8 +78,20 @@ def _windows(rng: random.Random, family: str) -> dict[str, Any]:
             return {"sliding_window": 7, **types}  # Ministral needs one for its masks
         return window | types
     if rng.random() < 0.3:
-        return rng.choice([{"sliding_window": 5}, {"use_sliding_window": False, "layer_types": kinds[:1] * LAYERS}, {"max_window_layers": 1}])
-    layers = rng.choice([{"layer_types": mixed}, {"max_window_layers": rng.randint(0, LAYERS)}, {"layer_types": None, "max_window_layers": 1}])
+        return rng.choice(
+            [
+                {"sliding_window": 5},
+                {"use_sliding_window": False, "layer_types": kinds[:1] * LAYERS},
+                {"max_window_layers": 1},
+            ]
+        )
+    layers = rng.choice(
+        [
+            {"layer_types": mixed},
+            {"max_window_layers": rng.randint(0, LAYERS)},
+            {"layer_types": None, "max_window_layers": 1},
+        ]
+    )
     return {"use_sliding_window": True, "sliding_window": rng.choice([5, 11]), **layers}
 
 
@@ -94,7 +106,14 @@ def _rope(rng: random.Random) -> dict[str, Any]:
     if kind == "llama3":
         scaling |= {"low_freq_factor": rng.choice([1.0, 2]), "high_freq_factor": rng.choice([4.0, 8.0])}
     if kind == "yarn":
-        options = {"beta_fast": 16.0, "beta_slow": 2, "truncate": False, "attention_factor": 1.25, "mscale": 1.2, "mscale_all_dim": 0.7}
+        options = {
+            "beta_fast": 16.0,
+            "beta_slow": 2,
+            "truncate": False,
+            "attention_factor": 1.25,
+            "mscale": 1.2,
+            "mscale_all_dim": 0.7,
+        }
         scaling |= {name: value for name, value in options.items() if rng.random() < 0.3}
     if kind in ("yarn", "llama3"):
         place = rng.choice(["inside", "outside", "both", "nowhere"])
@@ -108,14 +127,23 @@ def _rope(rng: random.Random) -> dict[str, Any]:
         scaling["rope_theta"] = theta
     if place in ("outside", "both"):
         outside["rope_theta"] = 333.0 if place == "both" else theta
-    spelling = rng.choice(["rope_parameters", "rope_scaling", "both", "none"] if kind == "default" else ["rope_parameters", "rope_scaling", "both"])
+    spelling = rng.choice(
+        ["rope_parameters", "rope_scaling", "both", "none"]
+        if kind == "default"
+        else ["rope_parameters", "rope_scaling", "both"]
+    )
     if spelling == "both":  # which one wins matters
-        return outside | {"rope_scaling": scaling, "rope_parameters": {"rope_type": "linear", "factor": 7.0, "rope_theta": 77.0}}
+        return outside | {
+            "rope_scaling": scaling,
+            "rope_parameters": {"rope_type": "linear", "factor": 7.0, "rope_theta": 77.0},
+        }
     return outside | ({} if spelling == "none" else {spelling: scaling})
 
 
 def write(folder: Path, raw: dict[str, Any], head: str, seed: int) -> Path:
-    """Write `raw` as it stands with random weights; `head` of a tied model is "none", "equal" or "different" in the file."""
+    """Write `raw` as it stands with random weights; `head` of a tied model is "none", "equal" or "different" in the
+    file.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -127,6 +155,8 @@ def write(folder: Path, raw: dict[str, Any], head: str, seed: int) -> Path:
         if head == "none":
             del tensors["lm_head.weight"]
         elif head == "different":
-            tensors["lm_head.weight"] = torch.randn(tensors["lm_head.weight"].shape, generator=torch.Generator().manual_seed(seed)) * 0.3
+            tensors["lm_head.weight"] = (
+                torch.randn(tensors["lm_head.weight"].shape, generator=torch.Generator().manual_seed(seed)) * 0.3
+            )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

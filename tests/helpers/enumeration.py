@@ -1,7 +1,8 @@
-"""Exact laws of random programs and of verification rules: every branch with its weight, no sampling, no tolerance to tune.
+"""Exact laws of random programs and of verification rules: every branch with its weight, no sampling, no tolerance to
+tune.
 
-A drafter is ordinary code that asks a `Choice` for its random decisions. `branches` runs it once per possible sequence of
-answers. The rule under test then gives the weight of everything that can happen to each draft.
+A drafter is ordinary code that asks a `Choice` for its random decisions. `branches` runs it once per possible sequence
+of answers. The rule under test then gives the weight of everything that can happen to each draft.
 """
 
 import itertools
@@ -94,7 +95,9 @@ def spot_of(guessed: Chain | Spot) -> Spot:
 
 
 class Layout:
-    """The nodes of one tree level by level; row 0 is the anchor, row i + 1 node i. `spots`, `texts` and `paths` are by row."""
+    """The nodes of one tree level by level; row 0 is the anchor, row i + 1 node i. `spots`, `texts` and `paths` are by
+    row.
+    """
 
     def __init__(self, root: Spot):
         self.parents, self.tokens, self.sampled = [], [], []
@@ -123,7 +126,10 @@ class Layout:
             else:
                 self.home[node + 1] = self.home[fixed[at].setdefault(self.tokens[node], node) + 1]
         self.children = [[*drawn[row], *fixed[row].values()] for row in range(len(self.spots))]
-        self.drew = [any(self.spots[k].mu is not None for k, at in enumerate(self.home) if at == row) for row in range(len(self.spots))]
+        self.drew = [
+            any(self.spots[k].mu is not None for k, at in enumerate(self.home) if at == row)
+            for row in range(len(self.spots))
+        ]
 
     def post_order(self, row: int = 0) -> list[int]:
         return [below for node in self.children[row] for below in self.post_order(node + 1)] + [row]
@@ -144,7 +150,11 @@ class Case:
 
 def cases_of(drafter: Drafter, contexts: Law) -> list[Case]:
     """Every draft the drafter can produce after every context."""
-    return [Case(s, guessed, w * v) for s, w in contexts.items() for guessed, v in branches(lambda choice, s=s: drafter(choice, s))]
+    return [
+        Case(s, guessed, w * v)
+        for s, w in contexts.items()
+        for guessed, v in branches(lambda choice, s=s: drafter(choice, s))
+    ]
 
 
 def draft_of(guesses: Sequence[Chain | Spot], vocab: int, layouts: Sequence[Layout] | None = None) -> Draft:
@@ -160,12 +170,21 @@ def draft_of(guesses: Sequence[Chain | Spot], vocab: int, layouts: Sequence[Layo
         offsets.append(len(tokens))
     mass = Mass(torch.tensor(np.array(laws), dtype=torch.float64), tuple(law_of_row)) if laws else None
     names = ("toy",) * len(guesses)
-    return Draft(torch.tensor(tokens, dtype=torch.int64), tuple(parents), tuple(offsets), names, tuple(sampled) if mass else (), mass)
+    return Draft(
+        torch.tensor(tokens, dtype=torch.int64),
+        tuple(parents),
+        tuple(offsets),
+        names,
+        tuple(sampled) if mass else (),
+        mass,
+    )
 
 
 def target_rows(cases: Sequence[Case], target: Tables) -> torch.Tensor:
     """The target's law at every row of the batch of cases."""
-    return torch.tensor(np.array([target[c.context + text] for c in cases for text in c.layout.texts]), dtype=torch.float64)
+    return torch.tensor(
+        np.array([target[c.context + text] for c in cases for text in c.layout.texts]), dtype=torch.float64
+    )
 
 
 def batch_of(cases: Sequence[Case], target: Tables) -> tuple[Draft, torch.Tensor]:
@@ -174,7 +193,9 @@ def batch_of(cases: Sequence[Case], target: Tables) -> tuple[Draft, torch.Tensor
 
 @dataclass(frozen=True)
 class Branch:
-    """One thing that can happen to a case: the walk ends at `row`, then `next_token`, whose uniform lies in [low, high)."""
+    """One thing that can happen to a case: the walk ends at `row`, then `next_token`, whose uniform lies in [low,
+    high).
+    """
 
     case: int
     row: int
@@ -213,7 +234,9 @@ def stop_law(layout: Layout, accept: np.ndarray) -> np.ndarray:
             reach[node + 1] = reach[row] * accept[node]
         stops[row] = reach[row] - sum(reach[node + 1] for node in children)
         assert stops[row] > -1e-13, "the children of a row are accepted more than always"
-    assert all(accept[node] == 0 for node in range(len(accept)) if layout.home[node + 1] != node + 1), "a guess that was there already"
+    assert all(accept[node] == 0 for node in range(len(accept)) if layout.home[node + 1] != node + 1), (
+        "a guess that was there already"
+    )
     return stops
 
 
@@ -228,7 +251,9 @@ def emitted_law(rule: Rule, cases: Sequence[Case], target: Tables) -> Law:
 
 
 def check_decisions(rule: Rule, cases: Sequence[Case], target: Tables) -> int:
-    """`verify` takes exactly the enumerated branch for uniforms just inside every threshold; returns how many were tried."""
+    """`verify` takes exactly the enumerated branch for uniforms just inside every threshold; returns how many were
+    tried.
+    """
     found, accept = rule_branches(rule, cases, target)
     starts = np.cumsum([0, *(len(case.layout.tokens) for case in cases)])
     trials, tests, draws = [], [], []
@@ -256,7 +281,9 @@ def check_decisions(rule: Rule, cases: Sequence[Case], target: Tables) -> int:
         assert verdict.next_tokens[b] == branch.next_token, "another next token"
         expected = "residual" if layout.drew[branch.row] or layout.children[branch.row] else "bonus"
         assert verdict.next_kinds[b] == expected, f"next kind is {verdict.next_kinds[b]}, not {expected}"
-        for known, value in zip(verdict.probabilities[b], accept[starts[branch.case] : starts[branch.case + 1]], strict=True):
+        for known, value in zip(
+            verdict.probabilities[b], accept[starts[branch.case] : starts[branch.case + 1]], strict=True
+        ):
             assert known is None or abs(known - value) < EXACT, "the verdict reports another probability"
     return len(trials)
 
@@ -265,7 +292,8 @@ LAST = 1 - 2.0**-53  # the largest uniform
 
 
 def _beside(accepted: float, left: float, above: bool) -> float | None:
-    """A uniform just above or just below the threshold of a test that passes with `accepted` of what was `left` before it.
+    """A uniform just above or just below the threshold of a test that passes with `accepted` of what was `left` before
+    it.
 
     None where rounding blurs the threshold: both numbers are known to about 1e-16.
     """
@@ -277,7 +305,9 @@ def _beside(accepted: float, left: float, above: bool) -> float | None:
 
 
 def judge_downwards(layout: Layout, accept: np.ndarray, stop: int, unjudged: float) -> list[float] | None:
-    """Uniforms of a top-down walk that ends at `stop`: every node in turn is tested against what its elder siblings left."""
+    """Uniforms of a top-down walk that ends at `stop`: every node in turn is tested against what its elder siblings
+    left.
+    """
     numbers: list[float | None] = [unjudged] * len(accept)
     on_path = {layout.home[row] for row in (0, *(node + 1 for node in layout.paths[stop]))}
     for row in on_path:
@@ -330,7 +360,9 @@ def chained(rule: Rule, drafters: Sequence[Drafter], target: Tables, length: int
 
 
 class RandomTables(dict):
-    """A random law for every context, made when it is asked for; `holes` is the chance that a token has probability 0."""
+    """A random law for every context, made when it is asked for; `holes` is the chance that a token has probability
+    0.
+    """
 
     def __init__(self, vocab: int, seed: int, concentration: float = 0.7, holes: float = 0.0):
         super().__init__()

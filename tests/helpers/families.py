@@ -1,4 +1,6 @@
-"""A small random checkpoint of any causal family that transformers registers, made from its configuration class alone."""
+"""A small random checkpoint of any causal family that transformers registers, made from its configuration class
+alone.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,23 @@ _SIZES: tuple[tuple[str, int], ...] = (
         r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|model_max_length|max_target_positions|max_source_positions",
         CONTEXT,
     ),
-    (r"sliding_window|sliding_window_size|window_size|local_attention|attention_window_size|attention_chunk_size", WINDOW),
-    (r"num_hidden_layers|n_layers?|num_layers|(de|en)coder_layers|num_(de|en)coder_layers|num_blocks|depth|num_layers_per_stack", 4),
+    (
+        r"sliding_window|sliding_window_size|window_size|local_attention|attention_window_size|attention_chunk_size",
+        WINDOW,
+    ),
+    (
+        r"num_hidden_layers|n_layers?|num_layers|(de|en)coder_layers|num_(de|en)coder_layers|num_blocks|depth|num_layers_per_stack",
+        4,
+    ),
     (r"num_kv_heads|kv_n_heads|num_key_value_heads|swa_num_key_value_heads|num_query_groups", 2),
     (
         r"num_attention_heads|n_heads?|num_heads|(de|en)coder_attention_heads|num_(de|en)coder_attention_heads|attention_heads|swa_num_attention_heads",
         4,
     ),
-    (r"hidden_size|d_model|n_embd|emb_dim|embedding_dim|embedding_size|input_embedding_size|output_embedding_size|word_embed_proj_dim|lru_width", 32),
+    (
+        r"hidden_size|d_model|n_embd|emb_dim|embedding_dim|embedding_size|input_embedding_size|output_embedding_size|word_embed_proj_dim|lru_width",
+        32,
+    ),
     (r"attention_hidden_size|hidden_size_global|out_hidden_size|vision_output_dim|projector_(in|out)put_dim", 32),
     (
         r"head_dim|dim_head|attention_head_size|kv_channels|swa_head_dim|v_head_dim|qk_nope_head_dim|d_kv|d_head|rotary_dim|index_head_dim|query_pre_attn_scalar",
@@ -38,10 +49,16 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"qk_rope_head_dim", 8),
     (r"qk_head_dim|backbone_hidden_size", 16),
     (r"kv_lora_rank|q_lora_rank|o_lora_rank|adapter_rank|hc_lowrank", 8),
-    (r"(\w+_)?intermediate_size|(\w+_)?ffn_dim|\w*ffn_hidden_size|dim_ff|dff|d_ff|d_inner|intermediate_size_mlp|feed_forward_size|mlp_dim", 48),
+    (
+        r"(\w+_)?intermediate_size|(\w+_)?ffn_dim|\w*ffn_hidden_size|dim_ff|dff|d_ff|d_inner|intermediate_size_mlp|feed_forward_size|mlp_dim",
+        48,
+    ),
     (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|zero_expert_num", 4),
     (r"num_experts_per_tok(en)?|moe_top_?k|moe_k", 2),
-    (r"n_shared_experts|num_shared_experts|moe_num_shared_experts|n_group|topk_group|num_expert_group|first_k_dense_replace|num_dense_layers", 1),
+    (
+        r"n_shared_experts|num_shared_experts|moe_num_shared_experts|n_group|topk_group|num_expert_group|first_k_dense_replace|num_dense_layers",
+        1,
+    ),
     (r"state_size|ssm_state_size|mamba_d_state", 8),
     (r"image_size|crop_size", 32),
     (r"patch_size", 16),
@@ -66,7 +83,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": {kind: dict(_ROPE) for kind in (_FULL, _SLIDING)}},
     "cwm": {"eos_token_id": 1},
-    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48}},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48},
+    },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
@@ -76,10 +96,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "shared_experts_intermediate_size": 48,
         "sliding_window": WINDOW,
         **{f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_value_heads")},
-        **{f"swa_{name}": 8 for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+        **{
+            f"swa_{name}": 8
+            for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        },
         "swa_head_dim": 16,
     },
-    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense", "sparse"] * 2, "adapter_in_dim": 32, "adapter_out_dim": 32},
+    "dots3_note_vision_encoder": {
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+        "adapter_in_dim": 32,
+        "adapter_out_dim": 32,
+    },
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "gemma3n_text": {"num_kv_shared_layers": 2, "num_hidden_layers": 6, "layer_types": [_SLIDING, _SLIDING, _FULL] * 2},
     "glm": {"eos_token_id": 1},
@@ -92,7 +119,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "phi4_multimodal": {"eos_token_id": 1},
-    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16, "indexer_compress_ratio": 4},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
     "reformer": {"is_decoder": True, "axial_pos_shape": [6, 8], "axial_pos_embds_dim": [16, 16]},
     "xlm": {"causal": True},
     "xmod": {"default_language": "en_XX"},
@@ -103,7 +136,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def shrunk(kind: type, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Arguments for the configuration class `kind` that make a model of some ten thousand weights; nested configurations too."""
+    """Arguments for the configuration class `kind` that make a model of some ten thousand weights; nested
+    configurations too.
+    """
     settings: dict[str, Any] = {}
     for one in dataclasses.fields(kind):
         default = one.default if one.default is not dataclasses.MISSING else None
@@ -128,7 +163,9 @@ def family_config(family: str) -> Any:
     nested: dict[str, Any] = {}
     for name, spec in kind.sub_configs_defaults.items():
         part = CONFIG_MAPPING[spec.model_type] if spec.config_class.__name__ == "AutoConfig" else spec.config_class
-        nested[name] = shrunk(part, OVERRIDES.get(part.model_type, {})) | {"model_type": part.model_type} | own.get(name, {})
+        nested[name] = (
+            shrunk(part, OVERRIDES.get(part.model_type, {})) | {"model_type": part.model_type} | own.get(name, {})
+        )
     if any(one.name == "is_decoder" for one in dataclasses.fields(kind)):
         nested["is_decoder"] = True
     return kind(**shrunk(kind, own | nested))

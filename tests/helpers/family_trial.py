@@ -45,7 +45,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def try_family(family: str, folder: Path, ways: Sequence[str] = tuple(WAYS), num_prompts: int = 2) -> Finding:
-    """Write a small checkpoint of `family` and one like it for drafting into `folder`, and compare several ways of generating."""
+    """Write a small checkpoint of `family` and one like it for drafting into `folder`, and compare several ways of
+    generating.
+    """
     try:
         with quiet_transformers():
             model = family_model(family)
@@ -56,7 +58,11 @@ def try_family(family: str, folder: Path, ways: Sequence[str] = tuple(WAYS), num
     try:
         llm = LLM(folder / "target", dtype="float32", profile="off")
     except UnsupportedModelError as error:
-        reason = str(error).removeprefix(f"model_type={family!r} ").removesuffix(": foretoken runs decoder-only causal language models")
+        reason = (
+            str(error)
+            .removeprefix(f"model_type={family!r} ")
+            .removesuffix(": foretoken runs decoder-only causal language models")
+        )
         return Finding(family, REFUSED, reason)
     try:
         return _compare(family, folder, llm, ways, num_prompts)
@@ -67,7 +73,13 @@ def try_family(family: str, folder: Path, ways: Sequence[str] = tuple(WAYS), num
 
 def _compare(family: str, folder: Path, llm: LLM, ways: Sequence[str], num_prompts: int) -> Finding:
     target = llm.target
-    how = CACHED if isinstance(target, TransformersModel) and target.can_crop else RECOMPUTED if isinstance(target, TransformersModel) else NATIVE
+    how = (
+        CACHED
+        if isinstance(target, TransformersModel) and target.can_crop
+        else RECOMPUTED
+        if isinstance(target, TransformersModel)
+        else NATIVE
+    )
     context = min(target.max_context_tokens, CONTEXT)
     oracle = _Oracle(folder / "target")
     fitting = (prompt[: context // 2] for prompt in _PROMPTS)
@@ -77,7 +89,9 @@ def _compare(family: str, folder: Path, llm: LLM, ways: Sequence[str], num_promp
     differences = []
     for way in ways:
         draft = {"draft": str(folder / "draft")} if WAYS[way].get("drafter") == "draft_model" else {}
-        for prompt, output in zip(prompts, llm.generate(prompts, params, SpecConfig(**WAYS[way], **draft)), strict=True):
+        for prompt, output in zip(
+            prompts, llm.generate(prompts, params, SpecConfig(**WAYS[way], **draft)), strict=True
+        ):
             expected, got = oracle.recomputed(prompt, context), list(output.token_ids)
             if output.error is not None:
                 differences.append(f"{way}: {_first_line(output.error)}")
@@ -90,7 +104,10 @@ def _compare(family: str, folder: Path, llm: LLM, ways: Sequence[str], num_promp
 
 
 # Long ones that repeat themselves, so that n-grams are found, and short ones.
-_PROMPTS = [token_ids(8, VOCABULARY, seed=seed) * 3 if seed % 2 else token_ids(5, VOCABULARY, seed=seed) for seed in range(1, 13)]
+_PROMPTS = [
+    token_ids(8, VOCABULARY, seed=seed) * 3 if seed % 2 else token_ids(5, VOCABULARY, seed=seed)
+    for seed in range(1, 13)
+]
 
 
 class _Oracle:
@@ -128,7 +145,9 @@ class _Oracle:
         try:
             with quiet_transformers(), redirect_stdout(io.StringIO()):  # Reformer prints
                 ids = torch.tensor([prompt])
-                text: Any = self._model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=context - len(prompt))
+                text: Any = self._model.generate(
+                    ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=context - len(prompt)
+                )
         except Exception:  # noqa: BLE001 - transformers' own generate fails: no answer
             return []
         return text[0, len(prompt) :].tolist()
@@ -140,4 +159,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _first_difference(got: list[int], expected: list[int]) -> int:
-    return next((place for place, (left, right) in enumerate(zip(got, expected, strict=False)) if left != right), min(len(got), len(expected)))
+    return next(
+        (place for place, (left, right) in enumerate(zip(got, expected, strict=False)) if left != right),
+        min(len(got), len(expected)),
+    )

@@ -29,9 +29,18 @@ class Interrupt(BaseException):
 
 
 class Fault:
-    """Stands in for a method: raises at its `nth` call from now on, before or after the work was done, once or for ever."""
+    """Stands in for a method: raises at its `nth` call from now on, before or after the work was done, once or for
+    ever.
+    """
 
-    def __init__(self, call: Callable[..., Any], nth: int = 1, after: bool = False, kind: type[BaseException] = Injected, once: bool = True) -> None:
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        nth: int = 1,
+        after: bool = False,
+        kind: type[BaseException] = Injected,
+        once: bool = True,
+    ) -> None:
         self.call, self.nth, self.after, self.kind, self.once = call, nth, after, kind, once
         self.num_calls = self.num_raised = 0
 

@@ -1,7 +1,8 @@
-"""Strings that a terminal, a markup parser or an encoding acts on, and every verb of the command line printing one of them.
+"""Strings that a terminal, a markup parser or an encoding acts on, and every verb of the command line printing one of
+them.
 
-A scene prepares what a verb meets (a model's answer, a settings file, what a measurement found) so that the string comes out of it,
-and says what stands where. Nothing here loads a model.
+A scene prepares what a verb meets (a model's answer, a settings file, what a measurement found) so that the string
+comes out of it, and says what stands where. Nothing here loads a model.
 """
 
 from __future__ import annotations
@@ -27,14 +28,27 @@ from foretoken.bench.report import Report
 from foretoken.bench.sheets import Sheet, SheetReport
 from foretoken.bench.validate import Causes, Comparison
 from foretoken.bench.validate_report import Validation
-from foretoken.cli import answer, audit, bench, bench_load, demo, generate, models, origins, plan, simulate_measured, train, widen
+from foretoken.cli import (
+    answer,
+    audit,
+    bench,
+    bench_load,
+    demo,
+    generate,
+    models,
+    origins,
+    plan,
+    simulate_measured,
+    train,
+    widen,
+)
 from foretoken.cli.app import run
 from foretoken.core import StepOutput, TokenLogprobs, TokenOrigin
 from foretoken.engine.output import GenerateOutput
 from foretoken.engine.stats import RequestStats
 from foretoken.errors import EngineError
-from foretoken.plan.outcome import Outcome
 from foretoken.plan.profile import Curve, DrafterCost, Profile
+from foretoken.simulate.metrics import SimMetrics
 from foretoken.train.trainer import Result
 from tests.bench.fakes import rows as bench_rows
 
@@ -106,7 +120,9 @@ class Done:
 
 @dataclass
 class Scene:
-    """A command line, and in which streams the string stands as often as given; `exact` is what standard output begins with in a pipe."""
+    """A command line, and in which streams the string stands as often as given; `exact` is what standard output begins
+    with in a pipe.
+    """
 
     arguments: list[str]
     out: int = 0
@@ -118,7 +134,13 @@ class Scene:
 
 
 def play(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, text: str, width: int | None, encoding: str, more: tuple[str, ...] = ()
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    name: str,
+    text: str,
+    width: int | None,
+    encoding: str,
+    more: tuple[str, ...] = (),
 ) -> tuple[Scene, Done]:
     """Run scene `name` with `text` on streams of that width and encoding."""
     with monkeypatch.context() as patched, warnings.catch_warnings():
@@ -180,7 +202,9 @@ class _Answering:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def generate(self, _prompts: object, params: Any, on_step: Callable[[list[StepOutput]], None] | None = None) -> list[GenerateOutput]:
+    def generate(
+        self, _prompts: object, params: Any, on_step: Callable[[list[StepOutput]], None] | None = None
+    ) -> list[GenerateOutput]:
         if self.raises is not None:
             raise self.raises
         if self.warns:
@@ -201,24 +225,42 @@ def _profile(text: str) -> Profile:
     one = Curve(((1, 1.0),))
     costs = {"ngram": DrafterCost(Curve()), text: DrafterCost(one, batch=one, prompt=one)}
     target = {"name": text, "max_context_tokens": 100, "block_tokens": 32}
-    return Profile(target, {"cpu": text}, {"torch": text}, text, text, one, batch=one, chunk=one, drafters=costs, caveats=(text,))
+    return Profile(
+        target, {"cpu": text}, {"torch": text}, text, text, one, batch=one, chunk=one, drafters=costs, caveats=(text,)
+    )
 
 
 def _report(text: str) -> Report:
     found = tuple(
-        replace(row, slice=row.slice if row.slice == "all" else text + row.slice, setting=row.setting if row.setting == "plain" else text)
+        replace(
+            row,
+            slice=row.slice if row.slice == "all" else text + row.slice,
+            setting=row.setting if row.setting == "plain" else text,
+        )
         for row in bench_rows(**{"ngram-3": 0.5})
     )
-    return Report(text, {"cpu": text}, {"torch": text}, {"target": text}, found, {text: {text: 2.0}}, (text,), "2026-01-02T03:04:05", (text,))
+    return Report(
+        text,
+        {"cpu": text},
+        {"torch": text},
+        {"target": text},
+        found,
+        {text: {text: 2.0}},
+        (text,),
+        "2026-01-02T03:04:05",
+        (text,),
+    )
 
 
 def _sheets(text: str) -> SheetReport:
     sheet = Sheet(text, (text, text), ((text, text),))
-    return SheetReport(text, text, {"cpu": text}, {}, {"target": text}, (), {text: text}, (sheet,), text, (text,), files=(text,))
+    return SheetReport(
+        text, text, {"cpu": text}, {}, {"target": text}, (), {text: text}, (sheet,), text, (text,), files=(text,)
+    )
 
 
 def _validation(text: str) -> Validation:
-    outcome = _rest(Outcome, setting=text)
+    outcome = _rest(SimMetrics, setting=text)
     row = Comparison(text, (), outcome, outcome, _rest(Causes), ())
     return Validation(text, "2026-01-02", {"cpu": text}, {}, {"target": text}, _profile(text), (row,), (text,))
 
@@ -240,7 +282,9 @@ def _several(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
 
 
 def _shown(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
-    return Scene([*_answers(patched, text), "--show"], out=2, err=2, lines=False)  # the answer, the drafter's name; the rule, where costs are kept
+    return Scene(
+        [*_answers(patched, text), "--show"], out=2, err=2, lines=False
+    )  # the answer, the drafter's name; the rule, where costs are kept
 
 
 def _logprobs(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
@@ -318,7 +362,19 @@ def _audited(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
 
 def _simulated(_patched: pytest.MonkeyPatch, folder: Path, text: str) -> Scene:
     (folder / "profile.json").write_text(json.dumps(_profile(text).as_dict()), encoding="utf-8")
-    common = ["simulate", "--profile", "profile.json", "--trace", "poisson:1", "--requests", "2", "--prompt-tokens", "4", "--output-tokens", "4"]
+    common = [
+        "simulate",
+        "--profile",
+        "profile.json",
+        "--trace",
+        "poisson:1",
+        "--requests",
+        "2",
+        "--prompt-tokens",
+        "4",
+        "--output-tokens",
+        "4",
+    ]
     return Scene([*common, "--settings", "plain,ngram-2"], out=3)  # date, machine, caveat
 
 
@@ -338,7 +394,9 @@ def _settings(patched: pytest.MonkeyPatch, text: str) -> None:
 
 def _config(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
     _settings(patched, text)
-    return Scene(["config", "show", "--origin"], out=5)  # two values and three origins; the list is written as Python does
+    return Scene(
+        ["config", "show", "--origin"], out=5
+    )  # two values and three origins; the list is written as Python does
 
 
 def _unknown_setting(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
@@ -407,7 +465,11 @@ def check(scene: Scene, done: Done, text: str, width: int | None, encoding: str)
 
     Half a surrogate pair that comes from outside is refused before anything is printed.
     """
-    if scene.code not in (2, 4) and done.code in (2, 4) and any("\ud800" <= character <= "\udfff" for character in text):
+    if (
+        scene.code not in (2, 4)
+        and done.code in (2, 4)
+        and any("\ud800" <= character <= "\udfff" for character in text)
+    ):
         assert "half of a surrogate pair" in done.err
         assert done.err.replace("\n", "").isprintable()
         return
@@ -455,12 +517,18 @@ def check_real_process(name: str, folder: Path) -> None:
     """A settings file and a path with hostile names, in a process whose streams have the encoding called `name`."""
     (folder / "foretoken.toml").write_text('[generate]\nprompt = "漢字 é [/] \\u001b[31m"\n', encoding="utf-8")
     environment, encoding = _ENVIRONMENTS[name]
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "FORETOKEN_", "PYTHON"))}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("LC_", "LANG", "FORETOKEN_", "PYTHON"))
+    }
     own |= {"PYTHONPATH": str(Path(__file__).resolve().parents[2])} | environment
     done = subprocess.run([sys.executable, "-c", _THREE_VERBS], capture_output=True, cwd=folder, env=own, check=False)
     out, err = done.stdout.decode(encoding), done.stderr.decode(encoding)
     assert "Traceback" not in err
     assert err.splitlines()[-1] == "(0, 0, 3)"
-    assert " ".join(out.split()).count("漢字 é [/] \\x1b[31m".encode(encoding, "backslashreplace").decode(encoding)) == 2
+    assert (
+        " ".join(out.split()).count("漢字 é [/] \\x1b[31m".encode(encoding, "backslashreplace").decode(encoding)) == 2
+    )
     assert "/nowhere/漢[/]\\x1b".encode(encoding, "backslashreplace").decode(encoding) in err
     assert "\x1b" not in out + err

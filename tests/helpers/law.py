@@ -1,4 +1,6 @@
-"""The exact law of a tiny engine's answers, by enumeration of every text with transformers, and how to test answers against it."""
+"""The exact law of a tiny engine's answers, by enumeration of every text with transformers, and how to test answers
+against it.
+"""
 
 from __future__ import annotations
 
@@ -36,28 +38,46 @@ from tests.helpers.specs import key_of
 
 VOCAB, LENGTH = 5, 5
 EOS = 4  # only ever banned (min_tokens): the answers go on after it
-TWO_LEVELS = SpecConfig("cascade", parts=(SpecConfig("draft_model", draft="reverse"), SpecConfig("draft_model", draft="middle")))
+TWO_LEVELS = SpecConfig(
+    "cascade", parts=(SpecConfig("draft_model", draft="reverse"), SpecConfig("draft_model", draft="middle"))
+)
 PROMPT = [1, 2, 3, 1, 2]  # repeats, so that the lookup guesses
 WINDOWS = ((1, 2), (2, 3), (3, 4))  # places of neighbouring tokens; place 0 ends the prompt and is never drafted
 ALARM = 1e-5  # p-value below which one test fails
 
 
 def narrow_models(folder: Path, num_layers: int = 1) -> SimpleNamespace:
-    """A five-token target, a draft that ranks tokens in reverse, one that takes each for the next, one in low bits; logits after short texts."""
-    shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": num_layers, "num_attention_heads": 2}
+    """A five-token target, a draft that ranks tokens in reverse, one that takes each for the next, one in low bits;
+    logits after short texts.
+    """
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 2,
+    }
     tiny_checkpoint(folder, "llama", **shape, num_key_value_heads=1)
     target, reverse, middle = load_decoder(folder), load_decoder(folder), load_decoder(folder)
     with torch.no_grad():
         reverse.lm_head.weight.neg_()
         middle.lm_head.weight.copy_(middle.lm_head.weight.roll(1, 0))
-    other = tiny_checkpoint(folder / "other", "llama", seed=1, **(shape | {"hidden_size": 32, "intermediate_size": 32}), num_key_value_heads=1)
+    other = tiny_checkpoint(
+        folder / "other",
+        "llama",
+        seed=1,
+        **(shape | {"hidden_size": 32, "intermediate_size": 32}),
+        num_key_value_heads=1,
+    )
     low_bits = {kind: load_decoder(other, quant=kind) for kind in QUANTISED}
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     texts = torch.tensor(list(itertools.product(range(VOCAB), repeat=LENGTH - 1)))
     contexts = torch.cat((torch.tensor(PROMPT).expand(len(texts), -1), texts), dim=1)
     with torch.no_grad():
         logits = oracle(contexts).logits.double()[:, len(PROMPT) - 1 :]  # [625, 5, V]
-    return SimpleNamespace(target=target, reverse=reverse, middle=middle, low_bits=low_bits, contexts=contexts, logits=logits)
+    return SimpleNamespace(
+        target=target, reverse=reverse, middle=middle, low_bits=low_bits, contexts=contexts, logits=logits
+    )
 
 
 def exact_law(narrow: SimpleNamespace, params: SamplingParams) -> NDArray[np.float64]:
@@ -65,21 +85,27 @@ def exact_law(narrow: SimpleNamespace, params: SamplingParams) -> NDArray[np.flo
     texts = narrow.contexts[:, len(PROMPT) :]
     law = torch.ones(len(texts), VOCAB, dtype=torch.float64)
     for place in range(LENGTH):
-        now = _warped(narrow.contexts[:, : len(PROMPT) + place], narrow.logits[:, place].clone(), params).softmax(-1)  # [625, V]
+        now = _warped(narrow.contexts[:, : len(PROMPT) + place], narrow.logits[:, place].clone(), params).softmax(
+            -1
+        )  # [625, V]
         law = law * (now[range(len(texts)), texts[:, place], None] if place < LENGTH - 1 else now)
     return law.reshape([VOCAB] * LENGTH).numpy()
 
 
 def _warped(contexts: torch.Tensor, scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     if params.logit_bias:
-        scores = hf.SequenceBiasLogitsProcessor([[[token], value] for token, value in params.logit_bias.items()])(contexts, scores)
+        scores = hf.SequenceBiasLogitsProcessor([[[token], value] for token, value in params.logit_bias.items()])(
+            contexts, scores
+        )
     if params.repetition_penalty != 1:
         scores = hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(contexts, scores)
     for row, text in enumerate(contexts[:, len(PROMPT) :].tolist()):
         for token in set(text):
             scores[row, token] -= params.presence_penalty + text.count(token) * params.frequency_penalty
     if params.bad_words:
-        scores = hf.NoBadWordsLogitsProcessor([list(word) for word in params.bad_words], eos_token_id=-1)(contexts, scores)
+        scores = hf.NoBadWordsLogitsProcessor([list(word) for word in params.bad_words], eos_token_id=-1)(
+            contexts, scores
+        )
     if params.min_tokens:
         scores = hf.MinNewTokensLengthLogitsProcessor(len(PROMPT), params.min_tokens, EOS)(contexts, scores)
     scores = hf.TemperatureLogitsWarper(params.temperature)(contexts, scores)
@@ -102,7 +128,10 @@ def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None
     drafters = DrafterGroup(target)
     drafters.drafters = {
         key_of("draft_model", "reverse"): DraftModelDrafter(PagedModel(narrow.reverse, 2048, 16)),
-        **{key_of(f"draft_model:{kind}", "low"): DraftModelDrafter(PagedModel(low, 2048, 16)) for kind, low in narrow.low_bits.items()},
+        **{
+            key_of(f"draft_model:{kind}", "low"): DraftModelDrafter(PagedModel(low, 2048, 16))
+            for kind, low in narrow.low_bits.items()
+        },
         key_of("ngram"): NgramDrafter(),
         key_of("suffix"): SuffixDrafter(),
         key_of("recycling"): RecyclingDrafter(VOCAB),
@@ -111,7 +140,9 @@ def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None
         key_of("lookahead"): LookaheadDrafter(),
         key_of("cascade", "reverse"): CascadeDrafter([draft(narrow.reverse)], NgramDrafter()),
         drafter_key(TWO_LEVELS): CascadeDrafter([draft(narrow.reverse), draft(narrow.middle)]),
-        key_of("mix", "reverse"): MixDrafter([NgramDrafter(), SuffixDrafter(), RecyclingDrafter(VOCAB), DraftModelDrafter(draft(narrow.reverse))]),
+        key_of("mix", "reverse"): MixDrafter(
+            [NgramDrafter(), SuffixDrafter(), RecyclingDrafter(VOCAB), DraftModelDrafter(draft(narrow.reverse))]
+        ),
     }
     return Engine(target, drafters, limits=limits or SchedulerConfig(64, 200), eos_token_ids=(EOS,))
 
@@ -129,7 +160,9 @@ def sample_answers(narrow: SimpleNamespace, asked: Sequence[tuple[SamplingParams
 
 
 def p_values(answers: NDArray[np.int64], law: NDArray[np.float64]) -> list[float]:
-    """Pearson's chi-square of each window's pair of tokens against the exact law; cells too rare for it are put together."""
+    """Pearson's chi-square of each window's pair of tokens against the exact law; cells too rare for it are put
+    together.
+    """
     found = []
     for window in WINDOWS:
         expected = law.sum(tuple(place for place in range(LENGTH) if place not in window)).ravel() * len(answers)

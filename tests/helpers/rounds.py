@@ -31,7 +31,9 @@ class Alone:
 
     def batch(self, num_draft: int) -> Batch:
         start = len(self.text) - 1
-        return Batch((BatchEntry(self.request, start, (self.text[-1],), True, num_draft, takes_trees=self.takes_trees),))
+        return Batch(
+            (BatchEntry(self.request, start, (self.text[-1],), True, num_draft, takes_trees=self.takes_trees),)
+        )
 
     def guess(self, num_draft: int) -> Draft:
         return self.drafter.propose(self.batch(num_draft))
@@ -50,7 +52,9 @@ class Alone:
             self.text.append(token)
 
     def run(self, answer: Sequence[int], num_draft: int) -> tuple[int, int]:
-        """Rounds until `answer` is out, and tokens drafted in vain; the first token is the target's own, as in the engine."""
+        """Rounds until `answer` is out, and tokens drafted in vain; the first token is the target's own, as in the
+        engine.
+        """
         self.emit(answer[0])
         rounds, wasted, done = 1, 0, 1
         while done < len(answer):

@@ -26,7 +26,13 @@ class ScriptedModel:
     device = torch.device("cpu")
 
     def __init__(
-        self, script: Script, vocab_size: int, eos: Sequence[int] = (), max_context: int = 10_000, capacity: int = 100_000, num_parameters: int = 1
+        self,
+        script: Script,
+        vocab_size: int,
+        eos: Sequence[int] = (),
+        max_context: int = 10_000,
+        capacity: int = 100_000,
+        num_parameters: int = 1,
     ) -> None:
         self.script, self.vocab_size, self.eos_token_ids = script, vocab_size, tuple(eos)
         self.max_context_tokens, self.capacity_tokens, self.num_parameters = max_context, capacity, num_parameters
@@ -82,7 +88,9 @@ class ScriptedModel:
             own, flat = flat[: segment.num_rows], flat[segment.num_rows :]
             before = (*self.sequences[segment.sequence], *self._early.get(segment.sequence, ())[: segment.offset])
             self._early[segment.sequence] = (*before[self.length(segment.sequence) :], *own)
-            logits += [self._logits((*before, *own[: i + 1])) for i in range(segment.num_rows)][segment.num_rows - segment.num_logits :]
+            logits += [self._logits((*before, *own[: i + 1])) for i in range(segment.num_rows)][
+                segment.num_rows - segment.num_logits :
+            ]
         return torch.stack(logits)
 
     def exit_logits(self, hidden: Tensor) -> Tensor:

@@ -24,7 +24,9 @@ from foretoken.model.interface import EarlyExitModel, LanguageModel
 PREDICTION = tuple(range(3, 60))
 
 
-def spec_of(name: str, draft: Path | str | None, prediction: Sequence[int] = PREDICTION, **options: object) -> SpecConfig:
+def spec_of(
+    name: str, draft: Path | str | None, prediction: Sequence[int] = PREDICTION, **options: object
+) -> SpecConfig:
     """`SpecConfig` of a drafter with the options it cannot do without; `early_exit` never gives up guessing.
 
     `draft_model:int4` is a draft model in that format, `draft_model/static` one that drafts static trees.
@@ -48,7 +50,12 @@ def key_of(name: str, draft: str | None = None) -> DrafterKey:
 
 def bare_drafter(name: str, draft: LanguageModel, vocab_size: int) -> Drafter:
     """A drafter outside an `LLM`."""
-    made = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "predicted": PredictedDrafter, "lookahead": LookaheadDrafter}
+    made = {
+        "ngram": NgramDrafter,
+        "suffix": SuffixDrafter,
+        "predicted": PredictedDrafter,
+        "lookahead": LookaheadDrafter,
+    }
     if name.startswith("draft_model"):
         return DraftModelDrafter(draft)
     if name == "early_exit":  # `draft` is the target itself

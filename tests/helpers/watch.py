@@ -31,7 +31,9 @@ class Watched:
     def __init__(self, inner: Drafter, vocab_size: int) -> None:
         self.inner, self.name, self.vocab_size = inner, inner.name, vocab_size
         self.texts: dict[int, list[int]] = {}
-        self.num_drafted = self.num_full_rounds = self.num_trees = self.num_probed = self.num_walks = self.num_walks_to_a_leaf = 0
+        self.num_drafted = self.num_full_rounds = self.num_trees = self.num_probed = self.num_walks = (
+            self.num_walks_to_a_leaf
+        ) = 0
 
     def start(self, request: Request) -> None:
         self.texts[request.request_id] = list(request.prompt_ids)
@@ -90,7 +92,9 @@ def check_draft(draft: Draft, batch: Batch, name: str, vocab_size: int) -> None:
     assert all(0 <= token < vocab_size for token in draft.tokens.tolist())
     for b, entry in enumerate(entries):
         assert draft.lengths[b] <= entry.num_draft, "more than was asked for"
-        tossed = draft.mass is not None and draft.mass.law_of_row[draft.anchor_row(b)] >= 0  # a coin may have said no at once
+        tossed = (
+            draft.mass is not None and draft.mass.law_of_row[draft.anchor_row(b)] >= 0
+        )  # a coin may have said no at once
         assert draft.drafters[b] == (name if draft.lengths[b] or tossed else None)
         own = draft.parents[draft.offsets[b] : draft.offsets[b + 1]]
         assert all(-1 <= parent < node for node, parent in enumerate(own)), "a parent comes before its child"
@@ -127,8 +131,12 @@ def check_probes(draft: Draft, b: int, num_probe: int, probe_depth: int, vocab_s
     assert max(depths) <= probe_depth
 
 
-def check_lookahead_state(drafter: LookaheadDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
-    """The end of the text is known, the window is whole, the pool holds no more than it may and the text's last n-gram."""
+def check_lookahead_state(
+    drafter: LookaheadDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
+) -> None:
+    """The end of the text is known, the window is whole, the pool holds no more than it may and the text's last
+    n-gram.
+    """
     state = drafter._requests[sequence]
     span = state.window.depth + 1
     assert list(state.recent) == text[-span:]
@@ -137,25 +145,31 @@ def check_lookahead_state(drafter: LookaheadDrafter, sequence: int, text: list[i
     assert all(len(own) <= MOST_CONTINUATIONS for own in state.pool._found.values())
 
 
-def check_index_state(drafter: NgramDrafter | SuffixDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
+def check_index_state(
+    drafter: NgramDrafter | SuffixDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
+) -> None:
     """The index holds the whole text and nothing else."""
     index = drafter._indexes[sequence]
     assert index.end(index.num_tokens) == text
 
 
-def check_predicted_state(drafter: PredictedDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
+def check_predicted_state(
+    drafter: PredictedDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
+) -> None:
     """The cursor has seen the end of the text."""
     recent = drafter._cursors[sequence]._recent
     assert recent == tuple(text[len(text) - len(recent) :])
 
 
-def check_recycling_state(drafter: RecyclingDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
+def check_recycling_state(
+    drafter: RecyclingDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
+) -> None:
     """Nothing is kept for a request; `check_matrix` looks at the rest."""
 
 
 def check_matrix(drafter: RecyclingDrafter, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
-    """After a round every token of a row is followed by what the target found likeliest there: in the last request's deepest
-    accepted row that holds it, or if none does in any of its rows."""
+    """After a round every token of a row is followed by what the target found likeliest there: in the last request's
+    deepest accepted row that holds it, or if none does in any of its rows."""
     tops = feedback.logits[list(feedback.rows)].topk(NUM_RANKS, dim=-1).indices.tolist()
     tokens = draft.tokens.tolist()
     expected: dict[int, list[list[int]]] = {}
@@ -165,27 +179,39 @@ def check_matrix(drafter: RecyclingDrafter, batch: Batch, draft: Draft, verdict:
         for node in range(draft.lengths[b]):
             own.setdefault(tokens[draft.offsets[b] + node], []).append(tops[first + 1 + node])
         own[entry.pending[-1]] = [tops[first]]
-        own.update({token: [tops[first + 1 + node]] for token, node in zip(verdict.accepted[b], verdict.paths[b], strict=True)})
+        own.update(
+            {token: [tops[first + 1 + node]] for token, node in zip(verdict.accepted[b], verdict.paths[b], strict=True)}
+        )
         expected.update(own)
     for token, allowed in expected.items():
         assert drafter.successors[token].tolist() in allowed
 
 
-def check_draft_model_state(drafter: DraftModelDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
-    """I1 and I3: the drafter knows the text; after a round one token waits, or two when a guess with none after it was kept."""
+def check_draft_model_state(
+    drafter: DraftModelDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
+) -> None:
+    """I1 and I3: the drafter knows the text; after a round one token waits, or two when a guess with none after it was
+    kept.
+    """
     assert drafter._texts[sequence] == text
     if num_drafted:
         assert 1 <= len(text) - drafter.model.length(sequence) <= (2 if num_accepted == num_drafted else 1)
 
 
-def check_early_exit_state(drafter: EarlyExitDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
+def check_early_exit_state(
+    drafter: EarlyExitDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
+) -> None:
     """Nothing ran early that the target still holds, and its cache is the text without the anchor."""
     assert drafter.target.length(sequence) == len(text) - 1
     assert sequence not in getattr(drafter.target, "_early", {})
 
 
-def check_other_vocabulary_state(drafter: OtherVocabularyDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
-    """The draft's tokens are those of a fresh encoding of the whole text; its cache holds some of them, never the last."""
+def check_other_vocabulary_state(
+    drafter: OtherVocabularyDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
+) -> None:
+    """The draft's tokens are those of a fresh encoding of the whole text; its cache holds some of them, never the
+    last.
+    """
     fresh = DraftText(drafter.target.tokenizer, drafter.draft, drafter._twins.to_draft, 10**9)
     fresh.push(text)
     ids, cached = drafter._texts[sequence].ids, drafter._cached[sequence]
@@ -194,15 +220,21 @@ def check_other_vocabulary_state(drafter: OtherVocabularyDrafter, sequence: int,
     assert drafter.model.length(sequence) == len(cached) <= max(0, len(ids) - 1)
 
 
-def check_cascade_state(drafter: CascadeDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
-    """I1 and I3 at every level: its cache is a part of the text, without the anchor; what ran ahead of the text is forgotten."""
+def check_cascade_state(
+    drafter: CascadeDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
+) -> None:
+    """I1 and I3 at every level: its cache is a part of the text, without the anchor; what ran ahead of the text is
+    forgotten.
+    """
     assert drafter._texts[sequence] == text
     for level in drafter.levels:
         assert level.model.length(sequence) < len(text)
         assert not level.ran[sequence]
     if num_drafted:
         missing = 2 if num_accepted == num_drafted else 1
-        assert drafter.levels[-1].model.length(sequence) == len(text) - missing, "the last level ran all that was accepted"
+        assert drafter.levels[-1].model.length(sequence) == len(text) - missing, (
+            "the last level ran all that was accepted"
+        )
     if drafter.lookup is not None:
         STATE_CHECKS[type(drafter.lookup)](drafter.lookup, sequence, text, num_drafted, num_accepted)
 

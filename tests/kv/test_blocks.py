@@ -199,7 +199,9 @@ class Twin(RuleBasedStateMachine):
             assert (self.allocator.num_free, table.blocks) == (free, held)
             return
         for source, destination in copies:
-            self.memory[destination * SIZE : (destination + 1) * SIZE] = self.memory[source * SIZE : (source + 1) * SIZE]
+            self.memory[destination * SIZE : (destination + 1) * SIZE] = self.memory[
+                source * SIZE : (source + 1) * SIZE
+            ]
         slots = slots_of(table, table.length, table.length + num_rows, SIZE)
         for slot in slots:
             self.count += 1
@@ -225,7 +227,9 @@ class Twin(RuleBasedStateMachine):
     @precondition(lambda self: self.published)
     @rule(target=sequences, data=st.data())
     def adopt(self, data: st.DataObject) -> int:
-        """Begin with a text that was published once, or with its beginning; what is found must still stand in memory."""
+        """Begin with a text that was published once, or with its beginning; what is found must still stand in
+        memory.
+        """
         salt, text = data.draw(st.sampled_from(self.published))
         wanted = [*text[: data.draw(st.integers(0, len(text)))], 0]
         table = BlockTable()

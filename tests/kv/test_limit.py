@@ -25,7 +25,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("tokens", [10**14, 2**63, 10**30])
 def test_c8_an_absurd_cache_is_refused_with_the_largest_possible(llama: Path, tokens: int) -> None:
     most = (largest_cache_bytes(torch.device("cpu")) or 0) // (2 * 3 * 2 * 12 * 4)
-    with pytest.raises(InputError, match=rf"cache_tokens=.*a token takes 576 bytes, and the memory of this machine .* at most {most:,} of them"):
+    with pytest.raises(
+        InputError,
+        match=rf"cache_tokens=.*a token takes 576 bytes, and the memory of this machine .* at most {most:,} of them",
+    ):
         LLM(llama, cache_tokens=tokens)
 
 
@@ -47,5 +50,7 @@ def test_c8_memory_that_runs_out_all_the_same_is_named(monkeypatch: pytest.Monke
         raise MemoryError
 
     monkeypatch.setattr(np, "zeros", refuse)
-    with pytest.raises(CapacityError, match=r"no memory for a cache of 1,048,576 tokens \(2\.0 GiB\); give a smaller cache_tokens"):
+    with pytest.raises(
+        CapacityError, match=r"no memory for a cache of 1,048,576 tokens \(2\.0 GiB\); give a smaller cache_tokens"
+    ):
         KVPool(2, 2, 1 << 20, 64, torch.float32, torch.device("cpu"))

@@ -40,7 +40,9 @@ def test_write_touches_its_layer_and_slots_only() -> None:
 def test_a_run_is_a_view_and_a_list_is_gathered(layer: int) -> None:
     pool, _ = filled()
     run, _ = pool.read(layer, range(4, 8))
-    assert run.untyped_storage().data_ptr() == pool.keys[layer].untyped_storage().data_ptr()  # no copy: the fast path is free
+    assert (
+        run.untyped_storage().data_ptr() == pool.keys[layer].untyped_storage().data_ptr()
+    )  # no copy: the fast path is free
     key, value = pool.read(layer, torch.tensor([4, 5, 6, 7]))
     torch.testing.assert_close(key, run)
     torch.testing.assert_close(value, -key)

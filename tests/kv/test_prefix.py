@@ -1,4 +1,6 @@
-"""Prefix reuse: what is found is what was published, tenants never meet, and room is made from what was unused longest."""
+"""Prefix reuse: what is found is what was published, tenants never meet, and room is made from what was unused
+longest.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def test_two_that_ran_the_same_text_at_once() -> None:
 
 
 def test_a_tenant_whose_blocks_are_gone_is_forgotten() -> None:
-    """Any number of tenants over time: no more is kept of them than blocks can hold, and those that are known are found."""
+    """Any number of tenants over time: no more is kept of them than blocks can hold, and those that are known are
+    found.
+    """
     allocator = BlockAllocator(6, 2)
     for number in range(300):
         salt, text = f"tenant {number}", [number, 1, number, 2, number, 3]

@@ -25,13 +25,21 @@ def reference_tokenizer() -> Tokenizer:
 
 def tiny(folder: Path) -> Tokenizer:
     loaded = load_tokenizer(
-        tiny_tokenizer(folder, 420, texts=("return self.für 猫猫 😀😀 yes nobody " * 20, '{"name": "value", "none": [1, 2, 3]}\n' * 20))
+        tiny_tokenizer(
+            folder,
+            420,
+            texts=("return self.für 猫猫 😀😀 yes nobody " * 20, '{"name": "value", "none": [1, 2, 3]}\n' * 20),
+        )
     )
     assert loaded is not None
     return loaded
 
 
-KINDS: dict[str, Callable[[Path], Tokenizer]] = {"tiny": tiny, "byte_fallback": byte_fallback, "reference": lambda folder: reference_tokenizer()}
+KINDS: dict[str, Callable[[Path], Tokenizer]] = {
+    "tiny": tiny,
+    "byte_fallback": byte_fallback,
+    "reference": lambda folder: reference_tokenizer(),
+}
 
 
 class Model:

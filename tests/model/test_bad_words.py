@@ -1,4 +1,6 @@
-"""Banned texts: exactly the tokens that would complete one are banned, at every drafted place, and none appears in an answer."""
+"""Banned texts: exactly the tokens that would complete one are banned, at every drafted place, and none appears in an
+answer.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def text_of(tokenizer: Tokenizer, ids: list[int] | tuple[int, ...]) -> bytes:
 def test_w10_banned_is_exactly_what_would_complete_the_text(tokenizer: Tokenizer, word: str) -> None:
     """Against the definition, token by token, behind random committed texts and guesses that never contain the word."""
     rng, wanted = random.Random(word), word.encode()
-    pieces = tokenizer.encode(" ".join(WORDS[:-1]) + word[:-1]) + [tokenizer.encode(c)[0] for c in "ab " + word] + sorted(tokenizer.special_ids)
+    pieces = (
+        tokenizer.encode(" ".join(WORDS[:-1]) + word[:-1])
+        + [tokenizer.encode(c)[0] for c in "ab " + word]
+        + sorted(tokenizer.special_ids)
+    )
     processors = make_processors(SamplingParams(bad_words=[word]), tokenizer.encode(word), VOCAB, (), tokenizer)
     assert processors is not None
     answer: list[int] = []
@@ -49,7 +55,9 @@ def test_w10_banned_is_exactly_what_would_complete_the_text(tokenizer: Tokenizer
             expected = {token for token in range(VOCAB) if wanted in text_of(tokenizer, [*answer, *path, token])}
             assert banned(processors, path) == expected
             found += len(expected)
-            free = [token for token in pieces if token not in expected] or [token for token in range(VOCAB) if token not in expected]
+            free = [token for token in pieces if token not in expected] or [
+                token for token in range(VOCAB) if token not in expected
+            ]
             spelled = text_of(tokenizer, [*answer, *path])
             held = max(length for length in range(len(wanted)) if spelled.endswith(wanted[:length]))
             onward = [token for token in free if wanted[held:].startswith(text_of(tokenizer, [token]) or b"-")]
@@ -125,7 +133,11 @@ def test_w10_a_banned_text_never_appears(reference: LLM, temperature: float) -> 
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, bad_words=words)
     prompts = ["def main(self):\n    return se", "class Parser:\n"]
     answers = []
-    for spec in (SpecConfig(), SpecConfig("ngram", num_draft=4), SpecConfig("draft_model", "reference:draft", num_draft=3)):
+    for spec in (
+        SpecConfig(),
+        SpecConfig("ngram", num_draft=4),
+        SpecConfig("draft_model", "reference:draft", num_draft=3),
+    ):
         answers.append([out.text for out in reference.generate(prompts, params, spec)])
     assert answers[0] == answers[1] == answers[2]
     assert all(text for text in answers[0])

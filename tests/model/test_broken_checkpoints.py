@@ -1,4 +1,6 @@
-"""Files written by somebody else: whatever is in them, they are refused by name before anything is allocated, or they run."""
+"""Files written by somebody else: whatever is in them, they are refused by name before anything is allocated, or they
+run.
+"""
 
 from __future__ import annotations
 
@@ -91,8 +93,14 @@ def test_c9_a_value_of_the_wrong_type_or_size_is_named(llama: Path, key: str, va
         ({"rope_type": "linear", "factor": -2.0}, "factor"),
         ({"rope_type": "dynamic", "factor": float("nan")}, "factor"),
         ({"rope_type": "yarn", "factor": float("inf")}, "factor"),
-        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}, "original_max_position_embeddings"),
-        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "64"}, "original_max_position_embeddings"),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0},
+            "original_max_position_embeddings",
+        ),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "64"},
+            "original_max_position_embeddings",
+        ),
         ({"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}, "beta_fast"),
         ({"rope_type": "yarn", "factor": 2.0, "attention_factor": "x"}, "attention_factor"),
         ({"rope_type": "yarn", "factor": 2.0, "truncate": "no"}, "truncate"),
@@ -115,7 +123,10 @@ def test_c9_rope_values_are_checked(llama: Path, scaling: dict[str, Any], key: s
         ({"layer_types": ["full_attention"] * 4}, "layer_types has 4 entries"),
         ({"layer_types": "full_attention"}, "layer_types='full_attention' must be a list of strings"),
         ({"layer_types": ["full_attention", 5, None]}, "layer_types=.* must be a list of strings"),
-        ({"layer_types": ["sliding_attention"] * 3}, "layer_types has sliding_attention, but sliding_window is null or use_sliding_window is false"),
+        (
+            {"layer_types": ["sliding_attention"] * 3},
+            "layer_types has sliding_attention, but sliding_window is null or use_sliding_window is false",
+        ),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0 must be a whole number"),
         ({"use_sliding_window": "yes"}, "use_sliding_window='yes' must be true or false"),
         ({"use_sliding_window": True, "max_window_layers": -1, "layer_types": None}, "max_window_layers=-1 must be"),
@@ -143,7 +154,9 @@ _BAD_FILES = {
 
 
 @pytest.mark.parametrize("kind", _BAD_FILES)
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", INDEX])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", INDEX]
+)
 def test_c9_a_broken_file_is_named(llama: Path, name: str, kind: str) -> None:
     (llama / name).write_bytes(_BAD_FILES[kind])
     if name == INDEX:
@@ -159,7 +172,10 @@ def test_c9_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         read_json(tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("index", [{"weight_map": ["a"]}, {"weight_map": {"x": 5}}, {"weight_map": {"x": None}}, {"weight_map": 5}, {"map": {}}])
+@pytest.mark.parametrize(
+    "index",
+    [{"weight_map": ["a"]}, {"weight_map": {"x": 5}}, {"weight_map": {"x": None}}, {"weight_map": 5}, {"map": {}}],
+)
 def test_c9_a_weight_map_of_the_wrong_type_is_named(llama: Path, index: dict[str, Any]) -> None:
     (llama / "model.safetensors").unlink()
     (llama / INDEX).write_text(json.dumps(index))
@@ -171,7 +187,9 @@ def test_c9_end_tokens_of_any_family_are_checked(tmp_path: Path) -> None:
     """The file that takes precedence is named; families that run through transformers are read by the same reader."""
     folder = tiny_checkpoint(tmp_path, "gpt2")
     edit(folder / "generation_config.json", eos_token_id=97)
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id=97 must be a token id below the vocabulary's 97"):
+    with pytest.raises(
+        CheckpointError, match=r"generation_config\.json: eos_token_id=97 must be a token id below the vocabulary's 97"
+    ):
         open_model(folder)
     edit(folder / "generation_config.json", eos_token_id=[5, 96])
     assert open_model(folder).eos_token_ids == (5, 96)
@@ -185,7 +203,10 @@ def test_c9_every_way_in_reads_alike(llama: Path, capsys: pytest.CaptureFixture[
         with pytest.raises(CheckpointError, match=reason):
             read(llama)
     assert run(["models", str(llama), "--json"]) == 0
-    assert "not runnable: tensor model.layers.3" in json.loads(capsys.readouterr().out.splitlines()[-1])["models"][0]["runs_on"]
+    assert (
+        "not runnable: tensor model.layers.3"
+        in json.loads(capsys.readouterr().out.splitlines()[-1])["models"][0]["runs_on"]
+    )
     assert run(["plan", "--target", str(llama), "--memory", "1GiB"]) == 3
 
 
@@ -210,7 +231,9 @@ def test_fields_name_what_is_missing() -> None:
         {"num_attention_heads": 2**30, "head_dim": 12},
     ],
 )
-def test_c8_sizes_are_compared_with_the_files_before_anything_is_built(llama: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int]) -> None:
+def test_c8_sizes_are_compared_with_the_files_before_anything_is_built(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int]
+) -> None:
     def build(*_: object) -> None:
         raise AssertionError("a decoder is built")
 
@@ -256,7 +279,9 @@ def test_c8_a_position_has_one_value_whenever_its_block_is_made(made: Path) -> N
     assert torch.equal(at_once.cos, grown.cos)
     assert torch.equal(at_once.sin, grown.sin)
     angle = torch.arange(long.max_context_tokens, dtype=torch.float32) * 10_000 ** -(2 / 12)
-    torch.testing.assert_close(grown.cos[:, 1], angle.cos(), atol=2e-3, rtol=0)  # one ulp of the frequency, times the position
+    torch.testing.assert_close(
+        grown.cos[:, 1], angle.cos(), atol=2e-3, rtol=0
+    )  # one ulp of the frequency, times the position
 
 
 def test_c8_an_answer_beyond_the_first_block_is_that_of_transformers(tmp_path: Path) -> None:
@@ -267,22 +292,30 @@ def test_c8_an_answer_beyond_the_first_block_is_that_of_transformers(tmp_path: P
     with LLM(folder, dtype="float32", cache_tokens=TABLE_BLOCK + 64, max_prompt_tokens=2048, profile="off") as llm:
         out = llm.generate([ids], SamplingParams(max_tokens=4, ignore_eos=True))[0]
     with torch.inference_mode():
-        logits = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[*ids, *out.token_ids]]), logits_to_keep=5).logits[0]
+        logits = AutoModelForCausalLM.from_pretrained(folder)(
+            torch.tensor([[*ids, *out.token_ids]]), logits_to_keep=5
+        ).logits[0]
     assert logits[:-1].argmax(-1).tolist() == list(out.token_ids)
 
 
 # --- L5: nothing outside the folder is opened ---
 
 
-@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "a/../../x.safetensors", "", "x\0y", "..", "a" * 5000])
+@pytest.mark.parametrize(
+    "name", ["../other.safetensors", "/etc/passwd", "a/../../x.safetensors", "", "x\0y", "..", "a" * 5000]
+)
 def test_l5_an_index_that_leads_out_of_the_folder_is_refused(llama: Path, name: str) -> None:
     (llama / "model.safetensors").rename(llama.parent / "other.safetensors")
     (llama / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-    with pytest.raises(CheckpointError, match=r"leads out of the folder|is not the name of a file|cannot be opened|is missing"):
+    with pytest.raises(
+        CheckpointError, match=r"leads out of the folder|is not the name of a file|cannot be opened|is missing"
+    ):
         load_decoder(llama)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+)
 def test_l5_a_link_out_of_the_folder_is_refused(llama: Path, name: str) -> None:
     (llama / name).rename(llama.parent / "elsewhere")
     (llama / name).symlink_to(llama.parent / "elsewhere")
@@ -336,14 +369,18 @@ def test_l5_shards_in_a_folder_below_are_read(llama: Path) -> None:
 
 def test_l5_weights_that_the_config_names_are_not_read(llama: Path) -> None:
     edit(llama / "config.json", transformers_weights="other.safetensors")
-    with pytest.raises(UnsupportedModelError, match=r"transformers_weights='other\.safetensors' names weights of its own"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"transformers_weights='other\.safetensors' names weights of its own"
+    ):
         LLM(llama)
 
 
 def test_the_single_file_wins_over_an_index_as_it_does_in_transformers(llama: Path, tmp_path: Path) -> None:
     other = tiny_checkpoint(tmp_path / "other", "llama", seed=9, vocab_size=300)
     shutil.copyfile(other / "model.safetensors", llama / "a.safetensors")
-    (llama / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(load_file(llama / "a.safetensors"), "a.safetensors")}))
+    (llama / INDEX).write_text(
+        json.dumps({"weight_map": dict.fromkeys(load_file(llama / "a.safetensors"), "a.safetensors")})
+    )
     weight = load_decoder(llama).embedding.weight
     assert weight is not None
     assert torch.equal(weight, load_file(llama / "model.safetensors")["model.embed_tokens.weight"])
@@ -354,7 +391,9 @@ def test_a_tensor_in_two_shards_is_refused(llama: Path) -> None:
     (llama / "model.safetensors").unlink()
     save_file(tensors, llama / "a.safetensors")
     save_file({"model.norm.weight": torch.zeros(48)}, llama / "b.safetensors")
-    (llama / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "a.safetensors") | {"model.norm.weight": "b.safetensors"}}))
+    (llama / INDEX).write_text(
+        json.dumps({"weight_map": dict.fromkeys(tensors, "a.safetensors") | {"model.norm.weight": "b.safetensors"}})
+    )
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is in a\.safetensors and in b\.safetensors"):
         load_decoder(llama)
 

@@ -19,16 +19,27 @@ from tests import helpers
 from tests.helpers.checkpoints import tiny_tokenizer
 
 # Written after the templates of these families; `features` uses what else templates use.
-TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((Path(helpers.__file__).parent / "chat_templates").glob("*.jinja"))}
+TEMPLATES = {
+    path.stem: path.read_text(encoding="utf-8")
+    for path in sorted((Path(helpers.__file__).parent / "chat_templates").glob("*.jinja"))
+}
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": "look", "description": "Looks <up> é", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}},
+        "function": {
+            "name": "look",
+            "description": "Looks <up> é",
+            "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
+        },
     }
 ]
 CALL = {"id": "123456789", "type": "function", "function": {"name": "look", "arguments": {"q": "<b> é"}}}
 CHATS: dict[str, list[dict[str, Any]]] = {
-    "plain": [{"role": "user", "content": " hi <b> "}, {"role": "assistant", "content": "für 😀"}, {"role": "user", "content": "and?"}],
+    "plain": [
+        {"role": "user", "content": " hi <b> "},
+        {"role": "assistant", "content": "für 😀"},
+        {"role": "user", "content": "and?"},
+    ],
     "tools": [
         {"role": "user", "content": "ask"},
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -42,7 +53,15 @@ CHATS: dict[str, list[dict[str, Any]]] = {
         {"role": "user", "content": "next"},
     ],
     "parts": [{"role": "user", "content": [{"type": "text", "text": " look "}, {"type": "image", "image": object()}]}],
-    "numbers": [{"role": "user", "content": "x", "score": np.float64(0.5), "many": [np.int64(3), True, None], "array": np.ones(2)}],
+    "numbers": [
+        {
+            "role": "user",
+            "content": "x",
+            "score": np.float64(0.5),
+            "many": [np.int64(3), True, None],
+            "array": np.ones(2),
+        }
+    ],
 }
 
 
@@ -62,9 +81,17 @@ def test_templates_render_as_in_transformers(reference: Any, name: str, chat: st
         for opened in (True, False):
             try:
                 expected = reference.apply_chat_template(
-                    CHATS[chat], tools=tools, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=opened
+                    CHATS[chat],
+                    tools=tools,
+                    chat_template=TEMPLATES[name],
+                    tokenize=False,
+                    add_generation_prompt=opened,
                 )
-            except (jinja2.TemplateError, TypeError, ValueError):  # whatever the template makes of a chat that is not meant for it
+            except (
+                jinja2.TemplateError,
+                TypeError,
+                ValueError,
+            ):  # whatever the template makes of a chat that is not meant for it
                 with pytest.raises((InputError, CheckpointError)):
                     render(TEMPLATES[name], CHATS[chat], opened, tools, specials, "here")
                 continue
@@ -101,7 +128,9 @@ LARGE = {
     "replace": "{{ ('a' * 10**5) | replace('a', 'b' * 10**5) }}",
     "join": "{{ (['a'] * 10**5) | join('b' * 10**5) }}",
     "tojson": "{{ messages | tojson(indent=10**9) }}",
-    "doubling": "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "doubling": (
+        "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
+    ),
     "doubling without a loop": "{% set a = 'x' * 999 %}" + "{% set a = a + a %}" * 30 + "{{ a }}",
     "doubling of blocks": "{% set a %}abcdefgh{% endset %}" + "{% set a %}{{ a }}{{ a }}{% endset %}" * 30 + "{{ a }}",
     "percent": "{{ '%1000000000d' % 1 }}",
@@ -118,12 +147,19 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 def test_l4_a_template_that_multiplies_takes_little_memory(name: str) -> None:
     """Neither here nor in the process that renders; the next template is rendered as if nothing had been."""
-    before, children_before = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    with pytest.raises(CheckpointError, match="the chat template in some/folder takes more than 256 MB or writes too long a text"):
+    before, children_before = (
+        resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    with pytest.raises(
+        CheckpointError, match="the chat template in some/folder takes more than 256 MB or writes too long a text"
+    ):
         render(LARGE[name], MESSAGES, True, None, {}, "some/folder")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
-    # The most that any child ever took: those of earlier tests may have taken more, and a fork begins with what its parent holds.
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(before, children_before, 336 << 10) + (64 << 10)
+    # The most that any child ever took: those of earlier tests may have taken more, and a fork begins with what its
+    # parent holds.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(before, children_before, 336 << 10) + (
+        64 << 10
+    )
     assert render("{{ messages[0].content }}", MESSAGES, True, None, {}, "some/folder") == "hi"
 
 

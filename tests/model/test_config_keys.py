@@ -26,7 +26,9 @@ def compare(folder: Path, family: str, seed: int) -> None:
     expected = transformers_logits(folder, ids)
     decoder = load_decoder(folder, dtype="float32")
     with torch.no_grad():
-        found = decoder.logits(decoder(torch.tensor(ids), torch.arange(LENGTH), PackedAttention(decoder.config, 1, LENGTH)).last)
+        found = decoder.logits(
+            decoder(torch.tensor(ids), torch.arange(LENGTH), PackedAttention(decoder.config, 1, LENGTH)).last
+        )
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=0, msg=lambda text: f"{raw}\n{text}")
 
 

@@ -1,4 +1,6 @@
-"""E3: to the last token of the context, speculative, plain and transformers' own decoding agree, whatever scales the rope."""
+"""E3: to the last token of the context, speculative, plain and transformers' own decoding agree, whatever scales the
+rope.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ _SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    "llama3": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
 }
 _SPECS = {
     "ngram": SpecConfig("ngram", num_draft=4),
@@ -33,11 +41,17 @@ def test_e3_every_way_agrees_to_the_end_of_the_context(tmp_path: Path, kind: str
     from transformers import AutoModelForCausalLM
 
     folder = tiny_checkpoint(
-        tmp_path, "llama", max_position_embeddings=CONTEXT, rope_parameters={"rope_theta": 1e4} | _SCALINGS[kind], eos_token_id=None
+        tmp_path,
+        "llama",
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_theta": 1e4} | _SCALINGS[kind],
+        eos_token_id=None,
     )
     ids = [5, 9, 7, 5, 9, 7, 5, 9, 11, 2]
     model = AutoModelForCausalLM.from_pretrained(folder)
-    expected = model.generate(torch.tensor([ids]), max_length=CONTEXT, do_sample=False, pad_token_id=0)[0, len(ids) :].tolist()
+    expected = model.generate(torch.tensor([ids]), max_length=CONTEXT, do_sample=False, pad_token_id=0)[
+        0, len(ids) :
+    ].tolist()
     with LLM(folder, dtype="float32", cache_tokens=512, profile="off") as llm:
         params = SamplingParams(max_tokens=10 * CONTEXT)
         outs = llm.generate([ids] * (1 + len(_SPECS)), params, [SpecConfig(), *_SPECS.values()])
@@ -51,6 +65,11 @@ def test_e3_every_way_agrees_to_the_end_of_the_context(tmp_path: Path, kind: str
 def test_e3_a_plan_knows_the_cap_of_a_model_that_runs_through_transformers(tmp_path: Path) -> None:
     longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
     folder = tiny_checkpoint(
-        tmp_path, "phi3", max_position_embeddings=128, original_max_position_embeddings=32, rope_parameters=longrope, pad_token_id=0
+        tmp_path,
+        "phi3",
+        max_position_embeddings=128,
+        original_max_position_embeddings=32,
+        rope_parameters=longrope,
+        pad_token_id=0,
     )
     assert shape_of(folder, "phi3").max_context_tokens == 32

@@ -1,4 +1,6 @@
-"""Some layers ahead of the rest: a verify pass that takes up what ran early gives what a whole pass gives, and runs no layer twice."""
+"""Some layers ahead of the rest: a verify pass that takes up what ran early gives what a whole pass gives, and runs no
+layer twice.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ def same(a: Tensor, b: Tensor) -> None:
 
 def draft(model: PagedModel, sequence: int, tokens: Sequence[int], layers: Sequence[int], offset: int = 0) -> Tensor:
     """The tokens one by one through some layers; the logits after each, `[n, V]`."""
-    steps = [model.forward_early(torch.tensor([token]), [EarlySegment(sequence, offset + i, 1)], layers) for i, token in enumerate(tokens)]
+    steps = [
+        model.forward_early(torch.tensor([token]), [EarlySegment(sequence, offset + i, 1)], layers)
+        for i, token in enumerate(tokens)
+    ]
     return torch.cat(steps)
 
 
@@ -69,7 +74,8 @@ def counted(decoder: Decoder) -> Iterator[list[int]]:
         rows[index] += arguments[0].shape[0]
 
     handles = [
-        layer.register_forward_pre_hook(lambda _, arguments, index=index: count(index, arguments)) for index, layer in enumerate(decoder.layers)
+        layer.register_forward_pre_hook(lambda _, arguments, index=index: count(index, arguments))
+        for index, layer in enumerate(decoder.layers)
     ]
     yield rows
     for handle in handles:
@@ -83,7 +89,9 @@ def caches(model: PagedModel, sequence: int) -> list[Tensor]:
     return [tensor[:, slots] for tensor in (*model.pool.keys, *model.pool.values)]
 
 
-def opened(family: Family, prefix: Sequence[int], sequences: Sequence[int] = (0,), scattered: bool = False) -> PagedModel:
+def opened(
+    family: Family, prefix: Sequence[int], sequences: Sequence[int] = (0,), scattered: bool = False
+) -> PagedModel:
     model = family.model()
     if scattered:
         scatter(model, 30)
@@ -120,7 +128,9 @@ def test_exit_logits_are_those_of_a_shallow_model(families: functools.partial[Fa
     family, text = families(name, torch.float64), token_ids(15)
     for exit_layer in range(1, NUM_LAYERS):
         model = opened(family, text[:11])
-        hidden = family.decoder(torch.tensor(text), torch.arange(15), PackedAttention(family.decoder.config, 1, 15), num_layers=exit_layer).last
+        hidden = family.decoder(
+            torch.tensor(text), torch.arange(15), PackedAttention(family.decoder.config, 1, 15), num_layers=exit_layer
+        ).last
         same(draft(model, 0, text[11:], range(exit_layer)), family.decoder.logits(hidden)[11:])
         same(model.exit_logits(hidden), family.decoder.logits(hidden))
 
@@ -129,10 +139,16 @@ def test_skipped_layers_are_left_out(llama: Family) -> None:
     """A text that only ever ran without its second layer: logits of a model that has no second layer."""
     text, decoder = token_ids(9), llama.decoder
     shallow = Decoder(replace(decoder.config, num_layers=2)).double()
-    own = {f"layers.{place}.{key}": w for place, layer in enumerate((0, 2)) for key, w in decoder.layers[layer].state_dict().items()}
+    own = {
+        f"layers.{place}.{key}": w
+        for place, layer in enumerate((0, 2))
+        for key, w in decoder.layers[layer].state_dict().items()
+    }
     shallow.load_state_dict({key: w for key, w in decoder.state_dict().items() if not key.startswith("layers.")} | own)
     with torch.no_grad():
-        expected = shallow.logits(shallow(torch.tensor(text), torch.arange(9), PackedAttention(shallow.config, 1, 9)).last)
+        expected = shallow.logits(
+            shallow(torch.tensor(text), torch.arange(9), PackedAttention(shallow.config, 1, 9)).last
+        )
     model = llama.model()
     model.open(0)
     with counted(decoder) as ran:
@@ -159,7 +175,9 @@ def test_only_the_leading_layers_count(family: Family, layers: tuple[int, ...], 
 
 @pytest.mark.parametrize("changed", range(5))
 def test_other_tokens_are_not_taken_up(family: Family, changed: int) -> None:
-    """Only the rows before the first token that differs, a grammar's guess perhaps; all of them if it is the anchor's."""
+    """Only the rows before the first token that differs, a grammar's guess perhaps; all of them if it is the
+    anchor's.
+    """
     prefix, rows = token_ids(11), token_ids(5, seed=2)
     whole, model = (opened(family, prefix) for _ in range(2))
     draft(model, 0, rows[:4], range(2))
@@ -195,7 +213,9 @@ def test_a_mixed_batch(family: Family, scattered: bool) -> None:
         for layers in (range(1), range(2)):
             running = [s for s in early if early[s] == layers and step < len(rows[s]) - 1]
             if running:
-                model.forward_early(torch.tensor([rows[s][step] for s in running]), [EarlySegment(s, step, 1) for s in running], layers)
+                model.forward_early(
+                    torch.tensor([rows[s][step] for s in running]), [EarlySegment(s, step, 1) for s in running], layers
+                )
     rows[4][1] = 5  # somebody else's guess
     for one in (whole, model):
         one.open(6)
@@ -303,5 +323,7 @@ def test_which_models_can(llama: Family) -> None:
     assert isinstance(llama.model(), EarlyExitModel)
     assert not hasattr(TransformersModel, "forward_early")
     config = llama.decoder.config
-    assert llama.model().head_cost() == pytest.approx(97 * 48 / sum(w.numel() for w in llama.decoder.layers[0].parameters()))
+    assert llama.model().head_cost() == pytest.approx(
+        97 * 48 / sum(w.numel() for w in llama.decoder.layers[0].parameters())
+    )
     assert config.num_parameters == sum(w.numel() for w in llama.decoder.parameters())

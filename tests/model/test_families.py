@@ -35,7 +35,9 @@ class DenseAttention:
 
 def native_logits(folder: Path, ids: list[int], dtype: torch.dtype) -> Tensor:
     decoder = load_decoder(folder, dtype=dtype)
-    attention = DenseAttention(decoder.config) if dtype == torch.float64 else PackedAttention(decoder.config, 1, len(ids))
+    attention = (
+        DenseAttention(decoder.config) if dtype == torch.float64 else PackedAttention(decoder.config, 1, len(ids))
+    )
     with torch.no_grad():
         return decoder.logits(decoder(torch.tensor(ids), torch.arange(len(ids)), attention).last)
 
@@ -92,7 +94,9 @@ def wide_oracle(folder: Path, ids: list[int]) -> Tensor:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_float64_logits_equal_transformers_tightly(tmp_path: Path, name: str) -> None:
     folder, ids = variant(tmp_path, name), token_ids(LENGTH)
-    torch.testing.assert_close(native_logits(folder, ids, torch.float64), wide_oracle(folder, ids), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        native_logits(folder, ids, torch.float64), wide_oracle(folder, ids), rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-layer-types"])
@@ -102,8 +106,12 @@ def test_first_layers_and_taps_are_the_residual_stream(tmp_path: Path, name: str
     folder, ids = variant(tmp_path, name), token_ids(40)
     decoder = load_decoder(folder)
     with torch.no_grad():
-        hidden = decoder(torch.tensor(ids), torch.arange(40), PackedAttention(decoder.config, 1, 40), num_layers=2, taps=(0, 1, 2))
-        expected = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        hidden = decoder(
+            torch.tensor(ids), torch.arange(40), PackedAttention(decoder.config, 1, 40), num_layers=2, taps=(0, 1, 2)
+        )
+        expected = AutoModelForCausalLM.from_pretrained(folder)(
+            torch.tensor([ids]), output_hidden_states=True
+        ).hidden_states
     assert sorted(hidden.taps) == [0, 1, 2]
     for layer, tap in hidden.taps.items():
         torch.testing.assert_close(tap, expected[layer][0], atol=1e-4, rtol=0)
@@ -114,6 +122,8 @@ def test_packed_bfloat16_is_close_to_plain(tmp_path: Path) -> None:
     folder, ids = variant(tmp_path, "qwen2-tied", dtype=torch.bfloat16), token_ids(30)
     decoders = [load_decoder(folder, pack=pack) for pack in (False, True)]
     with torch.no_grad():
-        plain, packed = (d.logits(d(torch.tensor(ids), torch.arange(30), PackedAttention(d.config, 1, 30)).last) for d in decoders)
+        plain, packed = (
+            d.logits(d(torch.tensor(ids), torch.arange(30), PackedAttention(d.config, 1, 30)).last) for d in decoders
+        )
     assert plain.dtype == torch.bfloat16
     torch.testing.assert_close(packed, plain, atol=0.1, rtol=0.05)

@@ -1,4 +1,6 @@
-"""Compiling structures: what is refused and how it is said, hostile grammars, one compilation for the same structure."""
+"""Compiling structures: what is refused and how it is said, hostile grammars, one compilation for the same
+structure.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_is_refused_names_the_field_the_fault_and_the_remedy(model: Model, given: dict[str, Any], message: str) -> None:
+def test_what_is_refused_names_the_field_the_fault_and_the_remedy(
+    model: Model, given: dict[str, Any], message: str
+) -> None:
     (field,) = given
     with pytest.raises(InputError, match=f"(?s){message}") as caught:
         model.make(**given)
@@ -76,10 +80,16 @@ HOSTILE: dict[str, Callable[[], dict[str, Any]]] = {
     "very deep schema": lambda: {"json_schema": nested(50_000)},
     "very deep text": lambda: {"json_schema": '{"items":' * 50_000},
     "product of alternatives": lambda: {
-        "json_schema": {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {"type": "string"}}} for j in range(4)]} for i in range(12)]}
+        "json_schema": {
+            "allOf": [
+                {"anyOf": [{"properties": {f"p{i}{j}": {"type": "string"}}} for j in range(4)]} for i in range(12)
+            ]
+        }
     },
     "large remainder": lambda: {"json_schema": {"type": "integer", "multipleOf": 99_400_891}},
-    "thirty patterns at once": lambda: {"json_schema": {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(1, 30)]}},
+    "thirty patterns at once": lambda: {
+        "json_schema": {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(1, 30)]}
+    },
     "deep grammar": lambda: {"grammar": "start: " + "(" * 2_000 + '"a"' + ")" * 2_000},
     "intersection": lambda: {"grammar": "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(1, 30))},
     "many symbols": lambda: {"grammar": "start: " + "/a/ " * 100_000},
@@ -95,7 +105,8 @@ def test_hostile_structures_are_refused(model: Model, monkeypatch: pytest.Monkey
     monkeypatch.setattr(grammar, "TRIAL_DEADLINE_S", 1.0)
     given = HOSTILE[name]()
     with pytest.raises(
-        InputError, match=r"is too (large|slow) .*fewer and shorter|nested too deeply; use \$ref|longer than 512 kB; make it smaller"
+        InputError,
+        match=r"is too (large|slow) .*fewer and shorter|nested too deeply; use \$ref|longer than 512 kB; make it smaller",  # noqa: E501
     ) as caught:
         model.make(**given)
     assert caught.value.field in given
@@ -161,7 +172,9 @@ def test_the_same_structure_is_compiled_once(model: Model, trials: list[str], mo
     for same in [schema, json.dumps(schema), dict(schema)] * 2:
         assert compiler.compile(SamplingParams(json_schema=same)) is not None
     assert len(trials) == 1
-    compiler.compile(SamplingParams(json_schema={"type": "object", "properties": {"a": {}, "b": {}}}))  # another order, another answer
+    compiler.compile(
+        SamplingParams(json_schema={"type": "object", "properties": {"a": {}, "b": {}}})
+    )  # another order, another answer
     assert len(trials) == 2
     for _ in range(2):
         with pytest.raises(InputError, match=r"bad.*nothing good"):

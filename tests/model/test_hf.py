@@ -21,13 +21,25 @@ from foretoken.model.interface import LanguageModel, Segment
 from tests.helpers.checkpoints import randomise, tiny_checkpoint, token_ids, transformers_logits
 from tests.helpers.families import WINDOW, family_model, write_family
 
-FAMILIES = {"gpt2": True, "opt": True, "gpt_neox": True, "phi": True, "gemma2": True, "gemma3_text": True, "mistral": True, "mamba": False}
+FAMILIES = {
+    "gpt2": True,
+    "opt": True,
+    "gpt_neox": True,
+    "phi": True,
+    "gemma2": True,
+    "gemma3_text": True,
+    "mistral": True,
+    "mamba": False,
+}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
-    return {name: tiny_checkpoint(root / name, name, **({"sliding_window": 6} if name == "mistral" else {})) for name in FAMILIES}
+    return {
+        name: tiny_checkpoint(root / name, name, **({"sliding_window": 6} if name == "mistral" else {}))
+        for name in FAMILIES
+    }
 
 
 @pytest.fixture(params=FAMILIES)
@@ -59,13 +71,17 @@ def test_chains_chunks_and_ragged_batches(model: TransformersModel) -> None:
     first, second = token_ids(30), token_ids(25, seed=2)
     model.open(1)
     model.open(2)
-    out = model.forward(torch.tensor(first[:10] + second[:4]), [Segment(1, 10, num_logits=0), Segment(2, 4, num_logits=1)])
+    out = model.forward(
+        torch.tensor(first[:10] + second[:4]), [Segment(1, 10, num_logits=0), Segment(2, 4, num_logits=1)]
+    )
     assert out.logits.shape == (1, 97)
     close(out.logits, plain(model, second[:4])[-1:])
     model.commit(1, 10)
     model.commit(2, 4)
     rows = first[10:15] + second[4:6]
-    out = model.forward(torch.tensor(rows), [Segment(1, 2, (-1, 0, 1), num_logits=4), Segment(2, 1, (-1,), num_logits=2)])
+    out = model.forward(
+        torch.tensor(rows), [Segment(1, 2, (-1, 0, 1), num_logits=4), Segment(2, 1, (-1,), num_logits=2)]
+    )
     close(out.logits[:4], plain(model, first[:15])[-4:])
     close(out.logits[4:], plain(model, second[:6])[-2:])
     model.commit(1, 2, (0, 1))
@@ -82,7 +98,10 @@ def test_rejected_tokens_leave_no_trace(model: TransformersModel) -> None:
     for _ in range(25):
         pending = [generator.randrange(97) for _ in range(generator.randrange(1, 4))]
         nodes = [generator.randrange(97) for _ in range(generator.randrange(5))]
-        out = model.forward(torch.tensor(pending + nodes), [Segment(7, len(pending), tuple(range(-1, len(nodes) - 1)), num_logits=1 + len(nodes))])
+        out = model.forward(
+            torch.tensor(pending + nodes),
+            [Segment(7, len(pending), tuple(range(-1, len(nodes) - 1)), num_logits=1 + len(nodes))],
+        )
         close(out.logits, plain(model, text + pending + nodes)[-1 - len(nodes) :])
         kept = generator.randrange(len(nodes) + 1)
         model.commit(7, len(pending), tuple(range(kept)))
@@ -119,7 +138,9 @@ def test_a_tree_that_grows_level_by_level(model: TransformersModel) -> None:
         model.forward(torch.tensor(prompt), [Segment(1, 12)])
         model.commit(1, 12)
         for held, stop in pairwise(levels):
-            out = model.forward(torch.tensor(nodes[held:stop]), [Segment(1, 0, parents[:stop], stop - held, held)]).logits
+            out = model.forward(
+                torch.tensor(nodes[held:stop]), [Segment(1, 0, parents[:stop], stop - held, held)]
+            ).logits
             for row, path in zip(out, paths[held:stop], strict=True):
                 close(row, plain(model, prompt + [nodes[node] for node in path])[-1])
         model.commit(1, 0, (0, 2, 4))
@@ -207,7 +228,9 @@ def test_c10_a_decoder_with_fewer_encoder_layers_keeps_its_cache_and_its_count(t
     from transformers import BartConfig, BartForCausalLM
 
     sizes = {"d_model": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 48}
-    decoder = BartForCausalLM(BartConfig(**sizes, vocab_size=97, encoder_layers=1, decoder_layers=3, max_position_embeddings=32)).eval()
+    decoder = BartForCausalLM(
+        BartConfig(**sizes, vocab_size=97, encoder_layers=1, decoder_layers=3, max_position_embeddings=32)
+    ).eval()
     randomise(decoder)
     decoder.save_pretrained(tmp_path)
     model = opened(tmp_path)
@@ -220,7 +243,9 @@ def test_c10_a_decoder_with_fewer_encoder_layers_keeps_its_cache_and_its_count(t
     close(model.forward(torch.tensor(ids[20:]), [Segment(1, 12, num_logits=12)]).logits, plain(model, ids)[-12:])
 
 
-@pytest.mark.parametrize(("family", "context"), [("roberta", 46), ("opt", 48), ("gpt2", 48), ("camembert", 46), ("biogpt", 48)])
+@pytest.mark.parametrize(
+    ("family", "context"), [("roberta", 46), ("opt", 48), ("gpt2", 48), ("camembert", 46), ("biogpt", 48)]
+)
 def test_c10_the_context_ends_where_the_table_of_positions_does(tmp_path: Path, family: str, context: int) -> None:
     model = opened(written(tmp_path, family))
     assert model.max_context_tokens == context
@@ -233,7 +258,13 @@ def test_c10_the_context_ends_where_the_table_of_positions_does(tmp_path: Path, 
 @pytest.mark.parametrize("family", ["phi3", "granite"])
 def test_e3_the_context_ends_where_the_rotation_of_a_position_changes(tmp_path: Path, family: str) -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 24, "factor": 4.0, **factors}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "original_max_position_embeddings": 24,
+        "factor": 4.0,
+        **factors,
+    }
     folder = tiny_checkpoint(tmp_path, family, **LONGROPE_SHAPE, rope_parameters=rope)
     assert opened(folder).max_context_tokens == 24
 
@@ -258,7 +289,9 @@ LONGROPE_SHAPE = {
 def test_nothing_of_transformers_reaches_the_terminal(tmp_path: Path, folders: dict[str, Path]) -> None:
     """It reports tensors that it does not use, shows a bar, and says that a faster kernel is not installed."""
     tensors = load_file(folders["mamba"] / "model.safetensors")
-    save_file({**tensors, "classifier.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {**tensors, "classifier.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors", metadata={"format": "pt"}
+    )
     (tmp_path / "config.json").write_text((folders["mamba"] / "config.json").read_text())
     program = f"""
 from foretoken.model.hf import TransformersModel
@@ -289,7 +322,9 @@ def test_the_bars_of_transformers_are_as_before_also_after_a_failure(tmp_path: P
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_e1_a_head_of_its_own_is_read_whatever_the_configuration_says(tmp_path: Path, folders: dict[str, Path], tied: bool) -> None:
+def test_e1_a_head_of_its_own_is_read_whatever_the_configuration_says(
+    tmp_path: Path, folders: dict[str, Path], tied: bool
+) -> None:
     tensors = load_file(folders["gpt2"] / "model.safetensors")
     table = next(tensor for name, tensor in tensors.items() if name.endswith("wte.weight"))
     head = torch.randn(table.shape, generator=torch.Generator().manual_seed(5))
@@ -320,7 +355,13 @@ def test_encoders_are_refused_by_name(tmp_path: Path) -> None:
 def test_an_encoder_in_decoders_clothing_is_found_out(tmp_path: Path) -> None:
     from transformers import BertConfig, BertLMHeadModel
 
-    shape = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    shape = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     encoder = BertLMHeadModel(BertConfig(**shape, is_decoder=False))
     randomise(encoder)
     encoder.save_pretrained(tmp_path)
@@ -330,7 +371,9 @@ def test_an_encoder_in_decoders_clothing_is_found_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["clip", "vits", "wav2vec2"])
-def test_models_without_a_causal_head_are_refused_by_name(tmp_path: Path, folders: dict[str, Path], model_type: str) -> None:
+def test_models_without_a_causal_head_are_refused_by_name(
+    tmp_path: Path, folders: dict[str, Path], model_type: str
+) -> None:
     (tmp_path / "model.safetensors").write_bytes((folders["gpt2"] / "model.safetensors").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(UnsupportedModelError, match=model_type):
@@ -340,7 +383,9 @@ def test_models_without_a_causal_head_are_refused_by_name(tmp_path: Path, folder
 def test_code_from_the_checkpoint_is_never_run(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     (tmp_path / "modeling_x.py").write_text(f"open({str(ran)!r}, 'w')")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "novel", "auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "novel", "auto_map": {"AutoModelForCausalLM": "modeling_x.X"}})
+    )
     with pytest.raises(UnsupportedModelError, match=r"'novel' is unknown .*auto_map.* never run"):
         TransformersModel(tmp_path)
     assert not ran.exists()
@@ -380,18 +425,29 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path, folders: dict[str, P
     (tmp_path / "config.json").write_text((folders["gpt2"] / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes((folders["gpt2"] / "model.safetensors").read_bytes())
     edit_config(tmp_path, n_positions=64)
-    with pytest.raises(CheckpointError, match=r"tensor .*wpe.weight .* has shape \[128, 32\]; config.json asks for \[64, 32\]"):
+    with pytest.raises(
+        CheckpointError, match=r"tensor .*wpe.weight .* has shape \[128, 32\]; config.json asks for \[64, 32\]"
+    ):
         TransformersModel(tmp_path)
 
 
 def test_a_tensor_that_a_layer_has_no_place_for_is_refused(tmp_path: Path, folders: dict[str, Path]) -> None:
     tensors = load_file(folders["gpt2"] / "model.safetensors")
     (tmp_path / "config.json").write_text((folders["gpt2"] / "config.json").read_text())
-    for name in ("transformer.h.1.attn.q_norm.weight", "transformer.h.0.mlp.c_fc.weight_scale", "h.1.attn.q_norm.weight"):
+    for name in (
+        "transformer.h.1.attn.q_norm.weight",
+        "transformer.h.0.mlp.c_fc.weight_scale",
+        "h.1.attn.q_norm.weight",
+    ):
         save_file({**tensors, name: torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(CheckpointError, match=f"tensor {name} .* belongs to .* no place for it"):
             TransformersModel(tmp_path)
-    for name in ("transformer.h.0.attn.bias", "transformer.h.2.attn.q_norm.weight", "vision.encoder.layers.0.weight", "score.weight"):
+    for name in (
+        "transformer.h.0.attn.bias",
+        "transformer.h.2.attn.q_norm.weight",
+        "vision.encoder.layers.0.weight",
+        "score.weight",
+    ):
         save_file({**tensors, name: torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
         TransformersModel(tmp_path)
 

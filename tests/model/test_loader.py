@@ -54,7 +54,9 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
 
 def logits_of(decoder: Decoder, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        return decoder.logits(decoder(torch.tensor(ids), torch.arange(len(ids)), PackedAttention(decoder.config, 1, len(ids))).last)
+        return decoder.logits(
+            decoder(torch.tensor(ids), torch.arange(len(ids)), PackedAttention(decoder.config, 1, len(ids))).last
+        )
 
 
 def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
@@ -75,7 +77,9 @@ def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
         (torch.float32, torch.float64, torch.float64),
     ],
 )
-def test_dtype_is_the_checkpoints_or_the_one_asked_for(tmp_path: Path, stored: torch.dtype, asked: str | torch.dtype, expected: torch.dtype) -> None:
+def test_dtype_is_the_checkpoints_or_the_one_asked_for(
+    tmp_path: Path, stored: torch.dtype, asked: str | torch.dtype, expected: torch.dtype
+) -> None:
     decoder = load_decoder(tiny_checkpoint(tmp_path, "llama", dtype=stored), dtype=asked, pack=False)
     assert {parameter.dtype for parameter in decoder.parameters()} == {expected}
     assert not any(parameter.requires_grad for parameter in decoder.parameters())
@@ -99,12 +103,19 @@ def test_config_survives_writing_and_reading(tmp_path: Path, name: str) -> None:
     assert Decoder(config).config.num_parameters == sum(p.numel() for p in Decoder(config).parameters())
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "llama-yarn-options", "mistral", "mistral-sliding", "qwen2-layer-types", "qwen3-tied-biases"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-biases", "llama-yarn-options", "mistral", "mistral-sliding", "qwen2-layer-types", "qwen3-tied-biases"],
+)
 def test_a_saved_checkpoint_means_the_same_to_transformers(tmp_path: Path, name: str) -> None:
     folder, ids = variant(tmp_path / "in", name), token_ids(100)
     tiny_tokenizer(folder)
-    save_checkpoint(load_decoder(folder), read_config(folder), tmp_path / "out", tokenizer_folder=folder, dtype="float32")
-    torch.testing.assert_close(transformers_logits(tmp_path / "out", ids), transformers_logits(folder, ids), atol=1e-5, rtol=0)
+    save_checkpoint(
+        load_decoder(folder), read_config(folder), tmp_path / "out", tokenizer_folder=folder, dtype="float32"
+    )
+    torch.testing.assert_close(
+        transformers_logits(tmp_path / "out", ids), transformers_logits(folder, ids), atol=1e-5, rtol=0
+    )
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json",
         "model.safetensors",
@@ -157,7 +168,9 @@ def test_peak_memory_is_about_one_copy(tmp_path: Path) -> None:
     small = tiny_checkpoint(tmp_path / "small", "llama", dtype=torch.bfloat16)
     sizes = {"vocab_size": 1000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24, "head_dim": 64}
     large = tiny_checkpoint(tmp_path / "large", "llama", dtype=torch.bfloat16, **sizes)
-    run = subprocess.run([sys.executable, "-c", _PEAK, str(small), str(large)], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(small), str(large)], capture_output=True, text=True, check=True
+    )
     weights = (large / "model.safetensors").stat().st_size
     assert weights > 150e6
     assert 0.5 * weights < int(run.stdout.split()[-1]) < 1.3 * weights
@@ -175,7 +188,9 @@ def test_a_missing_folder_and_a_file_are_told_apart(tmp_path: Path, llama: Path)
         resolve_folder(llama / "config.json")
 
 
-def test_a_hub_id_is_fetched_without_pickles_and_its_failure_is_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hub_id_is_fetched_without_pickles_and_its_failure_is_ours(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import huggingface_hub
 
     asked: list[Any] = []
@@ -240,7 +255,9 @@ def test_a_missing_tensor_is_named(llama: Path) -> None:
 
 def test_a_wrong_shape_is_named_with_both_shapes(llama: Path) -> None:
     edit_config(llama, intermediate_size=80)
-    with pytest.raises(CheckpointError, match=r"gate_proj\.weight in .* has shape \[64, 48\]; config.json asks for \[80, 48\]"):
+    with pytest.raises(
+        CheckpointError, match=r"gate_proj\.weight in .* has shape \[64, 48\]; config.json asks for \[80, 48\]"
+    ):
         load_decoder(llama)
 
 
@@ -258,7 +275,9 @@ def test_unexpected_tensors_are_refused_and_harmless_ones_ignored(llama: Path) -
         load_decoder(llama)
 
 
-def tied_with_head(folder: Path, family: str, equal: bool, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
+def tied_with_head(
+    folder: Path, family: str, equal: bool, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Path:
     """A tied checkpoint whose file has a head too, the embedding's or another."""
     tiny_checkpoint(folder, family, tie_word_embeddings=True, dtype=dtype, **overrides)
 
@@ -294,13 +313,17 @@ def test_e1_a_head_that_equals_the_embedding_takes_no_memory(tmp_path: Path) -> 
 def test_e1_a_head_of_another_shape_is_refused(tmp_path: Path) -> None:
     folder = tied_with_head(tmp_path, "llama", equal=True)
     edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(98, 48)}))
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight .* has shape \[98, 48\]; config.json asks for \[97, 48\]"):
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight .* has shape \[98, 48\]; config.json asks for \[97, 48\]"
+    ):
         load_decoder(folder)
 
 
 @pytest.mark.parametrize("options", [{"numerics": "strict"}, {"weights": "int8"}, {"weights": "int4"}, {}])
 def test_e1_the_same_head_in_every_form_of_the_model(tmp_path: Path, options: dict[str, str]) -> None:
-    """Strict, quantised, early exits and the plan: as for a checkpoint that says in config.json that its head is its own."""
+    """Strict, quantised, early exits and the plan: as for a checkpoint that says in config.json that its head is its
+    own.
+    """
     named = tied_with_head(tmp_path / "named", "llama", equal=False, hidden_size=64)
     shutil.copytree(named, tmp_path / "plain")
     edit_config(tmp_path / "plain", tie_word_embeddings=False)
@@ -310,7 +333,14 @@ def test_e1_the_same_head_in_every_form_of_the_model(tmp_path: Path, options: di
         model = open_model(folder, "float32", cache_tokens=64, **options)
         shape = shape_of(folder, "m", "float32", weights=options.get("weights", "auto"))
         assert isinstance(model, PagedModel)
-        answers.append((logits_of(model.decoder, token_ids(20)).tolist(), model.weight_bytes, model.num_parameters, replace(shape, name="")))
+        answers.append(
+            (
+                logits_of(model.decoder, token_ids(20)).tolist(),
+                model.weight_bytes,
+                model.num_parameters,
+                replace(shape, name=""),
+            )
+        )
         if not options:
             with LLM(folder, spec, dtype="float32", cache_tokens=256, profile="off") as llm:
                 drafted, plain = llm.generate([token_ids(8)] * 2, SamplingParams(max_tokens=8), [spec, SpecConfig()])
@@ -321,7 +351,9 @@ def test_e1_the_same_head_in_every_form_of_the_model(tmp_path: Path, options: di
 def test_e1_a_widened_copy_keeps_the_head(tmp_path: Path) -> None:
     folder, ids = tied_with_head(tmp_path / "in", "llama", equal=False), token_ids(20)
     widen(folder, tmp_path / "out", "hidden=96,intermediate=128,layers=4,heads=8,kv_heads=4", dtype="float32")
-    torch.testing.assert_close(logits_of(load_decoder(tmp_path / "out"), ids), transformers_logits(folder, ids), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        logits_of(load_decoder(tmp_path / "out"), ids), transformers_logits(folder, ids), atol=1e-3, rtol=0
+    )
 
 
 def test_e2_mistral_with_layer_types_is_written_and_read_again(tmp_path: Path) -> None:
@@ -377,7 +409,9 @@ def test_what_cannot_continue_text_is_refused_by_name(raw: dict[str, Any], messa
         ({"model_type": None}, CheckpointError, "model_type"),
     ],
 )
-def test_a_config_beyond_the_native_decoder_is_refused_by_name(llama: Path, changes: dict[str, Any], kind: type[Exception], message: str) -> None:
+def test_a_config_beyond_the_native_decoder_is_refused_by_name(
+    llama: Path, changes: dict[str, Any], kind: type[Exception], message: str
+) -> None:
     edit_config(llama, **changes)
     with pytest.raises(kind, match=message):
         read_config(llama)
@@ -392,11 +426,21 @@ def test_families_defaults_are_transformers_own() -> None:
     from transformers import AutoConfig
 
     for family in ("llama", "mistral", "qwen2", "qwen3"):
-        shape = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 32}
+        shape = {
+            "vocab_size": 97,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 32,
+        }
         full = AutoConfig.for_model(family, **shape).to_dict()
         short = config_from_hf(shape | {"model_type": family, "dtype": full["dtype"]})
         long = config_from_hf(full)
-        assert (short.num_kv_heads, short.head_dim, short.max_context_tokens) == (long.num_kv_heads, long.head_dim, long.max_context_tokens)
+        assert (short.num_kv_heads, short.head_dim, short.max_context_tokens) == (
+            long.num_kv_heads,
+            long.head_dim,
+            long.max_context_tokens,
+        )
         assert short.sliding_window == long.sliding_window
         assert short.rope == long.rope
 
@@ -405,14 +449,38 @@ def test_families_defaults_are_transformers_own() -> None:
     ("raw", "cap"),
     [
         ({"max_position_embeddings": 128}, None),
-        ({"max_position_embeddings": 128, "rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 32}}, None),
-        ({"max_position_embeddings": 128, "rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 32}}, None),
+        (
+            {
+                "max_position_embeddings": 128,
+                "rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 32},
+            },
+            None,
+        ),
+        (
+            {
+                "max_position_embeddings": 128,
+                "rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 32},
+            },
+            None,
+        ),
         ({"max_position_embeddings": 128, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, 128),
-        ({"max_position_embeddings": 128, "rope_scaling": {"type": "longrope", "original_max_position_embeddings": 32}}, 32),
+        (
+            {
+                "max_position_embeddings": 128,
+                "rope_scaling": {"type": "longrope", "original_max_position_embeddings": 32},
+            },
+            32,
+        ),
         ({"max_position_embeddings": 128, "original_max_position_embeddings": 32, "rope_scaling": {"type": "su"}}, 32),
         ({"model_type": "phi3", "max_position_embeddings": 8192, "rope_scaling": {"type": "yarn"}}, 4096),
         ({"max_position_embeddings": 128, "rope_parameters": {"rope_type": "longrope"}}, 128),
-        ({"max_position_embeddings": 128, "rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {}}}, 128),
+        (
+            {
+                "max_position_embeddings": 128,
+                "rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {}},
+            },
+            128,
+        ),
         ({"max_position_embeddings": 128, "rope_parameters": 5}, None),
     ],
 )

@@ -5,7 +5,12 @@ import math
 
 import pytest
 import torch
-from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from foretoken.config import SamplingParams
 from foretoken.core import TokenLogprobs
@@ -20,7 +25,9 @@ def noise(n: int, vocab: int, dtype: torch.dtype = torch.float64, seed: int = 0)
 def slow(row: list[float], token: int, top: int) -> TokenLogprobs:
     """The definition: sort by probability, then by id."""
     order = sorted(range(len(row)), key=lambda other: (-row[other], other))
-    return TokenLogprobs(token, row[token], 1 + order.index(token), tuple((i, row[i]) for i in order[:top] if row[i] > -math.inf))
+    return TokenLogprobs(
+        token, row[token], 1 + order.index(token), tuple((i, row[i]) for i in order[:top] if row[i] > -math.inf)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -37,7 +44,10 @@ def test_the_law_is_that_of_transformers_warpers(dtype: torch.dtype) -> None:
         assert law.dtype == wide.dtype
         assert torch.equal(law > -torch.inf, target_probs(logits, params) > 0)
         torch.testing.assert_close(
-            law, scores.log_softmax(-1), rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=1e-12 if dtype == torch.float64 else 1e-6
+            law,
+            scores.log_softmax(-1),
+            rtol=1e-12 if dtype == torch.float64 else 1e-5,
+            atol=1e-12 if dtype == torch.float64 else 1e-6,
         )
 
 

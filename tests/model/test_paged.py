@@ -81,13 +81,17 @@ def some(request: pytest.FixtureRequest, families: functools.partial[Family], dt
 
 
 def run(model: PagedModel, *parts: tuple[int, Sequence[int], Sequence[int]], logits: int | None = None) -> Tensor:
-    """One forward of (sequence, pending tokens, node tokens with parents below): all logits, or the last `logits` of each."""
+    """One forward of (sequence, pending tokens, node tokens with parents below): all logits, or the last `logits` of
+    each.
+    """
     flat: list[int] = []
     segments = []
     for sequence, pending, nodes in parts:
         flat += [*pending, *nodes]
         parents = TREE[: len(nodes)]
-        segments.append(Segment(sequence, len(pending), parents, len(pending) + len(nodes) if logits is None else logits))
+        segments.append(
+            Segment(sequence, len(pending), parents, len(pending) + len(nodes) if logits is None else logits)
+        )
     return model.forward(torch.tensor(flat), segments).logits
 
 
@@ -147,7 +151,9 @@ def test_a_ragged_batch_over_scattered_blocks(family: Family) -> None:
         model.open(sequence)
         if held:
             extend(model, sequence, texts[sequence][:held])
-    got = run(model, (0, texts[0][17:], ()), (1, texts[1][20:], ()), (2, texts[2], ()), (3, texts[3][13:14], texts[3][14:20]))
+    got = run(
+        model, (0, texts[0][17:], ()), (1, texts[1][20:], ()), (2, texts[2], ()), (3, texts[3][13:14], texts[3][14:20])
+    )
     assert all(is_scattered(model, sequence) for sequence in (0, 1, 3))
     family.check(got[:13], family.oracle(texts[0])[17:])
     family.check(got[13:14], family.oracle(texts[1])[20:])
@@ -181,7 +187,12 @@ def test_tree_then_commit_a_path_then_continue(family: Family, scattered: bool) 
 @pytest.mark.parametrize("levels", [(3, 7), (1, 3, 6, 7), (2, 3, 4, 5, 6, 7)], ids=str)
 def test_a_tree_that_grows_level_by_level(family: Family, levels: tuple[int, ...], scattered: bool) -> None:
     """Nodes behind nodes that earlier forwards ran, beside a neighbour; any path can then be kept."""
-    prefix, nodes, after, other = token_ids(11), token_ids(len(TREE), seed=2), token_ids(3, seed=3), token_ids(9, seed=4)
+    prefix, nodes, after, other = (
+        token_ids(11),
+        token_ids(len(TREE), seed=2),
+        token_ids(3, seed=3),
+        token_ids(9, seed=4),
+    )
     for path in LEAF_PATHS:
         model = family.model()
         if scattered:
@@ -280,17 +291,23 @@ def test_taps_are_transformers_hidden_states(families: functools.partial[Family]
 
     family, ids = families("qwen2-layer-types", torch.float32), token_ids(25)
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(family.folder)(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        expected = AutoModelForCausalLM.from_pretrained(family.folder)(
+            torch.tensor([ids]), output_hidden_states=True
+        ).hidden_states
     model = family.model()
     model.open(0)
     model.open(1)
     extend(model, 0, ids[:20])
     layers = tuple(range(model.num_layers + 1))
     # The tap rows are the logit rows: two of the first sequence, one of the second.
-    out: ForwardOutput = model.forward(torch.tensor([*ids[20:], *ids[:3]]), [Segment(0, 5, (), 2), Segment(1, 3, (), 1)], layers)
+    out: ForwardOutput = model.forward(
+        torch.tensor([*ids[20:], *ids[:3]]), [Segment(0, 5, (), 2), Segment(1, 3, (), 1)], layers
+    )
     assert sorted(out.taps) == list(layers)
     for layer in layers:
-        tap = family.decoder.norm(out.taps[layer]) if layer == model.num_layers else out.taps[layer]  # theirs ends with the norm
+        tap = (
+            family.decoder.norm(out.taps[layer]) if layer == model.num_layers else out.taps[layer]
+        )  # theirs ends with the norm
         torch.testing.assert_close(tap, torch.stack([expected[layer][0][i] for i in (23, 24, 2)]), atol=1e-4, rtol=0)
 
 
@@ -300,9 +317,13 @@ def test_first_layers_alone(families: functools.partial[Family], num_layers: int
 
     family, ids = families("qwen2-layer-types", torch.float32), token_ids(20)
     pool = family.model().pool
-    attention = PagedAttention(family.decoder.config, pool, torch.arange(20), [Reader(slice(0, 20), range(20), 0, Segment(0, 20))])
+    attention = PagedAttention(
+        family.decoder.config, pool, torch.arange(20), [Reader(slice(0, 20), range(20), 0, Segment(0, 20))]
+    )
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(family.folder)(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        expected = AutoModelForCausalLM.from_pretrained(family.folder)(
+            torch.tensor([ids]), output_hidden_states=True
+        ).hidden_states
         hidden = family.decoder(torch.tensor(ids), torch.arange(20), attention, num_layers=num_layers)
     torch.testing.assert_close(hidden.last, expected[num_layers][0], atol=1e-4, rtol=0)
     assert not pool.keys[num_layers].any()  # later layers did not run
@@ -320,13 +341,18 @@ def test_num_logits_counts_rows_from_the_end(families: functools.partial[Family]
 
 
 def test_masks_and_positions_by_the_definition() -> None:
-    """Position = past + pending + depth; a row sees the past, earlier pending rows, its ancestors, itself, inside its window."""
+    """Position = past + pending + depth; a row sees the past, earlier pending rows, its ancestors, itself, inside its
+    window.
+    """
     past, pending = 5, 2
     segment = Segment(0, pending, TREE, 1)
     for held in range(len(TREE)):
         grown, whole = Segment(0, 0, TREE, 1, held), Segment(0, 0, TREE, 1)
         assert row_positions(grown, past) == [past + len(path_of(node)) - 1 for node in range(held, len(TREE))]
-        assert all(torch.equal(visible_slots(grown, past, window), visible_slots(whole, past, window)[held:]) for window in (None, 2, 6))
+        assert all(
+            torch.equal(visible_slots(grown, past, window), visible_slots(whole, past, window)[held:])
+            for window in (None, 2, 6)
+        )
     depth = [len(path_of(node)) - 1 for node in range(len(TREE))]
     assert row_positions(segment, past) == [5, 6, *(past + pending + d for d in depth)]
     at = [*range(past + pending), *(past + pending + d for d in depth)]
@@ -334,7 +360,11 @@ def test_masks_and_positions_by_the_definition() -> None:
         visible = visible_slots(segment, past, window)
         for row in range(segment.num_rows):
             node = row - pending
-            seen = set(range(past + row + 1)) if node < 0 else {*range(past + pending), *(past + pending + i for i in path_of(node))}
+            seen = (
+                set(range(past + row + 1))
+                if node < 0
+                else {*range(past + pending), *(past + pending + i for i in path_of(node))}
+            )
             near = {slot for slot in seen if window is None or at[past + row] - at[slot] < window}
             assert {slot for slot, yes in enumerate(visible[row].tolist()) if yes} == near
 
@@ -361,7 +391,14 @@ def test_a_cache_smaller_than_a_block_is_refused(families: functools.partial[Fam
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize(
-    "segment", [Segment(0, 1), Segment(0, 4), Segment(0, 1, (-1, 0, 1)), Segment(0, 0, (-1, 0, 1), 1, 2), Segment(0, 2, (-1, -1, 0))]
+    "segment",
+    [
+        Segment(0, 1),
+        Segment(0, 4),
+        Segment(0, 1, (-1, 0, 1)),
+        Segment(0, 0, (-1, 0, 1), 1, 2),
+        Segment(0, 2, (-1, -1, 0)),
+    ],
 )
 def test_additive_masks_say_what_is_visible(segment: Segment, window: int | None) -> None:
     """The short way to a chain's mask is the long one's result; no mask means that everything is seen."""

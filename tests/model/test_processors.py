@@ -1,4 +1,6 @@
-"""Every row's logits are those of transformers' processors for that row's own text, guesses included; guesses leave no trace."""
+"""Every row's logits are those of transformers' processors for that row's own text, guesses included; guesses leave no
+trace.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ ALONE = {
     "reward_for_repetition": SamplingParams(repetition_penalty=0.7),
     "presence_penalty": SamplingParams(presence_penalty=0.9),
     "frequency_penalty": SamplingParams(frequency_penalty=-0.35),
-    "bad_words": SamplingParams(bad_words=[[4], [1, 2], [2, 2, 0], [3, 1, 2], [0, 0, 1], [1, 0, 3], [3, 3, 2], [0, 3, 1, 4], [1, 2, 3, 4, 5]]),
+    "bad_words": SamplingParams(
+        bad_words=[[4], [1, 2], [2, 2, 0], [3, 1, 2], [0, 0, 1], [1, 0, 3], [3, 3, 2], [0, 3, 1, 4], [1, 2, 3, 4, 5]]
+    ),
     "min_tokens": SamplingParams(min_tokens=5),
     "structure": SamplingParams(regex="."),
 }
@@ -46,7 +50,9 @@ DEPENDS_ON_THE_PATH = sorted(ALONE.keys() - {"logit_bias"})
 
 
 class Fake:
-    """Allows the tokens that an arithmetic of the last two tokens chooses; refuses a path with any other token in it."""
+    """Allows the tokens that an arithmetic of the last two tokens chooses; refuses a path with any other token in
+    it.
+    """
 
     def __init__(self, text: Sequence[int] = (), vocab: int = V) -> None:
         self.text, self.vocab, self.finished, self.error, self.sure = tuple(text), vocab, False, None, ()
@@ -74,13 +80,17 @@ def theirs(params: SamplingParams, prompt: Sequence[int], answer: Sequence[int],
     ids, scores = torch.tensor([[*prompt, *answer]]), row[None]
     raw = scores
     if params.logit_bias:
-        scores = SequenceBiasLogitsProcessor({(token,): float(value) for token, value in params.logit_bias.items()})(ids, scores)
+        scores = SequenceBiasLogitsProcessor({(token,): float(value) for token, value in params.logit_bias.items()})(
+            ids, scores
+        )
     if params.repetition_penalty != 1:
         scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
     scores = scores.clone()
     for token in range(scores.shape[1]):  # mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence
         count = sum(1 for emitted in answer if emitted == token)
-        scores[0, token] = scores[0, token] - count * params.frequency_penalty - float(count > 0) * params.presence_penalty
+        scores[0, token] = (
+            scores[0, token] - count * params.frequency_penalty - float(count > 0) * params.presence_penalty
+        )
     if params.bad_words:
         scores = NoBadWordsLogitsProcessor([list(word) for word in params.bad_words])(ids, scores)
     if params.min_tokens:
@@ -91,7 +101,9 @@ def theirs(params: SamplingParams, prompt: Sequence[int], answer: Sequence[int],
 
 
 def make(params: SamplingParams, prompt: Sequence[int], vocab: int = V) -> RequestProcessors:
-    made = make_processors(params, tuple(prompt), vocab, ENDS, structure=Fake(vocab=vocab) if params.structured else None)
+    made = make_processors(
+        params, tuple(prompt), vocab, ENDS, structure=Fake(vocab=vocab) if params.structured else None
+    )
     assert made is not None
     return made
 
@@ -126,7 +138,9 @@ def rounds(params: SamplingParams, seed: int, adjust=RequestProcessors.adjust, n
         kept = [row for row, path in enumerate(paths) if reachable(params, output, path)]
         expected = torch.stack([theirs(params, prompt, [*output, *paths[row]], logits[row]) for row in kept])
         torch.testing.assert_close(ours[kept], expected, rtol=1e-12, atol=0)
-        warped = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(6), TopPLogitsWarper(0.9), MinPLogitsWarper(0.05)])
+        warped = LogitsProcessorList(
+            [TemperatureLogitsWarper(0.8), TopKLogitsWarper(6), TopPLogitsWarper(0.9), MinPLogitsWarper(0.05)]
+        )
         law = target_probs(ours[kept], [replace(params, temperature=0.8, top_k=6, top_p=0.9, min_p=0.05)] * len(kept))
         torch.testing.assert_close(law, warped(None, expected).softmax(-1), rtol=1e-12, atol=0)
         emitted = [*rng.choice(paths), rng.randrange(LETTERS)]
@@ -146,7 +160,9 @@ def mixed(rng: random.Random) -> SamplingParams:
         "repetition_penalty": rng.uniform(0.5, 2),
         "presence_penalty": rng.uniform(-2, 2),
         "frequency_penalty": rng.uniform(-2, 2),
-        "bad_words": [[rng.randrange(LETTERS) for _ in range(rng.choice((1, 2, 2, 3, 3, 4)))] for _ in range(rng.randrange(1, 12))],
+        "bad_words": [
+            [rng.randrange(LETTERS) for _ in range(rng.choice((1, 2, 2, 3, 3, 4)))] for _ in range(rng.randrange(1, 12))
+        ],
         "min_tokens": rng.randrange(1, 12),
         "regex": ".",
     }
@@ -167,13 +183,22 @@ def test_combinations_equal_transformers(seed: int) -> None:
 def test_a_real_vocabulary_and_a_long_prompt_in_float32() -> None:
     """The operations are the same ones, so even float32 agrees to the last bit."""
     rng, vocab = random.Random(5), 5000
-    params = replace(mixed(random.Random(11)), repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.25, min_tokens=9, regex=None)
+    params = replace(
+        mixed(random.Random(11)),
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        min_tokens=9,
+        regex=None,
+    )
     prompt = [rng.randrange(vocab) for _ in range(3000)]
     processors, output = make(params, prompt, vocab), []
     for number in range(3):
         paths = tree(rng, 6, vocab)
         logits = noise(len(paths), number, vocab, torch.float32)
-        expected = torch.stack([theirs(params, prompt, [*output, *path], logits[row]) for row, path in enumerate(paths)])
+        expected = torch.stack(
+            [theirs(params, prompt, [*output, *path], logits[row]) for row, path in enumerate(paths)]
+        )
         assert torch.equal(processors.adjust(logits, paths), expected)
         processors.commit(paths[-1])
         output += paths[-1]
@@ -190,7 +215,9 @@ def test_one_penalty_for_the_whole_block_is_noticed(name: str) -> None:
         many_rounds(ALONE[name], stale)
 
 
-@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "min_tokens"])
+@pytest.mark.parametrize(
+    "name", ["repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "min_tokens"]
+)
 def test_guesses_that_are_counted_for_good_are_noticed(name: str) -> None:
     """The planted bug commits what was only guessed."""
 
@@ -228,7 +255,9 @@ def build(chosen: dict, prompt: Sequence[int]) -> RequestProcessors:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(chosen=parameters, prompt=texts, output=texts, path=texts, seed=st.integers(0, 1000))
-def test_a_path_is_processed_as_if_it_had_been_emitted(chosen: dict, prompt: list[int], output: list[int], path: list[int], seed: int) -> None:
+def test_a_path_is_processed_as_if_it_had_been_emitted(
+    chosen: dict, prompt: list[int], output: list[int], path: list[int], seed: int
+) -> None:
     rows = [tuple(path[:length]) for length in range(len(path) + 1)]
     logits = noise(len(rows), seed, 8)
     block = build(chosen, prompt)
@@ -244,8 +273,16 @@ def test_a_path_is_processed_as_if_it_had_been_emitted(chosen: dict, prompt: lis
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(chosen=parameters, prompt=texts, others=st.lists(texts, min_size=1, max_size=4), rows=st.lists(texts, min_size=1, max_size=5), data=st.data())
-def test_rows_are_independent_and_leave_no_trace(chosen: dict, prompt: list[int], others: list, rows: list, data: st.DataObject) -> None:
+@given(
+    chosen=parameters,
+    prompt=texts,
+    others=st.lists(texts, min_size=1, max_size=4),
+    rows=st.lists(texts, min_size=1, max_size=5),
+    data=st.data(),
+)
+def test_rows_are_independent_and_leave_no_trace(
+    chosen: dict, prompt: list[int], others: list, rows: list, data: st.DataObject
+) -> None:
     rows, others = [tuple(row) for row in rows], [tuple(other) for other in others]
     logits = noise(len(rows), 1, 8)
     before, version = logits.clone(), logits._version
@@ -292,7 +329,9 @@ def test_logits_on_a_gpu(name: str) -> None:
     for number, device in enumerate(("cuda", "cuda", "cpu", "cuda")):
         paths = [(), (1,), (1, 2)]
         logits = noise(3, number)
-        torch.testing.assert_close(there.adjust(logits.to(device), paths).cpu(), here.adjust(logits, paths), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            there.adjust(logits.to(device), paths).cpu(), here.adjust(logits, paths), rtol=1e-12, atol=0
+        )
         here.commit((number, 6))
         there.commit((number, 6))
 
@@ -478,7 +517,9 @@ class TestMaking:
     def test_prompt_tokens_beyond_the_models_columns_are_passed_over(self) -> None:
         """As in transformers, whose embedding may be larger than its output."""
         processors, logits = make(ALONE["repetition_penalty"], [1, V, V + 5]), noise(1, 0)
-        assert torch.equal(processors.adjust(logits, [()])[0], theirs(ALONE["repetition_penalty"], [1, V, V + 5], [], logits[0]))
+        assert torch.equal(
+            processors.adjust(logits, [()])[0], theirs(ALONE["repetition_penalty"], [1, V, V + 5], [], logits[0])
+        )
 
     def test_the_prompt_is_read_once(self) -> None:
         class Once(tuple):

@@ -1,4 +1,6 @@
-"""Weights in 8 and 4 bits: the kernels equal plain arithmetic on the codes, loading stays small, and what cannot be done is refused."""
+"""Weights in 8 and 4 bits: the kernels equal plain arithmetic on the codes, loading stays small, and what cannot be
+done is refused.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def numbers(weight: Tensor, kind: str) -> Tensor:
 @pytest.mark.parametrize("kind", QUANTISED)
 @pytest.mark.parametrize(("num_rows", "width"), [(97, 32), (64, 96), (601, 64), (1100, 192), (33, 48)])
 def test_products_equal_plain_arithmetic(kind: str, num_rows: int, width: int, dtype: torch.dtype) -> None:
-    """For few rows, many rows and none, a number of outputs that no kernel likes, more outputs than are converted at a time."""
+    """For few rows, many rows and none, a number of outputs that no kernel likes, more outputs than are converted at a
+    time.
+    """
     torch.manual_seed(0)
     weight, bias = torch.randn(num_rows, width).to(dtype), torch.randn(num_rows).to(dtype)
     packed, twin = quantise(weight, kind), numbers(weight, kind)
@@ -53,9 +57,13 @@ def test_products_equal_plain_arithmetic(kind: str, num_rows: int, width: int, d
         x = torch.randn(count, width).to(dtype)
         expected = F.linear(x.float(), twin)
         assert packed.multiply(x, None).dtype == dtype
-        torch.testing.assert_close(packed.multiply(x, None).float(), expected, atol=ROUNDING[dtype] * width**0.5, rtol=ROUNDING[dtype])
+        torch.testing.assert_close(
+            packed.multiply(x, None).float(), expected, atol=ROUNDING[dtype] * width**0.5, rtol=ROUNDING[dtype]
+        )
         with_bias = packed.multiply(x, bias).float()
-        torch.testing.assert_close(with_bias, expected + bias.float(), atol=ROUNDING[dtype] * width**0.5, rtol=ROUNDING[dtype])
+        torch.testing.assert_close(
+            with_bias, expected + bias.float(), atol=ROUNDING[dtype] * width**0.5, rtol=ROUNDING[dtype]
+        )
 
 
 def test_the_layout_does_not_depend_on_how_many_rows_are_packed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +84,9 @@ def test_a_matrix_that_no_group_divides_is_kept_in_int8() -> None:
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_codes_are_the_nearest(dtype: torch.dtype) -> None:
-    """Half a step off at most; in 4 bits a whole one at the end that has no code. The slack is the rounding of the scales."""
+    """Half a step off at most; in 4 bits a whole one at the end that has no code. The slack is the rounding of the
+    scales.
+    """
     torch.manual_seed(1)
     weight = (torch.randn(40, 64) * torch.logspace(-4, 2, 40)[:, None]).to(dtype)
     codes = weight.float().clone()
@@ -116,7 +126,9 @@ def as_numbers(decoder: Decoder, kind: str) -> Decoder:
     with torch.no_grad():
         tied = decoder.lm_head.weight is decoder.embedding.weight
         for module in decoder.modules():
-            if isinstance(module, Embedding) or (isinstance(module, Linear) and not (tied and module is decoder.lm_head)):
+            if isinstance(module, Embedding) or (
+                isinstance(module, Linear) and not (tied and module is decoder.lm_head)
+            ):
                 assert module.weight is not None
                 module.weight.copy_(numbers(module.weight, "int8" if isinstance(module, Embedding) else kind))
     return decoder
@@ -124,7 +136,9 @@ def as_numbers(decoder: Decoder, kind: str) -> Decoder:
 
 def logits(decoder: Decoder, ids: list[int]) -> Tensor:
     with torch.no_grad():
-        return decoder.logits(decoder(torch.tensor(ids), torch.arange(len(ids)), PackedAttention(decoder.config, 1, len(ids))).last)
+        return decoder.logits(
+            decoder(torch.tensor(ids), torch.arange(len(ids)), PackedAttention(decoder.config, 1, len(ids))).last
+        )
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
@@ -134,7 +148,9 @@ def test_a_quantised_decoder_equals_its_float_twin(tmp_path: Path, name: str, ki
     folder = variant(tmp_path, name, hidden_size=64)
     decoder, full = load_decoder(folder, quant=kind), load_decoder(folder)
     assert all(module.packed is not None for module in decoder.modules() if isinstance(module, Linear | Embedding))
-    assert any(isinstance(module.packed, Int4Weight) for module in decoder.modules() if isinstance(module, Linear)) == (kind == "int4")
+    assert any(isinstance(module.packed, Int4Weight) for module in decoder.modules() if isinstance(module, Linear)) == (
+        kind == "int4"
+    )
     for count in (5, 40):
         ids = token_ids(count)
         before = logits(full, ids)
@@ -145,7 +161,13 @@ def test_a_quantised_decoder_equals_its_float_twin(tmp_path: Path, name: str, ki
 
 def test_bytes_by_format(tmp_path: Path) -> None:
     """What is shared counts once; a table of embeddings of its own is not read by a step."""
-    sizes = {"dtype": torch.bfloat16, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 512, "num_hidden_layers": 2}
+    sizes = {
+        "dtype": torch.bfloat16,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "vocab_size": 512,
+        "num_hidden_layers": 2,
+    }
     matrices = 2 * (128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 256)  # of the layers
     outputs = 2 * (128 + 2 * 64 + 128 + 2 * 256 + 128)
     table, norms = 512 * 128, 5 * 128 * 2
@@ -183,14 +205,18 @@ print(decoder.weight_bytes, peak() - before)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_peak_memory_is_that_of_the_codes(tmp_path: Path) -> None:
-    """Some working space comes on top; the 16-bit model is never whole in memory, and no holes are left where parts of it were."""
+    """Some working space comes on top; the 16-bit model is never whole in memory, and no holes are left where parts of
+    it were.
+    """
     small = tiny_checkpoint(tmp_path / "small", "llama", dtype=torch.bfloat16)
     sizes = {"vocab_size": 1000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24, "head_dim": 64}
     large = tiny_checkpoint(tmp_path / "large", "llama", dtype=torch.bfloat16, **sizes)
     stored = (large / "model.safetensors").stat().st_size
     assert stored > 150e6
     for kind, share in (("int8", 0.51), ("int4", 0.29)):
-        run = subprocess.run([sys.executable, "-c", _PEAK, str(small), str(large), kind], capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            [sys.executable, "-c", _PEAK, str(small), str(large), kind], capture_output=True, text=True, check=True
+        )
         held, peak = map(int, run.stdout.split()[-2:])
         assert held < share * stored
         assert 0.5 * held < peak < held + 0.1 * stored
@@ -198,15 +224,23 @@ def test_peak_memory_is_that_of_the_codes(tmp_path: Path) -> None:
 
 def test_what_has_no_kernel_is_refused(tmp_path: Path) -> None:
     native, other = tiny_checkpoint(tmp_path / "native", "llama"), tiny_checkpoint(tmp_path / "other", "gpt_neox")
-    with pytest.raises(ConfigError, match=r"weights='int8': .*runs through transformers, which has no quantised weights here; load it in bfloat16"):
+    with pytest.raises(
+        ConfigError,
+        match=r"weights='int8': .*runs through transformers, which has no quantised weights here; load it in bfloat16",
+    ):
         open_model(other, weights="int8")
-    with pytest.raises(ConfigError, match="weights='int4': quantised weights have no strict numerics; use numerics='default'"):
+    with pytest.raises(
+        ConfigError, match="weights='int4': quantised weights have no strict numerics; use numerics='default'"
+    ):
         open_model(native, weights="int4", numerics="strict")
     with pytest.raises(InputError, match="weights='int8': does not go with dtype='float64'; take bfloat16"):
         open_model(native, "float64", weights="int8")
     with pytest.raises(InputError, match="weights='int3': choose one of auto, int8, int4"):
         open_model(native, weights="int3")
-    with pytest.raises(InputError, match="weights='int8': runs on the CPU only and this model goes to cuda:1; load it in bfloat16 there"):
+    with pytest.raises(
+        InputError,
+        match="weights='int8': runs on the CPU only and this model goes to cuda:1; load it in bfloat16 there",
+    ):
         check_quant("int8", torch.bfloat16, torch.device("cuda:1"))
 
 

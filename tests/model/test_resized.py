@@ -27,7 +27,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def members(protocol: type) -> set[str]:
     """What a protocol asks for, inherited things too."""
-    return {name for kind in protocol.__mro__ if kind.__module__.startswith("foretoken") for name in vars(kind) if not name.startswith("_")}
+    return {
+        name
+        for kind in protocol.__mro__
+        if kind.__module__.startswith("foretoken")
+        for name in vars(kind)
+        if not name.startswith("_")
+    }
 
 
 def has_all(thing: object, protocol: type) -> bool:
@@ -38,7 +44,9 @@ def has_all(thing: object, protocol: type) -> bool:
 
 @pytest.mark.parametrize("columns", [COLUMNS - 7, COLUMNS + 7])
 def test_it_can_do_what_the_model_can(model: LanguageModel, columns: int) -> None:
-    """Prefixes are shared behind other columns exactly where the model shares them; nothing is promised that it cannot do."""
+    """Prefixes are shared behind other columns exactly where the model shares them; nothing is promised that it cannot
+    do.
+    """
     other = resized(model, columns)
     assert has_all(other, LanguageModel)
     assert has_all(other, PrefixModel) == isinstance(other, PrefixModel) == isinstance(model, PrefixModel)
@@ -80,8 +88,14 @@ def test_the_same_columns_need_nothing(model: LanguageModel) -> None:
 
 
 def test_no_class_forwards_unseen() -> None:
-    """Protocols are asked with `isinstance` all over the package, which finds nothing that only `__getattr__` answers for."""
+    """Protocols are asked with `isinstance` all over the package, which finds nothing that only `__getattr__` answers
+    for.
+    """
     package = Path(foretoken.__file__).parent
     trees = (ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py"))
     classes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-    assert not [kind.name for kind in classes if any(isinstance(item, ast.FunctionDef) and item.name == "__getattr__" for item in kind.body)]
+    assert not [
+        kind.name
+        for kind in classes
+        if any(isinstance(item, ast.FunctionDef) and item.name == "__getattr__" for item in kind.body)
+    ]

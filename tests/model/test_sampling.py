@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from foretoken.config import SamplingParams
 from foretoken.core import Draft, empty_draft
@@ -79,7 +84,9 @@ def test_temperature_zero_is_a_point_at_the_lowest_of_the_best() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-38, 1e-12, 1e-7])
 def test_a_nearly_zero_temperature_is_the_argmax(temperature: float) -> None:
-    law = target_probs(torch.tensor([[3.0, 40.0, 39.9, -torch.inf]]), [SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1)])
+    law = target_probs(
+        torch.tensor([[3.0, 40.0, 39.9, -torch.inf]]), [SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1)]
+    )
     assert law.tolist() == [[0, 1, 0, 0]]
 
 
@@ -154,7 +161,10 @@ def test_philox_known_answers(counter: list[int], key: list[int], answer: list[i
 
 def test_uniforms_are_the_top_53_bits_of_the_block() -> None:
     seed, start, index = 2**63 + 5, 1000, 7
-    columns = np.array([[index], [start], [int(Purpose.NEXT)], [0]], dtype=np.uint64), np.array([[seed % 2**32], [seed >> 32]], dtype=np.uint64)
+    columns = (
+        np.array([[index], [start], [int(Purpose.NEXT)], [0]], dtype=np.uint64),
+        np.array([[seed % 2**32], [seed >> 32]], dtype=np.uint64),
+    )
     first, second = (int(word) for word in philox4x32(*columns)[:2, 0])
     expected = ((first >> 5) * 2**26 + (second >> 6)) / 2**53
     assert uniforms([seed], Purpose.NEXT, [start], [index]).tolist() == [expected]
@@ -189,7 +199,14 @@ def test_neighbours_are_independent() -> None:
         return uniforms([3 + seed] * N, purpose, many + start, [index] * N)
 
     base = numbers()
-    others = [numbers(seed=1), numbers(seed=2**32), numbers(purpose=Purpose.DRAFT), numbers(purpose=Purpose.NEXT), numbers(start=1), numbers(index=1)]
+    others = [
+        numbers(seed=1),
+        numbers(seed=2**32),
+        numbers(purpose=Purpose.DRAFT),
+        numbers(purpose=Purpose.NEXT),
+        numbers(start=1),
+        numbers(index=1),
+    ]
     for other in [*others, uniforms(one, Purpose.ACCEPT, one, many)]:
         assert not np.any(base == other)
         assert abs(np.corrcoef(base, other)[0, 1]) < 5 / np.sqrt(N)
@@ -217,4 +234,9 @@ def test_sample_follows_the_law() -> None:
     counts = np.bincount(sample(law.expand(N, -1), u).numpy(), minlength=6)
     assert counts[1] == 0
     kept = law.numpy() > 0
-    assert stats.chisquare(counts[kept], N * law.numpy()[kept].astype(np.float64) / law.numpy()[kept].astype(np.float64).sum()).pvalue > 1e-6
+    assert (
+        stats.chisquare(
+            counts[kept], N * law.numpy()[kept].astype(np.float64) / law.numpy()[kept].astype(np.float64).sum()
+        ).pvalue
+        > 1e-6
+    )

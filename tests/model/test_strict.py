@@ -1,4 +1,6 @@
-"""Strict numerics: every logit is bitwise what decoding one token after the other gives, however the rows are batched."""
+"""Strict numerics: every logit is bitwise what decoding one token after the other gives, however the rows are
+batched.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,9 @@ def test_random_ragged_batches(case: Case) -> None:
 
 @pytest.mark.parametrize(("name", "dtype_name"), [("llama", "float32"), ("mistral", "bfloat16")])
 def test_random_ragged_batches_with_two_threads(folders: Callable[[str], Path], name: str, dtype_name: str) -> None:
-    """Threads share out the work of a kernel, and where a row lands must not matter. Few rows: a busy machine makes threads wait."""
+    """Threads share out the work of a kernel, and where a row lands must not matter. Few rows: a busy machine makes
+    threads wait.
+    """
     torch.set_num_threads(2)
     case = Case(folders(name), DTYPES[dtype_name], length=80)
     assert ragged(case.model(), case.text, case.expected, seed=3, num_rows=300) == 0
@@ -207,7 +211,9 @@ def test_every_node_of_a_tree_and_what_follows_it(some: Case, past: int, scatter
             scatter(model, 60)
         model.open(0)
         extend(model, 0, some.text[: past - 2])
-        got = model.forward(torch.tensor([*some.text[past - 2 : past], *nodes]), [Segment(0, 2, TREE, 2 + len(TREE))]).logits
+        got = model.forward(
+            torch.tensor([*some.text[past - 2 : past], *nodes]), [Segment(0, 2, TREE, 2 + len(TREE))]
+        ).logits
         expected = some.plain([*some.text[:past], *(nodes[node] for node in path), *after])
         assert torch.equal(got[[0, 1, *(2 + node for node in path)]], expected[past - 2 : past + len(path)])
         model.commit(0, 2, path)
@@ -260,9 +266,13 @@ def test_taps_and_row_choice(some: Case) -> None:
 
 
 @pytest.mark.parametrize("poison", [float("nan"), 1e4])
-def test_slots_that_are_not_ours_or_not_written_yet_are_never_read(some: Case, monkeypatch: pytest.MonkeyPatch, poison: float) -> None:
+def test_slots_that_are_not_ours_or_not_written_yet_are_never_read(
+    some: Case, monkeypatch: pytest.MonkeyPatch, poison: float
+) -> None:
     model = some.model()
-    model._proven[1] = Proven((8,), some.proven.positions_per_call)  # many tiles: later rows are not written when earlier ones read
+    model._proven[1] = Proven(
+        (8,), some.proven.positions_per_call
+    )  # many tiles: later rows are not written when earlier ones read
     first_try = model._run
     monkeypatch.setattr(model, "_run", lambda *args, alone=False: first_try(*args))  # no second one
     scatter(model, 60)
@@ -304,7 +314,9 @@ def test_greedy_decoding_in_bf16_is_the_same_with_and_without_guesses(cases: Cal
     model.open(1)
     while len(text) < 200:
         count = choose.randint(0, 9)
-        guesses = [token if choose.random() < 0.8 else choose.randrange(97) for token in plain[len(text) : len(text) + count]]
+        guesses = [
+            token if choose.random() < 0.8 else choose.randrange(97) for token in plain[len(text) : len(text) + count]
+        ]
         answers = model.forward(torch.tensor([text[-1], *guesses]), [chain(len(guesses), 1)]).logits.argmax(-1).tolist()
         right = next((i for i, guess in enumerate(guesses) if guess != answers[i]), len(guesses))
         model.commit(1, 1, range(right))
@@ -329,9 +341,14 @@ def noisy_by_place(num_rows: int) -> Tensor:
     return 0.01 * (torch.arange(num_rows)[:, None] == 7)
 
 
-@pytest.mark.parametrize(("error", "sizes"), [(noisy_from(48), (8, 16, 24, 32)), (noisy_from(9), (8,)), (noisy_by_place, (1,))])
+@pytest.mark.parametrize(
+    ("error", "sizes"), [(noisy_from(48), (8, 16, 24, 32)), (noisy_from(9), (8,)), (noisy_by_place, (1,))]
+)
 def test_sizes_that_disagree_are_not_used(
-    cases: Callable[[str, str], Case], monkeypatch: pytest.MonkeyPatch, error: Callable[[int], Tensor | float], sizes: tuple[int, ...]
+    cases: Callable[[str, str], Case],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Callable[[int], Tensor | float],
+    sizes: tuple[int, ...],
 ) -> None:
     """On a machine whose kernels change with the number of rows, or with the place of a row, strict stays strict."""
     case = cases("llama", "float32")
@@ -353,19 +370,27 @@ def broken_attention(monkeypatch: pytest.MonkeyPatch, error: Callable[[int, int]
     """Add to all attention an error that follows from the numbers of positions and of keys."""
     whole = strict.attend_together
     for module in (strict, strict_attention):
-        monkeypatch.setattr(module, "attend_together", lambda q, k, v, mask: whole(q, k, v, mask) * (1 + error(len(q), k.shape[1])))
+        monkeypatch.setattr(
+            module, "attend_together", lambda q, k, v, mask: whole(q, k, v, mask) * (1 + error(len(q), k.shape[1]))
+        )
 
 
-def test_positions_that_do_not_agree_get_a_call_each(cases: Callable[[str, str], Case], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_that_do_not_agree_get_a_call_each(
+    cases: Callable[[str, str], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = cases("llama", "float32")
     broken_attention(monkeypatch, lambda positions, _: 0.01 * (positions > 1))
     assert prove(case.decoder).positions_per_call == 1
     assert ragged(StrictModel(case.decoder, 800, BLOCK), case.text, case.expected, seed=1, num_rows=200) == 0
-    assert ragged(case.model(), case.text, case.expected, seed=1, num_rows=200) > 0  # had it been believed without proof
+    assert (
+        ragged(case.model(), case.text, case.expected, seed=1, num_rows=200) > 0
+    )  # had it been believed without proof
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "mistral-sliding"])
-def test_the_number_of_keys_follows_from_the_position(cases: Callable[[str, str], Case], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_number_of_keys_follows_from_the_position(
+    cases: Callable[[str, str], Case], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """With kernels that give other results for another number of keys, plain and batched decoding still agree."""
     case = cases(name, "float32")
     broken_attention(monkeypatch, lambda _, keys: 0.001 * keys)
@@ -374,7 +399,9 @@ def test_the_number_of_keys_follows_from_the_position(cases: Callable[[str, str]
     assert ragged(case.model(), case.text, expected, seed=1, num_rows=300) == 0
 
 
-def test_a_new_number_of_threads_is_proven_anew(cases: Callable[[str, str], Case], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_number_of_threads_is_proven_anew(
+    cases: Callable[[str, str], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, asked = StrictModel(cases("llama", "float32").decoder, 400, BLOCK), []
     monkeypatch.setattr(strict, "prove", lambda decoder: asked.append(torch.get_num_threads()) or Proven((8,), 64))
     model.open(0)
@@ -403,7 +430,9 @@ def test_opening_by_name(tmp_path: Path) -> None:
     opened: LanguageModel = open_model(native, cache_tokens=64, numerics="strict")
     assert isinstance(opened, StrictModel)
     assert type(open_model(native, cache_tokens=64)) is PagedModel
-    with pytest.raises(ConfigError, match=r"numerics='strict': .*other runs through transformers, .*use numerics='default'"):
+    with pytest.raises(
+        ConfigError, match=r"numerics='strict': .*other runs through transformers, .*use numerics='default'"
+    ):
         open_model(other, numerics="strict")
     with pytest.raises(ConfigError, match="numerics='exact': choose one of default, strict"):
         open_model(native, numerics="exact")

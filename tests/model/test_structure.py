@@ -1,4 +1,6 @@
-"""Structured answers: masks against languages that are spelt out, drafted paths against committed ones, forced tokens, ends."""
+"""Structured answers: masks against languages that are spelt out, drafted paths against committed ones, forced tokens,
+ends.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class Language:
                     return [True] * model.size
                 done += model.bytes[token]
         ends = ended or done in self.words
-        return [ends if token in model.end_ids else not ended and self.goes_on(done, token) for token in range(model.size)]
+        return [
+            ends if token in model.end_ids else not ended and self.goes_on(done, token) for token in range(model.size)
+        ]
 
     def goes_on(self, done: bytes, token: int) -> bool:
         raw = self.model.bytes.get(token, b"")
@@ -77,7 +81,11 @@ WORDS = {
 
 
 def as_regex(words: list[str]) -> dict[str, Any]:
-    return {"regex": "|".join(re.sub(r"([^\w\s])", r"\\\1", word, flags=re.ASCII) if word.isascii() else word for word in words)}
+    return {
+        "regex": "|".join(
+            re.sub(r"([^\w\s])", r"\\\1", word, flags=re.ASCII) if word.isascii() else word for word in words
+        )
+    }
 
 
 def as_grammar(words: list[str]) -> dict[str, Any]:
@@ -86,7 +94,10 @@ def as_grammar(words: list[str]) -> dict[str, Any]:
 
 def as_split_grammar(words: list[str]) -> dict[str, Any]:
     """Every letter a terminal of its own, so that a token crosses several."""
-    return {"grammar": "start: " + " | ".join(" ".join(json.dumps(letter, ensure_ascii=False) for letter in word) for word in words)}
+    return {
+        "grammar": "start: "
+        + " | ".join(" ".join(json.dumps(letter, ensure_ascii=False) for letter in word) for word in words)
+    }
 
 
 def as_enum(words: list[str]) -> dict[str, Any]:
@@ -107,8 +118,12 @@ def random_paths(model: Model, language: Language, generator: random.Random, cou
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("words", "write"), [(w, f) for w in WORDS for f in (as_regex, as_grammar, as_split_grammar)] + [("json", as_enum)])
-def test_masks_are_those_of_the_language(models: dict[str, Model], kind: str, words: str, write: Callable[[list[str]], dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("words", "write"), [(w, f) for w in WORDS for f in (as_regex, as_grammar, as_split_grammar)] + [("json", as_enum)]
+)
+def test_masks_are_those_of_the_language(
+    models: dict[str, Model], kind: str, words: str, write: Callable[[list[str]], dict[str, Any]]
+) -> None:
     """Every row of random trees of guesses, at every committed place of random answers, until the answer has ended."""
     model, generator = models[kind], random.Random(words)
     language = Language(model, WORDS[words])
@@ -133,7 +148,10 @@ def test_masks_are_those_of_the_language(models: dict[str, Model], kind: str, wo
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(words=st.lists(st.text(st.sampled_from("ab猫\n ."), min_size=1, max_size=5), min_size=1, max_size=6, unique=True), seed=st.integers(0, 2**32))
+@given(
+    words=st.lists(st.text(st.sampled_from("ab猫\n ."), min_size=1, max_size=5), min_size=1, max_size=6, unique=True),
+    seed=st.integers(0, 2**32),
+)
 def test_masks_of_any_finite_language(models: dict[str, Model], words: list[str], seed: int) -> None:
     model, generator = models["byte_fallback"], random.Random(seed)
     language = Language(model, words)
@@ -202,7 +220,11 @@ def test_a_drafted_path_is_a_committed_path(model: Model, which: int, seed: int)
 def test_rows_of_paths_whose_beginnings_are_not_asked_for(model: Model) -> None:
     held = model.make(regex="return self|raise")
     whole = tuple(model.spell("return s"))
-    rows = {path: row for length in range(len(whole) + 1) for path, row in [(whole[:length], held.mask([whole[:length]])[0].tolist())]}
+    rows = {
+        path: row
+        for length in range(len(whole) + 1)
+        for path, row in [(whole[:length], held.mask([whole[:length]])[0].tolist())]
+    }
     paths = [whole, whole[:3], whole]
     assert held.mask(paths).tolist() == [rows[path] for path in paths]
     assert held.mask([]).shape == (0, model.size)
@@ -218,11 +240,21 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
     kind = schema.get("type")
     if kind == "object":
         known = schema["properties"]
-        return isinstance(value, dict) and set(schema["required"]) <= set(value) <= set(known) and all(fits(v, known[k]) for k, v in value.items())
+        return (
+            isinstance(value, dict)
+            and set(schema["required"]) <= set(value) <= set(known)
+            and all(fits(v, known[k]) for k, v in value.items())
+        )
     if kind == "array":
-        return isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"] and all(fits(v, schema["items"]) for v in value)
+        return (
+            isinstance(value, list)
+            and schema["minItems"] <= len(value) <= schema["maxItems"]
+            and all(fits(v, schema["items"]) for v in value)
+        )
     if kind == "string":
-        long = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", 99) if isinstance(value, str) else False
+        long = (
+            schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", 99) if isinstance(value, str) else False
+        )
         return long and re.search(schema.get("pattern", ""), value) is not None
     if kind == "boolean":
         return isinstance(value, bool)
@@ -251,11 +283,22 @@ def test_random_answers_fit_their_schema(models: dict[str, Model], kind: str, as
 def test_answers_that_do_not_fit_are_refused(model: Model) -> None:
     """Wrong type, missing property, unknown property, too long, out of range, wrong order, text behind the end."""
     good = '{"name": "für", "age": 30, "tags": ["ab"]}'
-    bad = ['["', '{"age', '{"name": 3', '{"name": "abcdefghijklm', '{"name": "x", "age": 131', '{"name":"x","age":1}', good + " "]
+    bad = [
+        '["',
+        '{"age',
+        '{"name": 3',
+        '{"name": "abcdefghijklm',
+        '{"name": "x", "age": 131',
+        '{"name":"x","age":1}',
+        good + " ",
+    ]
     ids = model.tokenizer.encode(good)
     for text in [good, *bad]:
         held, ids = model.make(json_schema=PERSON), model.tokenizer.encode(text)
-        taken = [bool(row[token]) for row, token in zip(held.mask([tuple(ids[:i]) for i in range(len(ids))]), ids, strict=True)]
+        taken = [
+            bool(row[token])
+            for row, token in zip(held.mask([tuple(ids[:i]) for i in range(len(ids))]), ids, strict=True)
+        ]
         assert all(taken) == (text == good), text
 
 
@@ -287,7 +330,9 @@ def test_blank_space_comes_to_an_end_unless_the_schema_wants_it(model: Model) ->
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(which=st.integers(0, len(ANY) - 1), seed=st.integers(0, 2**32), kind=st.sampled_from(sorted(KINDS)))
-def test_forced_tokens_are_allowed_one_after_the_other(models: dict[str, Model], which: int, seed: int, kind: str) -> None:
+def test_forced_tokens_are_allowed_one_after_the_other(
+    models: dict[str, Model], which: int, seed: int, kind: str
+) -> None:
     """At every place of a random answer; and where a token is forced, every allowed token begins or goes on like it."""
     model, generator = models[kind], random.Random(seed)
     held = model.make(**ANY[which])
@@ -320,7 +365,12 @@ def test_forced_text_is_spelt_as_the_tokenizer_would(model: Model) -> None:
     held.commit(ids)
     assert held.finished
     assert held.forced(10) == ()
-    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
     held = model.make(json_schema=schema)
     held.commit(model.tokenizer.encode('{"'))
     assert model.text(held.forced(10)) == b"name"  # the quote may come as the token ": too

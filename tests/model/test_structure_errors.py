@@ -77,7 +77,9 @@ def test_one_request_does_not_ruin_another(weak: Model) -> None:
     bystander.commit([x])
     assert torch.equal(bystander.mask([(), (x,)]), behind.expand(2, -1))
     assert bystander._restarts == 1
-    walk_until_error(weak.make(regex=GROWING), steps(weak))  # no longer in reach of the bystander, who has a lexer of its own
+    walk_until_error(
+        weak.make(regex=GROWING), steps(weak)
+    )  # no longer in reach of the bystander, who has a lexer of its own
     bystander.commit([x])
     assert torch.equal(bystander.mask([(), (x,)]), behind.expand(2, -1))
     assert bystander._restarts == 1
@@ -85,7 +87,9 @@ def test_one_request_does_not_ruin_another(weak: Model) -> None:
 
 
 def test_what_a_draft_meets_is_no_error_of_the_answer(weak: Model) -> None:
-    """A guess leads to where the engine gives up: no error until the answer itself comes there; the other rows stay right."""
+    """A guess leads to where the engine gives up: no error until the answer itself comes there; the other rows stay
+    right.
+    """
     limit = walk_until_error(weak.make(regex=GROWING), steps(weak))
     held, tokens = weak.make(regex=GROWING), steps(weak)
     held.commit(tokens[: limit - 2])

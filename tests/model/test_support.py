@@ -1,4 +1,6 @@
-"""What filters keep under every rounding and under some: bounds that hold for all roundings tried, and are not far from them."""
+"""What filters keep under every rounding and under some: bounds that hold for all roundings tried, and are not far from
+them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def moved(logits: Tensor, rounding: float, number: int) -> Tensor:
     if number % 3 == 1:
         noise = noise.sign() / 2
     elif number % 3 == 2:
-        chosen = logits.topk(1 + number // 3 % 8).values[:, -1:]  # the most and the least that can be done for this token
+        chosen = logits.topk(1 + number // 3 % 8).values[
+            :, -1:
+        ]  # the most and the least that can be done for this token
         noise = torch.where(logits > chosen, -0.5, 0.5) * (1 if number % 2 else -1)
     return logits + rounding * noise
 
@@ -55,7 +59,9 @@ def test_every_rounding_lies_between_the_bounds(filters: dict[str, float], step:
         for rounding in (1e-5, 0.02, 0.4):
             found = support(logits, torch.full((len(logits),), rounding), params)
             assert (found.certain <= found.possible).all()
-            kept = torch.stack([target_probs(moved(logits, rounding, number), [params] * len(logits)) > 0 for number in range(30)])
+            kept = torch.stack(
+                [target_probs(moved(logits, rounding, number), [params] * len(logits)) > 0 for number in range(30)]
+            )
             assert not (found.certain & ~kept.all(0)).any()
             assert not (kept.any(0) & ~found.possible).any()
 

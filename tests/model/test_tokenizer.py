@@ -24,7 +24,15 @@ from foretoken.errors import CheckpointError, InputError, MismatchError
 from foretoken.model.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 from tests.helpers.checkpoints import END_OF_TEXT, tiny_checkpoint, tiny_tokenizer
 
-TEXTS = ["def f(self):\n    return 1", "naïve für 猫が好き 😀👩‍👩‍👧 ü", "  two  spaces ", "\t\ttabs\r\n", "a", "é" * 9, "🇩🇪🏴‍☠️"]
+TEXTS = [
+    "def f(self):\n    return 1",
+    "naïve für 猫が好き 😀👩‍👩‍👧 ü",
+    "  two  spaces ",
+    "\t\ttabs\r\n",
+    "a",
+    "é" * 9,
+    "🇩🇪🏴‍☠️",
+]
 
 
 def save(raw: Raw, folder: Path, **options: Any) -> Tokenizer:
@@ -44,7 +52,20 @@ def byte_level(folder: Path) -> Tokenizer:
 
 def byte_fallback(folder: Path) -> Tokenizer:
     """As in Llama 2: words with a leading mark, single bytes for the rest."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁▁", *"abcdefgü", "▁de", "▁f", "ab", "猫", "\ufffd"]
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁▁",
+        *"abcdefgü",
+        "▁de",
+        "▁f",
+        "ab",
+        "猫",
+        "\ufffd",
+    ]
     raw = Raw(
         models.BPE(
             vocab={word: index for index, word in enumerate(words)},
@@ -54,7 +75,9 @@ def byte_fallback(folder: Path) -> Tokenizer:
         )
     )
     raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     raw.add_special_tokens(["<unk>", "<s>", "</s>"])
     raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return save(raw, folder, bos_token="<s>", eos_token={"content": "</s>"})
@@ -163,7 +186,9 @@ def test_the_cost_of_a_token_does_not_grow(by_kind: dict[str, Tokenizer], monkey
     for kind in ("byte_fallback", "metaspace", "byte_level_in_sequence"):
         tokenizer, sizes = by_kind[kind], []
         decode = tokenizer.decode
-        monkeypatch.setattr(tokenizer, "decode", lambda ids, sizes=sizes, decode=decode: (sizes.append(len(ids)), decode(ids))[1])
+        monkeypatch.setattr(
+            tokenizer, "decode", lambda ids, sizes=sizes, decode=decode: (sizes.append(len(ids)), decode(ids))[1]
+        )
         broken = 255 if kind == "byte_level_in_sequence" else tokenizer.encode("a", add_special_tokens=False)[-1]
         stream(tokenizer, [broken] * 500)
         assert max(sizes) < 40
@@ -181,10 +206,14 @@ def test_a_text_is_made_of_its_tokens_bytes(by_kind: dict[str, Tokenizer], kind:
     plain = [token_id for token_id in tokenizer.token_bytes if token_id not in tokenizer.special_ids]
     for text in [*TEXTS, *(None,) * 200]:
         ids = tokenizer.encode(text) if text else generator.choices(plain, k=5)
-        raw = b"".join(tokenizer.token_bytes[token_id] for token_id in head + ids if token_id not in tokenizer.special_ids)
+        raw = b"".join(
+            tokenizer.token_bytes[token_id] for token_id in head + ids if token_id not in tokenizer.special_ids
+        )
         if text or _is_utf8(raw):
             assert tokenizer.decode(head + ids).lstrip(" ") == raw.decode().lstrip(" ")
-    assert all(tokenizer.token_bytes[token_id].decode() == tokenizer.token(token_id) for token_id in tokenizer.special_ids)
+    assert all(
+        tokenizer.token_bytes[token_id].decode() == tokenizer.token(token_id) for token_id in tokenizer.special_ids
+    )
 
 
 def test_a_special_token_is_spelt_as_it_is(tmp_path: Path) -> None:
@@ -210,7 +239,10 @@ def test_bytes_that_depend_on_the_neighbours_are_not_made_up(by_kind: dict[str, 
     [
         (decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]), True),
         (decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback()]), True),
-        (decoders.Sequence([decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)]), False),  # every token loses its space
+        (
+            decoders.Sequence([decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)]),
+            False,
+        ),  # every token loses its space
         (decoders.Sequence([decoders.Fuse(), decoders.Replace("▁▁", " ")]), False),  # a mark may lie across two tokens
         (decoders.Sequence([decoders.Replace("▁", " "), decoders.Replace("d", "d"), decoders.ByteFallback()]), True),
         (decoders.BPEDecoder(), False),
@@ -274,7 +306,9 @@ def test_other_formats_go_through_transformers(tmp_path: Path) -> None:
     old.mkdir()
     (old / "vocab.json").write_text(json.dumps(described["vocab"]))
     (old / "merges.txt").write_text("\n".join(" ".join(pair) for pair in described["merges"]))
-    (old / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}))
+    (old / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT})
+    )
     loaded = load_tokenizer(old)
     assert loaded is not None
     assert loaded.same_vocabulary(fast) is None
@@ -383,8 +417,12 @@ def edit_tokenizer(folder: Path, change: Callable[[dict[str, Any]], None]) -> No
 @pytest.mark.parametrize(
     "change",
     [
-        lambda content: content.update(model={"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "<unk>"}),  # every text is unknown
-        lambda content: content.update(post_processor={"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}]}),
+        lambda content: content.update(
+            model={"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "<unk>"}
+        ),  # every text is unknown
+        lambda content: content.update(
+            post_processor={"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}]}
+        ),
         lambda content: content["model"].update(merges=[["a", "nothing"]]),
         lambda content: content["model"].update(vocab=["a"]),
         lambda content: content.update(model=None),
@@ -393,7 +431,9 @@ def edit_tokenizer(folder: Path, change: Callable[[dict[str, Any]], None]) -> No
         lambda content: content.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
     ],
 )
-def test_c9_a_tokenizer_that_does_not_work_is_refused_when_it_is_opened(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def test_c9_a_tokenizer_that_does_not_work_is_refused_when_it_is_opened(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
     folder = tiny_tokenizer(tmp_path)
     edit_tokenizer(folder, change)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json|the tokenizer in"):
@@ -417,7 +457,9 @@ def test_c9_a_panic_of_the_library_is_a_broken_checkpoint(tmp_path: Path, monkey
         with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot .*index out of bounds"):
             use()
     monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_file=panic))
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read \(the library failed: index out of bounds\)"):
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.json cannot be read \(the library failed: index out of bounds\)"
+    ):
         load_tokenizer(folder)
 
 
@@ -433,8 +475,12 @@ def test_c9_an_interrupt_is_no_broken_checkpoint(tmp_path: Path, monkeypatch: py
 def test_c9_a_huge_id_takes_no_memory(tmp_path: Path) -> None:
     """Writing the tokenizer out again would list every id up to this one."""
     folder = tiny_tokenizer(tmp_path)
-    edit_tokenizer(folder, lambda content: content["model"]["vocab"].update({next(iter(content["model"]["vocab"])): 2**31}))
-    code = "import resource, sys; from pathlib import Path; from foretoken.model.tokenizer import load_tokenizer as load; "
+    edit_tokenizer(
+        folder, lambda content: content["model"]["vocab"].update({next(iter(content["model"]["vocab"])): 2**31})
+    )
+    code = (
+        "import resource, sys; from pathlib import Path; from foretoken.model.tokenizer import load_tokenizer as load; "
+    )
     code += "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30)); print(load(Path(sys.argv[1])).decoder['type'])"
     run = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "ByteLevel"

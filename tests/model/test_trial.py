@@ -26,7 +26,9 @@ class Cache:
 
 
 class Averaging(nn.Module):
-    """A causal model: each row sees the average of the embeddings so far, positions included. `flaw` names what is wrong with it."""
+    """A causal model: each row sees the average of the embeddings so far, positions included. `flaw` names what is
+    wrong with it.
+    """
 
     def __init__(self, flaw: str = "", dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -41,7 +43,11 @@ class Averaging(nn.Module):
 
     @torch.inference_mode()
     def forward(
-        self, ids: Tensor, past_key_values: Cache | None = None, use_cache: bool = False, output_hidden_states: bool = False
+        self,
+        ids: Tensor,
+        past_key_values: Cache | None = None,
+        use_cache: bool = False,
+        output_hidden_states: bool = False,
     ) -> SimpleNamespace:
         if self.flaw == "wants pictures":
             raise ValueError("You must specify pixel_values")
@@ -55,7 +61,9 @@ class Averaging(nn.Module):
                 text = text[-6:]
             if self.flaw == "loses count behind padding":
                 text = [token for token in text if token != 1 or len(text) == rows]
-        x = nn.functional.embedding(torch.tensor(text), self.tokens) + nn.functional.embedding(torch.arange(len(text)) + 2, self.positions)
+        x = nn.functional.embedding(torch.tensor(text), self.tokens) + nn.functional.embedding(
+            torch.arange(len(text)) + 2, self.positions
+        )
         seen = x.cumsum(0) / torch.arange(1, len(text) + 1)[:, None]
         if self.flaw == "reads later tokens":
             seen = seen + 0.01 * x.mean(0)

@@ -47,7 +47,9 @@ def test_equal_text_is_equal_whatever_the_mark_of_a_space(tmp_path: Path) -> Non
 
 
 def test_one_spelling_has_one_token(tmp_path: Path) -> None:
-    """Two tokens may write the same: the pairs stay one to one, the lowest id counts, and ids beyond the columns do not."""
+    """Two tokens may write the same: the pairs stay one to one, the lowest id counts, and ids beyond the columns do
+    not.
+    """
     spaces = decoders.Sequence([decoders.Replace("▁", " "), decoders.Replace("_", " "), decoders.Fuse()])
     twice = listed(tmp_path / "a", ["_x", "▁x", "y"], spaces)
     assert spellings(twice) == {b" x": 0, b"y": 2}
@@ -58,7 +60,8 @@ def test_one_spelling_has_one_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [("bytes", "sentencepiece"), ("sentencepiece", "bytes"), ("bytes", "unigram"), ("unigram", "sentencepiece")]
+    ("one", "other"),
+    [("bytes", "sentencepiece"), ("sentencepiece", "bytes"), ("bytes", "unigram"), ("unigram", "sentencepiece")],
 )
 def test_shared_tokens_write_the_same(sides: dict[str, Side], one: str, other: str) -> None:
     shared = shared_tokens(sides[one], sides[other])
@@ -96,5 +99,7 @@ def test_padding(sides: dict[str, Side], tmp_path: Path) -> None:
     size = tokenizer.vocab_size
     assert differs_in_padding_only(Side(tokenizer, size, ()), Side(tokenizer, size + 64, ()))
     assert differs_in_padding_only(Side(tokenizer, size + 3, ()), Side(tokenizer, size, ()))
-    assert not differs_in_padding_only(Side(tokenizer, size + 3, ()), Side(tokenizer, size - 1, ()))  # a real token has no column
+    assert not differs_in_padding_only(
+        Side(tokenizer, size + 3, ()), Side(tokenizer, size - 1, ())
+    )  # a real token has no column
     assert not differs_in_padding_only(sides["bytes"], sides["unigram"])

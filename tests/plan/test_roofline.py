@@ -11,7 +11,9 @@ from foretoken.errors import InputError
 from foretoken.plan.profile import Curve, Profile, profile_from_mapping
 from foretoken.plan.roofline import Roofline
 
-LINE = Roofline(step_bytes=2e9, row_flops=2e9, kv_bytes_per_token=1e5, bytes_per_s=4e10, flops_per_s=4e11)  # 50 ms; bends at 10 rows
+LINE = Roofline(
+    step_bytes=2e9, row_flops=2e9, kv_bytes_per_token=1e5, bytes_per_s=4e10, flops_per_s=4e11
+)  # 50 ms; bends at 10 rows
 
 
 def test_memory_first_then_arithmetic() -> None:

@@ -30,7 +30,14 @@ class Box:
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
     """A library of four modules, one held out together with its test."""
-    for name in ("alpha.py", "heapq.py", "test/test_heapq.py", "json/decoder.py", "encodings/cp437.py", "site-packages/other.py"):
+    for name in (
+        "alpha.py",
+        "heapq.py",
+        "test/test_heapq.py",
+        "json/decoder.py",
+        "encodings/cp437.py",
+        "site-packages/other.py",
+    ):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(MODULE)
@@ -44,7 +51,10 @@ def test_held_out_modules_and_their_tests_stay_out(library: Path) -> None:
     assert {d.name for d in corpus.held_out} == {"heapq.py", "test/test_heapq.py", "json/decoder.py"}
 
 
-@pytest.mark.parametrize(("path", "held_out"), [("heapq.py", True), ("json/tool.py", True), ("test/test_csv.py", True), ("csvlike.py", False)])
+@pytest.mark.parametrize(
+    ("path", "held_out"),
+    [("heapq.py", True), ("json/tool.py", True), ("test/test_csv.py", True), ("csvlike.py", False)],
+)
 def test_is_held_out(path: str, held_out: bool) -> None:
     assert is_held_out(Path(path)) is held_out
     assert "csv" in HELD_OUT_MODULES

@@ -17,7 +17,14 @@ from foretoken.model.decoder import Decoder
 from foretoken.train.trainer import Data, TrainConfig, Trainer
 
 CONFIG = TrainConfig(
-    tokens=64 * 24, batch_tokens=64, length=16, final_length=32, warmup_steps=2, compile=False, validate_every_steps=1000, report_every_steps=1000
+    tokens=64 * 24,
+    batch_tokens=64,
+    length=16,
+    final_length=32,
+    warmup_steps=2,
+    compile=False,
+    validate_every_steps=1000,
+    report_every_steps=1000,
 )
 
 
@@ -102,7 +109,9 @@ def test_l3_whoever_handles_a_signal_hears_of_it_after_the_state_is_saved(tmp_pa
 def test_a_draft_is_distilled_from_its_teacher(tmp_path: Path) -> None:
     teacher = Trainer(decoder(), data(), dataclasses.replace(CONFIG, tokens=64 * 80), tmp_path / "teacher")
     teacher.run()
-    student = Trainer(decoder(16, seed=1), data(), dataclasses.replace(CONFIG, tokens=64 * 80), tmp_path / "student", teacher.model)
+    student = Trainer(
+        decoder(16, seed=1), data(), dataclasses.replace(CONFIG, tokens=64 * 80), tmp_path / "student", teacher.model
+    )
     before = student.held_out_agreement()
     after = student.run().agreement
     assert before is not None

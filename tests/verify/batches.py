@@ -29,7 +29,9 @@ def random_parents(rng: np.random.Generator, tree: bool) -> list[int]:
 
 
 def random_batch(seed: int, tree: bool = False) -> tuple[Draft, torch.Tensor, Uniforms]:
-    """Chains or trees of different sizes, kinds and masses, some with a law where nothing was proposed; and all the numbers a rule may need."""
+    """Chains or trees of different sizes, kinds and masses, some with a law where nothing was proposed; and all the
+    numbers a rule may need.
+    """
     rng = np.random.default_rng(seed)
     vocab = int(rng.integers(1, 7))
     tokens, parents, offsets, sampled, laws, law_of_row = [], [], [0], [], [], []
@@ -77,28 +79,50 @@ def random_batch(seed: int, tree: bool = False) -> tuple[Draft, torch.Tensor, Un
 
 
 def part(verdict: Verdict, b: int) -> tuple[object, ...]:
-    return verdict.paths[b], verdict.accepted[b], verdict.next_tokens[b], verdict.next_kinds[b], verdict.probabilities[b]
+    return (
+        verdict.paths[b],
+        verdict.accepted[b],
+        verdict.next_tokens[b],
+        verdict.next_kinds[b],
+        verdict.probabilities[b],
+    )
 
 
 def alone(draft: Draft, probs: torch.Tensor, uniforms: Uniforms, b: int) -> tuple[Draft, torch.Tensor, Uniforms]:
     nodes = slice(draft.offsets[b], draft.offsets[b + 1])
-    return draft.select([b]), probs[draft.rows_of([b])], Uniforms(uniforms.accept[nodes], uniforms.next[b : b + 1], uniforms.race[b : b + 1])
+    return (
+        draft.select([b]),
+        probs[draft.rows_of([b])],
+        Uniforms(uniforms.accept[nodes], uniforms.next[b : b + 1], uniforms.race[b : b + 1]),
+    )
 
 
-def renumbered(draft: Draft, probs: torch.Tensor, uniforms: Uniforms, seed: int) -> tuple[Draft, torch.Tensor, Uniforms, list[list[int]]]:
-    """The same trees with their nodes in another order, and the old node of each new one: parents come first, what follows one text in turn."""
+def renumbered(
+    draft: Draft, probs: torch.Tensor, uniforms: Uniforms, seed: int
+) -> tuple[Draft, torch.Tensor, Uniforms, list[list[int]]]:
+    """The same trees with their nodes in another order, and the old node of each new one: parents come first, what
+    follows one text in turn.
+    """
     rng, orders = np.random.default_rng(seed), []
     for b, length in enumerate(draft.lengths):
         parents, texts, order = draft.parents[draft.offsets[b] : draft.offsets[b + 1]], draft.paths(b), []
         while len(order) < length:
-            ready = [node for node in range(length) if node not in order and (parents[node] < 0 or parents[node] in order)]
-            ready = [node for node in ready if all(twin in order for twin in range(node) if texts[parents[twin] + 1] == texts[parents[node] + 1])]
+            ready = [
+                node for node in range(length) if node not in order and (parents[node] < 0 or parents[node] in order)
+            ]
+            ready = [
+                node
+                for node in ready
+                if all(twin in order for twin in range(node) if texts[parents[twin] + 1] == texts[parents[node] + 1])
+            ]
             order.append(int(rng.choice(ready)))
         orders.append(order)
     nodes = [draft.offsets[b] + node for b, order in enumerate(orders) for node in order]
     rows = [draft.anchor_row(b) + 1 + node for b, order in enumerate(orders) for node in (-1, *order)]
     parents = tuple(
-        -1 if draft.parents[draft.offsets[b] + n] < 0 else o.index(draft.parents[draft.offsets[b] + n]) for b, o in enumerate(orders) for n in o
+        -1 if draft.parents[draft.offsets[b] + n] < 0 else o.index(draft.parents[draft.offsets[b] + n])
+        for b, o in enumerate(orders)
+        for n in o
     )
     mass = None if draft.mass is None else Mass(draft.mass.laws, tuple(draft.mass.law_of_row[row] for row in rows))
     sampled = tuple(draft.sampled[node] for node in nodes) if draft.sampled else ()

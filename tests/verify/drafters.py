@@ -1,4 +1,6 @@
-"""Every way of producing a draft, as programs over `Choice`: chains and trees, deterministic, sampled, thinned, missing, mixed."""
+"""Every way of producing a draft, as programs over `Choice`: chains and trees, deterministic, sampled, thinned,
+missing, mixed.
+"""
 
 from collections.abc import Callable
 
@@ -112,9 +114,11 @@ def row(
     apart: bool = True,
     declared: np.ndarray | None = None,
 ) -> Spot:
-    """The likeliest `fixed` tokens of q, and `drawn` ones sampled without replacement from the rest (or, not `apart`, from all of q).
+    """The likeliest `fixed` tokens of q, and `drawn` ones sampled without replacement from the rest (or, not `apart`,
+    from all of q).
 
-    One draw may be thinned: it stays with probability keep(x). The drawn children come first; `declared` replaces the true law.
+    One draw may be thinned: it stays with probability keep(x). The drawn children come first; `declared` replaces the
+    true law.
     """
     best = [int(x) for x in np.argsort(-q, kind="stable")[:fixed] if q[x] > 0]
     rest = q.copy()

@@ -75,7 +75,14 @@ def _coin(choice: Choice, q: np.ndarray, text: Tokens) -> Guess:
 def _tree_with_coins(choice: Choice, text: Tokens, depth: int = 2) -> Spot:
     if depth == 0:
         return Spot()
-    return row(choice, LAWS[text], lambda token: _tree_with_coins(choice, (*text, token), depth - 1), 1, 1, np.full(VOCAB, COIN))
+    return row(
+        choice,
+        LAWS[text],
+        lambda token: _tree_with_coins(choice, (*text, token), depth - 1),
+        1,
+        1,
+        np.full(VOCAB, COIN),
+    )
 
 
 class Planted(Rule):
@@ -103,7 +110,12 @@ def _plain_where_nothing_came(draft: Draft) -> Draft:
     """Forgets the law of every row where no guess was sampled: the next token there comes from p."""
     assert draft.mass is not None
     with_sample = {r for r, sampled in zip(draft.parent_rows, draft.sampled, strict=True) if sampled}
-    return replace(draft, mass=Mass(draft.mass.laws, tuple(law if r in with_sample else -1 for r, law in enumerate(draft.mass.law_of_row))))
+    return replace(
+        draft,
+        mass=Mass(
+            draft.mass.laws, tuple(law if r in with_sample else -1 for r, law in enumerate(draft.mass.law_of_row))
+        ),
+    )
 
 
 def _not_scaled(draft: Draft) -> Draft:
@@ -210,7 +222,9 @@ CONFIDENCE = (lambda text: 0.5, lambda text: (0.9, 0.1, 0.35)[text[0]], lambda t
 
 
 def _live(stop_at_first_drop: bool, as_points: bool = False) -> Drafter:
-    """Draws LENGTH tokens, then keeps as many as promise most tokens per second by the confidences of the tokens drawn."""
+    """Draws LENGTH tokens, then keeps as many as promise most tokens per second by the confidences of the tokens
+    drawn.
+    """
 
     def propose(choice: Choice, context: Tokens) -> Chain:
         text: Tokens = ()
@@ -228,7 +242,9 @@ def _live(stop_at_first_drop: bool, as_points: bool = False) -> Drafter:
 
 @pytest.mark.parametrize("rule", RATIO)
 def test_the_best_length_over_drawn_tokens_is_biased(rule: str) -> None:
-    """Lawful: stop where it first gets worse, for then a position is judged before it is drawn; or hand tokens over as points."""
+    """Lawful: stop where it first gets worse, for then a position is judged before it is drawn; or hand tokens over as
+    points.
+    """
     assert error(law_of(rule, _live(stop_at_first_drop=True))) < EXACT
     assert error(law_of(rule, _live(stop_at_first_drop=False))) > 0.003
     assert error(law_of(rule, _live(stop_at_first_drop=False, as_points=True))) < EXACT
@@ -238,13 +254,20 @@ def test_the_best_length_over_drawn_tokens_is_biased(rule: str) -> None:
 
 
 def _pruned(drops: Callable[[np.ndarray, int, Spot], bool]) -> Drafter:
-    """Greedy+1 at every row; a sampled child is dropped afterwards where `drops` says so, and its mass left as it was."""
+    """Greedy+1 at every row; a sampled child is dropped afterwards where `drops` says so, and its mass left as it
+    was.
+    """
 
     def grow(choice: Choice, text: Tokens, depth: int = 2) -> Spot:
         if depth == 0:
             return Spot()
         found = row(choice, LAWS[text], lambda token: grow(choice, (*text, token), depth - 1), 1, 1)
-        return replace(found, children=tuple(one for one in found.children if not (one.sampled and drops(LAWS[text], one.token, one.below))))
+        return replace(
+            found,
+            children=tuple(
+                one for one in found.children if not (one.sampled and drops(LAWS[text], one.token, one.below))
+            ),
+        )
 
     return grow
 
@@ -276,7 +299,9 @@ def test_a_child_of_the_rest_tested_with_the_whole_law_shows(rule: str, least: f
 
 
 def _branching_on_a_draw(choice: Choice, text: Tokens) -> Spot:
-    """Three levels of one draw each; what was drawn on the second decides whether its level has a deterministic child too."""
+    """Three levels of one draw each; what was drawn on the second decides whether its level has a deterministic child
+    too.
+    """
 
     def third(text: Tokens) -> Spot:
         return row(choice, LAWS[text], lambda token: Spot(), 1 if text[1] == 0 else 0, 1)
@@ -286,7 +311,9 @@ def _branching_on_a_draw(choice: Choice, text: Tokens) -> Spot:
 
 
 def test_a_rule_chosen_by_a_shape_that_depends_on_draws_is_biased() -> None:
-    """Lawful under one rule, and a reason to name the rule of a drafter that branches: `auto` would look at what was drawn."""
+    """Lawful under one rule, and a reason to name the rule of a drafter that branches: `auto` would look at what was
+    drawn.
+    """
     cases = cases_of(_branching_on_a_draw, {(): 1.0})
     names = {rule_for(draft_of([case.guessed], VOCAB), 0) for case in cases}
     assert names == {"block", "tree"}
@@ -333,4 +360,6 @@ def test_a_sampled_guess_handed_over_as_a_point_is_exact_and_slower() -> None:
         law = law_of(rule, sampled(True))
         assert error(law, length=2) < EXACT
         assert abs(sum(w for text, w in law.items() if len(text) == 2) - (TARGET[()] * LAWS[()]).sum()) < EXACT
-        assert sum(len(text) * w for text, w in law_of(rule, sampled(False)).items()) > 1 + (TARGET[()] * LAWS[()]).sum()
+        assert (
+            sum(len(text) * w for text, w in law_of(rule, sampled(False)).items()) > 1 + (TARGET[()] * LAWS[()]).sum()
+        )

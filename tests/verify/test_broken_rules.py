@@ -1,4 +1,5 @@
-"""The enumeration sees bugs in block, tree and traversal: each known mistake is planted, and the law error must be large.
+"""The enumeration sees bugs in block, tree and traversal: each known mistake is planted, and the law error must be
+large.
 
 Every variant states the least error it must show on fixed laws (about two thirds of what it is), far above EXACT.
 """
@@ -16,7 +17,17 @@ from foretoken.verify import RULES, Rule, block, siblings
 from foretoken.verify.base import residual_law
 from foretoken.verify.block import BlockRule
 from foretoken.verify.siblings import Residuals
-from tests.helpers.enumeration import EXACT, Drafter, RandomTables, Tables, cases_of, complete, emitted_law, joint, max_error
+from tests.helpers.enumeration import (
+    EXACT,
+    Drafter,
+    RandomTables,
+    Tables,
+    cases_of,
+    complete,
+    emitted_law,
+    joint,
+    max_error,
+)
 from tests.verify.drafters import chain_drafter, row, tree_drafter
 
 VOCAB, LENGTH = 3, 3
@@ -104,16 +115,26 @@ def _one_in_place_of_one_minus_reach(patch: pytest.MonkeyPatch) -> None:
     def broken(draft: Draft, probs: Tensor, p: Sequence[float], reach: Sequence[float]) -> list[float]:
         right = bounds(draft, probs, p, reach)
         left = [h * (1 - r) / (1 - h) if h < 1 else r for h, r in zip(right, reach, strict=True)]
-        return [z / (z + 1) if row not in {draft.anchor_row(b) for b in range(draft.num_requests)} else 1.0 for row, z in enumerate(left)]
+        return [
+            z / (z + 1) if row not in {draft.anchor_row(b) for b in range(draft.num_requests)} else 1.0
+            for row, z in enumerate(left)
+        ]
 
     patch.setattr(block, "_bounds", broken)
 
 
 @pytest.mark.parametrize(
     ("breakage", "least"),
-    [(_bound_is_reach, 0.032), (_reach_is_not_capped, 0.018), (_reach_forgets_the_prefix, 0.048), (_one_in_place_of_one_minus_reach, 0.024)],
+    [
+        (_bound_is_reach, 0.032),
+        (_reach_is_not_capped, 0.018),
+        (_reach_forgets_the_prefix, 0.048),
+        (_one_in_place_of_one_minus_reach, 0.024),
+    ],
 )
-def test_a_broken_formula_of_block_shows(breakage: Callable[[pytest.MonkeyPatch], None], least: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_formula_of_block_shows(
+    breakage: Callable[[pytest.MonkeyPatch], None], least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     breakage(monkeypatch)
     assert error(RULES["block"], MODEL) > least
 
@@ -124,7 +145,8 @@ def test_a_broken_formula_of_block_shows(breakage: Callable[[pytest.MonkeyPatch]
 TREE_VOCAB, DEPTH = 3, 2
 TREE_TARGET, TREE_LAWS = RandomTables(TREE_VOCAB, seed=51), RandomTables(TREE_VOCAB, seed=52)
 SIBLINGS, THREE, PLUS_ONE, THINNED, FIXED, TWO_AND_ONE = (
-    tree_drafter(kind, DEPTH, TREE_LAWS, 53) for kind in ("siblings", "three", "plus_one", "thinned", "fixed", "two_and_one")
+    tree_drafter(kind, DEPTH, TREE_LAWS, 53)
+    for kind in ("siblings", "three", "plus_one", "thinned", "fixed", "two_and_one")
 )
 
 
@@ -215,7 +237,11 @@ def _one_draw_per_path(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_broken_tree_rule_shows(
-    rule: str, breakage: Callable[[pytest.MonkeyPatch], None], drafter: Drafter, least: float, monkeypatch: pytest.MonkeyPatch
+    rule: str,
+    breakage: Callable[[pytest.MonkeyPatch], None],
+    drafter: Drafter,
+    least: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert error(RULES[rule], drafter, TREE_TARGET, DEPTH + 1) < EXACT
     breakage(monkeypatch)
@@ -226,7 +252,12 @@ def test_one_draw_per_path_accepts_too_little(monkeypatch: pytest.MonkeyPatch) -
     """p = (.5, .2, .3), guesses 0 and 1: a shared draw accepts .7 of the time, a draw for each path .6."""
     target = RandomTables(3, 0)
     target[()] = np.array([0.5, 0.2, 0.3])
-    cases = cases_of(lambda choice, text: row(choice, np.array([0.6, 0.3, 0.1]), lambda token: row(choice, target[()], None), fixed=2), {(): 1.0})
+    cases = cases_of(
+        lambda choice, text: row(
+            choice, np.array([0.6, 0.3, 0.1]), lambda token: row(choice, target[()], None), fixed=2
+        ),
+        {(): 1.0},
+    )
 
     def accepted() -> float:
         return sum(w for text, w in emitted_law(RULES["tree"], cases, target).items() if len(text) == 2)

@@ -47,7 +47,9 @@ def _chain(position: Callable[[Choice, np.ndarray], Guess]) -> Drafter:
     return propose
 
 
-def _drop(choice: Choice, q: np.ndarray, declared: Callable[[np.ndarray, np.ndarray], np.ndarray] = np.multiply) -> Guess:
+def _drop(
+    choice: Choice, q: np.ndarray, declared: Callable[[np.ndarray, np.ndarray], np.ndarray] = np.multiply
+) -> Guess:
     keep = (q > 0.2) * 0.9
     x = choice.pick(q)
     return Guess(x if choice.coin(float(keep[x])) else None, declared(q, keep))
@@ -85,7 +87,9 @@ class ResidualIsDraft(RejectionRule):
 
     def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
         law = [draft.mass.law_of_row[row] for row in rows]
-        return torch.stack([target_probs[row] if k < 0 else draft.mass.laws[k] for row, k in zip(rows, law, strict=True)])
+        return torch.stack(
+            [target_probs[row] if k < 0 else draft.mass.laws[k] for row, k in zip(rows, law, strict=True)]
+        )
 
 
 class ResidualAbsolute(RejectionRule):
@@ -93,7 +97,9 @@ class ResidualAbsolute(RejectionRule):
 
     def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
         law = [draft.mass.law_of_row[row] for row in rows]
-        return torch.stack([target_probs[row] - (0 if k < 0 else draft.mass.laws[k]) for row, k in zip(rows, law, strict=True)]).abs()
+        return torch.stack(
+            [target_probs[row] - (0 if k < 0 else draft.mass.laws[k]) for row, k in zip(rows, law, strict=True)]
+        ).abs()
 
 
 class ResidualUnclamped(RejectionRule):
@@ -101,14 +107,18 @@ class ResidualUnclamped(RejectionRule):
 
     def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
         law = [draft.mass.law_of_row[row] for row in rows]
-        return torch.stack([target_probs[row] - (0 if k < 0 else draft.mass.laws[k]) for row, k in zip(rows, law, strict=True)])
+        return torch.stack(
+            [target_probs[row] - (0 if k < 0 else draft.mass.laws[k]) for row, k in zip(rows, law, strict=True)]
+        )
 
 
 class ResidualScaled(RejectionRule):
     """The mass scaled by .98 in the residual only."""
 
     def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
-        return residual_law(replace(draft, mass=Mass(draft.mass.laws * 0.98, draft.mass.law_of_row)), target_probs, rows)
+        return residual_law(
+            replace(draft, mass=Mass(draft.mass.laws * 0.98, draft.mass.law_of_row)), target_probs, rows
+        )
 
 
 class NothingIsBonus(RejectionRule):
@@ -186,9 +196,16 @@ def test_a_residual_without_the_clamp_is_refused() -> None:
         (lambda choice, q: _drop(choice, q, declared=lambda law, keep: law), 0.012),
         (lambda choice, q: _drop(choice, q, declared=lambda law, keep: law * keep / (law * keep).sum()), 0.023),
     ],
-    ids=["another law than the one drawn from", "coin left out of the mass", "dropping left out of the mass", "dropping declared as renormalised"],
+    ids=[
+        "another law than the one drawn from",
+        "coin left out of the mass",
+        "dropping left out of the mass",
+        "dropping declared as renormalised",
+    ],
 )
-def test_a_drafter_that_declares_another_mass_shows(position: Callable[[Choice, np.ndarray], Guess], least: float) -> None:
+def test_a_drafter_that_declares_another_mass_shows(
+    position: Callable[[Choice, np.ndarray], Guess], least: float
+) -> None:
     assert _error(RejectionRule(), _chain(position)) > least
 
 
@@ -220,7 +237,9 @@ class KindFlipped(RejectionRule):
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         verdict = super().verify(draft, target_probs, uniforms)
-        return replace(verdict, next_kinds=tuple("bonus" if kind == "residual" else "residual" for kind in verdict.next_kinds))
+        return replace(
+            verdict, next_kinds=tuple("bonus" if kind == "residual" else "residual" for kind in verdict.next_kinds)
+        )
 
 
 class KindOfAcceptedPath(RejectionRule):
@@ -229,7 +248,9 @@ class KindOfAcceptedPath(RejectionRule):
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         verdict = super().verify(draft, target_probs, uniforms)
         kinds = zip(verdict.next_kinds, verdict.paths, draft.lengths, strict=True)
-        return replace(verdict, next_kinds=tuple("bonus" if len(path) == length else kind for kind, path, length in kinds))
+        return replace(
+            verdict, next_kinds=tuple("bonus" if len(path) == length else kind for kind, path, length in kinds)
+        )
 
 
 class ShuffledTests(RejectionRule):

@@ -1,4 +1,6 @@
-"""The coupled rule: the text is a function of the target and of the noise, whoever drafted, and the noise has the target's law."""
+"""The coupled rule: the text is a function of the target and of the noise, whoever drafted, and the noise has the
+target's law.
+"""
 
 from collections.abc import Callable
 
@@ -41,7 +43,9 @@ def reference(seed: int, noise: Noise, length: int = LENGTH) -> Tokens:
 
 
 def grow(seed: int, turn: int, text: Tokens, plan: str, noise: Noise, depth: int = 0, twin: int = 0) -> Spot:
-    """One round's tree: children are the best of the drafter's own race, points, equal guesses or nothing, as the plan says."""
+    """One round's tree: children are the best of the drafter's own race, points, equal guesses or nothing, as the plan
+    says.
+    """
     rng = np.random.default_rng([seed, turn, depth, twin, *text[-3:]])
     if plan == "none" or depth > int(rng.integers(4)):
         return Spot()
@@ -57,7 +61,10 @@ def grow(seed: int, turn: int, text: Tokens, plan: str, noise: Noise, depth: int
     if plan == "twice":
         tokens += tokens
     sampled = plan == "sampled"
-    children = tuple(Child(x, sampled and i == 0, grow(seed, turn, (*text, x), plan, noise, depth + 1, twin=i)) for i, x in enumerate(tokens))
+    children = tuple(
+        Child(x, sampled and i == 0, grow(seed, turn, (*text, x), plan, noise, depth + 1, twin=i))
+        for i, x in enumerate(tokens)
+    )
     return Spot(q if sampled else None, children)
 
 
@@ -67,11 +74,14 @@ def generate(plan: str, noise: Noise, length: int = LENGTH) -> tuple[list[Tokens
     turn = 0
     while min(map(len, texts)) < length:
         cases = [
-            Case(text, grow(1000 * seed, turn, text, plan, lambda s, *rest, own=seed: noise(own, *rest)), 1.0) for seed, text in enumerate(texts)
+            Case(text, grow(1000 * seed, turn, text, plan, lambda s, *rest, own=seed: noise(own, *rest)), 1.0)
+            for seed, text in enumerate(texts)
         ]
         draft, probs = batch_of(cases, _Contexts())
         race = tuple(
-            torch.tensor(np.array([noise(seed, turn, len(case.context) + len(row), len(row)) for row in case.layout.texts]))
+            torch.tensor(
+                np.array([noise(seed, turn, len(case.context) + len(row), len(row)) for row in case.layout.texts])
+            )
             for seed, case in enumerate(cases)
         )
         verdict = RULES["coupled"].verify(draft, probs, Uniforms(torch.empty(0), torch.empty(0), race))
@@ -99,7 +109,9 @@ def test_the_text_does_not_depend_on_what_was_drafted(plan: str) -> None:
 
 
 def test_the_target_as_its_own_drafter_is_always_right() -> None:
-    assert generate("target", by_position)[1] < generate("wide", by_position)[1] <= generate("own_noise", by_position)[1]
+    assert (
+        generate("target", by_position)[1] < generate("wide", by_position)[1] <= generate("own_noise", by_position)[1]
+    )
 
 
 def test_noise_keyed_by_the_round_makes_the_text_depend_on_the_drafter() -> None:
@@ -110,10 +122,16 @@ def test_noise_shared_by_two_positions_correlates_them() -> None:
     """P(Y1 = Y2) for two laws of one noise vector is far from the sum p q of independent draws."""
     p, q = law_at(TARGET, ()), law_at(DRAFTERS[0], ())
     noise = [by_pair(seed, 0, 0, 0) for seed in range(2000)], [by_pair(seed, 0, 1, 0) for seed in range(2000)]
-    winners = [race_winner(torch.tensor(law).expand(2000, -1), torch.tensor(np.array(own))) for law, own in zip((p, q), noise, strict=True)]
+    winners = [
+        race_winner(torch.tensor(law).expand(2000, -1), torch.tensor(np.array(own)))
+        for law, own in zip((p, q), noise, strict=True)
+    ]
     assert float((winners[0] == winners[1]).double().mean()) > (p * q).sum() + 0.2
     independent = [
-        race_winner(torch.tensor(law).expand(2000, -1), torch.tensor(np.array([by_position(seed, 0, place, 0) for seed in range(2000)])))
+        race_winner(
+            torch.tensor(law).expand(2000, -1),
+            torch.tensor(np.array([by_position(seed, 0, place, 0) for seed in range(2000)])),
+        )
         for place, law in enumerate((p, q))
     ]
     assert abs(float((independent[0] == independent[1]).double().mean()) - (p * q).sum()) < 0.06
@@ -131,7 +149,9 @@ def test_the_winner_of_a_race_has_the_law(vocab: int, cells: int) -> None:
     noise = grid(vocab, cells)
     for seed in range(3):
         p = RandomTables(vocab, seed, concentration=1.0)[()]
-        won = torch.bincount(race_winner(torch.tensor(3 * p).expand(len(noise), -1), noise), minlength=vocab) / len(noise)
+        won = torch.bincount(race_winner(torch.tensor(3 * p).expand(len(noise), -1), noise), minlength=vocab) / len(
+            noise
+        )
         assert np.abs(won.numpy() - p).max() < 1 / cells
 
 
@@ -164,7 +184,9 @@ def test_the_edges_of_a_race(dtype: torch.dtype) -> None:
     law = torch.tensor([[0.0, 0.5, 0.5, 0.0], [0.0, 1e-30, 0.0, 0.0], [0.3, 0.3, 0.4, 0.0]], dtype=dtype)
     noise = torch.tensor([[0.0, 2.0, 2.0, 1e-30], [1e-9, 50.0, 1e-9, 1e-9], [0.1, 0.1, 5.0, 0.0]], dtype=dtype)
     assert race_winner(law, noise).tolist() == [1, 1, 0]  # weight zero never, ties the lowest id
-    assert race_winner(law[:1], torch.tensor([[0.0, 1.0, 0.0, 0.0]], dtype=dtype)).tolist() == [2]  # noise zero is the earliest
+    assert race_winner(law[:1], torch.tensor([[0.0, 1.0, 0.0, 0.0]], dtype=dtype)).tolist() == [
+        2
+    ]  # noise zero is the earliest
 
 
 def test_noise_is_asked_for() -> None:

@@ -20,7 +20,10 @@ def test_every_rule_on_a_gpu(rule: str, tree: bool) -> None:
             draft = replace(draft, mass=replace(draft.mass, laws=draft.mass.laws.double()))
         probs = probs.double()
         there = Uniforms(uniforms.accept.cuda(), uniforms.next.cuda(), tuple(noise.cuda() for noise in uniforms.race))
-        expected, verdict = RULES[rule].verify(draft, probs, uniforms), RULES[rule].verify(draft.on("cuda"), probs.cuda(), there)
+        expected, verdict = (
+            RULES[rule].verify(draft, probs, uniforms),
+            RULES[rule].verify(draft.on("cuda"), probs.cuda(), there),
+        )
         assert replace(verdict, probabilities=()) == replace(expected, probabilities=())
         accept, weights = (getattr(RULES[rule], name) for name in ("accept_probabilities", "next_law"))
         rows = range(draft.num_rows)
@@ -28,4 +31,6 @@ def test_every_rule_on_a_gpu(rule: str, tree: bool) -> None:
         assert torch.allclose(weights(draft.on("cuda"), probs.cuda(), rows).cpu(), weights(draft, probs, rows))
         rules = [rule if b % 2 else "greedy" for b in range(draft.num_requests)]
         mixed = verify_batch(draft.on("cuda"), probs.cuda(), there, rules)
-        assert replace(mixed, probabilities=()) == replace(verify_batch(draft, probs, uniforms, rules), probabilities=())
+        assert replace(mixed, probabilities=()) == replace(
+            verify_batch(draft, probs, uniforms, rules), probabilities=()
+        )

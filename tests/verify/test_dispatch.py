@@ -25,7 +25,9 @@ def test_resolve(name: str, greedy: bool, seeded: bool, expected: str) -> None:
     assert resolve(name, greedy, seeded) == expected
 
 
-@pytest.mark.parametrize(("name", "value"), [("greedy", "rule='greedy'"), ("typical", "rule='typical'"), ("nonsense", "rule='nonsense'")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("greedy", "rule='greedy'"), ("typical", "rule='typical'"), ("nonsense", "rule='nonsense'")]
+)
 def test_resolve_refuses(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=value) as caught:
         resolve(name, greedy=False)
@@ -47,7 +49,15 @@ def test_a_lossy_rule_runs_only_where_it_was_allowed() -> None:
 
 def test_every_rule_says_what_it_is() -> None:
     assert all(rule.name == name for name, rule in RULES.items())
-    assert [name for name in ("auto", *RULES) if is_lossless(name)] == ["auto", "greedy", "rejection", "block", "coupled", "tree", "traversal"]
+    assert [name for name in ("auto", *RULES) if is_lossless(name)] == [
+        "auto",
+        "greedy",
+        "rejection",
+        "block",
+        "coupled",
+        "tree",
+        "traversal",
+    ]
     assert [name for name in ("auto", *RULES) if needs_race(name)] == ["coupled"]
     assert [name for name, rule in RULES.items() if not rule.takes_trees] == ["rejection", "block"]
     assert [name for name in ("auto", *RULES) if not needs_uniforms(name)] == ["greedy", "coupled"]
@@ -63,7 +73,9 @@ def test_a_rule_that_needs_no_uniforms_reads_none(name: str) -> None:
         probs = torch.rand(7, 5, generator=generator)
         race = tuple(torch.rand(rows, 5, generator=generator) for rows in (3, 1, 3))
         for fill in (0.0, 1.0 - 2**-53, torch.nan):
-            verdicts.append(RULES[name].verify(draft, probs, Uniforms(torch.full((4,), fill), torch.full((3,), fill), race)))
+            verdicts.append(
+                RULES[name].verify(draft, probs, Uniforms(torch.full((4,), fill), torch.full((3,), fill), race))
+            )
         assert verdicts[3 * trial] == verdicts[3 * trial + 1] == verdicts[3 * trial + 2]
     assert len({verdict.accepted for verdict in verdicts}) > 3
 
@@ -75,7 +87,11 @@ def test_the_first_of_the_largest() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         found = first_max(rows.to(dtype))
         assert found.dtype == torch.int64
-        assert found.tolist() == rows.argmax(-1).tolist() == [5, 0, *((row == row.max()).nonzero()[0].item() for row in rows[2:])]
+        assert (
+            found.tolist()
+            == rows.argmax(-1).tolist()
+            == [5, 0, *((row == row.max()).nonzero()[0].item() for row in rows[2:])]
+        )
     assert first_max(rows[:0]).shape == (0,)
 
 
@@ -85,7 +101,14 @@ def test_auto_is_settled_by_what_was_drafted() -> None:
     def draft(parents: tuple[int, ...], sampled: tuple[bool, ...], law_of_row: tuple[int, ...]) -> Draft:
         """Behind a request without guesses, so that its rows do not start at 0."""
         mass = Mass(laws, (-1, *law_of_row)) if any(law >= 0 for law in law_of_row) else None
-        return Draft(torch.zeros(len(parents), dtype=torch.int64), parents, (0, 0, len(parents)), ("toy",) * 2, sampled if mass else (), mass)
+        return Draft(
+            torch.zeros(len(parents), dtype=torch.int64),
+            parents,
+            (0, 0, len(parents)),
+            ("toy",) * 2,
+            sampled if mass else (),
+            mass,
+        )
 
     none = (False, False)
     assert rule_for(draft((), (), (-1,)), 1) == "rejection"
@@ -94,9 +117,13 @@ def test_auto_is_settled_by_what_was_drafted() -> None:
     assert rule_for(draft((-1, 0), (False, True), (-1, 0, -1)), 1) == "block"
     assert rule_for(draft((), (), (0,)), 1) == "block"
     assert rule_for(draft((-1, 0), none, (-1, -1, 0)), 1) == "block"
-    assert rule_for(draft((-1, 0), (False, False), (0, -1, -1)), 1) == "tree"  # a missing draw beside a deterministic child
+    assert (
+        rule_for(draft((-1, 0), (False, False), (0, -1, -1)), 1) == "tree"
+    )  # a missing draw beside a deterministic child
     assert rule_for(draft((-1, 0), (False, True), (-1, 0, -1)), 0) == "rejection"
-    unmarked = Draft(torch.zeros(2, dtype=torch.int64), (-1, 0), (0, 2), ("toy",), (), Mass(laws, (-1, 0, -1)))  # all deterministic
+    unmarked = Draft(
+        torch.zeros(2, dtype=torch.int64), (-1, 0), (0, 2), ("toy",), (), Mass(laws, (-1, 0, -1))
+    )  # all deterministic
     assert rule_for(unmarked, 0) == "tree"
     unequal = Draft(torch.zeros(2, dtype=torch.int64), (-1, -1), (0, 2), ("toy",))
     assert rule_for(unequal, 0) == "tree"

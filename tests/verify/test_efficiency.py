@@ -41,7 +41,9 @@ def test_traversal_never_emits_fewer_tokens_than_tree(kind: str) -> None:
 
 
 def test_the_toy_of_the_block_paper() -> None:
-    """p = (1/3, 2/3), q = (2/3, 1/3), two guesses: 10/9 accepted token by token, 11/9 as a block (arXiv 2403.10444, section 2)."""
+    """p = (1/3, 2/3), q = (2/3, 1/3), two guesses: 10/9 accepted token by token, 11/9 as a block (arXiv 2403.10444,
+    section 2).
+    """
     target, laws = RandomTables(2, 0), RandomTables(2, 0)
     for text in ((), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)):
         target[text], laws[text] = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
@@ -84,7 +86,10 @@ def test_greedy_plus_one_accepts_what_optimal_transport_allows(seed: int) -> Non
         tokens = frozenset(case.layout.tokens)
         drafts[tokens] = drafts.get(tokens, 0.0) + case.weight
     law = emitted_law(RULES["tree"], cases, target)
-    assert abs(sum(weight for text, weight in law.items() if len(text) == 2) - _transport_value(target[()], drafts)) < EXACT
+    assert (
+        abs(sum(weight for text, weight in law.items() if len(text) == 2) - _transport_value(target[()], drafts))
+        < EXACT
+    )
 
 
 def test_acceptance_is_the_overlap_of_the_laws() -> None:
@@ -104,6 +109,9 @@ def test_several_draws_accept_more_than_one() -> None:
         target = RandomTables(5, seed)
         target[()] = p
         for name, (fixed, drawn) in (("one", (0, 1)), ("two", (0, 2)), ("plus_one", (1, 1))):
-            grow = lambda choice, text, f=fixed, d=drawn, law=q: row(choice, law, lambda token: row(choice, law, None), f, d)  # noqa: E731
+
+            def grow(choice, text, f=fixed, d=drawn, law=q):
+                return row(choice, law, lambda token: row(choice, law, None), f, d)
+
             accepted[name] += sum(w for text, w in _law("tree", grow, target).items() if len(text) == 2) / 40
     assert accepted["one"] + 0.05 < accepted["two"] < accepted["plus_one"] - 0.005

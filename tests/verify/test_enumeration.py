@@ -1,4 +1,6 @@
-"""The law of what a round emits equals the target's law, to rounding, for every rule and every way of producing a draft."""
+"""The law of what a round emits equals the target's law, to rounding, for every rule and every way of producing a
+draft.
+"""
 
 import itertools
 
@@ -85,7 +87,10 @@ def test_decisions_on_trees_agree_with_the_probabilities(rule: str, kind: str) -
 def test_two_rounds_with_another_drafter_in_the_second(rule: str, first: str, vocab: int, length: int) -> None:
     second = KINDS[(KINDS.index(first) + 3) % len(KINDS)]
     target = RandomTables(vocab, seed=7)
-    drafters = [chain_drafter(first, length, RandomTables(vocab, seed=8), 9), chain_drafter(second, length, RandomTables(vocab, seed=10), 11)]
+    drafters = [
+        chain_drafter(first, length, RandomTables(vocab, seed=8), 9),
+        chain_drafter(second, length, RandomTables(vocab, seed=10), 11),
+    ]
     horizon = length + 2
     assert max_error(chained(RULES[rule], drafters, target, horizon), joint(target, horizon)) < EXACT
 
@@ -95,7 +100,10 @@ def test_two_rounds_with_another_drafter_in_the_second(rule: str, first: str, vo
 def test_two_rounds_of_trees_with_another_drafter_in_the_second(rule: str, first: str) -> None:
     second = TREES[(TREES.index(first) + 4) % len(TREES)]
     target = RandomTables(3, seed=37)
-    drafters = [tree_drafter(first, 2, RandomTables(3, seed=38), 39), tree_drafter(second, 1, RandomTables(3, seed=40), 41)]
+    drafters = [
+        tree_drafter(first, 2, RandomTables(3, seed=38), 39),
+        tree_drafter(second, 1, RandomTables(3, seed=40), 41),
+    ]
     assert max_error(chained(RULES[rule], drafters, target, 4), joint(target, 4)) < EXACT
 
 

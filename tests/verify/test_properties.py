@@ -1,4 +1,6 @@
-"""What holds for every rule on every batch: possible tokens, laws, no neighbours, no order, no rule but the own; and exactness at extremes."""
+"""What holds for every rule on every batch: possible tokens, laws, no neighbours, no order, no rule but the own; and
+exactness at extremes.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -41,7 +43,9 @@ def test_branch_weights_are_laws(rule: str, tree: bool, seed: int) -> None:
     assert accept.shape == (draft.num_nodes,)
     assert accept.dtype == probs.dtype
     assert ((accept >= 0) & (accept <= 1)).all()
-    total = torch.zeros(draft.num_rows, dtype=torch.float64).index_add_(0, torch.tensor(draft.parent_rows, dtype=torch.int64), accept.double())
+    total = torch.zeros(draft.num_rows, dtype=torch.float64).index_add_(
+        0, torch.tensor(draft.parent_rows, dtype=torch.int64), accept.double()
+    )
     assert (total < 1 + 1e-5).all()
     if rule != "coupled":  # where every token of a row was guessed nothing can end the round there, and nothing is left
         weights = RULES[rule].next_law(draft, probs, range(draft.num_rows))
@@ -61,7 +65,10 @@ def test_nothing_is_written_to_and_rows_may_be_asked_for_in_any_order(rule: str,
     whole = RULES[rule].next_law(draft, probs, range(draft.num_rows))
     rows = [int(row) for row in np.random.default_rng(seed).permutation(draft.num_rows)[: 1 + seed % draft.num_rows]]
     assert torch.equal(RULES[rule].next_law(draft, probs, rows), whole[rows])
-    assert all(torch.equal(part, old) for part, old in zip((probs, draft.tokens, uniforms.accept, uniforms.next, *laws, *race), before, strict=True))
+    assert all(
+        torch.equal(part, old)
+        for part, old in zip((probs, draft.tokens, uniforms.accept, uniforms.next, *laws, *race), before, strict=True)
+    )
 
 
 @QUICK
@@ -81,8 +88,14 @@ def test_the_order_in_which_a_tree_is_numbered_does_not_matter(rule: str, seed: 
     draft, probs, uniforms = random_batch(seed, tree=True)
     *other, orders = renumbered(draft, probs, uniforms, seed)
     verdict, twin = RULES[rule].verify(draft, probs, uniforms), RULES[rule].verify(*other)
-    assert (twin.accepted, twin.next_tokens, twin.next_kinds) == (verdict.accepted, verdict.next_tokens, verdict.next_kinds)
-    assert [tuple(order[node] for node in path) for order, path in zip(orders, twin.paths, strict=True)] == list(verdict.paths)
+    assert (twin.accepted, twin.next_tokens, twin.next_kinds) == (
+        verdict.accepted,
+        verdict.next_tokens,
+        verdict.next_kinds,
+    )
+    assert [tuple(order[node] for node in path) for order, path in zip(orders, twin.paths, strict=True)] == list(
+        verdict.paths
+    )
 
 
 @QUICK
@@ -128,7 +141,9 @@ def test_on_chains_the_tree_rules_decide_like_the_chain_rules(on_trees: str, on_
     assert replace(verdict, probabilities=()) == replace(expected, probabilities=())
     for own, known in zip(verdict.probabilities, expected.probabilities, strict=True):
         # How likely each prefix is: the chance of a step from where no walk comes may be all rounding.
-        assert np.allclose(np.cumprod(own), np.cumprod(known), rtol=0, atol=1e-6 if probs.dtype == torch.float32 else 1e-13)
+        assert np.allclose(
+            np.cumprod(own), np.cumprod(known), rtol=0, atol=1e-6 if probs.dtype == torch.float32 else 1e-13
+        )
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -136,7 +151,9 @@ def test_on_chains_the_tree_rules_decide_like_the_chain_rules(on_trees: str, on_
 @pytest.mark.parametrize("rule", ["rejection", "block", "tree", "traversal", "coupled"])
 def test_the_law_is_exact_for_extreme_laws(rule: str, seed: int, kind: str, vocab: int) -> None:
     target = Extreme(vocab, seed)
-    law = emitted_law(RULES[rule], cases_of(chain_drafter(kind, 2, Extreme(vocab, seed + 1, target), seed), {(): 1.0}), target)
+    law = emitted_law(
+        RULES[rule], cases_of(chain_drafter(kind, 2, Extreme(vocab, seed + 1, target), seed), {(): 1.0}), target
+    )
     assert max_error(complete(law, target, 3), joint(target, 3)) < 1e-12
 
 
@@ -145,7 +162,9 @@ def test_the_law_is_exact_for_extreme_laws(rule: str, seed: int, kind: str, voca
 @pytest.mark.parametrize("rule", ["tree", "traversal"])
 def test_the_law_is_exact_for_extreme_laws_on_trees(rule: str, seed: int, kind: str, vocab: int) -> None:
     target = Extreme(vocab, seed)
-    law = emitted_law(RULES[rule], cases_of(tree_drafter(kind, 2, Extreme(vocab, seed + 1, target), seed), {(): 1.0}), target)
+    law = emitted_law(
+        RULES[rule], cases_of(tree_drafter(kind, 2, Extreme(vocab, seed + 1, target), seed), {(): 1.0}), target
+    )
     assert max_error(complete(law, target, 3), joint(target, 3)) < 1e-12
 
 

@@ -16,7 +16,9 @@ from tests.verify.batches import QUICK
 REJECTION, GREEDY = RULES["rejection"], RULES["greedy"]
 
 
-@pytest.mark.parametrize(("rule", "tree"), [("rejection", False), ("block", False), ("tree", False), ("tree", True), ("traversal", True)])
+@pytest.mark.parametrize(
+    ("rule", "tree"), [("rejection", False), ("block", False), ("tree", False), ("tree", True), ("traversal", True)]
+)
 def test_float32_is_as_good_as_float64_on_a_wide_vocabulary(rule: str, tree: bool) -> None:
     """Probabilities of every branch to 1e-5, laws from a softmax over 8000 tokens."""
     rng = np.random.default_rng(7)
@@ -30,7 +32,9 @@ def test_float32_is_as_good_as_float64_on_a_wide_vocabulary(rule: str, tree: boo
     law_of_row = tuple(i if i - 1 in parents else -1 for i in range(9))
     found = []
     for dtype in (torch.float64, torch.float32):
-        draft = Draft(torch.tensor(tokens), parents, (0, 8), ("toy",), sampled, Mass(torch.tensor(q, dtype=dtype), law_of_row))
+        draft = Draft(
+            torch.tensor(tokens), parents, (0, 8), ("toy",), sampled, Mass(torch.tensor(q, dtype=dtype), law_of_row)
+        )
         probs = torch.tensor(p, dtype=dtype)
         weights = RULES[rule].next_law(draft, probs, range(9)).double()
         found.append((RULES[rule].accept_probabilities(draft, probs).double(), weights / weights.sum(-1, keepdim=True)))
@@ -66,9 +70,21 @@ def test_the_law_of_a_later_sibling_is_exact_to_the_last_bit() -> None:
 
 
 def test_what_follows_equal_guesses_is_judged_together() -> None:
-    """Both draws below a guess given twice are judged, the second one against what the first left; the walk reports its own nodes."""
-    p, laws = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([[0.1, 0.8, 0.1], [0.2, 0.2, 0.6]], dtype=torch.float64)
-    draft = Draft(torch.tensor([0, 0, 1, 2]), (-1, -1, 0, 1), (0, 4), ("toy",), (False, False, True, True), Mass(laws, (-1, 0, 1, -1, -1)))
+    """Both draws below a guess given twice are judged, the second one against what the first left; the walk reports its
+    own nodes.
+    """
+    p, laws = (
+        torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64),
+        torch.tensor([[0.1, 0.8, 0.1], [0.2, 0.2, 0.6]], dtype=torch.float64),
+    )
+    draft = Draft(
+        torch.tensor([0, 0, 1, 2]),
+        (-1, -1, 0, 1),
+        (0, 4),
+        ("toy",),
+        (False, False, True, True),
+        Mass(laws, (-1, 0, 1, -1, -1)),
+    )
     probs = p.expand(5, -1)
     left = (p - laws[0]).clamp(min=0) / (p - laws[0]).clamp(min=0).sum()
     expected = [0.5, 0.0, 0.375, 0.625 * float(left[2] / laws[1, 2])]
@@ -88,8 +104,12 @@ def test_sums_over_the_vocabulary_are_taken_in_float64(rule: str) -> None:
     p, mu = (rng.dirichlet(np.full(100_001, 0.5)).astype(np.float32) for _ in range(2))
     mu *= np.float32(0.7)
     token = int(np.argmax(mu))
-    draft = Draft(torch.tensor([token]), (-1,), (0, 1), ("toy",), (True,), Mass(torch.tensor(np.stack([mu, mu])), (0, 1)))
-    verdict = RULES[rule].verify(draft, torch.tensor(np.stack([p, p])), Uniforms(torch.zeros(1, dtype=torch.float64), torch.zeros(1)))
+    draft = Draft(
+        torch.tensor([token]), (-1,), (0, 1), ("toy",), (True,), Mass(torch.tensor(np.stack([mu, mu])), (0, 1))
+    )
+    verdict = RULES[rule].verify(
+        draft, torch.tensor(np.stack([p, p])), Uniforms(torch.zeros(1, dtype=torch.float64), torch.zeros(1))
+    )
     reach = min(1.0, float(p[token]) / float(mu[token]))
     assert 0.01 < reach < 0.99
     left = np.maximum(np.float32(reach) * p - mu, 0).astype(np.float64).sum()
@@ -98,9 +118,13 @@ def test_sums_over_the_vocabulary_are_taken_in_float64(rule: str) -> None:
 
 @pytest.mark.parametrize("rest", [1e-40, 0.0])
 def test_a_residual_too_small_to_divide_by_is_nothing(rest: float) -> None:
-    """After the first of two draws next to nothing is left, and its inverse is no float32: what was owed before stays."""
+    """After the first of two draws next to nothing is left, and its inverse is no float32: what was owed before
+    stays.
+    """
     law, p = torch.tensor([[0.5, 0.25, 0.25, 0.0]]), torch.tensor([[0.5, 0.25, 0.25, rest]]).expand(4, -1).contiguous()
-    draft = Draft(torch.tensor([0, 1, 3]), (-1, -1, -1), (0, 3), ("toy",), (True, True, False), Mass(law, (0, -1, -1, -1)))
+    draft = Draft(
+        torch.tensor([0, 1, 3]), (-1, -1, -1), (0, 3), ("toy",), (True, True, False), Mass(law, (0, -1, -1, -1))
+    )
     for rule in (RULES["tree"], RULES["traversal"]):
         assert rule.accept_probabilities(draft, p).tolist() == [1.0, 0.0, 0.0]
         assert bool(torch.isfinite(rule.next_law(draft, p, [0, 1, 2])).all())
@@ -134,7 +158,11 @@ def test_zero_residual_mass_falls_back_to_the_target() -> None:
 def test_a_drafter_that_is_the_target_is_never_rejected() -> None:
     p = torch.tensor(np.random.default_rng(0).dirichlet(np.ones(50), 4), dtype=torch.float32)
     draft = Draft(torch.tensor([3, 4, 5]), (-1, 0, 1), (0, 3), ("toy",), (True,) * 3, Mass(p[:3], (0, 1, 2, -1)))
-    verdict = REJECTION.verify(draft, p, Uniforms(torch.full((3,), 1 - 2.0**-53, dtype=torch.float64), torch.tensor([0.5], dtype=torch.float64)))
+    verdict = REJECTION.verify(
+        draft,
+        p,
+        Uniforms(torch.full((3,), 1 - 2.0**-53, dtype=torch.float64), torch.tensor([0.5], dtype=torch.float64)),
+    )
     assert verdict.paths == ((0, 1, 2),)
     assert verdict.next_kinds == ("bonus",)
 
@@ -143,7 +171,11 @@ def test_nothing_proposed_draws_from_the_target() -> None:
     p = torch.eye(3)[[2, 0]]
     race = (torch.ones(1, 3), torch.ones(1, 3))
     for rule in RULES.values():
-        verdict = rule.verify(empty_draft(2), p, Uniforms(torch.empty(0, dtype=torch.float64), torch.tensor([0.0, 0.9], dtype=torch.float64), race))
+        verdict = rule.verify(
+            empty_draft(2),
+            p,
+            Uniforms(torch.empty(0, dtype=torch.float64), torch.tensor([0.0, 0.9], dtype=torch.float64), race),
+        )
         assert verdict == Verdict(((), ()), ((), ()), (2, 0), ("bonus", "bonus"), ((), ()))
         assert rule.verify(empty_draft(0), p[:0], Uniforms(torch.empty(0), torch.empty(0))) == Verdict((), (), (), ())
     assert verify_batch(empty_draft(0), p[:0], Uniforms(torch.empty(0), torch.empty(0)), []) == Verdict((), (), (), ())
@@ -177,7 +209,9 @@ def _walk(tokens: Sequence[int], parents: Sequence[int], best: Sequence[int]) ->
     paths: list[tuple[int, ...]] = [()]
     for path in paths:
         tip = path[-1] if path else -1
-        paths += [(*path, node) for node, parent in enumerate(parents) if parent == tip and tokens[node] == best[1 + tip]]
+        paths += [
+            (*path, node) for node, parent in enumerate(parents) if parent == tip and tokens[node] == best[1 + tip]
+        ]
     return max(paths, key=len)
 
 
@@ -196,7 +230,9 @@ def test_greedy_walks_any_tree(seed: int) -> None:
         for node in range(-1, length):
             if node >= 0:
                 texts[node] = (*texts[parents[offsets[b] + node]], int(tokens[offsets[b] + node]))
-            law = np.random.default_rng([seed, b, *texts[node]]).integers(0, 3, size=2)  # ties are common: the lowest id counts
+            law = np.random.default_rng([seed, b, *texts[node]]).integers(
+                0, 3, size=2
+            )  # ties are common: the lowest id counts
             probs[draft.anchor_row(b) + 1 + node] = torch.tensor(law)
     verdict = GREEDY.verify(draft, probs, Uniforms(torch.zeros(draft.num_nodes), torch.zeros(draft.num_requests)))
     accept = GREEDY.accept_probabilities(draft, probs)
@@ -214,7 +250,10 @@ def test_greedy_walks_any_tree(seed: int) -> None:
 
 
 @QUICK
-@given(st.lists(st.sampled_from([0.0, 0.0, 1e-30, 0.1, 0.5, 1.0, 3.0]), min_size=1, max_size=8), st.floats(0, 1, exclude_max=True))
+@given(
+    st.lists(st.sampled_from([0.0, 0.0, 1e-30, 0.1, 0.5, 1.0, 3.0]), min_size=1, max_size=8),
+    st.floats(0, 1, exclude_max=True),
+)
 def test_draw_never_takes_a_token_without_weight(weights: list[float], u: float) -> None:
     if sum(weights) == 0:
         weights[-1] = 1.0

@@ -43,7 +43,9 @@ class PagedAttention:
         if len(self.readers) == 1:
             return self._read(layer, window, self.readers[0], query)
         parts = query.split_with_sizes([reader.segment.num_rows for reader in self.readers])  # each [n, H, K]
-        return torch.cat([self._read(layer, window, reader, part) for reader, part in zip(self.readers, parts, strict=True)])
+        return torch.cat(
+            [self._read(layer, window, reader, part) for reader, part in zip(self.readers, parts, strict=True)]
+        )
 
     def _read(self, layer: int, window: int | None, reader: Reader, query: Tensor) -> Tensor:
         """`query` [n, H, K] over the segment's slots. Query heads of one group become rows: no key is copied."""
@@ -54,7 +56,9 @@ class PagedAttention:
         if num_rows > 1:
             rows = rows.permute(1, 2, 0, 3).reshape(1, groups, -1, head_dim)
         mask = self._mask(reader, window, query)
-        read = F.scaled_dot_product_attention(rows, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask)  # [1, G, H/G * n, K]
+        read = F.scaled_dot_product_attention(
+            rows, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask
+        )  # [1, G, H/G * n, K]
         if num_rows > 1:
             read = read.view(groups, heads // groups, num_rows, head_dim).permute(2, 0, 1, 3)
         return read.reshape(num_rows, heads, head_dim)
@@ -70,7 +74,9 @@ class PagedAttention:
 
 
 def additive_mask(segment: Segment, past: int, window: int | None, per_group: int, like: Tensor) -> Tensor | None:
-    """What is added to the scores of a segment's rows, `[1, 1, per_group * num_rows, C]` of the kind of `like`; None: every row sees everything."""
+    """What is added to the scores of a segment's rows, `[1, 1, per_group * num_rows, C]` of the kind of `like`; None:
+    every row sees everything.
+    """
     num_rows = segment.num_rows
     if window is None and segment.is_chain:
         if num_rows == 1:
@@ -86,7 +92,9 @@ def additive_mask(segment: Segment, past: int, window: int | None, per_group: in
 
 
 def visible_slots(segment: Segment, past: int, window: int | None) -> Tensor:
-    """Which of the past, the held nodes and the new rows each new row may see, `[num_rows, past + num_held + num_rows]` bool on the CPU."""
+    """Which of the past, the held nodes and the new rows each new row may see, `[num_rows, past + num_held + num_rows]`
+    bool on the CPU.
+    """
     num_rows, pending = segment.num_held + segment.num_rows, segment.num_pending
     new = torch.ones(num_rows, num_rows, dtype=torch.bool).tril_()
     depth = list(range(pending))

@@ -30,7 +30,8 @@ _ROW_STEP, _MOST_ROWS = 4, 32
 class Text:
     """Rows that continue one text: `rows[i]` of the flat run stands at position `first + i`.
 
-    `slots` has the slot of every position up to the last row's, so a row reads the slots before and at its own position.
+    `slots` has the slot of every position up to the last row's, so a row reads the slots before and at its own
+    position.
     """
 
     rows: Sequence[int]
@@ -53,7 +54,15 @@ class StrictAttention:
     `attend` may be given more rows than that: the rest is padding, which is neither stored nor read and gets zeros.
     """
 
-    def __init__(self, config: ModelConfig, pool: KVPool, start: int, write_slots: Tensor, texts: Sequence[Text], positions_per_call: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        pool: KVPool,
+        start: int,
+        write_slots: Tensor,
+        texts: Sequence[Text],
+        positions_per_call: int,
+    ) -> None:
         self.config, self.pool, self.start, self.write_slots = config, pool, start, write_slots
         self.texts, self.positions_per_call = texts, positions_per_call
         self._reads: dict[int | None, list[_Read]] = {}  # by window
@@ -79,7 +88,8 @@ class StrictAttention:
             some = list(members)
             for first in range(0, len(some), self.positions_per_call):
                 positions, rows = zip(*some[first : first + self.positions_per_call], strict=True)
-                # Slots after the last row may not be written yet: another key of the same text stands in for them, masked.
+                # Slots after the last row may not be written yet: another key of the same text stands in for them,
+                # masked.
                 slots = text.slots[low : min(high, positions[-1] + 1)]
                 slots = torch.cat((slots, slots[:1].expand(high - low - len(slots))))
                 ago = torch.tensor(positions)[:, None] - torch.arange(low, high)  # [n, C]
@@ -93,13 +103,21 @@ def most_positions(config: ModelConfig) -> int:
 
 
 def padded_rows(num_positions: int, config: ModelConfig) -> int:
-    """Rows of the matrix product for so many positions: a row per query head of a group, and up to a multiple of `_ROW_STEP`."""
+    """Rows of the matrix product for so many positions: a row per query head of a group, and up to a multiple of
+    `_ROW_STEP`.
+    """
     return -(-num_positions * (config.num_heads // config.num_kv_heads) // _ROW_STEP) * _ROW_STEP
 
 
 def additive_mask(seen: Tensor, config: ModelConfig) -> Tensor:
-    """From what each position sees, bool [n, C], the float32 mask [M, C] of its rows and of the padding, which sees everything."""
-    rows = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf")).repeat_interleave(config.num_heads // config.num_kv_heads, dim=0)
+    """From what each position sees, bool [n, C], the float32 mask [M, C] of its rows and of the padding, which sees
+    everything.
+    """
+    rows = (
+        torch.zeros(seen.shape)
+        .masked_fill_(~seen, float("-inf"))
+        .repeat_interleave(config.num_heads // config.num_kv_heads, dim=0)
+    )
     return F.pad(rows, (0, 0, 0, padded_rows(len(seen), config) - len(rows)))
 
 
@@ -108,8 +126,12 @@ def attend_together(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -
     num_positions, heads, head_dim = query.shape
     groups, num_rows = keys.shape[0], num_positions * heads // keys.shape[0]
     rows = query.new_zeros(groups, len(mask), head_dim)
-    rows[:, :num_rows] = query.view(num_positions, groups, -1, head_dim).transpose(0, 1).reshape(groups, num_rows, head_dim)
-    read = F.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=mask[None, None])[0, :, :num_rows]
+    rows[:, :num_rows] = (
+        query.view(num_positions, groups, -1, head_dim).transpose(0, 1).reshape(groups, num_rows, head_dim)
+    )
+    read = F.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=mask[None, None])[
+        0, :, :num_rows
+    ]
     return read.reshape(groups, num_positions, -1, head_dim).transpose(0, 1).reshape(num_positions, heads, head_dim)
 
 
@@ -120,9 +142,15 @@ def key_range(position: int, window: int | None) -> tuple[int, int]:
 
 
 def texts_of(reader: Reader, device: torch.device, alone: bool = False) -> Iterator[Text]:
-    """The texts that a segment's rows belong to: one for a chain, for a tree one per leaf; with `alone`, one per row."""
+    """The texts that a segment's rows belong to: one for a chain, for a tree one per leaf; with `alone`, one per
+    row.
+    """
     assert not reader.segment.num_held, "drafts grow their trees in default numerics"
-    slots = torch.arange(reader.slots.start, reader.slots.stop, device=device) if isinstance(reader.slots, range) else reader.slots
+    slots = (
+        torch.arange(reader.slots.start, reader.slots.stop, device=device)
+        if isinstance(reader.slots, range)
+        else reader.slots
+    )
     first_row = reader.rows.start
     if reader.segment.is_chain and not alone:
         yield Text(range(first_row, reader.rows.stop), reader.past, slots)

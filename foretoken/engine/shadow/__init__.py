@@ -1,0 +1,1 @@
+"""Answers scored again while the engine works, to find drift."""

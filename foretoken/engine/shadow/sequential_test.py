@@ -1,0 +1,440 @@
+"""Does a stream of emitted tokens follow the target's laws? Scores with known moments, and tests with a stated error
+rate.
+
+A token y comes with the law p that it should have been drawn from, after all sampling parameters. If it was, then given
+all that came before any number g(y) has the mean and variance that p gives it, and what is left after the mean is taken
+off is a martingale, whatever the text was and whoever chose how long it became. Three numbers are looked at:
+
+    surprisal   -log p(y), which moves when the law is too sharp or too flat (temperature, a filter left out)
+    rank        the place of y in p, likeliest first, spread evenly inside p(y): uniform on [0, 1) (randomised PIT,
+    Rosenblatt 1952) guess       (q - p) / max(q, p) at y, for a position where the drafter's law q is known: what a
+    wrong acceptance test, a wrong
+                residual or lost noise moves, since they all mix p with q
+
+`law_tests` judges a fixed number of tokens. `DriftMonitor` may be looked at after every token, for ever: it bets on
+every score at fixed stakes, its fortune is a martingale that starts at 1, and the chance that it ever reaches 1/alpha
+is at most alpha (Ville 1939; Ramdas et al. 2023, arXiv 2210.01948). At temperature 0 the law is a point and the check
+is exact: `weigh_greedy`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+NUM_BINS = 20
+STAKES = tuple(sign * stake for stake in (0.5, 0.2, 0.08, 0.03, 0.012) for sign in (1, -1))
+_BET_SCORES = 4  # surprisal, guess, first and second cosine of the rank
+_SURPRISAL_CUT = 3.0  # nats around the mean; bets need a bounded score
+_BLOCK = 1 << 22  # numbers of a law [n, V] worked on at once
+_PER_BIN = 20  # tokens that a bin of ranks must expect
+_MAX_SKEW = 1.0  # of the whole sum; above, too few informative tokens for a tail of 1e-6
+_POWER = 0.99
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a drafter thought would come at one position: token ids and the mass it gave them, sum at most 1."""
+
+    ids: tuple[int, ...]
+    mass: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sums over tokens of a score minus its mean, of its variance and of its third central moment.
+
+    `shift` is how fast the sum moves along the error that the score looks for, `distance` how fast the total variation
+    of the tokens' laws grows along the same error, summed over tokens.
+    """
+
+    num_tokens: int = 0
+    excess: float = 0.0
+    variance: float = 0.0
+    third: float = 0.0
+    shift: float = 0.0
+    distance: float = 0.0
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def _no_ranks() -> NDArray[np.int64]:
+    return np.zeros(NUM_BINS, dtype=np.int64)
+
+
+def _no_bets() -> NDArray[np.float64]:
+    return np.zeros((_BET_SCORES, len(STAKES)))
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What some tokens say about their laws; the evidence of two streams is their sum.
+
+    `ranks` [NUM_BINS] counts tokens by rank, `bets` [scores, stakes] is the logarithm of what each stake made of 1.
+    `num_impossible` counts tokens of probability 0; `num_edges` those so near a filter's border that rounding decides
+    whether it keeps them. Neither says anything else.
+    """
+
+    num_tokens: int = 0
+    num_impossible: int = 0
+    num_edges: int = 0
+    surprisal: Moments = field(default_factory=Moments)
+    guess: Moments = field(default_factory=Moments)
+    ranks: NDArray[np.int64] = field(default_factory=_no_ranks)
+    bets: NDArray[np.float64] = field(default_factory=_no_bets)
+
+    def __add__(self, other: Evidence) -> Evidence:
+        return Evidence(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def weigh(
+    laws: Tensor,
+    tokens: Tensor,
+    noise: NDArray[np.float64],
+    guesses: Sequence[Guess | None] = (),
+    edges: Tensor | None = None,
+    slack: float = 0.0,
+) -> Evidence:
+    """The evidence of `tokens` [n] with their `laws` [n, V]. A row is a probability law, or 0 throughout where nothing
+    is known.
+
+    `noise` [n] are uniforms in [0, 1) that had no part in drawing the tokens. `guesses[i]` is what was guessed for
+    token i, None where nobody guessed; () says that nobody knows. `edges` [n] bool marks tokens near a filter's border,
+    whose probability in `laws` is 0. `slack` is how far
+    the mean of a bounded score may lie off because the laws were computed with other rounding; bets allow for it.
+    """
+    count, vocab = laws.shape
+    assert tokens.shape == noise.shape == (count,)
+    assert not guesses or len(guesses) == count
+    step = max(1, _BLOCK // vocab)
+    total = Evidence()
+    for start in range(0, count, step):
+        part = slice(start, start + step)
+        total += _weigh_block(
+            laws[part].double(), tokens[part], noise[part], guesses[part], None if edges is None else edges[part], slack
+        )
+    return total
+
+
+def _weigh_block(
+    laws: Tensor,
+    tokens: Tensor,
+    noise: NDArray[np.float64],
+    guesses: Sequence[Guess | None],
+    edges: Tensor | None,
+    slack: float,
+) -> Evidence:
+    tokens = tokens.to(laws.device)
+    chance = laws.gather(-1, tokens[:, None])  # [n, 1]
+    mute = chance[:, 0] == 0  # [n] such a token says nothing more than that it was impossible
+    edge = torch.zeros_like(mute) if edges is None else mute & edges.to(mute.device)
+    surprise = torch.where(laws > 0, -laws.log(), 0.0)  # [n, V]
+    entropy = (laws * surprise).sum(-1, keepdim=True)  # [n, 1]
+    off = surprise - entropy
+    surprisal = _moments(surprise, laws, tokens, mute)
+    ranks = np.where(mute.cpu().numpy(), noise, _ranks(laws, tokens, chance, noise))
+    bounded = (off / _SURPRISAL_CUT).clamp(-1, 1)
+    scores = np.zeros((_BET_SCORES, len(noise)))
+    scores[0] = _excess(bounded, laws, tokens, mute).cpu().numpy() / 2
+    scores[2:] = np.cos(np.pi * ranks), np.cos(2 * np.pi * ranks)
+    guess = Moments()
+    rows = [row for row, one in enumerate(guesses) if one is not None]
+    if rows:
+        at = torch.tensor(rows, device=laws.device)
+        drafted = _dense([one for one in guesses if one is not None], laws.shape[-1], laws.device)  # [m, V]
+        law = laws[at]
+        tiny = torch.finfo(torch.float64).tiny
+        lean = (drafted - law) / torch.maximum(drafted, law).clamp(min=tiny)  # [m, V] in [-1, 1]
+        scores[1, rows] = _excess(lean, law, tokens[at], mute[at]).cpu().numpy() / 2
+        mixed = drafted / drafted.sum(-1, keepdim=True).clamp(min=tiny) - law  # the direction of a law that is part q
+        guess = _moments(
+            lean, law, tokens[at], mute[at], shift=float((mixed * lean).sum()), distance=float(mixed.abs().sum()) / 2
+        )
+    return Evidence(
+        num_tokens=len(noise),
+        num_impossible=int((mute & ~edge).sum()),
+        num_edges=int(edge.sum()),
+        # p to the power 1 + e, normalised: the mean of the surprisal moves by -e times its variance.
+        surprisal=Moments(
+            surprisal.num_tokens,
+            surprisal.excess,
+            surprisal.variance,
+            surprisal.third,
+            surprisal.variance,
+            float((laws * off.abs()).sum()) / 2,
+        ),
+        guess=guess,
+        ranks=np.bincount((ranks * NUM_BINS).astype(np.int64).clip(0, NUM_BINS - 1), minlength=NUM_BINS),
+        bets=_bets(scores, slack),
+    )
+
+
+def _excess(score: Tensor, laws: Tensor, tokens: Tensor, mute: Tensor) -> Tensor:
+    """Score `[n, V]` at the token minus its mean under the law: `[n]`, 0 where the token says nothing."""
+    value = score.gather(-1, tokens[:, None])[:, 0] - (laws * score).sum(-1)
+    return torch.where(mute, 0.0, value)
+
+
+def _moments(
+    score: Tensor, laws: Tensor, tokens: Tensor, mute: Tensor, shift: float = 0.0, distance: float = 0.0
+) -> Moments:
+    off = score - (laws * score).sum(-1, keepdim=True)  # [n, V]
+    return Moments(
+        len(tokens),
+        float(_excess(score, laws, tokens, mute).sum()),
+        float((laws * off**2).sum()),
+        float((laws * off**3).sum()),
+        shift,
+        distance,
+    )
+
+
+def _ranks(laws: Tensor, tokens: Tensor, chance: Tensor, noise: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The mass of everything likelier than the token (lower ids first on ties), plus a random part of its own:
+    `[n]`.
+    """
+    ids = torch.arange(laws.shape[-1], device=laws.device)
+    ahead = (laws > chance) | ((laws == chance) & (ids < tokens[:, None]))
+    above = (laws * ahead).sum(-1).cpu().numpy()
+    found: NDArray[np.float64] = above + noise * chance[:, 0].cpu().numpy()
+    return found
+
+
+def _dense(guesses: Sequence[Guess], vocab: int, device: torch.device) -> Tensor:
+    rows = [row for row, guess in enumerate(guesses) for _ in guess.ids]
+    ids = [token for guess in guesses for token in guess.ids]
+    mass = [value for guess in guesses for value in guess.mass]
+    out = torch.zeros(len(guesses), vocab, dtype=torch.float64, device=device)
+    out.index_put_(
+        tuple(torch.tensor([rows, ids], dtype=torch.int64, device=device)),
+        torch.tensor(mass, dtype=torch.float64, device=device),
+    )
+    return out
+
+
+def _bets(scores: NDArray[np.float64], slack: float) -> NDArray[np.float64]:
+    """log of prod(1 + stake * score) over tokens, every score moved against the stake by `slack`: `[scores, n]` ->
+    `[scores, stakes]`.
+    """
+    stakes = np.array(STAKES)[:, None]  # [stakes, 1]
+    grown: NDArray[np.float64] = np.stack(
+        [np.log1p(stakes * score[None, :] - np.abs(stakes) * slack).sum(-1) for score in scores]
+    )
+    return grown
+
+
+class DriftMonitor:
+    """Watches a stream of evidence for ever: the chance of an alarm while all tokens follow their laws is at most
+    `alpha`.
+
+    Evidence must come in an order that does not depend on the tokens it is about: whole answers in order of arrival are
+    in order, whole answers as they finish are not (short ones would come first).
+    """
+
+    def __init__(self, alpha: float) -> None:
+        self.alpha = alpha
+        self.alarm = False
+        self._log_fortunes = _no_bets()
+        self._impossible = False
+
+    def add(self, evidence: Evidence) -> None:
+        """Take in the next piece of evidence."""
+        self._log_fortunes = self._log_fortunes + evidence.bets
+        self._impossible |= evidence.num_impossible > 0
+        self.alarm |= self.log_e_value >= -math.log(self.alpha)
+
+    @property
+    def log_e_value(self) -> float:
+        """Logarithm of the fortune, split evenly over all bets at the start; infinite once an impossible token came."""
+        if self._impossible:
+            return math.inf
+        best = float(self._log_fortunes.max())
+        return best + math.log(float(np.exp(self._log_fortunes - best).mean()))
+
+    @property
+    def e_value(self) -> float:
+        """The fortune that 1 became."""
+        return math.exp(self.log_e_value) if self.log_e_value < 700 else math.inf
+
+
+@dataclass(frozen=True)
+class LawTest:
+    """One test of many tokens at once: it fails when `p_value` is below `level`.
+
+    `smallest` is the total variation, on average over tokens, that it misses with probability 0.01 at most; `sees` says
+    the same in the test's own terms. A test without enough tokens is not `conclusive` and never fails.
+    """
+
+    name: str
+    num_tokens: int
+    statistic: str
+    p_value: float
+    level: float
+    smallest: float
+    sees: str
+    conclusive: bool
+
+    @property
+    def passed(self) -> bool:
+        """Whether the tokens look as the laws say."""
+        return not self.conclusive or self.p_value >= self.level
+
+
+def law_tests(evidence: Evidence, alpha: float) -> tuple[LawTest, ...]:
+    """All tests of a fixed number of tokens; the chance that any of them fails though every law was followed is at most
+    `alpha`.
+
+    One test more, that no token was impossible, never fails by chance: it is `evidence.num_impossible == 0`.
+    """
+    level = alpha / (3 if evidence.guess.num_tokens else 2)
+    tests = [_mean_test("surprisal", evidence.surprisal, level), _rank_test(evidence.ranks, level)]
+    if evidence.guess.num_tokens:
+        tests.append(_mean_test("guess", evidence.guess, level))
+    return tuple(tests)
+
+
+def _mean_test(name: str, moments: Moments, level: float) -> LawTest:
+    """Is the sum of a score what its laws say? Tails are those of the gamma law with the same first three moments."""
+    if moments.variance <= 0:
+        return LawTest(
+            name, moments.num_tokens, "z = 0.0", 1.0, level, math.inf, "nothing: every law is a point", conclusive=False
+        )
+    deviation = math.sqrt(moments.variance)
+    z, skew = moments.excess / deviation, moments.third / deviation**3
+    p_value = min(1.0, 2 * min(_upper_tail(z, skew), _upper_tail(-z, -skew)))
+    border = max(_quantile(level / 2, skew), _quantile(level / 2, -skew))
+    size = (border + _quantile(1 - _POWER, 0.0)) * deviation / abs(moments.shift) if moments.shift else math.inf
+    smallest = size * moments.distance / moments.num_tokens
+    what = (
+        f"a temperature off by {size:.1%}"
+        if name == "surprisal"
+        else f"{size:.1%} of the tokens drawn from the draft's law"
+    )
+    sees = f"{what} (total variation {smallest:.3g})" if size < 1 else "little: more tokens are needed"
+    return LawTest(
+        name, moments.num_tokens, f"z = {z:.2f}", p_value, level, smallest, sees, conclusive=abs(skew) <= _MAX_SKEW
+    )
+
+
+def _rank_test(ranks: NDArray[np.int64], level: float) -> LawTest:
+    """Are the ranks uniform? Pearson's chi-square over as many bins as the tokens can fill."""
+    count = int(ranks.sum())
+    bins = next((n for n in (NUM_BINS, NUM_BINS // 2, NUM_BINS // 4) if count >= n * _PER_BIN), 0)
+    if not bins:
+        return LawTest(
+            "rank",
+            count,
+            "",
+            1.0,
+            level,
+            math.inf,
+            f"nothing: fewer than {NUM_BINS // 4 * _PER_BIN} tokens",
+            conclusive=False,
+        )
+    grouped = ranks.reshape(bins, -1).sum(-1)
+    expected = count / bins
+    square = float(((grouped - expected) ** 2).sum() / expected)
+    # By Cauchy-Schwarz, a law of bins that is off by d in total variation has a noncentrality of at least 4 n d^2.
+    smallest = math.sqrt(_noncentrality(bins - 1, level) / (4 * count))
+    sees = f"ranks off by {smallest:.3g} in total variation"
+    return LawTest(
+        "rank",
+        count,
+        f"chi2({bins - 1}) = {square:.1f}",
+        _chi2_tail(square, bins - 1),
+        level,
+        smallest,
+        sees,
+        conclusive=True,
+    )
+
+
+def _upper_tail(z: float, skew: float) -> float:
+    """P(Z > z) for a standardised sum of this skewness: a gamma law on its long side, the normal law on its short one.
+
+    Both err on the safe side for sums of rare events, whose kurtosis lies below the gamma law's.
+    """
+    if skew < 1e-4:
+        return math.erfc(z / math.sqrt(2)) / 2
+    shape = 4 / skew**2
+    place = shape + z * math.sqrt(shape)
+    return _gamma_tail(shape, place) if place > 0 else 1.0
+
+
+def _gamma_tail(shape: float, place: float) -> float:
+    return float(
+        torch.special.gammaincc(torch.tensor(shape, dtype=torch.float64), torch.tensor(place, dtype=torch.float64))
+    )
+
+
+def _chi2_tail(value: float, freedom: int) -> float:
+    return _gamma_tail(freedom / 2, value / 2)
+
+
+def _quantile(level: float, skew: float) -> float:
+    """The z that is exceeded with probability `level`."""
+    return _solve(lambda z: _upper_tail(z, skew) <= level, 40.0)
+
+
+@cache
+def _noncentrality(freedom: int, level: float) -> float:
+    """How far a chi-square law must be from its null for the test at `level` to see it with probability `_POWER`."""
+    border = _solve(lambda x: _chi2_tail(x, freedom) <= level, 1000.0)
+    counts = torch.arange(2000, dtype=torch.float64)
+    tails = torch.special.gammaincc(freedom / 2 + counts, torch.full_like(counts, border / 2))
+
+    def seen(noncentrality: float) -> bool:
+        weights = torch.exp(
+            counts * math.log(noncentrality / 2) - noncentrality / 2 - torch.lgamma(counts + 1)
+        )  # Poisson
+        return float((weights * tails).sum()) >= _POWER
+
+    return _solve(seen, 1000.0, low=1e-6)
+
+
+def _solve(reached: Callable[[float], bool], high: float, low: float = 0.0) -> float:
+    """Smallest number in [low, high] from which on `reached` holds, by bisection."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high
+
+
+@dataclass(frozen=True)
+class GreedyEvidence:
+    """Tokens chosen at temperature 0, against the argmax of their rows; the evidence of two streams is their sum.
+
+    `num_other` counts tokens that are not the argmax, `num_beyond` those of them whose logit lies further below the
+    best one than rounding explains; `max_gap` is the largest such distance seen, in logits.
+    """
+
+    num_tokens: int = 0
+    num_other: int = 0
+    num_beyond: int = 0
+    max_gap: float = 0.0
+
+    def __add__(self, other: GreedyEvidence) -> GreedyEvidence:
+        return GreedyEvidence(
+            self.num_tokens + other.num_tokens,
+            self.num_other + other.num_other,
+            self.num_beyond + other.num_beyond,
+            max(self.max_gap, other.max_gap),
+        )
+
+
+def weigh_greedy(logits: Tensor, tokens: Tensor, tolerance: Tensor) -> GreedyEvidence:
+    """Compare `tokens` [n] with the best of `logits` [n, V]; `tolerance` [n] is the distance that rounding explains."""
+    best = logits.max(-1)
+    gaps = (best.values - logits.gather(-1, tokens[:, None])[:, 0]).double()  # [n]
+    other = best.indices != tokens
+    return GreedyEvidence(
+        len(tokens), int(other.sum()), int((gaps > tolerance.double()).sum()), float(gaps.max()) if len(tokens) else 0.0
+    )

@@ -1,0 +1,318 @@
+"""A share of all answers is scored again by the target alone, while the engine runs: do emitted tokens follow its laws?
+
+The shadow is a watcher of the engine (`watch.Watcher`). Which requests it follows is decided when they arrive, and
+their evidence is added up in order of arrival, so that neither the length of an answer nor the speed of the engine
+chooses what is counted; see `drift.DriftMonitor` for why that matters. Work is done in small pieces between steps, in
+cache that no request needs just then.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foretoken.config import LOSSY_RULES
+from foretoken.core import Request
+from foretoken.engine.request import RequestState
+from foretoken.engine.shadow.rescoring import AnswerProcessors, Rescoring, ScoredRows
+from foretoken.engine.shadow.sequential_test import DriftMonitor, Evidence, GreedyEvidence, Guess, weigh, weigh_greedy
+from foretoken.engine.stats import ShadowStats
+from foretoken.engine.watch import RoundView
+from foretoken.errors import CapacityError, NumericsError
+from foretoken.model.interface import LanguageModel
+from foretoken.model.randomness import Purpose, uniforms
+
+# How far 16-bit rounding may move the mean of a bounded score: half the variance of a logit's noise, and less
+# (DriftMonitor).
+SLACK_16_BIT = 0.002
+_LIKELIEST = 64  # tokens of a drafter's law that are kept; the rest counts as mass 0
+_MOST_SEEDS = 1 << 16
+
+
+class Room(Protocol):
+    """Lends cache of the target that no request needs just then."""
+
+    def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:
+        """Lend `num_tokens` until `give_back`; False if they are not to spare. `reclaim` is called when a request needs
+        them.
+        """
+
+    def give_back(self) -> None:
+        """End the loan, if there is one."""
+
+
+class FreeRoom:
+    """A `Room` for a target that nobody else is using: whatever is free may be taken."""
+
+    def __init__(self, target: LanguageModel) -> None:
+        self._target = target
+
+    def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:  # noqa: ARG002 - nobody comes to reclaim
+        """Whether that much is free now."""
+        return num_tokens <= self._target.num_free_tokens()
+
+    def give_back(self) -> None:
+        """Nothing was set aside."""
+
+
+@dataclass
+class _Case:
+    """One followed request: what came out, what was guessed, and at last what it says."""
+
+    request: Request
+    guesses: list[Guess | None] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    scored: bool = False
+    evidence: Evidence = field(default_factory=Evidence)
+    greedy: GreedyEvidence = field(default_factory=GreedyEvidence)
+    error: str = ""
+
+
+class Shadow:
+    """Follows a share `rate` of requests, chosen by their own seeds and numbers.
+
+    `fresh_processors` makes the processors of a request as new; None says that no request has any. At most
+    `max_waiting` requests are followed at a time. Lossy requests are left out, and so are those whose given seed was
+    seen before: equal seeds make equal choices, which would count twice.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        rate: float,
+        alpha: float = 1e-6,
+        room: Room | None = None,
+        fresh_processors: Callable[[Request], AnswerProcessors | None] | None = None,
+        tokens_per_step: int = 32,
+        max_waiting: int = 256,
+    ) -> None:
+        assert 0 <= rate <= 1
+        self.target, self.rate, self.tokens_per_step, self.max_waiting = target, rate, tokens_per_step, max_waiting
+        self.monitor = DriftMonitor(alpha)
+        self._room = room or FreeRoom(target)
+        self._fresh_processors = fresh_processors
+        self._cases: dict[int, _Case] = {}  # in order of arrival
+        self._finished: deque[_Case] = deque()  # not scored yet
+        self._running: Rescoring | None = None  # of the first finished one
+        self._seeds: set[int] = set()
+        self._num_requests = self._num_tokens = 0
+        self._greedy = GreedyEvidence()
+        self._message = ""
+
+    # ---- what the engine tells
+
+    def begin(self, state: RequestState) -> None:
+        """Decide whether to follow a new request."""
+        self._follow(state.request)
+
+    def round(self, view: RoundView) -> None:
+        """Note what was guessed for the tokens of a round."""
+        case = self._cases.get(view.entry.request.request_id)
+        if case is not None and not case.request.params.greedy:
+            case.guesses += guesses_of(view)
+
+    def end(self, state: RequestState) -> None:
+        """Take a finished, failed or dropped answer as far as it came: an answer that was dropped for its words must
+        count too.
+        """
+        if state.request_id in self._cases:
+            self._take(state.request, state.output_ids)
+
+    def between_steps(self) -> None:
+        """A bounded piece of work."""
+        self.advance(self.tokens_per_step)
+
+    def close(self) -> None:
+        """Give back the cache and drop what is not scored; closing again does nothing."""
+        self.release()
+        self._finished.clear()
+        self._cases.clear()
+
+    # ---- work
+
+    def offer(self, request: Request, output_ids: list[int]) -> bool:
+        """Follow a request that is over already; whether it was chosen. Offer requests in order of arrival."""
+        chosen = self._follow(request)
+        if chosen:
+            self._take(request, output_ids)
+        return chosen
+
+    def advance(self, max_tokens: int) -> int:
+        """Run up to `max_tokens` tokens of finished answers through the target; how many were run. 0 when there is no
+        work or no room.
+        """
+        run = 0
+        while self._finished and run < max_tokens:
+            case = self._finished[0]
+            if self._running is None and not self._start(case):
+                break
+            assert self._running is not None
+            before = self._running.num_remaining
+            try:
+                self._weigh(case, self._running.advance(max_tokens - run))
+            except NumericsError as error:
+                case.error = str(error)
+            except CapacityError:
+                self.release()
+                break
+            run += before - self._running.num_remaining
+            if case.error or not self._running.num_remaining:
+                self._room.give_back()
+                self._running = None
+                case.scored = True
+                self._finished.popleft()
+                self._settle()
+        return run
+
+    def drain(self) -> ShadowStats:
+        """Score everything that is finished, as far as there is room."""
+        while self.advance(1 << 16):
+            pass
+        return self.stats
+
+    def release(self) -> None:
+        """Give the cache back at once; the answer that was being scored is begun anew later."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+            self._room.give_back()
+            self._finished[0].evidence, self._finished[0].greedy = Evidence(), GreedyEvidence()
+
+    @property
+    def stats(self) -> ShadowStats:
+        """What was found so far."""
+        greedy = self._greedy
+        return ShadowStats(
+            self._num_requests,
+            self._num_tokens,
+            len(self._cases),
+            self.monitor.e_value,
+            greedy.num_tokens,
+            greedy.num_other,
+            greedy.max_gap,
+            bool(self._message),
+            self._message,
+        )
+
+    def _follow(self, request: Request) -> bool:
+        """Choose before anything is drawn, so that what comes out has no say in it."""
+        if request.spec.rule in LOSSY_RULES or len(self._cases) >= self.max_waiting:
+            return False
+        if float(uniforms([request.seed], Purpose.SHADOW, [request.request_id], [0])[0]) >= self.rate:
+            return False
+        if not request.params.greedy and request.params.seed is not None:
+            if request.seed in self._seeds or len(self._seeds) >= _MOST_SEEDS:
+                return False
+            self._seeds.add(request.seed)
+        self._cases[request.request_id] = _Case(request)
+        return True
+
+    def _take(self, request: Request, output_ids: list[int]) -> None:
+        case = self._cases[request.request_id]
+        case.output_ids = output_ids
+        if output_ids:
+            self._finished.append(case)
+        else:
+            case.scored = True
+            self._settle()
+
+    def _start(self, case: _Case) -> bool:
+        request = case.request
+        processors = None if self._fresh_processors is None else self._fresh_processors(request)
+        scoring = Rescoring(self.target, request.prompt_ids, case.output_ids, request.params, processors)
+        if not self._room.borrow(scoring.footprint_tokens, self.release):
+            return False
+        self._running = scoring
+        return True
+
+    def _weigh(self, case: _Case, rows: ScoredRows) -> None:
+        if not len(rows.tokens):
+            return
+        if case.request.params.greedy:
+            case.greedy += weigh_greedy(rows.logits, rows.tokens, rows.rounding)
+            return
+        places = range(rows.first, rows.first + len(rows.tokens))
+        noise = uniforms([case.request.seed] * len(places), Purpose.SHADOW, places, [1] * len(places))
+        guesses = case.guesses[places.start : places.stop]
+        slack = SLACK_16_BIT if rows.dtype in (torch.bfloat16, torch.float16) else 0.0
+        laws, edges = rows.certain()
+        case.evidence += weigh(laws, rows.tokens, noise, guesses, edges, slack)
+
+    def _settle(self) -> None:
+        """Count scored answers, in order of arrival: one that is still running holds back those behind it."""
+        while self._cases:
+            first = next(iter(self._cases))
+            case = self._cases[first]
+            if not case.scored:
+                return
+            del self._cases[first]
+            self._num_requests += 1
+            self._num_tokens += len(case.output_ids)
+            self._greedy += case.greedy
+            self.monitor.add(case.evidence)
+            self._judge(case)
+
+    def _judge(self, case: _Case) -> None:
+        """Raise the alarm, once."""
+        if self._message:
+            return
+        after = f"after {self._num_tokens} tokens of {self._num_requests} requests"
+        if case.error:
+            found = f"request {case.request.request_id}: {case.error}"
+        elif case.greedy.num_beyond:
+            found = (
+                f"request {case.request.request_id}: {case.greedy.num_beyond} greedy tokens are not the "
+                "target's choice, "
+                f"by up to {case.greedy.max_gap:.3g} in logits, more than rounding explains"
+            )
+        elif case.evidence.num_impossible:
+            found = (
+                f"request {case.request.request_id}: {case.evidence.num_impossible} tokens "
+                "have probability 0 under the target"
+            )
+        elif self.monitor.alarm:
+            found = (
+                f"sampled tokens do not follow the target's law: e-value {self.monitor.e_value:.3g} "
+                f"(by chance it reaches {1 / self.monitor.alpha:.0e} in at most one of as many engines)"
+            )
+        else:
+            return
+        self._message = f"shadow check {after}: {found}; run `foretoken audit` on this model and these settings"
+        warnings.warn(self._message, stacklevel=2)
+
+
+def guesses_of(view: RoundView) -> list[Guess | None]:
+    """For every token that a round emitted, what its drafter had proposed at that place; None where it proposed
+    nothing.
+
+    Under the coupled rule a drafted token shares its noise with the target's, so it says nothing beforehand: None.
+    """
+    draft, b, count = view.draft, view.b, len(view.output.token_ids)
+    if view.entry.noise is not None:
+        return [None] * count
+    anchor = draft.anchor_row(b)
+    rows = [anchor, *(anchor + 1 + node for node in view.verdict.paths[b])][:count]
+    tokens = draft.tokens[draft.offsets[b] : draft.offsets[b + 1]].tolist()
+    parent_rows = draft.parent_rows[draft.offsets[b] : draft.offsets[b + 1]]
+    found: list[Guess | None] = []
+    for row in rows:
+        law = -1 if draft.mass is None else draft.mass.law_of_row[row]
+        if law >= 0:
+            assert draft.mass is not None
+            found.append(guess_of_law(draft.mass.laws[law]))
+            continue
+        children = sorted({token for token, parent in zip(tokens, parent_rows, strict=True) if parent == row})
+        found.append(Guess(tuple(children), (1 / len(children),) * len(children)) if children else None)
+    return found
+
+
+def guess_of_law(law: Tensor) -> Guess:
+    """The likeliest tokens of a drafter's law `[V]`; a score is free to leave the others out."""
+    likeliest = law.topk(min(_LIKELIEST, len(law)))
+    return Guess(tuple(likeliest.indices.tolist()), tuple(likeliest.values.tolist()))

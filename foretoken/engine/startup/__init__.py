@@ -1,0 +1,1 @@
+"""What steps cost on this machine, known before the first request."""

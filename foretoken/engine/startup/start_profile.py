@@ -1,0 +1,287 @@
+"""A few points of what steps and drafters cost, measured before the first request and without a trace.
+
+One request of random tokens runs on a twin of the target (`model.interface.TwinModel`): the same weights, a memory of
+its own. Its drafter is a fresh one over twins of the draft's models. So caches, what drafters have learnt, counters and
+random numbers are afterwards what they were before.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median_low
+from typing import Any
+
+import torch
+
+from foretoken.config import SamplingParams, SpecConfig
+from foretoken.control.queue import SchedulerConfig
+from foretoken.core import Batch, Draft, Request, Verdict
+from foretoken.draft.base import Drafter, Feedback
+from foretoken.draft.cascade import CascadeDrafter
+from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.early_exit import EarlyExitDrafter
+from foretoken.draft.group import DrafterGroup, drafter_key
+from foretoken.draft.mix import MixDrafter
+from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
+from foretoken.engine.engine import Engine
+from foretoken.engine.startup.machine import machine, versions
+from foretoken.engine.startup.profiling import SHORT_TOKENS, Filler, stand_in, timed
+from foretoken.kv.pool import bytes_per_token
+from foretoken.model.interface import LanguageModel, TwinModel
+from foretoken.model.paged import PagedModel
+from foretoken.model.strict import StrictModel
+from foretoken.plan.profile import Curve, DrafterCost, Profile
+from foretoken.plan.roofline import Roofline
+
+BUDGET_S = 2.0
+_ROWS = (1, 2, 4, 8, 16, 32)
+_GUESSES = (1, 2, 4, 8)
+_MOST_REPEATS = 5
+_MOST_TOKENS = 256  # of the stand-in's answer; a step emits at least one
+_LEAST_TOKENS = 12  # room without which there is nothing to measure
+_SEED = 0
+_COPY_BYTES = 1 << 26  # beyond what caches hold
+_PRODUCT = (256, 1024)  # rows, and width of the square matrix: enough arithmetic for the few bytes
+_TRIES = 3
+_DTYPES = {1: torch.bfloat16, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by bytes of a weight
+
+Made = tuple[SpecConfig, Drafter]
+Say = Callable[[float], None]  # called between steps with the seconds since the beginning
+
+
+def describe_target(target: LanguageModel) -> dict[str, Any]:
+    """What makes a target's steps cost what they cost, beside the machine."""
+    return {
+        **_describe_model(target),
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
+        "numerics": "strict" if isinstance(target, StrictModel) else "default",
+    }
+
+
+def describe_drafter(spec: SpecConfig, drafter: Drafter) -> dict[str, Any]:
+    """The same of a drafter: its models, and what shapes its work."""
+    fields = ("drafter", "draft_dtype", "draft_vocabulary", "exit_layer", "skip_layers", "tree", "branching")
+    layers = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name in fields
+        if (value := getattr(spec, name)) is not None
+    }
+    return {**layers, "models": [_describe_model(model) for model in _models(drafter)]}
+
+
+def model_drafters(made: Sequence[Made]) -> dict[str, Made]:
+    """Those of `made`, or of their parts, that ask a model, by the names that a profile gives them: the drafter's own,
+    numbered where equal.
+    """
+    found: dict[str, Made] = {}
+    for spec, drafter in made:
+        members = (
+            zip(spec.configs, drafter.parts, strict=True) if isinstance(drafter, MixDrafter) else [(spec, drafter)]
+        )
+        for own, part in members:
+            if isinstance(part, DraftModelDrafter | OtherVocabularyDrafter | EarlyExitDrafter | CascadeDrafter):
+                name = (
+                    part.name
+                    if part.name not in found
+                    else f"{part.name}#{sum(other.split('#')[0] == part.name for other in found) + 1}"
+                )
+                found[name] = (own, part)
+    return found
+
+
+def measure_roofline(target: LanguageModel) -> Roofline:
+    """The target on this machine: one copy and one matrix product, the best of a few tries each; a fraction of a
+    second.
+    """
+    size = min(_DTYPES, key=lambda size: abs(size - target.weight_bytes / target.num_parameters))
+    rows, width = _PRODUCT
+    source = torch.ones(_COPY_BYTES // 4, dtype=torch.float32, device=target.device)
+    copied = torch.empty_like(source)
+    x, matrix = (torch.ones(count, width, dtype=_DTYPES[size], device=target.device) for count in (rows, width))
+    copy_s = _best_s(lambda: copied.copy_(source), target.device)
+    product_s = _best_s(lambda: x @ matrix, target.device)
+    kv_bytes = 0
+    if isinstance(target, PagedModel):
+        config = target.config
+        kv_bytes = bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, target.dtype)
+    return Roofline(
+        step_bytes=target.step_bytes,
+        row_flops=2 * target.step_bytes / size,
+        kv_bytes_per_token=kv_bytes,
+        bytes_per_s=2 * _COPY_BYTES / copy_s,  # read and written
+        flops_per_s=2 * rows * width * width / product_s,
+    )
+
+
+def measure_start(
+    target: LanguageModel, drafters: Mapping[str, Made], name: str, budget_s: float = BUDGET_S, say: Say | None = None
+) -> Profile | None:
+    """The short profile of an idle target and of `drafters` (`model_drafters`), called `name`; None where context or
+    cache are too small.
+
+    Every count is run once, if the time allows, and again while it does: 1 to 32 rows of the target, 1 to 8 guesses of
+    each drafter. The target's first row, and each drafter's first guess, are measured whatever they take.
+    """
+    began = time.perf_counter()
+    run = _Run(target, {}, began, say or (lambda _s: None))
+    share_s = budget_s / (1 + len(drafters))
+    steps = run.times(None, [rows - 1 for rows in _ROWS], share_s)
+    if not steps:
+        return None
+    guesses = {label: run.times(made, _GUESSES, share_s) for label, made in drafters.items()}
+    return Profile(
+        target={"name": name, **describe_target(target)},
+        machine=machine(),
+        versions=versions(),
+        command="at the start of an engine",
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        rows=Curve(tuple((1 + count, median_low([step_s for step_s, _ in times])) for count, times in steps.items())),
+        drafters={
+            label: DrafterCost(
+                Curve(
+                    tuple(
+                        (count, median_low([draft_s for _, draft_s in times]))
+                        for count, times in guesses[label].items()
+                    )
+                ),
+                about=describe_drafter(*made),
+            )
+            for label, made in drafters.items()
+        },
+        roofline=measure_roofline(target),
+    )
+
+
+class _Metered:
+    """A drafter that is asked for `count` guesses at most, whatever the engine asks for."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner, self.name, self.count = inner, inner.name, 0
+
+    def start(self, request: Request) -> None:
+        """Hand on."""
+        self.inner.start(request)
+
+    def propose(self, batch: Batch) -> Draft:
+        """Fewer guesses."""
+        return self.inner.propose(
+            Batch(tuple(replace(entry, num_draft=min(entry.num_draft, self.count)) for entry in batch.entries))
+        )
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
+        """Hand on."""
+        self.inner.commit(batch, draft, verdict, feedback)
+
+    def finish(self, request_id: int) -> None:
+        """Hand on."""
+        self.inner.finish(request_id)
+
+
+@dataclass
+class _Run:
+    """One measurement; `twins` by the identity of the model."""
+
+    target: LanguageModel
+    twins: dict[int, LanguageModel]
+    began: float
+    say: Say
+    first_s: float = field(default=0.0)
+
+    def times(self, made: Made | None, counts: Sequence[int], share_s: float) -> dict[int, list[tuple[float, float]]]:
+        """Seconds of steps with so many guesses, without the drafter and of the drafter alone, by the count; {} where
+        there is no room.
+        """
+        target, began = self.twin(self.target), time.perf_counter()
+        most_tokens = min(
+            _MOST_TOKENS, target.max_context_tokens - SHORT_TOKENS, target.capacity_tokens - 2 * SHORT_TOKENS
+        )
+        counts = [count for count in counts if count + _LEAST_TOKENS <= most_tokens]
+        if not counts:
+            return {}
+        spec = replace(made[0] if made else SpecConfig(drafter="ngram"), num_draft=max(counts))
+        metered = _Metered(_fresh(made[1], self.twin) if made else Filler())
+        group, key = DrafterGroup(target), drafter_key(spec)
+        assert key is not None
+        group.drafters[key] = metered
+        engine = Engine(target, group, limits=SchedulerConfig(1), eos_token_ids=())
+        found: dict[int, list[tuple[float, float]]] = {}
+        try:
+            state = engine.submit(
+                stand_in(target, SHORT_TOKENS, _SEED),
+                SamplingParams(max_tokens=most_tokens, seed=_SEED, ignore_eos=True),
+                spec,
+            )
+            metered.count = 1  # the drafter's first round reads the prompt
+            while state.num_rounds < 2 and state.finish_reason is None:
+                last_s, _ = self.step(engine)
+            for count in [count for _ in range(_MOST_REPEATS) for count in counts]:
+                expected_s = sum(found[count][-1]) if count in found else last_s
+                if found and time.perf_counter() - began + expected_s > share_s:
+                    break
+                if state.finish_reason is not None or state.num_remaining - 1 < count:
+                    continue
+                metered.count = count
+                last_s, draft_s = self.step(engine)
+                found.setdefault(count, []).append((last_s - draft_s, draft_s))
+        finally:
+            engine.close()
+        return dict(sorted(found.items()))
+
+    def step(self, engine: Engine) -> tuple[float, float]:
+        """One step, timed."""
+        found = timed(engine)
+        self.say(time.perf_counter() - self.began)
+        return found
+
+    def twin(self, model: LanguageModel) -> LanguageModel:
+        """The model's twin, always the same; a model that has none leaves no trace itself."""
+        if id(model) not in self.twins:
+            self.twins[id(model)] = model.twin() if isinstance(model, TwinModel) else model
+        return self.twins[id(model)]
+
+
+def _models(drafter: Drafter) -> list[LanguageModel]:
+    """The models of a drafter beside the target."""
+    if isinstance(drafter, DraftModelDrafter | OtherVocabularyDrafter):
+        return [drafter.model]
+    return [level.model for level in drafter.levels] if isinstance(drafter, CascadeDrafter) else []
+
+
+def _fresh(drafter: Drafter, twin: Callable[[LanguageModel], LanguageModel]) -> Drafter:
+    """A drafter over the twins of `drafter`'s models, which has learnt nothing."""
+    if isinstance(drafter, DraftModelDrafter):
+        return DraftModelDrafter(twin(drafter.model))
+    if isinstance(drafter, OtherVocabularyDrafter):
+        return OtherVocabularyDrafter(twin(drafter.model), drafter.target, drafter.draft, drafter.how)
+    if isinstance(drafter, CascadeDrafter):
+        return CascadeDrafter([twin(level.model) for level in drafter.levels], copy.deepcopy(drafter.lookup))
+    assert isinstance(drafter, EarlyExitDrafter)
+    target = twin(drafter.target)
+    assert isinstance(target, type(drafter.target))
+    return EarlyExitDrafter(target)
+
+
+def _describe_model(model: LanguageModel) -> dict[str, Any]:
+    return {
+        "num_parameters": model.num_parameters,
+        "step_bytes": model.step_bytes,
+        "num_layers": model.num_layers,
+        "vocab_size": model.vocab_size,
+    }
+
+
+def _best_s(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of `work`, the fastest of a few tries; the first one does not count."""
+    found: list[float] = []
+    for _ in range(1 + _TRIES):
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - began)
+    return max(min(found[1:]), 1e-9)

@@ -1,0 +1,113 @@
+"""Who pays for a step: its time, shared among the requests that took part.
+
+What a drafter took is shared among its own requests by their guesses (evenly where it made none); what else the
+drafting phase took, routing and merging, evenly among all. The target's forward and the rules are shared by rows:
+pending tokens, guesses and probes. Shares add up to the step. Of a request's share that part is wasted which its
+rejected guesses have in its drafting, and what their rows added to the forward: by the measured times of steps with so
+many rows and so many fewer, and never more than the rows' own share, since most of a small step is reading weights,
+which guesses do not make longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from foretoken.control.cost import CostTable
+from foretoken.core import Batch, BatchEntry, Draft, Verdict
+from foretoken.draft.base import DrafterKey
+from foretoken.draft.group import GRAMMAR, arm_keys, chosen_arm
+from foretoken.engine.stats import EngineStats, RequestStats
+from foretoken.engine.watch import StepClock
+
+
+def charge(
+    batch: Batch,
+    draft: Draft,
+    verdict: Verdict,
+    clock: StepClock,
+    spent_s: Mapping[DrafterKey, float],
+    steps: CostTable,
+    accounts: Sequence[RequestStats],
+    totals: EngineStats,
+) -> None:
+    """Add a step to the accounts of its entries, one each in their order, and the same amounts to `totals`.
+
+    `spent_s` is what each drafter took of the clock's `draft_s`; `steps` tells what a step takes by its rows.
+    """
+    rows = [len(entry.pending) for entry in batch.entries]
+    for b, (guesses, probes) in enumerate(zip(draft.lengths, draft.probe_lengths, strict=True)):
+        rows[b] += guesses + probes
+    num_rows = sum(rows)
+    row_s = (clock.target_s + clock.rule_s) / num_rows
+    rejected = [length - len(path) for length, path in zip(draft.lengths, verdict.paths, strict=True)]
+    wasted_row_s = _added_row_s(steps, num_rows, sum(rejected), row_s)
+    drafting = _drafting_s(batch.decoding, draft, spent_s)
+    shared_s = (clock.draft_s - sum(drafting)) / len(rows)
+    num_decoding = len(rejected)
+    for b, (entry, account) in enumerate(zip(batch.entries, accounts, strict=True)):
+        draft_s, wasted_s = shared_s, 0.0
+        if b < num_decoding:
+            draft_s += drafting[b]
+            account.num_steps += 1
+            if rejected[b]:
+                wasted_s = rejected[b] * (wasted_row_s + drafting[b] / draft.lengths[b])
+        run_s = rows[b] * row_s
+        if _reads_prompt(entry):
+            account.prompt_s += run_s
+            totals.prompt_s += run_s
+        else:
+            account.verify_s += run_s
+            totals.verify_s += run_s
+        account.draft_s += draft_s
+        account.wasted_s += wasted_s
+        totals.draft_s += draft_s
+        totals.wasted_s += wasted_s
+
+
+def gain(batch: Batch, clock: StepClock, steps: CostTable) -> tuple[float, float] | None:
+    """(seconds per token without guesses, seconds that each request is charged for this step), to compare them.
+
+    Without guesses the requests of a step would have got a token each in a step of as many rows; each of the B requests
+    is charged a B-th of a step. None where a prompt was read as well, and while steps of so few rows were never
+    measured.
+    """
+    count = len(batch.entries)
+    if not steps.reaches(count) or any(len(entry.pending) > 1 or not entry.decodes for entry in batch.entries):
+        return None
+    return steps.seconds(count) / count, (clock.draft_s + clock.target_s + clock.rule_s) / count
+
+
+def _reads_prompt(entry: BatchEntry) -> bool:
+    """Whether an entry's rows are text that was there before: a prompt, or what is read once more."""
+    return len(entry.pending) > 1 or not entry.decodes or entry.start < len(entry.request.prompt_ids)
+
+
+def _added_row_s(steps: CostTable, num_rows: int, num_rejected: int, row_s: float) -> float:
+    """What each of the rejected rows made the step longer; 0 while nothing is known."""
+    if not num_rejected:
+        return 0.0
+    return min(row_s, max(0.0, steps.seconds(num_rows) - steps.seconds(num_rows - num_rejected)) / num_rejected)
+
+
+def _drafting_s(entries: Sequence[BatchEntry], draft: Draft, spent_s: Mapping[DrafterKey, float]) -> list[float]:
+    """Each entry's part of what its drafters took: by the guesses they made, evenly among their requests where they
+    made none.
+
+    A grammar's guesses cost nothing, whoever else drafts for the request.
+    """
+    parts = [0.0] * len(entries)
+    if not spent_s:
+        return parts
+    guesses: dict[DrafterKey, dict[int, int]] = {}  # by drafter and request
+    for b, entry in enumerate(entries):
+        keys, chosen = arm_keys(entry.request.spec), chosen_arm(entry)
+        for arm, key in enumerate(keys):
+            made = draft.lengths[b] if arm == chosen and draft.drafters[b] != GRAMMAR else 0
+            own = guesses.setdefault(key, {})
+            own[b] = own.get(b, 0) + made
+    for key, took_s in spent_s.items():
+        own = guesses[key]
+        total = sum(own.values())
+        for b, made in own.items():
+            parts[b] += took_s * (made / total if total else 1 / len(own))
+    return parts

@@ -1,0 +1,1 @@
+"""The scheduler and the controller on a virtual clock, without a model."""

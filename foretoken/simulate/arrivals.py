@@ -1,0 +1,165 @@
+"""What comes in: requests with their times, lengths and chances, from a trace or drawn at random."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from foretoken.errors import InputError
+from foretoken.files import parse_json
+from foretoken.params import DEADLINES_S, PRIORITIES, check_number, check_whole
+
+Chances = tuple[float, ...]
+MOST_REQUESTS = 1_000_000  # all are made before the first arrives
+_MOST_TOKENS, _MOST_SECONDS = 1 << 40, 1e9
+_LEAST_RATE = 1e-9  # of arrivals per second
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request: `acceptance` is the chance that a guess stands once all before it stood, by place (the last goes
+    on), or a name.
+
+    A name stands for chances that were measured, a different one for each drafter (`chances_from_bench`). `priority`
+    and `deadline_s` are `SamplingParams`'.
+    """
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    acceptance: Chances | str = (0.0,)
+    priority: int = 0
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Whole numbers from `low` to `high`, all alike."""
+
+    low: int
+    high: int
+
+    def draw(self, rng: random.Random) -> int:
+        """One of them."""
+        return rng.randint(self.low, self.high)
+
+
+def poisson(
+    rate: float, count: int, prompts: Lengths, outputs: Lengths, acceptance: Chances | str, seed: int
+) -> list[Job]:
+    """`count` requests that come at random, `rate` per second on average; the same seed gives the same ones, scaled in
+    time by the rate.
+
+    Raises:
+        InputError: a rate that is not above 0, or no request.
+    """
+    if not _LEAST_RATE <= rate <= 1 / _LEAST_RATE:
+        raise InputError(
+            "trace",
+            f"poisson:{rate:g}",
+            f"the rate must be above 0 requests per second, from {_LEAST_RATE:g} to {1 / _LEAST_RATE:g}",
+        )
+    check_whole("requests", count, low=1, high=MOST_REQUESTS)
+    rng, now, jobs = random.Random(f"arrivals {seed}"), 0.0, []
+    for _ in range(count):
+        now += rng.expovariate(1.0) / rate
+        jobs.append(Job(now, prompts.draw(rng), outputs.draw(rng), acceptance))
+    return jobs
+
+
+def parse_trace(lines: Iterable[str], acceptance: Chances | str) -> list[Job]:
+    """Requests from JSON lines in order of arrival; the keys are the fields of `Job`, and only the two lengths must be
+    there.
+
+    `acceptance` holds for lines that name none.
+
+    Raises:
+        InputError: names the line and what is wrong with it.
+    """
+    jobs = [_job(number, line, acceptance) for number, line in enumerate(lines, 1) if line.strip()]
+    if not jobs:
+        raise InputError("trace", "", "holds no request")
+    return sorted(jobs, key=lambda job: job.arrival_s)
+
+
+def _job(number: int, line: str, acceptance: Chances | str) -> Job:
+    raw = parse_json(f"trace line {number}", line, line)
+    if not isinstance(raw, Mapping):
+        raise InputError(f"trace line {number}", line, "must be an object")
+    known = [field.name for field in fields(Job)]
+    unknown = set(raw) - set(known)
+    if unknown:
+        raise InputError(f"trace line {number}", sorted(unknown)[0], f"unknown key; known: {', '.join(known)}")
+    arrival = raw.get("arrival_s", 0.0)
+    check_number(f"trace line {number}: arrival_s", arrival, low=0.0, high=_MOST_SECONDS)
+    for name in ("prompt_tokens", "output_tokens"):
+        count = raw.get(name)
+        check_whole(f"trace line {number}: {name}", count, low=1, high=_MOST_TOKENS)
+    given = (
+        acceptance
+        if raw.get("acceptance") is None
+        else parse_acceptance(raw["acceptance"], f"trace line {number}: acceptance")
+    )
+    priority, deadline_s = raw.get("priority", 0), raw.get("deadline_s")
+    check_whole(f"trace line {number}: priority", priority, *PRIORITIES)
+    if deadline_s is not None:
+        check_number(f"trace line {number}: deadline_s", deadline_s, *DEADLINES_S, open_low=True)
+    return Job(float(arrival), raw["prompt_tokens"], raw["output_tokens"], given, priority, deadline_s)
+
+
+def parse_acceptance(value: object, field: str = "acceptance") -> Chances | str:
+    """A chance, a list of chances by place, or a name.
+
+    Raises:
+        InputError: a number outside [0, 1], or something else.
+    """
+    if isinstance(value, str) and value:
+        return value
+    given = value if isinstance(value, list | tuple) else [value]
+    chances = tuple(
+        float(c) for c in given if isinstance(c, int | float) and not isinstance(c, bool) and 0 <= c <= 1
+    )  # no NaN
+    if not chances or len(chances) < len(given):
+        raise InputError(field, value, "must be a chance from 0 to 1, a list of them by place, or a name")
+    return chances
+
+
+def chances_from_bench(raw: object) -> dict[str, dict[str, Chances]]:
+    """By drafter and slice, the chances in a result of `foretoken bench`: of each drafter's longest drafts, all
+    temperatures alike.
+
+    Raises:
+        InputError: not such a result.
+    """
+    rows = raw.get("rows") if isinstance(raw, Mapping) else None
+    if not isinstance(rows, list):
+        raise InputError("bench", type(raw).__name__, "not a result of `foretoken bench --json` or `--out`")
+    found: dict[str, dict[str, Chances]] = {}
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, Mapping):
+            raise InputError(f"bench row {number}", row, "must be an object")
+        drafter, name, shares = row.get("drafter"), row.get("slice"), row.get("acceptance_per_position") or ()
+        if drafter is None or not shares:
+            continue
+        if not isinstance(drafter, str) or not isinstance(name, str) or not isinstance(shares, list):
+            raise InputError(
+                f"bench row {number}",
+                row,
+                "must name a drafter and a slice, with a list of shares at acceptance_per_position",
+            )
+        for share in shares:
+            check_number(f"bench row {number}: acceptance_per_position", share, low=0.0, high=1.0)
+        known = found.setdefault(drafter, {})
+        if len(shares) > len(known.get(name, ())):
+            known[name] = _conditional(shares)
+    return found
+
+
+def _conditional(shares: Sequence[float]) -> Chances:
+    """From the share of guesses kept at each place to the chance there given that those before were kept."""
+    before, chances = 1.0, []
+    for share in shares:
+        chances.append(min(1.0, share / before) if before > 0 else 0.0)
+        before = share
+    return tuple(chances)

@@ -1,0 +1,69 @@
+"""What is simulated: who guesses and how much, and under which limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foretoken.control.queue import SchedulerConfig
+from foretoken.errors import ConfigError
+from foretoken.params import is_count
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class SimSetting:
+    """Who guesses (None: nobody) and how much (None: the controller chooses)."""
+
+    drafter: str | None = None
+    num_draft: int | None = 0
+
+    @property
+    def name(self) -> str:
+        """As rows of the bench are called: plain, ngram-5, draft_model-auto."""
+        return (
+            PLAIN if self.drafter is None else f"{self.drafter}-{'auto' if self.num_draft is None else self.num_draft}"
+        )
+
+
+def parse_setting(text: str) -> SimSetting:
+    """The setting called `text`: plain, or a drafter and a number or auto, such as ngram-5.
+
+    Raises:
+        ConfigError: none of these.
+    """
+    drafter, found, number = text.rpartition("-")
+    if text == PLAIN:
+        return SimSetting()
+    if not found or not drafter or not (number == "auto" or is_count(number)):
+        raise ConfigError(
+            "settings", text, "must be plain, or a drafter and a number or auto, such as ngram-5 or draft_model-auto"
+        )
+    return SimSetting(drafter, None if number == "auto" else int(number))
+
+
+@dataclass(frozen=True)
+class Limits(SchedulerConfig):
+    """The scheduler's limits and the cache's. `cache_tokens` None: more than is ever needed; `max_context_tokens` None:
+    no bound.
+    """
+
+    cache_tokens: int | None = None
+    block_tokens: int = 32
+    max_context_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("cache_tokens", "block_tokens", "max_context_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(name, value, "must be at least 1")
+
+    def footprint_tokens(self, num_tokens: int) -> int:
+        """`num_tokens` in whole blocks."""
+        return -(-num_tokens // self.block_tokens) * self.block_tokens
+
+    @property
+    def capacity_tokens(self) -> float:
+        """What all whole blocks hold."""
+        return float("inf") if self.cache_tokens is None else self.cache_tokens // self.block_tokens * self.block_tokens

@@ -1,0 +1,81 @@
+"""Requests that arrive, engines that share them, and the virtual time in which all of it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from foretoken.errors import ConfigError
+from foretoken.plan.profile import Profile
+from foretoken.simulate.arrivals import Job
+from foretoken.simulate.setting import Limits, SimSetting
+from foretoken.simulate.sim_engine import SimEngine, Step
+from foretoken.simulate.sim_request import Known, SimRequest, start
+
+DISPATCHES = ("round_robin", "least_loaded")
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Engines that share the arrivals: each request goes to the next one in turn, or to the one with the fewest
+    unfinished.
+    """
+
+    replicas: int = 1
+    dispatch: str = "round_robin"
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError("replicas", self.replicas, "must be at least 1")
+        if self.dispatch not in DISPATCHES:
+            raise ConfigError("dispatch", self.dispatch, f"choose one of {', '.join(DISPATCHES)}")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """All requests of a simulation, finished, in order of arrival, and the engines that ran them."""
+
+    setting: SimSetting
+    courses: tuple[SimRequest, ...]
+    replicas: tuple[SimEngine, ...]
+
+
+def simulate(
+    profile: Profile,
+    jobs: Sequence[Job],
+    setting: SimSetting,
+    limits: Limits,
+    seed: int = 0,
+    fleet: Fleet | None = None,
+    known: Known | None = None,
+    watch: Callable[[Step], None] | None = None,
+) -> Ended:
+    """Run `jobs`, in order of arrival, to their end; the same arguments give the same result.
+
+    `known` holds chances or records by drafter and name, for jobs that name theirs; of several records each job draws
+    one. `watch` is called after each step.
+
+    Raises:
+        ConfigError: a drafter that the profile does not know.
+        InputError: a prompt beyond the context, or a name without chances.
+        CapacityError: a request that the cache can never hold.
+    """
+    fleet = fleet or Fleet()
+    if setting.drafter is not None and setting.drafter not in profile.drafters:
+        names = ", ".join(sorted(profile.drafters)) or "none"
+        raise ConfigError("settings", setting.name, f"the profile has no cost of this drafter; it knows {names}")
+    courses = tuple(start(index, job, setting, limits, seed, known or {}) for index, job in enumerate(jobs))
+    replicas = tuple(SimEngine(number, profile, setting, limits, watch) for number in range(fleet.replicas))
+    for course in courses:
+        for replica in replicas:
+            replica.run_until(course.job.arrival_s)
+        _choose(replicas, fleet, course).add(course)
+    for replica in replicas:
+        replica.run_until(float("inf"))
+    return Ended(setting, courses, replicas)
+
+
+def _choose(replicas: Sequence[SimEngine], fleet: Fleet, course: SimRequest) -> SimEngine:
+    if fleet.dispatch == "round_robin":
+        return replicas[course.index % len(replicas)]
+    return min(replicas, key=lambda replica: replica.load_at(course.job.arrival_s))

@@ -1,0 +1,150 @@
+"""Rules of other engines: which number of guesses they give, when they change it, and that a round's own tokens do not
+count.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from foretoken.bench.rival_policies import BatchTable, EmaRule, HeuristicRule, Policy, measured_table
+from foretoken.control.candidates import DrafterOption, RequestOptions, options_of
+from foretoken.control.policy import BudgetPolicy
+from foretoken.control.previews import Preview
+from foretoken.errors import InputError
+
+MAKERS: list[Callable[[], Policy]] = [BatchTable, EmaRule, HeuristicRule, BudgetPolicy]
+
+
+def wishes(batch: int, most: int = 24, is_open: bool = True) -> list[RequestOptions]:
+    return [options_of(request, "d", most, is_open) for request in range(batch)]
+
+
+def numbers(policy: Policy, asked: list[RequestOptions]) -> list[int]:
+    return [grant.num_draft for grant in policy.plan(asked)]
+
+
+def run(policy: Policy, batch: int, rounds: int, accepted: Callable[[int, int], int]) -> list[list[int]]:
+    """Plans of some rounds in which `accepted(round, guesses)` guesses of every request stand."""
+    plans = []
+    for turn in range(rounds):
+        budgets = numbers(policy, wishes(batch))
+        plans.append(budgets)
+        policy.observe_step(batch + sum(budgets), sum(budgets), 1.0)
+        for request, budget in enumerate(budgets):
+            if budget:
+                count = min(budget, accepted(turn, budget))
+                policy.observe_round(request, "d", budget, [float(place < count) for place in range(budget)])
+            else:
+                policy.observe_rest(request)
+        policy.observe_draft("d", max(budgets), 0.1)
+    return plans
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_number_that_the_caller_set_stands(make: Callable[[], Policy]) -> None:
+    mixed = [
+        options_of(0, "d", 9, False),
+        options_of(1, None, 0, True),
+        options_of(2, "d", 0, True),
+        options_of(3, "d", 2, True),
+    ]
+    budgets = numbers(make(), mixed)
+    assert budgets[:3] == [9, 0, 0]
+    assert budgets[3] <= 2
+
+
+def test_a_table_goes_by_the_size_of_the_batch() -> None:
+    rule = BatchTable({4: 3, 1: 5, 16: 1, 32: 0})
+    assert [numbers(rule, wishes(batch))[0] for batch in (1, 3, 4, 15, 16, 31, 32, 100)] == [5, 5, 3, 3, 1, 1, 0, 0]
+    assert numbers(rule, wishes(2, most=2)) == [2, 2]
+    assert numbers(BatchTable({8: 2}), wishes(1)) == [2]
+
+
+@pytest.mark.parametrize("table", [{}, {0: 1}, {1: -1}])
+def test_a_table_must_make_sense(table: dict[int, int]) -> None:
+    with pytest.raises(InputError, match="table"):
+        BatchTable(table)
+
+
+def test_a_measured_table_takes_the_fastest_number() -> None:
+    assert measured_table({1: {0: 1.0, 3: 2.5, 5: 2.0}, 8: {0: 3.0, 1: 3.0, 3: 1.0}}) == {1: 3, 8: 0}
+
+
+def test_the_mean_moves_the_number_of_guesses_after_warm_up_every_fifth_round() -> None:
+    plans = [budgets[0] for budgets in run(EmaRule(), 1, 60, lambda turn, budget: budget)]
+    assert set(plans[:15]) == {3}
+    assert plans[15] == 5  # the mean is near 3 then: above 2.5, below 4.5
+    assert plans[-1] == 7
+    changes = [turn for turn in range(1, 60) if plans[turn] != plans[turn - 1]]
+    assert all(turn % 5 == 0 for turn in changes)
+
+
+def test_the_mean_brings_the_number_down_to_the_least_of_its_set() -> None:
+    assert run(EmaRule(), 1, 60, lambda turn, budget: 0)[-1] == [1]
+    assert numbers(EmaRule({1: (2,)}), wishes(1)) == [2]
+
+
+def test_after_an_interval_without_guesses_the_least_number_is_tried() -> None:
+    plans = [budgets[0] for budgets in run(EmaRule(), 8, 80, lambda turn, budget: 0)]
+    assert 0 in plans
+    zero = plans.index(0)
+    assert plans[zero : zero + 10] == [0] * 5 + [1] * 5
+    assert run(EmaRule(), 64, 30, lambda turn, budget: 0) == [[0] * 64] * 30
+
+
+def test_every_size_of_the_batch_has_a_mean_of_its_own() -> None:
+    rule = EmaRule()
+    run(rule, 1, 60, lambda turn, budget: budget)
+    assert numbers(rule, wishes(8)) == [3] * 8
+    assert numbers(rule, wishes(1)) == [7]
+
+
+def test_an_empty_step_set_is_refused() -> None:
+    with pytest.raises(InputError, match="step_sets"):
+        EmaRule({1: ()})
+
+
+def test_two_more_after_full_acceptance_and_one_less_otherwise() -> None:
+    rule = HeuristicRule()
+    results = iter([5, 7, 0, 3, 8])
+    assert [budgets[0] for budgets in run(rule, 1, 5, lambda turn, budget: next(results))] == [5, 7, 9, 8, 7]
+    assert run(rule, 1, 20, lambda turn, budget: 0)[-1] == [1]
+    rule.observe_round(0, "d", 1, [])  # the drafter found nothing: no news
+    assert numbers(rule, wishes(1)) == [1]
+    rule.finish(0)
+    assert numbers(rule, wishes(1)) == [5]
+    with pytest.raises(InputError, match="first"):
+        HeuristicRule(0)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_plan_does_not_depend_on_what_its_round_brings(make: Callable[[], Policy]) -> None:
+    """Two pasts alike up to round n, then other guesses stand in it: plans up to and with that of round n are the
+    same.
+    """
+    for cut in (1, 12, 33):
+        ways = []
+        for seed in (0, 1):
+            rng = random.Random(seed)
+            ways.append(
+                run(make(), 4, 40, lambda turn, budget, rng=rng, cut=cut: turn % 3 if turn < cut else rng.randrange(8))
+            )
+        assert ways[0][: cut + 1] == ways[1][: cut + 1]
+
+
+def test_guesses_that_a_drafter_shows_count_as_far_as_they_were_used() -> None:
+    """Five are shown, three used: the fourth one, right too, is no news."""
+    look = Preview((-1, 0, 1, 2, 3), (0.9,) * 5)
+    wish = [RequestOptions(0, (DrafterOption(1, "d", 5, look=look), DrafterOption(0, "other", 9)))]
+    heuristic, ema = HeuristicRule(3), EmaRule({1: (3,)})
+    for rule in (heuristic, ema):
+        (grant,) = rule.plan(wish)
+        assert grant == (1, 3)
+        rule.observe_preview(0, "d", look, [True, True, True, True, False])
+    assert numbers(heuristic, wishes(1)) == [5]
+    assert ema._accepted == [3]
+    heuristic.observe_preview(0, "d", look, [False, None, None, None, None])
+    assert numbers(heuristic, wishes(1)) == [4]

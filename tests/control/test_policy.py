@@ -1,0 +1,214 @@
+"""The policy in a world whose costs and chances are known: never much below plain, near the best fixed number, quick to
+recover.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from foretoken.control.candidates import options_of, weight_of
+from foretoken.control.cost import StepCosts
+from foretoken.control.policy import MOST_NUM_DRAFT, BudgetPolicy
+
+
+class World:
+    """Requests that draft chains with a chance per guess, a target whose step time bends at `free` rows, a drafter with
+    a price per guess.
+    """
+
+    def __init__(self, free: float = 12, price_s: float = 0.0, noise: float = 0.0, seed: int = 0) -> None:
+        self.free, self.price_s, self.noise, self.rng = free, price_s, noise, random.Random(seed)
+        self.seconds, self.tokens = 0.0, 0
+
+    def step(self, budgets: list[int], chances: list[float]) -> tuple[float, float, list[list[float]]]:
+        """One round: seconds of target and drafter, and which guesses stood."""
+        rows = len(budgets) + sum(budgets)
+        target_s = max(1.0, 0.95 + 0.05 * rows, rows / self.free) * (1 + self.noise * self.rng.uniform(-1, 1))
+        draft_s = self.price_s * max(budgets, default=0)
+        stood = []
+        for budget, chance in zip(budgets, chances, strict=True):
+            length = next((i for i in range(budget) if self.rng.random() >= chance), budget)
+            stood.append([float(i < length) for i in range(budget)])
+            self.tokens += 1 + length
+        self.seconds += target_s + draft_s
+        return target_s, draft_s, stood
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def run(
+    world: World, chance: Callable[[int, int], float], rounds: int, batch: int, fixed: int | None = None
+) -> BudgetPolicy:
+    """`chance(round, request)`; a fixed number instead of the policy where it is given."""
+    policy = BudgetPolicy()
+    for turn in range(rounds):
+        wishes = [options_of(b, "d", MOST_NUM_DRAFT if fixed is None else fixed, fixed is None) for b in range(batch)]
+        budgets = [grant.num_draft for grant in policy.plan(wishes)]
+        target_s, draft_s, stood = world.step(budgets, [chance(turn, b) for b in range(batch)])
+        policy.observe_step(batch + sum(budgets), sum(budgets), target_s)
+        for b, places in enumerate(stood):
+            if budgets[b]:
+                policy.observe_round(b, "d", budgets[b], places)
+            else:
+                policy.observe_rest(b)
+        if any(budgets):
+            policy.observe_draft("d", max(budgets), draft_s)
+    return policy
+
+
+def test_reading_a_prompt_does_not_make_a_drafter_dear() -> None:
+    """The first draft of every request takes ten steps of the target; the others are what counts."""
+    policy, started = BudgetPolicy(), set()
+    for request in range(8):
+        for _ in range(30):
+            ((_, budget),) = policy.plan([options_of(request, "d", 8, True)])
+            policy.observe_step(1 + budget, budget, 1.0)
+            if budget:
+                policy.observe_round(request, "d", budget, [1.0] * budget)
+                new = request not in started
+                policy.observe_draft("d", budget, 10.0 if new else 0.01 * budget, num_read_tokens=100 * new)
+                started.add(request)
+            else:
+                policy.observe_rest(request)
+        assert budget == 8
+        policy.finish(request)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("chance", "price_s"), [(0.0, 0.0), (0.05, 0.2), (0.3, 0.3), (0.5, 0.25), (0.8, 0.25), (0.9, 0.0), (1.0, 0.05)]
+)
+def test_near_the_best_fixed_number_and_never_much_below_plain(batch: int, chance: float, price_s: float) -> None:
+    def speed(fixed: int | None) -> float:
+        world = World(price_s=price_s, noise=0.05)
+        run(world, lambda *_: chance, 600, batch, fixed)
+        return world.tokens_per_s
+
+    chosen, plain = speed(None), speed(0)
+    best = max(speed(fixed) for fixed in (0, 1, 2, 3, 4, 6, 8, 12, 16))
+    assert chosen >= 0.96 * plain
+    assert chosen >= 0.9 * best  # 600 rounds with a noisy clock; the first ones are spent on finding out
+
+
+def test_recovers_within_fifty_rounds_when_acceptance_changes() -> None:
+    """Guesses stop being right and, much later, begin again: the policy stops guessing and begins again."""
+    for price_s in (0.0, 0.25):
+        budgets, times = [], []
+        policy, world = BudgetPolicy(), World(price_s=price_s)
+        for turn in range(900):
+            ((_, budget),) = policy.plan([options_of(0, "d", 16, True)])
+            chance = 0.85 if not 300 <= turn < 600 else 0.0
+            target_s, draft_s, (places,) = world.step([budget], [chance])
+            policy.observe_step(1 + budget, budget, target_s)
+            if budget:
+                policy.observe_round(0, "d", budget, places)
+                policy.observe_draft("d", budget, draft_s)
+            else:
+                policy.observe_rest(0)
+            budgets.append(budget)
+            times.append(target_s + draft_s)
+        assert sum(budgets[200:300]) > 200
+        assert sum(times[350:600]) < 1.04 * 250  # trials only: the cheaper a guess, the more of them
+        assert sum(budgets[650:700]) > 100
+
+
+def test_requests_of_one_batch_are_told_apart() -> None:
+    """Half of them copy, half are novel: the rows go to those that copy."""
+    world = World(free=24)
+    policy = run(world, lambda _turn, b: 0.9 if b % 2 else 0.05, 300, 8)
+    budgets = [grant.num_draft for grant in policy.plan([options_of(b, "d", MOST_NUM_DRAFT, True) for b in range(8)])]
+    assert sum(budgets[1::2]) > 6 * max(1, sum(budgets[0::2]))
+
+
+def test_load_takes_guesses_away_and_gives_them_back() -> None:
+    world = World(free=12)
+    policy = run(world, lambda *_: 0.7, 100, 24)
+    assert (
+        sum(num_draft for _, num_draft in policy.plan([options_of(b, "d", MOST_NUM_DRAFT, True) for b in range(24)]))
+        <= 12
+    )
+    alone = World(free=12)
+    policy = run(alone, lambda *_: 0.7, 100, 1)
+    assert policy.plan([options_of(0, "d", MOST_NUM_DRAFT, True)])[0].num_draft >= 3
+
+
+def test_rows_go_to_those_in_a_hurry() -> None:
+    """Four texts of a kind and room for few guesses: the one that counts more is given more; alone its weight changes
+    nothing.
+    """
+    policy = run(World(free=10), lambda *_: 0.7, 100, 4)
+    wishes = [replace(options_of(b, "d", 8, True), weight=3.0 if b == 2 else 1.0) for b in range(4)]
+    budgets = [grant.num_draft for grant in policy.plan(wishes)]
+    assert budgets[2] > max(budgets[0], budgets[1], budgets[3])
+    alone = run(World(), lambda *_: 0.7, 100, 1)
+    plans = [alone.plan([replace(options_of(0, "d", 8, True), weight=weight)]) for weight in (0.3, 1.0, 4.0)]
+    assert plans[0] == plans[1] == plans[2]
+
+
+def test_weights() -> None:
+    assert weight_of(0, None, 9.0) == weight_of(0, 10.0, 9.0) == 1.0
+    assert weight_of(0, 8.0, 9.0) == 2.0
+    assert weight_of(-1, None, 0.0) == pytest.approx(1.2)
+    assert weight_of(100, None, 0.0) == weight_of(8, None, 0.0) > 0.2
+
+
+def test_what_the_caller_set_stands_whatever_was_learnt() -> None:
+    policy = run(World(price_s=5.0), lambda *_: 0.0, 100, 1)
+    grants = policy.plan([options_of(0, "d", 7, False), options_of(1, None, 0, True), options_of(2, "d", 0, True)])
+    assert [grant.num_draft for grant in grants] == [7, 0, 0]
+
+
+def test_a_finished_request_is_forgotten() -> None:
+    policy = run(World(), lambda *_: 0.5, 20, 3)
+    for b in range(3):
+        policy.finish(b)
+    assert not policy.experience.requests
+
+
+def test_prices_that_are_held_do_not_outlive_a_request() -> None:
+    """What the last choice said stands for some steps; it names nobody who left, and holds while most of those it was
+    made for are there.
+    """
+    policy = run(World(), lambda *_: 0.7, 40, 12)
+    wishes = [options_of(b, "d", MOST_NUM_DRAFT, True) for b in range(12)]
+    policy.step_costs = StepCosts()
+    policy.step_costs.observe(12, 12, 1e-3)  # so short that weighing every option in every step would cost too much
+    policy.plan(wishes)
+    prices = policy._prices
+    assert prices is not None
+    assert prices.surplus
+    for b in range(3):
+        policy.finish(b)
+    assert prices.requests == set(range(3, 12))
+    assert not {key[0] for key in prices.surplus} & {0, 1, 2}
+    assert prices.hold_for(wishes[3:])
+    policy.finish(3)
+    assert not prices.hold_for(wishes[4:])
+
+
+def test_trials_ask_many_requests_at_once_and_cost_little() -> None:
+    """What a drafter takes it takes once for all of them: one that is too dear, though its guesses earn their rows, is
+    asked by several at once.
+    """
+    policy, world, asked = BudgetPolicy(), World(free=24, price_s=1.5), list[int]()
+    for turn in range(400):
+        budgets = [grant.num_draft for grant in policy.plan([options_of(b, "d", 8, True) for b in range(8)])]
+        target_s, draft_s, stood = world.step(budgets, [0.6] * 8)
+        policy.observe_step(8 + sum(budgets), sum(budgets), target_s, 8 + round(sum(map(sum, stood))), draft_s)
+        for b, places in enumerate(stood):
+            policy.observe_round(b, "d", budgets[b], places) if budgets[b] else policy.observe_rest(b)
+        if any(budgets):
+            policy.observe_draft("d", max(budgets), draft_s, sum(map(bool, budgets)))
+        if turn == 100:
+            world.seconds, world.tokens = 0.0, 0
+        elif turn > 100 and any(budgets):
+            asked.append(sum(map(bool, budgets)))
+    assert 2 <= len(asked) < 60
+    assert max(asked) > 4
+    assert world.tokens_per_s > 0.97 * 8 / 1.35  # of plain: one row each

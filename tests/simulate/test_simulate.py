@@ -1,0 +1,479 @@
+"""The simulator against the real engine, step by step, and against laws that any queue obeys."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.core import Batch, Draft, Request, Verdict
+from foretoken.draft.base import Drafter, Feedback
+from foretoken.draft.group import DrafterGroup, drafter_key
+from foretoken.draft.lookup_tree import LookupTree, assemble
+from foretoken.engine.engine import Engine
+from foretoken.engine.scheduler import SchedulerConfig
+from foretoken.errors import CapacityError, ConfigError, InputError
+from foretoken.plan.profile import Curve, DrafterCost, Profile
+from foretoken.simulate.arrivals import Job, Lengths, poisson
+from foretoken.simulate.metrics import outcome
+from foretoken.simulate.setting import Limits, SimSetting, parse_setting
+from foretoken.simulate.sim_engine import Step
+from foretoken.simulate.sim_request import SimRequest
+from foretoken.simulate.simulate import Ended, Fleet, simulate
+from tests.helpers.audit import KEPT_BY_DRAFTER
+from tests.helpers.checkpoints import token_ids
+from tests.helpers.scripted import Script, ScriptedModel
+
+VOCAB = 64
+WRONG = 60
+CURVED = Profile(
+    *({}, {}, {}, "", ""),
+    rows=Curve(((1, 1.0), (4, 1.1), (16, 2.0), (64, 7.0))),
+    batch=Curve(((1, 1.0), (8, 2.5))),
+    context=Curve(((8, 1.0), (64, 1.4))),
+    chunk=Curve(((4, 1.0), (64, 5.0))),
+    drafters={
+        "ngram": DrafterCost(
+            Curve(((1, 0.02), (16, 0.3))), Curve(((1, 0.1), (8, 0.2))), 4, Curve(((1, 0.01), (64, 0.2)))
+        )
+    },
+)
+UNIT = Profile(
+    {}, {}, {}, "", "", rows=Curve(((1, 1.0),)), chunk=Curve(((1, 1.0),)), drafters={"ngram": DrafterCost(Curve())}
+)
+
+
+def says(length: int) -> int:
+    """What the scripted target says after a text of `length` tokens."""
+    return length % 50 + 1
+
+
+class Guesser:
+    """Guesses what the simulator drew: a right token where the draw says that it stands, a wrong one elsewhere."""
+
+    name = "ngram"
+
+    def __init__(self, courses: Sequence[SimRequest]) -> None:
+        self.courses = courses
+
+    def start(self, request: Request) -> None:
+        pass
+
+    def propose(self, batch: Batch) -> Draft:
+        trees = []
+        for entry in batch.decoding:
+            course, emitted = self.courses[entry.request.request_id], entry.round_start - len(entry.request.prompt_ids)
+            tokens = []
+            for place in range(entry.num_draft):
+                stands = course.draws[emitted + place] < course.chances[min(place, len(course.chances) - 1)]
+                tokens.append(says(entry.round_start + place) if stands else WRONG)
+            trees.append(LookupTree(tuple(tokens), tuple(range(-1, len(tokens) - 1))))
+        return assemble(self.name, trees)
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
+        pass
+
+    def finish(self, request_id: int) -> None:
+        pass
+
+
+KEPT_BY_DRAFTER[Guesser] = lambda _: ()
+
+
+class Real:
+    """The engine with a scripted target, on the clock of a profile: what each step did, in the simulator's own
+    words.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        setting: SimSetting,
+        limits: Limits,
+        jobs: Sequence[Job],
+        drafter: Drafter,
+        script: Script = lambda context: says(len(context)),
+        prompts: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.profile, self.setting, self.jobs, self.prompts = (
+            profile,
+            setting,
+            jobs,
+            prompts or [[1] * job.prompt_tokens for job in jobs],
+        )
+        capacity = limits.cache_tokens or 10**6
+        target = ScriptedModel(script, VOCAB, max_context=limits.max_context_tokens or 10**6, capacity=capacity)
+        num_draft = "auto" if setting.num_draft is None else setting.num_draft
+        self.spec = SpecConfig() if setting.drafter is None else SpecConfig("ngram", num_draft=num_draft)
+        group = DrafterGroup(target)
+        if setting.drafter is not None:
+            group.drafters[drafter_key(self.spec)] = drafter
+        own = {field.name: getattr(limits, field.name) for field in fields(SchedulerConfig)}
+        self.engine = Engine(target, group, limits=SchedulerConfig(**own))
+        self.drafted: set[int] = set()
+        self.clock, self.steps, self.finished = 0.0, [], []
+        self.observe, self.engine.controller.observe = self.engine.controller.observe, self.timed
+        self.engine.controller.clock = lambda: self.clock
+        self.rows = self.prompt_tokens = 0
+
+    def timed(
+        self,
+        batch: Batch,
+        draft: Draft,
+        probs: torch.Tensor,
+        verdict: Verdict,
+        draft_s: object,
+        target_s: float,
+        num_read_tokens: object = None,
+    ) -> None:
+        """The controller learns the profile's times instead of this machine's."""
+        whole = [e for e in batch.entries if not (e.decodes and len(e.pending) == 1)]
+        anchors = [(b, e) for b, e in enumerate(batch.decoding) if len(e.pending) == 1]
+        self.prompt_tokens = sum(len(e.pending) for e in whole)
+        self.rows = sum(1 + draft.lengths[b] for b, _ in anchors)
+        self.target_s = self.profile.step_s(self.rows, [e.start for e in batch.entries], self.prompt_tokens)
+        self.drafted -= {state.request_id for state in self.engine.scheduler.preempted}
+        given = {e.request.request_id: e for b, e in anchors if e.num_draft}
+        unread = sum(e.round_start for r, e in given.items() if r not in self.drafted)
+        self.drafted |= set(given)
+        cost = self.profile.drafters["ngram"]
+        self.draft_s = cost.seconds(max(e.num_draft for e in given.values()), len(given), unread) if given else 0.0
+        self.observe(
+            batch,
+            draft,
+            probs,
+            verdict,
+            {drafter_key(self.spec): self.draft_s},
+            self.target_s,
+            {drafter_key(self.spec): unread},
+        )
+
+    def submit(self, job: Job, prompt: Sequence[int]) -> None:
+        """Queue a request as if it had come at the time the trace says."""
+        params = SamplingParams(
+            max_tokens=job.output_tokens, ignore_eos=True, priority=job.priority, deadline_s=job.deadline_s
+        )
+        state = self.engine.submit(list(prompt), params, self.spec)
+        self.engine.scheduler.remove(state.request_id)
+        state.arrived_s = job.arrival_s
+        self.engine.scheduler.add(state)
+
+    def run(self) -> None:
+        coming = list(zip(self.jobs, self.prompts, strict=True))
+        while coming or self.engine.has_work:
+            if not self.engine.has_work:
+                self.clock = max(self.clock, coming[0][0].arrival_s)
+            while coming and coming[0][0].arrival_s <= self.clock:
+                self.submit(*coming.pop(0))
+            outputs = self.engine.step()
+            seconds = self.draft_s + self.target_s
+            emitted = tuple((o.request_id, len(o.token_ids)) for o in outputs)
+            preempted = tuple(state.request_id for state in self.engine.scheduler.preempted)
+            self.steps.append(
+                Step(0, self.clock, seconds, self.draft_s, self.rows, self.prompt_tokens, emitted, preempted)
+            )
+            self.clock += seconds
+            self.finished += [(o.request_id, self.clock) for o in outputs if o.finish_reason is not None]
+
+
+def compare(profile: Profile, jobs: Sequence[Job], setting: SimSetting, limits: Limits) -> list[Step]:
+    """Simulated steps, after they were found equal to the engine's: rows, prompt tokens, tokens per request, times,
+    order of finishing.
+    """
+    steps: list[Step] = []
+    ended = simulate(profile, jobs, setting, limits, seed=3, watch=steps.append)
+    real = Real(profile, setting, limits, jobs, Guesser(ended.courses))
+    real.run()
+    assert_alike(steps, ended, real)
+    return steps
+
+
+def assert_alike(steps: Sequence[Step], ended: Ended, real: Real) -> None:
+    """No step and no finish differs."""
+    assert len(steps) == len(real.steps) == real.engine.stats.num_steps
+    for ours, theirs in zip(steps, real.steps, strict=True):
+        assert replace(ours, start_s=0, seconds=0, draft_s=0) == replace(theirs, start_s=0, seconds=0, draft_s=0)
+        assert (ours.start_s, ours.seconds, ours.draft_s) == pytest.approx(
+            (theirs.start_s, theirs.seconds, theirs.draft_s)
+        )
+    assert dict(real.finished) == pytest.approx({c.index: c.finish_s for c in ended.courses})
+    assert [r for r, _ in real.finished] == [
+        c.index for c in sorted(ended.courses, key=lambda c: (c.finish_s, ranks(steps)[c.index]))
+    ]
+
+
+def ranks(steps: Sequence[Step]) -> dict[int, int]:
+    """When each request was last heard of, in the order of a step's own answers."""
+    return {index: place for place, index in enumerate(index for step in steps for index, _ in step.emitted)}
+
+
+def mixed_jobs(count: int, seed: int, rate: float = 0.4, urgent: bool = False) -> list[Job]:
+    rng, now, jobs = random.Random(seed), 0.0, []
+    for _ in range(count):
+        now += rng.expovariate(rate)
+        chances = tuple(rng.choice((0.0, 0.3, 0.6, 0.9, 1.0)) for _ in range(rng.randint(1, 4)))
+        job = Job(now, rng.choice((1, 2, 7, 30, 65)), rng.choice((1, 2, 9, 40)), chances)
+        jobs.append(
+            replace(job, priority=rng.randint(-2, 2), deadline_s=rng.choice((None, 1.0, 20.0))) if urgent else job
+        )
+    return jobs
+
+
+@pytest.mark.parametrize("chance", [0.0, 1.0])
+@pytest.mark.parametrize("num_draft", [0, 3])
+def test_all_or_nothing_at_one_second_a_step(chance: float, num_draft: int) -> None:
+    """Every step costs a second; every guess stands or none does."""
+    jobs = [Job(float(i), 5, 13, (chance,)) for i in range(6)]
+    steps = compare(UNIT, jobs, SimSetting("ngram", num_draft), Limits(max_batch_size=4))
+    alone = compare(UNIT, jobs[:1], SimSetting("ngram", num_draft), Limits())
+    # The prompt's own step emits one token; then 12 remain, four or one at a time.
+    assert len(alone) == 1 + (3 if chance and num_draft else 12)
+    assert all(step.seconds == 1.0 for step in steps)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "setting",
+    [SimSetting(), SimSetting("ngram", 1), SimSetting("ngram", 6), SimSetting("ngram", None)],
+    ids=lambda s: s.name,
+)
+@pytest.mark.parametrize(
+    "limits",
+    [Limits(), Limits(3, 16), Limits(8, 64, cache_tokens=160, block_tokens=1), Limits(4, 24, max_context_tokens=80)],
+    ids=["wide", "narrow", "cache", "context"],
+)
+def test_every_step_is_the_engines(seed: int, setting: SimSetting, limits: Limits) -> None:
+    """Mixed lengths and chances, prompts in chunks, full batches and caches, the controller's own choices: no step
+    differs.
+    """
+    compare(CURVED, mixed_jobs(12, seed), setting, limits)
+
+
+@pytest.mark.parametrize(
+    "setting", [SimSetting(), SimSetting("ngram", 6), SimSetting("ngram", None)], ids=lambda s: s.name
+)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(8, 64, cache_tokens=120, block_tokens=1, cache_reserve=0.0),
+        Limits(8, 64, cache_tokens=250, block_tokens=1, cache_reserve=0.3, aging_s=5.0),
+        Limits(6, 64, max_step_tokens=9),
+        Limits(8, 20, max_step_tokens=22, cache_tokens=120, block_tokens=1, cache_reserve=0.0),
+    ],
+    ids=["tight", "roomy", "few_rows", "both"],
+)
+def test_priorities_preemption_and_the_token_budget_are_the_engines(setting: SimSetting, limits: Limits) -> None:
+    """Urgent and patient requests in caches and steps that are too small for them: no step differs, nor does who gives
+    way.
+    """
+    steps = [
+        step for seed in range(3) for step in compare(CURVED, mixed_jobs(16, seed, 2.0, urgent=True), setting, limits)
+    ]
+    assert any(step.preempted for step in steps) == (limits.cache_tokens == 120)
+    if limits.max_step_tokens is not None:
+        assert max(step.num_rows + step.num_prompt_tokens for step in steps) == limits.max_step_tokens
+
+
+@pytest.mark.filterwarnings("ignore:the draft has")
+@pytest.mark.parametrize("num_draft", [0, 3])
+def test_a_real_model_that_drafts_for_itself(pair: SimpleNamespace, num_draft: int) -> None:
+    """A tiny checkpoint as its own draft keeps every guess: steps and tokens are those simulated with acceptance 1,
+    blocks of 32 included.
+    """
+    jobs = [Job(float(i // 2), 3 + 9 * i, 6 + i, (1.0,)) for i in range(8)]
+    steps: list[Step] = []
+    simulate(UNIT, jobs, SimSetting("ngram", num_draft), Limits(4, 40, cache_tokens=256), watch=steps.append)
+    spec = SpecConfig("draft_model", str(pair.target), num_draft=num_draft) if num_draft else SpecConfig()
+    with LLM(pair.target, spec, dtype="float32", cache_tokens=256, max_batch_size=4, max_prompt_tokens=40) as llm:
+        coming, emitted = list(jobs), []
+        while coming or llm.engine.has_work:
+            while coming and coming[0].arrival_s <= len(emitted):
+                job = coming.pop(0)
+                llm.submit(
+                    token_ids(job.prompt_tokens, seed=job.prompt_tokens),
+                    SamplingParams(max_tokens=job.output_tokens, ignore_eos=True),
+                    spec,
+                )
+            emitted.append(tuple((o.request_id, len(o.token_ids)) for o in llm.step()))
+    assert emitted == [step.emitted for step in steps]
+    assert len(emitted) == rounds_of_the_last(jobs, num_draft, emitted)
+
+
+def rounds_of_the_last(jobs: Sequence[Job], num_draft: int, emitted: Sequence[tuple[tuple[int, int], ...]]) -> int:
+    """Rounds of the request that ended last, and the steps before its first: a count that does not come from the
+    simulator.
+    """
+    last = emitted[-1][0][0]
+    first = next(i for i, pairs in enumerate(emitted) if last in dict(pairs))
+    return first + 1 + -(-(jobs[last].output_tokens - 1) // (1 + num_draft))
+
+
+def test_whole_blocks_count() -> None:
+    """Two requests of 34 tokens need two blocks of 32 each: in three of them the second gives way when it meets the end
+    of its first.
+    """
+    jobs = [Job(0.0, 30, 5), Job(0.0, 30, 5)]
+    together = simulate(UNIT, jobs, SimSetting(), Limits(cache_tokens=128))
+    apart = simulate(UNIT, jobs, SimSetting(), Limits(cache_tokens=127))
+    assert [c.finish_s for c in together.courses] == [5.0, 5.0]
+    # In the fourth step the one block that is free goes to the first; the second is read again in step 6, and goes on
+    # in 7 and 8.
+    assert [c.finish_s for c in apart.courses] == [5.0, 8.0]
+    assert [c.num_preempted for c in apart.courses] == [0, 1]
+
+
+# ---- laws of queues
+
+
+SETTINGS = [SimSetting(), SimSetting("ngram", 4), SimSetting("ngram", None)]
+FLEETS = [Fleet(), Fleet(3), Fleet(3, "least_loaded")]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
+@pytest.mark.parametrize("fleet", FLEETS, ids=["one", "turns", "least"])
+def test_work_is_conserved_and_littles_law_holds(setting: SimSetting, fleet: Fleet) -> None:
+    """Every token comes out once; no engine idles while it has a request; requests there = rate x time there."""
+    jobs, steps = mixed_jobs(60, 5, rate=1.0), []
+    ended = simulate(CURVED, jobs, setting, Limits(max_batch_size=4), fleet=fleet, watch=steps.append)
+    assert [c.num_emitted for c in ended.courses] == [job.output_tokens for job in jobs]
+    assert sum(count for step in steps for _, count in step.emitted) == sum(job.output_tokens for job in jobs)
+    assert all(c.finish_s >= c.first_s > c.job.arrival_s for c in ended.courses)
+    found = outcome(ended)
+    rate, mean_s = len(jobs) / found.makespan_s, sum(c.finish_s - c.job.arrival_s for c in ended.courses) / len(jobs)
+    assert found.mean_in_system == pytest.approx(rate * mean_s)
+    for replica in ended.replicas:
+        own = [step for step in steps if step.replica == replica.number]
+        mine = {index for step in own for index, _ in step.emitted}
+        for before, after in itertools.pairwise(own):
+            end = before.start_s + before.seconds
+            gap = after.start_s - end
+            assert gap >= -1e-9
+            assert gap < 1e-9 or not [
+                c for c in ended.courses if c.index in mine and c.job.arrival_s < end - 1e-9 and c.finish_s > end + 1e-9
+            ]
+    assert 0 < found.utilisation <= 1
+    assert found.utilisation * found.makespan_s * fleet.replicas == pytest.approx(sum(step.seconds for step in steps))
+
+
+@pytest.mark.parametrize("num_draft", [1, 3, 8])
+def test_more_acceptance_is_never_slower(num_draft: int) -> None:
+    """For every single request, not only on average: the draws stay, the bar falls. Whole seconds: no arrival may fall
+    between two steps.
+    """
+    jobs = [replace(job, arrival_s=float(int(job.arrival_s))) for job in mixed_jobs(30, 8)]
+    finishes = []
+    for chance in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
+        ended = simulate(
+            UNIT,
+            [replace(job, acceptance=(chance,)) for job in jobs],
+            SimSetting("ngram", num_draft),
+            Limits(max_batch_size=4),
+        )
+        finishes.append([c.finish_s for c in ended.courses])
+    for worse, better in itertools.pairwise(finishes):
+        assert all(b <= a for a, b in zip(worse, better, strict=True))
+    assert sum(finishes[-1]) < sum(finishes[0])
+
+
+def test_same_seed_same_result() -> None:
+    jobs = poisson(0.5, 40, Lengths(4, 30), Lengths(5, 20), (0.6,), seed=1)
+    first, again, other = (
+        outcome(simulate(CURVED, jobs, SimSetting("ngram", None), Limits(), seed=seed)) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_the_controller_follows_acceptance_and_load() -> None:
+    """Where guesses always stand it comes close to the best fixed number, where none does to plain decoding, under load
+    it holds back.
+    """
+
+    def rate(setting: SimSetting, chance: float, batch: int) -> float:
+        jobs = [Job(0.0, 8, 300, (chance,)) for _ in range(batch)]
+        return outcome(simulate(CURVED, jobs, setting, Limits(max_batch_size=batch))).tokens_per_s
+
+    auto, plain = SimSetting("ngram", None), SimSetting()
+    assert rate(auto, 1.0, 1) > 0.85 * max(rate(SimSetting("ngram", n), 1.0, 1) for n in (4, 8, 16, 24))
+    assert rate(auto, 0.0, 1) > 0.95 * rate(plain, 0.0, 1) > rate(SimSetting("ngram", 8), 0.0, 1)
+    assert rate(auto, 0.1, 16) > 0.95 * rate(plain, 0.1, 16) > rate(SimSetting("ngram", 4), 0.1, 16)
+
+
+def test_a_fleet_shares_the_work() -> None:
+    """Two requests on two engines run as if alone; the least loaded engine is the one that has finished."""
+    jobs = [Job(0.0, 5, 10), Job(0.0, 5, 2), Job(4.0, 5, 2)]
+    turns = simulate(UNIT, jobs, SimSetting(), Limits(max_batch_size=1), fleet=Fleet(2))
+    least = simulate(UNIT, jobs, SimSetting(), Limits(max_batch_size=1), fleet=Fleet(2, "least_loaded"))
+    assert [c.finish_s for c in turns.courses] == [10.0, 2.0, 12.0]
+    assert [c.finish_s for c in least.courses] == [10.0, 2.0, 6.0]
+    assert outcome(least, price_per_hour=36.0).price_per_million_tokens == pytest.approx(
+        36.0 * 2 * 10 / 3600 / 14 * 1e6
+    )
+
+
+def test_figures_by_hand() -> None:
+    ended = simulate(UNIT, [Job(1.0, 5, 4, (1.0,)), Job(2.0, 5, 1, (1.0,))], SimSetting("ngram", 1), Limits())
+    # Steps at 1 (prompt), 2 (two tokens; the other's prompt and only token), 3 (the last).
+    found = outcome(ended)
+    assert [(c.first_s, c.finish_s) for c in ended.courses] == [(2.0, 4.0), (3.0, 3.0)]
+    assert (found.num_tokens, found.num_steps, found.makespan_s, found.tokens_per_s) == (
+        5,
+        3,
+        3.0,
+        pytest.approx(5 / 3),
+    )
+    assert (found.ttft_s_p50, found.latency_s_p50, found.latency_s_p95) == pytest.approx((1.0, 2.0, 2.9))
+    assert (found.inter_token_s_p50, found.utilisation, found.num_drafted, found.num_accepted) == pytest.approx(
+        (2 / 3, 1.0, 1, 1)
+    )
+    assert found.price_per_million_tokens is None
+
+
+def test_what_cannot_run_is_refused() -> None:
+    cases = [
+        (
+            ConfigError,
+            "the profile has no cost of this drafter; it knows ngram",
+            lambda: simulate(UNIT, [Job(0, 1, 1)], SimSetting("eagle", 3), Limits()),
+        ),
+        (
+            InputError,
+            "a prompt at most 9",
+            lambda: simulate(UNIT, [Job(0, 10, 1)], SimSetting(), Limits(max_context_tokens=10)),
+        ),
+        (
+            CapacityError,
+            "may need 64 tokens",
+            lambda: simulate(UNIT, [Job(0, 30, 3)], SimSetting(), Limits(cache_tokens=63)),
+        ),
+        (
+            InputError,
+            "acceptance='code': no chances",
+            lambda: simulate(UNIT, [Job(0, 1, 1, "code")], SimSetting("ngram", 1), Limits()),
+        ),
+        (ConfigError, "max_batch_size=0", lambda: Limits(max_batch_size=0)),
+        (ConfigError, "replicas=0", lambda: Fleet(0)),
+        (ConfigError, "settings='ngram'", lambda: parse_setting("ngram")),
+        (ConfigError, "settings='ngram-x'", lambda: parse_setting("ngram-x")),
+    ]
+    for kind, message, call in cases:
+        with pytest.raises(kind, match=message):
+            call()
+    assert (
+        simulate(UNIT, [Job(0, 1, 2, "code")], SimSetting(), Limits()).courses[0].num_emitted == 2
+    )  # nobody guesses: no chance is asked for
+    assert [parse_setting(text) for text in ("plain", "ngram-5", "draft_model-auto")] == [
+        SimSetting(),
+        SimSetting("ngram", 5),
+        SimSetting("draft_model", None),
+    ]
+    assert [SimSetting("ngram", 5).name, SimSetting("draft_model", None).name, SimSetting().name] == [
+        "ngram-5",
+        "draft_model-auto",
+        "plain",
+    ]

@@ -1,0 +1,112 @@
+"""The simulator against the real engine where a lookup shows its guesses and the controller chooses: from records, step
+by step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from foretoken.bench.answers import Answer, look_through
+from foretoken.config import SpecConfig
+from foretoken.control.previews import PreviewThrottle
+from foretoken.draft.lookup_tree import Lookup
+from foretoken.draft.ngram import NgramDrafter
+from foretoken.engine import controller
+from foretoken.simulate.arrivals import Job
+from foretoken.simulate.records import Records
+from foretoken.simulate.setting import Limits, SimSetting
+from foretoken.simulate.sim_engine import Step
+from foretoken.simulate.simulate import simulate
+from tests.plan.test_simulate import CURVED, Real, assert_alike, mixed_jobs
+
+
+def babbles(context: Sequence[int]) -> int:
+    """What the scripted target says: words that come again and again, told apart by the two before, with a slip now and
+    then.
+    """
+    rng = random.Random(f"{context[0] % 3} {context[-2:]}")
+    usual = rng.randrange(1, 8)
+    return usual if random.Random(f"{context[0]} {len(context)}").random() < 0.8 else usual + 1
+
+
+def asked(jobs: Sequence[Job]) -> tuple[list[list[int]], list[Answer]]:
+    """Prompts of the wanted lengths, and what the target answers."""
+    prompts, answers = [], []
+    for index, job in enumerate(jobs):
+        text = [10 + index]
+        while len(text) < job.prompt_tokens + job.output_tokens:
+            text.append(babbles(tuple(text)))
+        prompts.append(text[: job.prompt_tokens])
+        answers.append(Answer(f"answer {index}", tuple(prompts[-1]), tuple(text[job.prompt_tokens :])))
+    return prompts, answers
+
+
+def compare(
+    drafter: Lookup, jobs: Sequence[Job], setting: SimSetting, limits: Limits, look_s: float, patch: pytest.MonkeyPatch
+) -> list[Step]:
+    """Simulated steps, after they were found equal to the engine's, whose looks take `look_s` each."""
+    prompts, answers = asked(jobs)
+    jobs = [replace(job, acceptance=answer.name) for job, answer in zip(jobs, answers, strict=True)]
+    records = {}
+    for answer in answers:
+        record = look_through(drafter, SpecConfig("ngram"), answer)
+        if record is not None:
+            records[answer.name] = Records((replace(record, look_s=look_s),))
+    known = {"ngram": {answer.name: records.get(answer.name, (0.0,)) for answer in answers}}
+    steps: list[Step] = []
+    ended = simulate(CURVED, jobs, setting, limits, watch=steps.append, known=known)
+    ticks = iter(range(1 << 30))
+    patch.setattr(controller, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * look_s))
+    real = Real(CURVED, setting, limits, jobs, drafter, babbles, prompts)
+    real.run()
+    assert_alike(steps, ended, real)
+    return steps
+
+
+@pytest.mark.parametrize("look_s", [0.0, 2.0**-6, 2.0**-3], ids=["free", "cheap", "dear"])
+@pytest.mark.parametrize("setting", [SimSetting("ngram", None), SimSetting("ngram", 5)], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(),
+        Limits(3, 16),
+        Limits(8, 64, cache_tokens=120, block_tokens=1, cache_reserve=0.0),
+        Limits(6, 64, max_step_tokens=9),
+    ],
+    ids=["wide", "narrow", "cache", "few_rows"],
+)
+def test_every_step_is_the_engines(
+    setting: SimSetting, limits: Limits, look_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the engine sees before it chooses the simulator finds in its records: trees of real guesses, judged used or
+    not.
+    """
+    for seed in range(3):
+        compare(NgramDrafter(), mixed_jobs(14, seed), setting, limits, look_s, monkeypatch)
+
+
+def test_looks_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses are made and stand, looks are left out where they are dear, and one request at a time has what two have
+    together.
+    """
+    shut: list[bool] = []
+    opens = PreviewThrottle.opens
+
+    def noted(self: PreviewThrottle, token_s: float) -> bool:
+        found = opens(self, token_s)
+        shut.append(not found)
+        return found
+
+    monkeypatch.setattr(PreviewThrottle, "opens", noted)
+    jobs = [replace(job, output_tokens=60) for job in mixed_jobs(10, 1)]
+    cheap = compare(NgramDrafter(), jobs, SimSetting("ngram", None), Limits(), 2.0**-12, monkeypatch)
+    assert sum(count for step in cheap for _, count in step.emitted) == 600
+    assert max(count for step in cheap for _, count in step.emitted) > 3
+    seen, shut[:] = sum(shut), []
+    compare(NgramDrafter(), jobs, SimSetting("ngram", None), Limits(), 2.0**-2, monkeypatch)
+    assert sum(shut) > 4 * seen
