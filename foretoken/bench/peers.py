@@ -64,12 +64,10 @@ def contenders(
     programs = Path(os.environ["FORETOKEN_LLAMA_CPP"])
     others, notes = llama_cpp.contenders(programs, target, draft, dtype, threads, num_drafts, kinds)
     notes.append(
-
-            "llama.cpp reads its checkpoint anew for every answer (not timed); its plain speed is "
-            "llama-bench's at the same depth, its first-token "
-            "time the prompt's pass and one average step; it may run past the token limit by the end of a "
-            "draft, and what it emitted is what counts."
-
+        "llama.cpp reads its checkpoint anew for every answer (not timed); its plain speed is "
+        "llama-bench's at the same depth, its first-token "
+        "time the prompt's pass and one average step; it may run past the token limit by the end of a "
+        "draft, and what it emitted is what counts."
     )
     return [*found, *others], notes
 

@@ -115,12 +115,10 @@ def plan(
         row = min(rows, key=lambda row: int(str(row["missing_bytes"])))
         with_draft = "" if row["draft"] is None else f" with draft {row['draft']}"
         raise CapacityError(
-
-                f"{load.batch} x {load.context_tokens} tokens of {target}{with_draft} need "
-                f"{row['total_bytes']} bytes, and of {budget.memory_bytes} "
-                f"{budget.usable_bytes} may be used: {row['missing_bytes']} bytes are missing; at this length "
-                f"{row['largest_batch']} requests fit"
-
+            f"{load.batch} x {load.context_tokens} tokens of {target}{with_draft} need "
+            f"{row['total_bytes']} bytes, and of {budget.memory_bytes} "
+            f"{budget.usable_bytes} may be used: {row['missing_bytes']} bytes are missing; at this length "
+            f"{row['largest_batch']} requests fit"
         )
 
 

@@ -28,11 +28,11 @@ from foretoken.simulate.sim_engine import Step
 from foretoken.simulate.simulate import simulate
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.faults import Fault
-from tests.plan.test_simulate import CURVED, UNIT, Guesser, Real, mixed_jobs
+from tests.simulate.test_simulate import CURVED, UNIT, Guesser, Real, mixed_jobs
 
 
 class Scripted:
-    """The engine of `tests.plan.test_simulate` behind the face of an `LLM`, and the clock that its steps move on."""
+    """The engine of `tests.simulate.test_simulate` as an `LLM`, and the clock that its steps move on."""
 
     def __init__(self, real: Real) -> None:
         self.real, self.engine, self.time = real, real.engine, 7.0

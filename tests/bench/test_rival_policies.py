@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from foretoken.bench.rival_policies import BatchTable, EmaRule, HeuristicRule, Policy, measured_table
+from foretoken.bench.rival_policies import BatchTable, EmaRule, HeuristicRule, measured_table
 from foretoken.control.candidates import DrafterOption, RequestOptions, options_of
-from foretoken.control.policy import BudgetPolicy
+from foretoken.control.policy import BudgetPolicy, Policy
 from foretoken.control.previews import Preview
 from foretoken.errors import InputError
 

@@ -22,7 +22,7 @@ from foretoken.simulate.records import Records
 from foretoken.simulate.setting import Limits, SimSetting
 from foretoken.simulate.sim_engine import Step
 from foretoken.simulate.simulate import simulate
-from tests.plan.test_simulate import CURVED, Real, assert_alike, mixed_jobs
+from tests.simulate.test_simulate import CURVED, Real, assert_alike, mixed_jobs
 
 
 def babbles(context: Sequence[int]) -> int:
