@@ -9,9 +9,7 @@ per expected second (goodput, TurboSpec, 2406.14066). Where steps differ, becaus
 nothing in the next, guesses are valued at the long-run token rate, an opportunity cost: tokens - rate * seconds is
 maximised (Dinkelbach's method for ratios of renewal rewards).
 
-No request may be slowed down beyond its `slack_s`: the step may take longer than one without these guesses by no more
-than that and what the request itself is expected to gain. All that enters was known before the round, so the choice
-depends on nothing that is drawn in it.
+All that enters was known before the round, so the choice depends on nothing that is drawn in it.
 """
 
 from __future__ import annotations
@@ -45,11 +43,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Demand:
-    """One request of the step: its candidates, what a token of it counts, and by how much it may be slowed down."""
+    """One request of the step: its candidates, and what a token of it counts."""
 
     candidates: tuple[Candidate, ...] = ()
     weight: float = 1.0
-    slack_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -150,7 +147,6 @@ class _Admission:
         self.budgets = [0 if candidate is None else candidate.at_least for candidate in chosen]
         self.rows, self.tokens, self.draft_s = float(len(chosen)), sum(d.weight for d in step.demands), 0.0
         self.longest: dict[Hashable, int] = {}
-        self.gained = [0.0] * len(chosen)  # tokens expected of the guesses that are up for choice
         self.heap: list[tuple[float, int, int]] = []
 
     def run(self) -> tuple[list[int], float, float]:
@@ -161,8 +157,7 @@ class _Admission:
                     self._add(b, candidate, place)
                 if candidate.drafter in self.active:
                     self._offer(b, candidate, candidate.at_least)
-        self.gained = [0.0] * len(self.chosen)
-        base_s = best_s = self.step.step_s(self.rows) + self.draft_s
+        best_s = self.step.step_s(self.rows) + self.draft_s
         best_tokens, admitted, best = self.tokens, list[int](), 0
         most = self.step.value(best_tokens, best_s)
         while self.heap:
@@ -174,7 +169,7 @@ class _Admission:
             self._offer(b, candidate, place + 1)
             seconds = self.step.step_s(self.rows) + self.draft_s
             value = self.step.value(self.tokens, seconds)
-            if value > most and self._slows_nobody(seconds, base_s):
+            if value > most:
                 best, best_tokens, best_s, most = len(admitted), self.tokens, seconds, value
         for b in admitted[:best]:
             self.budgets[b] += 1
@@ -184,7 +179,6 @@ class _Admission:
         if place < len(candidate.emitted):
             self.rows += candidate.drafted[place]
             self.tokens += self.step.demands[b].weight * candidate.emitted[place]
-            self.gained[b] += candidate.emitted[place]
         if not place:
             self.draft_s += candidate.entry_s
         known = self.longest.get(candidate.drafter, 0)
@@ -197,11 +191,3 @@ class _Admission:
         if place < len(candidate.emitted) and candidate.emitted[place] > 0:
             gain = self.step.demands[b].weight * candidate.emitted[place] / max(candidate.drafted[place], 1e-9)
             heapq.heappush(self.heap, (-gain, b, place))
-
-    def _slows_nobody(self, seconds: float, base_s: float) -> bool:
-        """Whether every request gets on as it would without these guesses, but for its slack."""
-        more_s = seconds - base_s
-        return all(
-            more_s <= demand.slack_s + gained * base_s
-            for demand, gained in zip(self.step.demands, self.gained, strict=True)
-        )

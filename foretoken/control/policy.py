@@ -1,9 +1,12 @@
 """Which drafter guesses for the requests of a round, and how much, learnt from rounds that ended.
 
 A number of guesses that the caller set always stands. Budgets left open are chosen jointly for all requests of the
-step, to maximise expected tokens per second (`budget`), zero included, and so that no request falls behind plain
-decoding by more than a small share of its time: what guesses, trials and deciding itself make a step longer is charged
-to every request of it, what a request gained by its own guesses is credited to it.
+step, to maximise expected tokens per second (`budget`), zero included. Requests that got ahead count less (proportional
+fairness, Kelly 1997): a batch is done when its slowest answer is.
+
+An account keeps what guesses, trials and deciding itself made steps longer against the tokens that guesses brought. When
+it is overdrawn beyond a small share of the time, steps run without guesses: the engine does not fall behind plain
+decoding, whatever the estimates say.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from foretoken.plan.profile import Curve
 
 _MOST_CREDIT_STEPS = 4  # of trials, saved up at most
 _OVERHEAD_MEMORY = 0.8
+_PRIOR_PACE_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,9 @@ class PolicyConfig:
     """Every constant of the policy.
 
     - `most_num_draft`: guesses per request and round that are considered where the caller leaves the number open.
-    - `slack_share`, `first_slack_steps`, `most_slack_steps`: by how much a request may fall behind plain decoding, as a
-      share of its time and on top when it is new; gains are kept for later losses up to so many plain steps.
+    - `fairness`: exponent of a request's tokens per round so far, by which its tokens count less; 0 is throughput alone.
+    - `slack_share`, `most_slack_steps`, `least_slack_steps`: by how much decoding may fall behind plain decoding, as a
+      share of the time; gains are kept for later losses, and losses for later gains, up to so many plain steps.
     - `decision_share`, `most_repeats`: share of the time that deciding may take; budgets are repeated until it is kept,
       for at most so many rounds.
     - `trial_share`, `most_trials`: share of the time that goes into trying again what did not pay, and requests at most
@@ -46,9 +51,10 @@ class PolicyConfig:
     """
 
     most_num_draft: int = 24
+    fairness: float = 1.0
     slack_share: float = 0.02
-    first_slack_steps: float = 0.25
     most_slack_steps: float = 8.0
+    least_slack_steps: float = -1.0
     decision_share: float = 0.02
     most_repeats: int = 16
     trial_share: float = 0.01
@@ -102,12 +108,18 @@ class Policy(Protocol):
 
 @dataclass
 class _Request:
-    """What is kept of one request: by how much it may still fall behind, and its drafters' rounds."""
+    """What is kept of one request: its pace, its last budget, and its drafters' rounds."""
 
-    slack_s: float
+    num_rounds: int = 0
+    num_tokens: int = 0
     budget: DraftBudget | None = None  # of its last round
     untried: dict[Hashable, int] = field(default_factory=dict)  # rounds since the drafter guessed
     trial_tokens: float | None = None  # expected of this round's trial
+
+    @property
+    def pace(self) -> float:
+        """Tokens per round so far, 1 before the first."""
+        return (self.num_tokens + _PRIOR_PACE_ROUNDS) / (self.num_rounds + _PRIOR_PACE_ROUNDS)
 
 
 class BudgetPolicy:
@@ -124,6 +136,7 @@ class BudgetPolicy:
         self._mode: Literal["decide", "repeat", "plain"] = "decide"
         self._repeats_left = 0
         self._overhead_s = 0.0  # of one decision, of late
+        self._slack_s = 0.0  # by which decoding is ahead of plain decoding, with what it may fall behind
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
         self._token_s = 0.0  # what a token takes without guesses
         self._worth_s = 0.0  # what a token takes of late, guesses and all
@@ -145,9 +158,7 @@ class BudgetPolicy:
         self._num_requests = len(request_ids)
         known = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
         due = self.config.plain_every
-        if self._since_plain.get(load_of(len(request_ids)), due - self.config.first_plain) >= due or (
-            min((request.slack_s for request in known), default=0.0) < 0 and self._is_expensive()
-        ):
+        if self._since_plain.get(load_of(len(request_ids)), due - self.config.first_plain) >= due or self._slack_s < 0:
             self._mode = "plain"
         elif self._repeats_left > 0 and 4 * sum(one.budget is not None for one in known) >= 3 * len(request_ids):
             self._repeats_left -= 1
@@ -160,10 +171,9 @@ class BudgetPolicy:
         """What each request of the round may do."""
         self._num_requests = len(requests)
         self._open = {request.request_id for request in requests if request.is_open}
-        own_s = self.target_cost.seconds(len(requests))
         for request in requests:
             self.acceptance.begin(request.request_id, request.slice)
-            known = self._requests.setdefault(request.request_id, _Request(self.config.first_slack_steps * own_s))
+            known = self._requests.setdefault(request.request_id, _Request())
             known.trial_tokens = None
         budgets = self._weigh(requests) if self._mode == "decide" else [self._repeated(one) for one in requests]
         if self._mode != "plain":
@@ -235,26 +245,21 @@ class BudgetPolicy:
         self.acceptance.finish(request_id)
         self._requests.pop(request_id, None)
 
-    def _is_expensive(self) -> bool:
-        """Whether deciding takes more of a step than a request may fall behind."""
-        return self._overhead_s > self.config.slack_share * self.target_cost.seconds(self._num_requests)
-
     def _charge(self, step: StepOutcome, beside_s: float) -> None:
-        """Charge every request what open guesses and deciding made the step longer, and credit what its own gained."""
+        """Charge what open guesses and deciding made the step longer, and credit the tokens that they brought."""
         cost = self.step_costs.at(len(step.rounds))
-        open_rows = sum(
-            len(one.parents) + one.num_probed for one in step.rounds if one.request_id in self._open and one.parents
-        )
+        drafted = [one for one in step.rounds if one.request_id in self._open and one.budget.num_draft]
         rows = step.num_nodes + len(step.rounds)
-        base_s = cost.seconds(rows - open_rows)
+        base_s = cost.seconds(rows - sum(len(one.parents) + one.num_probed for one in drafted))
         more_s = max(0.0, cost.seconds(rows) - base_s) + beside_s
-        most_s = self.config.most_slack_steps * base_s
+        gained = sum(len(one.emitted) - 1 for one in drafted) / len(step.rounds)
+        slack_s = self._slack_s + (self.config.slack_share + gained) * base_s - more_s
+        least_s, most_s = self.config.least_slack_steps * base_s, self.config.most_slack_steps * base_s
+        self._slack_s = max(least_s, min(most_s, slack_s))
         for one in step.rounds:
-            known = self._requests.get(one.request_id)
-            if known is not None:
-                gained = len(one.emitted) - 1 if one.request_id in self._open else 0
-                slack_s = known.slack_s + (self.config.slack_share + gained) * base_s - more_s
-                known.slack_s = max(-most_s, min(most_s, slack_s))
+            if one.request_id in self._requests:
+                self._requests[one.request_id].num_rounds += 1
+                self._requests[one.request_id].num_tokens += len(one.emitted)
 
     def _repeated(self, request: RequestOptions) -> DraftBudget:
         """The request's last budget again, as far as its option is there; a number that was set stands in any case."""
@@ -274,14 +279,13 @@ class BudgetPolicy:
         for request in requests:
             for option in request.options:
                 self._num_users[option.drafter] = self._num_users.get(option.drafter, 0) + 1
-        mean_weight = sum(request.weight for request in requests) / max(1, len(requests))
+        weights = [
+            request.weight * self._requests[request.request_id].pace ** -self.config.fairness for request in requests
+        ]
+        mean_weight = sum(weights) / max(1, len(requests))
         demands = [
-            Demand(
-                tuple(self._candidate(request, option) for option in request.options),
-                request.weight / mean_weight,
-                self._requests[request.request_id].slack_s,
-            )
-            for request in requests
+            Demand(tuple(self._candidate(request, option) for option in request.options), weight / mean_weight)
+            for request, weight in zip(requests, weights, strict=True)
         ]
         self._token_s = self.target_cost.seconds(len(requests)) / max(1, len(requests))
         rate = self._rate.of_late / self._token_s if self._token_s else 0.0
@@ -372,7 +376,7 @@ class BudgetPolicy:
             for request, pick in zip(requests, found.picks, strict=True)
             if pick is not None
         }
-        room_s = min(self._credit_s, *(self._requests[request.request_id].slack_s for request in requests))
+        room_s = min(self._credit_s, self._slack_s)
         trials: dict[int, int] = {}
         num_tried: dict[Hashable, int] = {}
         for _, b, place in sorted(self._passed_over(requests, found), reverse=True):

@@ -211,6 +211,7 @@ class Engine:
         try:
             batch = self.scheduler.schedule(self._plans(decoding, previews))
         finally:
+            self._views = []
             self._count_preempted()
         for state in self.scheduler.preempted:
             self.drafters.release(state.request)

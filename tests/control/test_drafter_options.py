@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from foretoken.control.candidates import DraftBudget, DrafterOption, RequestOptions
-from foretoken.control.policy import MOST_NUM_DRAFT, BudgetPolicy
+from foretoken.control.policy import BudgetPolicy, PolicyConfig
 from foretoken.control.previews import Preview
+from tests.helpers.control import observe, plan
+
+MOST_NUM_DRAFT = PolicyConfig.most_num_draft
 
 LOOKUP, MODEL = 0, 1
 COLD = 40  # rounds in which costs and texts become known
@@ -64,9 +67,11 @@ def run(
             number = 16 if world.rng.random() < text.found else 0
             look = Preview(tuple(range(-1, number - 1)), tuple(0.8 ** (k + 1) for k in range(number)))
             said.append((text, world.kept(text.copied, number)))
-            arms = [DrafterOption(LOOKUP, "lookup", number, look=look)] if number else []
+            arms = [DrafterOption(LOOKUP, "lookup", number, preview=look)] if number else []
             wishes.append(RequestOptions(b, (*arms, DrafterOption(MODEL, "model", MOST_NUM_DRAFT)), num_tokens=100))
-        grants = (choose or policy.plan)(wishes)
+        grants = plan(policy, wishes)
+        if choose is not None:
+            grants = choose(wishes)
         step(world, policy, wishes, said, grants, started)
         if turn == COLD:
             world.seconds, world.tokens = 0.0, 0
@@ -82,7 +87,7 @@ def step(
     started: set[int],
 ) -> None:
     rows = len(wishes) + sum(grant.num_draft for grant in grants)
-    modelled = [b for b, grant in enumerate(grants) if grant.arm == MODEL and grant.num_draft]
+    modelled = [b for b, grant in enumerate(grants) if grant.option == MODEL and grant.num_draft]
     target_s, draft_s = world.target_s(rows), 0.0
     if modelled:
         longest = max(grants[b].num_draft for b in modelled)
@@ -91,34 +96,30 @@ def step(
         )
         num_read = 100 * len(set(modelled) - started)
         started.update(modelled)
-    before = world.tokens
+    accepted = []
     for b, (wish, grant, (text, copied)) in enumerate(zip(wishes, grants, said, strict=True)):
-        emitted = 1
-        for arm in wish.arms:
-            if arm.look is not None:
+        kept = 0
+        for arm in wish.options:
+            if arm.preview is not None:
                 right = [True] * copied + [False] * (copied < arm.most) + [None] * max(0, arm.most - copied - 1)
-                emits = (
-                    min(copied, grant.num_draft if grant.arm == LOOKUP else 0) + 1
-                )  # no more is known of the text than came out
-                policy.observe_preview(b, "lookup", arm.look, [r if k < emits else None for k, r in enumerate(right)])
-        if grant.arm == LOOKUP:
-            emitted += min(copied, grant.num_draft)
+                # No more is known of the text than came out.
+                emits = min(copied, grant.num_draft if grant.option == LOOKUP else 0) + 1
+                found = [r if k < emits else None for k, r in enumerate(right)]
+                policy.observe_preview(b, "lookup", arm.preview, found)
+        if grant.option == LOOKUP:
+            kept = min(copied, grant.num_draft)
         if b in modelled:
             kept = world.kept(text.modelled, grant.num_draft)
-            emitted += kept
-            policy.observe_round(b, "model", grant.num_draft, [float(k < kept) for k in range(grant.num_draft)])
-        else:
-            policy.observe_rest(b)
-        world.tokens += emitted
-    policy.observe_step(rows, rows - len(wishes), target_s, world.tokens - before, draft_s)
-    if modelled:
-        policy.observe_draft("model", longest, draft_s, len(modelled), num_read)
+        accepted.append(kept)
+        world.tokens += 1 + kept
+    reads = {"model": num_read} if modelled else {}
+    observe(policy, wishes, grants, accepted, target_s, {"model": draft_s} if modelled else {}, reads)
     world.seconds += target_s + draft_s
 
 
 def fixed(arm: int, count: int) -> Choose:
     return lambda wishes: [
-        next((DraftBudget(a.number, min(count, a.most)) for a in wish.arms if a.number == arm), DraftBudget(None, 0))
+        next((DraftBudget(a.number, min(count, a.most)) for a in wish.options if a.number == arm), DraftBudget(None, 0))
         for wish in wishes
     ]
 
@@ -181,10 +182,10 @@ def test_another_drafter_takes_over_within_fifty_rounds() -> None:
                 number = 16 if world.rng.random() < text.found else 0
                 look = Preview(tuple(range(-1, number - 1)), tuple(0.8 ** (k + 1) for k in range(number)))
                 said.append((text, world.kept(text.copied, number)))
-                arms = [DrafterOption(LOOKUP, "lookup", number, look=look)] if number else []
+                arms = [DrafterOption(LOOKUP, "lookup", number, preview=look)] if number else []
                 wishes.append(RequestOptions(b, (*arms, DrafterOption(MODEL, "model", MOST_NUM_DRAFT)), num_tokens=100))
-            grants = policy.plan(wishes)
-            chosen.append([grant.arm if grant.num_draft else None for grant in grants])
+            grants = plan(policy, wishes)
+            chosen.append([grant.option if grant.num_draft else None for grant in grants])
             step(world, policy, wishes, said, grants, started)
         for first, last, arm in ((100, 200, LOOKUP), (250, 400, MODEL), (450, 600, LOOKUP)):
             taken = [one for turn in chosen[first:last] for one in turn]

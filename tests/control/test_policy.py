@@ -10,9 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from foretoken.control.candidates import options_of, weight_of
-from foretoken.control.cost import StepCosts
-from foretoken.control.policy import MOST_NUM_DRAFT, BudgetPolicy
+from foretoken.control.candidates import weight_of
+from foretoken.control.policy import BudgetPolicy, PolicyConfig
+from tests.helpers.control import observe, options_of, plan
+
+MOST = PolicyConfig.most_num_draft
 
 
 class World:
@@ -48,36 +50,28 @@ def run(
     """`chance(round, request)`; a fixed number instead of the policy where it is given."""
     policy = BudgetPolicy()
     for turn in range(rounds):
-        wishes = [options_of(b, "d", MOST_NUM_DRAFT if fixed is None else fixed, fixed is None) for b in range(batch)]
-        budgets = [grant.num_draft for grant in policy.plan(wishes)]
-        target_s, draft_s, stood = world.step(budgets, [chance(turn, b) for b in range(batch)])
-        policy.observe_step(batch + sum(budgets), sum(budgets), target_s)
-        for b, places in enumerate(stood):
-            if budgets[b]:
-                policy.observe_round(b, "d", budgets[b], places)
-            else:
-                policy.observe_rest(b)
-        if any(budgets):
-            policy.observe_draft("d", max(budgets), draft_s)
+        requests = [options_of(b, "d", MOST if fixed is None else fixed, fixed is None) for b in range(batch)]
+        budgets = plan(policy, requests)
+        counts = [budget.num_draft for budget in budgets]
+        target_s, draft_s, stood = world.step(counts, [chance(turn, b) for b in range(batch)])
+        observe(policy, requests, budgets, [round(sum(places)) for places in stood], target_s, {"d": draft_s})
     return policy
 
 
-def test_reading_a_prompt_does_not_make_a_drafter_dear() -> None:
+def test_reading_a_prompt_does_not_make_a_drafter_expensive() -> None:
     """The first draft of every request takes ten steps of the target; the others are what counts."""
     policy, started = BudgetPolicy(), set()
-    for request in range(8):
+    for number in range(8):
         for _ in range(30):
-            ((_, budget),) = policy.plan([options_of(request, "d", 8, True)])
-            policy.observe_step(1 + budget, budget, 1.0)
-            if budget:
-                policy.observe_round(request, "d", budget, [1.0] * budget)
-                new = request not in started
-                policy.observe_draft("d", budget, 10.0 if new else 0.01 * budget, num_read_tokens=100 * new)
-                started.add(request)
-            else:
-                policy.observe_rest(request)
-        assert budget == 8
-        policy.finish(request)
+            requests = [options_of(number, "d", 8, num_tokens=100)]
+            budgets = plan(policy, requests)
+            count = budgets[0].num_draft
+            new = count > 0 and number not in started
+            observe(policy, requests, budgets, [count], 1.0, {"d": 10.0 if new else 0.01 * count}, {"d": 100 * new})
+            if new:
+                started.add(number)
+        assert count == 8
+        policy.finish(number)
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
@@ -102,16 +96,12 @@ def test_recovers_within_fifty_rounds_when_acceptance_changes() -> None:
         budgets, times = [], []
         policy, world = BudgetPolicy(), World(price_s=price_s)
         for turn in range(900):
-            ((_, budget),) = policy.plan([options_of(0, "d", 16, True)])
+            requests = [options_of(0, "d", 16)]
+            (budget,) = plan(policy, requests)
             chance = 0.85 if not 300 <= turn < 600 else 0.0
-            target_s, draft_s, (places,) = world.step([budget], [chance])
-            policy.observe_step(1 + budget, budget, target_s)
-            if budget:
-                policy.observe_round(0, "d", budget, places)
-                policy.observe_draft("d", budget, draft_s)
-            else:
-                policy.observe_rest(0)
-            budgets.append(budget)
+            target_s, draft_s, (places,) = world.step([budget.num_draft], [chance])
+            observe(policy, requests, [budget], [round(sum(places))], target_s, {"d": draft_s})
+            budgets.append(budget.num_draft)
             times.append(target_s + draft_s)
         assert sum(budgets[200:300]) > 200
         assert sum(times[350:600]) < 1.04 * 250  # trials only: the cheaper a guess, the more of them
@@ -122,20 +112,17 @@ def test_requests_of_one_batch_are_told_apart() -> None:
     """Half of them copy, half are novel: the rows go to those that copy."""
     world = World(free=24)
     policy = run(world, lambda _turn, b: 0.9 if b % 2 else 0.05, 300, 8)
-    budgets = [grant.num_draft for grant in policy.plan([options_of(b, "d", MOST_NUM_DRAFT, True) for b in range(8)])]
+    budgets = [grant.num_draft for grant in plan(policy, [options_of(b, "d", MOST) for b in range(8)])]
     assert sum(budgets[1::2]) > 6 * max(1, sum(budgets[0::2]))
 
 
 def test_load_takes_guesses_away_and_gives_them_back() -> None:
     world = World(free=12)
     policy = run(world, lambda *_: 0.7, 100, 24)
-    assert (
-        sum(num_draft for _, num_draft in policy.plan([options_of(b, "d", MOST_NUM_DRAFT, True) for b in range(24)]))
-        <= 12
-    )
+    assert sum(num_draft for _, num_draft in plan(policy, [options_of(b, "d", MOST) for b in range(24)])) <= 12
     alone = World(free=12)
     policy = run(alone, lambda *_: 0.7, 100, 1)
-    assert policy.plan([options_of(0, "d", MOST_NUM_DRAFT, True)])[0].num_draft >= 3
+    assert plan(policy, [options_of(0, "d", MOST)])[0].num_draft >= 3
 
 
 def test_rows_go_to_those_in_a_hurry() -> None:
@@ -144,10 +131,10 @@ def test_rows_go_to_those_in_a_hurry() -> None:
     """
     policy = run(World(free=10), lambda *_: 0.7, 100, 4)
     wishes = [replace(options_of(b, "d", 8, True), weight=3.0 if b == 2 else 1.0) for b in range(4)]
-    budgets = [grant.num_draft for grant in policy.plan(wishes)]
+    budgets = [grant.num_draft for grant in plan(policy, wishes)]
     assert budgets[2] > max(budgets[0], budgets[1], budgets[3])
     alone = run(World(), lambda *_: 0.7, 100, 1)
-    plans = [alone.plan([replace(options_of(0, "d", 8, True), weight=weight)]) for weight in (0.3, 1.0, 4.0)]
+    plans = [plan(alone, [replace(options_of(0, "d", 8, True), weight=weight)]) for weight in (0.3, 1.0, 4.0)]
     assert plans[0] == plans[1] == plans[2]
 
 
@@ -160,7 +147,7 @@ def test_weights() -> None:
 
 def test_what_the_caller_set_stands_whatever_was_learnt() -> None:
     policy = run(World(price_s=5.0), lambda *_: 0.0, 100, 1)
-    grants = policy.plan([options_of(0, "d", 7, False), options_of(1, None, 0, True), options_of(2, "d", 0, True)])
+    grants = plan(policy, [options_of(0, "d", 7, False), options_of(1, None, 0), options_of(2, "d", 0)])
     assert [grant.num_draft for grant in grants] == [7, 0, 0]
 
 
@@ -168,28 +155,8 @@ def test_a_finished_request_is_forgotten() -> None:
     policy = run(World(), lambda *_: 0.5, 20, 3)
     for b in range(3):
         policy.finish(b)
-    assert not policy.experience.requests
-
-
-def test_prices_that_are_held_do_not_outlive_a_request() -> None:
-    """What the last choice said stands for some steps; it names nobody who left, and holds while most of those it was
-    made for are there.
-    """
-    policy = run(World(), lambda *_: 0.7, 40, 12)
-    wishes = [options_of(b, "d", MOST_NUM_DRAFT, True) for b in range(12)]
-    policy.step_costs = StepCosts()
-    policy.step_costs.observe(12, 12, 1e-3)  # so short that weighing every option in every step would cost too much
-    policy.plan(wishes)
-    prices = policy._prices
-    assert prices is not None
-    assert prices.surplus
-    for b in range(3):
-        policy.finish(b)
-    assert prices.requests == set(range(3, 12))
-    assert not {key[0] for key in prices.surplus} & {0, 1, 2}
-    assert prices.hold_for(wishes[3:])
-    policy.finish(3)
-    assert not prices.hold_for(wishes[4:])
+    assert not policy._requests
+    assert not policy.acceptance._requests
 
 
 def test_trials_ask_many_requests_at_once_and_cost_little() -> None:
@@ -198,13 +165,11 @@ def test_trials_ask_many_requests_at_once_and_cost_little() -> None:
     """
     policy, world, asked = BudgetPolicy(), World(free=24, price_s=1.5), list[int]()
     for turn in range(400):
-        budgets = [grant.num_draft for grant in policy.plan([options_of(b, "d", 8, True) for b in range(8)])]
+        requests = [options_of(b, "d", 8) for b in range(8)]
+        given = plan(policy, requests)
+        budgets = [budget.num_draft for budget in given]
         target_s, draft_s, stood = world.step(budgets, [0.6] * 8)
-        policy.observe_step(8 + sum(budgets), sum(budgets), target_s, 8 + round(sum(map(sum, stood))), draft_s)
-        for b, places in enumerate(stood):
-            policy.observe_round(b, "d", budgets[b], places) if budgets[b] else policy.observe_rest(b)
-        if any(budgets):
-            policy.observe_draft("d", max(budgets), draft_s, sum(map(bool, budgets)))
+        observe(policy, requests, given, [round(sum(places)) for places in stood], target_s, {"d": draft_s})
         if turn == 100:
             world.seconds, world.tokens = 0.0, 0
         elif turn > 100 and any(budgets):

@@ -33,8 +33,8 @@ class Watch:
         self.engine, self.batches, self.now = Engine(target, drafters, limits=limits), [], 0.0
         self.schedule, self.engine.scheduler.schedule = self.engine.scheduler.schedule, self.remember  # type: ignore[method-assign]
 
-    def remember(self) -> Batch:
-        self.batches.append(self.schedule())
+    def remember(self, plans: object) -> Batch:
+        self.batches.append(self.schedule(plans))
         return self.batches[-1]
 
     def submit(

@@ -100,7 +100,7 @@ def check_idle(engine: Engine | LLM) -> None:
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
     assert not engine.scheduler._lost
-    assert not engine.scheduler._urgency
+    assert not engine.scheduler.urgencies
     assert not open_sequences(engine.target)
     assert engine.target.num_free_tokens() == engine.target.capacity_tokens
     for drafter in engine.drafters.drafters.values():
