@@ -116,8 +116,4 @@ def _unpacked(raw: Mapping[str, Any]) -> RecordedAnswer:
         for name, one in raw["looks"].items()
     }
     chains = {name: tuple(map(tuple, own)) for name, own in raw["chains"].items()}
-    return RecordedAnswer(
-        raw["slice"], raw["prompt"], raw["num_prompt_tokens"], tuple(raw["tokens"]), looks, chains
-    )
-
-
+    return RecordedAnswer(raw["slice"], raw["prompt"], raw["num_prompt_tokens"], tuple(raw["tokens"]), looks, chains)
