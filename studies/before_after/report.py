@@ -114,10 +114,7 @@ def _page(run: Run, date: str, raw: str) -> str:
         "",
         f"- machine: {_listed(machine())}",
         f"- versions: {_listed(versions())}",
-        *(
-            f"- {name}: commit {about['commit']}{'' if about['clean'] else ', with uncommitted changes'}"
-            for name, about in run.pair.about.items()
-        ),
+        *(f"- {name}: {_checkout(about)}" for name, about in run.pair.about.items()),
         f"- raw numbers: [{raw}]({raw})",
         "",
         EXPLAINED,
@@ -133,6 +130,12 @@ def _page(run: Run, date: str, raw: str) -> str:
     if run.traces:
         lines += _trace_lines(Traces(list(run.traces)))
     return markdown.page(lines)
+
+
+def _checkout(about: Mapping[str, Any]) -> str:
+    if about["commit"] is None:
+        return "not under version control"
+    return f"commit {about['commit']}{'' if about['clean'] else ', with uncommitted changes'}"
 
 
 def _caveats(run: Run) -> list[str]:

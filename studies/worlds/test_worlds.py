@@ -66,9 +66,7 @@ def test_the_recording_in_the_tree_is_whole_small_and_names_no_folder() -> None:
 
 
 def test_guesses_stand_where_they_equal_the_answer() -> None:
-    known = known_of(
-        Recording({}, (replace(ANSWER, looks={name: ANSWER.looks["ngram"] for name in ("ngram", "suffix")}),))
-    )
+    known = known_of(Recording({}, (replace(ANSWER, looks=dict.fromkeys(("ngram", "suffix"), ANSWER.looks["ngram"])),)))
     lookups, models = known["ngram"]["code"], known["draft_model"]["code"]
     assert isinstance(lookups, Records)
     assert isinstance(models, Records)
