@@ -210,7 +210,7 @@ class SpecConfig:
         return count if self.num_draft == "auto" else min(count, self.num_draft)
 
     @cached_property
-    def arms(self) -> tuple[SpecConfig, ...]:
+    def drafter_options(self) -> tuple[SpecConfig, ...]:
         """The configurations of which one guesses in a round: the parts of `auto`, else this one; none for plain
         decoding.
         """

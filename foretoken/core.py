@@ -81,9 +81,7 @@ class BatchEntry:
     probe_depth: int = (
         0  # deepest place of a probe behind the anchor (its child: 1); deeper ones would leave the context
     )
-    arm: int | None = (
-        None  # which of the configurations that `SpecConfig.arms` leaves to choose from guesses; None: no guesses
-    )
+    option: int | None = None  # which of the request's drafter options guesses; None: no guesses
     # The last so many of `pending`, before the anchor, are followed by prompt tokens whose log-probability is wanted.
     num_prompt_rows: int = 0
 
@@ -95,9 +93,8 @@ class BatchEntry:
     def under(self, request: Request) -> BatchEntry:
         """The same part of a step, of the same request under another configuration."""
         entry = object.__new__(BatchEntry)
-        entry.__dict__.update(
-            self.__dict__, request=request
-        )  # `replace` takes every field in hand, for every arm in every round
+        # `replace` goes through every field, for every drafter option in every round.
+        entry.__dict__.update(self.__dict__, request=request)
         return entry
 
 

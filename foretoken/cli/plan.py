@@ -20,7 +20,7 @@ from foretoken.cli.common import (
     print_json,
 )
 from foretoken.config import DRAFT_DTYPES, QUANTISED
-from foretoken.control.policy import MOST_NUM_DRAFT
+from foretoken.control.policy import PolicyConfig
 from foretoken.errors import CapacityError, ConfigError, InputError, StorageError
 from foretoken.model.footprint import shape_of
 from foretoken.model.open import model_folder, open_device
@@ -231,7 +231,7 @@ def _context(context: int | None, target: ModelShape) -> int:
 
 def _num_draft(value: str) -> int:
     if value == "auto":
-        return MOST_NUM_DRAFT
+        return PolicyConfig.most_num_draft
     if not is_count(value) or int(value) > 1024:
         raise InputError("num_draft", value, "must be a whole number from 0 to 1024, or auto")
     return int(value)

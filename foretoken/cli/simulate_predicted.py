@@ -79,7 +79,7 @@ def _limits(given: Mapping[str, Any], profile: Profile) -> Limits:
 
 def _settings(text: str | None, profile: Profile) -> tuple[SimSetting, ...]:
     if text is None:
-        return (SimSetting(), *(SimSetting(drafter, None) for drafter in profile.drafters))
+        return (SimSetting(), *(SimSetting((drafter,), None) for drafter in profile.drafters))
     return tuple(settings_of(text))
 
 

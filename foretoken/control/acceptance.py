@@ -1,29 +1,80 @@
-"""How likely the guesses of a drafter are to be emitted, by their place in the draft, learnt from finished rounds.
+"""How likely guesses are to be emitted, learnt from finished rounds: by drafter, slice of text, place and request.
 
-Place k is the k-th node in the drafter's own order, best first: a smaller budget is then a prefix of a larger one, for
-chains and for trees alike. What is kept is the chance of each place once the place before it on its path was emitted: a
-guess behind a rejected one was not judged, and a place that was not offered was not tried, so neither says anything
-about that place.
-
-How the chance goes by place is a matter of the drafter and of the kind of text, and is learnt from all requests
-together. How good the guesses are in one request, and now, is kept as a factor on the odds (`level`), so that a text
-that changes moves all places at once.
+What is estimated is the chance of each guess given that the one before it on its path was emitted: a guess behind a
+rejected one was not judged. How that chance depends on the place in the draft (`PlaceRates`), or on the chance that a
+lookup names (`ChanceRates`), belongs to the drafter and the slice and is learnt from all their requests. How much
+better or worse one request does, and now, is one shift of the log-odds of all its guesses (`OddsShift`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from foretoken.control.acceptance_shift import AcceptanceShift, moved
+from foretoken.control.previews import Preview
 
-_KEEP = 0.98  # weight of the past per observation: about the last fifty count
-_KEEP_UNSEEN = 0.995  # per round of what lies beyond the budget: a place that failed by chance is tried again some day
-_PRIOR_ROUNDS = 3.0  # what is expected beforehand is worth as much as so many observations
+_KEEP = 0.98  # weight of the past per observation of a place: about the last fifty count
+_KEEP_UNSEEN = 0.995  # per round, of places beyond the budget: one that failed by chance is tried again some day
+_KEEP_CHANCES = 0.995  # weight of the past per guess of a class
+_PRIOR_ROUNDS = 3.0  # observations that the prior of a place counts as
+_PRIOR_GUESSES = 6.0  # guesses that the prior of a class counts as
 _FIRST_CHANCE = 0.6  # of any guess, before anything is known
 _MOST_PLACES = 128
+_MOST_SLICES = 256
+_EDGES = (0.15, 0.3, 0.45, 0.6, 0.75, 0.85, 0.92, 0.96)  # between classes of the chance that a lookup names
+_MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True))
+_CLASSES = len(_MIDDLES)
 
-Shares = tuple[list[float], list[float]]  # by place: rounds in which something is guessed there, and a chance
+_SHIFT_VARIANCE = 0.1  # of a request's log-odds about those of its slice
+_DRIFTS = (0.0005, 0.3)  # variance that a round adds, for text that stays as it is and for text that changes
+_SHARE = 0.003  # of the weight is dealt out evenly every round, so that neither filter loses all of its weight
+_MOST_STEP = 2.0  # of the log-odds in one round
+_FARTHEST = 6.0  # log-odds
+_LEAST_LIKELIHOOD = 1e-100
+_EDGE = 0.005  # chances are taken to lie at least so far from 0 and 1
+
+
+class OddsShift:
+    """Two Kalman filters on the log-odds of acceptance (slow, fast), mixed by Fixed Share.
+
+    A filter keeps the log-odds by which guesses differ from what was expected, and its variance: for every round one
+    step of Newton's method towards the posterior of Bernoulli observations. The weights are those of Fixed Share
+    (Herbster and Warmuth 1998): multiplied by the likelihood that a filter gave to the round, with a small share dealt
+    out evenly.
+    """
+
+    def __init__(self) -> None:
+        self._shifts = [0.0] * len(_DRIFTS)
+        self._variances = [_SHIFT_VARIANCE] * len(_DRIFTS)
+        self._weights = [1 / len(_DRIFTS)] * len(_DRIFTS)
+
+    @property
+    def factor(self) -> float:
+        """By which the odds of what was expected are multiplied."""
+        return math.exp(sum(weight * shift for weight, shift in zip(self._weights, self._shifts, strict=True)))
+
+    def observe(self, expected: Sequence[float], found: Sequence[float]) -> None:
+        """Take in the judged guesses of a round: the chance expected of each, and what became of it, 0 to 1."""
+        if not expected:
+            return
+        odds = [_inside(chance) / (1 - _inside(chance)) for chance in expected]
+        for place, drift in enumerate(_DRIFTS):
+            factor = math.exp(self._shifts[place])
+            surprise, information, likelihood = 0.0, 0.0, 1.0
+            for odd, outcome in zip(odds, found, strict=True):
+                chance = _inside(factor * odd / (1 + factor * odd))
+                surprise += outcome - chance
+                information += chance * (1 - chance)
+                likelihood *= outcome * chance + (1 - outcome) * (1 - chance)
+            self._weights[place] *= max(likelihood, _LEAST_LIKELIHOOD)
+            self._variances[place] = 1 / (1 / (self._variances[place] + drift) + information)
+            step = min(_MOST_STEP, max(-_MOST_STEP, self._variances[place] * surprise))
+            self._shifts[place] = min(_FARTHEST, max(-_FARTHEST, self._shifts[place] + step))
+        total = sum(self._weights)
+        self._weights = [(1 - _SHARE) * weight / total + _SHARE / len(_DRIFTS) for weight in self._weights]
 
 
 @dataclass
@@ -37,46 +88,38 @@ class _Place:
     emitted: float = 0.0
 
     def fade(self, keep: float) -> None:
-        """Let the past count less."""
         self.offered, self.drafted = keep * self.offered, keep * self.drafted
         self.judged, self.emitted = keep * self.judged, keep * self.emitted
 
 
 @dataclass(eq=False)
-class PlaceAcceptance:
-    """Estimates of a drafter over many requests, or over those of one kind with all the others as their `prior`."""
+class PlaceRates:
+    """Acceptance by place, over many requests; `prior` is the same over more of them.
 
-    prior: PlaceAcceptance | None = None
+    Place k is the k-th node in the drafter's own order, best first: a smaller budget is a prefix of a larger one, for
+    chains and for trees alike.
+    """
+
+    prior: PlaceRates | None = None
     _places: list[_Place] = field(default_factory=list)
 
-    def observe(self, num_offered: int, chances: Sequence[float], parents: Sequence[int] = ()) -> None:
-        """Take in a round with a budget of `num_offered` guesses, in which those made were emitted with `chances`, in
-        their order.
+    def observe(self, num_offered: int, chances: Sequence[float], parents: Sequence[int]) -> None:
+        """Take in a round with a budget of `num_offered` guesses; those made were emitted with `chances`, in order.
 
-        `parents` are the places that the guesses follow (-1 none), a chain where it is left out.
+        `parents` are the places that the guesses follow (-1: none).
         """
-        num_offered = _num_places(num_offered, chances)
         while len(self._places) < num_offered:
             self._places.append(_Place(len(self._places) - 1))
-        for k in range(num_offered):
-            place, drafted = self._places[k], k < len(chances)
-            if drafted and parents:
-                place.parent = parents[k]
-            place.fade(_KEEP)
-            place.offered += 1
-            place.drafted += drafted
-        for place in self._places[num_offered:]:
-            place.fade(_KEEP_UNSEEN)
-        for k, chance in judged(num_offered, chances, parents or [place.parent for place in self._places]):
+        for k, place in enumerate(self._places):
+            place.fade(_KEEP if k < num_offered else _KEEP_UNSEEN)
+            if k < num_offered:
+                place.offered += 1
+                if k < len(chances):
+                    place.drafted += 1
+                    place.parent = parents[k]
+        for k, chance in judged(num_offered, chances, self.parents(num_offered)):
             self._places[k].judged += 1
             self._places[k].emitted += chance
-
-    def shares(self, num_places: int) -> Shares:
-        """For each of the first places: the share of rounds in which something is guessed there, and in which it is
-        emitted.
-        """
-        drafted, once = self.estimates(num_places)
-        return drafted, along_paths(drafted, once, self.parents(num_places))
 
     def parents(self, num_places: int) -> list[int]:
         """The place that each of the first ones was last seen to follow."""
@@ -84,19 +127,19 @@ class PlaceAcceptance:
         rest = self.prior.parents(num_places) if self.prior is not None else range(-1, num_places - 1)
         return [*known, *rest[len(known) :]]
 
-    def estimates(self, num_places: int) -> Shares:
+    def estimates(self, num_places: int) -> tuple[list[float], list[float]]:
         """By place the share of rounds with a guess, and the chance of the guess once the one before it stood."""
         if self.prior is not None:
             prior_drafted, prior_once = self.prior.estimates(num_places)
         drafted: list[float] = []
         once: list[float] = []
         for k in range(num_places):
-            d = drafted[-1] if drafted else 1.0
-            # Behind a first guess that stood the next ones are as likely as those between: a lookup that found the
-            # place goes on.
-            p = sum(once[1:]) / (k - 1) if k > 1 else max([_FIRST_CHANCE, *once])
             if self.prior is not None:
-                d, p = min(d, prior_drafted[k]), prior_once[k]
+                d, p = min(prior_drafted[k], drafted[-1] if drafted else 1.0), prior_once[k]
+            else:
+                # Behind an accepted first guess the next ones are as likely as those between: a copied text goes on.
+                d = drafted[-1] if drafted else 1.0
+                p = sum(once[1:]) / (k - 1) if k > 1 else max([_FIRST_CHANCE, *once])
             if k < len(self._places):
                 place = self._places[k]
                 d = (place.drafted + _PRIOR_ROUNDS * d) / (place.offered + _PRIOR_ROUNDS)
@@ -107,60 +150,165 @@ class PlaceAcceptance:
 
 
 @dataclass(eq=False)
-class RequestAcceptance:
-    """Estimates of one request: what is known of its kind, and how much better or worse its guesses do than those of
-    others.
+class ChanceRates:
+    """Share of a lookup's guesses that were right, by the chance it named; first guesses of a path and later ones
+    apart.
     """
 
-    prior: PlaceAcceptance
-    _level: AcceptanceShift = field(default_factory=AcceptanceShift)
-    _offered: list[float] = field(default_factory=list)
-    _drafted: list[float] = field(default_factory=list)
+    prior: ChanceRates | None = None
+    _right: list[float] = field(default_factory=lambda: [0.0] * (2 * _CLASSES))
+    _judged: list[float] = field(default_factory=lambda: [0.0] * (2 * _CLASSES))
 
-    def observe(self, num_offered: int, chances: Sequence[float], parents: Sequence[int] = ()) -> None:
-        """Take in a round, see `PlaceAcceptance.observe`; to be told before the prior is."""
-        num_offered = _num_places(num_offered, chances)
-        self._offered += [0.0] * (num_offered - len(self._offered))
-        self._drafted += [0.0] * (num_offered - len(self._drafted))
-        self._offered = [_KEEP * count + (k < num_offered) for k, count in enumerate(self._offered)]
-        self._drafted = [_KEEP * count + (k < len(chances)) for k, count in enumerate(self._drafted)]
-        own_parents = self.prior.parents(num_offered)
+    def rates(self, preview: Preview) -> list[float]:
+        """For each guess the share of guesses like it that were right once the guess before them was."""
+        return [self._rate(place) for place in map(_class_of, preview.parents, preview.steps)]
+
+    def observe(self, preview: Preview, found: Sequence[bool | None]) -> None:
+        """Take in a round: for each guess whether it was right, None where it was not judged."""
+        for parent, step, right in zip(preview.parents, preview.steps, found, strict=True):
+            if right is not None:
+                place = _class_of(parent, step)
+                self._right[place] = _KEEP_CHANCES * self._right[place] + right
+                self._judged[place] = _KEEP_CHANCES * self._judged[place] + 1
+
+    def _rate(self, place: int) -> float:
+        before = _MIDDLES[place % _CLASSES] if self.prior is None else self.prior._rate(place)
+        return (self._right[place] + _PRIOR_GUESSES * before) / (self._judged[place] + _PRIOR_GUESSES)
+
+
+@dataclass
+class _Rates:
+    """What is known of many requests together, by drafter."""
+
+    places: dict[Hashable, PlaceRates] = field(default_factory=dict)
+    chances: dict[Hashable, ChanceRates] = field(default_factory=dict)
+
+
+@dataclass
+class _Request:
+    slice: str
+    shifts: dict[Hashable, OddsShift] = field(default_factory=dict)
+
+
+class Acceptance:
+    """Estimated acceptance by drafter, place, slice and request.
+
+    A request begins where earlier ones of its slice are; a slice where all texts are.
+    """
+
+    def __init__(self) -> None:
+        self._every = _Rates()
+        self._slices: OrderedDict[str, _Rates] = OrderedDict()  # used last at the end
+        self._requests: dict[int, _Request] = {}
+
+    def begin(self, request_id: int, slice_: str) -> None:
+        """Keep estimates for a request; nothing happens if they are kept already."""
+        if request_id not in self._requests:
+            self._requests[request_id] = _Request(slice_)
+
+    def of_places(self, request_id: int, drafter: Hashable, num_places: int) -> tuple[list[float], list[float]]:
+        """For each of the first places: the share of rounds in which a guess is made, and in which it is emitted."""
+        rates = self._places(request_id, drafter)
+        drafted, once = rates.estimates(num_places)
+        factor = self._factor(request_id, drafter)
+        emitted: list[float] = []
+        for k, parent in enumerate(rates.parents(num_places)):
+            above = emitted[parent] if 0 <= parent < k else 1.0
+            emitted.append(min(drafted[k], moved(once[k], factor) * above))
+        return drafted, emitted
+
+    def of_preview(self, request_id: int, drafter: Hashable, preview: Preview) -> list[float]:
+        """The chance of each guess that is shown to be emitted."""
+        factor = self._factor(request_id, drafter)
+        emitted: list[float] = []
+        for parent, rate in zip(preview.parents, self._chances(request_id, drafter).rates(preview), strict=True):
+            emitted.append(moved(rate, factor) * (emitted[parent] if parent >= 0 else 1.0))
+        return emitted
+
+    def observe_round(
+        self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], parents: Sequence[int]
+    ) -> None:
+        """Take in a round without a preview: for each guess the chance with which it was emitted."""
+        num_offered = min(max(num_offered, len(chances)), _MOST_PLACES)
+        rates: PlaceRates | None = self._places(request_id, drafter)
+        assert rates is not None
+        own_parents = rates.parents(num_offered)
         own_parents[: len(parents)] = parents
-        once = self.prior.estimates(num_offered)[1]
+        once = rates.estimates(num_offered)[1]
         found = list(judged(num_offered, chances, own_parents))
-        self._level.observe([once[k] for k, _ in found], [chance for _, chance in found])
+        self._shift(request_id, drafter).observe([once[k] for k, _ in found], [chance for _, chance in found])
+        while rates is not None:
+            rates.observe(num_offered, chances, own_parents)
+            rates = rates.prior
 
-    def shares(self, num_places: int) -> Shares:
-        """For each of the first places: the share of rounds in which something is guessed there, and in which it is
-        emitted.
-        """
-        drafted, once = self.prior.estimates(num_places)
-        parents = self.prior.parents(num_places)
-        factor = self._level.factor
-        for k in range(num_places):
-            once[k] = moved(once[k], factor)
-            if k < len(self._offered):
-                drafted[k] = (self._drafted[k] + _PRIOR_ROUNDS * drafted[k]) / (self._offered[k] + _PRIOR_ROUNDS)
-        return drafted, along_paths(drafted, once, parents)
+    def observe_preview(
+        self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]
+    ) -> None:
+        """Take in what became of guesses that were shown, used or not: True right, None not judged."""
+        rates: ChanceRates | None = self._chances(request_id, drafter)
+        assert rates is not None
+        once = rates.rates(preview)
+        seen = [(chance, float(right)) for chance, right in zip(once, found, strict=True) if right is not None]
+        self._shift(request_id, drafter).observe([chance for chance, _ in seen], [right for _, right in seen])
+        while rates is not None:
+            rates.observe(preview, found)
+            rates = rates.prior
+
+    def is_new(self, request_id: int, drafter: Hashable) -> bool:
+        """Whether no round of this drafter was seen for the request."""
+        return request_id not in self._requests or drafter not in self._requests[request_id].shifts
+
+    def finish(self, request_id: int) -> None:
+        """Forget a request."""
+        self._requests.pop(request_id, None)
+
+    def _factor(self, request_id: int, drafter: Hashable) -> float:
+        shift = self._requests[request_id].shifts.get(drafter)
+        return 1.0 if shift is None else shift.factor
+
+    def _shift(self, request_id: int, drafter: Hashable) -> OddsShift:
+        return self._requests[request_id].shifts.setdefault(drafter, OddsShift())
+
+    def _places(self, request_id: int, drafter: Hashable) -> PlaceRates:
+        every = self._every.places.setdefault(drafter, PlaceRates())
+        own = self._of_slice(self._requests[request_id].slice)
+        return every if own is self._every else own.places.setdefault(drafter, PlaceRates(every))
+
+    def _chances(self, request_id: int, drafter: Hashable) -> ChanceRates:
+        every = self._every.chances.setdefault(drafter, ChanceRates())
+        own = self._of_slice(self._requests[request_id].slice)
+        return every if own is self._every else own.chances.setdefault(drafter, ChanceRates(every))
+
+    def _of_slice(self, slice_: str) -> _Rates:
+        """What is known of texts of one slice; the empty name is all texts. The slice unused longest goes first."""
+        if not slice_:
+            return self._every
+        if slice_ not in self._slices:
+            self._slices[slice_] = _Rates()
+            if len(self._slices) > _MOST_SLICES:
+                self._slices.popitem(last=False)
+        self._slices.move_to_end(slice_)
+        return self._slices[slice_]
 
 
 def judged(num_offered: int, chances: Sequence[float], parents: Sequence[int]) -> Iterator[tuple[int, float]]:
-    """The places whose parent stood, each with the chance that it was emitted then; 0 where nothing was guessed
-    there.
+    """The places whose parent was emitted, each with the chance that it was emitted then; 0 where nothing was
+    guessed.
     """
     for k in range(num_offered):
-        parent = parents[k] if k < len(parents) else k - 1
+        parent = parents[k]
         if parent < 0 or (parent < len(chances) and chances[parent] > 0):
             yield k, (chances[k] / (chances[parent] if parent >= 0 else 1.0) if k < len(chances) else 0.0)
 
 
-def along_paths(drafted: Sequence[float], once: Sequence[float], parents: Sequence[int]) -> list[float]:
-    """The share of rounds in which each place is emitted, from its chance once its parent was."""
-    emitted: list[float] = []
-    for k, parent in enumerate(parents):
-        emitted.append(min(drafted[k], once[k] * (emitted[parent] if 0 <= parent < k else 1.0)))
-    return emitted
+def moved(chance: float, factor: float) -> float:
+    """A chance whose odds are `factor` times as high."""
+    return factor * chance / (1 - chance + factor * chance)
 
 
-def _num_places(num_offered: int, chances: Sequence[float]) -> int:
-    return min(max(num_offered, len(chances)), _MOST_PLACES)
+def _class_of(parent: int, step: float) -> int:
+    return bisect_right(_EDGES, step) + (_CLASSES if parent >= 0 else 0)
+
+
+def _inside(chance: float) -> float:
+    return min(1 - _EDGE, max(_EDGE, chance))

@@ -1,14 +1,17 @@
-"""Who guesses for each request of a step, and how much: the most expected tokens per second over the whole batch.
+"""The joint allocation: which drafter guesses for each request of a step, and how much.
 
-A request has an option for each drafter it may use. It takes the one that would pay best if it alone were to choose;
+A request has a candidate for each drafter option. It takes the one that would pay best if it alone were to choose;
 guesses are then admitted one by one over all requests, the likeliest to be emitted per row first, and the best count
 wins. Zero is always among the counts.
 
-Best is what brings the most tokens per second in the long run. Where every step is like this one that is the most
-expected tokens per expected second (goodput of TurboSpec, 2406.14066; the ratio rule). Where steps differ, because a
-lookup finds something in one and nothing in the next, a guess in a poor step must earn what a second earns on average,
-`rate` tokens: then tokens - rate * seconds is maximised (renewal reward; Dinkelbach's method for ratios). All that
-enters was known before the round, so the choice depends on nothing that is drawn in it.
+Best is the most tokens per second in the long run. Where every step is like this one that is the most expected tokens
+per expected second (goodput, TurboSpec, 2406.14066). Where steps differ, because a lookup finds something in one and
+nothing in the next, guesses are valued at the long-run token rate, an opportunity cost: tokens - rate * seconds is
+maximised (Dinkelbach's method for ratios of renewal rewards).
+
+No request may be slowed down beyond its `slack_s`: the step may take longer than one without these guesses by no more
+than that and what the request itself is expected to gain. All that enters was known before the round, so the choice
+depends on nothing that is drawn in it.
 """
 
 from __future__ import annotations
@@ -18,8 +21,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-_CHEAP = 0.01  # a drafter that takes less of a step than this need not be weighed as a whole
-_STAY = 1.03  # by how much another option must be better than the one in use: no fluttering between equals
+_CHEAP_SHARE = 0.01  # a drafter that takes less of a step than this need not be weighed as a whole
 
 StepSeconds = Callable[[float], float]  # of the target, by rows
 DraftSeconds = Callable[[Hashable, int], float]  # of a drafter, by its longest draft
@@ -27,184 +29,179 @@ DraftSeconds = Callable[[Hashable, int], float]  # of a drafter, by its longest 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What one request can gain by one drafter: for each place of its draft the shares of rounds in which it is guessed
-    and emitted.
+    """What one request gains by one drafter: for each place of its draft the share of rounds in which it is guessed,
+    and in which it is emitted.
 
-    `at_least` guesses are not up for choice (a caller's own number). `entry_s` is what the drafter takes on top because
-    the request is new to it, spread over the rounds it may serve. `in_use`: it guessed last time. `weight` is what a
-    token of this request counts. `drafter` None: the request does not draft.
+    `at_least` guesses are not up for choice (a number that the caller set). `entry_s` is what the drafter takes on top
+    because the request is new to it, spread over the rounds it may serve.
     """
 
-    drafter: Hashable | None
+    drafter: Hashable
     drafted: tuple[float, ...] = ()
     emitted: tuple[float, ...] = ()
     at_least: int = 0
     entry_s: float = 0.0
-    in_use: bool = False
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One request of the step: its candidates, what a token of it counts, and by how much it may be slowed down."""
+
+    candidates: tuple[Candidate, ...] = ()
     weight: float = 1.0
-
-
-NO_CANDIDATE = Candidate(None)
+    slack_s: float = math.inf
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The option of every request (its place among the request's own, None: no guesses) and its guesses, and what is
-    expected of the step.
-    """
+    """The candidate of every request (its place among them, None: no guesses), its guesses, and what is expected."""
 
     picks: tuple[int | None, ...]
     budgets: tuple[int, ...]
     tokens: float
     seconds: float
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Expected tokens per second."""
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
+def allocate(demands: Sequence[Demand], step_s: StepSeconds, draft_s: DraftSeconds, rate: float = 0.0) -> Allocation:
+    """The best allocation: `step_s(rows)` is what the target takes, `draft_s(drafter, num_draft)` what a drafter takes.
 
-def choose_budgets(
-    requests: Sequence[Sequence[Candidate]],
-    num_other_rows: int,
-    step_s: StepSeconds,
-    draft_s: DraftSeconds,
-    rate: float = 0.0,
-) -> Allocation:
-    """The best choice: `step_s(rows)` is what the target takes, `draft_s(drafter, num_draft)` what a drafter takes for
-    its longest draft.
-
-    `num_other_rows` stand in the step whatever is chosen. A drafter that does not earn what it takes is left out as a
-    whole. `rate` is what a second earns on average in tokens, 0 where that is not known.
+    A drafter that does not gain what it takes is left out as a whole. `rate` is the long-run token rate, 0 where that
+    is not known.
     """
     users: dict[Hashable, int] = {}
-    for options in requests:
-        for option in options:
-            if option.drafter is not None and (option.emitted or option.at_least):
-                users[option.drafter] = users.get(option.drafter, 0) + 1
-    step = _Step(num_other_rows, len(requests), step_s, draft_s, users, rate)
+    for demand in demands:
+        for candidate in demand.candidates:
+            if candidate.emitted or candidate.at_least:
+                users[candidate.drafter] = users.get(candidate.drafter, 0) + 1
+    step = _Step(demands, step_s, draft_s, users, rate)
     active = set(users)
-    best = step.best(requests, active)
-    dear = [
-        drafter for drafter in users if draft_s(drafter, 1) > _CHEAP * best.seconds
-    ]  # in order: of equals the first goes, whatever their hashes
-    while (
-        dear
-    ):  # guesses are admitted without a look at what their drafter takes: leave out, one by one, who gains least by it
-        fewer = {drafter: step.best(requests, active - {drafter}) for drafter in dear}
-        least = max(fewer, key=lambda drafter: step.worth(fewer[drafter].tokens, fewer[drafter].seconds))
-        best = max(best, fewer[least], key=lambda choice: step.worth(choice.tokens, choice.seconds))
+    best = step.best(active)
+    # In order: of equals the first goes, whatever their hashes are.
+    expensive = [drafter for drafter in users if draft_s(drafter, 1) > _CHEAP_SHARE * best.seconds]
+    while expensive:  # guesses are admitted without their drafter's time: leave out, one by one, who gains least
+        fewer = {drafter: step.best(active - {drafter}) for drafter in expensive}
+        least = max(fewer, key=lambda drafter: step.value(fewer[drafter].tokens, fewer[drafter].seconds))
+        best = max(best, fewer[least], key=lambda found: step.value(found.tokens, found.seconds))
         active.remove(least)
-        dear.remove(least)
+        expensive.remove(least)
     return best
 
 
 class _Step:
-    """The choice for a given set of drafters that may be given more than they must."""
+    """The allocation for a given set of drafters that may be given more than they must."""
 
     def __init__(
         self,
-        num_other_rows: int,
-        num_requests: int,
+        demands: Sequence[Demand],
         step_s: StepSeconds,
         draft_s: DraftSeconds,
         users: dict[Hashable, int],
         rate: float,
     ) -> None:
-        self.rows, self.rate = num_other_rows + num_requests, rate
-        self.step_s, self.draft_s, self.users = step_s, draft_s, users
+        self.demands, self.rate, self.step_s, self.draft_s, self.users = demands, rate, step_s, draft_s, users
+        self.own_s = step_s(len(demands))
 
-    def worth(self, tokens: float, seconds: float) -> float:
+    def value(self, tokens: float, seconds: float) -> float:
         """What is maximised."""
         return tokens - self.rate * seconds if self.rate else tokens / max(seconds, 1e-12)
 
-    def best(self, requests: Sequence[Sequence[Candidate]], active: set[Hashable]) -> Allocation:
-        picks = [self._pick(options, active, len(requests)) for options in requests]
+    def best(self, active: set[Hashable]) -> Allocation:
+        picks = [self._pick(demand, active) for demand in self.demands]
         chosen = [
-            options[pick] if pick is not None else NO_CANDIDATE for options, pick in zip(requests, picks, strict=True)
+            None if pick is None else demand.candidates[pick] for demand, pick in zip(self.demands, picks, strict=True)
         ]
-        budgets, tokens, seconds = self._admit(chosen, active)
-        return Allocation(
-            tuple(pick if budget else None for pick, budget in zip(picks, budgets, strict=True)),
-            tuple(budgets),
-            tokens,
-            seconds,
-        )
+        budgets, tokens, seconds = _Admission(self, chosen, active).run()
+        made = tuple(pick if budget else None for pick, budget in zip(picks, budgets, strict=True))
+        return Allocation(made, tuple(budgets), tokens, seconds)
 
-    def _pick(self, options: Sequence[Candidate], active: set[Hashable], num_requests: int) -> int | None:
-        """The option of one request that would pay best if the others made no guesses; a number that was set must be
-        met by one of them.
-        """
-        if len(options) == 1:
-            return 0 if options[0].drafter in active or options[0].at_least else None
-        best = (
-            self.worth(num_requests, self.step_s(self.rows))
-            if not any(option.at_least for option in options)
-            else -math.inf
-        )
+    def _pick(self, demand: Demand, active: set[Hashable]) -> int | None:
+        """The candidate that would pay best if the others made no guesses; a number that was set must be met by one."""
+        candidates = demand.candidates
+        if len(candidates) == 1:
+            return 0 if candidates[0].drafter in active or candidates[0].at_least else None
+        fixed = any(candidate.at_least for candidate in candidates)
+        best = -math.inf if fixed else self.value(len(self.demands), self.own_s)
         pick: int | None = None
-        for place, option in enumerate(options):
-            if option.drafter in active or option.at_least:
-                value = self._alone(option, num_requests)
-                value += (_STAY - 1) * abs(value) if option.in_use else 0.0
+        for place, candidate in enumerate(candidates):
+            if candidate.drafter in active or candidate.at_least:
+                value = self._alone(candidate, demand.weight)
                 if value > best:
                     best, pick = value, place
         return pick
 
-    def _alone(self, option: Candidate, num_requests: int) -> float:
-        """What a step is worth at best in which only this option guesses, its drafter's time shared with who else may
-        use it.
-        """
-        share = 1 / self.users[option.drafter]
-        rows, tokens, best = float(self.rows), float(num_requests), -math.inf
-        for place, (drafted, emitted) in enumerate(zip(option.drafted, option.emitted, strict=True)):
-            rows, tokens = rows + drafted, tokens + option.weight * emitted
-            if place + 1 >= option.at_least:
-                seconds = self.step_s(rows) + share * self.draft_s(option.drafter, place + 1) + option.entry_s
-                best = max(best, self.worth(tokens, seconds))
+    def _alone(self, candidate: Candidate, weight: float) -> float:
+        """The value of a step in which only this candidate guesses, its drafter's time shared with who may use it."""
+        share = 1 / self.users[candidate.drafter]
+        rows = tokens = float(len(self.demands))
+        best = -math.inf
+        for place, (drafted, emitted) in enumerate(zip(candidate.drafted, candidate.emitted, strict=True)):
+            rows, tokens = rows + drafted, tokens + weight * emitted
+            if place + 1 >= candidate.at_least:
+                draft_s = share * self.draft_s(candidate.drafter, place + 1) + candidate.entry_s
+                best = max(best, self.value(tokens, self.step_s(rows) + draft_s))
         return best
 
-    def _admit(self, options: Sequence[Candidate], active: set[Hashable]) -> tuple[list[int], float, float]:
-        """Best count of guesses."""
-        budgets = [option.at_least for option in options]
-        longest: dict[Hashable, int] = {}
-        rows, tokens = float(self.rows), sum(option.weight for option in options)
-        heap: list[tuple[float, int, int]] = []
-        entries_s = 0.0
-        for b, option in enumerate(options):
-            for place in range(min(option.at_least, len(option.emitted))):
-                rows, tokens = rows + option.drafted[place], tokens + option.weight * option.emitted[place]
-            if option.drafter is not None and option.at_least:
-                longest[option.drafter] = max(longest.get(option.drafter, 0), option.at_least)
-                entries_s += option.entry_s
-            if option.drafter in active:
-                _offer(heap, options, b, option.at_least)
-        draft_total = entries_s + sum(self.draft_s(drafter, count) for drafter, count in longest.items())
-        best, best_tokens, best_s, admitted = 0, tokens, self.step_s(rows) + draft_total, list[int]()
-        most = self.worth(best_tokens, best_s)
-        while heap:
-            _, b, place = heapq.heappop(heap)
-            option = options[b]
+
+class _Admission:
+    """Admits guesses of the chosen candidates, the likeliest per row first, and remembers the best count."""
+
+    def __init__(self, step: _Step, chosen: Sequence[Candidate | None], active: set[Hashable]) -> None:
+        self.step, self.chosen, self.active = step, chosen, active
+        self.budgets = [0 if candidate is None else candidate.at_least for candidate in chosen]
+        self.rows, self.tokens, self.draft_s = float(len(chosen)), sum(d.weight for d in step.demands), 0.0
+        self.longest: dict[Hashable, int] = {}
+        self.gained = [0.0] * len(chosen)  # tokens expected of the guesses that are up for choice
+        self.heap: list[tuple[float, int, int]] = []
+
+    def run(self) -> tuple[list[int], float, float]:
+        """Guesses of each request, expected tokens and seconds."""
+        for b, candidate in enumerate(self.chosen):
+            if candidate is not None:
+                for place in range(candidate.at_least):
+                    self._add(b, candidate, place)
+                if candidate.drafter in self.active:
+                    self._offer(b, candidate, candidate.at_least)
+        self.gained = [0.0] * len(self.chosen)
+        base_s = best_s = self.step.step_s(self.rows) + self.draft_s
+        best_tokens, admitted, best = self.tokens, list[int](), 0
+        most = self.step.value(best_tokens, best_s)
+        while self.heap:
+            _, b, place = heapq.heappop(self.heap)
+            candidate = self.chosen[b]
+            assert candidate is not None
             admitted.append(b)
-            rows, tokens = rows + option.drafted[place], tokens + option.weight * option.emitted[place]
-            if not place:
-                draft_total += option.entry_s
-            if place + 1 > longest.get(option.drafter, 0):
-                before = self.draft_s(option.drafter, longest[option.drafter]) if option.drafter in longest else 0.0
-                longest[option.drafter] = place + 1
-                draft_total += self.draft_s(option.drafter, place + 1) - before
-            _offer(heap, options, b, place + 1)
-            seconds = self.step_s(rows) + draft_total
-            worth = self.worth(tokens, seconds)
-            if worth > most:
-                best, best_tokens, best_s, most = len(admitted), tokens, seconds, worth
+            self._add(b, candidate, place)
+            self._offer(b, candidate, place + 1)
+            seconds = self.step.step_s(self.rows) + self.draft_s
+            value = self.step.value(self.tokens, seconds)
+            if value > most and self._slows_nobody(seconds, base_s):
+                best, best_tokens, best_s, most = len(admitted), self.tokens, seconds, value
         for b in admitted[:best]:
-            budgets[b] += 1
-        return budgets, best_tokens, best_s
+            self.budgets[b] += 1
+        return self.budgets, best_tokens, best_s
 
+    def _add(self, b: int, candidate: Candidate, place: int) -> None:
+        if place < len(candidate.emitted):
+            self.rows += candidate.drafted[place]
+            self.tokens += self.step.demands[b].weight * candidate.emitted[place]
+            self.gained[b] += candidate.emitted[place]
+        if not place:
+            self.draft_s += candidate.entry_s
+        known = self.longest.get(candidate.drafter, 0)
+        if place + 1 > known:
+            before_s = self.step.draft_s(candidate.drafter, known) if known else 0.0
+            self.longest[candidate.drafter] = place + 1
+            self.draft_s += self.step.draft_s(candidate.drafter, place + 1) - before_s
 
-def _offer(heap: list[tuple[float, int, int]], options: Sequence[Candidate], b: int, place: int) -> None:
-    option = options[b]
-    if place < len(option.emitted) and option.emitted[place] > 0:
-        worth = option.weight * option.emitted[place] / max(option.drafted[place], 1e-9)
-        heapq.heappush(heap, (-worth, b, place))
+    def _offer(self, b: int, candidate: Candidate, place: int) -> None:
+        if place < len(candidate.emitted) and candidate.emitted[place] > 0:
+            gain = self.step.demands[b].weight * candidate.emitted[place] / max(candidate.drafted[place], 1e-9)
+            heapq.heappush(self.heap, (-gain, b, place))
+
+    def _slows_nobody(self, seconds: float, base_s: float) -> bool:
+        """Whether every request gets on as it would without these guesses, but for its slack."""
+        more_s = seconds - base_s
+        return all(
+            more_s <= demand.slack_s + gained * base_s
+            for demand, gained in zip(self.step.demands, self.gained, strict=True)
+        )

@@ -1,81 +1,126 @@
-"""What requests bring into a round, and what they may do in it."""
+"""What requests bring into a round, what they may do in it, and what came of it: plain values without tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from foretoken.control.previews import Preview
 
-_WEIGHT_OF_PRIORITY, _MOST_PRIORITY, _WEIGHT_OF_LATENESS = 1.2, 8, 2.0
+_FACTOR_OF_PRIORITY, _MOST_PRIORITY, _FACTOR_OF_LATENESS = 1.2, 8, 2.0
+
+
+@dataclass(frozen=True)
+class OptionTraits:
+    """One drafter option of a request, as long as it is there: the `drafter` whose costs and acceptance it shares.
+
+    `most` guesses at once; `num_probe` rows come with the first of them. One that `previews` shows its guesses.
+    """
+
+    drafter: Hashable
+    most: int | None = None
+    num_probe: int = 0
+    previews: bool = False
+
+
+@dataclass(frozen=True)
+class RequestView:
+    """One decoding request as the control sees it before a round.
+
+    `options` are its drafter options; those at `disabled` places may not be used. `num_draft` is the number that the
+    caller set, None where it is left open. `num_tokens` are there by now, `num_remaining` may still come,
+    `max_new_tokens` is its limit. `deadline_s` is how long is left, None without a deadline.
+    """
+
+    request_id: int
+    options: tuple[OptionTraits, ...] = ()
+    num_draft: int | None = None
+    slice: str = ""
+    num_tokens: int = 0
+    num_remaining: int = 1 << 30
+    max_new_tokens: int = 1 << 30
+    priority: int = 0
+    deadline_s: float | None = None
+    disabled: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class DrafterOption:
-    """One drafter that a request may use now, by the caller's own `number`: the most guesses it can use, rows that come
-    with the first of them.
-
-    `look` are the guesses that are ready, of a drafter that shows them.
-    """
+    """One drafter that a request may use now: by the `number` of its option, at most `most` guesses."""
 
     number: int
     drafter: Hashable
     most: int
     num_probe: int = 0
-    look: Preview | None = None
+    preview: Preview | None = None
 
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What a request brings into a round: its drafters, none if it does not draft now.
+    """What a request brings into a round: its drafter options, none if it does not draft now.
 
-    `is_open`: the number is left to the policy; otherwise as many guesses are made as the arm allows. `label` names the
-    kind of text, whose earlier requests tell what to expect of a new one. The text has `num_tokens` by now, and
-    `num_remaining` may still come. `weight` is what its tokens count.
+    `is_open`: the number of guesses is left to the policy; otherwise as many are made as the option allows. `weight` is
+    what a token of the request counts.
     """
 
     request_id: int
-    arms: tuple[DrafterOption, ...] = ()
+    options: tuple[DrafterOption, ...] = ()
     is_open: bool = True
-    label: str = ""
+    slice: str = ""
     num_tokens: int = 0
     num_remaining: int = 1 << 30
     weight: float = 1.0
 
 
-def weight_of(priority: int, seconds_left: float | None, seconds_needed: float) -> float:
-    """What a request's tokens count beside others': a fifth more for every step of priority, twice where its deadline
-    cannot be met plainly.
-
-    `seconds_left` until the deadline, None if it has none; `seconds_needed` for what may still come without guesses.
-    """
-    late = seconds_left is not None and seconds_needed > seconds_left
-    return _WEIGHT_OF_PRIORITY ** -max(-_MOST_PRIORITY, min(_MOST_PRIORITY, priority)) * (
-        _WEIGHT_OF_LATENESS if late else 1.0
-    )
-
-
 class DraftBudget(NamedTuple):
-    """What a request may do in a round: the number of its arm (None: nobody guesses), and how many guesses."""
+    """What a request may do in a round: the number of its option (None: no guesses), and how many guesses."""
 
-    arm: int | None
+    option: int | None
     num_draft: int
 
 
 NO_DRAFT = DraftBudget(None, 0)
 
 
-def options_of(
-    request_id: int,
-    drafter: Hashable | None,
-    most: int,
-    is_open: bool,
-    num_tokens: int = 0,
-    num_remaining: int = 1 << 30,
-    weight: float = 1.0,
-    look: Preview | None = None,
-) -> RequestOptions:
-    """The wish of a request with a single drafter; None does not draft."""
-    arms = () if drafter is None or most < 1 else (DrafterOption(0, drafter, most, look=look),)
-    return RequestOptions(request_id, arms, is_open, num_tokens=num_tokens, num_remaining=num_remaining, weight=weight)
+@dataclass(frozen=True)
+class RoundOutcome:
+    """What came of one request's round, under the budget it was given.
+
+    `chances` are those with which each guess was emitted, given what was drawn; None where the guesses were not those
+    of the option's drafter (a grammar's). `parents` are the guesses they follow (-1: none), `emitted` the tokens.
+    """
+
+    request_id: int
+    budget: DraftBudget
+    chances: Sequence[float] | None
+    parents: Sequence[int]
+    emitted: Sequence[int]
+    num_probed: int = 0
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What came of a step: its rounds, and where its time went.
+
+    `only_decodes`: no prompt was read in it, so that its time is that of decoding. `num_rows` rows of which `num_nodes`
+    are guesses or probes. `draft_s` and `num_read_tokens` are by drafter: seconds, and tokens that were new to it.
+    """
+
+    rounds: Sequence[RoundOutcome]
+    only_decodes: bool
+    num_rows: int
+    num_nodes: int
+    target_s: float
+    draft_s: Mapping[Hashable, float] = field(default_factory=dict)
+    num_read_tokens: Mapping[Hashable, int] = field(default_factory=dict)
+
+
+def weight_of(priority: int, seconds_left: float | None, seconds_needed: float) -> float:
+    """What a request's tokens count: a fifth more for every step of priority, twice where its deadline will be missed.
+
+    `seconds_left` until the deadline, None if it has none; `seconds_needed` for what may still come without guesses.
+    """
+    is_late = seconds_left is not None and seconds_needed > seconds_left
+    factor = _FACTOR_OF_PRIORITY ** -max(-_MOST_PRIORITY, min(_MOST_PRIORITY, priority))
+    return factor * (_FACTOR_OF_LATENESS if is_late else 1.0)

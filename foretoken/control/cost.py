@@ -1,237 +1,214 @@
-"""What a step takes as a function of a count (rows of the target, guesses of a drafter), learnt from steps that ran."""
+"""What steps of the target and rounds of drafters take, learnt from those that ran, maybe beginning with a profile."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from foretoken.plan.profile import Curve, Profile
 
 _EXACT_COUNTS = 16  # counts up to here are told apart, larger ones in steps of about an eighth
-_MEMORY_STEPS = 12  # observations that an average goes back over
-_OUTLIER = 3.0  # a single observation counts as at most this many times what is known: machines pause
-_MOOD_DOUBT, _MOOD_DRIFT = (
-    1.0,
-    7e-5,
-)  # variances, relative: of the machine's mood before anything ran, and what every step adds to it
-_SHAPE_DOUBT, _LEAST_SHAPE_DOUBT = 0.15**2, 2e-4  # of a count's place on the curve beforehand, and however often it ran
-_STEP_DOUBT = 0.1**2  # of one step
+_SPEED_VARIANCE, _SPEED_DRIFT = 1.0, 7e-5  # relative: of the speed factor before anything ran, and added by each step
+_SHAPE_VARIANCE, _LEAST_SHAPE_VARIANCE = 0.15**2, 2e-4  # of a count's place on a measured prior, at first and at least
+_GUESS_VARIANCE = 1.0  # of a count's place on a prior that is only the first observation
+_STEP_VARIANCE = 0.1**2  # of one step
 _BOUND, _LEAST_BOUND = (
     3.0,
     0.5,
-)  # a step counts as at most so many deviations slower than expected, or as half as slow again
-_LEAST_CHANGE = 0.1  # what one observation leaves of an estimate
+)  # a step counts as so many deviations slower than expected at most, or half as slow again
+_LEAST_CHANGE = 0.1  # share of an estimate that one observation leaves at least
 _LEAST_S = 1e-9
-_OPTIMISM = 48  # counts never tried are taken to cost one forty-eighth of a step each, so that they are tried
+_ROWS_PER_STEP = (
+    48  # rows of a step that was never run are taken to cost a forty-eighth of a step each, so they are tried
+)
+_READ_MEMORY = 4
+
+
+@dataclass
+class _Offset:
+    """By what factor one count lies off the scaled prior, and the variance of that."""
+
+    factor: float
+    variance: float
 
 
 class CostTable:
-    """Seconds by count: moving averages where something was measured, straight lines between.
+    """Seconds by count: `speed_factor * offset(count) * prior(count)`.
 
-    Outside of what was measured a target's step is taken to cost nearly the same for any count (`grows` False: weights
-    are read once for all rows), a drafter's as much again for every further guess (`grows` True: one after the other).
+    The prior is a measured curve, or else the first observation: then any count takes nearly the same (`grows` False: a
+    target's weights are read once for all rows), or as much again for each further one (`grows` True: a drafter's
+    guesses come one after the other). The speed factor is common to all counts: a machine under another load or at
+    another clock is uniformly slower or faster, and counts that were not run lately follow. `offset` is what a count
+    takes beside that:
+    a factor for each count that ran, straight lines between them, the nearest one outside.
+
+    An observation that differs from what was expected is attributed to the speed factor and to the count's offset by
+    their variances: two scalar Kalman filters that share one innovation. A step far slower than expected counts as
+    less:
+    machines pause.
     """
 
-    def __init__(self, grows: bool = False) -> None:
+    def __init__(self, prior: Curve | None = None, grows: bool = False) -> None:
+        assert prior is None or prior.points
         self._grows = grows
-        self._counts: list[int] = []  # ascending
-        self._seconds: dict[int, float] = {}
-        self._weights: dict[int, int] = {}
+        self._prior = prior
+        self._first: tuple[int, float] | None = None  # stands for the prior where none was measured
+        self._speed, self._speed_variance = 1.0, _SPEED_VARIANCE
+        self._counts: list[int] = []  # that ran, ascending
+        self._offsets: dict[int, _Offset] = {}
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was measured yet."""
-        return not self._counts
-
-    def reaches(self, count: int) -> bool:
-        """Whether so small a count was measured, or a smaller one: what `seconds` says of it is then no guess."""
-        return bool(self._counts) and self._counts[0] <= count
+        """Whether nothing is known."""
+        return self._prior is None and self._first is None
 
     @property
     def largest(self) -> int:
         """The largest count of which something is known, 0 if none."""
-        return self._counts[-1] if self._counts else 0
+        return max(self._counts[-1] if self._counts else 0, self._prior.points[-1][0] if self._prior else 0)
+
+    @property
+    def speed_factor(self) -> float:
+        """By what factor the machine is slower now than the prior says."""
+        return self._speed
+
+    def reaches(self, count: int) -> bool:
+        """Whether what `seconds` says of `count` rests on a measurement of it, of a smaller count, or of the curve."""
+        return bool(self._counts) and (self._prior is not None or self._counts[0] <= count)
 
     def observe(self, count: int, seconds: float) -> None:
         """Take in one measurement."""
+        seconds = max(seconds, _LEAST_S)
+        if self.is_empty:
+            self._first = (count, seconds)
         bucket = _bucket(count)
-        if bucket not in self._seconds:
+        offset = self._offsets.get(bucket)
+        if offset is None:
+            variance = _SHAPE_VARIANCE if self._prior is not None else _GUESS_VARIANCE if self._counts else 0.0
+            offset = self._offsets[bucket] = _Offset(self._offset(bucket), variance)
             insort(self._counts, bucket)
-            self._seconds[bucket], self._weights[bucket] = seconds, 1
-            return
-        known, weight = self._seconds[bucket], min(self._weights[bucket] + 1, _MEMORY_STEPS)
-        self._seconds[bucket] = known + (min(seconds, _OUTLIER * known) - known) / weight
-        self._weights[bucket] = weight
+        self._speed_variance += _SPEED_DRIFT
+        total = self._speed_variance + offset.variance + _STEP_VARIANCE
+        surprise = seconds / (self._speed * offset.factor * self._prior_s(count)) - 1
+        surprise = min(surprise, max(_LEAST_BOUND, _BOUND * total**0.5))
+        to_speed, to_count = self._speed_variance / total, offset.variance / total
+        self._speed *= max(_LEAST_CHANGE, 1 + to_speed * surprise)
+        offset.factor *= max(_LEAST_CHANGE, 1 + to_count * surprise)
+        self._speed_variance *= 1 - to_speed
+        offset.variance = max(_LEAST_SHAPE_VARIANCE, offset.variance * (1 - to_count))
 
     def seconds(self, count: float) -> float:
         """What `count` is expected to take; 0 while nothing is known."""
-        if not self._counts:
-            return 0.0
-        place = bisect_left(self._counts, count)
-        if place == len(self._counts):
-            last = self._counts[-1]
-            return self._seconds[last] * (count / last if self._grows else 1 + (count - last) / _OPTIMISM)
-        above = self._counts[place]
-        if above == count or place == 0:
-            return self._seconds[above] * (count / above if self._grows else 1 / (1 + (above - count) / _OPTIMISM))
-        below = self._counts[place - 1]
-        share = (count - below) / (above - below)
-        return (1 - share) * self._seconds[below] + share * self._seconds[above]
-
-    def as_dict(self) -> dict[int, float]:
-        """Measured seconds by count, ascending."""
-        return {count: self._seconds[count] for count in self._counts}
-
-
-@dataclass
-class _Off:
-    """By what factor one count lies off the scaled prior, and how uncertain that is (a variance)."""
-
-    factor: float = 1.0
-    doubt: float = _SHAPE_DOUBT
-
-
-class SeededCost(CostTable):
-    """A table that begins with a measured curve, its prior, and is soon ruled by what live steps take.
-
-    A count takes `mood * off(count) * prior(count)`. The mood is one factor for all counts: a machine under another
-    load or at another clock is uniformly slower or faster than when the curve was measured, and counts that were not
-    run lately follow it too. `off` is what a count takes beside that, a factor for each count that ran, straight lines
-    between them, the nearest one outside.
-
-    An observation that surprises is laid to the mood and to the count's own factor by how uncertain the two are: two
-    scalar Kalman filters that share one innovation. At first nothing is known of the mood, so the first step sets it;
-    then it drifts with a memory of about a dozen steps. A count's factor is trusted to 15 % before the count has run,
-    and is settled after a few steps. A step far slower than expected counts as less: machines pause.
-    """
-
-    def __init__(self, prior: Curve, grows: bool = False) -> None:
-        assert prior.points
-        super().__init__(grows)
-        self._prior = prior
-        self._mood, self._mood_doubt = 1.0, _MOOD_DOUBT
-        self._off: dict[int, _Off] = {}
-
-    @property
-    def is_empty(self) -> bool:
-        """Never: the prior says something of every count."""
-        return False
-
-    def reaches(self, count: int) -> bool:  # noqa: ARG002 - the prior knows the shape
-        """Whether a step ran: then the mood is known, and with it every count."""
-        return bool(self._counts)
-
-    @property
-    def largest(self) -> int:
-        """The largest count of which something is known."""
-        return max(super().largest, self._prior.points[-1][0])
-
-    @property
-    def mood(self) -> float:
-        """By what factor the machine is slower now than the prior says."""
-        return self._mood
-
-    def observe(self, count: int, seconds: float) -> None:
-        """Take in one measurement."""
-        bucket = _bucket(count)
-        off = self._off.get(bucket)
-        if off is None:
-            off = self._off[bucket] = _Off(self._factor(bucket))
-            insort(self._counts, bucket)
-        self._mood_doubt += _MOOD_DRIFT
-        total = self._mood_doubt + off.doubt + _STEP_DOUBT
-        surprise = min(
-            seconds / (self._mood * off.factor * self._prior_s(count)) - 1, max(_LEAST_BOUND, _BOUND * total**0.5)
-        )
-        to_mood, to_count = self._mood_doubt / total, off.doubt / total
-        self._mood *= max(_LEAST_CHANGE, 1 + to_mood * surprise)
-        off.factor *= max(_LEAST_CHANGE, 1 + to_count * surprise)
-        self._mood_doubt *= 1 - to_mood
-        off.doubt = max(_LEAST_SHAPE_DOUBT, off.doubt * (1 - to_count))
-
-    def seconds(self, count: float) -> float:
-        """What `count` is expected to take."""
-        return self._mood * self._factor(count) * self._prior_s(count)
+        return 0.0 if self.is_empty else self._speed * self._offset(count) * self._prior_s(count)
 
     def as_dict(self) -> dict[int, float]:
         """Expected seconds of the counts that ran, ascending."""
         return {count: self.seconds(count) for count in self._counts}
 
     def _prior_s(self, count: float) -> float:
-        last, last_s = self._prior.points[-1]
-        if self._grows and len(self._prior.points) == 1:
-            return max(last_s * count / last, _LEAST_S)
-        return max(self._prior.seconds(count), _LEAST_S)
+        if self._prior is not None and not (self._grows and len(self._prior.points) == 1):
+            return max(self._prior.seconds(count), _LEAST_S)
+        known, known_s = self._prior.points[0] if self._prior is not None else self._first or (1, _LEAST_S)
+        if self._grows:
+            return max(known_s * count / known, _LEAST_S)
+        more = (count - known) / _ROWS_PER_STEP
+        return known_s * (1 + more) if more >= 0 else known_s / (1 - more)
 
-    def _factor(self, count: float) -> float:
+    def _offset(self, count: float) -> float:
         if not self._counts:
             return 1.0
         place = bisect_left(self._counts, count)
         above = self._counts[min(place, len(self._counts) - 1)]
         if place in (0, len(self._counts)) or above == count:
-            return self._off[above].factor
+            return self._offsets[above].factor
         below = self._counts[place - 1]
         share = (count - below) / (above - below)
-        return (1 - share) * self._off[below].factor + share * self._off[above].factor
+        return (1 - share) * self._offsets[below].factor + share * self._offsets[above].factor
 
 
 class StepCosts:
-    """Seconds of a target's step by rows, told apart by how many requests they belong to: attention and bookkeeping go
-    by request.
+    """Seconds of a target's step by rows, by how many requests they belong to: attention and bookkeeping go by request.
 
     A number of requests that was not seen yet is taken to cost as much more, at any count of rows, as its first step
-    took beyond the nearest one known.
+    took beyond the nearest number known.
     """
 
-    def __init__(self) -> None:
-        self._tables: dict[int, CostTable] = {}
+    def __init__(self, prior: Curve | None = None) -> None:
+        self._tables = {load_of(1): CostTable(prior)}
 
     def at(self, num_requests: int) -> CostTable:
-        """The table of steps of about so many requests, else of the nearest number; an empty one while nothing is
-        known.
-        """
-        if not self._tables:
-            self._tables[load_of(num_requests)] = CostTable()
-        return self._nearest(load_of(num_requests))
-
-    def seed(self, table: CostTable) -> None:
-        """Begin with `table` for a single request."""
-        assert all(known.is_empty for known in self._tables.values())
-        self._tables = {load_of(1): table}
+        """The table of steps of about so many requests, else of the nearest number."""
+        load = load_of(num_requests)
+        return self._tables[min(self._tables, key=lambda known: abs(known - load))]
 
     def observe(self, num_requests: int, num_rows: int, seconds: float) -> None:
         """Take in one step."""
-        load = load_of(num_requests)
-        nearest = self._nearest(load) if self._tables else CostTable()
+        load, nearest = load_of(num_requests), self.at(num_requests)
         if load not in self._tables and nearest.is_empty:
             self._tables = {load: CostTable()}
         elif load not in self._tables:
             extra_s = seconds - nearest.seconds(num_rows)
             counts = sorted({*nearest.as_dict(), num_rows})
-            self._tables[load] = SeededCost(
-                Curve(tuple((count, max(_LEAST_S, nearest.seconds(count) + extra_s)) for count in counts))
-            )
+            points = tuple((count, max(_LEAST_S, nearest.seconds(count) + extra_s)) for count in counts)
+            self._tables[load] = CostTable(Curve(points))
         self._tables[load].observe(num_rows, seconds)
 
-    def _nearest(self, load: int) -> CostTable:
-        return self._tables[min(self._tables, key=lambda known: abs(known - load))]
 
-
-def seed_tables(profile: Profile) -> tuple[CostTable, dict[str, CostTable]]:
-    """Tables that begin with `profile`: of the target's step by rows, its gaps filled by the roofline, and of every
-    drafter by guesses.
+class DraftCosts:
+    """Seconds of drafters by their longest draft, by how many requests they draft for; and of reading what is new to
+    them.
     """
+
+    def __init__(self, priors: Mapping[Hashable, Curve] | None = None) -> None:
+        self._tables = {drafter: {0: CostTable(prior, grows=True)} for drafter, prior in (priors or {}).items()}
+        self._read_token_s: dict[Hashable, float] = {}
+
+    def knows(self, drafter: Hashable) -> bool:
+        """Whether anything is known of the drafter."""
+        return drafter in self._tables
+
+    def seconds(self, drafter: Hashable, num_draft: int, num_requests: int = 1) -> float:
+        """What a draft takes, as it was with about as many requests; 0 while nothing is known."""
+        tables = self._tables.get(drafter)
+        if not tables:
+            return 0.0
+        bucket = _batch_bucket(num_requests)
+        return tables[min(tables, key=lambda known: abs(known - bucket))].seconds(num_draft)
+
+    def read_s(self, drafter: Hashable, num_tokens: int) -> float:
+        """What reading so many tokens takes before the drafter can guess."""
+        return num_tokens * self._read_token_s.get(drafter, 0.0)
+
+    def observe(self, drafter: Hashable, longest: int, seconds: float, num_requests: int, num_read_tokens: int) -> None:
+        """Take in what a drafter took for `num_requests` requests, the longest draft being `longest`.
+
+        A round in which it first read `num_read_tokens` of texts tells the cost of reading, not that of guessing.
+        """
+        if num_read_tokens:
+            price_s = max(0.0, seconds - self.seconds(drafter, longest, num_requests)) / num_read_tokens
+            known_s = self._read_token_s.get(drafter, price_s)
+            self._read_token_s[drafter] = known_s + (price_s - known_s) / _READ_MEMORY
+            return
+        tables = self._tables.setdefault(drafter, {})
+        tables.setdefault(_batch_bucket(num_requests), CostTable(grows=True)).observe(longest, seconds)
+
+
+def priors_of(profile: Profile) -> tuple[Curve, dict[str, Curve]]:
+    """The target's step by rows, its gaps filled by the roofline, and each drafter's rounds by guesses."""
     rows = profile.rows if profile.roofline is None else Curve(profile.roofline.fill(profile.rows.points))
-    drafters = {
-        name: SeededCost(cost.guesses, grows=True) for name, cost in profile.drafters.items() if cost.guesses.points
-    }
-    return SeededCost(rows), dict(drafters)
+    return rows, {name: cost.guesses for name, cost in profile.drafters.items() if cost.guesses.points}
 
 
 def load_of(num_requests: int) -> int:
     """Numbers of requests that count as alike: two to a doubling."""
     return round(2 * math.log2(max(1, num_requests)))
+
+
+def _batch_bucket(num_requests: int) -> int:
+    """Numbers of requests at which a drafter takes about the same: powers of two, by their exponent."""
+    return (max(1, num_requests) - 1).bit_length()
 
 
 def _bucket(count: int) -> int:

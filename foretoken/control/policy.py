@@ -1,160 +1,205 @@
-"""Who guesses for the requests of a round, and how much, learnt from rounds that ended; the engine and the simulator
-run this same code.
+"""Which drafter guesses for the requests of a round, and how much, learnt from rounds that ended.
 
-A number of guesses that the caller set always stands. What is left open, all requests of the step together get from
-what promises the most expected tokens per second (`budget`), zero included. Drafters that show their guesses beforehand
-are judged by every round whether they were used or not (`looks`); others are tried again for a small share of the time
-when they were given up.
+A number of guesses that the caller set always stands. Budgets left open are chosen jointly for all requests of the
+step, to maximise expected tokens per second (`budget`), zero included, and so that no request falls behind plain
+decoding by more than a small share of its time: what guesses, trials and deciding itself make a step longer is charged
+to every request of it, what a request gained by its own guesses is credited to it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
-from foretoken.control.acceptance_history import AcceptanceHistory
-from foretoken.control.budget import Allocation, Candidate, StepSeconds, choose_budgets
-from foretoken.control.candidates import NO_DRAFT, DraftBudget, DrafterOption, RequestOptions
-from foretoken.control.cost import CostTable, StepCosts, load_of
+from foretoken.control.acceptance import Acceptance
+from foretoken.control.budget import Allocation, Candidate, Demand, StepSeconds, allocate
+from foretoken.control.candidates import NO_DRAFT, DraftBudget, DrafterOption, RequestOptions, StepOutcome
+from foretoken.control.cost import CostTable, DraftCosts, StepCosts, load_of
 from foretoken.control.previews import Preview
+from foretoken.plan.profile import Curve
 
-MOST_NUM_DRAFT = 24  # guesses per request and round that are considered where the caller leaves the number open
-_PROBE_SHARE = 0.015  # of the time goes into trying again what did not pay
-_MOST_TRIALS = 8  # of one drafter in one round
-_MOST_CREDIT_STEPS = 4  # saved up at most, in steps of the target
-_FIRST_PLAIN = 4  # steps after which a step without guesses is measured for the first time
-_PLAIN_EVERY = 128  # ... and again
-_READ_MEMORY = 4
-_RATE_MEMORY = 0.96  # weight of the past per request and step
-_FIRST_GUESSES = 2  # of a drafter whose price is not known
-_REST_ROUNDS = 48
-_FREE_ROWS, _FREE_ROWS_EACH = 48, 8  # so many rows more, and for each request, take as long as another step at least
-_FIRST_ROWS = 8  # that may be run beside the requests' own before anything is known
-_THINKING_S = 4e-5  # what weighing one option takes ...
-_THINKING_SHARE = 0.01  # ... and the share of the time that it may take
-_MOST_HELD_STEPS = 16  # for which prices are kept at most
-_FEW_REQUESTS = 2  # whose options are weighed in every round
+_MOST_CREDIT_STEPS = 4  # of trials, saved up at most
+_OVERHEAD_MEMORY = 0.8
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """Every constant of the policy.
+
+    - `most_num_draft`: guesses per request and round that are considered where the caller leaves the number open.
+    - `slack_share`, `first_slack_steps`, `most_slack_steps`: by how much a request may fall behind plain decoding, as a
+      share of its time and on top when it is new; gains are kept for later losses up to so many plain steps.
+    - `decision_share`, `most_repeats`: share of the time that deciding may take; budgets are repeated until it is kept,
+      for at most so many rounds.
+    - `trial_share`, `most_trials`: share of the time that goes into trying again what did not pay, and requests at most
+      that try one drafter in one round.
+    - `first_guesses`: at most so many for a drafter whose cost is not known, by one request.
+    - `first_plain`, `plain_every`: after so many steps with guesses one without is run, so that its cost is known;
+      later after every so many.
+    - `rate_memory`: weight of the past in the long-run token rate, per request and step.
+    - `free_rows`, `free_rows_each`: so many rows, and so many for each request, take as long as another step at least:
+      a low measurement by chance must not make rows free.
+    - `first_rows`: rows beside the requests' own that may be run before anything is known; later twice the largest
+      step.
+    """
+
+    most_num_draft: int = 24
+    slack_share: float = 0.02
+    first_slack_steps: float = 0.25
+    most_slack_steps: float = 8.0
+    decision_share: float = 0.02
+    most_repeats: int = 16
+    trial_share: float = 0.01
+    most_trials: int = 8
+    first_guesses: int = 2
+    first_plain: int = 4
+    plain_every: int = 128
+    rate_memory: float = 0.96
+    free_rows: int = 48
+    free_rows_each: int = 8
+    first_rows: int = 8
 
 
 class Policy(Protocol):
-    """Who decides the numbers of guesses: plans before a round, and takes in what finished rounds showed (see
-    `BudgetPolicy`).
-    """
+    """Decides numbers of guesses before a round, and learns from finished rounds."""
 
     @property
     def target_cost(self) -> CostTable:
         """Seconds of a step of the target by rows."""
 
-    def plan(self, wishes: Sequence[RequestOptions]) -> list[DraftBudget]:
-        """What each request of the next round may do."""
+    def decides(self, request_ids: Sequence[int]) -> bool:
+        """Asked first in every round: whether previews are wanted because budgets are chosen anew."""
 
-    def observe_step(
-        self, num_rows: int, num_nodes: int, target_s: float, num_tokens: int = 0, draft_s: float = 0.0
-    ) -> None:
-        """A step in which nothing but decoding ran took `target_s`."""
+    def plan(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
+        """What each request of the round may do."""
+
+    def observe_step(self, step: StepOutcome, decision_s: float, preview_s: float) -> None:
+        """Take in a step: deciding took `decision_s`, and `preview_s` of its drafting were previews."""
 
     def observe_draft(
-        self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0
+        self, drafter: Hashable, longest: int, draft_s: float, num_requests: int, num_read_tokens: int
     ) -> None:
-        """A drafter took `draft_s` for `num_requests` requests and `longest` guesses at most."""
+        """Take in what a drafter took for `num_requests` requests, the longest draft being `longest`."""
 
     def observe_round(
-        self,
-        request_id: int,
-        drafter: Hashable,
-        num_offered: int,
-        chances: Sequence[float],
-        parents: Sequence[int] = (),
+        self, request_id: int, drafter: Hashable, num_offered: int, chances: Sequence[float], parents: Sequence[int]
     ) -> None:
-        """For each guess of a request the chance with which the round emitted it."""
+        """Take in with which chance each guess of a request was emitted."""
 
-    def observe_preview(self, request_id: int, drafter: Hashable, look: Preview, found: Sequence[bool | None]) -> None:
-        """What became of guesses that a drafter showed, used or not."""
+    def observe_preview(
+        self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]
+    ) -> None:
+        """Take in what became of guesses that a drafter showed, used or not."""
 
     def observe_rest(self, request_id: int) -> None:
-        """A request was given no guess."""
+        """Take in a round in which a request was given no guess."""
 
     def finish(self, request_id: int) -> None:
-        """A request is over."""
+        """Forget a request."""
+
+
+@dataclass
+class _Request:
+    """What is kept of one request: by how much it may still fall behind, and its drafters' rounds."""
+
+    slack_s: float
+    budget: DraftBudget | None = None  # of its last round
+    untried: dict[Hashable, int] = field(default_factory=dict)  # rounds since the drafter guessed
+    trial_tokens: float | None = None  # expected of this round's trial
 
 
 class BudgetPolicy:
     """Plans a round before anything in it is drawn; what it learns comes from finished rounds only."""
 
-    def __init__(self) -> None:
-        self.step_costs = StepCosts()
+    def __init__(self, config: PolicyConfig | None = None) -> None:
+        self.config = config or PolicyConfig()
+        self.step_costs, self.draft_costs = StepCosts(), DraftCosts()
+        self.acceptance = Acceptance()
+        self._requests: dict[int, _Request] = {}
         self._num_requests = 1  # of the round that is planned or was last
-        self.draft_cost: dict[
-            Hashable, dict[int, CostTable]
-        ] = {}  # seconds of a drafter by requests (`_crowd`), then by its longest draft
-        self.experience = AcceptanceHistory()
-        self._read_token_s: dict[Hashable, float] = {}  # what a drafter takes for a token of a text that is new to it
+        self._open: set[int] = set()  # requests of this round whose number of guesses is left open
         self._num_users: dict[Hashable, int] = {}  # requests that may use a drafter in this round
+        self._mode: Literal["decide", "repeat", "plain"] = "decide"
+        self._repeats_left = 0
+        self._overhead_s = 0.0  # of one decision, of late
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
         self._token_s = 0.0  # what a token takes without guesses
         self._worth_s = 0.0  # what a token takes of late, guesses and all
         self._rate = _Rate()
         self._since_plain: dict[int, int] = {}  # steps with guesses since one without, by load
-        self._rounds_at_rest = 0  # in which nobody was given guesses
-        self._prices: _Prices | None = None
 
-    def seed(self, target_cost: CostTable, draft_cost: Mapping[Hashable, CostTable]) -> None:
-        """Begin with these tables, before any step was observed."""
-        self.step_costs.seed(target_cost)
+    def seed(self, target_cost: Curve, draft_costs: Mapping[Hashable, Curve]) -> None:
+        """Begin with these costs, before any step was observed."""
+        self.step_costs, self.draft_costs = StepCosts(target_cost), DraftCosts(draft_costs)
         self._since_plain[load_of(1)] = 0
-        self.draft_cost = {drafter: {0: table} for drafter, table in draft_cost.items()}
 
     @property
     def target_cost(self) -> CostTable:
         """Seconds of a step of the target by rows, at the present number of requests."""
         return self.step_costs.at(self._num_requests)
 
-    def plan(self, wishes: Sequence[RequestOptions]) -> list[DraftBudget]:
-        """What each request of the next round may do."""
-        self._num_requests = len(wishes)
-        for wish in wishes:
-            self.experience.of(wish.request_id, wish.label).trial_tokens = None
-        if self._since_plain.get(load_of(len(wishes)), _PLAIN_EVERY - _FIRST_PLAIN) >= _PLAIN_EVERY:
-            wishes = [
-                RequestOptions(wish.request_id) if wish.is_open else wish for wish in wishes
-            ]  # what guesses gain is told by a step without
-        if self._prices is not None and self._prices.hold_for(wishes):
-            return [self._at_prices(wish, self._prices) for wish in wishes]
-        return self._weigh(wishes)
+    def decides(self, request_ids: Sequence[int]) -> bool:
+        """See `Policy.decides`."""
+        self._num_requests = len(request_ids)
+        known = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
+        due = self.config.plain_every
+        if self._since_plain.get(load_of(len(request_ids)), due - self.config.first_plain) >= due or (
+            min((request.slack_s for request in known), default=0.0) < 0 and self._is_expensive()
+        ):
+            self._mode = "plain"
+        elif self._repeats_left > 0 and 4 * sum(one.budget is not None for one in known) >= 3 * len(request_ids):
+            self._repeats_left -= 1
+            self._mode = "repeat"
+        else:
+            self._mode = "decide"
+        return self._mode == "decide"
 
-    def observe_step(
-        self, num_rows: int, num_nodes: int, target_s: float, num_tokens: int = 0, draft_s: float = 0.0
-    ) -> None:
-        """Take in a step in which nothing but decoding ran: `num_rows` rows, `num_nodes` of them guesses or probes.
+    def plan(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
+        """What each request of the round may do."""
+        self._num_requests = len(requests)
+        self._open = {request.request_id for request in requests if request.is_open}
+        own_s = self.target_cost.seconds(len(requests))
+        for request in requests:
+            self.acceptance.begin(request.request_id, request.slice)
+            known = self._requests.setdefault(request.request_id, _Request(self.config.first_slack_steps * own_s))
+            known.trial_tokens = None
+        budgets = self._weigh(requests) if self._mode == "decide" else [self._repeated(one) for one in requests]
+        if self._mode != "plain":
+            for request, budget in zip(requests, budgets, strict=True):
+                self._requests[request.request_id].budget = budget
+        return budgets
 
-        It gave `num_tokens` to its requests and took `target_s` and `draft_s`; where tokens are left out it does not
-        count as a rate.
-        """
-        self.step_costs.observe(num_rows - num_nodes, num_rows, target_s)
-        if num_tokens and self._token_s:
-            self._rate.observe(num_tokens * self._token_s, target_s + draft_s, num_rows - num_nodes)
-        self._credit_s = min(self._credit_s + _PROBE_SHARE * target_s, _MOST_CREDIT_STEPS * target_s)
-        load = load_of(num_rows - num_nodes)
-        self._since_plain[load] = self._since_plain.get(load, _PLAIN_EVERY - _FIRST_PLAIN) + 1 if num_nodes else 0
+    def observe_step(self, step: StepOutcome, decision_s: float = 0.0, preview_s: float = 0.0) -> None:
+        """See `Policy.observe_step`."""
+        num_requests, draft_s = len(step.rounds), sum(step.draft_s.values())
+        if self._mode == "decide":
+            took_s = decision_s + preview_s
+            known_s = self._overhead_s or took_s
+            self._overhead_s = _OVERHEAD_MEMORY * known_s + (1 - _OVERHEAD_MEMORY) * min(took_s, 2 * known_s)
+            allowed_s = self.config.decision_share * (step.target_s + draft_s)
+            self._repeats_left = min(self.config.most_repeats, int(self._overhead_s / max(allowed_s, 1e-9)))
+        if not num_requests:
+            return
+        if step.only_decodes:
+            self.step_costs.observe(num_requests, step.num_rows, step.target_s)
+            num_tokens = sum(len(round_.emitted) for round_ in step.rounds)
+            if self._token_s:
+                keep = self.config.rate_memory**num_requests
+                self._rate.observe(num_tokens * self._token_s, step.target_s + draft_s + decision_s, keep)
+            load, due = load_of(num_requests), self.config.plain_every - self.config.first_plain
+            self._since_plain[load] = self._since_plain.get(load, due) + 1 if step.num_nodes else 0
+        self._credit_s = min(
+            self._credit_s + self.config.trial_share * step.target_s, _MOST_CREDIT_STEPS * step.target_s
+        )
+        self._charge(step, draft_s + decision_s)
 
     def observe_draft(
         self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0
     ) -> None:
-        """Take in what a drafter took for `num_requests` requests, the longest draft being `longest`.
-
-        A round in which it first read `num_read_tokens` that it had missed of a text, such as the prompt of a request
-        that drafts for the first time, tells the price of reading instead of that of guesses.
-        """
-        if num_read_tokens:
-            price_s = max(0.0, draft_s - self._draft_s(drafter, longest)) / num_read_tokens
-            known_s = self._read_token_s.get(drafter, price_s)
-            self._read_token_s[drafter] = known_s + (price_s - known_s) / _READ_MEMORY
-            return
-        self.draft_cost.setdefault(drafter, {}).setdefault(_crowd(num_requests), CostTable(grows=True)).observe(
-            longest, draft_s
-        )
+        """See `Policy.observe_draft`."""
+        self.draft_costs.observe(drafter, longest, draft_s, num_requests, num_read_tokens)
 
     def observe_round(
         self,
@@ -162,261 +207,210 @@ class BudgetPolicy:
         drafter: Hashable,
         num_offered: int,
         chances: Sequence[float],
-        parents: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
     ) -> None:
-        """Take in which guesses of a request stood: for each place the chance of being emitted.
-
-        `parents` are the guesses that they follow (-1 none), a chain where it is left out.
-        """
-        self.experience.observe_round(request_id, drafter, num_offered, chances, parents)
-        known = self.experience.of(request_id)
-        for other in known.untried:
-            known.untried[other] += 1
+        """See `Policy.observe_round`; without `parents` the guesses are a chain."""
+        own = range(-1, len(chances) - 1) if parents is None else parents
+        self.acceptance.observe_round(request_id, drafter, num_offered, chances, own)
+        known = self._requests[request_id]
+        self.observe_rest(request_id)
         known.untried[drafter] = 0
         if known.trial_tokens is not None:
             self._credit_s += (sum(chances) - known.trial_tokens) * self._worth_s
 
-    def observe_preview(self, request_id: int, drafter: Hashable, look: Preview, found: Sequence[bool | None]) -> None:
-        """Take in how the guesses that a drafter showed compare with what was emitted, used or not: True right, None
-        not judged.
-        """
-        self.experience.observe_preview(request_id, drafter, look, found)
+    def observe_preview(
+        self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]
+    ) -> None:
+        """See `Policy.observe_preview`."""
+        self.acceptance.observe_preview(request_id, drafter, preview, found)
 
     def observe_rest(self, request_id: int) -> None:
-        """Take in a round in which a request was given no guess."""
-        known = self.experience.of(request_id)
-        for drafter in known.untried:
-            known.untried[drafter] += 1
+        """See `Policy.observe_rest`."""
+        untried = self._requests[request_id].untried
+        for drafter in untried:
+            untried[drafter] += 1
 
     def finish(self, request_id: int) -> None:
         """Forget a request."""
-        self.experience.finish(request_id)
-        if self._prices is not None:
-            self._prices.finish(request_id)
+        self.acceptance.finish(request_id)
+        self._requests.pop(request_id, None)
 
-    def _weigh(self, wishes: Sequence[RequestOptions]) -> list[DraftBudget]:
+    def _is_expensive(self) -> bool:
+        """Whether deciding takes more of a step than a request may fall behind."""
+        return self._overhead_s > self.config.slack_share * self.target_cost.seconds(self._num_requests)
+
+    def _charge(self, step: StepOutcome, beside_s: float) -> None:
+        """Charge every request what open guesses and deciding made the step longer, and credit what its own gained."""
+        cost = self.step_costs.at(len(step.rounds))
+        open_rows = sum(
+            len(one.parents) + one.num_probed for one in step.rounds if one.request_id in self._open and one.parents
+        )
+        rows = step.num_nodes + len(step.rounds)
+        base_s = cost.seconds(rows - open_rows)
+        more_s = max(0.0, cost.seconds(rows) - base_s) + beside_s
+        most_s = self.config.most_slack_steps * base_s
+        for one in step.rounds:
+            known = self._requests.get(one.request_id)
+            if known is not None:
+                gained = len(one.emitted) - 1 if one.request_id in self._open else 0
+                slack_s = known.slack_s + (self.config.slack_share + gained) * base_s - more_s
+                known.slack_s = max(-most_s, min(most_s, slack_s))
+
+    def _repeated(self, request: RequestOptions) -> DraftBudget:
+        """The request's last budget again, as far as its option is there; a number that was set stands in any case."""
+        known = self._requests[request.request_id].budget
+        last = None if known is None else next((one for one in request.options if one.number == known.option), None)
+        if not request.is_open:
+            option = last or (request.options[0] if request.options else None)
+            return NO_DRAFT if option is None else DraftBudget(option.number, option.most)
+        if self._mode == "plain" or last is None or known is None:
+            return NO_DRAFT
+        return DraftBudget(last.number, min(known.num_draft, last.most))
+
+    def _weigh(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
         """The best for all together; what was given up is tried again where there is time for it."""
+        requests = self._one_by_one(requests)
         self._num_users = {}
-        wishes = self._one_by_one(wishes)
-        mean_weight = sum(wish.weight for wish in wishes) / max(1, len(wishes))
-        for wish in wishes:
-            for arm in wish.arms:
-                self._num_users[arm.drafter] = self._num_users.get(arm.drafter, 0) + 1
-        options = [[self._option(wish, arm, wish.weight / mean_weight) for arm in wish.arms] for wish in wishes]
-        self._token_s = self.target_cost.seconds(len(wishes)) / max(1, len(wishes))
+        for request in requests:
+            for option in request.options:
+                self._num_users[option.drafter] = self._num_users.get(option.drafter, 0) + 1
+        mean_weight = sum(request.weight for request in requests) / max(1, len(requests))
+        demands = [
+            Demand(
+                tuple(self._candidate(request, option) for option in request.options),
+                request.weight / mean_weight,
+                self._requests[request.request_id].slack_s,
+            )
+            for request in requests
+        ]
+        self._token_s = self.target_cost.seconds(len(requests)) / max(1, len(requests))
         rate = self._rate.of_late / self._token_s if self._token_s else 0.0
         self._worth_s = 1 / rate if rate else self._token_s
         step_s = self._step_times()
-        choice = choose_budgets(options, 0, step_s, self._draft_s, rate)
-        self._rounds_at_rest = 0 if any(choice.budgets) else self._rounds_at_rest + 1
-        if self._rounds_at_rest > _REST_ROUNDS and any(
-            options
-        ):  # what rows cost was learnt long ago: suppose that they cost little, once
-            choice = choose_budgets(options, 0, self._least_times(), self._draft_s, rate)
-            self._rounds_at_rest = 0
-        for wish, pick in zip(wishes, choice.picks, strict=True):
-            if pick is not None:
-                self.experience.of(wish.request_id).in_use = wish.arms[pick].drafter
-        self._prices = self._prices_of(wishes, options, choice)
-        trials = self._trials(wishes, options, choice, step_s)
-        picked = [
-            (trials.get(b, pick), 1 if b in trials else budget)
-            for b, (pick, budget) in enumerate(zip(choice.picks, choice.budgets, strict=True))
-        ]
-        return [
-            NO_DRAFT if pick is None else DraftBudget(wish.arms[pick].number, budget)
-            for wish, (pick, budget) in zip(wishes, picked, strict=True)
-        ]
+        found = allocate(demands, step_s, self._draft_s, rate)
+        trials = self._trials(requests, demands, found, step_s)
+        budgets = []
+        for b, (request, pick, budget) in enumerate(zip(requests, found.picks, found.budgets, strict=True)):
+            place, count = (trials[b], 1) if b in trials else (pick, budget)
+            budgets.append(NO_DRAFT if place is None else DraftBudget(request.options[place].number, count))
+        return budgets
 
-    def _one_by_one(self, wishes: Sequence[RequestOptions]) -> Sequence[RequestOptions]:
-        """Leave a drafter whose price is not known to one request and few guesses: it may be dear, and all would read
-        their prompts for it.
-        """
+    def _one_by_one(self, requests: Sequence[RequestOptions]) -> Sequence[RequestOptions]:
+        """Leave a drafter of unknown cost to one request and few guesses: all others would have it read their texts."""
         unknown: dict[Hashable, int] = {}
-        for wish in wishes:
-            for arm in wish.arms:
-                if wish.is_open and arm.look is None and arm.drafter not in self.draft_cost:
-                    unknown.setdefault(arm.drafter, wish.request_id)
+        for request in requests:
+            for option in request.options:
+                if request.is_open and option.preview is None and not self.draft_costs.knows(option.drafter):
+                    unknown.setdefault(option.drafter, request.request_id)
         if not unknown:
-            return wishes
+            return requests
+
+        def few(option: DrafterOption) -> DrafterOption:
+            return replace(option, most=min(option.most, self.config.first_guesses))
+
         return [
             replace(
-                wish,
-                arms=tuple(
-                    replace(arm, most=min(arm.most, _FIRST_GUESSES)) if arm.drafter in unknown else arm
-                    for arm in wish.arms
-                    if unknown.get(arm.drafter, wish.request_id) == wish.request_id
+                request,
+                options=tuple(
+                    few(option) if option.drafter in unknown else option
+                    for option in request.options
+                    if unknown.get(option.drafter, request.request_id) == request.request_id
                 ),
             )
-            if wish.is_open
-            else wish
-            for wish in wishes
+            if request.is_open
+            else request
+            for request in requests
         ]
 
-    def _option(self, wish: RequestOptions, arm: DrafterOption, weight: float = 1.0) -> Candidate:
-        known = self.experience.of(wish.request_id)
-        entry_s = 0.0
-        if arm.look is not None:
-            emitted = self.experience.chances(wish.request_id, arm.drafter, arm.look)
+    def _candidate(self, request: RequestOptions, option: DrafterOption) -> Candidate:
+        request_id, entry_s = request.request_id, 0.0
+        if option.preview is not None:
+            emitted = self.acceptance.of_preview(request_id, option.drafter, option.preview)
             drafted = [1.0] * len(emitted)
         else:
-            drafted, emitted = self.experience.shares(wish.request_id, arm.drafter, arm.most)
-            entry_s = self._entry_s(wish, arm.drafter) * min(1.0, (1 + sum(emitted)) / max(1, wish.num_remaining))
-        if arm.num_probe and drafted:
-            drafted[0] += arm.num_probe
-        at_least = 0 if wish.is_open else arm.most
-        return Candidate(
-            arm.drafter, tuple(drafted), tuple(emitted), at_least, entry_s, known.in_use == arm.drafter, weight
-        )
+            drafted, emitted = self.acceptance.of_places(request_id, option.drafter, option.most)
+            entry_s = self._entry_s(request, option) * min(1.0, (1 + sum(emitted)) / max(1, request.num_remaining))
+        if option.num_probe and drafted:
+            drafted[0] += option.num_probe
+        at_least = 0 if request.is_open else option.most
+        return Candidate(option.drafter, tuple(drafted), tuple(emitted), at_least, entry_s)
 
-    def _least_times(self) -> StepSeconds:
-        """What a step takes at least by rows, from what is known without guesses; only few rows more."""
-        own_rows, own_s = self._num_requests, self.target_cost.seconds(self._num_requests)
-        least_s = own_s / (_FREE_ROWS + _FREE_ROWS_EACH * own_rows)
-        return lambda num_rows: (
-            own_s + least_s * (num_rows - own_rows) if num_rows <= own_rows + own_rows // 4 + 4 else math.inf
-        )
+    def _entry_s(self, request: RequestOptions, option: DrafterOption) -> float:
+        """What a drafter takes to read the text of a request that it never guessed for."""
+        if not self.acceptance.is_new(request.request_id, option.drafter):
+            return 0.0
+        return self.draft_costs.read_s(option.drafter, request.num_tokens)
 
     def _step_times(self) -> StepSeconds:
-        """What a step takes by rows; rows far beyond what was ever run are tried in steps of twice as many.
-
-        A further row is never free: measured times scatter, and a low one by chance would make room for guesses that
-        bring nothing.
-        """
-        table, known, own_rows = self.target_cost, dict[float, float](), self._num_requests
+        """What a step takes by rows; rows far beyond what was ever run are tried in steps of twice as many."""
+        config, table, known, own_rows = self.config, self.target_cost, dict[float, float](), self._num_requests
         own_s = table.seconds(own_rows)
-        least_s = own_s / (_FREE_ROWS + _FREE_ROWS_EACH * own_rows)
-        most_rows = 2 * max(table.largest, self._num_requests) + _FIRST_ROWS
+        least_s = own_s / (config.free_rows + config.free_rows_each * own_rows)
+        most_rows = 2 * max(table.largest, own_rows) + config.first_rows
 
         def step_s(num_rows: float) -> float:
             if num_rows not in known:
-                known[num_rows] = (
-                    max(table.seconds(num_rows), own_s + least_s * (num_rows - own_rows))
-                    if num_rows <= most_rows
-                    else math.inf
-                )
+                least = own_s + least_s * (num_rows - own_rows)
+                known[num_rows] = max(table.seconds(num_rows), least) if num_rows <= most_rows else math.inf
             return known[num_rows]
 
         return step_s
 
     def _draft_s(self, drafter: Hashable, num_draft: int) -> float:
-        """What a drafter takes, as it was with about as many requests as there are now."""
-        tables = self.draft_cost.get(drafter)
-        if not tables:
-            return 0.0
-        crowd = _crowd(self._num_users.get(drafter, 1))
-        return tables[min(tables, key=lambda known: abs(known - crowd))].seconds(num_draft)
-
-    def _entry_s(self, wish: RequestOptions, drafter: Hashable) -> float:
-        """What a drafter takes to read the text of a request that it never guessed for."""
-        return (
-            wish.num_tokens * self._read_token_s.get(drafter, 0.0)
-            if self.experience.is_new(wish.request_id, drafter)
-            else 0.0
-        )
+        return self.draft_costs.seconds(drafter, num_draft, self._num_users.get(drafter, 1))
 
     def _trials(
-        self,
-        wishes: Sequence[RequestOptions],
-        options: Sequence[Sequence[Candidate]],
-        choice: Allocation,
-        step_s: StepSeconds,
+        self, requests: Sequence[RequestOptions], demands: Sequence[Demand], found: Allocation, step_s: StepSeconds
     ) -> dict[int, int]:
-        """Requests that give a guess to a drafter which was passed over, by its place: as many at once as there is time
-        saved up for.
+        """Requests that give a guess to a drafter that was passed over, by its place: as many as there is time for.
 
         Most of what a drafter takes it takes once for all of them, and every one of them tells how good it is.
         """
-        rows = len(wishes) + sum(choice.budgets)
-        running = {wish.arms[pick].drafter for wish, pick in zip(wishes, choice.picks, strict=True) if pick is not None}
+        rows = len(requests) + sum(found.budgets)
+        running = {
+            request.options[pick].drafter
+            for request, pick in zip(requests, found.picks, strict=True)
+            if pick is not None
+        }
+        room_s = min(self._credit_s, *(self._requests[request.request_id].slack_s for request in requests))
         trials: dict[int, int] = {}
         num_tried: dict[Hashable, int] = {}
-        for _, b, place in sorted(self._passed_over(wishes, choice), reverse=True):
-            known, arm, pick = self.experience.of(wishes[b].request_id), wishes[b].arms[place], choice.picks[b]
-            if b in trials or num_tried.get(arm.drafter, 0) >= _MOST_TRIALS:
+        for _, b, place in sorted(self._passed_over(requests, found), reverse=True):
+            request, option, pick = requests[b], requests[b].options[place], found.picks[b]
+            if b in trials or num_tried.get(option.drafter, 0) >= self.config.most_trials:
                 continue
-            gain = options[b][place].emitted[0] - (
-                sum(options[b][pick].emitted[: choice.budgets[b]]) if pick is not None else 0.0
-            )
-            loss_s = (
-                max(0.0, step_s(rows + 1 + arm.num_probe) - step_s(rows))
-                + self._entry_s(wishes[b], arm.drafter)
-                - gain * self._worth_s
-            )
-            if arm.drafter not in running:
-                loss_s += self._draft_s(arm.drafter, 1)
-            if loss_s <= max(0.0, self._credit_s):
-                self._credit_s -= loss_s
-                known.trial_tokens = options[b][place].emitted[0]
-                trials[b] = place
-                rows += 1 + arm.num_probe - (choice.budgets[b] if pick is not None else 0)
-                running.add(arm.drafter)
-                num_tried[arm.drafter] = num_tried.get(arm.drafter, 0) + 1
+            candidates, budget = demands[b].candidates, found.budgets[b]
+            expected = candidates[place].emitted[0]
+            gain = expected - (sum(candidates[pick].emitted[:budget]) if pick is not None else 0.0)
+            more_s = max(0.0, step_s(rows + 1 + option.num_probe) - step_s(rows)) + self._entry_s(request, option)
+            if option.drafter not in running:
+                more_s += self._draft_s(option.drafter, 1)
+            loss_s = more_s - gain * self._worth_s
+            if loss_s > max(0.0, room_s):
+                continue
+            self._credit_s -= loss_s
+            room_s -= max(0.0, loss_s)
+            self._requests[request.request_id].trial_tokens = expected
+            trials[b] = place
+            rows += 1 + option.num_probe - budget
+            running.add(option.drafter)
+            num_tried[option.drafter] = num_tried.get(option.drafter, 0) + 1
         return trials
 
-    def _passed_over(self, wishes: Sequence[RequestOptions], choice: Allocation) -> list[tuple[int, int, int]]:
-        """Rounds since the last guess, request and place of the arm, of all that were given nothing and do not show
-        their guesses.
-        """
-        found: list[tuple[int, int, int]] = []
-        for b, wish in enumerate(wishes):
-            untried = self.experience.of(wish.request_id).untried
-            for place, arm in enumerate(wish.arms):
-                if wish.is_open and arm.look is None and arm.most and place != choice.picks[b]:
-                    found.append((untried.get(arm.drafter, 1 << 30), b, place))
-        return found
-
-    def _prices_of(
-        self, wishes: Sequence[RequestOptions], options: Sequence[Sequence[Candidate]], choice: Allocation
-    ) -> _Prices | None:
-        """What a row and a token are worth at this choice, to decide by in the next rounds; None where weighing anew is
-        cheap.
-        """
-        num_options = sum(map(len, options))
-        steps = min(_MOST_HELD_STEPS, int(num_options * _THINKING_S / max(1e-9, _THINKING_SHARE * choice.seconds)))
-        if len(wishes) <= _FEW_REQUESTS or steps < 1 or not choice.seconds:
-            return None
-        rows = len(wishes) + sum(choice.budgets)
-        own_rows, step_s = len(wishes), self._step_times()
-        far = min(rows + rows // 4 + 2, 2 * max(self.target_cost.largest, own_rows) + _FIRST_ROWS)
-        slope_s = (step_s(far) - step_s(own_rows)) / (far - own_rows)
-        rate = self._rate.of_late / self._token_s if self._rate.took_s and self._token_s else choice.tokens_per_s
-        row_price = rate * slope_s
-        surplus: dict[tuple[int, Hashable], tuple[int, float]] = {}
-        for wish, own, pick, budget in zip(wishes, options, choice.picks, choice.budgets, strict=True):
-            if pick is None:
-                continue
-            option = own[pick]
-            assert option.drafter is not None
-            share_s = self._draft_s(option.drafter, budget) / self._num_users[option.drafter]
-            gain = sum(option.emitted[:budget]) - row_price * sum(option.drafted[:budget]) - rate * share_s
-            surplus[wish.request_id, option.drafter] = budget, gain
-        return _Prices(steps, row_price, surplus, {wish.request_id for wish in wishes}, len(wishes))
-
-    def _at_prices(self, wish: RequestOptions, prices: _Prices) -> DraftBudget:
-        """The arm with the largest gain at the prices of the last choice."""
-        best, grant = 0.0, NO_DRAFT
-        for arm in wish.arms:
-            if not wish.is_open:
-                count, gain = arm.most, 2.0 if self.experience.of(wish.request_id).in_use == arm.drafter else 1.0
-            elif arm.look is not None:
-                count, gain = 0, 0.0
-                for chance in self.experience.chances(wish.request_id, arm.drafter, arm.look):
-                    if wish.weight * chance <= prices.row:
-                        break
-                    count, gain = count + 1, gain + wish.weight * chance - prices.row
-            else:
-                count, gain = prices.surplus.get((wish.request_id, arm.drafter), (0, 0.0))
-            if count and gain > best:
-                best, grant = gain, DraftBudget(arm.number, min(count, arm.most))
-        return grant
+    def _passed_over(self, requests: Sequence[RequestOptions], found: Allocation) -> list[tuple[int, int, int]]:
+        """Rounds since the last guess, request and place of the option, of those passed over that show no guesses."""
+        passed: list[tuple[int, int, int]] = []
+        for b, request in enumerate(requests):
+            untried = self._requests[request.request_id].untried
+            for place, option in enumerate(request.options):
+                if request.is_open and option.preview is None and option.most and place != found.picks[b]:
+                    passed.append((untried.get(option.drafter, 1 << 30), b, place))
+        return passed
 
 
 @dataclass
 class _Rate:
-    """Tokens per second over those without guesses, of late: it is compared across loads, which change what a second
-    brings.
-    """
+    """Long-run tokens per second over those without guesses: comparable across loads, which change both."""
 
     saved_s: float = 0.0
     took_s: float = 0.0
@@ -426,42 +420,7 @@ class _Rate:
         """0 while nothing is known."""
         return self.saved_s / self.took_s if self.took_s else 0.0
 
-    def observe(self, plain_s: float, took_s: float, num_requests: int) -> None:
-        """Take in a step whose tokens would have taken `plain_s` without guesses; one of many requests tells as much as
-        many of one.
-        """
-        keep = _RATE_MEMORY**num_requests
+    def observe(self, plain_s: float, took_s: float, keep: float) -> None:
+        """Take in a step whose tokens would have taken `plain_s` without guesses."""
         self.saved_s = keep * self.saved_s + plain_s
         self.took_s = keep * self.took_s + took_s
-
-
-@dataclass
-class _Prices:
-    """What the last choice said: tokens that a row must bring, and guesses and gain of the drafters that were chosen,
-    by request.
-    """
-
-    steps_left: int
-    row: float
-    surplus: dict[tuple[int, Hashable], tuple[int, float]]
-    requests: set[int]  # that are there still ...
-    num_requests: int  # ... of so many
-
-    def hold_for(self, wishes: Sequence[RequestOptions]) -> bool:
-        """Whether to decide by them once more: for some steps, and while most requests are the same and about as
-        many.
-        """
-        self.steps_left -= 1
-        num_known = sum(wish.request_id in self.requests for wish in wishes)
-        return self.steps_left >= 0 and 4 * num_known >= 3 * max(len(wishes), self.num_requests)
-
-    def finish(self, request_id: int) -> None:
-        """Forget a request; it still counts as one of those the prices were made for."""
-        self.requests.discard(request_id)
-        for key in [key for key in self.surplus if key[0] == request_id]:
-            del self.surplus[key]
-
-
-def _crowd(num_requests: int) -> int:
-    """Numbers of requests at which a drafter takes about the same: powers of two, by their exponent."""
-    return (max(1, num_requests) - 1).bit_length()

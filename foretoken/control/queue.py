@@ -1,5 +1,4 @@
-"""Who is let in, in which order requests are served, and how many rows each gets in a step: pure decisions over plain
-numbers.
+"""Which requests run, in which order, and how many rows each gets in a step.
 
 The engine's scheduler and the simulator both ask here. Everything is counted in tokens; a cache in blocks says with its
 `footprint` what a sequence of so many tokens takes.
@@ -8,8 +7,10 @@ The engine's scheduler and the simulator both ask here. Everything is counted in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import insort
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from foretoken.errors import ConfigError
 
@@ -210,3 +211,170 @@ def _cut(grant: RowGrant, room: int) -> RowGrant:
 
 def _growth(ask: RowDemand, grant: RowGrant, footprint: Footprint) -> int:
     return footprint(ask.held + grant.num_rows) - footprint(ask.held) if grant.num_rows else 0
+
+
+class Cache(Protocol):
+    """The memory that running requests share, counted in tokens."""
+
+    @property
+    def capacity_tokens(self) -> float:
+        """All of it."""
+
+    def footprint_tokens(self, num_tokens: int) -> int:
+        """What a sequence of so many tokens takes."""
+
+    def num_free_tokens(self) -> float:
+        """What is free."""
+
+    def length(self, request_id: int) -> int:
+        """Tokens held for a request."""
+
+    def open(self, request_id: int) -> None:
+        """Begin to hold a request."""
+
+    def close(self, request_id: int) -> None:
+        """Give back what is held for it."""
+
+
+class Queued(Protocol):
+    """A request as the queue sees it."""
+
+    @property
+    def request_id(self) -> int:
+        """Its number."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer so far."""
+
+    @property
+    def has_emitted(self) -> bool:
+        """Whether its answer has begun: then it reads all but its last token, whose row is a decode step."""
+
+
+class Drafting(NamedTuple):
+    """What a decoding request is to draft: guesses and probes; `fixed` ones may not depend on neighbours."""
+
+    num_draft: int = 0
+    num_probe: int = 0
+    fixed: bool = False
+
+
+QueuedT = TypeVar("QueuedT", bound=Queued)
+
+
+class Queue(Generic[QueuedT]):
+    """Serves the most urgent first, under the limits of `SchedulerConfig` and the cache.
+
+    A step is `admit`, `decoding` and `rows`. `preempted` are those of the latest step. The engine's scheduler and the
+    simulator drive this class; what only a real cache can do, such as adopting prefixes, overrides the steps below.
+    """
+
+    def __init__(self, cache: Cache, config: SchedulerConfig) -> None:
+        self.cache, self.config = cache, config
+        self.waiting: list[QueuedT] = []  # most urgent first
+        self.running: dict[int, QueuedT] = {}
+        self.preempted: list[QueuedT] = []
+        self.urgencies: dict[int, Urgency] = {}
+
+    def enqueue(self, request: QueuedT, urgency_: Urgency | None = None) -> None:
+        """Queue a request, with its urgency when it is new."""
+        if urgency_ is not None:
+            self.urgencies[request.request_id] = urgency_
+        insort(self.waiting, request, key=self.key)
+
+    def key(self, request: QueuedT) -> Urgency:
+        """The order of service."""
+        return self.urgencies[request.request_id]
+
+    def remove(self, request_id: int) -> QueuedT | None:
+        """Take a request out, running or waiting; None if it is unknown."""
+        self.urgencies.pop(request_id, None)
+        found = self.running.pop(request_id, None)
+        if found is None:
+            place = next((place for place, one in enumerate(self.waiting) if one.request_id == request_id), None)
+            found = None if place is None else self.waiting.pop(place)
+        return found
+
+    def admit(self) -> None:
+        """Begin a step: let waiting requests join, strictly in their order; small ones do not pass one that needs
+        room.
+        """
+        self.preempted = []
+        self.make_way()
+        while self.waiting and len(self.running) < self.config.max_batch_size:
+            place = self.next_place()
+            if place is None:
+                return
+            self.join(place)
+
+    def decoding(self) -> list[QueuedT]:
+        """The running requests that decode next, most urgent first."""
+        return [one for one in self._ordered() if self.decodes(one)]
+
+    def rows(self, drafting: Mapping[int, Drafting]) -> list[tuple[QueuedT, RowDemand, RowGrant]]:
+        """Rows of every request, most urgent first; the last ones are preempted until those of the others fit."""
+        requests = self._ordered()
+        demands = [self._demand(one, drafting.get(one.request_id, Drafting())) for one in requests]
+        footprint = self.cache.footprint_tokens
+        while True:
+            del demands[len(requests) :]
+            wanted = within_budget(demands, self.config)
+            if growth_tokens(demands, wanted, footprint) > self.cache.num_free_tokens():
+                self.gather(requests)
+                grants = within_cache(demands, wanted, self.cache.num_free_tokens(), footprint)
+                if grants is None:
+                    self.preempt(requests.pop())
+                    continue
+                wanted = grants
+            return list(zip(requests, demands, wanted, strict=True))
+
+    def decodes(self, request: QueuedT) -> bool:
+        """Whether only its last token is missing in the cache."""
+        return self.cache.length(request.request_id) == request.num_tokens - 1
+
+    # ---- steps that a real cache refines
+
+    def make_way(self) -> None:
+        """Whatever is to be done before requests join."""
+
+    def next_place(self) -> int | None:
+        """Place in the queue of the request that may join now, if there is one."""
+        return None if self.running and not self.fits(self._footprint(self.waiting[0])) else 0
+
+    def join(self, place: int) -> None:
+        """Let the request at `place` of the queue run."""
+        request = self.waiting[place]
+        self.cache.open(request.request_id)
+        del self.waiting[place]
+        self.running[request.request_id] = request
+
+    def gather(self, requests: Sequence[QueuedT]) -> None:
+        """Take back cache that can be had without preempting anybody."""
+
+    def preempt(self, request: QueuedT) -> None:
+        """Close a running request's sequence and queue it again; its text and all that came out of it stay."""
+        self.cache.close(request.request_id)
+        self.enqueue(request)
+        del self.running[request.request_id]
+        self.preempted.append(request)
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether so many tokens fit beside what running requests have yet to read, and the reserve."""
+        footprint, length = self.cache.footprint_tokens, self.cache.length
+        owed = sum(footprint(one.num_tokens) - footprint(length(one.request_id)) for one in self.running.values())
+        reserved = reserve_tokens(self.config, self.cache.capacity_tokens) if self.running else 0
+        return may_join(num_tokens, owed, reserved, self.cache.num_free_tokens())
+
+    def _footprint(self, request: QueuedT) -> int:
+        return self.cache.footprint_tokens(request.num_tokens)
+
+    def _ordered(self) -> list[QueuedT]:
+        return sorted(self.running.values(), key=self.key)
+
+    def _demand(self, request: QueuedT, drafting: Drafting) -> RowDemand:
+        held = self.cache.length(request.request_id)
+        missing = request.num_tokens - held
+        if missing == 1:
+            return RowDemand(held, 1, True, *drafting)
+        return RowDemand(held, missing - request.has_emitted, False)

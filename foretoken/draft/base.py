@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from foretoken.config import SpecConfig
 from foretoken.core import Batch, Draft, Request, Verdict
 from foretoken.verify import first_max
 
@@ -110,3 +111,11 @@ class Releases(Protocol):
         """Called between two rounds: free what the request's cache holds. It is read again when the request drafts
         again.
         """
+
+
+@runtime_checkable
+class Variants(Protocol):
+    """A drafter with settings that the engine may choose anew in every round."""
+
+    def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
+        """The configurations to choose from: one for each value of a field of `spec` that is left at "auto"."""

@@ -42,6 +42,10 @@ class DrafterFailures:
         """Whether a drafter is switched off for a request."""
         return bool(self._off) and key in self._off.get(request_id, ())
 
+    def any_off(self, request_id: int) -> bool:
+        """Whether any drafter is switched off for a request."""
+        return bool(self._off.get(request_id))
+
     def attempt(
         self,
         key: DrafterKey,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import cast
 
 import torch
 
 from foretoken.config import SpecConfig
+from foretoken.control.candidates import OptionTraits
+from foretoken.control.previews import Preview, PreviewAsk, Previews
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
-from foretoken.draft.base import Drafter, DrafterKey, Feedback, Releases, Taps
+from foretoken.draft.base import Drafter, DrafterKey, Feedback, Releases, Taps, Variants
 from foretoken.draft.boundary import check_tree, draft_faults
 from foretoken.draft.deadline import Deadline
 from foretoken.draft.failures import DrafterFailures
@@ -41,17 +43,17 @@ def drafter_key(spec: SpecConfig) -> DrafterKey | None:
     )
 
 
-def arm_keys(spec: SpecConfig) -> list[DrafterKey]:
-    """The drafter of each of `spec.arms`."""
-    keys = [drafter_key(arm) for arm in spec.arms]
-    return [key for key in keys if key is not None]
-
-
 def own_drafters(spec: SpecConfig) -> dict[DrafterKey, SpecConfig]:
-    """The drafters that keep up with a request's text: one, or for `auto` all that may guess, each with a configuration
-    for it.
-    """
-    return dict(reversed(list(zip(arm_keys(spec), spec.arms, strict=True))))
+    """The drafters that follow a request's text: one, or for `auto` all that may guess, each with a configuration."""
+    keys = [(drafter_key(option), option) for option in spec.drafter_options]
+    return {key: option for key, option in reversed(keys) if key is not None}
+
+
+def option_kind(spec: SpecConfig) -> Hashable:
+    """What tells apart options of different cost and acceptance: the drafter, and the shape of what it drafts."""
+    layers = None if spec.drafter != "early_exit" else spec.exit_layer
+    window = None if spec.drafter != "lookahead" else spec.lookahead_window
+    return drafter_key(spec), spec.tree, spec.branching, spec.draft_probability, layers, window
 
 
 @cache
@@ -65,9 +67,14 @@ def _wants_taps(kind: type) -> bool:
     return issubclass(kind, Taps)
 
 
-def chosen_arm(entry: BatchEntry) -> int | None:
-    """Which of `spec.arms` guesses for `entry`: the only one, or the one that was chosen."""
-    return 0 if len(entry.request.spec.arms) == 1 else entry.arm
+@dataclass(frozen=True)
+class _Routed:
+    """The options of one request: the drafter of each, its configuration, the request under it, and its traits."""
+
+    keys: tuple[DrafterKey, ...]
+    specs: tuple[SpecConfig, ...]
+    requests: tuple[Request, ...]
+    traits: tuple[OptionTraits, ...]
 
 
 class DrafterGroup:
@@ -82,14 +89,9 @@ class DrafterGroup:
         self.failures = DrafterFailures()
         self.device, self.vocab_size, self.num_layers = target.device, target.vocab_size, target.num_layers
         self.spent_s: dict[DrafterKey, float] = {}  # what each drafter took in the last round, proposing and committing
-        self.num_read_tokens: dict[
-            DrafterKey, int
-        ] = {}  # what the models of each read in the last round before they could guess
-        self._keys: dict[int, list[DrafterKey]] = {}  # by request, of its arms
-        self._requests: dict[int, list[Request]] = {}  # each under one of its arms
-        self._looks: dict[
-            int, dict[int, LookupTree]
-        ] = {}  # guesses that were shown for the coming round, by request and arm
+        self.num_read_tokens: dict[DrafterKey, int] = {}  # read in the last round before each could guess
+        self._requests: dict[int, _Routed] = {}
+        self._shown: dict[int, dict[int, LookupTree]] = {}  # previews of the coming round, by request and option
 
     def add(self, key: DrafterKey, drafter: Drafter, limit_s: float | None = None) -> None:
         """Serve requests with `drafter`; a call of it that lasts longer than `limit_s` is interrupted and has
@@ -101,47 +103,80 @@ class DrafterGroup:
 
     def start(self, request: Request) -> None:
         """Hand a new request to its drafters."""
-        request_id = request.request_id
-        keys = self._keys[request_id] = arm_keys(request.spec)
-        self._requests[request_id] = [
-            request if arm is request.spec else replace(request, spec=arm) for arm in request.spec.arms
-        ]
-        for key in dict.fromkeys(keys):
-            drafter, own = self.drafters[key], self._requests[request_id][keys.index(key)]
-            self.failures.attempt(key, drafter, [request_id], partial(drafter.start, own), must_succeed=True)
-
-    def serves(self, request_id: int, arm: int) -> bool:
-        """Whether the drafter of one of a request's arms may still guess for it."""
-        return not self.failures.is_off(request_id, self._keys[request_id][arm])
-
-    def look(self, entry: BatchEntry, arm: int) -> LookupTree | None:
-        """The guesses that one arm of `entry` has ready; None if its drafter cannot tell them before it is chosen."""
-        request_id = entry.request.request_id
-        key = self._keys[request_id][arm]
-        drafter = self.drafters[key]
-        if not shows_guesses(type(drafter)):
-            return None
-        guess, own = cast(Lookup, drafter).guess, self._under(entry, arm)
-        tree = self.failures.attempt(
-            key, drafter, [request_id], lambda: check_tree(guess(own), own.num_draft, self.vocab_size, own.takes_trees)
+        specs, keys = list[SpecConfig](), list[DrafterKey]()
+        for option in request.spec.drafter_options:
+            key = drafter_key(option)
+            assert key is not None
+            for variant in self.variants(option):
+                specs.append(variant)
+                keys.append(key)
+        routed = self._requests[request.request_id] = _Routed(
+            keys=tuple(keys),
+            specs=tuple(specs),
+            requests=tuple(request if spec is request.spec else replace(request, spec=spec) for spec in specs),
+            traits=tuple(self._traits(key, spec) for key, spec in zip(keys, specs, strict=True)),
         )
-        if tree is None:
-            tree = EMPTY
-        self._looks.setdefault(request_id, {})[arm] = tree
-        return tree
+        for key in dict.fromkeys(keys):
+            drafter, own = self.drafters[key], routed.requests[keys.index(key)]
+            self.failures.attempt(key, drafter, [request.request_id], partial(drafter.start, own), must_succeed=True)
+
+    def variants(self, spec: SpecConfig) -> Sequence[SpecConfig]:
+        """The configurations among which a round of `spec` may choose: several where a field is left at "auto"."""
+        key = drafter_key(spec)
+        drafter = self.drafters.get(key) if key is not None else None
+        return drafter.variants(spec) if isinstance(drafter, Variants) else (spec,)
+
+    def keys(self, request_id: int) -> tuple[DrafterKey, ...]:
+        """The drafter of each option of a request."""
+        return self._requests[request_id].keys
+
+    def specs(self, request_id: int) -> tuple[SpecConfig, ...]:
+        """The configuration of each option of a request."""
+        return self._requests[request_id].specs
+
+    def traits(self, request_id: int) -> tuple[OptionTraits, ...]:
+        """The options of a request as the control sees them."""
+        return self._requests[request_id].traits
+
+    def disabled(self, request_id: int) -> frozenset[int]:
+        """Options of a request whose drafters are switched off because they failed."""
+        if not self.failures.any_off(request_id):
+            return frozenset()
+        keys = self._requests[request_id].keys
+        return frozenset(number for number, key in enumerate(keys) if self.failures.is_off(request_id, key))
+
+    def preview(self, asks: Sequence[PreviewAsk], entries: Mapping[int, BatchEntry]) -> Previews:
+        """The guesses that drafters have ready; `entries` are the coming round's, by request."""
+        self.spent_s, self._shown = {}, {}
+        previews: dict[int, dict[int, Preview]] = {}
+        total_s = 0.0
+        for ask in asks:
+            began = time.perf_counter()
+            key = self._requests[ask.request_id].keys[ask.option]
+            drafter = self.drafters[key]
+            own = replace(self._under(entries[ask.request_id], ask.option), num_draft=ask.num_draft)
+            call = partial(self._checked_tree, cast(Lookup, drafter), own)
+            tree = self.failures.attempt(key, drafter, [ask.request_id], call) or EMPTY
+            self._shown.setdefault(ask.request_id, {})[ask.option] = tree
+            shown = Preview(tree.parents, tree.chances, tree.tokens)
+            previews.setdefault(ask.request_id, {})[ask.option] = shown
+            took_s = time.perf_counter() - began
+            self.spent_s[key] = self.spent_s.get(key, 0.0) + took_s
+            total_s += took_s
+        return Previews(previews, total_s)
 
     def propose(self, batch: Batch) -> Draft:
         """Every drafter guesses for its own requests."""
         entries = batch.decoding
         forced = {b: tokens for b, entry in enumerate(entries) if (tokens := _forced(entry))}
         parts: list[tuple[Sequence[int], Draft]] = [([b], _chain(tokens)) for b, tokens in forced.items()]
-        self.spent_s, self.num_read_tokens = {}, {}
+        self.num_read_tokens = {}
         for key, routed in self._proposers(entries).items():
             free = {b: entry for b, entry in routed.items() if b not in forced}
             if any(entry.num_draft for entry in free.values()):
                 began = time.perf_counter()
                 parts += self._sound_guesses(key, free)
-                self.spent_s[key] = time.perf_counter() - began
+                self.spent_s[key] = self.spent_s.get(key, 0.0) + time.perf_counter() - began
         return merge_drafts(len(entries), parts, self.device) if parts else empty_draft(len(entries), self.device)
 
     def taps(self) -> tuple[int, ...]:
@@ -152,8 +187,8 @@ class DrafterGroup:
                 continue
             users = [
                 request_id
-                for request_id, keys in self._keys.items()
-                if key in keys and not self.failures.is_off(request_id, key)
+                for request_id, routed in self._requests.items()
+                if key in routed.keys and not self.failures.is_off(request_id, key)
             ]
             if users:
                 wanted.update(
@@ -164,7 +199,7 @@ class DrafterGroup:
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         """Tell every drafter what its requests emitted."""
         entries = batch.decoding
-        self._looks.clear()
+        self._shown = {}
         for key, routed in self._followers(entries).items():
             began, drafter = time.perf_counter(), self.drafters[key]
             if len(routed) == len(entries):
@@ -195,7 +230,7 @@ class DrafterGroup:
         later.
         """
         request_id = request.request_id
-        for key in dict.fromkeys(self._keys[request_id]):
+        for key in dict.fromkeys(self._requests[request_id].keys):
             drafter = self.drafters[key]
             if isinstance(drafter, Releases) and not self.failures.is_off(request_id, key):
                 self.failures.attempt(key, drafter, [request_id], partial(drafter.release, request_id))
@@ -203,9 +238,8 @@ class DrafterGroup:
     def finish(self, request: Request) -> None:
         """Let the request's drafters forget it."""
         request_id = request.request_id
-        self._looks.pop(request_id, None)
-        del self._requests[request_id]
-        for key in dict.fromkeys(self._keys.pop(request_id)):
+        self._shown.pop(request_id, None)
+        for key in dict.fromkeys(self._requests.pop(request_id).keys):
             drafter = self.drafters[key]
             if not self.failures.is_off(request_id, key):
                 self.failures.attempt(key, drafter, [request_id], partial(drafter.finish, request_id))
@@ -233,18 +267,24 @@ class DrafterGroup:
 
     def _guess(self, drafter: Drafter, entries: Sequence[BatchEntry]) -> Draft:
         """What one drafter guesses; what it has shown already is not looked up again."""
-        if shows_guesses(type(drafter)):
-            shown = [self._looks.get(entry.request.request_id, {}).get(entry.arm or 0) for entry in entries]
-            if all(tree is not None for tree in shown):
-                return assemble(
-                    drafter.name,
-                    [
-                        tree.first(entry.num_draft)
-                        for tree, entry in zip(shown, entries, strict=True)
-                        if tree is not None
-                    ],
-                )
-        return drafter.propose(Batch(tuple(entries)))
+        trees: list[LookupTree] = []
+        for entry in entries:
+            tree = self._shown.get(entry.request.request_id, {}).get(entry.option or 0)
+            if tree is None:
+                return drafter.propose(Batch(tuple(entries)))
+            trees.append(tree.first(entry.num_draft))
+        return assemble(drafter.name, trees)
+
+    def _checked_tree(self, drafter: Lookup, entry: BatchEntry) -> LookupTree:
+        return check_tree(drafter.guess(entry), entry.num_draft, self.vocab_size, entry.takes_trees)
+
+    def _traits(self, key: DrafterKey, spec: SpecConfig) -> OptionTraits:
+        return OptionTraits(
+            drafter=option_kind(spec),
+            most=None if spec.num_draft == "auto" else spec.num_draft,
+            num_probe=spec.num_probe,
+            previews=shows_guesses(type(self.drafters[key])),
+        )
 
     def _layers(self, drafter: Taps) -> tuple[int, ...]:
         """The layers that one drafter wants.
@@ -261,31 +301,33 @@ class DrafterGroup:
         return layers
 
     def _proposers(self, entries: Sequence[BatchEntry]) -> dict[DrafterKey, dict[int, BatchEntry]]:
-        """Who guesses for whom in this round: by drafter the entries of its requests, by their places in the batch."""
+        """Which drafter guesses in this round: the entries of its requests, by their places in the batch."""
         routes: dict[DrafterKey, dict[int, BatchEntry]] = {}
         for b, entry in enumerate(entries):
-            arm = chosen_arm(entry)
-            if arm is not None and self.serves(entry.request.request_id, arm):
-                routes.setdefault(self._keys[entry.request.request_id][arm], {})[b] = self._under(entry, arm)
+            if entry.option is None or not entry.num_draft:
+                continue
+            key = self._requests[entry.request.request_id].keys[entry.option]
+            if not self.failures.is_off(entry.request.request_id, key):
+                routes.setdefault(key, {})[b] = self._under(entry, entry.option)
         return routes
 
     def _followers(self, entries: Sequence[BatchEntry]) -> dict[DrafterKey, dict[int, BatchEntry]]:
-        """Who must hear what was emitted for whom; a drafter that guessed hears it under the configuration it guessed
+        """Which drafters must hear what was emitted; one that guessed hears it under the configuration it guessed
         with.
         """
         routes: dict[DrafterKey, dict[int, BatchEntry]] = {}
         for b, entry in enumerate(entries):
-            keys, chosen = self._keys[entry.request.request_id], chosen_arm(entry)
-            for arm, key in enumerate(keys):
-                if not self.serves(entry.request.request_id, arm):
-                    continue
-                if arm == chosen or b not in routes.get(key, {}):
-                    routes.setdefault(key, {})[b] = self._under(entry, arm)
+            request_id = entry.request.request_id
+            for option, key in enumerate(self._requests[request_id].keys):
+                if (option == entry.option or b not in routes.get(key, {})) and not self.failures.is_off(
+                    request_id, key
+                ):
+                    routes.setdefault(key, {})[b] = self._under(entry, option)
         return routes
 
-    def _under(self, entry: BatchEntry, arm: int) -> BatchEntry:
-        """`entry` as the drafter of one of the request's arms sees it."""
-        request = self._requests[entry.request.request_id][arm]
+    def _under(self, entry: BatchEntry, option: int) -> BatchEntry:
+        """`entry` as the drafter of one of the request's options sees it."""
+        request = self._requests[entry.request.request_id].requests[option]
         return entry if request is entry.request else entry.under(request)
 
 

@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from foretoken.control.acceptance import PlaceAcceptance
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
 from foretoken.draft.base import Drafter, Feedback, Reads, Releases, Taps
 from foretoken.draft.lookup_tree import Lookup
 from foretoken.draft.merge import first_nodes, graft, share_of
 from foretoken.draft.tree import TreeNode, merge_trees
-from foretoken.draft.worth import Offer, Prices, Promise, Record
+from foretoken.draft.worth import Offer, PlaceAcceptance, Prices, Promise, Record
 
 _TRIAL_TOKENS = 2  # what a model drafts that would not have been asked, or whose price is not known
 

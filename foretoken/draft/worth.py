@@ -9,12 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foretoken.control.acceptance import PlaceAcceptance
+from foretoken.control.acceptance import PlaceRates
 from foretoken.control.cost import CostTable
 
 _KEEP = 0.93  # weight of the past per round
 _PRIOR_GUESSES = 2.0  # what a promise is trusted with before it was kept or broken
 RETRY_ROUNDS = 24  # a part that could guess and was passed over so often gets a turn
+
+
+class PlaceAcceptance(PlaceRates):
+    def shares(self, n):
+        d, once = self.estimates(n)
+        out = []
+        for k, parent in enumerate(self.parents(n)):
+            out.append(min(d[k], once[k] * (out[parent] if 0 <= parent < k else 1.0)))
+        return d, out
+
+    def observe(self, n, chances, parents=None):
+        n = max(n, len(chances))
+        super().observe(n, chances, list(range(-1, n - 1)))
 
 
 class Promise:

@@ -1,36 +1,42 @@
-"""The loop. `Engine.step` is seven calls: schedule, propose, forward, verify, commit, observe, emit."""
+"""The loop. `Engine.step` is nine calls, from `admit` to `emit`."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.control.candidates import RequestView
+from foretoken.control.chooser import Chooser
+from foretoken.control.cost import priors_of
+from foretoken.control.policy import BudgetPolicy
+from foretoken.control.previews import PreviewAsk, Previews
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Uniforms, Verdict
 from foretoken.draft.base import Feedback
-from foretoken.draft.group import DrafterGroup
+from foretoken.draft.group import DrafterGroup, option_kind
 from foretoken.engine.admission import Intake
-from foretoken.engine.controller import Controller
 from foretoken.engine.emission import emit, fail, note_prompt
-from foretoken.engine.recovery import Faults, engine_error, plans_of, recover
+from foretoken.engine.recovery import Faults, engine_error, recover
 from foretoken.engine.request import RequestState
 from foretoken.engine.runner import Runner, TargetOutput, race_rows
-from foretoken.engine.scheduler import Scheduler
+from foretoken.engine.scheduler import DraftPlan, Scheduler
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.time_attribution import charge, gain
+from foretoken.engine.views import fixed_plan, outcome_of, plan_of, view_of
 from foretoken.engine.watch import RoundView, StepClock, Watcher
 from foretoken.errors import EngineError, ForetokenError
 from foretoken.model.interface import LanguageModel
 from foretoken.model.randomness import round_uniforms
 from foretoken.model.tokenizer import Tokenizer
-from foretoken.verify import needs_uniforms, verify_batch
+from foretoken.plan.profile import Profile
+from foretoken.verify import needs_uniforms, takes_trees, verify_batch
 
 
 class Engine:
@@ -46,18 +52,31 @@ class Engine:
         routing: RoutingRules | None = None,
     ) -> None:
         self.target, self.drafters = target, drafters
-        self.runner, self.controller = Runner(target), Controller(drafters.look, routing, drafters.serves)
+        self.runner, self.chooser = Runner(target), Chooser(time.perf_counter, routing)
         self.stats = EngineStats()
         self.faults = Faults(self.stats)
-        self.scheduler = Scheduler(target, limits or SchedulerConfig(), plans_of(self.controller, self.faults))
+        self.scheduler = Scheduler(target, limits or SchedulerConfig())
         self.intake = Intake(target, tokenizer, target.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.states: dict[int, RequestState] = {}
+        self._views: list[RequestView] = []  # of the requests that decode in this step
         self.watchers: list[Watcher] = []
         self._ids = itertools.count()
         self.clock = StepClock()
         self._outputs: list[StepOutput] = []  # emitted and not handed over yet
         self._is_stepping = False
         self._leaving: list[int] = []  # requests that were aborted while a step ran
+
+    def seed(self, profile: Profile, specs: Mapping[str, SpecConfig]) -> None:
+        """Begin with the costs of a profile; `specs` are what its drafters, by name, are in this engine."""
+        assert isinstance(self.chooser.policy, BudgetPolicy)
+        rows, curves = priors_of(profile)
+        known = {
+            option_kind(variant): curves[name]
+            for name, spec in specs.items()
+            if name in curves
+            for variant in self.drafters.variants(spec)
+        }
+        self.chooser.policy.seed(rows, known)
 
     def step(self) -> list[StepOutput]:
         """Advance every running request by one round; what each of them emitted. Nothing happens when there is no work.
@@ -70,12 +89,14 @@ class Engine:
         self._is_stepping = True
         try:
             if self.has_work:
-                batch = self._schedule()
+                decoding = self._admit()
+                previews = self._preview(decoding)
+                batch = self._schedule(decoding, previews)
                 draft = self._propose(batch)
                 target = self._forward(batch, draft)
                 verdict = self._verify(batch, draft, target)
                 self._commit(batch, draft, target, verdict)
-                self._observe(batch, draft, target, verdict)
+                self._observe(batch, draft, verdict)
                 self._emit(batch, draft, target, verdict)
         except BaseException as error:
             recover(self, error)
@@ -161,18 +182,58 @@ class Engine:
         with self.faults.contained("a drafter", refused), suppress(KeyError):  # not every drafter need have begun
             self.drafters.finish(state.request)
 
-    def _schedule(self) -> Batch:
+    def _admit(self) -> list[RequestState]:
+        """Let waiting requests join; those that decode next."""
         self.clock = StepClock(began=time.perf_counter())
         try:
-            batch = self.scheduler.schedule()
-        finally:  # some may have been preempted before it raised
-            self.stats.num_preempted += len(self.scheduler.preempted)
-            self.stats.num_recomputed_tokens += self.scheduler.num_recomputed_tokens
-            self._gauge()
+            self.scheduler.admit()
+        except BaseException:  # some may have been preempted before it raised
+            self._count_preempted()
+            raise
+        return self.scheduler.decoding()
+
+    def _preview(self, decoding: Sequence[RequestState]) -> Previews | None:
+        """What drafters have ready that show their guesses before anything is chosen; None if the chooser raised."""
+        now_s, asks, failed = time.perf_counter(), list[PreviewAsk](), False
+        self._views = [view_of(state, self.drafters, now_s) for state in decoding]
+        try:
+            asks = self.chooser.begin(self._views)
+        except Exception as error:  # noqa: BLE001 - plain decoding needs no chooser
+            self.faults.tell("the controller", error, "this step makes no guesses that are left to it")
+            failed = True
+        wanted = {ask.request_id for ask in asks}
+        entries = {state.request_id: _next_entry(state) for state in decoding if state.request_id in wanted}
+        previews = self.drafters.preview(asks, entries)
+        self.clock.preview_s = previews.seconds
+        return None if failed else previews
+
+    def _schedule(self, decoding: Sequence[RequestState], previews: Previews | None) -> Batch:
+        try:
+            batch = self.scheduler.schedule(self._plans(decoding, previews))
+        finally:
+            self._count_preempted()
         for state in self.scheduler.preempted:
             self.drafters.release(state.request)
         self.clock.scheduled = time.perf_counter()
         return batch
+
+    def _plans(self, decoding: Sequence[RequestState], previews: Previews | None) -> dict[int, DraftPlan]:
+        """What each may draft; if the chooser raises, what callers set themselves."""
+        if previews is not None:
+            try:
+                budgets = self.chooser.plan(self._views, previews)
+                return {
+                    state.request_id: plan_of(state, budget, self.drafters)
+                    for state, budget in zip(decoding, budgets, strict=True)
+                }
+            except Exception as error:  # noqa: BLE001 - plain decoding needs no chooser
+                self.faults.tell("the controller", error, "this step makes no guesses that are left to it")
+        return {state.request_id: fixed_plan(state, self.drafters) for state in decoding if state.has_emitted}
+
+    def _count_preempted(self) -> None:
+        self.stats.num_preempted += len(self.scheduler.preempted)
+        self.stats.num_recomputed_tokens += self.scheduler.num_recomputed_tokens
+        self._gauge()
 
     def _propose(self, batch: Batch) -> Draft:
         draft = self.drafters.propose(batch)
@@ -230,7 +291,7 @@ class Engine:
         self.clock.taught_s = sum(self.drafters.spent_s.values()) - proposing_s
         self.clock.committed = time.perf_counter()
 
-    def _observe(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
+    def _observe(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
         """Let the controller learn from the step, and share out the time it took."""
         clock, spent_s, states = (
             self.clock,
@@ -239,15 +300,8 @@ class Engine:
         )
         self._count_failures()
         try:
-            self.controller.observe(
-                batch,
-                draft,
-                target.probs,
-                verdict,
-                spent_s,
-                clock.target_s + clock.rule_s,
-                self.drafters.num_read_tokens,
-            )
+            outcome = outcome_of(batch, draft, verdict, self.drafters, clock.target_s + clock.rule_s)
+            self.chooser.observe(outcome)
         except Exception as error:  # noqa: BLE001 - answers do not depend on it
             self.faults.tell("the controller", error, "it learns nothing from this step")
         for entry, state in zip(batch.entries, states, strict=True):
@@ -259,14 +313,15 @@ class Engine:
             verdict,
             clock,
             spent_s,
-            self.controller.policy.target_cost,
+            self.drafters.keys,
+            self.chooser.policy.target_cost,
             [state.stats for state in states],
             self.stats,
         )
         clock.observed = time.perf_counter()
 
     def _emit(self, batch: Batch, draft: Draft, target: TargetOutput, verdict: Verdict) -> None:
-        now, per_token = self.clock.observed, gain(batch, self.clock, self.controller.policy.target_cost)
+        now, per_token = self.clock.observed, gain(batch, self.clock, self.chooser.policy.target_cost)
         for entry in batch.entries:
             if entry.request.params.prompt_logprobs is not None:
                 error = note_prompt(self.states[entry.request.request_id], target)
@@ -353,7 +408,7 @@ class Engine:
         with self.faults.contained(
             "the controller", f"it may keep what it holds of request {state.request_id}, which is over"
         ):
-            self.controller.finish(state.request_id)
+            self.chooser.finish(state.request_id)
         del self.states[state.request_id]
         self.stats.count_end(state.finish_reason, state.stats.num_emitted)
         self._gauge()
@@ -366,3 +421,11 @@ class Engine:
                 self.scheduler.publish(state)  # a dialogue goes on where its last answer ended
         finally:
             self.target.close(state.request_id)
+
+
+def _next_entry(state: RequestState) -> BatchEntry:
+    """A decoding request's part in the coming step, as far as previews need it."""
+    last = len(state.tokens) - 1
+    return BatchEntry(
+        state.request, last, (state.tokens[last],), decodes=True, num_draft=0, takes_trees=takes_trees(state.rule)
+    )

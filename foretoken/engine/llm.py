@@ -14,7 +14,7 @@ from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.core import StepOutput
-from foretoken.draft.group import DrafterGroup, arm_keys, own_drafters
+from foretoken.draft.group import DrafterGroup, own_drafters
 from foretoken.engine.admission import (
     Prompt,
     as_prompt,
@@ -452,13 +452,11 @@ class LLM:
 
     def _know_costs(self, mode: str, on_profile: Callable[[str], None] | None) -> KnownCosts:
         """Let the controller begin with what steps cost, as far as that is known."""
-        made = [
-            (spec, self._drafters.drafters[key]) for key, spec in zip(arm_keys(self.spec), self.spec.arms, strict=True)
-        ]
+        made = [(spec, self._drafters.drafters[key]) for key, spec in own_drafters(self.spec).items()]
         is_open = bool(made) and self.spec.num_draft == "auto"
         costs = know_costs(mode, self.target, str(self.folder), made, is_open, on_profile or _no_one)
         if costs.profile is not None:
-            self.engine.controller.seed(costs.profile, costs.specs)
+            self.engine.seed(costs.profile, costs.specs)
         self.engine.stats.profile_s = costs.measured_s
         return costs
 

@@ -10,12 +10,11 @@ together.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from foretoken.engine.controller import Controller, DraftPlan
 from foretoken.engine.request import RequestState
 from foretoken.engine.watch import Watcher
 from foretoken.errors import EngineError
@@ -94,24 +93,3 @@ def _run_again(engine: Engine, state: RequestState, alone: bool) -> None:
         return
     state.stats.num_preempted += 1
     engine.stats.num_preempted += 1
-
-
-def plans_of(controller: Controller, faults: Faults) -> Callable[[Sequence[RequestState]], Sequence[DraftPlan]]:
-    """The controller's plans of a step; where it raises, none of its guesses."""
-
-    def plan(states: Sequence[RequestState]) -> Sequence[DraftPlan]:
-        try:
-            return controller.plan(states)
-        except Exception as error:  # noqa: BLE001 - plain decoding needs no controller
-            faults.tell("the controller", error, "this step makes no guesses that are left to it")
-            return [_plan_alone(state) for state in states]
-
-    return plan
-
-
-def _plan_alone(state: RequestState) -> DraftPlan:
-    """What a request may draft when the controller raised: what its caller set stands, what is left open is nothing."""
-    spec = state.request.spec
-    if spec.num_draft == "auto" or spec.draft_probability == "auto" or len(spec.arms) != 1:
-        return DraftPlan(0)
-    return DraftPlan(spec.num_draft, spec.draft_probability, 0)

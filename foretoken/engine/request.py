@@ -126,6 +126,16 @@ class RequestState:
         return self.request.request_id
 
     @property
+    def num_tokens(self) -> int:
+        """Prompt and answer so far."""
+        return len(self.tokens)
+
+    @property
+    def has_emitted(self) -> bool:
+        """Whether the answer has begun."""
+        return bool(self.origins)
+
+    @property
     def output_ids(self) -> list[int]:
         """Tokens emitted so far."""
         return self.tokens[len(self.request.prompt_ids) :]

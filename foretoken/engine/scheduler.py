@@ -1,79 +1,67 @@
-"""Which requests take part in the next step, and with how many rows.
-
-A request joins when its text fits beside what is running and a reserve stays free, not when its whole course would.
-When running requests meet a full cache after all, the least urgent one gives its cache back and waits (preemption):
-what was computed stays adoptable until its place is needed, and the rest is read again, up to the last token, whose row
-is then a decode step like any other. So a preempted request draws and drafts what it would have drawn and drafted
-undisturbed. All decisions are `control.queue`'s; here they are carried out.
-"""
+"""Which requests run in a step, in which order, with how many rows: the queue over the target's own cache."""
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from foretoken.control.queue import (
-    RowDemand,
-    RowGrant,
-    SchedulerConfig,
-    Urgency,
-    growth_tokens,
-    may_join,
-    reserve_tokens,
-    urgency,
-    within_budget,
-    within_cache,
-)
+from foretoken.config import SpecConfig
+from foretoken.control.queue import Drafting, Queue, RowDemand, RowGrant, SchedulerConfig, urgency
 from foretoken.core import Batch, BatchEntry
-from foretoken.engine.controller import DraftPlan
 from foretoken.engine.request import RequestState
 from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.verify import takes_trees
 
-__all__ = ["Scheduler", "SchedulerConfig"]
-
-_NOTHING = DraftPlan(0)
+__all__ = ["DraftPlan", "Scheduler", "SchedulerConfig"]
 
 
-class Scheduler:
-    """Serves the most urgent first, under the limits of `SchedulerConfig` and the target's cache.
+@dataclass(frozen=True)
+class DraftPlan:
+    """What a request may draft in its next round: at most `num_draft` nodes, under the option of this number and
+    configuration (None: nothing).
 
-    `preempted` and `num_recomputed_tokens` are those of the latest `schedule`. `alone` holds requests whose step
-    raised, with the rounds that they had finished by then: until it is empty each of them runs by itself, the most
-    urgent one first, until it has emitted.
+    `is_fixed`: what its seed draws depends on how much is guessed, and that on nothing but the request.
     """
 
-    def __init__(
-        self,
-        target: LanguageModel,
-        config: SchedulerConfig,
-        plan: Callable[[Sequence[RequestState]], Sequence[DraftPlan]],
-    ) -> None:
-        self.target, self.config, self._plan = target, config, plan
+    num_draft: int = 0
+    option: int | None = None
+    spec: SpecConfig | None = None
+    is_fixed: bool = False
+
+
+_NOTHING = DraftPlan()
+
+
+class Scheduler(Queue[RequestState]):
+    """Adds to the queue what a real cache can do: adopting prefixes, lending, and steps that broke down.
+
+    `preempted` and `num_recomputed_tokens` are those of the latest step. `alone` holds requests whose step raised, with
+    the rounds that they had finished by then: until it is empty each of them runs by itself, the most urgent one first,
+    until it has emitted.
+    """
+
+    def __init__(self, target: LanguageModel, config: SchedulerConfig) -> None:
+        super().__init__(target, config)
+        self.target = target
         self._prefix = target if isinstance(target, PrefixModel) else None
-        self.waiting: list[RequestState] = []  # most urgent first
-        self.running: dict[int, RequestState] = {}
-        self.preempted: list[RequestState] = []
         self.num_recomputed_tokens = 0
-        self._urgency: dict[int, Urgency] = {}
         self.alone: dict[int, int] = {}
         self._joining: RequestState | None = None  # on its way from `waiting` to `running`
         self._lost: dict[int, int] = {}  # tokens that a preempted request had in the cache
         self._reclaim: Callable[[], None] | None = None  # takes back cache that is lent to background work
 
     def add(self, state: RequestState) -> None:
-        """Queue a request."""
+        """Queue a new request."""
         params = state.request.params
-        self._urgency[state.request_id] = urgency(
-            state.request_id, state.arrived_s, params.priority, params.deadline_s, self.config.aging_s
+        self.enqueue(
+            state,
+            urgency(state.request_id, state.arrived_s, params.priority, params.deadline_s, self.config.aging_s),
         )
-        self._enqueue(state)
 
     def worst_case_tokens(self, state: RequestState) -> int:
-        """Most cache a request can ever hold: guesses are clamped to what may still be emitted, so its whole course
-        bounds them.
+        """Most cache a request can ever hold: guesses are clamped to what may still be emitted, so its length bounds
+        it.
 
         Probes come on top as far as the whole cache has room for them; they also use what is meant for text yet to
         come.
@@ -81,45 +69,46 @@ class Scheduler:
         spare = max(0, self.target.capacity_tokens - state.max_total_tokens)
         return self.target.footprint_tokens(state.max_total_tokens + min(state.request.spec.num_probe, spare))
 
-    def schedule(self) -> Batch:
-        """The next batch: requests that decode, then those that read the last of their prompt, then other chunks; each
-        most urgent first.
+    def make_way(self) -> None:
+        """Begin a step; a request that ran by itself and has emitted makes room for the next one that has to."""
+        self.num_recomputed_tokens = 0
+        for state in list(self.running.values()) if self.alone else ():
+            if self.alone.get(state.request_id, state.num_rounds) < state.num_rounds:
+                del self.alone[state.request_id]
+                if self.alone:
+                    self.preempt(state)
+
+    def schedule(self, plans: Mapping[int, DraftPlan]) -> Batch:
+        """The next batch: requests that decode, then those that read the last of their prompt, then other chunks.
+
+        Each group most urgent first. `plans` are those of requests that decode, by number.
         """
-        self.preempted, self.num_recomputed_tokens = [], 0
-        if self.alone:
-            self._end_trials()
-        self._admit()
-        states = sorted(self.running.values(), key=self._key)
-        plans = self._plans(states)
-        asks = [self._ask(state, plan) for state, plan in zip(states, plans, strict=True)]
-        grants = self._grants(states, asks)
+        used = {request_id: self._usable(self.running[request_id], plan) for request_id, plan in plans.items()}
+        drafting = {
+            request_id: Drafting(plan.num_draft, self._num_probe(self.running[request_id], plan), plan.is_fixed)
+            for request_id, plan in used.items()
+        }
         anchors: list[BatchEntry] = []
         lasts: list[BatchEntry] = []
         others: list[BatchEntry] = []
-        for state, plan, ask, grant in zip(
-            states, plans, asks, grants, strict=False
-        ):  # the last ones may have been preempted
-            if ask.decodes:
-                anchors.append(self._entry(state, ask.held, grant, True, plan))
+        for state, demand, grant in self.rows(drafting):
+            plan = used.get(state.request_id, _NOTHING)
+            if demand.decodes:
+                anchors.append(self._entry(state, demand, grant, True, plan))
             elif grant.num_pending:
                 # Drafts nothing: the first token is not delayed by a drafter's own prefill.
-                whole = ask.held + grant.num_pending == len(state.tokens)
-                (lasts if whole else others).append(self._entry(state, ask.held, grant, whole, plan))
+                whole = demand.held + grant.num_pending == len(state.tokens)
+                (lasts if whole else others).append(self._entry(state, demand, grant, whole, plan))
         return Batch((*anchors, *lasts, *others))
 
     def remove(self, request_id: int) -> RequestState | None:
         """Take a request out, running or waiting; None if it is unknown."""
         self._lost.pop(request_id, None)
-        self._urgency.pop(request_id, None)
         self.alone.pop(request_id, None)
-        state = self.running.pop(request_id, None)
-        if state is None:
-            place = next((place for place, one in enumerate(self.waiting) if one.request_id == request_id), None)
-            state = None if place is None else self.waiting.pop(place)
-        return state
+        return super().remove(request_id)
 
     def interrupted(self) -> list[RequestState]:
-        """Whom a step that raised was serving, most urgent first: all who run, one that was about to join, and if there
+        """The requests of a step that raised, most urgent first: all that run, one that was about to join, and if there
         is none the next one.
         """
         states, joining = dict(self.running), self._joining
@@ -128,7 +117,7 @@ class Scheduler:
             states[joining.request_id] = joining
         if not states and self.waiting:
             states[self.waiting[0].request_id] = self.waiting[0]
-        return sorted(states.values(), key=self._key)
+        return sorted(states.values(), key=self.key)
 
     def set_back(self, state: RequestState, alone: bool) -> None:
         """Queue one of those `interrupted` again, with nothing in the cache; if `alone`, to run by itself.
@@ -140,7 +129,7 @@ class Scheduler:
             self.target.close(state.request_id)
         self.running.pop(state.request_id, None)
         if not any(one is state for one in self.waiting):
-            self._enqueue(state)
+            self.enqueue(state)
         if alone:
             self.alone[state.request_id] = state.num_rounds
 
@@ -150,10 +139,10 @@ class Scheduler:
             self._prefix.publish(state.request_id, state.tokens, state.request.spec.tenant)
 
     def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:
-        """Lend free cache until `give_back`; False if it is not to spare. `reclaim` must give it back: who asks for an
-        answer comes first.
+        """Lend free cache until `give_back`; False if there is none to spare. `reclaim` must give it back: user
+        requests take precedence over background work.
         """
-        if self._reclaim is not None or self.waiting or not self._fits(num_tokens):
+        if self._reclaim is not None or self.waiting or not self.fits(num_tokens):
             return False
         self._reclaim = reclaim
         return True
@@ -162,74 +151,54 @@ class Scheduler:
         """End the loan, if there is one."""
         self._reclaim = None
 
-    def _key(self, state: RequestState) -> Urgency:
-        return self._urgency[state.request_id]
-
-    def _enqueue(self, state: RequestState) -> None:
-        insort(self.waiting, state, key=self._key)
-
-    def _admit(self) -> None:
-        """Let waiting requests join, strictly in their order: one that needs much room is not passed by others for
-        ever.
-        """
-        while self.waiting and len(self.running) < self.config.max_batch_size:
-            place = self._next_place()
-            if place is None:
-                return
-            state = self._joining = self.waiting[place]
-            self.target.open(state.request_id)
-            del self.waiting[place]
-            self.running[state.request_id] = state
-            self._joining = None
-            adopted = 0
-            if self._prefix is not None and _adopts(state):
-                adopted = self._prefix.adopt(state.request_id, state.tokens, state.request.spec.tenant)
-            self.num_recomputed_tokens += max(0, self._lost.pop(state.request_id, 0) - adopted)
-
-    def _next_place(self) -> int | None:
-        """Place in the queue of the request that may join now, if there is one."""
+    def next_place(self) -> int | None:
+        """See `Queue.next_place`; while some must run alone, one of them."""
         if self.alone:
-            return (
-                None
-                if self.running
-                else next(place for place, state in enumerate(self.waiting) if state.request_id in self.alone)
-            )
+            if self.running:
+                return None
+            return next(place for place, state in enumerate(self.waiting) if state.request_id in self.alone)
         state = self.waiting[0]
         if self._will_share(state):
             return None
         return None if self.running and not self._has_room(state) else 0
 
-    def _end_trials(self) -> None:
-        """Whoever ran by itself and has emitted makes room for the next one that has to."""
-        for state in list(self.running.values()):
-            if self.alone.get(state.request_id, state.num_rounds) < state.num_rounds:
-                del self.alone[state.request_id]
-                if self.alone:
-                    self._preempt(state)
+    def join(self, place: int) -> None:
+        """See `Queue.join`; a prefix that the cache holds already is adopted."""
+        state = self._joining = self.waiting[place]
+        super().join(place)
+        self._joining = None
+        adopted = 0
+        if self._prefix is not None and _adopts(state):
+            adopted = self._prefix.adopt(state.request_id, state.tokens, state.request.spec.tenant)
+        self.num_recomputed_tokens += max(0, self._lost.pop(state.request_id, 0) - adopted)
+
+    def gather(self, requests: list[RequestState]) -> None:  # type: ignore[override]
+        """Take back cache that was lent, and what running requests keep of rows that came to nothing."""
+        if self._reclaim is not None:
+            self._reclaim()
+        for state in requests:
+            self.target.rollback(state.request_id, self.target.length(state.request_id))
+
+    def preempt(self, request: RequestState) -> None:
+        """See `Queue.preempt`; its blocks stay findable until they are needed."""
+        self.publish(request)
+        self._lost[request.request_id] = self.target.length(request.request_id)
+        super().preempt(request)
+        request.stats.num_preempted += 1
 
     def _has_room(self, state: RequestState) -> bool:
         """Whether a request may join, if need be after cache that was lent is back."""
-        needed = self.target.footprint_tokens(len(state.tokens))
-        if self._fits(needed):
+        needed = self._footprint(state)
+        if self.fits(needed):
             return True
         if self._prefix is not None and _adopts(state):
             needed -= self._prefix.shared_tokens(state.tokens, state.request.spec.tenant)
-        if self._reclaim is not None and not self._fits(needed):
+        if self._reclaim is not None and not self.fits(needed):
             self._reclaim()
-        return self._fits(needed)
-
-    def _fits(self, num_tokens: int) -> bool:
-        footprint, length = self.target.footprint_tokens, self.target.length
-        owed = sum(
-            footprint(len(state.tokens)) - footprint(length(state.request_id)) for state in self.running.values()
-        )
-        reserved = reserve_tokens(self.config, self.target.capacity_tokens) if self.running else 0
-        return may_join(num_tokens, owed, reserved, self.target.num_free_tokens())
+        return self.fits(needed)
 
     def _will_share(self, state: RequestState) -> bool:
-        """Whether a more urgent request is just reading a prompt that begins alike: then it is cheaper to wait for
-        that.
-        """
+        """Whether a more urgent request is just reading a prompt that begins alike: it is cheaper to wait for that."""
         if self._prefix is None or not _adopts(state):
             return False
         size = self.target.footprint_tokens(1)
@@ -237,120 +206,63 @@ class Scheduler:
         return len(state.tokens) > size and any(
             other.tokens[:size] == head
             and other.request.spec.tenant == state.request.spec.tenant
-            and self._key(other) < self._key(state)
+            and self.key(other) < self.key(state)
             and self.target.length(other.request_id) < min(len(other.tokens) - 1, len(state.tokens) - 1) // size * size
             for other in self.running.values()
         )
 
-    def _plans(self, states: Sequence[RequestState]) -> list[DraftPlan]:
-        """What each may draft; nothing but for those that decode.
+    def _usable(self, state: RequestState, plan: DraftPlan) -> DraftPlan:
+        """No more guesses than can still be used: the round itself emits one token of the target's own.
 
-        No more guesses than can still be used: the round itself emits one token of the target's own. The first token is
-        never drafted, also where the last chunk of the prompt is a single token and looks like a decode step:
-        neighbours decide where chunks end, and must not change what a request draws.
+        The first token is never drafted, also where the last chunk of the prompt is a single token and looks like a
+        decode step: neighbours decide where chunks end, and must not change what a request draws.
         """
-        anchors = [state for state in states if self._decodes(state)]
-        given = {
-            state.request_id: plan for state, plan in zip(anchors, self._plan(anchors) if anchors else (), strict=True)
-        }
-        plans = []
-        for state in states:
-            plan, most = given.get(state.request_id, _NOTHING), max(0, state.num_remaining - 1) if state.origins else 0
-            plans.append(plan if plan.num_draft <= most else replace(plan, num_draft=most))
-        return plans
+        most = max(0, state.num_remaining - 1) if state.has_emitted else 0
+        return plan if plan.num_draft <= most else replace(plan, num_draft=most)
 
-    def _decodes(self, state: RequestState) -> bool:
-        return self.target.length(state.request_id) == len(state.tokens) - 1
-
-    def _ask(self, state: RequestState, plan: DraftPlan) -> RowDemand:
-        """A request that has begun its answer reads all but its last token: that one's row is a decode step."""
-        held = self.target.length(state.request_id)
-        missing = len(state.tokens) - held
-        if missing == 1:
-            return RowDemand(held, 1, True, plan.num_draft, self._num_probe(state, plan), _is_fixed(state))
-        return RowDemand(held, missing - bool(state.origins), False)
-
-    def _grants(self, states: list[RequestState], asks: list[RowDemand]) -> list[RowGrant]:
-        """Rows for every request, most urgent first; the last ones are preempted until the rows of the others fit into
-        the cache.
-        """
-        footprint = self.target.footprint_tokens
-        while True:
-            wanted = within_budget(asks[: len(states)], self.config)
-            if growth_tokens(asks[: len(states)], wanted, footprint) <= self.target.num_free_tokens():
-                return wanted
-            self._gather(states)
-            grants = within_cache(asks[: len(states)], wanted, self.target.num_free_tokens(), footprint)
-            if grants is not None:
-                return grants
-            self._preempt(states.pop())
-
-    def _gather(self, states: Sequence[RequestState]) -> None:
-        """Take back cache that was lent, and what running requests keep of rows that came to nothing."""
-        if self._reclaim is not None:
-            self._reclaim()
-        for state in states:
-            self.target.rollback(state.request_id, self.target.length(state.request_id))
-
-    def _preempt(self, state: RequestState) -> None:
-        """Close a running request's sequence and queue it again; its text and all that came out of it stays."""
-        self.publish(state)
-        self._lost[state.request_id] = self.target.length(state.request_id)
-        self.target.close(state.request_id)
-        self._enqueue(state)
-        del self.running[state.request_id]
-        state.stats.num_preempted += 1
-        self.preempted.append(state)
-
-    def _entry(self, state: RequestState, start: int, grant: RowGrant, decodes: bool, plan: DraftPlan) -> BatchEntry:
+    def _entry(
+        self, state: RequestState, demand: RowDemand, grant: RowGrant, decodes: bool, plan: DraftPlan
+    ) -> BatchEntry:
+        start = demand.held
+        probability = 1.0 if plan.spec is None else plan.spec.draft_probability
+        assert probability != "auto"
         return BatchEntry(
-            state.request,
-            start,
-            tuple(state.tokens[start : start + grant.num_pending]),
-            decodes,
-            grant.num_draft,
-            state.processors,
-            state.noise,
-            plan.draft_probability,
-            takes_trees(state.rule),
-            grant.num_probe,
-            self.target.max_context_tokens - len(state.tokens) if grant.num_probe else 0,
-            plan.arm,
-            _num_prompt_rows(state, start, grant.num_pending - decodes),
+            request=state.request,
+            start=start,
+            pending=tuple(state.tokens[start : start + grant.num_pending]),
+            decodes=decodes,
+            num_draft=grant.num_draft,
+            processors=state.processors,
+            noise=state.noise,
+            draft_probability=probability,
+            takes_trees=takes_trees(state.rule),
+            num_probe=grant.num_probe,
+            probe_depth=self.target.max_context_tokens - len(state.tokens) if grant.num_probe else 0,
+            option=plan.option,
+            num_prompt_rows=_num_prompt_rows(state, start, grant.num_pending - decodes),
         )
 
     def _num_probe(self, state: RequestState, plan: DraftPlan) -> int:
-        """Probes that fit behind the text and the guesses in the request's own course; none for a request that does not
+        """Probes that fit behind the text and the guesses within the request's own length; none where it does not
         guess.
 
-        Neighbours have no say in it: what probes find out changes later guesses, and so what a seed draws under most
-        rules.
+        Neighbours have no say in it: what probes find changes later guesses, and so what a seed draws under most rules.
         """
-        if not plan.num_draft or not state.request.spec.num_probe:
+        if not plan.num_draft or plan.spec is None or not plan.spec.num_probe:
             return 0
-        return max(
-            0, min(state.request.spec.num_probe, self.worst_case_tokens(state) - len(state.tokens) - plan.num_draft)
-        )
-
-
-def _is_fixed(state: RequestState) -> bool:
-    """Whether what a seed draws depends on how much is guessed, and how much is guessed on nothing but the request."""
-    spec, params = state.request.spec, state.request.params
-    open_ = "auto" in (spec.num_draft, spec.draft_probability)
-    return params.seed is not None and state.rule not in ("greedy", "coupled") and not open_
+        room = self.worst_case_tokens(state) - len(state.tokens) - plan.num_draft
+        return max(0, min(plan.spec.num_probe, room))
 
 
 def _adopts(state: RequestState) -> bool:
-    """Whether a request may begin with what others have computed: not one that wants to know something of every row of
-    its prompt.
-    """
-    return bool(state.origins) or state.request.params.prompt_logprobs is None
+    """Whether a request may begin with what others computed: not if it wants to know something of every prompt row."""
+    return state.has_emitted or state.request.params.prompt_logprobs is None
 
 
 def _num_prompt_rows(state: RequestState, start: int, num_rows: int) -> int:
     """Of `num_rows` rows from `start` on, how many are followed by prompt tokens whose log-probability is wanted and
     not known yet.
     """
-    if state.request.params.prompt_logprobs is None or state.origins:
+    if state.request.params.prompt_logprobs is None or state.has_emitted:
         return 0
     return max(0, start + num_rows - max(start, len(state.prompt_logprobs) - 1))

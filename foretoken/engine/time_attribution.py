@@ -10,14 +10,16 @@ which guesses do not make longer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from foretoken.control.cost import CostTable
 from foretoken.core import Batch, BatchEntry, Draft, Verdict
 from foretoken.draft.base import DrafterKey
-from foretoken.draft.group import GRAMMAR, arm_keys, chosen_arm
+from foretoken.draft.group import GRAMMAR
 from foretoken.engine.stats import EngineStats, RequestStats
 from foretoken.engine.watch import StepClock
+
+KeysOf = Callable[[int], Sequence[DrafterKey]]  # the drafters of a request's options
 
 
 def charge(
@@ -26,13 +28,15 @@ def charge(
     verdict: Verdict,
     clock: StepClock,
     spent_s: Mapping[DrafterKey, float],
+    keys_of: KeysOf,
     steps: CostTable,
     accounts: Sequence[RequestStats],
     totals: EngineStats,
 ) -> None:
     """Add a step to the accounts of its entries, one each in their order, and the same amounts to `totals`.
 
-    `spent_s` is what each drafter took of the clock's `draft_s`; `steps` tells what a step takes by its rows.
+    `spent_s` is what each drafter took of the clock's `draft_s`, `keys_of` which drafters a request has; `steps` tells
+    what a step takes by its rows.
     """
     rows = [len(entry.pending) for entry in batch.entries]
     for b, (guesses, probes) in enumerate(zip(draft.lengths, draft.probe_lengths, strict=True)):
@@ -41,7 +45,7 @@ def charge(
     row_s = (clock.target_s + clock.rule_s) / num_rows
     rejected = [length - len(path) for length, path in zip(draft.lengths, verdict.paths, strict=True)]
     wasted_row_s = _added_row_s(steps, num_rows, sum(rejected), row_s)
-    drafting = _drafting_s(batch.decoding, draft, spent_s)
+    drafting = _drafting_s(batch.decoding, draft, spent_s, keys_of)
     shared_s = (clock.draft_s - sum(drafting)) / len(rows)
     num_decoding = len(rejected)
     for b, (entry, account) in enumerate(zip(batch.entries, accounts, strict=True)):
@@ -89,7 +93,9 @@ def _added_row_s(steps: CostTable, num_rows: int, num_rejected: int, row_s: floa
     return min(row_s, max(0.0, steps.seconds(num_rows) - steps.seconds(num_rows - num_rejected)) / num_rejected)
 
 
-def _drafting_s(entries: Sequence[BatchEntry], draft: Draft, spent_s: Mapping[DrafterKey, float]) -> list[float]:
+def _drafting_s(
+    entries: Sequence[BatchEntry], draft: Draft, spent_s: Mapping[DrafterKey, float], keys_of: KeysOf
+) -> list[float]:
     """Each entry's part of what its drafters took: by the guesses they made, evenly among their requests where they
     made none.
 
@@ -100,9 +106,8 @@ def _drafting_s(entries: Sequence[BatchEntry], draft: Draft, spent_s: Mapping[Dr
         return parts
     guesses: dict[DrafterKey, dict[int, int]] = {}  # by drafter and request
     for b, entry in enumerate(entries):
-        keys, chosen = arm_keys(entry.request.spec), chosen_arm(entry)
-        for arm, key in enumerate(keys):
-            made = draft.lengths[b] if arm == chosen and draft.drafters[b] != GRAMMAR else 0
+        for option, key in enumerate(keys_of(entry.request.request_id)):
+            made = draft.lengths[b] if option == entry.option and draft.drafters[b] != GRAMMAR else 0
             own = guesses.setdefault(key, {})
             own[b] = own.get(b, 0) + made
     for key, took_s in spent_s.items():

@@ -24,17 +24,18 @@ class StepClock:
     committed: float = 0.0
     observed: float = 0.0
     emitted: float = 0.0
+    preview_s: float = 0.0
     taught_s: float = 0.0
 
     @property
     def schedule_s(self) -> float:
         """Choosing who takes part, and with how many guesses."""
-        return self.scheduled - self.began
+        return self.scheduled - self.began - self.preview_s
 
     @property
     def draft_s(self) -> float:
         """Guessing, and telling the drafters what was emitted."""
-        return self.proposed - self.scheduled + self.taught_s
+        return self.preview_s + self.proposed - self.scheduled + self.taught_s
 
     @property
     def target_s(self) -> float:

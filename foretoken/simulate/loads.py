@@ -84,7 +84,7 @@ class Server:
 
     def _rate(self, jobs: Sequence[Job], setting: SimSetting, limits: Limits) -> float:
         ended = simulate(self.profile, [replace(job, arrival_s=0.0) for job in jobs], setting, limits, known=self.known)
-        return len(jobs) / max(replica.clock_s for replica in ended.replicas)
+        return len(jobs) / max(engine.clock_s for engine in ended.engines)
 
 
 def sample(name: str, count: int, seed: int) -> list[Job]:

@@ -63,13 +63,13 @@ def outcome(ended: Ended, price_per_hour: float | None = None) -> SimMetrics:
             c.num_drafted,
             c.num_accepted,
         )
-        for c in ended.courses
+        for c in ended.requests
     ]
     busy_s, num_steps = (
-        sum(replica.busy_s for replica in ended.replicas),
-        sum(replica.num_steps for replica in ended.replicas),
+        sum(engine.busy_s for engine in ended.engines),
+        sum(engine.num_steps for engine in ended.engines),
     )
-    return figures(ended.setting.name, served, busy_s, num_steps, len(ended.replicas), price_per_hour)
+    return figures(ended.setting.name, served, busy_s, num_steps, len(ended.engines), price_per_hour)
 
 
 def figures(

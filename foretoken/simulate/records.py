@@ -14,7 +14,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from foretoken.control.previews import Preview, outcomes
+from foretoken.control.previews import Preview
 
 _MOST_NODES = 24  # guesses of a round that are kept; what the policy asks for at most
 
@@ -61,48 +61,29 @@ def chain(num_draft: int, num_kept: int) -> Round:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """Guesses that a drafter shows before a round: what the policy sees of them, and their `tokens` in the same
-    order.
-    """
-
-    look: Preview
-    tokens: tuple[int, ...]
-
-    def first(self, count: int) -> Ready:
-        """The first `count` guesses: what is shown under a smaller budget, and never behind a guess that is left
-        out.
-        """
-        if count >= len(self.tokens):
-            return self
-        return Ready(Preview(self.look.parents[:count], self.look.chances[:count]), self.tokens[:count])
-
-
-@dataclass(frozen=True)
 class Record:
-    """One answer: the round that begins at each of its places, the second token's first (the first token is never
-    guessed).
+    """One answer: the round that begins at each of its places, the second token's first (the first is never guessed).
 
-    Of a drafter that shows its guesses also the answer's `tokens`, what was `ready` at each place, and the seconds of a
-    look.
+    Of a drafter that shows its guesses also the answer's `tokens`, the `previews` at each place, and the seconds that
+    one takes.
     """
 
     rounds: tuple[Round, ...]
     tokens: tuple[int, ...] = ()
-    ready: tuple[Ready, ...] = ()
-    look_s: float = 0.0
+    previews: tuple[Preview, ...] = ()
+    preview_s: float = 0.0
 
     def at(self, place: int, num_draft: int) -> Round:
         """The round at `place` with a budget of `num_draft`; beyond its end the answer begins anew."""
         return self.rounds[place % len(self.rounds)].within(num_draft)
 
-    def ready_at(self, place: int, most: int) -> Ready:
-        """What was ready at `place`, `most` guesses at most."""
-        return self.ready[place % len(self.ready)].first(most)
+    def preview_at(self, place: int, most: int) -> Preview:
+        """What was shown at `place`, `most` guesses at most."""
+        return self.previews[place % len(self.previews)].first(most)
 
     def emitted(self, place: int, count: int) -> tuple[int, ...]:
         """The `count` tokens that a round at `place` emits, fewer at the answer's end."""
-        first = place % len(self.ready) + 1
+        first = place % len(self.previews) + 1
         return self.tokens[first : first + count]
 
 
@@ -113,14 +94,14 @@ class Records:
     answers: tuple[Record, ...]
 
 
-def told(tokens: Sequence[int], ready: Sequence[Ready], look_s: float) -> Record:
-    """The record of an answer of which is known what was `ready` at each of its places, all but the first."""
-    assert len(ready) == len(tokens) - 1
+def told(tokens: Sequence[int], previews: Sequence[Preview], preview_s: float) -> Record:
+    """The record of an answer of which is known what was shown at each of its places, all but the first."""
+    assert len(previews) == len(tokens) - 1
     rounds = []
-    for place, shown in enumerate(ready):
-        right = outcomes(shown.look, shown.tokens, tokens[place + 1 :])
-        rounds.append(Round(shown.look.parents, tuple(node for node, stands in enumerate(right) if stands)))
-    return Record(tuple(rounds), tuple(tokens), tuple(ready), look_s)
+    for place, shown in enumerate(previews):
+        right = shown.outcomes(tokens[place + 1 :])
+        rounds.append(Round(shown.parents, tuple(node for node, stands in enumerate(right) if stands)))
+    return Record(tuple(rounds), tuple(tokens), tuple(previews), preview_s)
 
 
 def record_of(seen: Mapping[int, tuple[int, Round]], seed: int = 0) -> Record | None:

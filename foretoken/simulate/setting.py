@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretoken.control.queue import SchedulerConfig
 from foretoken.errors import ConfigError
 from foretoken.params import is_count
 
-PLAIN = "plain"
+PLAIN, AUTO = "plain", "auto"
 
 
 @dataclass(frozen=True)
 class SimSetting:
-    """Who guesses (None: nobody) and how much (None: the controller chooses)."""
+    """Which drafters guess (none: plain decoding) and how much (None: the policy chooses, among several drafters too)."""
 
-    drafter: str | None = None
+    drafters: tuple[str, ...] = ()
     num_draft: int | None = 0
 
     @property
     def name(self) -> str:
-        """As rows of the bench are called: plain, ngram-5, draft_model-auto."""
-        return (
-            PLAIN if self.drafter is None else f"{self.drafter}-{'auto' if self.num_draft is None else self.num_draft}"
-        )
+        """As rows of the bench are called: plain, ngram-5, draft_model-auto; auto for several drafters."""
+        if not self.drafters:
+            return PLAIN
+        if len(self.drafters) > 1:
+            return AUTO
+        return f"{self.drafters[0]}-{AUTO if self.num_draft is None else self.num_draft}"
 
 
-def parse_setting(text: str) -> SimSetting:
-    """The setting called `text`: plain, or a drafter and a number or auto, such as ngram-5.
+def parse_setting(text: str, drafters: Sequence[str] = ()) -> SimSetting:
+    """The setting called `text`: plain, auto (all of `drafters`), or a drafter and a number or auto, such as ngram-5.
 
     Raises:
         ConfigError: none of these.
@@ -35,11 +38,15 @@ def parse_setting(text: str) -> SimSetting:
     drafter, found, number = text.rpartition("-")
     if text == PLAIN:
         return SimSetting()
-    if not found or not drafter or not (number == "auto" or is_count(number)):
+    if text == AUTO and drafters:
+        return SimSetting(tuple(drafters), None)
+    if not found or not drafter or not (number == AUTO or is_count(number)):
         raise ConfigError(
-            "settings", text, "must be plain, or a drafter and a number or auto, such as ngram-5 or draft_model-auto"
+            "settings",
+            text,
+            "must be plain, auto, or a drafter and a number or auto, such as ngram-5 or draft_model-auto",
         )
-    return SimSetting(drafter, None if number == "auto" else int(number))
+    return SimSetting((drafter,), None if number == AUTO else int(number))
 
 
 @dataclass(frozen=True)

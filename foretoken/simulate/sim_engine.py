@@ -1,17 +1,17 @@
-"""One engine without a model: the same admission, chunks, budgets and commits on a virtual clock, with times from a
-profile.
-"""
+"""One engine without a model: the engine's own queue and chooser on a virtual clock, with times from a profile."""
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from foretoken.control.queue import RowDemand, RowGrant, Urgency, may_join, reserve_tokens, within_budget, within_cache
+from foretoken.control.candidates import NO_DRAFT, DraftBudget, RoundOutcome, StepOutcome
+from foretoken.control.chooser import Chooser
+from foretoken.control.policy import PolicyConfig
+from foretoken.control.previews import Preview, PreviewAsk, Previews
+from foretoken.control.queue import Drafting, Queue
 from foretoken.plan.profile import Profile
-from foretoken.simulate.chooser import Chooser
-from foretoken.simulate.records import Round
+from foretoken.simulate.records import Record, Round
 from foretoken.simulate.setting import Limits, SimSetting
 from foretoken.simulate.sim_request import SimRequest
 
@@ -30,44 +30,82 @@ class Step:
     preempted: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Drafting:
-    """Requests that draft in a step with their budgets, tokens of their texts that are new to the drafter, and what it
-    takes.
-    """
+class SimCache:
+    """What each running request holds, counted in tokens and whole blocks."""
 
-    drafting: tuple[tuple[SimRequest, int], ...] = ()
-    num_unread: int = 0
-    seconds: float = 0.0
+    def __init__(self, limits: Limits) -> None:
+        self.limits, self.held = limits, dict[int, int]()
+
+    @property
+    def capacity_tokens(self) -> float:
+        """See `queue.Cache`."""
+        return self.limits.capacity_tokens
+
+    def footprint_tokens(self, num_tokens: int) -> int:
+        """See `queue.Cache`."""
+        return self.limits.footprint_tokens(num_tokens)
+
+    def num_free_tokens(self) -> float:
+        """See `queue.Cache`."""
+        return self.limits.capacity_tokens - sum(self.limits.footprint_tokens(held) for held in self.held.values())
+
+    def length(self, request_id: int) -> int:
+        """See `queue.Cache`."""
+        return self.held[request_id]
+
+    def open(self, request_id: int) -> None:
+        """See `queue.Cache`."""
+        self.held[request_id] = 0
+
+    def close(self, request_id: int) -> None:
+        """See `queue.Cache`."""
+        del self.held[request_id]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A request's part in a step: one row and guesses under its budget (`decodes`), or `num_read` tokens of its text."""
+
+    request: SimRequest
+    decodes: bool
+    num_read: int = 0
+    budget: DraftBudget = NO_DRAFT
+    round: Round = field(default_factory=Round)
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens that come out, the first one behind the last of a prompt."""
+        return len(self.round.path) + 1
 
 
 @dataclass
 class SimEngine:
-    """One engine: its queue and its running requests, most urgent first, its clock and who chooses for it."""
+    """One engine: its queue, its clock and its chooser."""
 
     number: int
     profile: Profile
     setting: SimSetting
     limits: Limits
     watch: Callable[[Step], None] | None = None
+    config: PolicyConfig | None = None
     clock_s: float = 0.0
     busy_s: float = 0.0
     num_steps: int = 0
-    waiting: list[SimRequest] = field(default_factory=list)
-    running: list[SimRequest] = field(default_factory=list)
     chooser: Chooser = field(init=False)
-    courses: list[SimRequest] = field(default_factory=list)
+    queue: Queue[SimRequest] = field(init=False)
+    requests: list[SimRequest] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.chooser = Chooser(self.setting)
+        self.chooser = Chooser(lambda: 0.0, config=self.config)  # deciding takes no time here
+        self.cache = SimCache(self.limits)
+        self.queue = Queue(self.cache, self.limits)
 
-    def add(self, course: SimRequest) -> None:
+    def add(self, request: SimRequest) -> None:
         """Queue a request at its arrival; an idle engine begins with it at once."""
         if not self.has_work:
-            self.clock_s = max(self.clock_s, course.job.arrival_s)
-        course.tokens = course.job.prompt_tokens
-        insort(self.waiting, course, key=_urgency)
-        self.courses.append(course)
+            self.clock_s = max(self.clock_s, request.job.arrival_s)
+        self.queue.enqueue(request, request.urgency)
+        self.requests.append(request)
 
     def run_until(self, time_s: float) -> None:
         """Run every step that begins before `time_s`."""
@@ -76,128 +114,146 @@ class SimEngine:
 
     def load_at(self, time_s: float) -> int:
         """Requests that came and were not finished at `time_s`."""
-        self.courses = [course for course in self.courses if course.finish_s is None or course.finish_s > time_s]
-        return len(self.courses)
+        self.requests = [one for one in self.requests if one.finish_s is None or one.finish_s > time_s]
+        return len(self.requests)
 
     @property
     def has_work(self) -> bool:
         """Whether any request is waiting or running."""
-        return bool(self.waiting or self.running)
+        return bool(self.queue.waiting or self.queue.running)
 
     def step(self) -> None:
-        """One step of the engine, see `engine.scheduler` for the order of things."""
-        self._admit()
-        asks = self._asks()
-        grants, preempted = self._grants(asks)
-        seats = list(zip(self.running, asks, grants, strict=True))
-        anchors = [(course, grant.num_draft) for course, ask, grant in seats if ask.decodes]
-        chunks = [(course, grant.num_pending) for course, ask, grant in seats if not ask.decodes and grant.num_pending]
-        rounds = [course.guess(budget) for course, budget in anchors]
-        draft = self._draft(anchors)
-        rows, prompt_tokens = (
-            len(anchors) + sum(len(found.parents) for found in rounds),
-            sum(length for _, length in chunks),
-        )
-        target_s = self.profile.step_s(rows, [course.held for course, _ in (*anchors, *chunks)], prompt_tokens)
-        lasts = [course for course, length in chunks if course.held + length == course.tokens]
-        if not chunks:
-            self.chooser.observe_step(rows, rounds, target_s, draft.seconds)
-        for (course, budget), found in zip(anchors, rounds, strict=True):
-            self.chooser.observe_round(course, budget, found)
-        for course in lasts:
-            self.chooser.observe_round(course, 0, Round())
-        self.chooser.observe_draft(draft.drafting, draft.seconds, draft.num_unread)
-        start_s, seconds = self.clock_s, draft.seconds + target_s
+        """One step of the engine: admit, preview, schedule, draft and verify, observe, emit."""
+        self.queue.admit()
+        decoding = self.queue.decoding()
+        views = [request.view(self.clock_s) for request in decoding]
+        previews = self._preview(decoding, self.chooser.begin(views))
+        budgets = self.chooser.plan(views, previews)
+        parts = self._parts(dict(zip((view.request_id for view in views), budgets, strict=True)))
+        preempted = tuple(request.index for request in self.queue.preempted)
+        for request in self.queue.preempted:
+            request.num_preempted += 1
+            request.read_by.clear()
+        outcome, target_s = self._run(parts, previews)
+        draft_s = sum(outcome.draft_s.values())
+        self.chooser.observe(outcome)
+        start_s, seconds = self.clock_s, draft_s + target_s
         self.clock_s += seconds
         self.busy_s += seconds
         self.num_steps += 1
-        for course, length in chunks:
-            course.held += length
-        for (course, _), found in zip(anchors, rounds, strict=True):
-            course.held = course.tokens + len(found.path)
-            course.num_drafted += len(found.parents)
-            course.num_accepted += len(found.path)
-        emitted = [(course, len(found.path) + 1) for (course, _), found in zip(anchors, rounds, strict=True)] + [
-            (course, 1) for course in lasts
-        ]
-        for course, count in emitted:
-            self._emit(course, count)
+        emitted = [(part.request, part.num_emitted) for part in parts if self._commit(part)]
+        for request, count in emitted:
+            self._emit(request, count)
         if self.watch is not None:
-            pairs = tuple((course.index, count) for course, count in emitted)
-            self.watch(Step(self.number, start_s, seconds, draft.seconds, rows, prompt_tokens, pairs, preempted))
+            pairs = tuple((request.index, count) for request, count in emitted)
+            read = sum(part.num_read for part in parts)
+            rows = sum(1 + len(part.round.parents) for part in parts if part.decodes)
+            self.watch(Step(self.number, start_s, seconds, draft_s, rows, read, pairs, preempted))
 
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.limits.max_batch_size:
-            if self.running and not self._fits(self.waiting[0]):
-                return
-            insort(self.running, self.waiting.pop(0), key=_urgency)
+    def _preview(self, decoding: Sequence[SimRequest], asks: Sequence[PreviewAsk]) -> Previews:
+        by_id = {request.index: request for request in decoding}
+        shown: dict[int, dict[int, Preview]] = {}
+        seconds = 0.0
+        for ask in asks:
+            request = by_id[ask.request_id]
+            source = request.sources[ask.option]
+            assert isinstance(source, Record)
+            preview = source.preview_at(request.num_emitted - 1, ask.num_draft)
+            shown.setdefault(ask.request_id, {})[ask.option] = preview
+            seconds += source.preview_s
+        return Previews(shown, seconds)
 
-    def _fits(self, course: SimRequest) -> bool:
-        footprint = self.limits.footprint_tokens
-        owed = sum(footprint(c.tokens) - footprint(c.held) for c in self.running)
-        return may_join(
-            footprint(course.tokens),
-            owed,
-            reserve_tokens(self.limits, self.limits.capacity_tokens),
-            self._free_tokens(),
+    def _parts(self, budgets: dict[int, DraftBudget]) -> list[_Part]:
+        """What each request does in the step, most urgent first, those that decode before those that read."""
+        drafting = {request_id: Drafting(budget.num_draft) for request_id, budget in budgets.items()}
+        decode: list[_Part] = []
+        read: list[_Part] = []
+        for request, demand, grant in self.queue.rows(drafting):
+            if demand.decodes:
+                budget = DraftBudget(budgets[request.index].option, grant.num_draft)
+                decode.append(_Part(request, True, 0, budget, request.guess(*budget)))
+            elif grant.num_pending:
+                read.append(_Part(request, False, grant.num_pending))
+        return decode + read
+
+    def _run(self, parts: Sequence[_Part], previews: Previews) -> tuple[StepOutcome, float]:
+        """What came of the parts, and what the target took."""
+        decode = [part for part in parts if part.decodes]
+        read = [part for part in parts if not part.decodes]
+        rows = len(decode) + sum(len(part.round.parents) for part in decode)
+        contexts = [self.cache.held[part.request.index] for part in (*decode, *read)]
+        target_s = self.profile.step_s(rows, contexts, sum(part.num_read for part in read))
+        draft_s, num_read = self._draft(decode, previews)
+        if previews.seconds:
+            draft_s["previews"] = previews.seconds
+        lasts = [part for part in read if self._reads_last(part)]
+        return (
+            StepOutcome(
+                rounds=[_outcome(part) for part in (*decode, *lasts)],
+                only_decodes=not read,
+                num_rows=rows,
+                num_nodes=rows - len(decode),
+                target_s=target_s,
+                draft_s=draft_s,
+                num_read_tokens=num_read,
+            ),
+            target_s,
         )
 
-    def _free_tokens(self) -> float:
-        return self.limits.capacity_tokens - sum(self.limits.footprint_tokens(course.held) for course in self.running)
+    def _draft(self, decode: Sequence[_Part], previews: Previews) -> tuple[dict[Hashable, float], dict[Hashable, int]]:
+        """Seconds of each drafter, and tokens that are new to it: a text that it has not seen is read first."""
+        draft_s: dict[Hashable, float] = {}
+        num_read: dict[Hashable, int] = {}
+        for option, drafter in enumerate(self.setting.drafters):
+            users = [part for part in decode if part.budget.option == option and part.budget.num_draft]
+            users = [part for part in users if option not in previews.of(part.request.index)]  # paid for before
+            if not users:
+                continue
+            lookups = [source for part in users if isinstance(source := part.request.sources[option], Record)]
+            if self.setting.num_draft is None and any(source.previews for source in lookups):
+                draft_s[drafter] = sum(source.preview_s for source in lookups)
+                continue
+            unread = [part.request for part in users if option not in part.request.read_by]
+            num_read[drafter] = sum(request.tokens for request in unread)
+            for request in unread:
+                request.read_by.add(option)
+            longest = max(part.budget.num_draft for part in users)
+            draft_s[drafter] = self.profile.drafters[drafter].seconds(longest, len(users), num_read[drafter])
+        return draft_s, num_read
 
-    def _asks(self) -> list[RowDemand]:
-        """What every running request could do: decode with guesses, or read all but the last token of an answer that
-        has begun.
-        """
-        anchors = [course for course in self.running if course.tokens - course.held == 1]
-        budgets = dict(zip((course.index for course in anchors), self.chooser.plan(anchors, self.clock_s), strict=True))
-        return [
-            RowDemand(c.held, 1, True, budgets[c.index])
-            if c.index in budgets
-            else RowDemand(c.held, c.tokens - c.held - bool(c.num_emitted), False)
-            for c in self.running
-        ]
+    def _reads_last(self, part: _Part) -> bool:
+        return self.cache.held[part.request.index] + part.num_read == part.request.tokens
 
-    def _grants(self, asks: list[RowDemand]) -> tuple[list[RowGrant], tuple[int, ...]]:
-        """Rows for every request, and who had to give way, whose `asks` are removed; see `engine.scheduler`."""
-        preempted: list[int] = []
-        while True:
-            wanted = within_budget(asks, self.limits)
-            grants = within_cache(asks, wanted, self._free_tokens(), self.limits.footprint_tokens)
-            if grants is not None:
-                return grants, tuple(preempted)
-            asks.pop()
-            course = self.running.pop()
-            course.held, course.has_drafted = 0, False
-            course.num_preempted += 1
-            preempted.append(course.index)
-            insort(self.waiting, course, key=_urgency)
+    def _commit(self, part: _Part) -> bool:
+        """Keep what the step computed; whether the request emits."""
+        request = part.request
+        if not part.decodes:
+            is_last = self._reads_last(part)
+            self.cache.held[request.index] += part.num_read
+            return is_last
+        self.cache.held[request.index] = request.tokens + len(part.round.path)
+        request.num_drafted += len(part.round.parents)
+        request.num_accepted += len(part.round.path)
+        return True
 
-    def _draft(self, anchors: Sequence[tuple[SimRequest, int]]) -> _Drafting:
-        """What the drafter does in this step: a text that is new to it is read first."""
-        drafting = tuple((course, budget) for course, budget in anchors if budget)
-        if self.setting.drafter is None or not drafting:
-            return _Drafting()
-        num_unread = sum(course.tokens for course, _ in drafting if not course.has_drafted)
-        for course, _ in drafting:
-            course.has_drafted = True
-        longest = max(budget for _, budget in drafting)
-        return _Drafting(
-            drafting,
-            num_unread,
-            self.profile.drafters[self.setting.drafter].seconds(longest, len(drafting), num_unread),
-        )
-
-    def _emit(self, course: SimRequest, count: int) -> None:
-        course.tokens += count
-        course.num_steps += 1
-        if course.first_s is None:
-            course.first_s = self.clock_s
-        if course.num_emitted >= course.output_tokens:
-            course.finish_s = self.clock_s
-            self.running.remove(course)
-            self.chooser.finish(course.index)
+    def _emit(self, request: SimRequest, count: int) -> None:
+        request.tokens += count
+        request.num_steps += 1
+        if request.first_s is None:
+            request.first_s = self.clock_s
+        if request.num_emitted >= request.output_tokens:
+            request.finish_s = self.clock_s
+            self.cache.close(request.index)
+            self.queue.remove(request.index)
+            self.chooser.finish(request.index)
 
 
-def _urgency(course: SimRequest) -> Urgency:
-    return course.urgency
+def _outcome(part: _Part) -> RoundOutcome:
+    accepted = set(part.round.path)
+    return RoundOutcome(
+        request_id=part.request.index,
+        budget=part.budget,
+        chances=[float(node in accepted) for node in range(len(part.round.parents))],
+        parents=part.round.parents,
+        emitted=part.request.emitted(part.num_emitted) if part.decodes else (0,),
+    )

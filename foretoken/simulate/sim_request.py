@@ -1,44 +1,45 @@
 """One request on its way through a simulation: how far it has come, and what is guessed for it next.
 
-What is left to chance is whether a guess stands. It is drawn once for every request and place of its answer, so that
-two settings differ by what they do and not by luck, and so that more acceptance can never make a round emit less. Where
-answers were recorded a request goes the way of one of them instead.
+What is left to chance is whether a guess is right. It is drawn once for every request and place of its answer: common
+random numbers across settings, so that settings differ by what they do, and so that more acceptance can never make a
+round emit less. Where answers were recorded a request follows one of them instead.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from foretoken.control.candidates import OptionTraits, RequestView
 from foretoken.control.queue import Urgency, urgency
 from foretoken.errors import CapacityError, InputError
 from foretoken.simulate.arrivals import Chances, Job
 from foretoken.simulate.records import Record, Records, Round, chain
 from foretoken.simulate.setting import Limits, SimSetting
 
-Known = Mapping[str, Mapping[str, Chances | Records]]  # by drafter and name: chances, or answers that were looked at
+Known = Mapping[str, Mapping[str, Chances | Records]]  # by drafter and name: chances, or recorded answers
 
 
 @dataclass
 class SimRequest:
-    """One request on its way: `tokens` is prompt and output, `held` what the cache holds. Times are None until they
-    come.
+    """One request on its way: `tokens` is prompt and output. Times are None until they come.
 
-    A drafter that is to guess for a request that `has_drafted` not yet reads its text first.
+    `sources` are what is known of its drafters' guesses, by option. A drafter that guesses for a request for the first
+    time, not in `read_by` yet, reads its text first.
     """
 
     index: int
     job: Job
-    chances: Chances
-    draws: tuple[float, ...]  # [output tokens] uniforms: whether a guess of this token would stand
+    setting: SimSetting
+    sources: tuple[Chances | Record, ...]
+    draws: tuple[float, ...]  # [output tokens] uniforms: whether a guess of this token would be right
     output_tokens: int
     urgency: Urgency
-    record: Record | None = None  # takes the place of chances and draws
+    traits: tuple[OptionTraits, ...] = ()
     tokens: int = 0
-    held: int = 0
     num_preempted: int = 0
-    has_drafted: bool = False
+    read_by: set[int] = field(default_factory=set)
     first_s: float | None = None
     finish_s: float | None = None
     num_steps: int = 0
@@ -46,31 +47,65 @@ class SimRequest:
     num_accepted: int = 0
 
     @property
+    def request_id(self) -> int:
+        """Its number."""
+        return self.index
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer so far."""
+        return self.tokens
+
+    @property
     def num_emitted(self) -> int:
         """Tokens of the answer so far."""
         return self.tokens - self.job.prompt_tokens
 
     @property
-    def most_guesses(self) -> int:
-        """More could not be used; the first token is never guessed."""
-        return self.output_tokens - self.num_emitted - 1 if self.num_emitted else 0
+    def has_emitted(self) -> bool:
+        """Whether the answer has begun."""
+        return self.num_emitted > 0
 
-    def num_kept(self, num_draft: int) -> int:
-        """How many of the next `num_draft` guesses stand."""
+    def view(self, now_s: float) -> RequestView:
+        """The request as the control sees it; the first token is never guessed."""
+        deadline_s = self.job.deadline_s
+        return RequestView(
+            request_id=self.index,
+            options=self.traits if self.has_emitted else (),
+            num_draft=self.setting.num_draft,
+            num_tokens=self.tokens,
+            num_remaining=self.output_tokens - self.num_emitted,
+            max_new_tokens=self.output_tokens,
+            priority=self.job.priority,
+            deadline_s=None if deadline_s is None else self.job.arrival_s + deadline_s - now_s,
+        )
+
+    def guess(self, option: int | None, num_draft: int) -> Round:
+        """The next round with a budget of `num_draft` under an option."""
+        if option is None or not num_draft:
+            return Round()
+        source = self.sources[option]
+        if isinstance(source, Record):
+            return source.at(self.num_emitted - 1, num_draft)
+        return chain(num_draft, self.num_kept(source, num_draft))
+
+    def num_kept(self, chances: Chances, num_draft: int) -> int:
+        """How many of the next `num_draft` guesses are right."""
         for place in range(num_draft):
-            if self.draws[self.num_emitted + place] >= self.chances[min(place, len(self.chances) - 1)]:
+            if self.draws[self.num_emitted + place] >= chances[min(place, len(chances) - 1)]:
                 return place
         return num_draft
 
-    def guess(self, num_draft: int) -> Round:
-        """The next round with a budget of `num_draft`."""
-        if self.record is not None and num_draft:
-            return self.record.at(self.num_emitted - 1, num_draft)
-        return chain(num_draft, self.num_kept(num_draft))
+    def emitted(self, count: int) -> tuple[int, ...]:
+        """The next `count` tokens where the answer was recorded; stand-ins where it was not."""
+        for source in self.sources:
+            if isinstance(source, Record) and source.previews:
+                return source.emitted(self.num_emitted - 1, count)
+        return (0,) * count
 
 
 def start(index: int, job: Job, setting: SimSetting, limits: Limits, seed: int, known: Known) -> SimRequest:
-    """A request at its beginning; the same arguments draw the same luck.
+    """A request at its beginning; the same arguments draw the same numbers.
 
     Raises:
         InputError: a prompt beyond the context, or a name without chances.
@@ -85,27 +120,37 @@ def start(index: int, job: Job, setting: SimSetting, limits: Limits, seed: int, 
     if limits.footprint_tokens(job.prompt_tokens + output_tokens) > limits.capacity_tokens:
         needed = limits.footprint_tokens(job.prompt_tokens + output_tokens)
         raise CapacityError(
-            f"out of KV blocks: request {index} may need {needed} tokens and the cache holds "
-            f"{limits.cache_tokens}; raise cache_tokens"
+            f"out of KV blocks: request {index} may need {needed} tokens and the cache holds {limits.cache_tokens}; "
+            "raise cache_tokens"
         )
     rng = random.Random(f"{seed} {index}")
     draws = tuple(rng.random() for _ in range(output_tokens))
-    order = urgency(index, job.arrival_s, job.priority, job.deadline_s, limits.aging_s)
-    found = _acceptance(job, setting, known)
-    if isinstance(found, Records):
-        return SimRequest(index, job, (), draws, output_tokens, order, rng.choice(found.answers))
-    return SimRequest(index, job, found, draws, output_tokens, order)
+    answer = rng.random()  # the same answer for every drafter
+    sources = tuple(_source(job, drafter, known, answer) for drafter in setting.drafters)
+    return SimRequest(
+        index=index,
+        job=job,
+        setting=setting,
+        sources=sources,
+        draws=draws,
+        output_tokens=output_tokens,
+        urgency=urgency(index, job.arrival_s, job.priority, job.deadline_s, limits.aging_s),
+        traits=tuple(
+            OptionTraits(drafter, previews=isinstance(source, Record) and bool(source.previews))
+            for drafter, source in zip(setting.drafters, sources, strict=True)
+        ),
+        tokens=job.prompt_tokens,
+    )
 
 
-def _acceptance(job: Job, setting: SimSetting, known: Known) -> Chances | Records:
-    if setting.drafter is None:
-        return (0.0,)
+def _source(job: Job, drafter: str, known: Known, answer: float) -> Chances | Record:
     if not isinstance(job.acceptance, str):
         return job.acceptance
-    named = known.get(setting.drafter, {})
+    named = known.get(drafter, {})
     if job.acceptance not in named:
         names = ", ".join(sorted(named)) or "none"
         raise InputError(
-            "acceptance", job.acceptance, f"no chances of this name were measured for {setting.drafter}; known: {names}"
+            "acceptance", job.acceptance, f"no chances of this name were measured for {drafter}; known: {names}"
         )
-    return named[job.acceptance]
+    found = named[job.acceptance]
+    return found.answers[int(answer * len(found.answers))] if isinstance(found, Records) else found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from foretoken.control.policy import PolicyConfig
 from foretoken.errors import ConfigError
 from foretoken.plan.profile import Profile
 from foretoken.simulate.arrivals import Job
@@ -36,8 +37,8 @@ class Ended:
     """All requests of a simulation, finished, in order of arrival, and the engines that ran them."""
 
     setting: SimSetting
-    courses: tuple[SimRequest, ...]
-    replicas: tuple[SimEngine, ...]
+    requests: tuple[SimRequest, ...]
+    engines: tuple[SimEngine, ...]
 
 
 def simulate(
@@ -49,11 +50,12 @@ def simulate(
     fleet: Fleet | None = None,
     known: Known | None = None,
     watch: Callable[[Step], None] | None = None,
+    config: PolicyConfig | None = None,
 ) -> Ended:
     """Run `jobs`, in order of arrival, to their end; the same arguments give the same result.
 
     `known` holds chances or records by drafter and name, for jobs that name theirs; of several records each job draws
-    one. `watch` is called after each step.
+    one. `watch` is called after each step; `config` are the policy's constants.
 
     Raises:
         ConfigError: a drafter that the profile does not know.
@@ -61,21 +63,22 @@ def simulate(
         CapacityError: a request that the cache can never hold.
     """
     fleet = fleet or Fleet()
-    if setting.drafter is not None and setting.drafter not in profile.drafters:
-        names = ", ".join(sorted(profile.drafters)) or "none"
-        raise ConfigError("settings", setting.name, f"the profile has no cost of this drafter; it knows {names}")
-    courses = tuple(start(index, job, setting, limits, seed, known or {}) for index, job in enumerate(jobs))
-    replicas = tuple(SimEngine(number, profile, setting, limits, watch) for number in range(fleet.replicas))
-    for course in courses:
-        for replica in replicas:
-            replica.run_until(course.job.arrival_s)
-        _choose(replicas, fleet, course).add(course)
-    for replica in replicas:
-        replica.run_until(float("inf"))
-    return Ended(setting, courses, replicas)
+    for drafter in setting.drafters:
+        if drafter not in profile.drafters:
+            names = ", ".join(sorted(profile.drafters)) or "none"
+            raise ConfigError("settings", setting.name, f"the profile has no cost of {drafter}; it knows {names}")
+    requests = tuple(start(index, job, setting, limits, seed, known or {}) for index, job in enumerate(jobs))
+    engines = tuple(SimEngine(number, profile, setting, limits, watch, config) for number in range(fleet.replicas))
+    for request in requests:
+        for engine in engines:
+            engine.run_until(request.job.arrival_s)
+        _choose(engines, fleet, request).add(request)
+    for engine in engines:
+        engine.run_until(float("inf"))
+    return Ended(setting, requests, engines)
 
 
-def _choose(replicas: Sequence[SimEngine], fleet: Fleet, course: SimRequest) -> SimEngine:
+def _choose(engines: Sequence[SimEngine], fleet: Fleet, request: SimRequest) -> SimEngine:
     if fleet.dispatch == "round_robin":
-        return replicas[course.index % len(replicas)]
-    return min(replicas, key=lambda replica: replica.load_at(course.job.arrival_s))
+        return engines[request.index % len(engines)]
+    return min(engines, key=lambda engine: engine.load_at(request.job.arrival_s))

@@ -1,0 +1,167 @@
+"""The one place where numbers of guesses are decided: the engine and the simulator drive the same object.
+
+A round is `begin` (which drafters should show their guesses), `plan` (who guesses, and how much) and `observe` (what
+came of it). Rules in plain words come first (`routing`), then the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+from foretoken.control.candidates import (
+    DraftBudget,
+    DrafterOption,
+    OptionTraits,
+    RequestOptions,
+    RequestView,
+    RoundOutcome,
+    StepOutcome,
+    weight_of,
+)
+from foretoken.control.policy import BudgetPolicy, Policy, PolicyConfig
+from foretoken.control.previews import PreviewAsk, Previews
+from foretoken.control.routing import Routing, RoutingRules
+
+_FIRST_PREVIEW = 8  # guesses that are looked at where few were made before
+
+
+class Chooser:
+    """Chooses the budgets of each round before anything in it is drawn; learns from finished rounds only.
+
+    `clock` tells seconds: the time spent here counts as overhead of the step.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], rules: RoutingRules | None = None, config: PolicyConfig | None = None
+    ) -> None:
+        self.clock = clock
+        self.routing = Routing(rules or RoutingRules())
+        self.policy: Policy = BudgetPolicy(config)
+        self._views: dict[int, RequestView] = {}  # of the round that is planned or ran last
+        self._previews = Previews()
+        self._last_num_draft: dict[int, int] = {}
+        self._num_probed: dict[int, int] = {}  # probes that came with a request's last guesses
+        self._overhead_s = 0.0
+
+    def begin(self, requests: Sequence[RequestView]) -> list[PreviewAsk]:
+        """What drafters should show for `requests`, which decode next: nothing where the last budgets are repeated."""
+        began = self.clock()
+        asks: list[PreviewAsk] = []
+        if self.policy.decides([request.request_id for request in requests]):
+            for request in requests:
+                asks += self._asks(request, len(requests))
+        self._overhead_s = self.clock() - began
+        return asks
+
+    def plan(self, requests: Sequence[RequestView], previews: Previews) -> list[DraftBudget]:
+        """What each request of the round may do; `previews` are those that `begin` asked for."""
+        began = self.clock()
+        self._views = {request.request_id: request for request in requests}
+        self._previews = previews
+        budgets = self.policy.plan([self._options(request, len(requests)) for request in requests]) if requests else []
+        self._overhead_s += self.clock() - began
+        return budgets
+
+    def observe(self, step: StepOutcome) -> None:
+        """Learn from a step."""
+        began = self.clock()
+        drafting: dict[Hashable, list[int]] = {}  # numbers of guesses, by drafter
+        for round_ in step.rounds:
+            if round_.request_id not in self._views:
+                continue  # its first token, which is never drafted
+            self._observe_previews(round_)
+            option = self._option_of(round_)
+            if option is None:
+                self.policy.observe_rest(round_.request_id)
+                continue
+            self._last_num_draft[round_.request_id] = round_.budget.num_draft
+            if option.previews:
+                continue  # judged by what it showed; what it took was spent before it was chosen
+            drafting.setdefault(option.drafter, []).append(round_.budget.num_draft)
+            self._num_probed[round_.request_id] = round_.num_probed
+            if round_.chances is not None:
+                self.policy.observe_round(
+                    round_.request_id, option.drafter, round_.budget.num_draft, round_.chances, round_.parents
+                )
+        for drafter, counts in drafting.items():
+            num_read = step.num_read_tokens.get(drafter, 0)
+            self.policy.observe_draft(drafter, max(counts), step.draft_s.get(drafter, 0.0), len(counts), num_read)
+        self._overhead_s += self.clock() - began
+        self.policy.observe_step(step, self._overhead_s, self._previews.seconds)
+        self._previews, self._overhead_s = Previews(), 0.0
+
+    def finish(self, request_id: int) -> None:
+        """Forget a request."""
+        for own in (self._views, self._last_num_draft, self._num_probed):
+            own.pop(request_id, None)
+        self.routing.finish(request_id)
+        self.policy.finish(request_id)
+
+    def _asks(self, request: RequestView, num_running: int) -> list[PreviewAsk]:
+        most = self._most(request)
+        if not most or (request.num_draft is None and self._is_routed_away(request, num_running)):
+            return []
+        if request.num_draft is not None and len(request.options) < 2:
+            return []
+        reach = _FIRST_PREVIEW + 2 * self._last_num_draft.get(request.request_id, 0)
+        return [
+            PreviewAsk(request.request_id, number, min(_at_most(option, most), reach))
+            for number, option in enumerate(request.options)
+            if option.previews and number not in request.disabled
+        ]
+
+    def _options(self, request: RequestView, num_running: int) -> RequestOptions:
+        """What a request may do."""
+        most, is_open = self._most(request), request.num_draft is None
+        options: list[DrafterOption] = []
+        if most and not (is_open and self._is_routed_away(request, num_running)):
+            shown = self._previews.of(request.request_id)
+            for number, traits in enumerate(request.options):
+                if number in request.disabled:
+                    continue
+                preview = shown.get(number)
+                count = _at_most(traits, most)
+                if is_open and preview is not None:
+                    count = min(count, len(preview.parents))
+                num_probe = traits.num_probe and self._num_probed.get(request.request_id, traits.num_probe)
+                if count or not is_open:
+                    options.append(DrafterOption(number, traits.drafter, count, num_probe, preview))
+        return RequestOptions(
+            request_id=request.request_id,
+            options=tuple(options),
+            is_open=is_open,
+            slice=request.slice,
+            num_tokens=request.num_tokens,
+            num_remaining=request.num_remaining,
+            weight=self._weight(request, num_running),
+        )
+
+    def _most(self, request: RequestView) -> int:
+        """Guesses that can still be used: the round itself emits one token of the target's own."""
+        wanted = PolicyConfig.most_num_draft if request.num_draft is None else request.num_draft
+        return max(0, min(wanted, request.num_remaining - 1)) if request.options else 0
+
+    def _weight(self, request: RequestView, num_running: int) -> float:
+        if not request.priority and request.deadline_s is None:
+            return 1.0
+        needed_s = request.num_remaining * self.policy.target_cost.seconds(num_running)
+        return weight_of(request.priority, request.deadline_s, needed_s)
+
+    def _is_routed_away(self, request: RequestView, num_running: int) -> bool:
+        return self.routing.reason(request.request_id, request.max_new_tokens, num_running) is not None
+
+    def _observe_previews(self, round_: RoundOutcome) -> None:
+        options = self._views[round_.request_id].options
+        for number, preview in self._previews.of(round_.request_id).items():
+            found = preview.outcomes(round_.emitted)
+            self.policy.observe_preview(round_.request_id, options[number].drafter, preview, found)
+
+    def _option_of(self, round_: RoundOutcome) -> OptionTraits | None:
+        number = round_.budget.option
+        if number is None or not round_.budget.num_draft:
+            return None
+        return self._views[round_.request_id].options[number]
+
+
+def _at_most(option: OptionTraits, count: int) -> int:
+    return count if option.most is None else min(count, option.most)

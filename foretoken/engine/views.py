@@ -1,0 +1,100 @@
+"""The engine's requests and steps as the control sees them: plain values, without tensors or models."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from foretoken.control.candidates import DraftBudget, RequestView, RoundOutcome, StepOutcome
+from foretoken.core import Batch, Draft, Verdict
+from foretoken.draft.group import GRAMMAR, DrafterGroup
+from foretoken.engine.request import RequestState
+from foretoken.engine.scheduler import DraftPlan
+
+
+def view_of(state: RequestState, drafters: DrafterGroup, now_s: float) -> RequestView:
+    """A request that decodes next. The first token is never drafted: then it has no options."""
+    request, spec = state.request, state.request.spec
+    params = request.params
+    may_draft = state.has_emitted and bool(spec.drafter_options)
+    return RequestView(
+        request_id=state.request_id,
+        options=drafters.traits(state.request_id) if may_draft else (),
+        num_draft=None if spec.num_draft == "auto" else spec.num_draft,
+        slice=spec.slice,
+        num_tokens=len(state.tokens),
+        num_remaining=state.num_remaining,
+        max_new_tokens=state.max_total_tokens - len(request.prompt_ids),
+        priority=params.priority,
+        deadline_s=None if params.deadline_s is None else state.arrived_s + params.deadline_s - now_s,
+        disabled=drafters.disabled(state.request_id) if may_draft else frozenset(),
+    )
+
+
+def plan_of(state: RequestState, budget: DraftBudget, drafters: DrafterGroup) -> DraftPlan:
+    """What a request may draft under its budget."""
+    if budget.option is None:
+        return DraftPlan()
+    specs = drafters.specs(state.request_id)
+    is_open = state.request.spec.num_draft == "auto" or len(specs) > 1
+    seeded = state.request.params.seed is not None and state.rule not in ("greedy", "coupled")
+    return DraftPlan(budget.num_draft, budget.option, specs[budget.option], is_fixed=seeded and not is_open)
+
+
+def fixed_plan(state: RequestState, drafters: DrafterGroup) -> DraftPlan:
+    """What a request may draft when the control raised: what its caller set stands, what is left open is nothing."""
+    num_draft, specs = state.request.spec.num_draft, drafters.specs(state.request_id)
+    if num_draft == "auto" or len(specs) != 1:
+        return DraftPlan()
+    return plan_of(state, DraftBudget(0, num_draft), drafters)
+
+
+def outcome_of(batch: Batch, draft: Draft, verdict: Verdict, drafters: DrafterGroup, target_s: float) -> StepOutcome:
+    """What came of a step; `target_s` is what the target's forward and the rules took."""
+    num_probed = sum(draft.probe_lengths)
+    by_key = dict(drafters.spent_s)
+    read_tokens = drafters.num_read_tokens
+    rounds = [_round(batch, draft, verdict, b) for b in range(draft.num_requests)]
+    draft_s: dict[Hashable, float] = {}
+    num_read: dict[Hashable, int] = {}
+    for round_ in rounds:
+        if round_.budget.option is not None and round_.budget.num_draft:
+            key = drafters.keys(round_.request_id)[round_.budget.option]
+            kind = drafters.traits(round_.request_id)[round_.budget.option].drafter
+            if key in by_key:
+                draft_s[kind], num_read[kind] = by_key.pop(key), read_tokens.get(key, 0)
+    for key, seconds in by_key.items():  # of drafters that only followed the text
+        draft_s[key] = draft_s.get(key, 0.0) + seconds
+    return StepOutcome(
+        rounds=rounds,
+        only_decodes=all(entry.decodes and len(entry.pending) == 1 for entry in batch.entries),
+        num_rows=draft.num_rows + num_probed,
+        num_nodes=draft.num_nodes + num_probed,
+        target_s=target_s,
+        draft_s=draft_s,
+        num_read_tokens=num_read,
+    )
+
+
+def _round(batch: Batch, draft: Draft, verdict: Verdict, b: int) -> RoundOutcome:
+    entry = batch.decoding[b]
+    parents = draft.parents[draft.offsets[b] : draft.offsets[b + 1]]
+    return RoundOutcome(
+        request_id=entry.request.request_id,
+        budget=DraftBudget(entry.option, entry.num_draft),
+        chances=None if GRAMMAR in draft.authors(b) else _emission_chances(parents, verdict, b),
+        parents=parents,
+        emitted=verdict.emitted(b),
+        num_probed=draft.probe_lengths[b],
+    )
+
+
+def _emission_chances(parents: Sequence[int], verdict: Verdict, b: int) -> list[float]:
+    """For every node the chance with which this round emitted it: 0 unless its parent was, then what the rule says."""
+    if not parents:
+        return []
+    emitted = {-1, *verdict.paths[b]}
+    told = verdict.probabilities[b] if verdict.probabilities else (None,) * len(parents)
+    return [
+        (float(node in emitted) if chance is None else chance) if parent in emitted else 0.0
+        for node, (parent, chance) in enumerate(zip(parents, told, strict=True))
+    ]
