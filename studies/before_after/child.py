@@ -47,6 +47,7 @@ class Child:
         self.settings: dict[str, Message] = options["settings"]
         self._tenants = itertools.count()
         self._learnt: dict[str, Any] = {}
+        self._preview_s = 0.0
         began = time.perf_counter()
         self.llm = self._open()
         self.open_s = time.perf_counter() - began
@@ -71,7 +72,9 @@ class Child:
             own = asks[first : first + message["batch"]]
             calls = [self._call(message["setting"], ask, first + b, message["max_tokens"]) for b, ask in enumerate(own)]
             began = time.perf_counter()
-            found = self.llm.generate([ask["ids"] for ask in own], [p for p, _ in calls], [s for _, s in calls])
+            found = self.llm.generate(
+                [ask["ids"] for ask in own], [p for p, _ in calls], [s for _, s in calls], on_step=self._count_previews
+            )
             seconds += time.perf_counter() - began
             outputs += found
         for output in outputs:
@@ -108,7 +111,9 @@ class Child:
                     running += 1
                 if not queue and running < phase["batch"] and not is_last:
                     break
-                for output in self.llm.step():
+                outputs = self.llm.step()
+                self._count_previews(outputs)
+                for output in outputs:
                     if output.error is not None:
                         raise output.error
                     emitted += len(output.token_ids)
@@ -162,6 +167,10 @@ class Child:
             del drafters[key]
         self.llm.prepare(self._spec(setting, "")[1])
 
+    def _count_previews(self, _outputs: list[Any]) -> None:
+        """Add the last step's previews, where the engine times them; its statistics count them as drafting."""
+        self._preview_s += getattr(getattr(self.llm.engine, "clock", None), "preview_s", 0.0)
+
     def _phases(self) -> dict[str, float]:
         """Seconds by phase of a step, and the number of steps, since the engine started."""
         stats = self.llm.stats
@@ -169,7 +178,11 @@ class Child:
         phases = {
             name: float(getattr(stats, name)) for name in names if name.endswith("_s") and name not in _NOT_PHASES
         }
-        return phases | {"step_s": float(stats.step_s), "num_steps": float(stats.num_steps)}
+        return phases | {
+            "preview_s": self._preview_s,
+            "step_s": float(stats.step_s),
+            "num_steps": float(stats.num_steps),
+        }
 
 
 def _policy_holder(llm: Any) -> Any | None:  # noqa: ANN401 - of either checkout

@@ -12,7 +12,7 @@ from typing import Any
 from studies.before_after.pair import AFTER, BEFORE, Pair, rotated
 
 _RESAMPLES = 2000
-_POLICY_PHASES = ("schedule_s", "preview_s", "previews_s", "plan_s", "observe_s")  # those that a checkout has
+_POLICY_PHASES = ("schedule_s", "preview_s", "observe_s")  # those that a checkout has
 
 Cell = tuple[int, str]  # batch size, slice
 Tell = Callable[[str], None]

@@ -209,7 +209,7 @@ def _policy_lines(grid: Grid) -> list[str]:
                 found = grid.policy(side, name, batch)
                 if found is not None:
                     rows.append((name, side, str(batch), *(f"{ms:.3f}" for ms in found[:2]), f"{100 * found[2]:.1f} %"))
-    note = "Time of the engine's phases schedule and observe, and of previews where they are a phase of their own."
+    note = "Time of the engine's phases schedule and observe, and of previews, wherever they are counted."
     return ["", "## Time that scheduling and the policy take", "", note, "", *markdown.table(headings, rows, "llr")]
 
 

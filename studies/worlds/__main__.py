@@ -54,7 +54,15 @@ def main(argv: list[str] | None = None) -> int:
 def _ablate(chosen: argparse.Namespace, ablations: tuple[Ablation, ...], argv: list[str] | None) -> None:
     profiles, recording = data.profiles(), data.load()
     worlds = [world for world in all_worlds(profiles, recording.slices) if _wanted(world, chosen.worlds)]
-    study = Study(tuple(worlds), ablations, profiles, recording, chosen.noise, chosen.seeds)
+    study = Study(
+        worlds=tuple(worlds),
+        ablations=ablations,
+        profiles=profiles,
+        recording=recording,
+        settings=tuple(chosen.settings.split(",")),
+        noise=chosen.noise,
+        seeds=chosen.seeds,
+    )
     outcomes: list[Outcome] = []
     interrupted, began = False, time.perf_counter()
 
@@ -96,7 +104,9 @@ def _write(study: Study, outcomes: list[Outcome], command: str, interrupted: boo
             name: {"date": one.date, "machine": dict(one.machine), "caveats": list(one.caveats)}
             for name, one in study.profiles.items()
         },
-        "ablations": {one.name: {"about": one.about, "changes": one.changes} for one in study.ablations},
+        "ablations": {
+            one.name: {"about": one.about, "config": one.config, "constants": one.constants} for one in study.ablations
+        },
     }
     raw, page = folder / f"{stem}.json", folder / f"{stem}.md"
     rows = [vars(one) for one in outcomes]
@@ -152,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ablate", help="names of ablations separated by commas, or all")
     add("--out", type=Path, help="folder for the result of --ablate")
     add("--worlds", default="", help="only worlds whose name contains one of these words, separated by commas")
+    add("--settings", default="auto", help="in which the policy decides: auto, ngram-auto, ...")
     add("--noise", type=float, default=0.05, help="relative scatter of a step's seconds")
     add("--seeds", type=int, default=2, help="simulations of each setting")
     add("--record", action="store_true", help="record the answers again")

@@ -7,18 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from foretoken.control.policy import PolicyConfig
 from foretoken.control.previews import Preview
 from foretoken.plan.profile import DrafterCost, Profile
 from foretoken.simulate.arrivals import Job
 from foretoken.simulate.metrics import outcome
-from foretoken.simulate.records import Ready, Record, Records, chain, told
-from foretoken.simulate.setting import Limits, SimSetting, parse_setting
+from foretoken.simulate.records import Record, Records, chain, told
+from foretoken.simulate.setting import Limits, parse_setting
 from foretoken.simulate.sim_request import Known
 from foretoken.simulate.simulate import simulate
 from studies.worlds.data import RecordedAnswer, Recording
+from studies.worlds.record import PROMPT_TOKENS
 from studies.worlds.worlds import World
 
-ADAPTIVE = ("ngram-auto", "suffix-auto", "draft_model-auto")  # settings in which the policy decides
 DRAFTERS = ("ngram", "suffix", "draft_model")
 FIXED = tuple(f"{drafter}-{number}" for drafter in DRAFTERS for number in (2, 3, 5, 8))
 PLAIN = "plain"
@@ -37,15 +38,29 @@ class Result:
     num_steps: int
 
 
-def run(
-    world: World, setting: str, profile: Profile, known: Known, answer_tokens: int, noise: float, seed: int
-) -> Result:
-    """Simulate; steps take `noise` (a standard deviation, relative) longer or shorter, the same for all settings."""
+@dataclass(frozen=True)
+class Machine:
+    """What steps cost, and the policy: steps differ from the profile by `noise`, a relative standard deviation."""
+
+    profile: Profile
+    noise: float = 0.0
+    config: PolicyConfig | None = None
+
+
+def run(world: World, setting: str, machine: Machine, known: Known, answer_tokens: int, seed: int) -> Result:
+    """Simulate a world under a setting; steps scatter alike in all settings of a seed."""
     count = max(_WAVES * world.num_requests, _LEAST_JOBS)
-    jobs = [Job(0.0, 64, answer_tokens, world.slices[place % len(world.slices)]) for place in range(count)]
-    limits = Limits(world.num_requests, _MAX_PROMPT_TOKENS)
-    chosen = parse_setting(setting) if setting != PLAIN else SimSetting()
-    found = outcome(simulate(noisy(profile, noise, seed), jobs, chosen, limits, seed, known=known))
+    jobs = [Job(0.0, PROMPT_TOKENS, answer_tokens, world.slices[place % len(world.slices)]) for place in range(count)]
+    ended = simulate(
+        noisy(machine.profile, machine.noise, seed),
+        jobs,
+        parse_setting(setting, DRAFTERS),
+        Limits(world.num_requests, _MAX_PROMPT_TOKENS),
+        seed,
+        known=known,
+        config=machine.config,
+    )
+    found = outcome(ended)
     return Result(found.tokens_per_s, found.num_drafted, found.num_accepted, found.num_steps)
 
 
@@ -62,8 +77,8 @@ def known_of(recording: Recording) -> Known:
 
 def _from_looks(answer: RecordedAnswer, drafter: str) -> Record:
     looks = answer.looks[drafter]
-    ready = [Ready(Preview(one.parents, one.chances), one.tokens) for one in looks.places]
-    return told(answer.tokens, ready, looks.look_s)
+    previews = [Preview(one.parents, one.chances, one.tokens) for one in looks.places]
+    return told(answer.tokens, previews, looks.look_s)
 
 
 def _from_chains(answer: RecordedAnswer, drafter: str) -> Record:

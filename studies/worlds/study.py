@@ -11,7 +11,7 @@ from typing import Any
 from foretoken.plan.profile import Profile
 from studies.worlds.ablations import FULL, Ablation, applied
 from studies.worlds.data import Recording
-from studies.worlds.simulator import ADAPTIVE, FIXED, PLAIN, known_of, run
+from studies.worlds.simulator import FIXED, PLAIN, Machine, known_of, run
 from studies.worlds.worlds import World
 
 Tell = Callable[[str], None]
@@ -49,6 +49,7 @@ class Study:
     ablations: tuple[Ablation, ...]
     profiles: Mapping[str, Profile]
     recording: Recording
+    settings: tuple[str, ...] = ("auto",)  # in which the policy decides
     noise: float = 0.05
     seeds: int = 2
 
@@ -58,14 +59,12 @@ class Study:
         answer_tokens = max(len(answer.tokens) for answer in self.recording.answers)
         for number, world in enumerate(self.worlds):
             tell(f"{number + 1} of {len(self.worlds)}: {world.name}")
-            plans = [(setting, FULL) for setting in (PLAIN, *FIXED, *ADAPTIVE)]
-            plans += [(setting, ablation) for ablation in self.ablations for setting in ADAPTIVE]
+            plans = [(setting, FULL) for setting in (PLAIN, *FIXED, *self.settings)]
+            plans += [(setting, ablation) for ablation in self.ablations for setting in self.settings]
             for setting, ablation in plans:
+                machine = Machine(self.profiles[world.profile], self.noise, ablation.policy_config())
                 with applied(ablation):
-                    found = [
-                        run(world, setting, self.profiles[world.profile], known, answer_tokens, self.noise, seed)
-                        for seed in range(self.seeds)
-                    ]
+                    found = [run(world, setting, machine, known, answer_tokens, seed) for seed in range(self.seeds)]
                 outcomes.append(
                     Outcome(
                         world.name,
@@ -85,7 +84,7 @@ class Outcomes:
         self._speeds = {(one.world, one.setting, one.ablation): one.tokens_per_s for one in outcomes}
         self.worlds = list(dict.fromkeys(one.world for one in outcomes))
         self.ablations = list(dict.fromkeys(one.ablation for one in outcomes))
-        self.settings = [name for name in ADAPTIVE if any(one.setting == name for one in outcomes)]
+        self.settings = list(dict.fromkeys(one.setting for one in outcomes if one.setting not in (PLAIN, *FIXED)))
 
     def speed(self, world: str, setting: str, ablation: str = FULL.name) -> float | None:
         """Tokens per second; None where it was not run."""

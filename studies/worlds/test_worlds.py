@@ -10,6 +10,7 @@ import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.bench.batch_prompts import asks
+from foretoken.control.policy import PolicyConfig
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.simulate.records import Records
 from studies.worlds import __main__ as command
@@ -17,7 +18,7 @@ from studies.worlds import data, record
 from studies.worlds.ablations import ABLATIONS, Ablation, applied
 from studies.worlds.data import Look, Looks, RecordedAnswer, Recording
 from studies.worlds.profiles import smallest
-from studies.worlds.simulator import known_of, noisy, run
+from studies.worlds.simulator import Machine, known_of, noisy, run
 from studies.worlds.study import Outcome, Outcomes
 from studies.worlds.worlds import World, all_worlds
 
@@ -109,10 +110,10 @@ def test_there_are_worlds_enough() -> None:
 
 def test_guesses_that_stand_make_a_world_faster() -> None:
     known = known_of(data.load())
-    world = World("p", ("edit",), 2)
-    plain, guessed = (run(world, name, PROFILE, known, 64, 0.05, 0) for name in ("plain", "ngram-5"))
+    world, machine = World("p", ("edit",), 2), Machine(PROFILE, 0.05)
+    plain, guessed = (run(world, name, machine, known, 64, 0) for name in ("plain", "ngram-5"))
     assert guessed.tokens_per_s > 1.5 * plain.tokens_per_s
-    assert run(world, "ngram-auto", PROFILE, known, 64, 0.05, 0).num_accepted > 0
+    assert run(world, "auto", machine, known, 64, 0).tokens_per_s > 1.5 * plain.tokens_per_s
 
 
 def test_scatter_is_the_same_for_the_same_seed_and_right_on_average() -> None:
@@ -128,17 +129,19 @@ def test_scatter_is_the_same_for_the_same_seed_and_right_on_average() -> None:
 
 @pytest.mark.parametrize("ablation", ABLATIONS, ids=lambda one: one.name)
 def test_an_ablation_changes_what_there_is_and_puts_it_back(ablation: Ablation) -> None:
-    names = [name.rpartition(".") for name in ablation.changes]
+    names = [name.rpartition(".") for name in ablation.constants]
     modules = [(importlib.import_module(f"foretoken.control.{module}"), constant) for module, _, constant in names]
     before = [getattr(module, constant) for module, constant in modules]
     with applied(ablation):
         inside = [getattr(module, constant) for module, constant in modules]
     assert all(one != other for one, other in zip(before, inside, strict=True))
+    assert (ablation.policy_config() != PolicyConfig()) == bool(ablation.config)
+    assert ablation.config or ablation.constants
     assert before == [getattr(module, constant) for module, constant in modules]
 
 
 def test_an_ablation_of_what_is_not_there_is_refused() -> None:
-    with pytest.raises(AttributeError), applied(Ablation("x", "", {"policy._NOT_THERE": 1})):
+    with pytest.raises(AttributeError), applied(Ablation("x", "", constants={"policy._NOT_THERE": 1})):
         pass
 
 
@@ -171,7 +174,7 @@ def test_the_command_writes_tables(tmp_path: Path) -> None:
     assert command.main(words) == 0
     (raw,) = tmp_path.glob("*.json")
     found = json.loads(raw.read_text(encoding="utf-8"))
-    assert found["summary"]["ngram-auto"]["no_trials"]["full"]["mean"] > 0
+    assert found["summary"]["auto"]["no_trials"]["full"]["mean"] > 0
     assert str(tmp_path) not in raw.read_text(encoding="utf-8")
     (page,) = tmp_path.glob("*.md")
     assert "no_trials" in page.read_text(encoding="utf-8")
