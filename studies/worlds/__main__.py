@@ -72,7 +72,7 @@ def _ablate(chosen: argparse.Namespace, ablations: tuple[Ablation, ...], argv: l
         _tell(words + ("" if left_s is None else f", about {left_s / 60:.0f} min left"))
 
     try:
-        study.measure(outcomes, tell)
+        study.measure(outcomes, tell, chosen.workers)
     except KeyboardInterrupt:
         interrupted = True
     command = "python -m studies.worlds " + shlex.join(_without_folders(argv or sys.argv[1:]))
@@ -165,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--settings", default="auto", help="in which the policy decides: auto, ngram-auto, ...")
     add("--noise", type=float, default=0.05, help="relative scatter of a step's seconds")
     add("--seeds", type=int, default=2, help="simulations of each setting")
+    add("--workers", type=int, default=1, help="processes that share the worlds")
     add("--record", action="store_true", help="record the answers again")
     add("--profile", help="measure the costs of --target and --draft, and keep them under this name")
     add("--target", default="reference:target")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from statistics import fmean
 from typing import Any
 
@@ -53,28 +56,49 @@ class Study:
     noise: float = 0.05
     seeds: int = 2
 
-    def measure(self, outcomes: list[Outcome], tell: Tell = lambda _words: None) -> None:
+    def measure(self, outcomes: list[Outcome], tell: Tell = lambda _words: None, workers: int = 1) -> None:
         """Add the outcomes of world after world; what there is stays in `outcomes` after an interruption."""
+        if workers == 1:
+            self._collect(map(self.outcomes_of, self.worlds), outcomes, tell)
+            return
+        with ProcessPoolExecutor(workers, get_context("spawn"), _leave_interrupts_to_the_parent) as pool:
+            try:
+                self._collect(pool.map(self.outcomes_of, self.worlds), outcomes, tell)
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def outcomes_of(self, world: World) -> list[Outcome]:
+        """Every setting and ablation in one world."""
         known = known_of(self.recording)
         answer_tokens = max(len(answer.tokens) for answer in self.recording.answers)
-        for number, world in enumerate(self.worlds):
-            tell(f"{number + 1} of {len(self.worlds)}: {world.name}")
-            plans = [(setting, FULL) for setting in (PLAIN, *FIXED, *self.settings)]
-            plans += [(setting, ablation) for ablation in self.ablations for setting in self.settings]
-            for setting, ablation in plans:
-                machine = Machine(self.profiles[world.profile], self.noise, ablation.policy_config())
-                with applied(ablation):
-                    found = [run(world, setting, machine, known, answer_tokens, seed) for seed in range(self.seeds)]
-                outcomes.append(
-                    Outcome(
-                        world.name,
-                        setting,
-                        ablation.name,
-                        fmean(one.tokens_per_s for one in found),
-                        fmean(one.num_drafted for one in found),
-                        fmean(one.num_accepted for one in found),
-                    )
+        plans = [(setting, FULL) for setting in (PLAIN, *FIXED, *self.settings)]
+        plans += [(setting, ablation) for ablation in self.ablations for setting in self.settings]
+        outcomes = []
+        for setting, ablation in plans:
+            machine = Machine(self.profiles[world.profile], self.noise, ablation.policy_config())
+            with applied(ablation):
+                found = [run(world, setting, machine, known, answer_tokens, seed) for seed in range(self.seeds)]
+            outcomes.append(
+                Outcome(
+                    world.name,
+                    setting,
+                    ablation.name,
+                    fmean(one.tokens_per_s for one in found),
+                    fmean(one.num_drafted for one in found),
+                    fmean(one.num_accepted for one in found),
                 )
+            )
+        return outcomes
+
+    def _collect(self, found: Iterable[list[Outcome]], outcomes: list[Outcome], tell: Tell) -> None:
+        for number, (world, own) in enumerate(zip(self.worlds, found, strict=True)):
+            outcomes += own
+            tell(f"{number + 1} of {len(self.worlds)}: {world.name}")
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class Outcomes:

@@ -173,8 +173,10 @@ def test_the_command_writes_tables(tmp_path: Path) -> None:
     words = ["--ablate", "no_trials", "--worlds", f"{name}:2:edit", "--seeds", "1", "--out", str(tmp_path)]
     assert command.main(words) == 0
     (raw,) = tmp_path.glob("*.json")
+    assert command.main([*words, "--workers", "2"]) == 0
+    again = json.loads(next(path for path in tmp_path.glob("*.json") if path != raw).read_text(encoding="utf-8"))
     found = json.loads(raw.read_text(encoding="utf-8"))
     assert found["summary"]["auto"]["no_trials"]["full"]["mean"] > 0
+    assert again["outcomes"] == found["outcomes"]
     assert str(tmp_path) not in raw.read_text(encoding="utf-8")
-    (page,) = tmp_path.glob("*.md")
-    assert "no_trials" in page.read_text(encoding="utf-8")
+    assert "no_trials" in raw.with_suffix(".md").read_text(encoding="utf-8")
