@@ -1,0 +1,1 @@
+"""Experiments around foretoken, with their tests; not part of the package."""

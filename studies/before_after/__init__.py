@@ -1,0 +1,1 @@
+"""Two checkouts of foretoken, measured in one run on the same requests."""
