@@ -1,8 +1,7 @@
 """Which drafter guesses for the requests of a round, and how much, learnt from rounds that ended.
 
 A number of guesses that the caller set always stands. Budgets left open are chosen jointly for all requests of the
-step, to maximise expected tokens per second (`budget`), zero included. Requests that got ahead count less (proportional
-fairness, Kelly 1997): a batch is done when its slowest answer is.
+step, to maximise expected tokens per second (`budget`), zero included.
 
 An account keeps what guesses, trials and deciding itself made steps longer against the tokens that guesses brought. When
 it is overdrawn beyond a small share of the time, steps run without guesses: the engine does not fall behind plain
@@ -25,7 +24,6 @@ from foretoken.plan.profile import Curve
 
 _MOST_CREDIT_STEPS = 4  # of trials, saved up at most
 _OVERHEAD_MEMORY = 0.8
-_PRIOR_PACE_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,6 @@ class PolicyConfig:
     """Every constant of the policy.
 
     - `most_num_draft`: guesses per request and round that are considered where the caller leaves the number open.
-    - `fairness`: exponent of a request's tokens per round so far, by which its tokens count less; 0 is throughput alone.
     - `slack_share`, `most_slack_steps`, `least_slack_steps`: by how much decoding may fall behind plain decoding, as a
       share of the time; gains are kept for later losses, and losses for later gains, up to so many plain steps.
     - `decision_share`, `most_repeats`: share of the time that deciding may take; budgets are repeated until it is kept,
@@ -51,7 +48,6 @@ class PolicyConfig:
     """
 
     most_num_draft: int = 24
-    fairness: float = 1.0
     slack_share: float = 0.02
     most_slack_steps: float = 8.0
     least_slack_steps: float = -1.0
@@ -108,18 +104,11 @@ class Policy(Protocol):
 
 @dataclass
 class _Request:
-    """What is kept of one request: its pace, its last budget, and its drafters' rounds."""
+    """What is kept of one request: its last budget, and its drafters' rounds."""
 
-    num_rounds: int = 0
-    num_tokens: int = 0
     budget: DraftBudget | None = None  # of its last round
     untried: dict[Hashable, int] = field(default_factory=dict)  # rounds since the drafter guessed
     trial_tokens: float | None = None  # expected of this round's trial
-
-    @property
-    def pace(self) -> float:
-        """Tokens per round so far, 1 before the first."""
-        return (self.num_tokens + _PRIOR_PACE_ROUNDS) / (self.num_rounds + _PRIOR_PACE_ROUNDS)
 
 
 class BudgetPolicy:
@@ -256,10 +245,6 @@ class BudgetPolicy:
         slack_s = self._slack_s + (self.config.slack_share + gained) * base_s - more_s
         least_s, most_s = self.config.least_slack_steps * base_s, self.config.most_slack_steps * base_s
         self._slack_s = max(least_s, min(most_s, slack_s))
-        for one in step.rounds:
-            if one.request_id in self._requests:
-                self._requests[one.request_id].num_rounds += 1
-                self._requests[one.request_id].num_tokens += len(one.emitted)
 
     def _repeated(self, request: RequestOptions) -> DraftBudget:
         """The request's last budget again, as far as its option is there; a number that was set stands in any case."""
@@ -279,13 +264,10 @@ class BudgetPolicy:
         for request in requests:
             for option in request.options:
                 self._num_users[option.drafter] = self._num_users.get(option.drafter, 0) + 1
-        weights = [
-            request.weight * self._requests[request.request_id].pace ** -self.config.fairness for request in requests
-        ]
-        mean_weight = sum(weights) / max(1, len(requests))
+        mean_weight = sum(request.weight for request in requests) / max(1, len(requests))
         demands = [
-            Demand(tuple(self._candidate(request, option) for option in request.options), weight / mean_weight)
-            for request, weight in zip(requests, weights, strict=True)
+            Demand(tuple(self._candidate(request, option) for option in request.options), request.weight / mean_weight)
+            for request in requests
         ]
         self._token_s = self.target_cost.seconds(len(requests)) / max(1, len(requests))
         rate = self._rate.of_late / self._token_s if self._token_s else 0.0
