@@ -6,6 +6,7 @@ Whether a position is drafted is decided before its token is drawn, from the law
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,9 @@ from foretoken.core import BatchEntry, Draft, Mass
 from foretoken.model.randomness import Purpose, uniforms
 from foretoken.model.sampling import draft_law, sample, without_broken
 from foretoken.verify.base import first_max, race_winner
+
+# What `draft_probability="auto"` leaves to choose from in each round.
+PROBABILITIES: Mapping[str, Sequence[float]] = {"draft_probability": (0.25, 0.5, 0.75, 1.0)}
 
 
 @dataclass

@@ -25,7 +25,7 @@ GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a gra
 
 def drafter_key(spec: SpecConfig) -> DrafterKey | None:
     """Which drafter serves `spec`: its name, the draft model (its format, the use of its vocabulary) or corpus it works
-    with, its parts.
+    with, its own options, its parts.
 
     None for plain decoding.
     """
@@ -37,6 +37,7 @@ def drafter_key(spec: SpecConfig) -> DrafterKey | None:
         spec.draft_dtype,
         spec.draft_vocabulary,
         spec.corpus,
+        spec.options,
         *(drafter_key(part) for part in spec.parts if isinstance(part, SpecConfig)),
     )
 
@@ -233,7 +234,7 @@ class DrafterGroup:
 
     def _guess(self, drafter: Drafter, entries: Sequence[BatchEntry]) -> Draft:
         """What one drafter guesses; what it has shown already is not looked up again."""
-        if shows_guesses(type(drafter)):
+        if shows_guesses(type(drafter)) and not any(entry.num_probe for entry in entries):  # probes were not shown
             shown = [self._looks.get(entry.request.request_id, {}).get(entry.arm or 0) for entry in entries]
             if all(tree is not None for tree in shown):
                 return assemble(

@@ -19,24 +19,24 @@ draft's cache is cut back to the tokens that stayed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from foretoken.config import SamplingParams
+from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Processors, Request, Verdict
-from foretoken.draft.base import Feedback
-from foretoken.draft.chain import Chain, assemble, extend
+from foretoken.draft.base import Feedback, product_of
+from foretoken.draft.chain import PROBABILITIES, Chain, assemble, extend
 from foretoken.draft.own_cache import OwnCache
 from foretoken.draft.retokenize import DraftText, continuation, draft_writes
+from foretoken.draft.tokenizer_match import TextUse
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.sampling import check_finite
 from foretoken.model.vocabulary import Side, shared_tokens, special_twins, spellings
 
-How = Literal["auto", "strings", "intersection"]
 _GREEDY = SamplingParams()
 
 
@@ -55,7 +55,7 @@ class OtherVocabularyDrafter:
 
     name = "draft_model"
 
-    def __init__(self, model: LanguageModel, target: Side, draft: Side, how: How = "auto") -> None:
+    def __init__(self, model: LanguageModel, target: Side, draft: Side, how: TextUse = "auto") -> None:
         self.model, self.target, self.draft, self.how = model, target, draft, how
         self.shared = shared_tokens(target, draft) or {}  # target id -> draft id
         self._twins = special_twins(target, draft)
@@ -78,6 +78,18 @@ class OtherVocabularyDrafter:
             int, list[int]
         ] = {}  # draft tokens that the draft's cache holds, or held before it gave them back
         self._cache = OwnCache(model, lambda sequence: self._texts[sequence].ids)
+
+    def models(self) -> Sequence[LanguageModel]:
+        """See `base.ModelDrafter`."""
+        return (self.model,)
+
+    def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:
+        """See `base.ModelDrafter`."""
+        return type(self)(twin(self.model), self.target, self.draft, self.how)
+
+    def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
+        """See `base.Variants`: the chance that a position is drafted."""
+        return product_of(spec, PROBABILITIES if spec.draft_probability == "auto" else {})
 
     @property
     def num_read_tokens(self) -> int:

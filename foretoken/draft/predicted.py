@@ -10,9 +10,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from copy import copy
+from typing import Self
 
+from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
-from foretoken.draft.base import Feedback
+from foretoken.draft.base import Factory, Feedback
 from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble
 
 _ANCHOR_TOKENS = (4, 3, 2)  # lengths of agreement that take the cursor up again, best first
@@ -72,6 +74,11 @@ class PredictedDrafter:
 
     def __init__(self) -> None:
         self._cursors: dict[int, Cursor] = {}
+
+    @classmethod
+    def make(cls, factory: Factory, spec: SpecConfig) -> Self:  # noqa: ARG003
+        """See `base.Factory`."""
+        return cls()
 
     def start(self, request: Request) -> None:
         """Index the prediction."""

@@ -17,13 +17,13 @@ from typing import NamedTuple
 class TreeNode(NamedTuple):
     """A deterministic guess: `parent` is its place in the list that holds it (-1: the committed text), before its own.
 
-    `estimate` is the chance that the whole path to it will be accepted, `author` the drafter that guessed it.
+    `estimate` is the chance that the whole path to it will be accepted, `drafter` the name of the one that guessed it.
     """
 
     token: int
     parent: int
     estimate: float
-    author: str | None = None
+    drafter: str | None = None
 
 
 Children = Callable[
@@ -85,8 +85,8 @@ def merge_trees(trees: Sequence[Sequence[TreeNode]], budget: int) -> list[TreeNo
     """One tree of the `budget` likeliest guesses of several deterministic trees, likeliest first.
 
     A path that several trees hold is one node; its estimate is the highest that any of them gives it, and that tree is
-    its author (the earlier tree on a tie). An estimate above its parent's in the same tree counts as the parent's: a
-    path is never likelier than its beginning. Lawful for guesses that were not sampled only: which of them stay may
+    its provenance (the earlier tree on a tie). An estimate above its parent's in the same tree counts as the parent's:
+    a path is never likelier than its beginning. Exact for guesses that were not sampled only: which of them stay may
     depend on all of them.
     """
     union: list[TreeNode] = []
@@ -99,9 +99,9 @@ def merge_trees(trees: Sequence[Sequence[TreeNode]], budget: int) -> list[TreeNo
             chance.append(min(node.estimate, 1.0 if node.parent < 0 else chance[node.parent]))
             place = places.setdefault((parent, node.token), len(union))
             if place == len(union):
-                union.append(TreeNode(node.token, parent, chance[-1], node.author))
+                union.append(TreeNode(node.token, parent, chance[-1], node.drafter))
             elif chance[-1] > union[place].estimate:
-                union[place] = TreeNode(node.token, parent, chance[-1], node.author)
+                union[place] = TreeNode(node.token, parent, chance[-1], node.drafter)
             own.append(place)
     chosen = best_nodes([node.parent for node in union], [node.estimate for node in union], budget)
     new = {-1: -1} | {old: place for place, old in enumerate(chosen)}
