@@ -165,7 +165,7 @@ class SpecConfig:
             raise ConfigError(
                 "rule",
                 self.rule,
-                "changes the target's distribution (lossy); set allow_lossy=True if that is what you want",
+                "changes the target's distribution (lossy); set allow_lossy=True if you want that",
             )
         if self.num_draft != "auto":
             check_whole("num_draft", self.num_draft, low=0, high=1024)
@@ -366,9 +366,7 @@ class SpecConfig:
                 )
         if names[0] != "draft_model" and not _is_lookup(self.configs[0]):
             lookups = ", ".join(name for name, traits in DRAFTERS.items() if traits.is_lookup)
-            raise ConfigError(
-                "parts", names[0], f"the first level of a cascade must be draft_model, or one of {lookups}"
-            )
+            raise ConfigError("parts", names[0], f"the first level of a cascade must be one of draft_model, {lookups}")
         for part in self.configs:
             if part.tree != "chain":
                 raise ConfigError("tree", part.tree, "a cascade drafts chains; leave it at 'chain'")

@@ -152,9 +152,7 @@ class CascadeDrafter:
                 models += drafter.models()
         first = None if spec.configs[0].drafter == "draft_model" else factory.make(spec.configs[0])
         if first is not None and not isinstance(first, Lookup):
-            raise ConfigError(
-                "parts", first.name, "the first level of a cascade must be draft_model, or show its guesses"
-            )
+            raise ConfigError("parts", first.name, "as the first level of a cascade it must show its guesses (Lookup)")
         return cls(models, first)
 
     def models(self) -> Sequence[LanguageModel]:

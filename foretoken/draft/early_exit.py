@@ -2,8 +2,8 @@
 
 Exit mode (LayerSkip, Elhoushi et al. 2404.16710): the first layers, final norm and head. What they computed for a row,
 keys, values and residual stream, is what the verify pass would compute, so it runs only the other layers for it. With
-`exit_layer="auto"` every candidate exit is a variant (`base.Variants`), and the engine chooses. Skip mode (SWIFT, Xia et
-al. 2410.06916): some layers are left out; what ran before the first gap is reused, the rest is run again.
+`exit_layer="auto"` every candidate exit is a variant (`base.Variants`), and the engine chooses. Skip mode (SWIFT, Xia
+et al. 2410.06916): some layers are left out; what ran before the first gap is reused, the rest is run again.
 
 Nothing is kept of a request between rounds except, while a set of layers is searched for, the end of its text. The set
 that was found holds for all requests of the target.
@@ -114,7 +114,7 @@ class EarlyExitDrafter:
         self._recent.pop(request_id, None)
 
     def _layers(self, spec: SpecConfig) -> tuple[int, ...]:
-        """The layers that draft under a configuration; where it leaves the exit open, those up to the middle candidate."""
+        """The layers that draft under a configuration; where the exit is open, those up to the middle candidate."""
         if spec.skip_layers == "auto":
             return self.skips.layers()
         if spec.skip_layers is not None:

@@ -5,7 +5,8 @@ round the target runs them as probes (`core.Probes`), and its answers are the wi
 iteration. What one column says in successive rounds is an n-gram that the target itself has written. It enters a pool;
 when its first token comes, the rest is guessed. The guesses are deterministic, so any rule keeps them exact.
 
-The window costs rows of the target. Left to "auto", the engine chooses in each round whether it is run (`base.Variants`).
+The window costs rows of the target. With `lookahead_window="auto"` the engine chooses in each round whether it is run
+(`base.Variants`).
 """
 
 from __future__ import annotations

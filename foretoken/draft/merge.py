@@ -22,8 +22,8 @@ from foretoken.draft.tree import TreeNode
 
 
 def share_of(drawn: Sequence[float], found: Sequence[TreeNode], budget: int) -> int:
-    """How many of the places with the falling chances `drawn`, one behind the other, are among the `budget` likeliest of
-    these and of `found`.
+    """How many of the places with chances `drawn`, which fall from one to the next, are among the `budget` likeliest of
+    these places and the nodes `found`.
     """
     ranked = sorted([(-chance, 0) for chance in drawn] + [(-node.estimate, 1) for node in found])
     return sum(not other for _, other in ranked[:budget])

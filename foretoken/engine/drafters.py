@@ -56,8 +56,8 @@ class DrafterFactory:
             raise ConfigError(
                 "drafter",
                 spec.drafter,
-                "opened a draft model, but has no models() and fresh() (draft.base.ModelDrafter), without which its cost "
-                "cannot be measured",
+                "opened a draft model, but its cost cannot be measured: give it the methods models() and fresh() of "
+                "draft.base.ModelDrafter",
             )
         return drafter
 
