@@ -124,7 +124,7 @@ def _flag(field: Field[Any], hint: Any) -> inspect.Parameter:  # noqa: ANN401 - 
         words = f"{words} {', '.join(known_drafters())}."
     option = typer.Option("--" + field.name.replace("_", "-"), help=words)
     return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+        field.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=Annotated[kind, option]
     )
 
 
