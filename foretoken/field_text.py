@@ -35,7 +35,7 @@ def parse_field(kind: type, field: str, text: str, separator: str = ",") -> Any:
                 continue
     if str in types_:
         return text
-    expected = [*words, *(_WORDS[one] for one in types_ if one in _WORDS)]
+    expected = [*(_WORDS[one] for one in types_ if one in _WORDS), *words]
     lists = [one for one in types_ if typing.get_origin(one) not in (None, typing.Literal, types.UnionType)]
     if lists:
         return _parse_list(field, text, lists[0], separator, expected)

@@ -74,7 +74,7 @@ def spec_from(given: Mapping[str, Any]) -> SpecConfig:
         values["drafter"] = named[0] if named else None
         if not named and values.get("num_draft", "auto") != "auto":
             raise ConfigError(
-                "num_draft", values["num_draft"], "nothing guesses: name a --drafter or a --draft, or leave it out"
+                "num_draft", given["num_draft"], "nobody guesses: name a --drafter or a --draft, or leave it out"
             )
     values["options"] = options_from(values["drafter"], given.get("drafter_option") or ())
     return SpecConfig(**values)
@@ -119,13 +119,10 @@ def _flag(field: Field[Any], hint: Any) -> inspect.Parameter:  # noqa: ANN401 - 
         kind = kind | None
     elif kind is str and not isinstance(default, str):
         default = f"{default:g}" if isinstance(default, float) else ",".join(map(str, default))  # type: ignore[arg-type]
-    words = field.metadata["help"]
+    option = spec_flag(field.name)
     if field.name == "drafter":
-        words = f"{words} {', '.join(known_drafters())}."
-    option = typer.Option("--" + field.name.replace("_", "-"), help=words)
-    return inspect.Parameter(
-        field.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=Annotated[kind, option]
-    )
+        option.help += f" {', '.join(known_drafters())}."
+    return _keyword(field.name, default, Annotated[kind, option])
 
 
 def _options_flag() -> inspect.Parameter:

@@ -101,14 +101,13 @@ def cascade_specs(count: int) -> list[SpecConfig]:
     ]
 
 
-def mix_specs(combine: str, count: int) -> list[SpecConfig]:
+def mix_specs(count: int) -> list[SpecConfig]:
     rules = ("tree", "traversal", "auto", "coupled", "block")
     return [
         SpecConfig(
             "mix",
             "reverse",
             num_draft=1 + i % 6,
-            combine=combine,
             rule=rules[i % 5],
             draft_probability=(1.0, 0.6)[i // 5 % 2],
         )
@@ -164,8 +163,7 @@ def test_every_rule_has_the_law(narrow: SimpleNamespace) -> None:
         ],
         **{name: free_specs(name, NUM_REQUESTS) for name in ("suffix", "recycling", "predicted", "lookahead")},
         "cascade": cascade_specs(NUM_REQUESTS),
-        "mix": mix_specs("best", NUM_REQUESTS),
-        "merge": mix_specs("merge", NUM_REQUESTS),
+        "mix": mix_specs(NUM_REQUESTS),
         "auto": auto_specs(NUM_REQUESTS),
         "plain": [SpecConfig("ngram", num_draft=0, rule=("block", "coupled")[i % 2]) for i in range(NUM_REQUESTS)],
     }
