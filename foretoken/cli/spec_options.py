@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from foretoken.cli.common import spec_flag
 from foretoken.config import SpecConfig
 from foretoken.errors import ConfigError
 from foretoken.field_text import parse_field, union_members

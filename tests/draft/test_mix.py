@@ -57,9 +57,9 @@ def test_the_choice_does_not_depend_on_what_is_drawn(prompt: list[int], takes_tr
         draft = mix.propose(Batch((BatchEntry(request, len(prompt) - 1, (2,), True, 4, takes_trees=takes_trees),)))
         shapes.add((model.asked, draft.authors(0).count("draft_model"), draft.sampled[:2]))
         texts.add(tuple(draft.tokens.tolist()))
+        assert takes_trees or draft.is_chain(0)
         mix.finish(seed)
     assert len(shapes) == 1
-        assert takes_trees or draft.is_chain(0)
     assert len(texts) > 1, "something is drawn"
 
 
@@ -177,9 +177,7 @@ def test_a_model_in_company_keeps_the_cache_of_the_text(
     """
     model = str(getattr(pair, which))
     specs = [
-        SpecConfig(
-            "mix", model, num_draft=2 + i, parts=("ngram", "recycling", "draft_model"), rule="auto"
-        )
+        SpecConfig("mix", model, num_draft=2 + i, parts=("ngram", "recycling", "draft_model"), rule="auto")
         for i in range(6)
     ]
     watched = watch_all(llm, specs, monkeypatch)
