@@ -1,4 +1,4 @@
-"""The target as its own drafter: no layer runs a row twice, exits may change between rounds, skipped layers are found."""
+"""The target as its own drafter: no layer runs a row twice, exits may change between rounds, a search finds layers."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ BAD_PARTS: list[tuple[dict[str, Any], str]] = [
     ({"drafter": "cascade"}, "draft=None: part 'draft_model' of drafter='cascade' needs the folder"),
     (
         {"drafter": "mix", "parts": ("ngram", "lookahead")},
-        "parts='lookahead': its probes run beside its own guesses only",
+        "parts='lookahead': its probes run beside its own guesses",
     ),
     (
         {"drafter": "mix", "draft": "d", "tree": "static"},
