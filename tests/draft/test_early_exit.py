@@ -174,7 +174,7 @@ def test_the_search_costs_what_it_says(folder: Path) -> None:
             search.trial(agree, 4)
         per_round.append(len(calls) - before)
     assert max(per_round[: 48 * 8]) == 2
-    assert 40 < sum(count > 0 for count in per_round[: 48 * 8]) <= 48  # a neighbour may be the set itself
+    assert 30 < sum(count > 0 for count in per_round[: 48 * 8]) <= 48  # a neighbour may be the set itself
     assert sum(per_round[48 * 8 :]) == 0
     assert all({0, NUM_LAYERS - 1} <= set(layers) for layers in calls)
     again = SkipSearch(NUM_LAYERS, 0.3)

@@ -193,7 +193,7 @@ def test_configuration() -> None:
     with pytest.raises(ConfigError, match="lookahead_window=5: only drafter='lookahead' takes it, not drafter='ngram'"):
         SpecConfig("ngram", lookahead_window=5)
     for field, value in (
-        ("lookahead_window", 0),
+        ("lookahead_window", -1),
         ("lookahead_window", 65),
         ("lookahead_ngram", 1),
         ("lookahead_ngram", 17),
