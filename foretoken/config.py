@@ -86,12 +86,12 @@ class SpecConfig:
     - `mix`: the likeliest guesses of all parts as one tree; under rules that take chains only, the likelier chain.
       At most one part may ask a model. `ngram`, `suffix`, `recycling`, and `predicted` and `draft_model` where there
       is a prediction and a draft, by default. To use one drafter at a time, the best one in each round: `auto`.
-    - `auto`: the engine chooses anew in every round who guesses for which request, and how much, weighing all requests
-      of the step together; `ngram`, `suffix`, and `predicted` and `draft_model` where there is a prediction and a
-      draft, by default.
+    - `auto`: the engine chooses anew in every round which drafter guesses for which request, and how many tokens, for
+      all requests of the step together; `ngram`, `suffix`, and `predicted` and `draft_model` where there is a
+      prediction and a draft, by default.
 
-    `slice` names the kind of text ("code", "chat"): what the engine learns of a drafter there is where the next request
-    of that name begins.
+    `slice` names the kind of text ("code", "chat"): acceptance seen there is the starting estimate of the next
+    request of that name.
     """
 
     drafter: str | None = field(default=None, metadata=_help("Which drafter guesses; without it, plain decoding."))

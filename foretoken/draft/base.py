@@ -77,7 +77,7 @@ class Drafter(Protocol):
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         """Learn what the round emitted: `draft`, `verdict` and `feedback` are aligned with `batch.decoding`.
 
-        A request's nodes may be somebody else's guesses (a grammar's): what counts is what was emitted. Probes need not
+        A request's nodes may be guesses of something else (a grammar): what counts is what was emitted. Probes need not
         have been run.
         """
 

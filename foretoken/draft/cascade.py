@@ -2,9 +2,9 @@
 to the target.
 
 After CS-Drafting (Chen et al. 2023, arXiv 2312.11462) and TriForce (Sun et al. 2024, arXiv 2404.11912). Every level
-verifies the one below it exactly, so what leaves a level has that level's own law: the mass handed to the target is the
-law of the LAST level, whatever guessed below. How many tokens a level hands over is fixed before any is drawn; it never
-makes more.
+verifies the one below it exactly, so what leaves a level has that level's own distribution: the mass handed to the
+target is the distribution of the LAST level, whatever guessed below. How many tokens a level hands over is fixed before
+any is drawn; it never makes more.
 
 A level's cache runs ahead of the committed text. What it ran is remembered, and cut back to what stands before it is
 used again, so no level ever needs to be told that its tokens were refused. Lookups are asked what follows the
@@ -82,8 +82,8 @@ class _CascadeRequest:
 
 @dataclass(frozen=True)
 class _LevelProbs:
-    """What a level says of every row of a draft: the law `[R, V]` of the token that follows, and whether it is sure
-    enough to be drafted.
+    """What a level says of every row of a draft: the distribution `[R, V]` of the token that follows, and whether it is
+    sure enough to be drafted.
     """
 
     probs: Tensor
@@ -92,28 +92,28 @@ class _LevelProbs:
 
 @dataclass
 class _LevelTokens:
-    """Tokens of one level that follow `before`, provisional ones too: `most` of them, each with the law it was drawn
-    from (None: a point).
+    """Tokens of one level that follow `before`, provisional ones too: `most` of them, each with the distribution it was
+    drawn from (None: a point).
     """
 
     course: _CascadeRequest
     before: list[int]
     most: int
     tokens: list[int] = field(default_factory=list)
-    laws: list[Tensor | None] = field(default_factory=list)
+    masses: list[Tensor | None] = field(default_factory=list)
     stopped: bool = False
 
-    def take(self, tokens: Sequence[int], rows: Sequence[int], laws: _LevelProbs) -> None:
-        """Append what a round emitted at `rows`, up to a place that is too unsure, which its law alone decides."""
+    def take(self, tokens: Sequence[int], rows: Sequence[int], level_probs: _LevelProbs) -> None:
+        """Append what a round emitted at `rows`, up to a place where the distribution is too unsure."""
         assert len(tokens) <= self.missing
         entry = self.course.entry
         a_point = entry.request.params.greedy or entry.noise is not None
         for token, row in zip(tokens, rows, strict=True):
-            if not laws.sure[row]:
+            if not level_probs.sure[row]:
                 self.stopped = True
                 return
             self.tokens.append(token)
-            self.laws.append(None if a_point else laws.probs[row])
+            self.masses.append(None if a_point else level_probs.probs[row])
 
     @property
     def sequence(self) -> int:
@@ -130,8 +130,8 @@ class _LevelTokens:
 
 
 class CascadeDrafter:
-    """Chains whose tokens follow the law of the last of `models`; each verifies the one before it, the first one
-    `lookup`'s guesses.
+    """Chains whose tokens follow the distribution of the last of `models`; each verifies the one before it, the first
+    one `lookup`'s guesses.
     """
 
     name = "cascade"
@@ -232,7 +232,7 @@ class CascadeDrafter:
         return most
 
     def _extend(self, level: int, runs: Sequence[_LevelTokens]) -> None:
-        """Complete `runs` with tokens of the law of `levels[level]`: rounds of guessing below and verifying here.
+        """Complete `runs` with tokens of the distribution of `levels[level]`: guess below and verify here, in rounds.
 
         A round guesses one token less than is missing, since it always ends with one of the level's own.
         """
@@ -240,15 +240,17 @@ class CascadeDrafter:
         while growing := [run for run in runs if run.missing]:
             draft = self._guess(level, growing).on(here.model.device)
             segments, logits = self._forward(here, growing, draft)
-            laws = _laws(growing, draft, logits, [run.course.part(level - len(self.levels)) for run in growing])
-            verdict = _judge(growing, draft, laws.probs)
+            level_probs = _level_probs(
+                growing, draft, logits, [run.course.part(level - len(self.levels)) for run in growing]
+            )
+            verdict = _judge(growing, draft, level_probs.probs)
             for b, (run, segment) in enumerate(zip(growing, segments, strict=True)):
                 here.model.commit(segment.sequence, segment.num_pending, verdict.paths[b])
                 here.ran[segment.sequence] = [*run.ahead, *verdict.accepted[b]]
                 drafted, kept = run.course.inner
                 run.course.inner = (drafted + draft.lengths[b], kept + len(verdict.accepted[b]))
                 rows = [draft.anchor_row(b) + row for row in (0, *(1 + node for node in verdict.paths[b]))]
-                run.take(verdict.emitted(b), rows, laws)
+                run.take(verdict.emitted(b), rows, level_probs)
 
     def _guess(self, level: int, runs: Sequence[_LevelTokens]) -> Draft:
         """What the level below guesses after each run."""
@@ -295,11 +297,13 @@ class CascadeDrafter:
         return segments, here.model.forward(torch.cat(pieces), segments).logits
 
 
-def _laws(runs: Sequence[_LevelTokens], draft: Draft, logits: Tensor, parts: Sequence[SpecConfig]) -> _LevelProbs:
-    """A level's laws of all rows of `draft`, from its `logits` `[R, V]`, under the requests' own parameters and the
-    level's `parts`.
+def _level_probs(
+    runs: Sequence[_LevelTokens], draft: Draft, logits: Tensor, parts: Sequence[SpecConfig]
+) -> _LevelProbs:
+    """A level's distributions at all rows of `draft`, from its `logits` `[R, V]`, under the requests' own parameters
+    and the level's `parts`.
     """
-    # A model that overflows guesses at random from here on: a law with NaN in it would reach the target's residual.
+    # A model that overflows guesses at random from here on: NaN in the mass would reach the target's residual.
     logits = torch.where(check_finite(logits)[:, None], logits, torch.zeros_like(logits))
     if any(run.course.entry.processors is not None for run in runs) and logits.dtype not in (
         torch.float32,
@@ -352,7 +356,7 @@ def _judge(runs: Sequence[_LevelTokens], draft: Draft, probs: Tensor) -> Verdict
 def _as_draft(name: str, device: torch.device, runs: Sequence[_LevelTokens]) -> Draft:
     """The runs as one draft of chains."""
     chains = [
-        Chain(run.course.entry, run.most, [torch.tensor(token, device=device) for token in run.tokens], run.laws)
+        Chain(run.course.entry, run.most, [torch.tensor(token, device=device) for token in run.tokens], run.masses)
         for run in runs
     ]
     return assemble(name, device, chains)

@@ -3,15 +3,14 @@
 Two ways, by request:
 
 - `intersection` (TLI there): the draft chooses among the tokens that both vocabularies have; every guess is one target
-  token, drawn from the draft's law renormalised over these and moved to the target's ids. What the request asks for
-  (penalties, masks, filters, the coupled rule's race) is done to the moved law, in the target's ids.
+  token, drawn from the draft's distribution renormalised over these and moved to the target's ids. What the request
+  asks for (penalties, masks, filters, the coupled rule's race) is done to the moved distribution, in the target's ids.
 - `strings` (SLEM there): the draft goes on greedily in its own tokens, and its text is encoded again behind the end of
   the committed text. Deterministic guesses: the target's token must be the same one.
 
-Under "auto" a greedy request takes strings, because there the draft speaks its whole vocabulary, and a sampled one the
-intersection:
-a guess drawn from a law is kept with probability sum min(p, q), a deterministic one with p at one token. Both are exact
-whatever the draft says.
+Under "auto" a greedy request takes strings, because there the draft uses its whole vocabulary, and a sampled one the
+intersection: a guess drawn from a distribution is kept with probability sum min(p, q), a deterministic one with p at one
+token. Both are exact for any draft.
 
 The draft keeps the committed text in its own tokens. After a round the end of the text is encoded again, and the
 draft's cache is cut back to the tokens that stayed.
@@ -146,7 +145,7 @@ class OtherVocabularyDrafter:
         shared = bool(self.shared) and (
             self.how == "intersection" or (self.how == "auto" and not entry.request.params.greedy)
         )
-        # A law over whole tokens has nothing to say about the rest of a character.
+        # A distribution over whole tokens has nothing to say about the rest of a character.
         most = 0 if shared and text.ending.held else self._room(entry, text)
         if not shared:
             # Its own tokens are no business of the request's parameters, which speak of target tokens.

@@ -2,7 +2,7 @@
 
 OpenAI's `prediction`. A cursor walks along the prediction while the answer agrees. Where it does not, the cursor waits,
 and takes up again where the prediction agrees with the last words of the answer: behind the place where it was lost
-first, since an answer that changed a line goes on after it. What it takes up it trusts little at first.
+first, since an answer that changed a line goes on after it. Right after that it guesses few tokens.
 """
 
 from __future__ import annotations

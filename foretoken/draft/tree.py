@@ -30,7 +30,8 @@ Children = Callable[
     [TreeNode], Sequence[tuple[float, int]]
 ]  # chance and token of each child of a node, likeliest first
 
-# Chance that a token drawn from a draft's law, or from a part of it, stands where the target's token is of that part.
+# Chance that a token drawn from a draft's distribution, or from a part of it, is accepted where the target's token is of
+# that part.
 OVERLAP = 0.7
 _MOST_PLANNED = 64  # nodes of a tree that is planned node by node
 _MOST_SAMPLED_CHILDREN = 4
@@ -153,7 +154,7 @@ def static_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) 
 @functools.lru_cache(maxsize=256)
 def sampled_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) -> Shape:
     """The best tree of `budget` nodes when each node's last child is drawn from what the others leave of the draft's
-    law.
+    distribution.
 
     Another child takes chance from its siblings here, so that splitting a path costs what would have stood on it. The
     dynamic programme of Sequoia (Chen et al. 2024, arXiv 2402.12374), over typical chances for each number of children;

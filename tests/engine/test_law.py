@@ -200,7 +200,7 @@ def _whole_law_as_mass(patch: pytest.MonkeyPatch) -> None:
     def drawn(draws: Sequence[branches._Draw], laws: torch.Tensor) -> None:
         draw(draws, laws)
         for one in draws:
-            one.growth.laws[one.growth.parents[one.node]] = laws[one.row]
+            one.growth.masses[one.growth.parents[one.node]] = laws[one.row]
 
     draw = branches._draw
     patch.setattr(branches, "_draw", drawn)
