@@ -9,8 +9,8 @@ Two ways, by request:
   the committed text. Deterministic guesses: the target's token must be the same one.
 
 Under "auto" a greedy request takes strings, because there the draft uses its whole vocabulary, and a sampled one the
-intersection: a guess drawn from a distribution is kept with probability sum min(p, q), a deterministic one with p at one
-token. Both are exact for any draft.
+intersection: a drawn guess is kept with probability sum min(p, q), a deterministic one with p at one token. Both are
+exact for any draft.
 
 The draft keeps the committed text in its own tokens. After a round the end of the text is encoded again, and the
 draft's cache is cut back to the tokens that stayed.

@@ -16,7 +16,8 @@ from foretoken.model.interface import LanguageModel, PrefixModel, Segment
 
 _PIECE_TOKENS = 512  # rows of a long backlog that a model takes in one forward
 _USUAL_TOKENS = 8  # rows of committed text that any round may bring; more of them count as reading
-_IDLE_ROUNDS = 8  # a request that drafted within so many rounds keeps its cache: to read a text again costs more than a few guesses gain
+# A request that drafted within so many rounds keeps its cache: reading costs more than a few guesses gain.
+_IDLE_ROUNDS = 8
 
 
 class OwnCache:

@@ -30,8 +30,8 @@ Children = Callable[
     [TreeNode], Sequence[tuple[float, int]]
 ]  # chance and token of each child of a node, likeliest first
 
-# Chance that a token drawn from a draft's distribution, or from a part of it, is accepted where the target's token is of
-# that part.
+# Chance that a token drawn from a draft's distribution, or from a part of it, is accepted where the target's token is
+# in that part.
 OVERLAP = 0.7
 _MOST_PLANNED = 64  # nodes of a tree that is planned node by node
 _MOST_SAMPLED_CHILDREN = 4
