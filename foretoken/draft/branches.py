@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import BatchEntry, Draft, Mass
-from foretoken.draft.tree import OVERLAP, Shape, best_nodes, most_children, sampled_shape, share_level, static_shape
+from foretoken.draft.tree import OVERLAP, TreeShape, best_nodes, most_children, sampled_shape, share_level, static_shape
 from foretoken.model.randomness import Purpose, uniforms
 from foretoken.model.sampling import draft_law, sample, without_broken
 
@@ -71,7 +71,7 @@ class Growth:
             spec.branching if isinstance(spec.branching, int | tuple) else DEFAULT_BRANCHING
         )
         plan = sampled_shape if self.draws else static_shape
-        self.shape: Shape = plan(self.budget, self.branching, self.max_depth)
+        self.shape: TreeShape = plan(self.budget, self.branching, self.max_depth)
         self.is_static = spec.tree == "static"
         if not self.shape.parents:
             self.frontier = []

@@ -40,7 +40,7 @@ _GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)
-class _Guess:
+class _TranslatedGuess:
     """One request's round: `chain` grows in target tokens (`shared`) or in the draft's own."""
 
     entry: BatchEntry
@@ -140,7 +140,7 @@ class OtherVocabularyDrafter:
         self._cache.finish(request_id)
         del self._texts[request_id], self._cached[request_id]
 
-    def _begin(self, entry: BatchEntry) -> _Guess:
+    def _begin(self, entry: BatchEntry) -> _TranslatedGuess:
         text = self._texts[entry.request.request_id]
         shared = bool(self.shared) and (
             self.how == "intersection" or (self.how == "auto" and not entry.request.params.greedy)
@@ -150,9 +150,9 @@ class OtherVocabularyDrafter:
         if not shared:
             # Its own tokens are no business of the request's parameters, which speak of target tokens.
             own = replace(entry, request=replace(entry.request, params=_GREEDY), processors=None, noise=None)
-            return _Guess(entry, text, Chain(own, most), shared)
+            return _TranslatedGuess(entry, text, Chain(own, most), shared)
         processors = None if entry.processors is None else _Within(entry.processors, self._outside)
-        return _Guess(entry, text, Chain(replace(entry, processors=processors), most), shared)
+        return _TranslatedGuess(entry, text, Chain(replace(entry, processors=processors), most), shared)
 
     def _room(self, entry: BatchEntry, text: DraftText) -> int:
         """How many tokens can be drafted within the draft's context and cache."""
@@ -171,7 +171,7 @@ class OtherVocabularyDrafter:
         del cached[self.model.length(sequence) :]
         return cached
 
-    def _advance(self, growing: Sequence[_Guess]) -> Tensor:
+    def _advance(self, growing: Sequence[_TranslatedGuess]) -> Tensor:
         """Run the next input of every chain, a backlog of committed tokens first; the draft's own logits `[A, V]` after
         it.
         """
@@ -195,7 +195,7 @@ class OtherVocabularyDrafter:
             self.model.commit(segment.sequence, segment.num_pending)
         return logits
 
-    def _extend(self, growing: Sequence[_Guess], logits: Tensor) -> None:
+    def _extend(self, growing: Sequence[_TranslatedGuess], logits: Tensor) -> None:
         """Draw the next token of every chain from the draft's `logits` `[A, V]`, or stop the chain there."""
         for shared in (True, False):
             rows = [i for i, guess in enumerate(growing) if guess.shared == shared]
@@ -218,7 +218,7 @@ class OtherVocabularyDrafter:
         moved[:, self._target_ids] = inside
         return moved
 
-    def _in_target_tokens(self, guess: _Guess) -> Chain:
+    def _in_target_tokens(self, guess: _TranslatedGuess) -> Chain:
         """The chain of the draft's own tokens as deterministic guesses of the target's."""
         own, text, entry = [int(token) for token in guess.chain.tokens], guess.text, guess.entry
         end = self._twins.to_target[own.pop()] if own and own[-1] in self._twins.to_target else None

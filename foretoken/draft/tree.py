@@ -110,7 +110,7 @@ def merge_trees(trees: Sequence[Sequence[TreeNode]], budget: int) -> list[TreeNo
 
 
 @dataclass(frozen=True)
-class Shape:
+class TreeShape:
     """A tree without tokens, level by level: `parents` (-1 = the committed text) and `children[1 + node]` in the order
     of their ranks.
 
@@ -130,7 +130,7 @@ def most_children(branching: int | Sequence[int], depth: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def static_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) -> Shape:
+def static_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) -> TreeShape:
     """The best tree of `budget` nodes when the guess of rank r is right with the same chance everywhere, whatever
     stands before it.
 
@@ -152,7 +152,7 @@ def static_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) 
 
 
 @functools.lru_cache(maxsize=256)
-def sampled_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) -> Shape:
+def sampled_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) -> TreeShape:
     """The best tree of `budget` nodes when each node's last child is drawn from what the others leave of the draft's
     distribution.
 
@@ -201,7 +201,7 @@ def sampled_chances(count: int) -> tuple[float, ...]:
     return tuple(sorted((*fixed, OVERLAP * (1 - sum(fixed))), reverse=True))
 
 
-def _by_levels(parents: Sequence[int]) -> Shape:
+def _by_levels(parents: Sequence[int]) -> TreeShape:
     """A tree given by parents that stand before their children, level by level."""
     depths: list[int] = []
     for parent in parents:
@@ -212,7 +212,7 @@ def _by_levels(parents: Sequence[int]) -> Shape:
     for i, node in enumerate(order):
         by_row[1 + place[parents[node]]].append(i)
     widths = [depths.count(depth) for depth in range(1, max(depths, default=0) + 1)]
-    return Shape(tuple(place[parents[node]] for node in order), tuple(map(tuple, by_row)), tuple(widths))
+    return TreeShape(tuple(place[parents[node]] for node in order), tuple(map(tuple, by_row)), tuple(widths))
 
 
 def share_level(values: Sequence[Sequence[float]], width: int) -> list[int]:

@@ -23,7 +23,7 @@ from foretoken.draft.base import Drafter, Feedback, ModelDrafter, parts_of, vari
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.engine.engine import Engine
 from foretoken.engine.startup.machine import machine, versions
-from foretoken.engine.startup.profiling import SHORT_TOKENS, Filler, stand_in, timed
+from foretoken.engine.startup.profiling import SHORT_TOKENS, StandInDrafter, stand_in, timed
 from foretoken.kv.pool import bytes_per_token
 from foretoken.model.interface import LanguageModel, TwinModel
 from foretoken.model.paged import PagedModel
@@ -124,7 +124,7 @@ def measure_start(
     each drafter. The target's first row, and each drafter's first guess, are measured whatever they take.
     """
     began = time.perf_counter()
-    run = _Run(target, {}, began, say or (lambda _s: None))
+    run = _StartRun(target, {}, began, say or (lambda _s: None))
     share_s = budget_s / (1 + len(drafters))
     steps = run.times(None, [rows - 1 for rows in _ROWS], share_s)
     if not steps:
@@ -179,7 +179,7 @@ class _Metered:
 
 
 @dataclass
-class _Run:
+class _StartRun:
     """One measurement; `twins` by the identity of the model."""
 
     target: LanguageModel
@@ -200,7 +200,7 @@ class _Run:
         if not counts:
             return {}
         spec = replace(made[0] if made else SpecConfig(drafter="ngram"), num_draft=max(counts))
-        inner: Drafter = Filler()
+        inner: Drafter = StandInDrafter()
         if made is not None:
             assert isinstance(made[1], ModelDrafter)
             inner = made[1].fresh(self.twin)
