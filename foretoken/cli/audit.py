@@ -25,7 +25,7 @@ from foretoken.cli.common import (
     progress,
 )
 from foretoken.cli.lists import number, words
-from foretoken.cli.spec_options import check_sources, spec_from, with_spec_flags
+from foretoken.cli.spec_options import check_sources, named_drafter, spec_from, with_spec_flags
 from foretoken.errors import GateError
 
 
@@ -49,7 +49,7 @@ def audit(
 ) -> None:
     """Check greedy equality, sampled distributions, seeds, logits and cache; exit code 5 if anything fails."""
     given = dict(context.params)
-    if target == "reference:target" and given["drafter"] is None and given["draft"] is None:
+    if target == "reference:target" and named_drafter(given) is None:
         given["draft"] = "reference:draft"
     spec = spec_from(given)
     options = AuditOptions(

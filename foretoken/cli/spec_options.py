@@ -69,19 +69,25 @@ def spec_from(given: Mapping[str, Any]) -> SpecConfig:
         if value is not None:
             is_text = isinstance(value, str)
             values[field.name] = parse_field(SpecConfig, field.name, value) if is_text else value
-    if values.get("drafter") is None:
-        defaults = {field.name: field.default for field in fields(SpecConfig)}
-        named = [taker for name, taker in _TAKERS.items() if values.get(name, defaults[name]) != defaults[name]]
-        values["drafter"] = named[0] if named else None
-        if not named and values.get("num_draft", "auto") != "auto":
-            raise ConfigError(
-                "num_draft", given["num_draft"], "nobody guesses: name a --drafter or a --draft, or leave it out"
-            )
-    values["options"] = options_from(values["drafter"], given.get("drafter_option") or ())
+    drafter = values["drafter"] = named_drafter(given)
+    if drafter is None and values.get("num_draft", "auto") != "auto":
+        raise ConfigError(
+            "num_draft", given["num_draft"], "nobody guesses: name a --drafter or a --draft, or leave it out"
+        )
+    values["options"] = options_from(drafter, given.get("drafter_option") or ())
     return SpecConfig(**values)
 
 
-def options_from(drafter: str | None, texts: Sequence[str], separator: str = ",") -> dict[str, Any]:
+def named_drafter(given: Mapping[str, Any]) -> str | None:
+    """The drafter that flags name: --drafter, or the first one that takes another flag which was given."""
+    if given.get("drafter") is not None:
+        return str(given["drafter"])
+    unset: dict[str, object] = {"parts": "", "exit_layer": "auto"}  # what these flags hold where they were not given
+    named = [name for name in _TAKERS if given.get(name) not in (None, unset.get(name))]
+    return _TAKERS[named[0]] if named else None
+
+
+def options_from(drafter: str | None, texts: Sequence[str]) -> dict[str, Any]:
     """A drafter's own options, each written NAME=VALUE.
 
     Raises:
@@ -94,7 +100,7 @@ def options_from(drafter: str | None, texts: Sequence[str], separator: str = ","
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise ConfigError("drafter_option", text, "must be NAME=VALUE, such as width=3")
-        found[name] = parse_field(kind, name, value, separator) if kind is not None and name in known else value
+        found[name] = parse_field(kind, name, value) if kind is not None and name in known else value
     return found
 
 

@@ -176,8 +176,9 @@ def test_every_rule_has_the_law(narrow: SimpleNamespace) -> None:
 
 
 def test_a_target_that_drafts_for_itself_has_the_law(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exits, skipped layers, coins and stops side by side, so that rows of one verify pass begin at different layers; an
-    open exit changes from round to round.
+    """Exits, skipped layers, coins and stops side by side, so that rows of one verify pass begin at different layers.
+
+    An open exit changes from round to round.
     """
     propose, exits = EarlyExitDrafter.propose, set()
 
