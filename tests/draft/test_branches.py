@@ -137,7 +137,7 @@ def ranked_by_value(growth: Growth) -> Growth:
     place = {-1: -1} | {node: i for i, node in enumerate(kept)}
     fields = {name: [getattr(growth, name)[node] for node in kept] for name in ("tokens", "sampled", "estimates")}
     laws = {place[row]: law for row, law in growth.masses.items() if row in place}
-    return replace(growth, parents=[place[growth.parents[node]] for node in kept], laws=laws, **fields)
+    return replace(growth, parents=[place[growth.parents[node]] for node in kept], masses=laws, **fields)
 
 
 @pytest.mark.parametrize("rule", ["tree", "traversal"])
