@@ -7,61 +7,27 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from foretoken.errors import ConfigError
 from foretoken.params import SamplingParams as SamplingParams
 from foretoken.params import check_flag, check_number, check_text, check_whole
+from foretoken.registry import DRAFTERS as DRAFTERS
+from foretoken.registry import FrozenOptions, check_options, traits_of
+from foretoken.registry import known_drafters as known_drafters
 
-DRAFTERS: tuple[str, ...] = (
-    "draft_model",
-    "ngram",
-    "suffix",
-    "recycling",
-    "predicted",
-    "early_exit",
-    "lookahead",
-    "cascade",
-    "mix",
-    "auto",
-)
-SAMPLERS: tuple[str, ...] = ("draft_model", "early_exit")  # drafters that draw from a law
-COMPOSITES: tuple[str, ...] = ("cascade", "mix", "auto")  # drafters that work with other drafters
-LOOKUPS: tuple[str, ...] = (
-    "ngram",
-    "suffix",
-    "recycling",
-    "predicted",
-)  # drafters that ask no model: their guesses are deterministic
-COMBINE: tuple[str, ...] = ("best", "merge")
-# What a part given by its name takes over from the configuration around it.
-FIELDS_OF: Mapping[str, tuple[str, ...]] = {
-    "draft_model": (
-        "draft",
-        "draft_dtype",
-        "draft_vocabulary",
-        "draft_probability",
-        "min_confidence",
-        "draft_top_k",
-        "tree",
-        "branching",
-    ),
-    "suffix": ("corpus", "tenant"),
-    "predicted": ("prediction",),
-    "early_exit": ("exit_layer", "skip_layers", "draft_probability", "min_confidence", "draft_top_k"),
-    "lookahead": ("lookahead_window", "lookahead_ngram"),
-    "cascade": ("draft", "draft_dtype", "draft_probability", "min_confidence", "draft_top_k"),
-}
 QUANTISED: tuple[str, ...] = ("int8", "int4")
 DRAFT_DTYPES: tuple[str, ...] = ("auto", "bfloat16", "float16", "float32", *QUANTISED)
-# Eight rows: with a few guesses beside them about what a CPU runs at little more than the price of one.
-_LOOKAHEAD: Mapping[str, int] = {"lookahead_window": 4, "lookahead_ngram": 3}
+# With n-grams of three tokens eight rows of probes, which a CPU runs for little more than the time of one row.
+LOOKAHEAD_WINDOW = 4
 TREES: tuple[str, ...] = ("chain", "static", "best_first")
 RULES: tuple[str, ...] = ("auto", "greedy", "rejection", "block", "coupled", "tree", "traversal", "typical")
 DRAFT_VOCABULARIES: tuple[str, ...] = ("auto", "same", "strings", "intersection")
 LOSSY_RULES: tuple[str, ...] = ("typical",)
+COMPOSITES: tuple[str, ...] = tuple(name for name, traits in DRAFTERS.items() if traits.composite)
+SAMPLERS: tuple[str, ...] = tuple(name for name, traits in DRAFTERS.items() if traits.samples)
 
 _Config = TypeVar("_Config")
 
@@ -69,9 +35,14 @@ _Config = TypeVar("_Config")
 A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with reference:target)"
 
 
+def _help(text: str) -> dict[str, str]:
+    """Metadata of a field that has a flag on the command line: the flag's help."""
+    return {"help": text}
+
+
 @dataclass(frozen=True)
 class SpecConfig:
-    """Who drafts, how much, and which rule decides.
+    """Which drafter guesses, how many tokens, and which rule verifies them.
 
     `drafter=None` is plain decoding, which takes `tenant` and `slice` and nothing else (plain decoding under a rule of
     your choice is any drafter with `num_draft=0`). `draft` is the draft model's folder or hub id, maybe the target's
@@ -81,7 +52,7 @@ class SpecConfig:
     ways to draft less, each exact because the mass handed over accounts for it:
 
     - `draft_probability` a: at each position draft only with probability a (mass a * q, also where nothing was
-      drafted); "auto" lets the controller choose a from what drafting costs and gains.
+      drafted); "auto" lets the engine choose among 0.25, 0.5, 0.75 and 1 in each round.
     - `min_confidence` c: stop before a position where the draft's likeliest token has less than c.
     - `draft_top_k` k: draft from the k likeliest tokens of the draft only (0: from all).
 
@@ -98,52 +69,81 @@ class SpecConfig:
     nor does a request begin with keys and values that another tenant's computed.
 
     Drafter `early_exit` is the target itself without some of its layers: its first `exit_layer` ones, or all but
-    `skip_layers` (numbers from 0). "auto" learns from the answers how many, or which, give the most tokens per cost,
-    and how far to guess.
+    `skip_layers` (numbers from 0). With `exit_layer="auto"` the engine chooses among a few exits in each round, with
+    `skip_layers="auto"` the drafter searches for a set of layers while it runs.
 
     Drafter `lookahead` has the target run `lookahead_window` columns of `lookahead_ngram` - 1 tokens each beside its
     guesses, and collects runs of `lookahead_ngram` tokens from them: rows that cost what guesses cost
-    (`stats.num_probed`).
+    (`stats.num_probed`). With "auto" the engine chooses in each round between a window of 4 columns and none.
+
+    `options` are a drafter's own options, checked by its dataclass `Options`.
 
     `parts` are the drafters that a composite drafter works with: names, or configurations of their own; a name takes
     over what is set here (`draft`, `corpus`, ...). A part's `num_draft` is the most it hands over at once.
 
     - `cascade`: each part's guesses are verified by the next part, a draft model, exactly; the last one's tokens are
       the guesses. Cheapest first; `ngram` under `draft_model` by default.
-    - `mix`: several drafters for one request; `ngram`, `suffix`, `recycling`, and `predicted` and `draft_model` where
-      there is a prediction and a draft, by default. With `combine="best"` the one with the most expected tokens per
-      second guesses, with `"merge"` the likeliest guesses of all of them form one tree (under rules that take chains
-      only: best).
-    - `auto`: the engine chooses anew in every round who guesses for which request, and how much, weighing all requests
-      of the step together; `ngram`, `suffix`, and `predicted` and `draft_model` where there is a prediction and a
-      draft, by default.
+    - `mix`: the likeliest guesses of all parts as one tree; under rules that take chains only, the likelier chain.
+      At most one part may ask a model. `ngram`, `suffix`, `recycling`, and `predicted` and `draft_model` where there
+      is a prediction and a draft, by default. To use one drafter at a time, the best one in each round: `auto`.
+    - `auto`: the engine chooses anew in every round which drafter guesses for which request, and how many tokens, for
+      all requests of the step together; `ngram`, `suffix`, and `predicted` and `draft_model` where there is a
+      prediction and a draft, by default.
 
-    `slice` names the kind of text ("code", "chat"): what the engine learns of a drafter there is where the next request
-    of that name begins.
+    `slice` names the kind of text ("code", "chat"): acceptance seen there is the starting estimate of the next
+    request of that name.
     """
 
-    drafter: str | None = None
-    draft: str | None = None
-    num_draft: int | Literal["auto"] = "auto"
-    rule: str = "auto"
-    allow_lossy: bool = False
-    draft_probability: float | Literal["auto"] = 1.0
-    min_confidence: float = 0.0
-    draft_top_k: int = 0
-    draft_dtype: str = "auto"
-    draft_vocabulary: str = "auto"
+    drafter: str | None = field(default=None, metadata=_help("Which drafter guesses; without it, plain decoding."))
+    draft: str | None = field(
+        default=None,
+        metadata=_help("The draft model for --drafter draft_model: a folder, a hub id, or reference:draft."),
+    )
+    num_draft: int | Literal["auto"] = field(
+        default="auto", metadata=_help("How many tokens to guess per step: a number, or auto.")
+    )
+    rule: str = field(default="auto", metadata=_help(f"Verification rule: {', '.join(RULES)}."))
+    allow_lossy: bool = field(
+        default=False, metadata=_help("Allow a rule that changes the target's distribution (typical).")
+    )
+    draft_probability: float | Literal["auto"] = field(
+        default=1.0, metadata=_help("Chance that a position is drafted at all: a number in (0, 1], or auto.")
+    )
+    min_confidence: float = field(
+        default=0.0, metadata=_help("Stop guessing where the draft's likeliest token has less than this.")
+    )
+    draft_top_k: int = field(default=0, metadata=_help("Guess from the draft's k likeliest tokens; 0 = all."))
+    draft_dtype: str = field(
+        default="auto",
+        metadata=_help(f"Format of the draft model's weights: {', '.join(DRAFT_DTYPES)}; auto is what --dtype says."),
+    )
+    draft_vocabulary: str = field(
+        default="auto",
+        metadata=_help(f"How to use a draft whose tokenizer is not the target's: {', '.join(DRAFT_VOCABULARIES)}."),
+    )
     prediction: str | Sequence[int] | None = None
-    corpus: str | None = None
+    corpus: str | None = field(default=None, metadata=_help("A text file to guess from, for --drafter suffix."))
     tenant: str = ""
     slice: str = ""
-    exit_layer: int | Literal["auto"] = "auto"
-    skip_layers: Sequence[int] | Literal["auto"] | None = None
-    parts: Sequence[str | SpecConfig] = ()
-    lookahead_window: int = _LOOKAHEAD["lookahead_window"]
-    lookahead_ngram: int = _LOOKAHEAD["lookahead_ngram"]
-    tree: str = "chain"
-    branching: int | Sequence[int] | None = None
-    combine: Literal["best", "merge"] = "best"
+    exit_layer: int | Literal["auto"] = field(
+        default="auto", metadata=_help("Layers that draft, for --drafter early_exit: a number, or auto.")
+    )
+    skip_layers: Sequence[int] | Literal["auto"] | None = field(
+        default=None, metadata=_help("Layers to draft without, for --drafter early_exit: 2,3,5, or auto.")
+    )
+    parts: Sequence[str | SpecConfig] = field(
+        default=(), metadata=_help(f"Drafters that {' or '.join(COMPOSITES)} works with: a,b,c, cheapest first.")
+    )
+    lookahead_window: int | Literal["auto"] = field(
+        default="auto", metadata=_help("Columns of the window of --drafter lookahead: a number, or auto.")
+    )
+    lookahead_ngram: int = field(default=3, metadata=_help("Length of the n-grams of --drafter lookahead."))
+    tree: str = field(default="chain", metadata=_help(f"The shape of a draft model's guesses: {', '.join(TREES)}."))
+    branching: int | Sequence[int] | None = field(
+        default=None,
+        metadata=_help("Most guesses after one guess of a tree: a number, or one for each depth, as 4,2,1."),
+    )
+    options: Mapping[str, Any] = FrozenOptions()
 
     def __post_init__(self) -> None:
         if self.drafter is not None and self.drafter not in known_drafters():
@@ -163,7 +163,9 @@ class SpecConfig:
         check_flag("allow_lossy", self.allow_lossy)
         if self.rule in LOSSY_RULES and not self.allow_lossy:
             raise ConfigError(
-                "rule", self.rule, "changes the target's law (lossy); set allow_lossy=True if that is what you want"
+                "rule",
+                self.rule,
+                "changes the target's distribution (lossy); set allow_lossy=True if you want that",
             )
         if self.num_draft != "auto":
             check_whole("num_draft", self.num_draft, low=0, high=1024)
@@ -171,34 +173,28 @@ class SpecConfig:
             for name in ("num_draft", "rule"):
                 if getattr(self, name) != "auto":
                     raise ConfigError(name, getattr(self, name), "nobody guesses: name a drafter, or leave it out")
-        if self.draft is not None:
-            self._needs("draft", "draft_model")
-        if self.draft_dtype not in DRAFT_DTYPES:
-            raise ConfigError("draft_dtype", self.draft_dtype, f"choose one of {', '.join(DRAFT_DTYPES)}")
-        if self.draft_dtype != "auto":
-            self._needs("draft_dtype", "draft_model")
-        if self.draft_vocabulary not in DRAFT_VOCABULARIES:
-            raise ConfigError(
-                "draft_vocabulary", self.draft_vocabulary, f"choose one of {', '.join(DRAFT_VOCABULARIES)}"
-            )
-        if self.draft_vocabulary != "auto":
-            self._needs("draft_vocabulary", "draft_model")
+        self._check_draft()
         self._check_drafting_less()
         self._check_tree()
         self._check_texts()
         self._check_layers()
         self._check_lookahead()
-        if self.combine not in COMBINE:
-            raise ConfigError("combine", self.combine, f"choose one of {', '.join(COMBINE)}")
-        if self.combine != "best" and self.drafter != "mix":
-            raise ConfigError("combine", self.combine, f"only drafter='mix' takes it, not drafter={self.drafter!r}")
-        if self.drafter in COMPOSITES:
+        self._check_options()
+        if self.is_composite:
             self._check_parts()
 
     @property
+    def is_composite(self) -> bool:
+        """Whether the drafter works with `parts`."""
+        return self.drafter is not None and traits_of(self.drafter).composite
+
+    @property
     def shape_follows_draws(self) -> bool:
-        """Whether the shape of a draft may depend on what was drawn on the way: a model's trees, merged trees."""
-        return self.tree != "chain" or self.combine == "merge" or any(part.shape_follows_draws for part in self.configs)
+        """Whether the shape of a draft may depend on tokens drawn in the same round: a model's trees, and what `mix`
+        merges with drawn tokens.
+        """
+        merges = self.drafter == "mix" and not all(_is_lookup(part) for part in self.configs)
+        return self.tree != "chain" or merges or any(part.shape_follows_draws for part in self.configs)
 
     @cached_property
     def configs(self) -> tuple[SpecConfig, ...]:
@@ -226,34 +222,40 @@ class SpecConfig:
         return frozenset(name for part in self.configs for name in part.leaves)
 
     @property
-    def num_probe(self) -> int:
-        """Rows beside its guesses that the drafter may want from the target in one round."""
-        if self.drafter == "lookahead":
-            return self.lookahead_window * (self.lookahead_ngram - 1)
-        return 0
+    def samples(self) -> bool:
+        """Whether the drafter, or a part of it, draws guesses from a distribution."""
+        return any(traits_of(name).samples for name in self.leaves)
 
-    def _needs(self, field: str, drafter: str) -> None:
-        """Refuse `field` where `drafter` is not at work."""
-        if drafter not in self.leaves:
-            others = ", ".join(str(part.drafter) for part in self.configs)
-            remedy = (
-                f" (parts: {others}): name {drafter} among the parts" if others else f": name {drafter} as the drafter"
-            )
-            raise ConfigError(
-                field,
-                getattr(self, field),
-                f"only drafter={drafter!r} takes it, not drafter={self.drafter!r}{remedy}, or leave it out",
-            )
+    @property
+    def num_probe(self) -> int:
+        """The largest number of probes that the drafter may ask of the target in one round, over all its variants."""
+        if self.drafter != "lookahead":
+            return 0
+        window = LOOKAHEAD_WINDOW if self.lookahead_window == "auto" else self.lookahead_window
+        return window * (self.lookahead_ngram - 1)
+
+    def _needs(self, name: str) -> None:
+        """Refuse a field that none of the drafters at work reads."""
+        if any(name in traits_of(leaf).fields for leaf in self.leaves):
+            return
+        taker = next(one for one, traits in DRAFTERS.items() if name in traits.fields and not traits.composite)
+        others = ", ".join(str(part.drafter) for part in self.configs)
+        remedy = f" (parts: {others}): name {taker} among the parts" if others else f": name {taker} as the drafter"
+        raise ConfigError(
+            name,
+            getattr(self, name),
+            f"only drafter={taker!r} takes it, not drafter={self.drafter!r}{remedy}, or leave it out",
+        )
 
     def _expand_parts(self) -> None:
         """Make every part a configuration: one given by name takes over the fields that its drafter reads."""
-        if self.drafter in COMPOSITES and isinstance(self.parts, list | tuple) and not self.parts:
+        if self.is_composite and isinstance(self.parts, list | tuple) and not self.parts:
             object.__setattr__(self, "parts", self._usual_parts())
-        if self.parts and self.drafter not in COMPOSITES:
+        if self.parts and not self.is_composite:
             raise ConfigError(
                 "parts",
                 self.parts,
-                f"drafter={self.drafter!r} has no parts; composite drafters: {', '.join(COMPOSITES) or 'none'}",
+                f"drafter={self.drafter!r} has no parts; composite drafters: {', '.join(COMPOSITES)}",
             )
         if isinstance(self.parts, str) or not isinstance(self.parts, list | tuple):
             raise ConfigError("parts", self.parts, "must be a list of drafters")
@@ -261,11 +263,7 @@ class SpecConfig:
         for part in self.parts:
             if not isinstance(part, str | SpecConfig):
                 raise ConfigError("parts", part, "each must be the name of a drafter or a SpecConfig")
-            parts.append(
-                SpecConfig(part, **{name: getattr(self, name) for name in FIELDS_OF.get(part, ())})
-                if isinstance(part, str)
-                else part
-            )
+            parts.append(self._named_part(part) if isinstance(part, str) else part)
             if parts[-1].drafter is None:
                 raise ConfigError("parts", part, "names no drafter")
         if self.tenant and isinstance(self.tenant, str):  # whose text it is does not depend on who guesses
@@ -274,6 +272,11 @@ class SpecConfig:
         predictions = list(dict.fromkeys(part.prediction for part in parts if part.prediction is not None))
         if predictions and self.prediction is None:
             object.__setattr__(self, "prediction", predictions[0])
+
+    def _named_part(self, name: str) -> SpecConfig:
+        """A part given by its name, with the fields that its drafter reads."""
+        taken = traits_of(name).fields if name in known_drafters() else ()
+        return SpecConfig(name, **{one: getattr(self, one) for one in taken})
 
     def _check_nesting(self) -> None:
         """Only a cascade may be a part."""
@@ -308,40 +311,46 @@ class SpecConfig:
                     part.prediction,
                     "a request has one prediction, and the drafter or another part names another",
                 )
-            if part.draft_probability != self.draft_probability and not part.leaves.isdisjoint(SAMPLERS):
+            if part.draft_probability != self.draft_probability and part.samples:
                 raise ConfigError(
                     "draft_probability",
                     part.draft_probability,
                     f"must be the same beside drafter={self.drafter!r} and in its parts",
                 )
-        neutral = {field.name: field.default for field in fields(self)}
-        for field in dict.fromkeys(name for names in FIELDS_OF.values() for name in names):
-            value = getattr(self, field)
-            if value != neutral[field] and all(getattr(part, field) != value for part in self.configs):
+        taken = {name for traits in DRAFTERS.values() for name in traits.fields}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in taken and value != one.default and all(getattr(p, one.name) != value for p in self.configs):
                 raise ConfigError(
-                    field,
+                    one.name,
                     value,
                     "no part takes it over, because each that could is a configuration of its own; set it there",
                 )
         if self.drafter == "cascade":
             self._check_levels()
-        elif any(part.num_probe for part in self.configs):
+        probing = next((part for part in self.configs if part.num_probe), None)
+        if probing is not None:
             raise ConfigError(
                 "parts",
-                "lookahead",
-                "its window runs in every round, also when another part guesses: use drafter='lookahead' alone",
+                str(probing.drafter),
+                "its probes run beside its own guesses only: use drafter='lookahead' alone, or lookahead_window=0",
             )
-        elif self.combine == "merge" and any(part.tree != "chain" for part in self.configs):
+        if self.drafter == "mix":
+            self._check_merged()
+
+    def _check_merged(self) -> None:
+        """Only one part may ask a model: tokens drawn from two distributions at one place cannot be merged exactly."""
+        others = [part for part in self.configs if not _is_lookup(part)]
+        if len(others) > 1:
+            names = ", ".join(str(part.drafter) for part in others)
+            raise ConfigError(
+                "parts", names, "one part of a mix at most may ask a model; choose among several with drafter='auto'"
+            )
+        if any(part.tree != "chain" for part in others):
             raise ConfigError(
                 "tree",
-                self.tree,
-                "what is merged with other guesses must be a chain; use combine='best' for a model's trees",
-            )
-        elif self.combine == "merge" and sum(part.drafter not in LOOKUPS for part in self.configs) > 1:
-            raise ConfigError(
-                "combine",
-                self.combine,
-                "one part at most may ask a model when trees are merged; name one, or use combine='best'",
+                others[0].tree,
+                "a mix merges other guesses with chains only; use the draft model alone, or drafter='auto'",
             )
 
     def _check_levels(self) -> None:
@@ -355,10 +364,9 @@ class SpecConfig:
                 raise ConfigError(
                     "parts", name, "every level of a cascade above the first verifies, so it must be a draft_model"
                 )
-        if names[0] not in ("draft_model", *LOOKUPS):
-            raise ConfigError(
-                "parts", names[0], f"the first level of a cascade must be one of draft_model, {', '.join(LOOKUPS)}"
-            )
+        if names[0] != "draft_model" and not _is_lookup(self.configs[0]):
+            lookups = ", ".join(name for name, traits in DRAFTERS.items() if traits.is_lookup)
+            raise ConfigError("parts", names[0], f"the first level of a cascade must be one of draft_model, {lookups}")
         for part in self.configs:
             if part.tree != "chain":
                 raise ConfigError("tree", part.tree, "a cascade drafts chains; leave it at 'chain'")
@@ -379,7 +387,7 @@ class SpecConfig:
             if isinstance(value, str):
                 check_text(name, value)
         if self.prediction is not None:
-            self._needs("prediction", "predicted")
+            self._needs("prediction")
             if not isinstance(self.prediction, str | list | tuple) or not self.prediction:
                 raise ConfigError("prediction", self.prediction, "must be a text or a list of token ids, and not empty")
             if not isinstance(self.prediction, str):
@@ -392,20 +400,43 @@ class SpecConfig:
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(name, getattr(self, name), "must be a text")
         if self.corpus:
-            self._needs("corpus", "suffix")
+            self._needs("corpus")
+
+    def _check_draft(self) -> None:
+        if self.draft is not None:
+            self._needs("draft")
+        if self.draft_dtype not in DRAFT_DTYPES:
+            raise ConfigError("draft_dtype", self.draft_dtype, f"choose one of {', '.join(DRAFT_DTYPES)}")
+        if self.draft_dtype != "auto":
+            self._needs("draft_dtype")
+        if self.draft_vocabulary not in DRAFT_VOCABULARIES:
+            raise ConfigError(
+                "draft_vocabulary", self.draft_vocabulary, f"choose one of {', '.join(DRAFT_VOCABULARIES)}"
+            )
+        if self.draft_vocabulary != "auto":
+            self._needs("draft_vocabulary")
+
+    def _check_options(self) -> None:
+        if not isinstance(self.options, Mapping):
+            raise ConfigError("options", self.options, "must be a mapping, such as {'width': 3}")
+        if self.drafter is None and self.options:
+            raise ConfigError("options", dict(self.options), "are a drafter's: name a drafter, or leave them out")
+        checked = FrozenOptions() if self.drafter is None else check_options(self.drafter, self.options)
+        object.__setattr__(self, "options", checked)
 
     def _check_lookahead(self) -> None:
-        check_whole("lookahead_window", self.lookahead_window, low=1, high=64)
+        if self.lookahead_window != "auto":
+            check_whole("lookahead_window", self.lookahead_window, low=0, high=64)
+            self._needs("lookahead_window")
         check_whole("lookahead_ngram", self.lookahead_ngram, low=2, high=16)
-        for name, default in _LOOKAHEAD.items():
-            if getattr(self, name) != default:
-                self._needs(name, "lookahead")
+        if self.lookahead_ngram != SpecConfig.lookahead_ngram:
+            self._needs("lookahead_ngram")
 
     def _check_tree(self) -> None:
         if self.tree not in TREES:
             raise ConfigError("tree", self.tree, f"choose one of {', '.join(TREES)}")
         if self.tree != "chain":
-            self._needs("tree", "draft_model")
+            self._needs("tree")
             if self.draft_probability != 1.0:
                 raise ConfigError(
                     "draft_probability", self.draft_probability, f"is for chains; leave it at 1 with tree={self.tree!r}"
@@ -431,23 +462,23 @@ class SpecConfig:
         check_whole("draft_top_k", self.draft_top_k, low=0)
         for name, neutral in (("draft_probability", 1.0), ("min_confidence", 0.0), ("draft_top_k", 0)):
             value = getattr(self, name)
-            if value != neutral and self.leaves.isdisjoint(SAMPLERS):
+            if value != neutral and not self.samples:
                 without = (
                     ""
                     if self.drafter is None
                     else f", and drafter={self.drafter!r} has none; choose one, or leave it out"
                 )
                 raise ConfigError(
-                    name, value, f"needs a drafter that samples from a law ({', '.join(SAMPLERS)}){without}"
+                    name, value, f"needs a drafter that samples from a distribution ({', '.join(SAMPLERS)}){without}"
                 )
 
     def _check_layers(self) -> None:
         if self.exit_layer != "auto":
             check_whole("exit_layer", self.exit_layer, low=1)
-            self._needs("exit_layer", "early_exit")
+            self._needs("exit_layer")
         if self.skip_layers is None:
             return
-        self._needs("skip_layers", "early_exit")
+        self._needs("skip_layers")
         if self.exit_layer != "auto":
             raise ConfigError(
                 "skip_layers",
@@ -465,24 +496,8 @@ class SpecConfig:
         object.__setattr__(self, "skip_layers", tuple(sorted(set(self.skip_layers))))
 
 
-_ADDED: list[str] = []  # names of drafters from outside, in the order in which they came
-
-
-def known_drafters() -> tuple[str, ...]:
-    """Every name that `SpecConfig.drafter` may have: our own drafters, then those added by `foretoken.add_drafter`."""
-    return (*DRAFTERS, *_ADDED)
-
-
-def know_drafter(name: str) -> None:
-    """Let `SpecConfig` take the name of a drafter from outside.
-
-    Raises:
-        ConfigError: the name is one of ours, or not an identifier.
-    """
-    if name in DRAFTERS or not isinstance(name, str) or not name.isidentifier():
-        raise ConfigError("name", name, f"choose an identifier that is none of {', '.join(DRAFTERS)}")
-    if name not in _ADDED:
-        _ADDED.append(name)
+def _is_lookup(spec: SpecConfig) -> bool:
+    return spec.drafter is not None and traits_of(spec.drafter).is_lookup
 
 
 def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:

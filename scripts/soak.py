@@ -114,7 +114,7 @@ def specs(draft: str | None) -> list[SpecConfig]:
     free += [
         SpecConfig("predicted", prediction=_TEXTS[-1]),
         SpecConfig("early_exit", skip_layers="auto"),
-        SpecConfig("mix", combine="merge"),
+        SpecConfig("mix"),
     ]
     if draft is None:
         return free

@@ -132,7 +132,7 @@ def test_fields_of_the_public_configs() -> None:
         *("prediction", "corpus", "tenant", "slice"),
         *("exit_layer", "skip_layers"),
         *("parts", "lookahead_window", "lookahead_ngram"),
-        *("tree", "branching", "combine"),
+        *("tree", "branching", "options"),
     ]
     assert {field.name for field in dataclasses.fields(SamplingParams)} == {
         *(

@@ -1,18 +1,18 @@
 """Drafters as the bench is told of them: `name` or `name:field=value;field=value`, where the fields are those of
-`SpecConfig`.
+`SpecConfig` and the drafter's own options.
 """
 
 from __future__ import annotations
 
-import types
-import typing
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from foretoken.config import FIELDS_OF, SpecConfig, check_option, known_drafters
+from foretoken.config import SpecConfig, check_option
 from foretoken.errors import ConfigError
+from foretoken.field_text import parse_field
+from foretoken.registry import FrozenOptions, known_drafters, options_class, traits_of
 
 EVERY = "all"
 # What the bench itself gives for each answer, and what one flag of the bench sets for all drafters.
@@ -21,12 +21,12 @@ _GIVEN_BY_BENCH = {
     "prediction": "it comes with each prompt",
     "tenant": "every answer gets its own",
     "allow_lossy": "set it for the whole run",
+    "options": "name each option by itself",
 }
 # What a configuration may be given for each answer, and the ways to be given as little as possible of it.
 _STAND_INS: Mapping[str, str] = {"draft": "a draft", "prediction": "a prediction", "tenant": "a tenant"}
 _BASES: tuple[tuple[str, ...], ...] = ((), ("draft",), ("prediction",), ("draft", "prediction"))
-_TRUTHS = {"true": True, "false": False}
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_LIST_SEPARATOR = "+"  # a comma separates drafters
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class DrafterChoice:
         """The options as they were written, less the number of guesses and the rule, which the setting's name shows
         anyway.
         """
-        return ";".join(
-            f"{field}={_written(value)}" for field, value in self.fields if field not in ("num_draft", "rule")
-        )
+        shown = [pair for pair in self.fields if pair[0] not in ("num_draft", "rule", "options")]
+        shown += (self.own("options") or FrozenOptions()).items()
+        return ";".join(f"{field}={_written(value)}" for field, value in shown)
 
     @property
     def label(self) -> str:
@@ -67,7 +67,7 @@ class DrafterChoice:
         """What it cannot do without and was not given: without it the configuration is refused, or a model to load is
         missing.
         """
-        reads = {field for leaf in self.leaves for field in FIELDS_OF.get(leaf, ())}
+        reads = {field for leaf in self.leaves for field in traits_of(leaf).fields}
         return frozenset(
             field
             for field in ("draft", "prediction")
@@ -128,54 +128,26 @@ def _parse(text: str) -> DrafterChoice:
     name, _, options = text.partition(":")
     if name not in known_drafters():
         raise ConfigError("drafters", name, f"choose from {', '.join(known_drafters())}, or {EVERY}")
+    kind = options_class(name) if options else None
+    own_options = [] if kind is None else [field.name for field in fields(kind)]
     found: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     for option in filter(None, (part.strip() for part in options.split(";"))):
         field, equals, value = option.partition("=")
         if not equals:
             raise ConfigError("drafters", text, f"{option!r} must be field=value; a semicolon separates several")
         if field in _GIVEN_BY_BENCH:
             raise ConfigError("drafters", text, f"{field} cannot be set here: {_GIVEN_BY_BENCH[field]}")
+        if kind is not None and field in own_options:
+            own[field] = parse_field(kind, field, value, _LIST_SEPARATOR)
+            continue
         check_option(SpecConfig, field, value)
-        found[field] = _value(field, value)
+        found[field] = parse_field(SpecConfig, field, value, _LIST_SEPARATOR)
+    if own:
+        found["options"] = FrozenOptions(own)
     choice = DrafterChoice(name, tuple(found.items()))
     choice.check()
     return choice
-
-
-def _value(field: str, text: str) -> Any:  # noqa: ANN401 - whatever SpecConfig holds there
-    """`text` as the first of the field's kinds that it can be: a fixed word, a truth, a number, a list (with +
-    between), a text.
-    """
-    kind = typing.get_type_hints(SpecConfig)[field]
-    arms = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-    words = [str(word) for arm in arms if typing.get_origin(arm) is typing.Literal for word in typing.get_args(arm)]
-    if text in words:
-        return text
-    if bool in arms and text in _TRUTHS:
-        return _TRUTHS[text]
-    for number in (int, float):
-        if number in arms:
-            try:
-                return number(text)
-            except ValueError:
-                continue
-    lists = [arm for arm in arms if typing.get_origin(arm) not in (None, typing.Literal, types.UnionType)]
-    if lists and (str not in arms or "+" in text):
-        return _list(field, text, lists[0])
-    if str in arms:
-        return text
-    expected = [*words, *(_WORDS[arm] for arm in arms if arm in _WORDS)]
-    raise ConfigError(field, text, f"must be {' or '.join(expected)}")
-
-
-def _list(field: str, text: str, kind: object) -> tuple[Any, ...]:
-    items = text.split("+")
-    if int not in typing.get_args(kind):
-        return tuple(items)
-    try:
-        return tuple(int(item) for item in items)
-    except ValueError:
-        raise ConfigError(field, text, "must be whole numbers with + between them") from None
 
 
 def _written(value: object) -> str:

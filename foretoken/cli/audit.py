@@ -1,7 +1,5 @@
 """`foretoken audit`: do this target, drafter and rule answer as the target alone would? A report to attach."""
 
-# ruff: noqa: ARG001 - options of the drafter are read from the context
-
 from __future__ import annotations
 
 import shlex
@@ -17,48 +15,24 @@ from foretoken.audit.run import run_audit
 from foretoken.bench.report import machine, versions
 from foretoken.bench.workload import SLICES, slices
 from foretoken.cli.common import (
-    AllowLossyOption,
-    BranchingOption,
     CacheOption,
     DeviceOption,
-    DraftDtypeOption,
-    DrafterOption,
-    DraftOption,
-    DraftProbabilityOption,
-    DraftVocabularyOption,
     DtypeOption,
     JsonOption,
-    NumDraftOption,
     NumericsOption,
-    RuleOption,
     TargetOption,
-    TreeOption,
-    check_sources,
     print_json,
     progress,
-    spec_from,
 )
 from foretoken.cli.lists import number, words
+from foretoken.cli.spec_options import check_sources, named_drafter, spec_from, with_spec_flags
 from foretoken.errors import GateError
 
 
+@with_spec_flags
 def audit(
     context: typer.Context,
     target: TargetOption = "reference:target",
-    drafter: DrafterOption = None,
-    draft: DraftOption = None,
-    draft_dtype: DraftDtypeOption = "auto",
-    num_draft: NumDraftOption = "auto",
-    rule: RuleOption = "auto",
-    allow_lossy: AllowLossyOption = False,
-    draft_probability: DraftProbabilityOption = "1",
-    min_confidence: Annotated[
-        float, typer.Option(help="Stop guessing where the draft's likeliest token has less than this.")
-    ] = 0.0,
-    draft_top_k: Annotated[int, typer.Option(help="Guess from the draft's k likeliest tokens; 0 = all.")] = 0,
-    draft_vocabulary: DraftVocabularyOption = "auto",
-    tree: TreeOption = "chain",
-    branching: BranchingOption = None,
     prompts: Annotated[
         Path | None, typer.Option(help="A prompt per line, or JSON lines with `prompt` or `prompt_ids`.")
     ] = None,
@@ -73,10 +47,11 @@ def audit(
     out: Annotated[Path | None, typer.Option(help="Write the report into this .md or .json file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check greedy equality, the law of sampled tokens, seeds, logits and cache; exit code 5 if anything fails."""
-    if target == "reference:target" and drafter is None and draft is None:
-        draft = "reference:draft"
-    spec = spec_from({**context.params, "draft": draft})
+    """Check greedy equality, sampled distributions, seeds, logits and cache; exit code 5 if anything fails."""
+    given = dict(context.params)
+    if target == "reference:target" and named_drafter(given) is None:
+        given["draft"] = "reference:draft"
+    spec = spec_from(given)
     options = AuditOptions(
         target=target,
         spec=spec,

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
 
-from foretoken.config import COMBINE, COMPOSITES, DRAFT_DTYPES, DRAFT_VOCABULARIES, DRAFTERS, RULES, TREES, SpecConfig
+from foretoken.config import SpecConfig
 from foretoken.errors import ConfigError, InputError, StorageError
-from foretoken.files import check_readable, read_stream, read_text, to_json
+from foretoken.files import read_stream, read_text, to_json
 from foretoken.model.loader import parse_dtype
-from foretoken.model.open import NUMERICS, model_folder, open_device
+from foretoken.model.open import NUMERICS, open_device
 from foretoken.params import check_whole
 from foretoken.printing.console import Console, Spinner
 
@@ -49,35 +49,18 @@ TargetOption = Annotated[
     str,
     typer.Option("--target", "-t", help="The model whose answers you want: a folder, a hub id, or reference:target."),
 ]
-DrafterOption = Annotated[
-    str | None, typer.Option(help=f"Who guesses ahead: {', '.join(DRAFTERS)}. Without it, plain decoding.")
-]
-DraftOption = Annotated[
-    str | None, typer.Option(help="The draft model for --drafter draft_model: a folder, a hub id, or reference:draft.")
-]
-DraftDtypeOption = Annotated[
-    str,
-    typer.Option(help=f"Format of the draft model's weights: {', '.join(DRAFT_DTYPES)}; auto is what --dtype says."),
-]
-NumDraftOption = Annotated[str, typer.Option(help="How many tokens to guess per step: a number, or auto.")]
-RuleOption = Annotated[str, typer.Option(help=f"Which rule decides what stands: {', '.join(RULES)}.")]
-AllowLossyOption = Annotated[
-    bool, typer.Option("--allow-lossy", help="Allow a rule that changes the target's law (typical).")
-]
-DraftProbabilityOption = Annotated[
-    str, typer.Option(help="Chance that a position is drafted at all: a number in (0, 1], or auto.")
-]
-DraftVocabularyOption = Annotated[
-    str, typer.Option(help=f"How to use a draft whose tokenizer is not the target's: {', '.join(DRAFT_VOCABULARIES)}.")
-]
-TreeOption = Annotated[str, typer.Option(help=f"The shape of a draft model's guesses: {', '.join(TREES)}.")]
-BranchingOption = Annotated[
-    str | None, typer.Option(help="Most guesses after one guess of a tree: a number, or one for each depth, as 4,2,1.")
-]
-PartsOption = Annotated[
-    str, typer.Option(help=f"What {' or '.join(COMPOSITES)} works with, separated by commas, cheapest first.")
-]
-CombineOption = Annotated[str, typer.Option(help=f"How the parts of a mix work together: {', '.join(COMBINE)}.")]
+
+
+def spec_flag(name: str) -> Any:  # noqa: ANN401 - typer's own information
+    """The flag of a field of `SpecConfig`, described as the field is."""
+    (field,) = (field for field in fields(SpecConfig) if field.name == name)
+    return typer.Option("--" + name.replace("_", "-"), help=field.metadata["help"])
+
+
+DraftOption = Annotated[str | None, spec_flag("draft")]
+DraftDtypeOption = Annotated[str, spec_flag("draft_dtype")]
+NumDraftOption = Annotated[str, spec_flag("num_draft")]
+AllowLossyOption = Annotated[bool, spec_flag("allow_lossy")]
 NumericsOption = Annotated[
     str,
     typer.Option(
@@ -120,121 +103,6 @@ MaxSpeculatingOption = Annotated[
     typer.Option(help="With an open number of guesses: nobody guesses while more answers run than this; no limit."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")]
-
-
-def spec_from(given: Mapping[str, Any]) -> SpecConfig:
-    """`spec_config` of the options by name, those of other matters left out.
-
-    Raises:
-        ConfigError: see there.
-    """
-    return spec_config(**{name: given[name] for name in inspect.signature(spec_config).parameters if name in given})
-
-
-def spec_config(
-    drafter: str | None,
-    draft: str | None,
-    num_draft: str,
-    rule: str,
-    allow_lossy: bool = False,
-    draft_probability: str = "1",
-    *,
-    min_confidence: float = 0.0,
-    draft_top_k: int = 0,
-    draft_dtype: str = "auto",
-    draft_vocabulary: str = "auto",
-    prediction: str | None = None,
-    corpus: str | None = None,
-    exit_layer: str = "auto",
-    skip_layers: str | None = None,
-    lookahead_window: int = SpecConfig.lookahead_window,
-    lookahead_ngram: int = SpecConfig.lookahead_ngram,
-    tree: str = "chain",
-    branching: str | None = None,
-    parts: str = "",
-    combine: str = "best",
-) -> SpecConfig:
-    """`SpecConfig` from flags; a draft, a prediction, a corpus or layers without a drafter name the one that takes
-    them, parts a mix.
-
-    Raises:
-        ConfigError: a value that no drafter or rule takes.
-    """
-    if drafter is None:
-        layers = skip_layers if exit_layer == "auto" else exit_layer
-        takers = {
-            "mix": parts or None,
-            "draft_model": draft,
-            "predicted": prediction,
-            "suffix": corpus,
-            "early_exit": layers,
-        }
-        drafter = next((name for name, given in takers.items() if given is not None), None)
-    if drafter is None and num_draft != "auto":
-        raise ConfigError("num_draft", num_draft, "nobody guesses: name a --drafter or a --draft, or leave it out")
-    return SpecConfig(
-        drafter=drafter,
-        draft=draft,
-        num_draft=_number_or_auto("num_draft", num_draft, int, "a whole number"),
-        rule=rule,
-        allow_lossy=allow_lossy,
-        draft_probability=_number_or_auto("draft_probability", draft_probability, float, "a number in (0, 1]"),
-        min_confidence=min_confidence,
-        draft_top_k=draft_top_k,
-        draft_dtype=draft_dtype,
-        draft_vocabulary=draft_vocabulary,
-        prediction=prediction,
-        corpus=corpus,
-        exit_layer=_number_or_auto("exit_layer", exit_layer, int, "a whole number"),
-        skip_layers=None if skip_layers is None else _layers(skip_layers),
-        lookahead_window=lookahead_window,
-        lookahead_ngram=lookahead_ngram,
-        tree=tree,
-        branching=_branching(branching),
-        parts=tuple(word.strip() for word in parts.split(",") if word.strip()),
-        combine=combine,  # type: ignore[arg-type]  # checked there
-    )
-
-
-def check_sources(spec: SpecConfig) -> None:
-    """Whether the draft and the text that `spec` names are there, before the target is loaded.
-
-    Raises:
-        ModelError: no such draft.
-        StorageError: the corpus cannot be opened.
-    """
-    if spec.draft is not None:
-        model_folder(spec.draft)
-    if spec.corpus is not None:
-        check_readable("corpus", Path(spec.corpus))
-
-
-def _layers(text: str) -> list[int] | Literal["auto"]:
-    if text == "auto":
-        return "auto"
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise ConfigError("skip_layers", text, "must be layer numbers separated by commas, or auto") from None
-
-
-def _branching(value: str | None) -> int | tuple[int, ...] | None:
-    if value is None:
-        return None
-    try:
-        numbers = tuple(int(word) for word in value.split(","))
-    except ValueError:
-        raise ConfigError("branching", value, "must be a whole number, or several separated by commas") from None
-    return numbers if "," in value else numbers[0]
-
-
-def _number_or_auto(field: str, value: str, kind: type[int] | type[float], words: str) -> Any:  # noqa: ANN401 - a number or "auto"
-    if value == "auto":
-        return value
-    try:
-        return kind(value)
-    except ValueError:
-        raise ConfigError(field, value, f"must be {words} or auto") from None
 
 
 def progress(message: str) -> AbstractContextManager[Spinner | None]:

@@ -13,18 +13,10 @@ import typer
 
 from foretoken.cli.answer import print_cost_profile, print_pieces, report
 from foretoken.cli.common import (
-    AllowLossyOption,
-    BranchingOption,
     CacheOption,
     CacheReserveOption,
-    CombineOption,
     CostProfileOption,
     DeviceOption,
-    DraftDtypeOption,
-    DrafterOption,
-    DraftOption,
-    DraftProbabilityOption,
-    DraftVocabularyOption,
     DtypeOption,
     JsonOption,
     MaxBatchSizeOption,
@@ -32,19 +24,14 @@ from foretoken.cli.common import (
     MaxSpeculatingOption,
     MaxStepTokensOption,
     MinTokensToSpeculateOption,
-    NumDraftOption,
     NumericsOption,
-    PartsOption,
-    RuleOption,
     TargetOption,
-    TreeOption,
     announcer,
-    check_sources,
     progress,
-    spec_from,
     texts_of,
     was_given,
 )
+from foretoken.cli.spec_options import check_sources, spec_from, with_spec_flags
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
@@ -74,6 +61,7 @@ _TEXTS = (
 _ROUTING = ("min_tokens_to_speculate", "max_speculating_requests")
 
 
+@with_spec_flags
 def generate(
     context: typer.Context,
     target: TargetOption = "reference:target",
@@ -83,38 +71,9 @@ def generate(
     prompt_ids: Annotated[
         str | None, typer.Option(help="Token ids to continue (for a folder without a tokenizer): 1,2,3, @FILE, or -.")
     ] = None,
-    drafter: DrafterOption = None,
-    draft: DraftOption = None,
-    draft_dtype: DraftDtypeOption = "auto",
-    num_draft: NumDraftOption = "auto",
-    rule: RuleOption = "auto",
-    allow_lossy: AllowLossyOption = False,
-    draft_probability: DraftProbabilityOption = "1",
-    min_confidence: Annotated[
-        float, typer.Option(help="Stop guessing where the draft's likeliest token has less than this.")
-    ] = 0.0,
-    draft_top_k: Annotated[int, typer.Option(help="Guess from the draft's k likeliest tokens; 0 = all.")] = 0,
-    draft_vocabulary: DraftVocabularyOption = "auto",
-    tree: TreeOption = "chain",
-    branching: BranchingOption = None,
     prediction: Annotated[
         str | None, typer.Option(help="The answer you expect, for --drafter predicted: the text, @FILE, or -.")
     ] = None,
-    corpus: Annotated[str | None, typer.Option(help="A text file to guess from, for --drafter suffix.")] = None,
-    exit_layer: Annotated[
-        str, typer.Option(help="Layers that draft, for --drafter early_exit: a number, or auto.")
-    ] = "auto",
-    skip_layers: Annotated[
-        str | None, typer.Option(help="Layers to draft without, for --drafter early_exit: 2,3,5, or auto.")
-    ] = None,
-    lookahead_window: Annotated[
-        int, typer.Option(help="Columns of the window of --drafter lookahead.")
-    ] = SpecConfig.lookahead_window,
-    lookahead_ngram: Annotated[
-        int, typer.Option(help="Length of the n-grams of --drafter lookahead.")
-    ] = SpecConfig.lookahead_ngram,
-    parts: PartsOption = "",
-    combine: CombineOption = "best",
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[
         float, typer.Option(help="0 takes the most likely token; 1 samples the model's own law.")

@@ -3,8 +3,8 @@
 A number of guesses that the caller set always stands. Budgets left open are chosen jointly for all requests of the
 step, to maximise expected tokens per second (`budget`), zero included.
 
-An account keeps what guesses, trials and deciding itself made steps longer against the tokens that guesses brought. When
-it is overdrawn beyond a small share of the time, steps run without guesses: the engine does not fall behind plain
+An account keeps what guesses, trials and deciding itself made steps longer against the tokens that guesses brought.
+When it is overdrawn beyond a small share of the time, steps run without guesses: the engine does not fall behind plain
 decoding, whatever the estimates say.
 """
 

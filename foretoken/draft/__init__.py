@@ -1,1 +1,1 @@
-"""Who guesses. One file per drafter; `group` mixes them in a batch."""
+"""Drafters, one file each; `group` runs those of one batch."""

@@ -1,4 +1,4 @@
-"""What every drafter does, and nothing about how.
+"""The interface of drafters.
 
 A drafter keeps its own state per request, fed by `start` (the prompt) and `commit` (what the round emitted). It never
 sees the target's probabilities of the step it drafts for, and may always propose nothing.
@@ -6,18 +6,23 @@ sees the target's probabilities of the step it drafts for, and may always propos
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, Draft, Request, Verdict
+from foretoken.model.interface import LanguageModel
+from foretoken.model.tokenizer import Tokenizer
 from foretoken.verify import first_max
 
 DrafterKey = tuple[Hashable, ...]  # the name, and what else tells one instance from another
+MOST_VARIANTS = 8  # of one configuration
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Drafter(Protocol):
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
         """Learn what the round emitted: `draft`, `verdict` and `feedback` are aligned with `batch.decoding`.
 
-        A request's nodes may be somebody else's guesses (a grammar's): what counts is what was emitted. Probes need not
+        A request's nodes may be guesses of something else (a grammar): what counts is what was emitted. Probes need not
         have been run.
         """
 
@@ -113,9 +118,89 @@ class Releases(Protocol):
         """
 
 
+class Factory(Protocol):
+    """What a drafter's classmethod `make(factory, spec)` may use: `engine.drafters.DrafterFactory`."""
+
+    @property
+    def folder(self) -> Path:
+        """The target's folder."""
+
+    @property
+    def target(self) -> LanguageModel:
+        """The target."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The target's tokenizer."""
+
+    def make(self, spec: SpecConfig) -> Drafter:
+        """A drafter for another configuration, such as a part."""
+
+    def open_draft(self, folder: Path, draft_dtype: str = "auto") -> LanguageModel:
+        """A draft model with a cache of its own; its drafter must be a `ModelDrafter`."""
+
+    def corpus(self, path: str) -> list[int]:
+        """Token ids of a text file."""
+
+
+@runtime_checkable
+class ModelDrafter(Drafter, Protocol):
+    """A drafter that runs a model, the target included: its cost is measured at start."""
+
+    def models(self) -> Sequence[LanguageModel]:
+        """The models that it holds beside the target."""
+
+    def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Drafter:
+        """The same drafter with nothing learnt and no requests; `twin` gives a model with the same weights and a cache
+        of its own, for the target and for each of `models`.
+        """
+
+
+@runtime_checkable
+class Parts(Protocol):
+    """A drafter that asks others; each of them is measured by itself."""
+
+    @property
+    def parts(self) -> Sequence[Drafter]:
+        """In the order of `SpecConfig.parts`."""
+
+
 @runtime_checkable
 class Variants(Protocol):
-    """A drafter with settings that the engine may choose anew in every round."""
+    """A drafter whose configuration leaves something open ("auto") that may be chosen anew in each round."""
 
     def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
-        """The configurations to choose from: one for each value of a field of `spec` that is left at "auto"."""
+        """The configurations among which the engine may choose in each round, `MOST_VARIANTS` at most; (spec,) where
+        nothing is open.
+
+        `start` gets `spec`. In a round `entry.request.spec` is the variant that was chosen, in `propose` and `commit`
+        alike; rounds of one request may come under different variants.
+        """
+
+
+def variants_of(drafter: Drafter, spec: SpecConfig) -> tuple[SpecConfig, ...]:
+    """The variants of a drafter's configuration, `spec` alone if it has none."""
+    return drafter.variants(spec) if isinstance(drafter, Variants) else (spec,)
+
+
+def parts_of(spec: SpecConfig, drafter: Drafter) -> Iterator[tuple[SpecConfig, Drafter]]:
+    """The drafters that guess for themselves: `drafter`, or its parts, each with its configuration."""
+    if not isinstance(drafter, Parts):
+        yield spec, drafter
+        return
+    for own, part in zip(spec.configs, drafter.parts, strict=True):
+        yield from parts_of(own, part)
+
+
+def product_of(spec: SpecConfig, choices: Mapping[str, Sequence[Any]]) -> tuple[SpecConfig, ...]:
+    """`spec` with every combination of values for the fields in `choices`, at most `MOST_VARIANTS`.
+
+    Where there are more, every second value of the longest list is left out, counted so that the last one stays.
+    """
+    if not choices:
+        return (spec,)
+    values = [list(one) for one in choices.values()]
+    while len(list(itertools.product(*values))) > MOST_VARIANTS:
+        longest = max(values, key=len)
+        longest[:] = longest[::-2][::-1]
+    return tuple(replace(spec, **dict(zip(choices, chosen, strict=True))) for chosen in itertools.product(*values))

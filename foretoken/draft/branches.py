@@ -4,10 +4,10 @@ Where guesses are deterministic (temperature 0, or the coupled rule, whose race 
 shape may depend on all of them. There "best_first" keeps the likeliest paths of all that were looked at (EAGLE-2, Li et
 al. 2024, arXiv 2406.16858).
 
-Where they are sampled, a guess with n children has the n - 1 likeliest tokens of the draft's law and one drawn from the
-rest of it (greedy+1). How many children each guess gets is settled from the laws of its level and the guesses before
-it, never from what is drawn there or later, and nothing that was drawn is taken back. A level of "best_first" then has
-as many nodes as that of the static tree.
+Where they are sampled, a guess with n children has the n - 1 likeliest tokens of the draft's distribution and one drawn
+from the rest of it (greedy+1). How many children each guess gets is settled from the distributions of its level and the
+guesses before it, never from what is drawn there or later, and nothing that was drawn is taken back. A level of
+"best_first" then has as many nodes as that of the static tree.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from foretoken.core import BatchEntry, Draft, Mass
-from foretoken.draft.tree import OVERLAP, Shape, best_nodes, most_children, sampled_shape, share_level, static_shape
+from foretoken.draft.tree import OVERLAP, TreeShape, best_nodes, most_children, sampled_shape, share_level, static_shape
 from foretoken.model.randomness import Purpose, uniforms
 from foretoken.model.sampling import draft_law, sample, without_broken
 
 DEFAULT_BRANCHING = 4
 _SHARPNESS = (
-    2  # of the chances of a race's leaders: a draft law that is a little off rarely makes one win that is far behind
+    2  # of the chances of a race's leaders: a draft that is a little off rarely makes one win that is far behind
 )
 _UNDRAWN = -1
 
@@ -34,7 +34,7 @@ Ranked = Sequence[tuple[float, int]]  # chance and token, likeliest first
 
 
 class _Draw(NamedTuple):
-    """A node whose token is to be drawn from row `row` of the level's laws without the tokens `fixed`."""
+    """A node whose token is to be drawn from row `row` of the level's distributions without the tokens `fixed`."""
 
     growth: Growth
     node: int
@@ -47,7 +47,7 @@ class Growth:
     """One request's tree while it grows: at most `budget` nodes stay, none deeper than `max_depth`.
 
     `frontier` are the nodes whose children come next (-1: the committed text), `ran` those whose children were looked
-    at, in the order in which a model ran them. `laws` holds the mass of every node that has a sampled child.
+    at, in the order in which a model ran them. `masses` holds the mass of every node that has a sampled child.
     """
 
     entry: BatchEntry
@@ -57,7 +57,7 @@ class Growth:
     parents: list[int] = field(default_factory=list)
     estimates: list[float] = field(default_factory=list)  # of the chance that the path to the node is accepted
     sampled: list[bool] = field(default_factory=list)
-    laws: dict[int, Tensor] = field(default_factory=dict)
+    masses: dict[int, Tensor] = field(default_factory=dict)
     frontier: list[int] = field(default_factory=lambda: [-1])
     ran: list[int] = field(default_factory=list)
     level: int = 0
@@ -71,7 +71,7 @@ class Growth:
             spec.branching if isinstance(spec.branching, int | tuple) else DEFAULT_BRANCHING
         )
         plan = sampled_shape if self.draws else static_shape
-        self.shape: Shape = plan(self.budget, self.branching, self.max_depth)
+        self.shape: TreeShape = plan(self.budget, self.branching, self.max_depth)
         self.is_static = spec.tree == "static"
         if not self.shape.parents:
             self.frontier = []
@@ -93,7 +93,7 @@ class Growth:
     def extend(self, ranked: Sequence[Ranked], first_row: int) -> list[_Draw]:
         """Give the frontier's nodes their children, from the likeliest tokens after each; what is still to be drawn.
 
-        Row `first_row` of the level's laws belongs to the first of the frontier.
+        Row `first_row` of the level's distributions belongs to the first of the frontier.
         """
         draws: list[_Draw] = []
         num_before = len(self.tokens)
@@ -105,7 +105,7 @@ class Growth:
         return draws
 
     def _counts(self, ranked: Sequence[Ranked]) -> list[int]:
-        """How many children each node of the frontier gets; a law with fewer tokens makes it fewer."""
+        """How many children each node of the frontier gets; fewer where fewer tokens are possible."""
         if self.is_static:
             wanted = [len(self.shape.children[1 + self._places[node]]) for node in self.frontier]
             return [min(count, len(own)) for count, own in zip(wanted, ranked, strict=True)]
@@ -162,12 +162,12 @@ def extend(growths: Sequence[Growth], logits: Tensor) -> None:
     """
     owners = [(growth, node) for growth in growths for node in growth.frontier]
     params = [growth.entry.request.params for growth, _ in owners]
-    # A draft that overflows guesses at random from here on: a law with NaN in it would reach the target's residual.
+    # A draft that overflows guesses at random from here on: NaN in the mass would reach the target's residual.
     logits = without_broken(logits)
     logits = _processed(growths, logits)
-    laws = draft_law(logits, params, [growth.entry.request.spec.draft_top_k for growth, _ in owners])  # [A, V]
+    probs = draft_law(logits, params, [growth.entry.request.spec.draft_top_k for growth, _ in owners])  # [A, V]
     width = max(most_children(growth.branching, growth.level) for growth in growths)
-    ranked = _ranked(owners, laws, width)
+    ranked = _ranked(owners, probs, width)
     draws: list[_Draw] = []
     row = 0
     for growth in growths:
@@ -175,23 +175,23 @@ def extend(growths: Sequence[Growth], logits: Tensor) -> None:
         draws += growth.extend(ranked[row : row + count], row)
         row += count
     if draws:
-        _draw(draws, laws)
+        _draw(draws, probs)
 
 
 def assemble(name: str, device: torch.device, growths: Sequence[Growth]) -> Draft:
-    """One ragged draft of trees; the parents of sampled guesses have their laws."""
+    """One ragged draft of trees; the parents of sampled guesses have their distributions."""
     tokens: list[int] = []
     parents: list[int] = []
     offsets, sampled = [0], list[bool]()
-    laws: list[Tensor] = []
+    masses: list[Tensor] = []
     law_of_row: list[int] = []
     for growth in growths:
         chosen = growth.chosen()
         place = {-1: -1} | {node: i for i, node in enumerate(chosen)}
         for row in (-1, *chosen):
-            law = growth.laws.get(row)
-            law_of_row.append(-1 if law is None else len(laws))
-            laws += [] if law is None else [law]
+            mass = growth.masses.get(row)
+            law_of_row.append(-1 if mass is None else len(masses))
+            masses += [] if mass is None else [mass]
         tokens += [growth.tokens[node] for node in chosen]
         parents += [place[growth.parents[node]] for node in chosen]
         sampled += [growth.sampled[node] for node in chosen]
@@ -201,8 +201,8 @@ def assemble(name: str, device: torch.device, growths: Sequence[Growth]) -> Draf
         parents=tuple(parents),
         offsets=tuple(offsets),
         drafters=tuple(name if growth.tokens else None for growth in growths),
-        sampled=tuple(sampled) if laws else (),
-        mass=Mass(torch.stack(laws), tuple(law_of_row)) if laws else None,
+        sampled=tuple(sampled) if masses else (),
+        mass=Mass(torch.stack(masses), tuple(law_of_row)) if masses else None,
     )
 
 
@@ -222,28 +222,28 @@ def _processed(growths: Sequence[Growth], logits: Tensor) -> Tensor:
     return logits
 
 
-def _ranked(owners: Sequence[tuple[Growth, int]], laws: Tensor, width: int) -> list[Ranked]:
+def _ranked(owners: Sequence[tuple[Growth, int]], probs: Tensor, width: int) -> list[Ranked]:
     """The `width` likeliest tokens after every row with their chances; none where the draft is too unsure to guess.
 
-    Where the coupled rule will decide, the leaders of its race between the tokens of the draft's law, and chances that
-    fall with how far they are behind.
+    Where the coupled rule will decide, the leaders of its race between the tokens of the draft's distribution, and
+    chances that fall with how far they are behind.
     """
-    scores = laws
+    scores = probs
     racing = [
         i
         for i, (growth, _) in enumerate(owners)
         if growth.entry.noise is not None and not growth.entry.request.params.greedy
     ]
     if racing:
-        scores = laws.clone()
-        noise = torch.cat([_noise(owners[i][0]) for i in racing]).to(laws)  # [n, V]
-        speed = laws[racing] / noise.clamp(min=torch.finfo(laws.dtype).tiny)
+        scores = probs.clone()
+        noise = torch.cat([_noise(owners[i][0]) for i in racing]).to(probs)  # [n, V]
+        speed = probs[racing] / noise.clamp(min=torch.finfo(probs.dtype).tiny)
         lead = (speed / speed.amax(-1, keepdim=True)) ** _SHARPNESS
         scores[racing] = lead / lead.sum(-1, keepdim=True)
-    best = scores.topk(min(width, laws.shape[-1]), dim=-1)
+    best = scores.topk(min(width, probs.shape[-1]), dim=-1)
     sure = (
-        laws.amax(-1)
-        >= torch.tensor([growth.entry.request.spec.min_confidence for growth, _ in owners], device=laws.device)
+        probs.amax(-1)
+        >= torch.tensor([growth.entry.request.spec.min_confidence for growth, _ in owners], device=probs.device)
     ).tolist()
     found = zip(best.values.tolist(), best.indices.tolist(), sure, strict=True)
     return [
@@ -254,7 +254,7 @@ def _ranked(owners: Sequence[tuple[Growth, int]], laws: Tensor, width: int) -> l
 
 def _gains(reach: float, ranked: Ranked) -> list[float]:
     """What each further child of a node adds to the chance that one of them is accepted: the first is drawn from the
-    whole law, and every other adds a likeliest token, which is then sure of its share.
+    whole distribution, and every other adds a likeliest token, which is then sure of its share.
     """
     return [reach * OVERLAP, *(reach * (1 - OVERLAP) * chance for chance, _ in ranked[:-1])] if ranked else []
 
@@ -265,11 +265,11 @@ def _noise(growth: Growth) -> Tensor:
     return growth.entry.noise.at([growth.entry.round_start + growth.level])
 
 
-def _draw(draws: Sequence[_Draw], laws: Tensor) -> None:
-    """Draw every waiting token from its law without the deterministic siblings, scaled back to 1, and keep that law as
-    the mass.
+def _draw(draws: Sequence[_Draw], probs: Tensor) -> None:
+    """Draw every waiting token from its distribution without the deterministic siblings, scaled back to 1, and keep
+    that as the mass.
     """
-    rest = laws[[one.row for one in draws]]  # [n, V]
+    rest = probs[[one.row for one in draws]]  # [n, V]
     places = [(i, token) for i, one in enumerate(draws) for token in one.fixed]
     rest[[i for i, _ in places], [token for _, token in places]] = 0
     rest /= rest.sum(-1, keepdim=True)
@@ -277,6 +277,6 @@ def _draw(draws: Sequence[_Draw], laws: Tensor) -> None:
     u = uniforms(
         [e.request.seed for e in entries], Purpose.DRAFT, [e.round_start for e in entries], [one.node for one in draws]
     )
-    for one, law, token in zip(draws, rest, sample(rest, torch.from_numpy(u).to(rest.device)).tolist(), strict=True):
+    for one, mass, token in zip(draws, rest, sample(rest, torch.from_numpy(u).to(rest.device)).tolist(), strict=True):
         one.growth.tokens[one.node] = token
-        one.growth.laws[one.growth.parents[one.node]] = law
+        one.growth.masses[one.growth.parents[one.node]] = mass

@@ -2,9 +2,9 @@
 to the target.
 
 After CS-Drafting (Chen et al. 2023, arXiv 2312.11462) and TriForce (Sun et al. 2024, arXiv 2404.11912). Every level
-verifies the one below it exactly, so what leaves a level has that level's own law: the mass handed to the target is the
-law of the LAST level, whatever guessed below. How many tokens a level hands over is fixed before any is drawn; it never
-makes more.
+verifies the one below it exactly, so what leaves a level has that level's own distribution: the mass handed to the
+target is the distribution of the LAST level, whatever guessed below. How many tokens a level hands over is fixed before
+any is drawn; it never makes more.
 
 A level's cache runs ahead of the committed text. What it ran is remembered, and cut back to what stands before it is
 used again, so no level ever needs to be told that its tokens were refused. Lookups are asked what follows the
@@ -13,19 +13,22 @@ provisional tokens and learn committed ones only.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Uniforms, Verdict, empty_draft
-from foretoken.draft.base import Feedback
+from foretoken.draft.base import Factory, Feedback, ModelDrafter
 from foretoken.draft.chain import Chain, assemble
 from foretoken.draft.lookup_tree import EMPTY, Lookup
 from foretoken.draft.lookup_tree import assemble as assemble_trees
 from foretoken.draft.own_cache import OwnCache
+from foretoken.errors import ConfigError
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.randomness import Purpose, uniforms
 from foretoken.model.sampling import check_finite, draft_law
@@ -34,7 +37,7 @@ from foretoken.verify import first_max, verify_batch
 _MOST_INNER = 4  # tokens that a model hands to the level above it at once, unless its part says otherwise
 
 
-class Level:
+class CascadeLevel:
     """A model and what it has run of every request, whose committed text `text_of` tells."""
 
     def __init__(self, model: LanguageModel, text_of: Callable[[int], Sequence[int]]) -> None:
@@ -57,7 +60,7 @@ class Level:
 
 
 @dataclass
-class _Course:
+class _CascadeRequest:
     """One request while a round is drafted: its committed text, the random numbers its levels have used, guesses judged
     and kept among them.
     """
@@ -78,9 +81,9 @@ class _Course:
 
 
 @dataclass(frozen=True)
-class _Laws:
-    """What a level says of every row of a draft: the law `[R, V]` of the token that follows, and whether it is sure
-    enough to be drafted.
+class _LevelProbs:
+    """What a level says of every row of a draft: the distribution `[R, V]` of the token that follows, and whether it is
+    sure enough to be drafted.
     """
 
     probs: Tensor
@@ -88,29 +91,29 @@ class _Laws:
 
 
 @dataclass
-class _Run:
-    """Tokens of one level that follow `before`, provisional ones too: `most` of them, each with the law it was drawn
-    from (None: a point).
+class _LevelTokens:
+    """Tokens of one level that follow `before`, provisional ones too: `most` of them, each with the distribution it was
+    drawn from (None: a point).
     """
 
-    course: _Course
+    course: _CascadeRequest
     before: list[int]
     most: int
     tokens: list[int] = field(default_factory=list)
-    laws: list[Tensor | None] = field(default_factory=list)
+    masses: list[Tensor | None] = field(default_factory=list)
     stopped: bool = False
 
-    def take(self, tokens: Sequence[int], rows: Sequence[int], laws: _Laws) -> None:
-        """Append what a round emitted at `rows`, up to a place that is too unsure, which its law alone decides."""
+    def take(self, tokens: Sequence[int], rows: Sequence[int], level_probs: _LevelProbs) -> None:
+        """Append what a round emitted at `rows`, up to a place where the distribution is too unsure."""
         assert len(tokens) <= self.missing
         entry = self.course.entry
         a_point = entry.request.params.greedy or entry.noise is not None
         for token, row in zip(tokens, rows, strict=True):
-            if not laws.sure[row]:
+            if not level_probs.sure[row]:
                 self.stopped = True
                 return
             self.tokens.append(token)
-            self.laws.append(None if a_point else laws.probs[row])
+            self.masses.append(None if a_point else level_probs.probs[row])
 
     @property
     def sequence(self) -> int:
@@ -127,8 +130,8 @@ class _Run:
 
 
 class CascadeDrafter:
-    """Chains whose tokens follow the law of the last of `models`; each verifies the one before it, the first one
-    `lookup`'s guesses.
+    """Chains whose tokens follow the distribution of the last of `models`; each verifies the one before it, the first
+    one `lookup`'s guesses.
     """
 
     name = "cascade"
@@ -136,7 +139,29 @@ class CascadeDrafter:
     def __init__(self, models: Sequence[LanguageModel], lookup: Lookup | None = None) -> None:
         assert models
         self._texts: dict[int, list[int]] = {}
-        self.levels, self.lookup = [Level(model, self._texts.__getitem__) for model in models], lookup
+        self.levels, self.lookup = [CascadeLevel(model, self._texts.__getitem__) for model in models], lookup
+
+    @classmethod
+    def make(cls, factory: Factory, spec: SpecConfig) -> Self:
+        """Load the draft models, which must share the target's tokens, and make the lookup below them."""
+        models: list[LanguageModel] = []
+        for part in spec.configs:
+            if part.drafter == "draft_model":
+                drafter = factory.make(replace(part, draft_vocabulary="same"))
+                assert isinstance(drafter, ModelDrafter)
+                models += drafter.models()
+        first = None if spec.configs[0].drafter == "draft_model" else factory.make(spec.configs[0])
+        if first is not None and not isinstance(first, Lookup):
+            raise ConfigError("parts", first.name, "as the first level of a cascade it must show its guesses (Lookup)")
+        return cls(models, first)
+
+    def models(self) -> Sequence[LanguageModel]:
+        """See `base.ModelDrafter`: one per level."""
+        return [level.model for level in self.levels]
+
+    def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:
+        """See `base.ModelDrafter`."""
+        return type(self)([twin(level.model) for level in self.levels], copy.deepcopy(self.lookup))
 
     @property
     def num_read_tokens(self) -> int:
@@ -156,8 +181,8 @@ class CascadeDrafter:
         """Up to `num_draft` tokens of the last model per request; none where a context or a cache has no room."""
         for level in self.levels:
             level.cache.begin_round(entry.request.request_id for entry in batch.decoding if entry.num_draft)
-        courses = [_Course(entry, self._texts[entry.request.request_id]) for entry in batch.decoding]
-        runs = [_Run(course, [], self._room(course)) for course in courses]
+        courses = [_CascadeRequest(entry, self._texts[entry.request.request_id]) for entry in batch.decoding]
+        runs = [_LevelTokens(course, [], self._room(course)) for course in courses]
         self._extend(len(self.levels) - 1, runs)
         return replace(
             _as_draft(self.name, self.levels[-1].model.device, runs), inner=tuple(course.inner for course in courses)
@@ -191,7 +216,7 @@ class CascadeDrafter:
         if self.lookup is not None:
             self.lookup.finish(request_id)
 
-    def _room(self, course: _Course) -> int:
+    def _room(self, course: _CascadeRequest) -> int:
         """How many tokens can be drafted within every level's context and cache."""
         entry, asked = course.entry, course.part(-1).at_most(course.entry.num_draft)
         most = min(asked, *(level.model.max_context_tokens - entry.round_start for level in self.levels))
@@ -206,8 +231,8 @@ class CascadeDrafter:
                 return 0
         return most
 
-    def _extend(self, level: int, runs: Sequence[_Run]) -> None:
-        """Complete `runs` with tokens of the law of `levels[level]`: rounds of guessing below and verifying here.
+    def _extend(self, level: int, runs: Sequence[_LevelTokens]) -> None:
+        """Complete `runs` with tokens of the distribution of `levels[level]`: guess below and verify here, in rounds.
 
         A round guesses one token less than is missing, since it always ends with one of the level's own.
         """
@@ -215,21 +240,23 @@ class CascadeDrafter:
         while growing := [run for run in runs if run.missing]:
             draft = self._guess(level, growing).on(here.model.device)
             segments, logits = self._forward(here, growing, draft)
-            laws = _laws(growing, draft, logits, [run.course.part(level - len(self.levels)) for run in growing])
-            verdict = _judge(growing, draft, laws.probs)
+            level_probs = _level_probs(
+                growing, draft, logits, [run.course.part(level - len(self.levels)) for run in growing]
+            )
+            verdict = _judge(growing, draft, level_probs.probs)
             for b, (run, segment) in enumerate(zip(growing, segments, strict=True)):
                 here.model.commit(segment.sequence, segment.num_pending, verdict.paths[b])
                 here.ran[segment.sequence] = [*run.ahead, *verdict.accepted[b]]
                 drafted, kept = run.course.inner
                 run.course.inner = (drafted + draft.lengths[b], kept + len(verdict.accepted[b]))
                 rows = [draft.anchor_row(b) + row for row in (0, *(1 + node for node in verdict.paths[b]))]
-                run.take(verdict.emitted(b), rows, laws)
+                run.take(verdict.emitted(b), rows, level_probs)
 
-    def _guess(self, level: int, runs: Sequence[_Run]) -> Draft:
+    def _guess(self, level: int, runs: Sequence[_LevelTokens]) -> Draft:
         """What the level below guesses after each run."""
         if level > 0:
             below = [
-                _Run(
+                _LevelTokens(
                     c.course,
                     c.ahead,
                     c.course.part(level - 1 - len(self.levels)).at_most(min(c.missing - 1, _MOST_INNER)),
@@ -252,7 +279,7 @@ class CascadeDrafter:
             trees.append(self.lookup.guess(asked, run.ahead) if asked.num_draft else EMPTY)
         return assemble_trees(self.lookup.name, trees)
 
-    def _forward(self, here: Level, runs: Sequence[_Run], draft: Draft) -> tuple[list[Segment], Tensor]:
+    def _forward(self, here: CascadeLevel, runs: Sequence[_LevelTokens], draft: Draft) -> tuple[list[Segment], Tensor]:
         """Run what the level has not run of each text, and the guesses; logits `[R, V]`."""
         pieces: list[Tensor] = []
         segments: list[Segment] = []
@@ -270,11 +297,13 @@ class CascadeDrafter:
         return segments, here.model.forward(torch.cat(pieces), segments).logits
 
 
-def _laws(runs: Sequence[_Run], draft: Draft, logits: Tensor, parts: Sequence[SpecConfig]) -> _Laws:
-    """A level's laws of all rows of `draft`, from its `logits` `[R, V]`, under the requests' own parameters and the
-    level's `parts`.
+def _level_probs(
+    runs: Sequence[_LevelTokens], draft: Draft, logits: Tensor, parts: Sequence[SpecConfig]
+) -> _LevelProbs:
+    """A level's distributions at all rows of `draft`, from its `logits` `[R, V]`, under the requests' own parameters
+    and the level's `parts`.
     """
-    # A model that overflows guesses at random from here on: a law with NaN in it would reach the target's residual.
+    # A model that overflows guesses at random from here on: NaN in the mass would reach the target's residual.
     logits = torch.where(check_finite(logits)[:, None], logits, torch.zeros_like(logits))
     if any(run.course.entry.processors is not None for run in runs) and logits.dtype not in (
         torch.float32,
@@ -297,10 +326,10 @@ def _laws(runs: Sequence[_Run], draft: Draft, logits: Tensor, parts: Sequence[Sp
     sure = [bool(one) for one in (probs.amax(-1) >= least).tolist()]
     greedy = [row for row, choice in enumerate(params) if choice.greedy]
     probs[greedy] = torch.zeros_like(probs[greedy]).scatter_(-1, first_max(logits[greedy])[:, None], 1)
-    return _Laws(probs, sure)
+    return _LevelProbs(probs, sure)
 
 
-def _judge(runs: Sequence[_Run], draft: Draft, probs: Tensor) -> Verdict:
+def _judge(runs: Sequence[_LevelTokens], draft: Draft, probs: Tensor) -> Verdict:
     """One level's verdict on the guesses of the level below: `probs` `[R, V]`."""
     entries = [run.course.entry for run in runs]
     owners: list[int] = []
@@ -324,10 +353,10 @@ def _judge(runs: Sequence[_Run], draft: Draft, probs: Tensor) -> Verdict:
     return verify_batch(draft, probs, Uniforms(rows[tests], rows[draws], race), [run.course.rule for run in runs])
 
 
-def _as_draft(name: str, device: torch.device, runs: Sequence[_Run]) -> Draft:
+def _as_draft(name: str, device: torch.device, runs: Sequence[_LevelTokens]) -> Draft:
     """The runs as one draft of chains."""
     chains = [
-        Chain(run.course.entry, run.most, [torch.tensor(token, device=device) for token in run.tokens], run.laws)
+        Chain(run.course.entry, run.most, [torch.tensor(token, device=device) for token in run.tokens], run.masses)
         for run in runs
     ]
     return assemble(name, device, chains)

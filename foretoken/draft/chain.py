@@ -1,11 +1,12 @@
-"""Chains drawn token by token from the logits of a model: what every drafter that samples from a law does with them.
+"""Chains drawn token by token from the logits of a model, for every drafter that samples.
 
-Whether a position is drafted is decided before its token is drawn, from the law there (`min_confidence`) or by a coin
-(`draft_probability`). Only the coin leaves a trace in the mass: where it may say no, the mass is a * q, drafted or not.
+Whether a position is drafted is decided before its token is drawn, from the distribution there (`min_confidence`) or by
+a coin (`draft_probability`). Only the coin changes the mass: where it may say no, the mass is a * q, drafted or not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,10 +17,13 @@ from foretoken.model.randomness import Purpose, uniforms
 from foretoken.model.sampling import draft_law, sample, without_broken
 from foretoken.verify.base import first_max, race_winner
 
+# What `draft_probability="auto"` leaves to choose from in each round.
+PROBABILITIES: Mapping[str, Sequence[float]] = {"draft_probability": (0.25, 0.5, 0.75, 1.0)}
+
 
 @dataclass
 class Chain:
-    """One request's guesses while they grow: `tokens`, and for each place the law it was drawn from (None: a point).
+    """One request's guesses while they grow: `tokens`, and for each place the mass it was drawn from (None: a point).
 
     `open` is the mass at the place after the last guess when a coin said no there.
     """
@@ -27,7 +31,7 @@ class Chain:
     entry: BatchEntry
     most: int
     tokens: list[Tensor] = field(default_factory=list)
-    laws: list[Tensor | None] = field(default_factory=list)
+    masses: list[Tensor | None] = field(default_factory=list)
     open: Tensor | None = None
     stopped: bool = False
 
@@ -42,23 +46,23 @@ def extend(chains: list[Chain], logits: Tensor) -> None:
     position = len(chains[0].tokens)  # all chains that still grow are equally long
     params = [chain.entry.request.params for chain in chains]
     specs = [chain.entry.request.spec for chain in chains]
-    # A draft that overflows guesses at random from here on: a law with NaN in it would reach the target's residual.
+    # A draft that overflows guesses at random from here on: NaN in the mass would reach the target's residual.
     logits = _processed(chains, without_broken(logits))
     if all(p.greedy for p in params) and not any(spec.min_confidence for spec in specs):
-        law, chosen = None, first_max(logits)
+        probs, chosen = None, first_max(logits)
     else:
-        law = draft_law(
+        probs = draft_law(
             logits, params, [spec.draft_top_k for spec in specs]
         )  # [A, V]; temperature 1 where the request is greedy
-        chosen = _draw(chains, law, position)
-    drafts = _decide(chains, law, position)
+        chosen = _draw(chains, probs, position)
+    drafts = _decide(chains, probs, position)
     for i, chain in enumerate(chains):
-        mass = None if law is None or params[i].greedy or chain.entry.noise is not None else law[i]
+        mass = None if probs is None or params[i].greedy or chain.entry.noise is not None else probs[i]
         if mass is not None and chain.entry.draft_probability < 1:
             mass = chain.entry.draft_probability * mass
         if drafts[i]:
             chain.tokens.append(chosen[i])
-            chain.laws.append(mass)
+            chain.masses.append(mass)
         else:
             chain.stopped = True
             chain.open = mass if drafts[i] is None else None
@@ -76,11 +80,11 @@ def _processed(chains: list[Chain], logits: Tensor) -> Tensor:
     return logits
 
 
-def _draw(chains: list[Chain], law: Tensor, position: int) -> Tensor:
+def _draw(chains: list[Chain], probs: Tensor, position: int) -> Tensor:
     """One token `[A]` per chain: the likeliest for a greedy request, the winner of the race for a coupled one, else a
     sample.
     """
-    chosen = first_max(law)
+    chosen = first_max(probs)
     sampled = [
         i for i, chain in enumerate(chains) if not chain.entry.request.params.greedy and chain.entry.noise is None
     ]
@@ -92,20 +96,20 @@ def _draw(chains: list[Chain], law: Tensor, position: int) -> Tensor:
             [e.round_start for e in entries],
             [position] * len(entries),
         )
-        chosen[sampled] = sample(law[sampled], torch.from_numpy(u).to(law.device))
+        chosen[sampled] = sample(probs[sampled], torch.from_numpy(u).to(probs.device))
     for i, chain in enumerate(chains):
         if chain.entry.noise is not None and not chain.entry.request.params.greedy:
             noise = chain.entry.noise.at([chain.entry.round_start + position])
-            chosen[i] = race_winner(law[i : i + 1], noise.to(law.device))[0]
+            chosen[i] = race_winner(probs[i : i + 1], noise.to(probs.device))[0]
     return chosen
 
 
-def _decide(chains: list[Chain], law: Tensor | None, position: int) -> list[bool | None]:
-    """Whether each chain drafts its next place: True, False (too unsure: the law said so), None (the coin said no)."""
+def _decide(chains: list[Chain], probs: Tensor | None, position: int) -> list[bool | None]:
+    """Whether each chain drafts its next place: True, False (too unsure), None (the coin said no)."""
     decided: list[bool | None] = [True] * len(chains)
     unsure = [chain.entry.request.spec.min_confidence for chain in chains]
-    if law is not None and any(unsure):
-        decided = [bool(sure) for sure in (law.amax(-1) >= torch.tensor(unsure, device=law.device)).tolist()]
+    if probs is not None and any(unsure):
+        decided = [bool(sure) for sure in (probs.amax(-1) >= torch.tensor(unsure, device=probs.device)).tolist()]
     tossed = [i for i, chain in enumerate(chains) if chain.entry.draft_probability < 1 and decided[i]]
     if tossed:
         entries = [chains[i].entry for i in tossed]
@@ -119,24 +123,24 @@ def _decide(chains: list[Chain], law: Tensor | None, position: int) -> list[bool
 
 
 def assemble(name: str, device: torch.device, chains: list[Chain]) -> Draft:
-    """One ragged draft of chains; a request drafted greedily has point masses, a sampled one its laws."""
+    """One ragged draft of chains; a request drafted greedily has point masses, a sampled one its distributions."""
     offsets: list[int] = [0]
-    laws: list[Tensor] = []
+    masses: list[Tensor] = []
     law_of_row: list[int] = []
     sampled: list[bool] = []
     for chain in chains:
         offsets.append(offsets[-1] + len(chain.tokens))
-        # The row of the last guess has no law, unless a coin was tossed there: the length was fixed before.
-        for law in [*chain.laws, chain.open]:
-            law_of_row.append(-1 if law is None else len(laws))
-            laws += [] if law is None else [law]
-        sampled += [law is not None for law in chain.laws]
+        # The row of the last guess has no distribution, unless a coin was tossed there: the length was fixed before.
+        for mass in [*chain.masses, chain.open]:
+            law_of_row.append(-1 if mass is None else len(masses))
+            masses += [] if mass is None else [mass]
+        sampled += [mass is not None for mass in chain.masses]
     flat = [token for chain in chains for token in chain.tokens]
     return Draft(
         tokens=torch.stack(flat) if flat else torch.empty(0, dtype=torch.int64, device=device),
         parents=tuple(i - 1 for chain in chains for i in range(len(chain.tokens))),
         offsets=tuple(offsets),
         drafters=tuple(name if chain.tokens or chain.open is not None else None for chain in chains),
-        sampled=tuple(sampled) if laws else (),
-        mass=Mass(torch.stack(laws), tuple(law_of_row)) if laws else None,
+        sampled=tuple(sampled) if masses else (),
+        mass=Mass(torch.stack(masses), tuple(law_of_row)) if masses else None,
     )

@@ -8,18 +8,26 @@ which path was accepted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from foretoken.config import A_DRAFT, SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, merge_drafts
 from foretoken.draft import branches
-from foretoken.draft.base import Feedback
+from foretoken.draft.base import Drafter, Factory, Feedback, product_of
 from foretoken.draft.branches import Growth
-from foretoken.draft.chain import Chain, assemble, extend
+from foretoken.draft.chain import PROBABILITIES, Chain, assemble, extend
+from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
 from foretoken.draft.own_cache import OwnCache
+from foretoken.draft.tokenizer_match import match_tokenizers, warn_of_text
+from foretoken.errors import ConfigError
 from foretoken.model.interface import LanguageModel, Segment
+from foretoken.model.open import model_folder
+from foretoken.model.resized import resized
+from foretoken.model.tokenizer import load_tokenizer
 
 
 class DraftModelDrafter:
@@ -34,6 +42,40 @@ class DraftModelDrafter:
         self._held: dict[
             int, dict[tuple[int, int], int]
         ] = {}  # nodes in the cache: (parent, token) -> number, -1 = the committed text
+
+    @classmethod
+    def make(cls, factory: Factory, spec: SpecConfig) -> Drafter:
+        """Load the draft model: in the target's own tokens, or across two tokenizers.
+
+        Raises:
+            ConfigError: no draft is named.
+            MismatchError: see `tokenizer_match`.
+            CheckpointError, UnsupportedModelError: the model cannot be loaded.
+        """
+        if spec.draft is None:
+            raise ConfigError("draft", None, f"drafter={spec.drafter!r} needs {A_DRAFT}")
+        folder = model_folder(spec.draft)
+        model, draft_text = factory.open_draft(folder, spec.draft_dtype), load_tokenizer(folder)
+        found = match_tokenizers(
+            factory.target, factory.tokenizer, model, draft_text, name=spec.draft, vocabulary=spec.draft_vocabulary
+        )
+        if found is None:
+            return cls(resized(model, factory.target.vocab_size))
+        drafter = OtherVocabularyDrafter(model, found.target, found.draft, found.how)
+        warn_of_text(found, spec.draft, len(drafter.shared))
+        return drafter
+
+    def models(self) -> Sequence[LanguageModel]:
+        """See `base.ModelDrafter`."""
+        return (self.model,)
+
+    def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:
+        """See `base.ModelDrafter`."""
+        return type(self)(twin(self.model))
+
+    def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
+        """See `base.Variants`: the chance that a position is drafted."""
+        return product_of(spec, PROBABILITIES if spec.draft_probability == "auto" else {})
 
     @property
     def num_read_tokens(self) -> int:

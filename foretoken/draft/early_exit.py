@@ -1,30 +1,33 @@
 """The target drafts for itself with some of its layers, in its own cache, and the verify pass goes on from there.
 
 Exit mode (LayerSkip, Elhoushi et al. 2404.16710): the first layers, final norm and head. What they computed for a row,
-keys, values and residual stream, is what the verify pass would compute, so it runs only the other layers for it. Skip
-mode (SWIFT, Xia et al. 2410.06916): some layers are left out; what ran before the first gap is taken up, the rest is
-run again.
+keys, values and residual stream, is what the verify pass would compute, so it runs only the other layers for it. With
+`exit_layer="auto"` every candidate exit is a variant (`base.Variants`), and the engine chooses. Skip mode (SWIFT, Xia
+et al. 2410.06916): some layers are left out; what ran before the first gap is reused, the rest is run again.
 
-Nothing is kept of a request between rounds but, while a set of layers is searched for, the end of its text. What was
-learned about the layers belongs to the target: it holds for all its requests.
+Nothing is kept of a request between rounds except, while a set of layers is searched for, the end of its text. The set
+that was found holds for all requests of the target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
-from foretoken.draft.base import Feedback
-from foretoken.draft.chain import Chain, assemble, extend
-from foretoken.draft.layer_choice import ExitChoice, SkipSearch, kept_layers
-from foretoken.model.interface import EarlyExitModel, EarlySegment
-from foretoken.model.sampling import check_finite, target_probs
+from foretoken.draft.base import Factory, Feedback, product_of
+from foretoken.draft.chain import PROBABILITIES, Chain, assemble, extend
+from foretoken.draft.layer_choice import SkipSearch, kept_layers
+from foretoken.draft.layers import exit_candidates
+from foretoken.errors import ConfigError
+from foretoken.model.architecture import NATIVE_MODEL_TYPES
+from foretoken.model.interface import EarlyExitModel, EarlySegment, LanguageModel
 from foretoken.verify import first_max
 
-_LOOK_ROWS = 4  # rows of a round that a look takes: a head over a few rows costs as much as over one
 _TRIAL_ROWS = 24  # rows of finished text in a trial of a set of layers
 _TRIAL_SEQUENCE = -(1 << 50)  # opened and closed within one call
 
@@ -38,10 +41,44 @@ class EarlyExitDrafter:
 
     def __init__(self, target: EarlyExitModel) -> None:
         self.target = target
-        self.exits = ExitChoice(target.num_layers, target.head_cost())
+        self.exits = exit_candidates(target.num_layers)
         self.skips = SkipSearch(target.num_layers, target.head_cost())
-        self._looks = False
         self._recent: dict[int, list[int]] = {}  # last emitted tokens of requests for which layers are searched
+
+    @classmethod
+    def make(cls, factory: Factory, spec: SpecConfig) -> Self:
+        """See `base.Factory`.
+
+        Raises:
+            ConfigError: the target cannot stop between two layers.
+        """
+        if not isinstance(factory.target, EarlyExitModel):
+            reason = f"{factory.folder} runs through transformers, which cannot stop between two layers"
+            raise ConfigError(
+                "drafter",
+                spec.drafter,
+                f"{reason}; choose another drafter, or a checkpoint of {', '.join(NATIVE_MODEL_TYPES)}",
+            )
+        return cls(factory.target)
+
+    def models(self) -> Sequence[LanguageModel]:
+        """See `base.ModelDrafter`: none beside the target."""
+        return ()
+
+    def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:
+        """See `base.ModelDrafter`."""
+        target = twin(self.target)
+        assert isinstance(target, EarlyExitModel)
+        return type(self)(target)
+
+    def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
+        """See `base.Variants`: the exit layer, and the chance that a position is drafted."""
+        choices: dict[str, Sequence[Any]] = {}
+        if spec.exit_layer == "auto" and spec.skip_layers is None:
+            choices["exit_layer"] = self.exits
+        if spec.draft_probability == "auto":
+            choices |= PROBABILITIES
+        return product_of(spec, choices)
 
     def start(self, request: Request) -> None:
         """Keep the end of the text if layers are to be searched for it."""
@@ -49,20 +86,12 @@ class EarlyExitDrafter:
             self._recent[request.request_id] = []
 
     def propose(self, batch: Batch) -> Draft:
-        """Guess `num_draft` tokens for every entry, fewer where an automatic choice says so; none where there is no
-        room.
-        """
-        entries = batch.decoding
-        automatic = any(
-            entry.request.spec.exit_layer == "auto" and entry.request.spec.skip_layers is None for entry in entries
-        )
-        self._looks = automatic and self.exits.looks()
+        """Guess `num_draft` tokens for every entry; none where the cache has no room."""
         chains: list[Chain] = []
         by_layers: dict[tuple[int, ...], list[Chain]] = {}
-        for entry in entries:
-            layers, most = self._plan(entry)
-            chains.append(Chain(entry, self._room(entry, most)))
-            by_layers.setdefault(layers, []).append(chains[-1])
+        for entry in batch.decoding:
+            chains.append(Chain(entry, self._room(entry)))
+            by_layers.setdefault(self._layers(entry.request.spec), []).append(chains[-1])
         for layers, members in by_layers.items():
             growing = [chain for chain in members if chain.grows]
             while growing:
@@ -70,17 +99,8 @@ class EarlyExitDrafter:
                 growing = [chain for chain in growing if chain.grows]
         return assemble(self.name, self.target.device, chains)
 
-    def taps(self) -> tuple[int, ...]:
-        """Layers whose residual stream the round's verify pass should hand back: every exit that may be chosen, now and
-        then.
-        """
-        return self.exits.candidates if self._looks else ()
-
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
-        """Learn how often the exits would have agreed with the target, and now and then try other layers."""
-        if self._looks and all(layer in feedback.taps for layer in self.exits.candidates):
-            self._look(batch, draft, verdict, feedback)
-        self._looks = False
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
+        """Search on for a set of layers where one is wanted."""
         if self._recent:
             for b, entry in enumerate(batch.decoding):
                 recent = self._recent.get(entry.request.request_id)
@@ -93,22 +113,18 @@ class EarlyExitDrafter:
         """Forget the end of its text."""
         self._recent.pop(request_id, None)
 
-    def _plan(self, entry: BatchEntry) -> tuple[tuple[int, ...], int]:
-        """The layers that draft for `entry`, and how many tokens."""
-        spec = entry.request.spec
+    def _layers(self, spec: SpecConfig) -> tuple[int, ...]:
+        """The layers that draft under a configuration; where the exit is open, those up to the middle candidate."""
         if spec.skip_layers == "auto":
-            return self.skips.choose(entry.num_draft)
+            return self.skips.layers()
         if spec.skip_layers is not None:
-            return kept_layers(
-                frozenset(int(layer) for layer in spec.skip_layers), self.target.num_layers
-            ), entry.num_draft
-        if spec.exit_layer != "auto":
-            return tuple(range(spec.exit_layer)), entry.num_draft
-        exit_layer, most = self.exits.choose(entry.num_draft)
-        return tuple(range(exit_layer)), most
+            return kept_layers(frozenset(int(layer) for layer in spec.skip_layers), self.target.num_layers)
+        exit_layer = self.exits[len(self.exits) // 2] if spec.exit_layer == "auto" else spec.exit_layer
+        return tuple(range(exit_layer))
 
-    def _room(self, entry: BatchEntry, most: int) -> int:
-        """`most`, or 0 if the cache cannot take the rows that the verify pass will bring."""
+    def _room(self, entry: BatchEntry) -> int:
+        """`num_draft`, or 0 if the cache cannot take the rows that the verify pass will bring."""
+        most = entry.num_draft
         return most if most and self.target.reserve(entry.request.request_id, len(entry.pending) + most) else 0
 
     def _advance(self, chains: Sequence[Chain], layers: Sequence[int]) -> Tensor:
@@ -125,32 +141,6 @@ class EarlyExitDrafter:
                 pieces.append(torch.tensor(pending, dtype=torch.int64, device=device))
                 segments.append(EarlySegment(sequence, 0, len(pending)))
         return self.target.forward_early(torch.cat(pieces), segments, layers)
-
-    def _look(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
-        """At a few rows whose text stands: the overlap of each exit's law with the target's (for a greedy request,
-        whether they agree).
-
-        The target's law knows penalties and bias, the exit's only what is forbidden: an estimate needs no more.
-        """
-        rows: list[int] = []
-        params = []
-        for b, entry in enumerate(batch.decoding):
-            if entry.request.spec.exit_layer == "auto" and entry.request.spec.skip_layers is None:
-                anchor = draft.anchor_row(b)
-                own = [feedback.rows[row] for row in (anchor, *(anchor + 1 + node for node in verdict.paths[b]))]
-                rows += own
-                params += [entry.request.params] * len(own)
-        rows, params = rows[:_LOOK_ROWS], params[:_LOOK_ROWS]
-        if not rows:
-            return
-        said = feedback.logits[rows]  # [r, V]
-        law = target_probs(said, params)
-        hidden = torch.cat([feedback.taps[layer][rows] for layer in self.exits.candidates])  # [candidates * r, D]
-        for layer, logits in zip(
-            self.exits.candidates, torch.split(self.target.exit_logits(hidden), len(rows)), strict=True
-        ):
-            allowed = torch.where(check_finite(logits)[:, None], logits, 0).masked_fill(said == -torch.inf, -torch.inf)
-            self.exits.learn(layer, torch.minimum(target_probs(allowed, params), law).sum(-1).tolist())
 
     def _try_skips(self, batch: Batch) -> None:
         """A trial on the end of the first text that is long enough, when one is due and there is room for a copy of its

@@ -14,7 +14,7 @@ from foretoken.config import SpecConfig
 from foretoken.control.candidates import OptionTraits
 from foretoken.control.previews import Preview, PreviewAsk, Previews
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
-from foretoken.draft.base import Drafter, DrafterKey, Feedback, Releases, Taps, Variants
+from foretoken.draft.base import Drafter, DrafterKey, Feedback, Releases, Taps, variants_of
 from foretoken.draft.boundary import check_tree, draft_faults
 from foretoken.draft.deadline import Deadline
 from foretoken.draft.failures import DrafterFailures
@@ -27,7 +27,7 @@ GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a gra
 
 def drafter_key(spec: SpecConfig) -> DrafterKey | None:
     """Which drafter serves `spec`: its name, the draft model (its format, the use of its vocabulary) or corpus it works
-    with, its parts.
+    with, its own options, its parts.
 
     None for plain decoding.
     """
@@ -39,6 +39,7 @@ def drafter_key(spec: SpecConfig) -> DrafterKey | None:
         spec.draft_dtype,
         spec.draft_vocabulary,
         spec.corpus,
+        spec.options,
         *(drafter_key(part) for part in spec.parts if isinstance(part, SpecConfig)),
     )
 
@@ -51,9 +52,7 @@ def own_drafters(spec: SpecConfig) -> dict[DrafterKey, SpecConfig]:
 
 def option_kind(spec: SpecConfig) -> Hashable:
     """What tells apart options of different cost and acceptance: the drafter, and the shape of what it drafts."""
-    layers = None if spec.drafter != "early_exit" else spec.exit_layer
-    window = None if spec.drafter != "lookahead" else spec.lookahead_window
-    return drafter_key(spec), spec.tree, spec.branching, spec.draft_probability, layers, window
+    return drafter_key(spec), spec.tree, spec.branching, spec.draft_probability, spec.exit_layer, spec.lookahead_window
 
 
 @cache
@@ -104,27 +103,23 @@ class DrafterGroup:
     def start(self, request: Request) -> None:
         """Hand a new request to its drafters."""
         specs, keys = list[SpecConfig](), list[DrafterKey]()
+        base: dict[DrafterKey, SpecConfig] = {}  # what each drafter begins with
         for option in request.spec.drafter_options:
             key = drafter_key(option)
             assert key is not None
-            for variant in self.variants(option):
+            base.setdefault(key, option)
+            for variant in variants_of(self.drafters[key], option):
                 specs.append(variant)
                 keys.append(key)
-        routed = self._requests[request.request_id] = _Routed(
+        self._requests[request.request_id] = _Routed(
             keys=tuple(keys),
             specs=tuple(specs),
             requests=tuple(request if spec is request.spec else replace(request, spec=spec) for spec in specs),
             traits=tuple(self._traits(key, spec) for key, spec in zip(keys, specs, strict=True)),
         )
-        for key in dict.fromkeys(keys):
-            drafter, own = self.drafters[key], routed.requests[keys.index(key)]
+        for key, spec in base.items():
+            drafter, own = self.drafters[key], replace(request, spec=spec)
             self.failures.attempt(key, drafter, [request.request_id], partial(drafter.start, own), must_succeed=True)
-
-    def variants(self, spec: SpecConfig) -> Sequence[SpecConfig]:
-        """The configurations among which a round of `spec` may choose: several where a field is left at "auto"."""
-        key = drafter_key(spec)
-        drafter = self.drafters.get(key) if key is not None else None
-        return drafter.variants(spec) if isinstance(drafter, Variants) else (spec,)
 
     def keys(self, request_id: int) -> tuple[DrafterKey, ...]:
         """The drafter of each option of a request."""
@@ -268,6 +263,8 @@ class DrafterGroup:
     def _guess(self, drafter: Drafter, entries: Sequence[BatchEntry]) -> Draft:
         """What one drafter guesses; what it has shown already is not looked up again."""
         trees: list[LookupTree] = []
+        if any(entry.num_probe for entry in entries):
+            return drafter.propose(Batch(tuple(entries)))  # probes were not shown
         for entry in entries:
             tree = self._shown.get(entry.request.request_id, {}).get(entry.option or 0)
             if tree is None:

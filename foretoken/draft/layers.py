@@ -1,17 +1,17 @@
-"""How many layers a draft of the target's own should run, and how far ahead: costs are counted in layers.
+"""Which layers a draft of the target's own may run; costs are counted in layers.
 
 A pass over a few rows costs what its weights weigh, whatever the rows: a draft step the layers it runs and the head, a
-step of the target all layers and the head. Guesses are taken as alike: each stands with the same chance once those
-before it do.
+step of the target all layers and the head. Every guess is taken to be accepted with the same chance once those before
+it are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 
 def relative_speed(rate: float, num_draft: int, draft_cost: float, target_cost: float) -> float:
-    """Expected tokens per cost of rounds of `num_draft` guesses, each standing with chance `rate`, in units of plain
+    """Expected tokens per cost of rounds of `num_draft` guesses, each accepted with chance `rate`, in units of plain
     decoding.
 
     1 + a + ... + a^n tokens for n draft steps and one of the target (tokens per layer of DEL, Entezari Zarch et al.
@@ -21,25 +21,8 @@ def relative_speed(rate: float, num_draft: int, draft_cost: float, target_cost: 
     return tokens * target_cost / (num_draft * draft_cost + target_cost)
 
 
-def best_num_draft(rate: float, draft_cost: float, target_cost: float, most: int) -> int:
-    """The number of guesses, at most `most`, with the greatest speed; the smallest on a tie, so 0 where drafting does
-    not pay.
-    """
-    return max(range(most + 1), key=lambda num: (relative_speed(rate, num, draft_cost, target_cost), -num))
-
-
-def best_exit(rates: Mapping[int, float], most: int, num_layers: int, head: float) -> tuple[int, int]:
-    """The exit layer and the number of guesses with the greatest speed; 0 guesses where no exit pays.
-
-    `rates[e]` is the chance that a guess of the first `e` layers stands; `head` is the cost of the head in layers.
-    """
-    whole = num_layers + head
-    plans = [(layer, best_num_draft(rate, layer + head, whole, most)) for layer, rate in sorted(rates.items())]
-    return max(plans, key=lambda plan: (relative_speed(rates[plan[0]], plan[1], plan[0] + head, whole), -plan[0]))
-
-
 def exit_candidates(num_layers: int) -> tuple[int, ...]:
-    """Exit layers worth watching: the first, an eighth, a quarter, a half and three quarters of the way."""
+    """Exit layers to choose from: the first, an eighth, a quarter, a half and three quarters of the way."""
     return tuple(sorted({max(1, num_layers * eighths // 8) for eighths in (0, 1, 2, 4, 6)} - {num_layers}))
 
 

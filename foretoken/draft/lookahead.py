@@ -1,13 +1,12 @@
-"""Lookahead decoding: the target guesses several places ahead in parallel, and what it says there is remembered as
-n-grams.
+"""Lookahead decoding: the target guesses several places ahead in parallel, and what it says there is kept as n-grams.
 
-Fu et al. 2024 (arXiv 2402.02057; `hao-ai-lab/LookaheadDecoding`). Behind the anchor stands a window of tokens that
-nobody believes in; every round the target runs them as probes (`core.Probes`), and their answers are the window of the
-next round: a Jacobi iteration. What one column says in successive rounds is an n-gram that the target itself has
-written. It enters a pool; when its first token comes, the rest is guessed. The guesses are deterministic, so any rule
-keeps them exact.
+Fu et al. 2024 (arXiv 2402.02057; `hao-ai-lab/LookaheadDecoding`). Behind the anchor stands a window of tokens; in every
+round the target runs them as probes (`core.Probes`), and its answers are the window of the next round: a Jacobi
+iteration. What one column says in successive rounds is an n-gram that the target itself has written. It enters a pool;
+when its first token comes, the rest is guessed. The guesses are deterministic, so any rule keeps them exact.
 
-The window costs rows in every round. It has to earn them, or it rests (`Trial`).
+The window costs rows of the target. With `lookahead_window="auto"` the engine chooses in each round whether it is run
+(`base.Variants`).
 """
 
 from __future__ import annotations
@@ -16,55 +15,85 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Self
 
 import torch
 
+from foretoken.config import LOOKAHEAD_WINDOW, SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Probes, Request, Verdict
-from foretoken.draft.base import Feedback
-from foretoken.draft.lookup_tree import LookupTree, assemble
+from foretoken.draft.base import Factory, Feedback, product_of
+from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble
+from foretoken.draft.tree import TreeNode, merge_trees
 
 MOST_CONTINUATIONS = 4  # of one token, in the pool
 MOST_TOKENS = 1024  # with continuations, in the pool of one request
-TRIAL_ROUNDS = 32  # of a window, before its gain is looked at
-REST_ROUNDS = 128  # of a window that gained too little, before it is tried again
-LEAST_GAIN = 1 / 32  # tokens that a probe's row must bring; a window of 8 then brings one in 4 rounds
+# Chances before anything was counted, in tries: that the first token of the r-th latest continuation of a token follows
+# it, and that a later token of a continuation does once the one before it did.
+_PRIOR_TRIES = 8
+_PRIOR_FIRST = (0.3, 0.15, 0.1, 0.05)
+_PRIOR_NEXT = 0.6
 
 
 class NgramPool:
-    """What followed single tokens: for each the latest continuations, for the latest tokens only.
-
-    Of a continuation it is kept whether the text itself held it, or the window alone.
-    """
+    """What followed single tokens: for each the latest continuations, for the latest tokens only."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[int, dict[tuple[int, ...], bool]] = OrderedDict()
+        self._found: OrderedDict[int, dict[tuple[int, ...], None]] = OrderedDict()
 
     @property
     def num_tokens(self) -> int:
         """Tokens that have a continuation."""
         return len(self._found)
 
-    def add(self, token: int, continuation: tuple[int, ...], in_text: bool) -> None:
-        """Make `continuation` the latest one of `token`; the oldest of too many is forgotten."""
+    def add(self, token: int, continuation: tuple[int, ...]) -> None:
+        """Make `continuation` the latest one of `token`; the oldest of too many is dropped."""
         own = self._found.setdefault(token, {})
-        own[continuation] = own.pop(continuation, False) or in_text
+        own.pop(continuation, None)
+        own[continuation] = None
         self._found.move_to_end(token)
         if len(own) > MOST_CONTINUATIONS:
             del own[next(iter(own))]
         if len(self._found) > MOST_TOKENS:
             self._found.popitem(last=False)
 
-    def after(self, token: int) -> list[tuple[tuple[int, ...], bool]]:
-        """Continuations of `token`, latest first, each with whether the text held it."""
-        return list(reversed(self._found.get(token, {}).items()))
+    def after(self, token: int) -> list[tuple[int, ...]]:
+        """Continuations of `token`, latest first."""
+        return list(reversed(self._found.get(token, {})))
+
+
+@dataclass
+class ContinuationChances:
+    """How often continuations from the pool came true in this request's text, over all tokens emitted."""
+
+    tries: list[float] = field(default_factory=lambda: [float(_PRIOR_TRIES)] * MOST_CONTINUATIONS)
+    hits: list[float] = field(default_factory=lambda: [_PRIOR_TRIES * chance for chance in _PRIOR_FIRST])
+    next_tries: float = _PRIOR_TRIES
+    next_hits: float = _PRIOR_TRIES * _PRIOR_NEXT
+
+    def count(self, continuations: Sequence[Sequence[int]], emitted: Sequence[int]) -> None:
+        """Compare the continuations of a token, latest first, with what was emitted after it."""
+        for rank, continuation in enumerate(continuations):
+            self.tries[rank] += 1
+            if continuation[0] != emitted[0]:
+                continue
+            self.hits[rank] += 1
+            for said, token in zip(continuation[1:], emitted[1:], strict=False):
+                self.next_tries += 1
+                if said != token:
+                    break
+                self.next_hits += 1
+
+    def chance(self, rank: int, place: int) -> float:
+        """Chance that the text follows a continuation up to and including its token `place`."""
+        return self.hits[rank] / self.tries[rank] * (self.next_hits / self.next_tries) ** place
 
 
 class JacobiWindow:
     """`width` columns of `depth` tokens: token r of column j is a guess for place j + r + 1 behind the anchor.
 
-    Row 0 is a chain behind the anchor; the rest of a column hangs on its token of row 0. So token r of column j sees
-    the text, row 0 up to column j and its own column above it. New columns are pieces of the prompt, read round and
-    round.
+    Row 0 is a chain behind the anchor; the rest of a column follows its token of row 0. So token r of column j sees the
+    text, row 0 up to column j and its own column above it. New columns are pieces of the prompt, which is read again
+    from its beginning when it ends.
     """
 
     def __init__(self, prompt: Sequence[int], width: int, depth: int) -> None:
@@ -102,51 +131,13 @@ class JacobiWindow:
 
 
 @dataclass
-class Trial:
-    """Whether a window earns its rows, from counts of this request's own rounds alone.
-
-    After `TRIAL_ROUNDS` rounds with probes the window must have brought `LEAST_GAIN` accepted tokens a row, tokens that
-    the text itself would have told not counted; otherwise it rests for `REST_ROUNDS` rounds and is tried again.
-    """
-
-    num_rounds: int = 0
-    num_rows: int = 0
-    num_gained: int = 0
-    num_rests: int = 0  # rounds of rest that are left
-
-    @property
-    def resting(self) -> bool:
-        """Whether no probes are run now."""
-        return self.num_rests > 0
-
-    def count(self, num_rows: int, num_gained: int) -> None:
-        """Add a round with so many probes, and so many accepted tokens that the window alone had told."""
-        if self.resting:
-            self.num_rests -= 1
-            return
-        if not num_rows:
-            return
-        self.num_rounds, self.num_rows, self.num_gained = (
-            self.num_rounds + 1,
-            self.num_rows + num_rows,
-            self.num_gained + num_gained,
-        )
-        if self.num_rounds == TRIAL_ROUNDS:
-            self.num_rests = REST_ROUNDS if self.num_gained < LEAST_GAIN * self.num_rows else 0
-            self.num_rounds = self.num_rows = self.num_gained = 0
-
-
-@dataclass
-class _Lookahead:
-    """One request: `recent` are the last tokens of its text, `guesses` the children of its latest draft (0 =
-    anchor).
-    """
+class _LookaheadState:
+    """One request; `recent` are the last tokens of its text."""
 
     pool: NgramPool
     window: JacobiWindow
+    chances: ContinuationChances = field(default_factory=ContinuationChances)
     recent: tuple[int, ...] = ()
-    trial: Trial = field(default_factory=Trial)
-    guesses: dict[tuple[int, int], tuple[int, bool]] = field(default_factory=dict)
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Add tokens to the text, and the n-grams that they complete to the pool."""
@@ -154,7 +145,12 @@ class _Lookahead:
         for token in tokens:
             self.recent = (*self.recent[-(span - 1) :], token)
             if len(self.recent) == span:
-                self.pool.add(self.recent[0], self.recent[1:], in_text=True)
+                self.pool.add(self.recent[0], self.recent[1:])
+
+    def learn(self, anchor: int, emitted: Sequence[int]) -> None:
+        """Count which continuations in the pool came true in a round."""
+        for place, token in enumerate((anchor, *emitted[:-1])):
+            self.chances.count(self.pool.after(token), emitted[place:])
 
 
 class LookaheadDrafter:
@@ -163,26 +159,35 @@ class LookaheadDrafter:
     name = "lookahead"
 
     def __init__(self) -> None:
-        self._requests: dict[int, _Lookahead] = {}
+        self._requests: dict[int, _LookaheadState] = {}
+
+    @classmethod
+    def make(cls, factory: Factory, spec: SpecConfig) -> Self:  # noqa: ARG003
+        """See `base.Factory`."""
+        return cls()
+
+    def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
+        """See `base.Variants`: with the window and without."""
+        return product_of(spec, {"lookahead_window": (0, LOOKAHEAD_WINDOW)} if spec.lookahead_window == "auto" else {})
 
     def start(self, request: Request) -> None:
         """Fill the window and the pool from the prompt."""
         spec = request.spec
-        window = JacobiWindow(request.prompt_ids, spec.lookahead_window, spec.lookahead_ngram - 1)
-        state = self._requests[request.request_id] = _Lookahead(NgramPool(), window)
+        window = JacobiWindow(request.prompt_ids, _columns(spec), spec.lookahead_ngram - 1)
+        state = self._requests[request.request_id] = _LookaheadState(NgramPool(), window)
         state.extend(request.prompt_ids[-MOST_TOKENS:])
 
     def propose(self, batch: Batch) -> Draft:
         """What the pool says after the anchor; the window as probes."""
         entries = batch.decoding
-        draft = assemble(self.name, [self._guess(entry) for entry in entries])
+        draft = assemble(self.name, [self.guess(entry) for entry in entries])
         tokens: list[int] = []
         parents: list[int] = []
         lengths: list[int] = []
         for entry in entries:
-            state = self._requests[entry.request.request_id]
-            num_columns = 0 if state.trial.resting else state.window.num_columns(entry.num_probe, entry.probe_depth)
-            own_tokens, own_parents = state.window.nodes(num_columns)
+            window = self._requests[entry.request.request_id].window
+            most = min(_columns(entry.request.spec), window.num_columns(entry.num_probe, entry.probe_depth))
+            own_tokens, own_parents = window.nodes(most)
             tokens += own_tokens
             parents += own_parents
             lengths.append(len(own_tokens))
@@ -200,57 +205,38 @@ class LookaheadDrafter:
             state, emitted = self._requests[entry.request.request_id], verdict.emitted(b)
             own = answers[draft.probes.offsets[b] : draft.probes.offsets[b + 1]] if draft.probes is not None else []
             depth = state.window.depth
-            state.trial.count(len(own), _num_gained(state.guesses, verdict.accepted[b]))
-            state.guesses = {}
+            state.learn(entry.pending[-1], emitted)
             state.extend(emitted)
             for token, continuation in state.window.advance(own[depth - 1 :: depth], len(emitted)):
-                state.pool.add(token, continuation, in_text=False)
+                state.pool.add(token, continuation)
 
     def finish(self, request_id: int) -> None:
-        """Forget the request's window and pool."""
+        """Drop the request's window and pool."""
         del self._requests[request_id]
 
-    def resting(self, request_id: int) -> bool:
-        """Whether the window of a request rests because it gained too little."""
-        return self._requests[request_id].trial.resting
-
-    def _guess(self, entry: BatchEntry) -> LookupTree:
+    def guess(self, entry: BatchEntry, ahead: Sequence[int] = ()) -> LookupTree:
+        """The likeliest continuations of the last token; where only chains are taken, the latest one."""
         state = self._requests[entry.request.request_id]
-        known = state.pool.after(entry.pending[-1])
-        tree, state.guesses = prefix_tree(known if entry.takes_trees else known[:1], entry.num_draft)
-        return tree
+        known = state.pool.after(ahead[-1] if ahead else entry.pending[-1])
+        if not known or not entry.num_draft:
+            return EMPTY
+        return prefix_tree(known if entry.takes_trees else known[:1], state.chances, entry.num_draft)
 
 
-def prefix_tree(
-    continuations: Sequence[tuple[tuple[int, ...], bool]], budget: int
-) -> tuple[LookupTree, dict[tuple[int, int], tuple[int, bool]]]:
-    """The first `budget` nodes of the continuations, common beginnings once; first come, first kept.
-
-    The second result tells for (node, token), the anchor being node 0 and the tree's first node 1, the child and
-    whether the text held it.
-    """
-    tokens: list[int] = []
-    parents: list[int] = []
-    children: dict[tuple[int, int], tuple[int, bool]] = {}
-    for continuation, in_text in continuations:
-        node = 0
-        for token in continuation:
-            child, known = children.get((node, token), (0, False))
-            if not child:
-                if len(tokens) == budget:
-                    break
-                tokens.append(token)
-                parents.append(node - 1)
-                child = len(tokens)
-            children[node, token] = child, known or in_text
-            node = child
-    return LookupTree(tuple(tokens), tuple(parents)), children
+def _columns(spec: SpecConfig) -> int:
+    """The most columns of the window under a configuration."""
+    return LOOKAHEAD_WINDOW if spec.lookahead_window == "auto" else spec.lookahead_window
 
 
-def _num_gained(guesses: dict[tuple[int, int], tuple[int, bool]], accepted: Sequence[int]) -> int:
-    """Accepted tokens that were guessed, and that the text itself had not told."""
-    node = gained = 0
-    for token in accepted:
-        node, in_text = guesses.get((node, token), (-1, True))
-        gained += not in_text
-    return gained
+def prefix_tree(continuations: Sequence[Sequence[int]], chances: ContinuationChances, budget: int) -> LookupTree:
+    """The `budget` likeliest nodes of the continuations, latest first, common beginnings once."""
+    paths = [
+        [TreeNode(token, place - 1, chances.chance(rank, place)) for place, token in enumerate(continuation)]
+        for rank, continuation in enumerate(continuations)
+    ]
+    nodes = merge_trees(paths, budget)
+    return LookupTree(
+        tuple(node.token for node in nodes),
+        tuple(node.parent for node in nodes),
+        tuple(node.estimate for node in nodes),
+    )

@@ -1,12 +1,12 @@
 """Guesses of several drafters as one tree per request.
 
-A draft that was drawn from laws keeps all its nodes. Deterministic guesses join it, the likeliest first: one that says
-what a child of the same row says already is that child, whoever guessed it; the others become further children. Which
-of them there are may depend on what was drawn, because a deterministic child only decides whether a token that its row
-emits anyway is followed further; it may not depend on anything that is drawn below them, where nothing is. A drawn
-token is never dropped.
+A draft whose tokens were drawn keeps all its nodes. Deterministic guesses join it, the likeliest first: a guess of the
+same token after the same row is the node that is there already, whichever drafter guessed it; the others become
+further children. Which of them there are may depend on what was drawn, because a deterministic child only decides
+whether a token that its row emits anyway is followed further; it may not depend on anything that is drawn below them,
+where nothing is. A drawn token is never dropped.
 
-One thing must not look at the draws: the rule. A merged draft is a chain or a tree depending on what was drawn, so
+The choice of the rule must not depend on the draws. A merged draft is a chain or a tree depending on what was drawn, so
 `auto` stands for `tree` where drafts are merged (`verify.resolve`).
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 
@@ -23,24 +22,21 @@ from foretoken.draft.tree import TreeNode
 
 
 def share_of(drawn: Sequence[float], found: Sequence[TreeNode], budget: int) -> int:
-    """How many of the places with chances `drawn`, one behind the other, are among the `budget` likeliest of these and
-    of `found`.
+    """How many of the places with chances `drawn`, which fall from one to the next, are among the `budget` likeliest of
+    these places and the nodes `found`.
     """
-    ranked = sorted([(-chance, 0) for chance in accumulate(drawn, min)] + [(-node.estimate, 1) for node in found])
+    ranked = sorted([(-chance, 0) for chance in drawn] + [(-node.estimate, 1) for node in found])
     return sum(not other for _, other in ranked[:budget])
 
 
-def graft(
-    name: str, base: Draft, found: Sequence[Sequence[TreeNode]], budgets: Sequence[int]
-) -> tuple[Draft, list[list[int]]]:
+def graft(name: str, base: Draft, found: Sequence[Sequence[TreeNode]], budgets: Sequence[int]) -> Draft:
     """`base` with the guesses of the trees `found` [B] added up to `budgets` [B] nodes per request, under the name
     `name`.
 
-    The nodes of `base` keep their numbers; every node is signed by its author. Also returns which nodes of each tree
-    were added, in the order in which they stand in the draft.
+    The nodes of `base` keep their numbers; every node has the drafter that guessed it as its provenance.
     """
     if not any(found):
-        return _signed(name, base), [[] for _ in found]
+        return _with_provenance(name, base)
     device = base.tokens.device
     host = base.tokens.tolist()
     tokens: list[int] = []
@@ -49,19 +45,17 @@ def graft(
     sampled: list[bool] = []
     law_of_row: list[int] = []
     sources: list[str | None] = []
-    added: list[list[int]] = []
     for b, (tree, budget) in enumerate(zip(found, budgets, strict=True)):
         own = slice(base.offsets[b], base.offsets[b + 1])
         chosen, above = _additions(host[own], base.parents[own], tree, budget)
-        added.append(chosen)
         tokens += [*host[own], *(tree[node].token for node in chosen)]
         parents += [*base.parents[own], *above]
         sampled += [*(base.sampled[own] if base.sampled else (False,) * base.lengths[b]), *(False for _ in chosen)]
-        sources += [*base.authors(b), *(tree[node].author for node in chosen)]
+        sources += [*base.authors(b), *(tree[node].drafter for node in chosen)]
         law_of_row += [base.mass.law_of_row[row] if base.mass is not None else -1 for row in base.rows_of([b])]
         law_of_row += [-1] * len(chosen)
         offsets.append(len(tokens))
-    draft = Draft(
+    return Draft(
         tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
         parents=tuple(parents),
         offsets=tuple(offsets),
@@ -74,7 +68,6 @@ def graft(
         sources=tuple(sources),
         inner=base.inner,
     )
-    return draft, added
 
 
 def first_nodes(draft: Draft, counts: Sequence[int]) -> Draft:
@@ -118,8 +111,9 @@ def _additions(
     return chosen, above
 
 
-def _signed(name: str, base: Draft) -> Draft:
-    authors = [author for b in range(base.num_requests) for author in base.authors(b)]
+def _with_provenance(name: str, base: Draft) -> Draft:
+    """`base` under another drafter's name, its nodes under their own."""
+    own = [drafter for b in range(base.num_requests) for drafter in base.authors(b)]
     return replace(
-        base, drafters=tuple(None if drafter is None else name for drafter in base.drafters), sources=tuple(authors)
+        base, drafters=tuple(None if drafter is None else name for drafter in base.drafters), sources=tuple(own)
     )

@@ -8,9 +8,11 @@ agreement makes them likely; where such places disagree the guess is a tree. Cos
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
+from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
-from foretoken.draft.base import Feedback
+from foretoken.draft.base import Factory, Feedback
 from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble, grow_tree
 from foretoken.draft.matches import MatchIndex
 
@@ -25,6 +27,11 @@ class NgramDrafter:
 
     def __init__(self) -> None:
         self._indexes: dict[int, MatchIndex] = {}
+
+    @classmethod
+    def make(cls, factory: Factory, spec: SpecConfig) -> Self:  # noqa: ARG003
+        """See `base.Factory`."""
+        return cls()
 
     def start(self, request: Request) -> None:
         """Index the prompt."""

@@ -3,15 +3,14 @@
 Two ways, by request:
 
 - `intersection` (TLI there): the draft chooses among the tokens that both vocabularies have; every guess is one target
-  token, drawn from the draft's law renormalised over these and moved to the target's ids. What the request asks for
-  (penalties, masks, filters, the coupled rule's race) is done to the moved law, in the target's ids.
+  token, drawn from the draft's distribution renormalised over these and moved to the target's ids. What the request
+  asks for (penalties, masks, filters, the coupled rule's race) is done to the moved distribution, in the target's ids.
 - `strings` (SLEM there): the draft goes on greedily in its own tokens, and its text is encoded again behind the end of
   the committed text. Deterministic guesses: the target's token must be the same one.
 
-Under "auto" a greedy request takes strings, because there the draft speaks its whole vocabulary, and a sampled one the
-intersection:
-a guess drawn from a law is kept with probability sum min(p, q), a deterministic one with p at one token. Both are exact
-whatever the draft says.
+Under "auto" a greedy request takes strings, because there the draft uses its whole vocabulary, and a sampled one the
+intersection: a drawn guess is kept with probability sum min(p, q), a deterministic one with p at one token. Both are
+exact for any draft.
 
 The draft keeps the committed text in its own tokens. After a round the end of the text is encoded again, and the
 draft's cache is cut back to the tokens that stayed.
@@ -19,29 +18,29 @@ draft's cache is cut back to the tokens that stayed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from foretoken.config import SamplingParams
+from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Processors, Request, Verdict
-from foretoken.draft.base import Feedback
-from foretoken.draft.chain import Chain, assemble, extend
+from foretoken.draft.base import Feedback, product_of
+from foretoken.draft.chain import PROBABILITIES, Chain, assemble, extend
 from foretoken.draft.own_cache import OwnCache
 from foretoken.draft.retokenize import DraftText, continuation, draft_writes
+from foretoken.draft.tokenizer_match import TextUse
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.sampling import check_finite
 from foretoken.model.vocabulary import Side, shared_tokens, special_twins, spellings
 
-How = Literal["auto", "strings", "intersection"]
 _GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)
-class _Guess:
+class _TranslatedGuess:
     """One request's round: `chain` grows in target tokens (`shared`) or in the draft's own."""
 
     entry: BatchEntry
@@ -55,7 +54,7 @@ class OtherVocabularyDrafter:
 
     name = "draft_model"
 
-    def __init__(self, model: LanguageModel, target: Side, draft: Side, how: How = "auto") -> None:
+    def __init__(self, model: LanguageModel, target: Side, draft: Side, how: TextUse = "auto") -> None:
         self.model, self.target, self.draft, self.how = model, target, draft, how
         self.shared = shared_tokens(target, draft) or {}  # target id -> draft id
         self._twins = special_twins(target, draft)
@@ -78,6 +77,18 @@ class OtherVocabularyDrafter:
             int, list[int]
         ] = {}  # draft tokens that the draft's cache holds, or held before it gave them back
         self._cache = OwnCache(model, lambda sequence: self._texts[sequence].ids)
+
+    def models(self) -> Sequence[LanguageModel]:
+        """See `base.ModelDrafter`."""
+        return (self.model,)
+
+    def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:
+        """See `base.ModelDrafter`."""
+        return type(self)(twin(self.model), self.target, self.draft, self.how)
+
+    def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
+        """See `base.Variants`: the chance that a position is drafted."""
+        return product_of(spec, PROBABILITIES if spec.draft_probability == "auto" else {})
 
     @property
     def num_read_tokens(self) -> int:
@@ -129,19 +140,19 @@ class OtherVocabularyDrafter:
         self._cache.finish(request_id)
         del self._texts[request_id], self._cached[request_id]
 
-    def _begin(self, entry: BatchEntry) -> _Guess:
+    def _begin(self, entry: BatchEntry) -> _TranslatedGuess:
         text = self._texts[entry.request.request_id]
         shared = bool(self.shared) and (
             self.how == "intersection" or (self.how == "auto" and not entry.request.params.greedy)
         )
-        # A law over whole tokens has nothing to say about the rest of a character.
+        # A distribution over whole tokens has nothing to say about the rest of a character.
         most = 0 if shared and text.ending.held else self._room(entry, text)
         if not shared:
             # Its own tokens are no business of the request's parameters, which speak of target tokens.
             own = replace(entry, request=replace(entry.request, params=_GREEDY), processors=None, noise=None)
-            return _Guess(entry, text, Chain(own, most), shared)
+            return _TranslatedGuess(entry, text, Chain(own, most), shared)
         processors = None if entry.processors is None else _Within(entry.processors, self._outside)
-        return _Guess(entry, text, Chain(replace(entry, processors=processors), most), shared)
+        return _TranslatedGuess(entry, text, Chain(replace(entry, processors=processors), most), shared)
 
     def _room(self, entry: BatchEntry, text: DraftText) -> int:
         """How many tokens can be drafted within the draft's context and cache."""
@@ -160,7 +171,7 @@ class OtherVocabularyDrafter:
         del cached[self.model.length(sequence) :]
         return cached
 
-    def _advance(self, growing: Sequence[_Guess]) -> Tensor:
+    def _advance(self, growing: Sequence[_TranslatedGuess]) -> Tensor:
         """Run the next input of every chain, a backlog of committed tokens first; the draft's own logits `[A, V]` after
         it.
         """
@@ -184,7 +195,7 @@ class OtherVocabularyDrafter:
             self.model.commit(segment.sequence, segment.num_pending)
         return logits
 
-    def _extend(self, growing: Sequence[_Guess], logits: Tensor) -> None:
+    def _extend(self, growing: Sequence[_TranslatedGuess], logits: Tensor) -> None:
         """Draw the next token of every chain from the draft's `logits` `[A, V]`, or stop the chain there."""
         for shared in (True, False):
             rows = [i for i, guess in enumerate(growing) if guess.shared == shared]
@@ -207,7 +218,7 @@ class OtherVocabularyDrafter:
         moved[:, self._target_ids] = inside
         return moved
 
-    def _in_target_tokens(self, guess: _Guess) -> Chain:
+    def _in_target_tokens(self, guess: _TranslatedGuess) -> Chain:
         """The chain of the draft's own tokens as deterministic guesses of the target's."""
         own, text, entry = [int(token) for token in guess.chain.tokens], guess.text, guess.entry
         end = self._twins.to_target[own.pop()] if own and own[-1] in self._twins.to_target else None

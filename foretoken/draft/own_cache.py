@@ -2,7 +2,7 @@
 room.
 
 A request that has not drafted for a while holds nothing that cannot be read again. So its blocks go to one that wants
-to draft, least recently used first; what they hold stays findable until somebody writes there (`kv.prefix`), and what
+to draft, least recently used first; what they hold stays findable until it is overwritten (`kv.prefix`), and what
 is missing is read, in pieces, when the request drafts again. Sequences are known by the numbers of their requests.
 """
 
@@ -16,9 +16,8 @@ from foretoken.model.interface import LanguageModel, PrefixModel, Segment
 
 _PIECE_TOKENS = 512  # rows of a long backlog that a model takes in one forward
 _USUAL_TOKENS = 8  # rows of committed text that any round may bring; more of them count as reading
-_IDLE_ROUNDS = (
-    8  # who drafted within so many rounds keeps its cache: to read a text again costs more than a few guesses gain
-)
+# A request that drafted within so many rounds keeps its cache: reading costs more than a few guesses gain.
+_IDLE_ROUNDS = 8
 
 
 class OwnCache:

@@ -2,7 +2,7 @@
 
 OpenAI's `prediction`. A cursor walks along the prediction while the answer agrees. Where it does not, the cursor waits,
 and takes up again where the prediction agrees with the last words of the answer: behind the place where it was lost
-first, since an answer that changed a line goes on after it. What it takes up it trusts little at first.
+first, since an answer that changed a line goes on after it. Right after that it guesses few tokens.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from copy import copy
+from typing import Self
 
+from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
-from foretoken.draft.base import Feedback
+from foretoken.draft.base import Factory, Feedback
 from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble
 
 _ANCHOR_TOKENS = (4, 3, 2)  # lengths of agreement that take the cursor up again, best first
@@ -72,6 +74,11 @@ class PredictedDrafter:
 
     def __init__(self) -> None:
         self._cursors: dict[int, Cursor] = {}
+
+    @classmethod
+    def make(cls, factory: Factory, spec: SpecConfig) -> Self:  # noqa: ARG003
+        """See `base.Factory`."""
+        return cls()
 
     def start(self, request: Request) -> None:
         """Index the prediction."""

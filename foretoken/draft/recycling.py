@@ -8,12 +8,14 @@ by how often each rank was right so far, as many nodes as the round may draft.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
-from foretoken.draft.base import Feedback
+from foretoken.draft.base import Factory, Feedback
 from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble
 from foretoken.draft.tree import grow_best_first
 
@@ -41,6 +43,11 @@ class RecyclingDrafter:
     def chances(self) -> tuple[float, ...]:
         """How often the token of each rank was the one emitted."""
         return tuple((self._hits / self._tries).tolist())
+
+    @classmethod
+    def make(cls, factory: Factory, spec: SpecConfig) -> Self:  # noqa: ARG003
+        """See `base.Factory`."""
+        return cls(factory.target.vocab_size)
 
     def start(self, request: Request) -> None:
         """Nothing to keep: a round starts from the last committed token."""

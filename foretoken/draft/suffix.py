@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from typing import Self
 
+from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
-from foretoken.draft.base import Feedback
+from foretoken.draft.base import Factory, Feedback
 from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble, grow_tree
 from foretoken.draft.matches import MATCH_LIMIT, MOST_PLACES, NO_TOKEN, Matches, MatchIndex
 from foretoken.draft.ngram import BRANCHING, LEAST_ESTIMATE
@@ -86,6 +88,11 @@ class SuffixDrafter:
         self._store_tokens, self._most_tokens = min(store_tokens, most_tokens), most_tokens
         self._num_counted = 0  # tokens of all stores, as they count towards `most_tokens`
         self._corpus = MatchIndex([*corpus, NO_TOKEN] if corpus else ())
+
+    @classmethod
+    def make(cls, factory: Factory, spec: SpecConfig) -> Self:
+        """See `base.Factory`."""
+        return cls(() if spec.corpus is None else factory.corpus(spec.corpus))
 
     def start(self, request: Request) -> None:
         """Index the prompt."""

@@ -17,20 +17,21 @@ from typing import NamedTuple
 class TreeNode(NamedTuple):
     """A deterministic guess: `parent` is its place in the list that holds it (-1: the committed text), before its own.
 
-    `estimate` is the chance that the whole path to it will be accepted, `author` the drafter that guessed it.
+    `estimate` is the chance that the whole path to it will be accepted, `drafter` the name of the one that guessed it.
     """
 
     token: int
     parent: int
     estimate: float
-    author: str | None = None
+    drafter: str | None = None
 
 
 Children = Callable[
     [TreeNode], Sequence[tuple[float, int]]
 ]  # chance and token of each child of a node, likeliest first
 
-# Chance that a token drawn from a draft's law, or from a part of it, stands where the target's token is of that part.
+# Chance that a token drawn from a draft's distribution, or from a part of it, is accepted where the target's token is
+# in that part.
 OVERLAP = 0.7
 _MOST_PLANNED = 64  # nodes of a tree that is planned node by node
 _MOST_SAMPLED_CHILDREN = 4
@@ -85,8 +86,8 @@ def merge_trees(trees: Sequence[Sequence[TreeNode]], budget: int) -> list[TreeNo
     """One tree of the `budget` likeliest guesses of several deterministic trees, likeliest first.
 
     A path that several trees hold is one node; its estimate is the highest that any of them gives it, and that tree is
-    its author (the earlier tree on a tie). An estimate above its parent's in the same tree counts as the parent's: a
-    path is never likelier than its beginning. Lawful for guesses that were not sampled only: which of them stay may
+    its provenance (the earlier tree on a tie). An estimate above its parent's in the same tree counts as the parent's:
+    a path is never likelier than its beginning. Exact for guesses that were not sampled only: which of them stay may
     depend on all of them.
     """
     union: list[TreeNode] = []
@@ -99,9 +100,9 @@ def merge_trees(trees: Sequence[Sequence[TreeNode]], budget: int) -> list[TreeNo
             chance.append(min(node.estimate, 1.0 if node.parent < 0 else chance[node.parent]))
             place = places.setdefault((parent, node.token), len(union))
             if place == len(union):
-                union.append(TreeNode(node.token, parent, chance[-1], node.author))
+                union.append(TreeNode(node.token, parent, chance[-1], node.drafter))
             elif chance[-1] > union[place].estimate:
-                union[place] = TreeNode(node.token, parent, chance[-1], node.author)
+                union[place] = TreeNode(node.token, parent, chance[-1], node.drafter)
             own.append(place)
     chosen = best_nodes([node.parent for node in union], [node.estimate for node in union], budget)
     new = {-1: -1} | {old: place for place, old in enumerate(chosen)}
@@ -109,7 +110,7 @@ def merge_trees(trees: Sequence[Sequence[TreeNode]], budget: int) -> list[TreeNo
 
 
 @dataclass(frozen=True)
-class Shape:
+class TreeShape:
     """A tree without tokens, level by level: `parents` (-1 = the committed text) and `children[1 + node]` in the order
     of their ranks.
 
@@ -129,7 +130,7 @@ def most_children(branching: int | Sequence[int], depth: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def static_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) -> Shape:
+def static_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) -> TreeShape:
     """The best tree of `budget` nodes when the guess of rank r is right with the same chance everywhere, whatever
     stands before it.
 
@@ -151,9 +152,9 @@ def static_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) 
 
 
 @functools.lru_cache(maxsize=256)
-def sampled_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) -> Shape:
+def sampled_shape(budget: int, branching: int | tuple[int, ...], max_depth: int) -> TreeShape:
     """The best tree of `budget` nodes when each node's last child is drawn from what the others leave of the draft's
-    law.
+    distribution.
 
     Another child takes chance from its siblings here, so that splitting a path costs what would have stood on it. The
     dynamic programme of Sequoia (Chen et al. 2024, arXiv 2402.12374), over typical chances for each number of children;
@@ -200,7 +201,7 @@ def sampled_chances(count: int) -> tuple[float, ...]:
     return tuple(sorted((*fixed, OVERLAP * (1 - sum(fixed))), reverse=True))
 
 
-def _by_levels(parents: Sequence[int]) -> Shape:
+def _by_levels(parents: Sequence[int]) -> TreeShape:
     """A tree given by parents that stand before their children, level by level."""
     depths: list[int] = []
     for parent in parents:
@@ -211,7 +212,7 @@ def _by_levels(parents: Sequence[int]) -> Shape:
     for i, node in enumerate(order):
         by_row[1 + place[parents[node]]].append(i)
     widths = [depths.count(depth) for depth in range(1, max(depths, default=0) + 1)]
-    return Shape(tuple(place[parents[node]] for node in order), tuple(map(tuple, by_row)), tuple(widths))
+    return TreeShape(tuple(place[parents[node]] for node in order), tuple(map(tuple, by_row)), tuple(widths))
 
 
 def share_level(values: Sequence[Sequence[float]], width: int) -> list[int]:

@@ -70,12 +70,7 @@ class Engine:
         """Begin with the costs of a profile; `specs` are what its drafters, by name, are in this engine."""
         assert isinstance(self.chooser.policy, BudgetPolicy)
         rows, curves = priors_of(profile)
-        known = {
-            option_kind(variant): curves[name]
-            for name, spec in specs.items()
-            if name in curves
-            for variant in self.drafters.variants(spec)
-        }
+        known = {option_kind(spec): curves[name] for name, spec in specs.items() if name in curves}
         self.chooser.policy.seed(rows, known)
 
     def step(self) -> list[StepOutput]:

@@ -14,7 +14,9 @@ PLAIN, AUTO = "plain", "auto"
 
 @dataclass(frozen=True)
 class SimSetting:
-    """Which drafters guess (none: plain decoding) and how much (None: the policy chooses, among several drafters too)."""
+    """Which drafters guess (none: plain decoding) and how much (None: the policy chooses, among several drafters
+    too).
+    """
 
     drafters: tuple[str, ...] = ()
     num_draft: int | None = 0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken import config
-from foretoken.bench import drafting
+from foretoken import field_text, registry
 from foretoken.bench.drafting import DrafterChoice, parse_drafters
 from foretoken.config import DRAFTERS, SpecConfig
 from foretoken.errors import ConfigError
@@ -13,7 +12,7 @@ from foretoken.errors import ConfigError
 
 def test_all_is_the_registry(monkeypatch):
     assert [choice.name for choice in parse_drafters(["all"])] == list(DRAFTERS)
-    monkeypatch.setattr(config, "_ADDED", ["mine"])
+    monkeypatch.setattr(registry, "ADDED", {"mine": registry.Traits(None)})
     assert [choice.name for choice in parse_drafters(["all"])] == [*DRAFTERS, "mine"]
 
 
@@ -42,24 +41,28 @@ def test_options_become_fields_of_their_kind():
     assert text.spec().corpus == "3"
 
 
+def parse(field, text):
+    return field_text.parse_field(SpecConfig, field, text, "+")
+
+
 def test_lists_truths_and_fixed_words(monkeypatch):
     monkeypatch.setattr(
-        drafting.typing,
+        field_text.typing,
         "get_type_hints",
         lambda kind: {"parts": tuple[str, ...], "draft": bool, "corpus": tuple[int, ...], "num_draft": float | None},
     )
-    assert drafting._value("parts", "ngram+suffix") == ("ngram", "suffix")
-    assert drafting._value("parts", "ngram") == ("ngram",)
-    assert drafting._value("corpus", "2+3") == (2, 3)
-    assert drafting._value("draft", "true") is True
-    assert drafting._value("num_draft", "2.5") == 2.5
+    assert parse("parts", "ngram+suffix") == ("ngram", "suffix")
+    assert parse("parts", "ngram") == ("ngram",)
+    assert parse("corpus", "2+3") == (2, 3)
+    assert parse("draft", "true") is True
+    assert parse("num_draft", "2.5") == 2.5
     for field, value, message in (
         ("draft", "yes", "true or false"),
         ("corpus", "2+x", "whole numbers"),
         ("num_draft", "x", "a number"),
     ):
         with pytest.raises(ConfigError, match=message):
-            drafting._value(field, value)
+            parse(field, value)
     assert DrafterChoice("x", (("a", (2, 3)), ("b", True))).options == "a=2+3;b=true"
 
 
@@ -80,7 +83,7 @@ def test_what_a_drafter_takes_is_what_its_configuration_accepts():
 
 
 def test_a_composite_needs_what_its_parts_need(monkeypatch):
-    monkeypatch.setattr(config, "COMPOSITES", ("ngram",))
+    monkeypatch.setitem(registry.DRAFTERS, "ngram", registry.Traits(None, composite=True))
     (both,) = parse_drafters(["ngram:parts=draft_model+predicted"])
     assert both.needs == {"draft", "prediction"}
     assert both.leaves == {"draft_model", "predicted"}

@@ -30,7 +30,7 @@ def expected(pair: SimpleNamespace) -> list[int]:
 
 def test_token_ids_in_and_out(foretoken: Run, pair: SimpleNamespace, expected: list[int]) -> None:
     """A folder without a tokenizer."""
-    mixed = ["--parts", "ngram, draft_model", "--draft", pair.draft, "--combine", "merge"]
+    mixed = ["--parts", "ngram, draft_model", "--draft", pair.draft]
     for drafting in (
         [],
         mixed,
@@ -250,7 +250,11 @@ def test_exit_codes_of_bad_input(
         (2, [*good, "--rule", "lucky"], "rule='lucky': choose one of"),
         (2, [*good, "--parts", "ngram,oracle"], "drafter='oracle': choose one of"),
         (2, [*good, "--drafter", "cascade"], "draft=None: part 'draft_model' of drafter='cascade' needs"),
-        (2, [*good, "--drafter", "ngram", "--combine", "merge"], "combine='merge': only drafter='mix' takes it"),
+        (
+            2,
+            [*good, "--drafter", "ngram", "--drafter-option", "width=3"],
+            "width='3': unknown option of drafter='ngram'",
+        ),
         (2, [*good, "--wrong-flag"], "No such option: --wrong-flag"),
         (2, ["frobnicate"], "No such command 'frobnicate'"),
         (2, [*good, "--device", "toaster"], "device='toaster': use auto"),

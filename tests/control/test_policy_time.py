@@ -67,7 +67,9 @@ def test_a_request_that_is_almost_done_does_not_have_its_text_read() -> None:
 def test_deciding_takes_a_small_share_of_the_time(
     monkeypatch: pytest.MonkeyPatch, decision_s: float, least: int, most: int
 ) -> None:
-    """Steps of 20 ms: cheap decisions are made in every one, others now and then, and budgets are repeated meanwhile."""
+    """Steps of 20 ms: cheap decisions are made in every one, others now and then, and budgets are repeated
+    meanwhile.
+    """
     policy, calls, allocate = BudgetPolicy(), [], module.allocate
     monkeypatch.setattr(module, "allocate", lambda *arguments: calls.append(1) or allocate(*arguments))
     requests = [options_of(b, "d", 8) for b in range(4)]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, ConfigError, InputError, SamplingParams, SpecConfig, add_drafter, config
+from foretoken import LLM, ConfigError, InputError, SamplingParams, SpecConfig, add_drafter, registry
 from foretoken.core import Batch, BatchEntry, Draft, Mass, Probes, Request, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.boundary import check_tree, draft_faults
@@ -22,7 +22,6 @@ from foretoken.draft.failures import MOST_FAILURES
 from foretoken.draft.group import drafter_key
 from foretoken.draft.lookup_tree import LookupTree
 from foretoken.draft.ngram import NgramDrafter
-from foretoken.engine import drafters as registry
 from foretoken.engine.drafters import DEFAULT_LIMIT_S, limit_of
 from foretoken.errors import DraftError, DrafterWarning, DraftTimeout
 from tests.helpers import audit
@@ -176,9 +175,7 @@ def test_e5_guesses_that_are_shown_are_checked_too(tree: object, words: str) -> 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> Iterator[None]:
     """A registry that forgets what was added, and an engine that forgets its drafters."""
-    monkeypatch.setattr(config, "_ADDED", [])
-    monkeypatch.setattr(registry, "_MAKERS", dict(registry._MAKERS))
-    monkeypatch.setattr(registry, "_LIMITS_S", {})
+    monkeypatch.setattr(registry, "ADDED", {})
     yield
     for key in [key for key in llm._drafters.drafters if "bad" in str(key)]:
         del llm._drafters.drafters[key]

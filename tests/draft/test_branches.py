@@ -69,7 +69,7 @@ def grow(growth: Growth, laws: Tables, context: Tokens = ()) -> Growth:
 def spot_of(growth: Growth, node: int = -1) -> Spot:
     """The tree as the enumeration wants it."""
     kids = [n for n, parent in enumerate(growth.parents) if parent == node]
-    law = growth.laws.get(node)
+    law = growth.masses.get(node)
     children = [
         Child(growth.tokens[n], growth.sampled[n], spot_of(growth, n))
         for n in sorted(kids, key=lambda n: not growth.sampled[n])
@@ -136,8 +136,8 @@ def ranked_by_value(growth: Growth) -> Growth:
     kept = branches.best_nodes(growth.parents, values, growth.budget - 2)
     place = {-1: -1} | {node: i for i, node in enumerate(kept)}
     fields = {name: [getattr(growth, name)[node] for node in kept] for name in ("tokens", "sampled", "estimates")}
-    laws = {place[row]: law for row, law in growth.laws.items() if row in place}
-    return replace(growth, parents=[place[growth.parents[node]] for node in kept], laws=laws, **fields)
+    laws = {place[row]: law for row, law in growth.masses.items() if row in place}
+    return replace(growth, parents=[place[growth.parents[node]] for node in kept], masses=laws, **fields)
 
 
 @pytest.mark.parametrize("rule", ["tree", "traversal"])
@@ -193,7 +193,7 @@ def test_a_greedy_tree_holds_the_likeliest_paths(seed: int, branching: object, b
         sorted(every, reverse=True)[:budget]
     )
     assert all(growth.parents[node] in {-1, *chosen} for node in chosen)
-    assert not growth.laws
+    assert not growth.masses
 
 
 @pytest.mark.parametrize(("tree", "temperature"), [("static", 0.0), ("best_first", 0.0), ("best_first", 1.0)])
@@ -226,7 +226,7 @@ def test_a_coupled_tree_holds_the_leaders_of_the_race(tree: str) -> None:
         noise = RaceNoise(seed, 6)
         growth = grow(growth_of(tree, 8, 3, noise=noise), laws)
         chosen = growth.chosen()
-        assert not growth.laws
+        assert not growth.masses
         for node in (-1, *chosen):
             children = [growth.tokens[n] for n in chosen if growth.parents[n] == node]
             path = growth.path(node)

@@ -16,7 +16,6 @@ from foretoken.core import Batch, BatchEntry, Request
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
-from foretoken.draft.layer_choice import ExitChoice
 from foretoken.draft.lookahead import LookaheadDrafter
 from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.engine.engine import Engine
@@ -278,8 +277,6 @@ def test_propose_gives_each_request_its_own_number(
     if isinstance(watched.inner, RecyclingDrafter):
         watched.inner.successors[[5, 6, 7, 8], 0] = [6, 7, 8, 5]
     entries = [entry(100 + i, prompt, i % 4, params, spec(num_draft=3)) for i in range(7)]
-    if isinstance(watched.inner, EarlyExitDrafter):
-        monkeypatch.setattr(watched.inner, "exits", ExitChoice(2, 0.1))  # knows no reason to draft less
     for one in entries:
         watched.start(one.request)
         if isinstance(watched.inner, EarlyExitDrafter):  # drafts in the target's cache
@@ -287,7 +284,7 @@ def test_propose_gives_each_request_its_own_number(
             llm.target.forward(torch.tensor(prompt[:-1]), [Segment(one.request.request_id, len(prompt) - 1, (), 0)])
             llm.target.commit(one.request.request_id, len(prompt) - 1)
         if isinstance(watched.inner, LookaheadDrafter):  # its pool knows two tokens at a time
-            watched.inner._requests[one.request.request_id].pool.add(8, (9, 5), in_text=True)
+            watched.inner._requests[one.request.request_id].pool.add(8, (9, 5))
     draft = watched.propose(Batch(tuple(entries)))
     assert draft.lengths == tuple(i % 4 for i in range(7))
     again = watched.propose(Batch(tuple(entries[4:5])))

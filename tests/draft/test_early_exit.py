@@ -1,10 +1,9 @@
-"""The target as its own drafter: no layer runs a row twice, exits and skipped layers are chosen by what earlier rounds
-showed.
-"""
+"""The target as its own drafter: no layer runs a row twice, exits may change between rounds, a search finds layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +11,12 @@ import pytest
 import torch
 
 from foretoken import LLM, ConfigError, SamplingParams, SpecConfig
-from foretoken.cli.common import spec_config
+from foretoken.cli.spec_options import spec_from
+from foretoken.core import Batch, Draft
+from foretoken.draft.base import variants_of
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterGroup
-from foretoken.draft.layer_choice import NUM_TRIALS, Agreement, ExitChoice, SkipSearch
+from foretoken.draft.layer_choice import NUM_TRIALS, SkipSearch
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState
 from foretoken.model.attention.packed import PackedAttention
@@ -105,58 +106,44 @@ def test_different_layers_side_by_side_are_plain_greedy(folder: Path, numerics: 
     assert sum(out.stats.num_accepted for out in outputs) > 50
 
 
-def test_looks_tell_how_often_each_exit_agrees(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by one along the text, against a pass over the whole of it."""
-    decoder = silenced(folder, ())
+def test_an_open_exit_gives_a_variant_for_each(folder: Path) -> None:
+    _, drafter = engine_of(silenced(folder, ()))
+    exits = variants_of(drafter, SpecConfig("early_exit"))
+    assert [spec.exit_layer for spec in exits] == [1, 3, 4]
+    assert variants_of(drafter, exits[0]) == (exits[0],)
+    skipping = SpecConfig("early_exit", skip_layers="auto")
+    assert variants_of(drafter, skipping) == (skipping,)
+    both = variants_of(drafter, SpecConfig("early_exit", draft_probability="auto"))
+    assert [(spec.exit_layer, spec.draft_probability) for spec in both] == [
+        (e, a) for e in (1, 3, 4) for a in (0.5, 1.0)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_exits_that_change_from_round_to_round(
+    folder: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each round under another variant: a perfect exit stays perfect, and the greedy text stays plain."""
+    decoder = silenced(folder, (1, 2, 3, 4, 5))
     engine, drafter = engine_of(decoder)
-    looked: dict[int, list[float]] = {layer: [] for layer in drafter.exits.candidates}
-    monkeypatch.setattr(
-        ExitChoice, "learn", lambda self, layer, shares: looked[layer].extend(shares)
-    )  # never known: every round is looked at
-    (state,) = run(engine, SpecConfig("early_exit", num_draft=3), prompts=PROMPTS[:1])
-    text = torch.tensor(state.tokens[:-1])
-    with torch.no_grad():
-        hidden = decoder(
-            text, torch.arange(len(text)), PackedAttention(decoder.config, 1, len(text)), taps=drafter.exits.candidates
-        )
-        said = decoder.logits(hidden.last).argmax(-1)
-        for layer, shares in looked.items():
-            agreed = (decoder.logits(hidden.taps[layer]).argmax(-1) == said).double()
-            assert shares == agreed[len(PROMPTS[0]) :].tolist()[: len(shares)]
-    assert len(shares) > 24  # the last round may be cut
+    params = SamplingParams(max_tokens=33, ignore_eos=True, temperature=temperature)
+    plain = run(engine_of(decoder)[0], SpecConfig(), params)
+    variants, used, propose = drafter.variants(SpecConfig("early_exit", num_draft=3)), set(), drafter.propose
 
+    def under_a_variant(batch: Batch) -> Draft:
+        entries = []
+        for entry in batch.decoding:
+            variant = variants[entry.round_start % len(variants)]
+            used.add(variant.exit_layer)
+            entries.append(replace(entry, request=replace(entry.request, spec=variant)))
+        return propose(Batch(tuple(entries)))
 
-def test_auto_finds_the_exit_and_goes_far(folder: Path) -> None:
-    """The last two layers write nothing: exit 4 is perfect, and the half way is not."""
-    engine, drafter = engine_of(silenced(folder, (4, 5)))
-    run(engine, SpecConfig("early_exit", num_draft=6))
-    assert drafter.exits.candidates == (1, 3, 4)
-    assert drafter.exits.agreements[4].rate == 1.0
-    assert drafter.exits.choose(6) == (4, 6)
-    states = run(engine, SpecConfig("early_exit", num_draft=6))
+    monkeypatch.setattr(drafter, "propose", under_a_variant)
+    states = run(engine, SpecConfig("early_exit", num_draft=3), params)
     assert [state.stats.acceptance_rate for state in states] == [1.0] * 4
-
-
-def test_auto_gives_up_and_comes_back(folder: Path) -> None:
-    """Where no exit agrees nothing is guessed; rounds are looked at all the same, so a change is noticed."""
-    decoder = silenced(folder, ())
-    engine, drafter = engine_of(decoder)
-    spec = SpecConfig("early_exit", num_draft=4)
-    run(engine, spec)
-    assert drafter.exits.choose(4)[1] == 0
-    with counted(decoder) as ran:
-        states = run(engine, spec)
-    assert sum(state.stats.num_drafted for state in states) == 0
-    assert ran == [sum(map(len, PROMPTS)) + 4 * 32] * NUM_LAYERS
-    with torch.no_grad():
-        for layer in (3, 4, 5):
-            decoder.layers[layer].o_proj.weight.zero_()
-            decoder.layers[layer].mlp.down_proj.weight.zero_()
-    states = [state for _ in range(12) for state in run(engine, spec)]
-    exit_layer, num_draft = drafter.exits.choose(4)
-    assert exit_layer == 3
-    assert num_draft >= 2
-    assert states[-1].stats.acceptance_rate == 1.0
+    assert used == {1, 3, 4}
+    if not temperature:
+        assert [state.output_ids for state in states] == [state.output_ids for state in plain]
 
 
 def test_a_set_of_layers_is_found(folder: Path) -> None:
@@ -168,13 +155,12 @@ def test_a_set_of_layers_is_found(folder: Path) -> None:
     states = [state for _ in range(20) for state in run(engine, spec)]
     assert drafter.skips.num_trials <= NUM_TRIALS
     assert drafter.skips.skipped == {1, 2, 4}
-    assert drafter.skips.agreement.rate == 1.0
     assert states[-1].stats.acceptance_rate == 1.0
     assert not engine.target.tables  # type: ignore[attr-defined]
 
 
 def test_the_search_costs_what_it_says(folder: Path) -> None:
-    """At most two passes over 24 rows every eighth round, for 48 trials; after that one every 64th."""
+    """At most two passes over 24 rows every eighth round, for 48 trials; after that none."""
     search, calls = SkipSearch(NUM_LAYERS, 0.3), []
 
     def agree(layers: tuple[int, ...]) -> list[float]:
@@ -188,8 +174,8 @@ def test_the_search_costs_what_it_says(folder: Path) -> None:
             search.trial(agree, 4)
         per_round.append(len(calls) - before)
     assert max(per_round[: 48 * 8]) == 2
-    assert sum(count > 0 for count in per_round[: 48 * 8]) == 48
-    assert sum(per_round[48 * 8 :]) == 10
+    assert 30 < sum(count > 0 for count in per_round[: 48 * 8]) <= 48  # a neighbour may be the set itself
+    assert sum(per_round[48 * 8 :]) == 0
     assert all({0, NUM_LAYERS - 1} <= set(layers) for layers in calls)
     again = SkipSearch(NUM_LAYERS, 0.3)
     for _ in range(48):
@@ -207,17 +193,6 @@ def test_a_search_without_room_waits(folder: Path, monkeypatch: pytest.MonkeyPat
     run(engine, SpecConfig("early_exit", skip_layers="auto", num_draft=2))
     assert drafter.skips.num_trials == 0
     engine.target.check()  # type: ignore[attr-defined]
-
-
-def test_old_rows_fade() -> None:
-    agreement = Agreement()
-    assert not agreement.is_known
-    agreement.add([1.0] * 8)
-    assert agreement.is_known
-    assert agreement.rate == 1.0
-    for _ in range(64):
-        agreement.add([0.0])
-    assert 0.05 < agreement.rate < 0.15
 
 
 def test_the_mass_is_the_law_of_the_layers_that_drafted(folder: Path) -> None:
@@ -256,13 +231,13 @@ def test_who_cannot_stop_half_way_is_refused(tmp_path: Path) -> None:
 
 
 def test_flags() -> None:
-    assert spec_config(None, None, "auto", "auto", exit_layer="3") == SpecConfig("early_exit", exit_layer=3)
-    assert spec_config(None, None, "auto", "auto", skip_layers="5, 2,5") == SpecConfig("early_exit", skip_layers=(2, 5))
-    assert spec_config(None, None, "auto", "auto", skip_layers="auto") == SpecConfig("early_exit", skip_layers="auto")
-    assert spec_config("ngram", None, "3", "auto") == SpecConfig("ngram", num_draft=3)
+    assert spec_from({"exit_layer": "3"}) == SpecConfig("early_exit", exit_layer=3)
+    assert spec_from({"skip_layers": "5, 2,5", "rule": "auto"}) == SpecConfig("early_exit", skip_layers=(2, 5))
+    assert spec_from({"skip_layers": "auto", "exit_layer": "auto"}) == SpecConfig("early_exit", skip_layers="auto")
+    assert spec_from({"drafter": "ngram", "num_draft": "3"}) == SpecConfig("ngram", num_draft=3)
     for flags in ({"exit_layer": "deep"}, {"skip_layers": "2,x"}):
         with pytest.raises(ConfigError, match="must be"):
-            spec_config(None, None, "auto", "auto", **flags)
+            spec_from(flags)
 
 
 def test_a_mixed_run_through_the_front(llm: LLM, pair: SimpleNamespace) -> None:

@@ -1,29 +1,28 @@
-"""Lookahead: what the pool keeps, how the window moves, when it rests. The target's part is in
+"""Lookahead: what the pool keeps, how the window moves, with the window and without it. The target's part is in
 tests/engine/test_probes.py.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
-import torch
 
 from foretoken import ConfigError, InputError, SamplingParams, SpecConfig
-from foretoken.core import Draft, Verdict
+from foretoken.core import Batch, BatchEntry, Request, Verdict
+from foretoken.draft.base import variants_of
 from foretoken.draft.group import DrafterGroup
 from foretoken.draft.lookahead import (
-    LEAST_GAIN,
     MOST_CONTINUATIONS,
-    REST_ROUNDS,
-    TRIAL_ROUNDS,
+    ContinuationChances,
     JacobiWindow,
     LookaheadDrafter,
     NgramPool,
-    Trial,
     prefix_tree,
 )
 from foretoken.engine.engine import Engine
+from foretoken.engine.request import RequestState
 from tests.helpers.rounds import NO_FEEDBACK, Alone
 from tests.helpers.scripted import Script, ScriptedModel, recite
 from tests.helpers.specs import key_of
@@ -46,35 +45,35 @@ def test_the_pool_keeps_the_latest(seed: int, monkeypatch: pytest.MonkeyPatch) -
     forgotten = 0
     for _ in range(1000):
         token, rest = int(dice.expovariate(1 / 5)), (dice.randrange(3), dice.randrange(3))
-        pool.add(token, rest, in_text=dice.random() < 0.5)
+        pool.add(token, rest)
         own = next((rests for one, rests in kept if one == token), [])
         kept = [(one, rests) for one, rests in kept if one != token]
         kept.append((token, [*(other for other in own if other != rest), rest][-MOST_CONTINUATIONS:]))
         forgotten += len(kept) > 12
         kept = kept[-12:]
         assert pool.num_tokens == len(kept)
-        assert all([found for found, _ in pool.after(one)] == rests[::-1] for one, rests in kept)
+        assert all(pool.after(one) == rests[::-1] for one, rests in kept)
     assert forgotten > 20  # the test means something
 
 
-def test_what_the_text_held_is_marked_for_good() -> None:
-    pool = NgramPool()
-    pool.add(1, (2, 3), in_text=True)
-    pool.add(1, (4, 5), in_text=False)
-    pool.add(1, (2, 3), in_text=False)
-    assert pool.after(1) == [((2, 3), True), ((4, 5), False)]
-    pool.add(1, (4, 5), in_text=True)
-    assert pool.after(1) == [((4, 5), True), ((2, 3), True)]
-    assert pool.after(2) == []
-
-
 def test_common_beginnings_stand_once() -> None:
-    tree, children = prefix_tree([((1, 2, 3), False), ((1, 2, 4), True), ((5, 6, 7), False)], 6)
-    assert (tree.tokens, tree.parents) == ((1, 2, 3, 4, 5, 6), (-1, 0, 1, 1, -1, 4))
-    assert children[0, 1] == (1, True)  # the text told it, too
-    assert children[2, 3] == (3, False)
-    assert children[2, 4] == (4, True)
-    assert prefix_tree([], 5)[0].tokens == prefix_tree([((1,), True)], 0)[0].tokens == ()
+    """Likeliest first: by how late a continuation came, and how far it goes."""
+    tree = prefix_tree([(1, 2, 3), (1, 2, 4), (5, 6, 7)], ContinuationChances(), 6)
+    assert (tree.tokens, tree.parents) == ((1, 2, 3, 5, 6, 4), (-1, 0, 1, -1, 3, 1))
+    assert list(tree.chances) == sorted(tree.chances, reverse=True)
+    assert (
+        prefix_tree([], ContinuationChances(), 5).tokens == prefix_tree([(1,)], ContinuationChances(), 0).tokens == ()
+    )
+
+
+def test_chances_are_how_often_continuations_came_true() -> None:
+    chances = ContinuationChances()
+    before = chances.chance(0, 0), chances.chance(0, 1)
+    for turn in range(2000):
+        chances.count([(1, 2, 3), (4, 5, 6)], [1, 2, 9] if turn % 2 else [4, 9, 9])
+    assert before != (chances.chance(0, 0), chances.chance(0, 1))
+    assert [chances.chance(rank, 0) for rank in (0, 1)] == pytest.approx([0.5, 0.5], abs=0.01)
+    assert chances.chance(0, 1) == pytest.approx(0.5 / 3, abs=0.01)  # 1 of 3 later tokens
 
 
 def test_the_window_is_a_tree() -> None:
@@ -137,93 +136,54 @@ def test_the_prompt_fills_the_pool() -> None:
     one.finish()
 
 
-def test_a_trial() -> None:
-    """A window that brings nothing rests, and is tried again; one that brings enough goes on."""
-    trial, most = Trial(), int(LEAST_GAIN * 8 * TRIAL_ROUNDS)
-    for turn in range(3):
-        for gained in [1] * (most - 1) + [0] * (TRIAL_ROUNDS - most + 1):
-            assert not trial.resting, turn
-            trial.count(8, gained)
-        for _ in range(REST_ROUNDS):
-            assert trial.resting
-            trial.count(0, 5)
-    for _ in range(5):
-        for gained in [1] * most + [0] * (TRIAL_ROUNDS - most):
-            trial.count(8, gained)
-            trial.count(0, 0)  # a round without probes is no trial
-            assert not trial.resting
-
-
-def probes_of(
-    script: Script, prompt: list[int], vocab_size: int, num_tokens: int
-) -> tuple[list[int], list[bool], float]:
-    """Probes of each round, whether the window rested after it, and tokens per round; the answer is the script's
-    own.
-    """
+def run_of(script: Script, prompt: list[int], vocab_size: int, num_tokens: int, spec: SpecConfig) -> RequestState:
+    """A request that was answered; the answer is the script's own."""
     engine, watched = lookahead_engine(ScriptedModel(script, vocab_size))
-    state = engine.submit(
-        prompt, SamplingParams(max_tokens=num_tokens, ignore_eos=True), SpecConfig("lookahead", num_draft=4)
-    )
-    probed, rested = [], []
+    state = engine.submit(prompt, SamplingParams(max_tokens=num_tokens, ignore_eos=True), spec)
     while engine.has_work:
-        before = watched.num_probed
         engine.step()
-        probed.append(watched.num_probed - before)
-        rested.append(watched.inner.resting(state.request_id) if engine.has_work else False)
     text = list(prompt)
     for token in state.output_ids:
-        answer = script(tuple(text))
-        assert token == answer
+        assert token == script(tuple(text))
         text.append(token)
-    assert sum(probed) == state.stats.num_probed == state.stats.as_dict()["num_probed"] == engine.stats.num_probed
-    return probed, rested, state.stats.emitted_per_step
+    assert watched.num_probed == state.stats.num_probed == engine.stats.num_probed
+    return state
 
 
-def test_a_window_that_gains_nothing_rests() -> None:
-    """Every token is a wild function of the whole text: nothing can be foreseen."""
-    probed, rested, _ = probes_of(
-        lambda context: hash(context) % 5000, [1, 2, 3], 5000, 1 + 2 * (TRIAL_ROUNDS + REST_ROUNDS) + 9
-    )
-    trial = [8] * TRIAL_ROUNDS + [0] * REST_ROUNDS
-    assert probed == [0, *trial, *trial, *[8] * 8, 0]  # neither the first token nor the last is drafted
-    assert sum(rested) == 2 * REST_ROUNDS
-    assert rested[TRIAL_ROUNDS]
-
-
-def test_a_window_that_foresees_the_text_goes_on() -> None:
+def test_a_window_that_foresees_the_text() -> None:
     """Every token follows from its place alone, so parallel guesses come true; the text itself never repeats."""
     answer = [3 + i for i in range(400)]
-    probed, rested, rate = probes_of(recite(answer), [1], 500, 400)
-    assert not any(rested)
-    assert set(probed[1:-3]) == {8}
-    assert rate > 1.5
-    assert len(probed) > TRIAL_ROUNDS  # the window was judged
+    state = run_of(recite(answer), [1], 500, 400, SpecConfig("lookahead", num_draft=4))
+    assert state.stats.emitted_per_step > 1.5
+    without = run_of(recite(answer), [1], 500, 400, SpecConfig("lookahead", num_draft=4, lookahead_window=0))
+    assert (without.stats.emitted_per_step, without.stats.num_probed) == (1.0, 0)
 
 
-def test_what_the_text_would_have_told_is_not_the_windows_gain() -> None:
-    """A text that repeats itself is guessed from the text; the window rests although nearly every guess is right."""
-    _, rested, rate = probes_of(lambda context: (context[-1] + 1) % 7, [0, 1, 2, 3, 4, 5, 6, 0], 7, 200)
-    assert rate > 2.5
-    assert any(rested)
+def test_without_a_window_the_text_is_still_searched() -> None:
+    spec = SpecConfig("lookahead", num_draft=4, lookahead_window=0)
+    state = run_of(lambda context: (context[-1] + 1) % 7, [0, 1, 2, 3, 4, 5, 6, 0], 7, 200, spec)
+    assert state.stats.emitted_per_step > 2.5
+    assert state.stats.num_probed == 0
 
 
-def test_somebody_elses_guesses_are_not_the_windows_gain() -> None:
-    """A grammar may force a round for which nothing was asked of the drafter: its earlier guesses do not count
-    there.
-    """
+def test_rounds_with_and_without_the_window() -> None:
+    """What the engine may choose from: the window is kept while it is not run."""
+    spec = SpecConfig("lookahead", num_draft=4)
     drafter = LookaheadDrafter()
-    one = Alone(drafter, [1, 2, 3])
-    state = drafter._requests[0]
-    gained: list[int] = []
-    state.trial.count = lambda _, num_gained: gained.append(num_gained)  # type: ignore[method-assign]
-    state.pool.add(3, (7, 8), in_text=False)
-    for asked in (True, False):
-        draft = one.guess(2) if asked else Draft(torch.tensor([7, 8]), (-1, 0), (0, 2), ("grammar",))
-        assert draft.tokens.tolist() == [7, 8]
-        drafter.commit(one.batch(2), draft, Verdict(((0, 1),), ((7, 8),), (3,), ("bonus",)), NO_FEEDBACK)
-        one.text += [7, 8, 3]
-    assert gained == [2, 0]
-    one.finish()
+    variants = variants_of(drafter, spec)
+    assert [variant.lookahead_window for variant in variants] == [0, 4]
+    assert variants_of(drafter, variants[1]) == (variants[1],)
+    request = Request(0, (1, 2, 3), SamplingParams(), spec, 0)
+    drafter.start(request)
+    for turn in range(6):
+        own = replace(request, spec=variants[turn % 2])
+        batch = Batch((BatchEntry(own, 2 + turn, (3,), True, 4, num_probe=8, probe_depth=99),))
+        draft = drafter.propose(batch)
+        assert draft.probe_lengths == (8 * (turn % 2),)
+        assert draft.tokens.tolist() == list(drafter.guess(batch.entries[0]).tokens)
+        drafter.commit(batch, draft, Verdict(((),), ((),), (3,), ("residual",)), NO_FEEDBACK)
+        assert len(drafter._requests[0].window.columns) == 4
+    drafter.finish(0)
 
 
 def test_configuration() -> None:
@@ -233,7 +193,7 @@ def test_configuration() -> None:
     with pytest.raises(ConfigError, match="lookahead_window=5: only drafter='lookahead' takes it, not drafter='ngram'"):
         SpecConfig("ngram", lookahead_window=5)
     for field, value in (
-        ("lookahead_window", 0),
+        ("lookahead_window", -1),
         ("lookahead_window", 65),
         ("lookahead_ngram", 1),
         ("lookahead_ngram", 17),

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, ConfigError, SamplingParams, SpecConfig, add_drafter, config
+from foretoken import LLM, ConfigError, SamplingParams, SpecConfig, add_drafter, config, registry
 from foretoken.bench.drafting import parse_drafters
 from foretoken.core import Batch, Draft, Mass
 from foretoken.draft.base import Drafter
 from foretoken.draft.group import drafter_key
 from foretoken.draft.ngram import NgramDrafter
-from foretoken.engine import drafters as registry
 from tests.helpers import audit, law, watch
 from tests.helpers.checkpoints import tiny_checkpoint, token_ids
 from tests.helpers.watch import Watched
@@ -34,8 +33,7 @@ NUM_REQUESTS = 1600
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """A registry that forgets afterwards what was added."""
-    monkeypatch.setattr(config, "_ADDED", [])
-    monkeypatch.setattr(registry, "_MAKERS", dict(registry._MAKERS))
+    monkeypatch.setattr(registry, "ADDED", {})
 
 
 @pytest.fixture
@@ -57,7 +55,7 @@ def check_state(drafter: Any, sequence: int, text: list[int], num_drafted: int, 
 def watched(llm: LLM, toy: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     """The toy in the shared engine, where nothing of it is left afterwards."""
     watched = Watched(toy(), llm.target.vocab_size)
-    monkeypatch.setitem(registry._MAKERS, "bigram", lambda factory, spec: watched)
+    add_drafter("bigram", lambda factory, spec: watched)
     yield watched
     assert not watched.texts
     assert not watched.inner.followers  # type: ignore[attr-defined]

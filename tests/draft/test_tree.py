@@ -1,4 +1,4 @@
-"""Trees of guesses: best-first growth and merging against brute force, ties, ancestors, authors."""
+"""Trees of guesses: best-first growth and merging against brute force, ties, ancestors, drafters."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def paths_of(nodes: Sequence[TreeNode]) -> list[Path]:
     return paths
 
 
-def tree_of(estimates: dict[Path, float], author: str | None = None) -> list[TreeNode]:
+def tree_of(estimates: dict[Path, float], drafter: str | None = None) -> list[TreeNode]:
     """Paths (each after its beginning) with their estimates as a tree."""
     places = {path: place for place, path in enumerate(estimates)}
     return [
-        TreeNode(path[-1], places[path[:-1]] if len(path) > 1 else -1, chance, author)
+        TreeNode(path[-1], places[path[:-1]] if len(path) > 1 else -1, chance, drafter)
         for path, chance in estimates.items()
     ]
 
@@ -118,25 +118,25 @@ def test_merged_trees(seed: int, budget: int) -> None:
     """Closed under ancestors, the highest estimates of all, each by who gave it, in every order of growth."""
     rng = np.random.default_rng(seed)
     trees, best = [], dict[Path, tuple[float, str]]()
-    for author in "abc"[: rng.integers(1, 4)]:
+    for drafter in "abc"[: rng.integers(1, 4)]:
         estimates: dict[Path, float] = {}
         for _ in range(int(rng.integers(0, 6))):
             parent = [(), *estimates][rng.integers(0, len(estimates) + 1)]
             path = (*parent, int(rng.integers(0, 3)))
             estimates.setdefault(path, float(rng.choice([0.5, 0.8, 1.0])) * estimates.get(parent, 1.0))
-        trees.append(tree_of(estimates, author))
+        trees.append(tree_of(estimates, drafter))
         for path, chance in estimates.items():
-            best[path] = max(best.get(path, (0.0, "")), (chance, author), key=lambda pair: pair[0])
+            best[path] = max(best.get(path, (0.0, "")), (chance, drafter), key=lambda pair: pair[0])
     merged = merge_trees(trees, budget)
     assert len(merged) == min(budget, len(best))
     found = dict(zip(paths_of(merged), merged, strict=True))
-    assert {path: (node.estimate, node.author) for path, node in found.items()}.items() <= best.items()
+    assert {path: (node.estimate, node.drafter) for path, node in found.items()}.items() <= best.items()
     assert sorted(node.estimate for node in merged) == sorted(
         sorted((chance for chance, _ in best.values()), reverse=True)[:budget]
     )
 
 
-def test_the_earlier_tree_is_the_author_on_a_tie_and_no_child_is_likelier_than_its_parent() -> None:
+def test_the_earlier_tree_is_the_drafter_on_a_tie_and_no_child_is_likelier_than_its_parent() -> None:
     one, two = tree_of({(1,): 0.5, (1, 2): 0.9}, "one"), tree_of({(1,): 0.5, (3,): 0.4}, "two")
     assert merge_trees([one, two], 3) == [
         TreeNode(1, -1, 0.5, "one"),

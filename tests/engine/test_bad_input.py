@@ -130,7 +130,8 @@ def test_stop_in_every_form(stop: Any) -> None:
         ({"lookahead_ngram": 5}, "lookahead_ngram=5: only drafter='lookahead' takes it, not drafter=None"),
         ({"tree": "static"}, "tree='static': only drafter='draft_model' takes it, not drafter=None"),
         ({"branching": 2}, "branching=2: a chain does not branch"),
-        ({"combine": "merge"}, "combine='merge': only drafter='mix' takes it, not drafter=None"),
+        ({"options": {"width": 3}}, "options={'width': 3}: are a drafter's"),
+        ({"drafter": "ngram", "options": 3}, "options=3: must be a mapping"),
         ({"parts": ("ngram",)}, "parts=.*: drafter=None has no parts"),
         ({"drafter": "ngram", "corpus": "file"}, "corpus='file': only drafter='suffix' takes it"),
         ({"drafter": "ngram", "prediction": "text"}, "prediction='text': only drafter='predicted' takes it"),
@@ -156,7 +157,7 @@ def test_stop_in_every_form(stop: Any) -> None:
         ),
         (
             {"drafter": "suffix", "draft_top_k": 2},
-            r"draft_top_k=2: needs a drafter that samples from a law \(draft_model, early_exit\)",
+            r"draft_top_k=2: needs a drafter that samples from a distribution \(draft_model, early_exit\)",
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -193,10 +194,13 @@ BAD_PARTS: list[tuple[dict[str, Any], str]] = [
         "draft=None: part 'draft_model' of drafter='mix' needs the folder",
     ),
     ({"drafter": "cascade"}, "draft=None: part 'draft_model' of drafter='cascade' needs the folder"),
-    ({"drafter": "mix", "parts": ("ngram", "lookahead")}, "parts='lookahead': its window runs in every round"),
     (
-        {"drafter": "mix", "draft": "d", "tree": "static", "combine": "merge"},
-        "tree='static': what is merged .* must be a chain",
+        {"drafter": "mix", "parts": ("ngram", "lookahead")},
+        "parts='lookahead': its probes run beside its own guesses",
+    ),
+    (
+        {"drafter": "mix", "draft": "d", "tree": "static"},
+        "tree='static': a mix merges other guesses with chains only",
     ),
     (
         {"drafter": "cascade", "draft": "d", "parts": ("ngram", SpecConfig("draft_model", "d", tree="static"))},
@@ -227,18 +231,16 @@ BAD_PARTS: list[tuple[dict[str, Any], str]] = [
         "prediction=None: drafter='predicted' needs the text that you expect",
     ),
     ({"drafter": "mix", "parts": (SpecConfig("ngram", rule="tree"),)}, "rule='tree': one rule decides for all parts"),
-    ({"drafter": "mix", "combine": "vote"}, "combine='vote': choose one of best, merge"),
-    ({"drafter": "ngram", "combine": "merge"}, "combine='merge': only drafter='mix' takes it, not drafter='ngram'"),
     (
-        {"drafter": "mix", "draft": "d", "combine": "merge", "parts": ("draft_model", "cascade")},
-        "one part at most may ask a model",
+        {"drafter": "mix", "draft": "d", "parts": ("draft_model", "cascade")},
+        "one part of a mix at most may ask a model; choose among several with drafter='auto'",
     ),
     (
         {"drafter": "mix", "draft": "a", "parts": (SpecConfig("draft_model", draft="b"),)},
         "draft='a': no part takes it over",
     ),
     ({"drafter": "mix", "draft": "a", "parts": ("ngram",)}, "draft='a': only drafter='draft_model' takes it"),
-    ({"drafter": "mix", "min_confidence": 0.4}, "min_confidence=0.4: needs a drafter that samples from a law"),
+    ({"drafter": "mix", "min_confidence": 0.4}, "min_confidence=0.4: needs a drafter that samples from a distribution"),
     (
         {"drafter": "mix", "parts": (SpecConfig("draft_model", draft="a", draft_probability=0.5),)},
         "draft_probability=0.5: must be the same beside drafter='mix' and in its parts",

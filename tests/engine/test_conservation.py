@@ -60,7 +60,7 @@ DRAFTING = (
     ),
     SpecConfig("cascade", "d"),
     TWO_LEVELS,
-    *(SpecConfig("mix", "d", combine=combine) for combine in ("best", "merge")),
+    SpecConfig("mix", "d"),
     *FOREIGN.values(),
     SpecConfig("auto", "d"),
 )

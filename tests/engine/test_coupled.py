@@ -34,8 +34,8 @@ def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
         SpecConfig(
             "cascade", draft, parts=("recycling", "draft_model", "draft_model"), num_draft=6, min_confidence=0.1
         ),
-        *(SpecConfig("mix", draft, num_draft=n, combine=how) for n in (2, 7) for how in ("best", "merge")),
-        SpecConfig("mix", draft, prediction=PROMPTS[1], combine="merge"),
+        *(SpecConfig("mix", draft, num_draft=n) for n in (2, 7)),
+        SpecConfig("mix", draft, prediction=PROMPTS[1]),
         SpecConfig("draft_model", draft, num_draft=4, draft_probability=0.5),
         SpecConfig("draft_model", draft, num_draft=6, min_confidence=0.2, draft_top_k=5),
         SpecConfig("draft_model", draft, draft_probability="auto"),

@@ -39,7 +39,7 @@ def all_specs(draft: Path) -> list[SpecConfig]:
         *(SpecConfig("early_exit", exit_layer=1, num_draft=n) for n in (1, 2, 4, 7)),
         SpecConfig("early_exit", skip_layers=[0], num_draft=3),
         *(SpecConfig("cascade", str(draft), num_draft=n) for n in (1, 4, 9)),
-        *(SpecConfig("mix", str(draft), num_draft=n, combine=how) for n in (1, 5, 10) for how in ("best", "merge")),
+        *(SpecConfig("mix", str(draft), num_draft=n) for n in (1, 5, 10)),
         SpecConfig("mix", str(draft)),
         *(SpecConfig("auto", str(draft), num_draft=n, slice="code") for n in (1, 6, "auto")),
         SpecConfig(

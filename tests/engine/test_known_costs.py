@@ -359,7 +359,7 @@ def test_equal_drafters_are_numbered(pair: SimpleNamespace, open_llm: Callable[.
         SpecConfig("draft_model", draft=str(pair.target)),
         SpecConfig("ngram"),
     )
-    with open_llm(SpecConfig("mix", parts=parts)) as llm:
+    with open_llm(SpecConfig("auto", parts=parts)) as llm:
         assert dict(llm.costs.specs) == {"draft_model": parts[0], "draft_model#2": parts[1]}
         assert set(llm.engine.controller.policy.draft_cost) == {_kind(parts[0]), _kind(parts[1])}
 

@@ -13,8 +13,9 @@ import torch
 
 from foretoken import SamplingParams, SpecConfig
 from foretoken.config import QUANTISED, TREES
-from foretoken.core import Draft, Uniforms, Verdict
+from foretoken.core import Batch, Draft, Uniforms, Verdict
 from foretoken.draft import branches, cascade
+from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.model.processors import RequestProcessors
 from foretoken.model.randomness import Purpose, round_uniforms, uniforms
 from foretoken.verify.base import verdict_at
@@ -101,14 +102,13 @@ def cascade_specs(count: int) -> list[SpecConfig]:
     ]
 
 
-def mix_specs(combine: str, count: int) -> list[SpecConfig]:
+def mix_specs(count: int) -> list[SpecConfig]:
     rules = ("tree", "traversal", "auto", "coupled", "block")
     return [
         SpecConfig(
             "mix",
             "reverse",
             num_draft=1 + i % 6,
-            combine=combine,
             rule=rules[i % 5],
             draft_probability=(1.0, 0.6)[i // 5 % 2],
         )
@@ -164,8 +164,7 @@ def test_every_rule_has_the_law(narrow: SimpleNamespace) -> None:
         ],
         **{name: free_specs(name, NUM_REQUESTS) for name in ("suffix", "recycling", "predicted", "lookahead")},
         "cascade": cascade_specs(NUM_REQUESTS),
-        "mix": mix_specs("best", NUM_REQUESTS),
-        "merge": mix_specs("merge", NUM_REQUESTS),
+        "mix": mix_specs(NUM_REQUESTS),
         "auto": auto_specs(NUM_REQUESTS),
         "plain": [SpecConfig("ngram", num_draft=0, rule=("block", "coupled")[i % 2]) for i in range(NUM_REQUESTS)],
     }
@@ -176,10 +175,23 @@ def test_every_rule_has_the_law(narrow: SimpleNamespace) -> None:
         assert min(p_values(part, law)) > ALARM, name
 
 
-def test_a_target_that_drafts_for_itself_has_the_law(tmp_path: Path) -> None:
-    """Exits, skipped layers, coins and stops side by side, so that rows of one verify pass begin at different
-    layers.
+def test_a_target_that_drafts_for_itself_has_the_law(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exits, skipped layers, coins and stops side by side, so that rows of one verify pass begin at different layers.
+
+    An open exit changes from round to round.
     """
+    propose, exits = EarlyExitDrafter.propose, set()
+
+    def under_variants(drafter: EarlyExitDrafter, batch: Batch) -> Draft:
+        entries = []
+        for entry in batch.decoding:
+            variants = drafter.variants(entry.request.spec)
+            chosen = variants[entry.round_start % len(variants)]
+            exits.add(chosen.exit_layer)
+            entries.append(replace(entry, request=replace(entry.request, spec=chosen)))
+        return propose(drafter, Batch(tuple(entries)))
+
+    monkeypatch.setattr(EarlyExitDrafter, "propose", under_variants)
     deep = narrow_models(tmp_path, num_layers=3)
     layers = ({"exit_layer": 1}, {"exit_layer": 2}, {"skip_layers": (1,)}, {"skip_layers": (0, 2)})
     rules = ("block", "rejection", "tree", "coupled")
@@ -196,13 +208,14 @@ def test_a_target_that_drafts_for_itself_has_the_law(tmp_path: Path) -> None:
     law = exact_law(deep, BASE)
     for part in np.split(shuffled_answers(deep, asked), [NUM_REQUESTS]):
         assert min(p_values(part, law)) > ALARM
+    assert {1, 2} <= exits
 
 
 def _whole_law_as_mass(patch: pytest.MonkeyPatch) -> None:
     def drawn(draws: Sequence[branches._Draw], laws: torch.Tensor) -> None:
         draw(draws, laws)
         for one in draws:
-            one.growth.laws[one.growth.parents[one.node]] = laws[one.row]
+            one.growth.masses[one.growth.parents[one.node]] = laws[one.row]
 
     draw = branches._draw
     patch.setattr(branches, "_draw", drawn)

@@ -41,7 +41,7 @@ KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
         or any(level.ran or kept_in(level.cache) for level in drafter.levels)
         or (drafter.lookup is not None and kept_by(drafter.lookup))
     ),
-    MixDrafter: lambda drafter: drafter.records or drafter._rounds or any(kept_by(part) for part in drafter.parts),
+    MixDrafter: lambda drafter: drafter._drawn or any(kept_by(part) for part in drafter.parts),
 }
 
 

@@ -241,7 +241,7 @@ def check_cascade_state(
 
 def check_mix_state(drafter: MixDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int) -> None:
     """Every part knows the whole text, whoever guessed."""
-    assert not drafter._rounds
+    assert not drafter._drawn
     for part in drafter.parts:
         STATE_CHECKS[type(part)](part, sequence, text, 0, 0)
 

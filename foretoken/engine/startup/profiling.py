@@ -94,7 +94,7 @@ class Times:
     draft_s: tuple[float, ...]
 
 
-class Filler:
+class StandInDrafter:
     """Guesses the number of tokens it is asked for; which ones does not matter."""
 
     name = "filler"
@@ -178,7 +178,7 @@ class StepBench:
         self.tell(words, 1 - max(0.0, self.deadline - time.perf_counter()) / self.budget_s)
         group, spec = DrafterGroup(self.target), SpecConfig()
         if work.num_draft:
-            base, drafter = made or (SpecConfig(drafter="ngram"), Filler())
+            base, drafter = made or (SpecConfig(drafter="ngram"), StandInDrafter())
             spec = replace(base, num_draft=work.num_draft)
             key = drafter_key(spec)
             assert key is not None

@@ -1,13 +1,12 @@
 """A few points of what steps and drafters cost, measured before the first request and without a trace.
 
-One request of random tokens runs on a twin of the target (`model.interface.TwinModel`): the same weights, a memory of
-its own. Its drafter is a fresh one over twins of the draft's models. So caches, what drafters have learnt, counters and
-random numbers are afterwards what they were before.
+One request of random tokens runs on a twin of the target (`model.interface.TwinModel`): the same weights, a cache of
+its own. Its drafter is a fresh one over twins of the draft's models (`draft.base.ModelDrafter`). So caches, what
+drafters have learnt, counters and random numbers are the same before and after.
 """
 
 from __future__ import annotations
 
-import copy
 import datetime
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,16 +19,11 @@ import torch
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.core import Batch, Draft, Request, Verdict
-from foretoken.draft.base import Drafter, Feedback
-from foretoken.draft.cascade import CascadeDrafter
-from foretoken.draft.draft_model import DraftModelDrafter
-from foretoken.draft.early_exit import EarlyExitDrafter
+from foretoken.draft.base import Drafter, Feedback, ModelDrafter, parts_of, variants_of
 from foretoken.draft.group import DrafterGroup, drafter_key
-from foretoken.draft.mix import MixDrafter
-from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.startup.machine import machine, versions
-from foretoken.engine.startup.profiling import SHORT_TOKENS, Filler, stand_in, timed
+from foretoken.engine.startup.profiling import SHORT_TOKENS, StandInDrafter, stand_in, timed
 from foretoken.kv.pool import bytes_per_token
 from foretoken.model.interface import LanguageModel, TwinModel
 from foretoken.model.paged import PagedModel
@@ -71,26 +65,28 @@ def describe_drafter(spec: SpecConfig, drafter: Drafter) -> dict[str, Any]:
         for name in fields
         if (value := getattr(spec, name)) is not None
     }
-    return {**layers, "models": [_describe_model(model) for model in _models(drafter)]}
+    options = {"options": dict(spec.options)} if spec.options else {}
+    models = drafter.models() if isinstance(drafter, ModelDrafter) else ()
+    return {**layers, **options, "models": [_describe_model(model) for model in models]}
 
 
 def model_drafters(made: Sequence[Made]) -> dict[str, Made]:
-    """Those of `made`, or of their parts, that ask a model, by the names that a profile gives them: the drafter's own,
+    """Those of `made`, or of their parts, that run a model, by the names that a profile gives them: the drafter's own,
     numbered where equal.
+
+    Of one with variants (`base.Variants`) each that is described otherwise is an entry of its own.
     """
     found: dict[str, Made] = {}
-    for spec, drafter in made:
-        members = (
-            zip(spec.configs, drafter.parts, strict=True) if isinstance(drafter, MixDrafter) else [(spec, drafter)]
-        )
-        for own, part in members:
-            if isinstance(part, DraftModelDrafter | OtherVocabularyDrafter | EarlyExitDrafter | CascadeDrafter):
-                name = (
-                    part.name
-                    if part.name not in found
-                    else f"{part.name}#{sum(other.split('#')[0] == part.name for other in found) + 1}"
-                )
-                found[name] = (own, part)
+    for own, part in (member for spec, drafter in made for member in parts_of(spec, drafter)):
+        if not isinstance(part, ModelDrafter):
+            continue
+        seen: list[dict[str, Any]] = []
+        for variant in variants_of(part, own):
+            about = describe_drafter(variant, part)
+            if about not in seen:
+                seen.append(about)
+                number = 1 + sum(name.split("#")[0] == part.name for name in found)
+                found[part.name if number == 1 else f"{part.name}#{number}"] = (variant, part)
     return found
 
 
@@ -128,7 +124,7 @@ def measure_start(
     each drafter. The target's first row, and each drafter's first guess, are measured whatever they take.
     """
     began = time.perf_counter()
-    run = _Run(target, {}, began, say or (lambda _s: None))
+    run = _StartRun(target, {}, began, say or (lambda _s: None))
     share_s = budget_s / (1 + len(drafters))
     steps = run.times(None, [rows - 1 for rows in _ROWS], share_s)
     if not steps:
@@ -183,7 +179,7 @@ class _Metered:
 
 
 @dataclass
-class _Run:
+class _StartRun:
     """One measurement; `twins` by the identity of the model."""
 
     target: LanguageModel
@@ -204,7 +200,11 @@ class _Run:
         if not counts:
             return {}
         spec = replace(made[0] if made else SpecConfig(drafter="ngram"), num_draft=max(counts))
-        metered = _Metered(_fresh(made[1], self.twin) if made else Filler())
+        inner: Drafter = StandInDrafter()
+        if made is not None:
+            assert isinstance(made[1], ModelDrafter)
+            inner = made[1].fresh(self.twin)
+        metered = _Metered(inner)
         group, key = DrafterGroup(target), drafter_key(spec)
         assert key is not None
         group.drafters[key] = metered
@@ -243,27 +243,6 @@ class _Run:
         if id(model) not in self.twins:
             self.twins[id(model)] = model.twin() if isinstance(model, TwinModel) else model
         return self.twins[id(model)]
-
-
-def _models(drafter: Drafter) -> list[LanguageModel]:
-    """The models of a drafter beside the target."""
-    if isinstance(drafter, DraftModelDrafter | OtherVocabularyDrafter):
-        return [drafter.model]
-    return [level.model for level in drafter.levels] if isinstance(drafter, CascadeDrafter) else []
-
-
-def _fresh(drafter: Drafter, twin: Callable[[LanguageModel], LanguageModel]) -> Drafter:
-    """A drafter over the twins of `drafter`'s models, which has learnt nothing."""
-    if isinstance(drafter, DraftModelDrafter):
-        return DraftModelDrafter(twin(drafter.model))
-    if isinstance(drafter, OtherVocabularyDrafter):
-        return OtherVocabularyDrafter(twin(drafter.model), drafter.target, drafter.draft, drafter.how)
-    if isinstance(drafter, CascadeDrafter):
-        return CascadeDrafter([twin(level.model) for level in drafter.levels], copy.deepcopy(drafter.lookup))
-    assert isinstance(drafter, EarlyExitDrafter)
-    target = twin(drafter.target)
-    assert isinstance(target, type(drafter.target))
-    return EarlyExitDrafter(target)
 
 
 def _describe_model(model: LanguageModel) -> dict[str, Any]:

@@ -1,41 +1,52 @@
-"""Whether a draft model belongs to a target, and which drafter it makes: in the target's own tokens, or across two
-tokenizers.
-"""
+"""Whether a draft model's tokens are the target's, and how to translate between them where they are not."""
 
 from __future__ import annotations
 
 import warnings
-from typing import cast
+from dataclasses import dataclass
+from typing import Literal, cast
 
-from foretoken.draft.base import Drafter
-from foretoken.draft.draft_model import DraftModelDrafter
-from foretoken.draft.other_vocabulary import How, OtherVocabularyDrafter
 from foretoken.errors import MismatchError
 from foretoken.model.interface import LanguageModel
-from foretoken.model.resized import resized
 from foretoken.model.tokenizer import Tokenizer
 from foretoken.model.vocabulary import Side, differs_in_padding_only
 
+TextUse = Literal["auto", "strings", "intersection"]  # `SpecConfig.draft_vocabulary` where the tokenizers differ
 
-def pair(
+
+@dataclass(frozen=True)
+class Translation:
+    """The vocabularies of a target and a draft whose tokens differ, and how the draft's guesses are translated.
+
+    `difference` says what differs; None if nothing does and the translation was asked for.
+    """
+
+    target: Side
+    draft: Side
+    how: TextUse
+    difference: str | None
+
+
+def match_tokenizers(
     target: LanguageModel,
     target_text: Tokenizer | None,
     draft: LanguageModel,
     draft_text: Tokenizer | None,
+    *,
     name: str,
     vocabulary: str,
-) -> Drafter:
-    """The drafter for `draft` (called `name`) under `SpecConfig.draft_vocabulary`; a warning says which way was taken,
-    and if it cannot pay.
+) -> Translation | None:
+    """How the draft model `name` is used under `SpecConfig.draft_vocabulary`; None: its tokens are the target's.
+
+    Warns if reading the draft's weights takes as long as reading the target's.
 
     Raises:
-        MismatchError: the vocabularies differ and "same" was asked for, a folder has no tokenizer to translate with, or
-            there is no intersection.
+        MismatchError: the vocabularies differ and "same" was asked for, or a folder has no tokenizer to translate with.
     """
     _warn_of_cost(target, draft)
     difference = _difference(target, target_text, draft, draft_text, name)
     if difference is None and vocabulary in ("auto", "same"):
-        return DraftModelDrafter(resized(draft, target.vocab_size))
+        return None
     if vocabulary == "same":
         raise MismatchError(f"{difference}; choose a draft made for this target, or draft_vocabulary='auto'")
     if target_text is None or draft_text is None:
@@ -45,23 +56,26 @@ def pair(
             f"{reason}, and the folder of {without} has no tokenizer to translate with; choose a draft "
             "made for this target"
         )
-    drafter = OtherVocabularyDrafter(draft, _side(target, target_text), _side(draft, draft_text), cast(How, vocabulary))
-    if vocabulary == "intersection" and not drafter.shared:
+    return Translation(_side(target, target_text), _side(draft, draft_text), cast(TextUse, vocabulary), difference)
+
+
+def warn_of_text(found: Translation, name: str, num_shared: int) -> None:
+    """Check and report how the draft `name` will guess, where `num_shared` tokens are in both vocabularies.
+
+    Raises:
+        MismatchError: the intersection was asked for, and is empty.
+    """
+    if found.how == "intersection" and not num_shared:
         raise MismatchError(
             f"draft {name!r} and the target have no tokens whose text is the same; use draft_vocabulary='strings'"
         )
-    if vocabulary == "auto":
-        above = (
-            f"from the {len(drafter.shared):,} tokens that both have ('intersection')" if drafter.shared else "so too"
-        )
+    if found.how == "auto":
+        above = f"from the {num_shared:,} tokens that both have ('intersection')" if num_shared else "so too"
         warnings.warn(
-            (
-                f"{difference}. At temperature 0 it guesses text, which is encoded again "
-                f"(draft_vocabulary='strings'), and above {above}"
-            ),
+            f"{found.difference}. At temperature 0 it guesses text, which is encoded again "
+            f"(draft_vocabulary='strings'), and above {above}",
             stacklevel=4,
         )
-    return drafter
 
 
 def _difference(

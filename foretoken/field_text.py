@@ -1,0 +1,58 @@
+"""Values of dataclass fields written as text, as flags and `--drafters` have them."""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any
+
+from foretoken.errors import ConfigError
+
+_TRUTHS = {"true": True, "false": False}
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def parse_field(kind: type, field: str, text: str, separator: str = ",") -> Any:  # noqa: ANN401 - whatever the field holds
+    """`text` as a value of a field of the dataclass `kind`: the first of the field's types that it can be.
+
+    Tried are fixed words, true and false, numbers, texts, then lists with `separator` between their items.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    hint = typing.get_type_hints(kind)[field]
+    types_ = union_members(hint)
+    words = [str(word) for one in types_ if typing.get_origin(one) is typing.Literal for word in typing.get_args(one)]
+    if text in words:
+        return text
+    if bool in types_ and text.lower() in _TRUTHS:
+        return _TRUTHS[text.lower()]
+    for number in (int, float):
+        if number in types_:
+            try:
+                return number(text)
+            except ValueError:
+                continue
+    if str in types_:
+        return text
+    expected = [*(_WORDS[one] for one in types_ if one in _WORDS), *words]
+    lists = [one for one in types_ if typing.get_origin(one) not in (None, typing.Literal, types.UnionType)]
+    if lists:
+        return _parse_list(field, text, lists[0], separator, expected)
+    raise ConfigError(field, text, f"must be {' or '.join(expected)}")
+
+
+def union_members(hint: Any) -> tuple[Any, ...]:  # noqa: ANN401 - an annotation
+    """The types of a union, or the only one."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _parse_list(field: str, text: str, kind: object, separator: str, expected: list[str]) -> tuple[Any, ...]:
+    items = tuple(item.strip() for item in text.split(separator) if item.strip())
+    if int not in typing.get_args(kind):
+        return items
+    try:
+        return tuple(int(item) for item in items)
+    except ValueError:
+        ways = " or ".join([*expected, f"whole numbers with {separator} between them"])
+        raise ConfigError(field, text, f"must be {ways}") from None
