@@ -1,9 +1,8 @@
-"""`foretoken bench`: plain against speculative decoding, one request at a time, through the public interface."""
+"""`foretoken bench speed`: plain against speculative decoding, one request at a time, through the public interface."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -14,22 +13,14 @@ from typing import Literal, Protocol
 import torch
 
 from foretoken.bench import peers
-from foretoken.bench.compare import ratios
 from foretoken.bench.drafting import DrafterChoice, parse_drafters
-from foretoken.bench.measure import PLAIN, Answer, Contender, Plan, Sample, Setting, measure, summarise
+from foretoken.bench.measure import PLAIN, Answer, Contender, SpeedPlan, SpeedSample, SpeedSetting, measure, summarise
 from foretoken.bench.peers import EVERY as EVERY_KIND
 from foretoken.bench.peers import check_kinds
+from foretoken.bench.plot import check_plot, write_plot
 from foretoken.bench.prompts import ALL, choose, fit, read_prompts
-from foretoken.bench.report import (
-    Report,
-    check_name,
-    check_plot,
-    machine,
-    source_caveats,
-    versions,
-    write_plot,
-    write_result,
-)
+from foretoken.bench.report import Report, check_name, load_average, machine, source_caveats, versions, write_report
+from foretoken.bench.speed_tables import speed_report
 from foretoken.bench.workload import MOST_PROMPTS, SLICES, Prompt, slices
 from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig
 from foretoken.core import StepOutput
@@ -52,7 +43,7 @@ _CAVEATS = {
 
 
 @dataclass(frozen=True)
-class BenchOptions:
+class SpeedOptions:
     """What to measure, and where the result goes.
 
     Plain decoding is always measured: it is the baseline. `drafters` are names, with options behind a colon if wanted
@@ -245,7 +236,7 @@ class Own:
     """
 
     def __init__(
-        self, setting: Setting, generator: Generator, drafting: Callable[[str | None, str], SpecConfig]
+        self, setting: SpeedSetting, generator: Generator, drafting: Callable[[str | None, str], SpecConfig]
     ) -> None:
         self.setting = setting
         self.generator = generator
@@ -291,7 +282,7 @@ class Own:
 
 
 def own_contenders(
-    options: BenchOptions, generator: Generator, prompts: Sequence[Prompt]
+    options: SpeedOptions, generator: Generator, prompts: Sequence[Prompt]
 ) -> tuple[list[Contender], list[str]]:
     """Plain decoding, then every drafter at every number of drafted tokens, under every rule; a note where something
     was left out.
@@ -299,8 +290,8 @@ def own_contenders(
     Raises:
         ConfigError: a drafter that was asked for by name can run on no prompt, or its options contradict each other.
     """
-    found: dict[Setting, Contender] = {
-        Setting(PLAIN): Own(Setting(PLAIN), generator, lambda _prediction, tenant: SpecConfig(tenant=tenant))
+    found: dict[SpeedSetting, Contender] = {
+        SpeedSetting(PLAIN): Own(SpeedSetting(PLAIN), generator, lambda _prediction, tenant: SpecConfig(tenant=tenant))
     }
     notes: list[str] = []
     for choice in options.choices:
@@ -340,7 +331,7 @@ def _slices_of(choice: DrafterChoice, prompts: Sequence[Prompt]) -> tuple[str, .
 
 
 def _sweep(
-    choice: DrafterChoice, options: BenchOptions, generator: Generator, where: tuple[str, ...] | None
+    choice: DrafterChoice, options: SpeedOptions, generator: Generator, where: tuple[str, ...] | None
 ) -> list[Own]:
     """One contender per number of guesses and rule, or for those that the choice itself names."""
     num_drafts = options.num_drafts if choice.own("num_draft") is None else (choice.own("num_draft"),)
@@ -349,7 +340,7 @@ def _sweep(
     for num_draft, rule in itertools.product(num_drafts, rules):
         drafting = _drafting(choice, options.draft, num_draft=num_draft, rule=rule, allow_lossy=options.allow_lossy)
         drafting("a prediction", "a tenant")  # what contradicts each other is refused before anything runs
-        setting = Setting(
+        setting = SpeedSetting(
             name=f"{choice.label}-{num_draft}" + ("" if rules == options.rules and len(rules) == 1 else f" {rule}"),
             drafter=choice.name,
             num_draft=num_draft,
@@ -375,7 +366,7 @@ def _drafting(choice: DrafterChoice, draft: str | None, **fixed: object) -> Call
     return spec
 
 
-def run_bench(options: BenchOptions, generator: Generator | None = None, command: str = "foretoken bench") -> Report:
+def run_speed(options: SpeedOptions, generator: Generator | None = None, command: str = "foretoken bench") -> Report:
     """Measure, and write the plot and the dated result if they were asked for; the caller prints the report.
 
     `generator` stands in for the engine that would be opened on `options.target`. A progress bar goes to a terminal's
@@ -392,7 +383,7 @@ def run_bench(options: BenchOptions, generator: Generator | None = None, command
     prompts, notes = _prompts(options)
     torch.set_num_threads(options.num_threads)
     target, draft = _folders(options, given=generator is not None)
-    caveats = source_caveats(target, draft, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
+    caveats = source_caveats(target, draft, load_average())
     caveats.extend(notes)
     caveats.extend(text for name, text in _CAVEATS.items() if any(name in choice.leaves for choice in options.choices))
     with ExitStack() as stack:
@@ -401,7 +392,7 @@ def run_bench(options: BenchOptions, generator: Generator | None = None, command
             prompts, lambda text: len(generator.encode(text)), generator.target.max_context_tokens - options.max_tokens
         )
         caveats.extend(notes)
-        plan = Plan(
+        plan = SpeedPlan(
             prompts,
             options.max_tokens,
             options.temperatures,
@@ -430,25 +421,25 @@ def run_bench(options: BenchOptions, generator: Generator | None = None, command
     caveats.extend(notes)
     rows = summarise(samples, prompts)
     found = versions() | (peers.versions() if options.peers else {})
-    report = Report(command, machine(), found, asdict(options), rows, ratios(rows), tuple(caveats))
+    report = speed_report(rows, asdict(options), command, caveats, versions=found)
     if options.plot is not None:
-        write_plot(report, options.plot)
-    return write_result(report, options.out, options.name) if options.out is not None else report
+        write_plot(rows, machine()["cpu"], options.plot)
+    return write_report(report, options.out, options.name) if options.out is not None else report
 
 
-def _prompts(options: BenchOptions) -> tuple[tuple[Prompt, ...], list[str]]:
+def _prompts(options: SpeedOptions) -> tuple[tuple[Prompt, ...], list[str]]:
     if options.prompts is not None:
         return choose(read_prompts(options.prompts), options.slices, options.prompts_per_slice)
     return slices(SLICES if ALL in options.slices else options.slices, options.prompts_per_slice), []
 
 
-def _folders(options: BenchOptions, given: bool) -> tuple[Path, Path | None]:
+def _folders(options: SpeedOptions, given: bool) -> tuple[Path, Path | None]:
     if given:
         return Path(options.target), None if options.draft is None else Path(options.draft)
     return model_folder(options.target), None if options.draft is None else model_folder(options.draft)
 
 
-def _open(options: BenchOptions, stack: ExitStack) -> Generator:
+def _open(options: SpeedOptions, stack: ExitStack) -> Generator:
     from foretoken import LLM
 
     llm = LLM(options.target, dtype=options.dtype, device=options.device)
@@ -456,6 +447,6 @@ def _open(options: BenchOptions, stack: ExitStack) -> Generator:
     return llm
 
 
-def _with_progress(contenders: Sequence[Contender], plan: Plan) -> tuple[list[Sample], list[str]]:
+def _with_progress(contenders: Sequence[Contender], plan: SpeedPlan) -> tuple[list[SpeedSample], list[str]]:
     with Console(stderr=True).bar("measuring", plan.num_runs(c.setting for c in contenders), counts=True) as bar:
         return measure(contenders, plan, lambda name: bar.update(name, advance=1))

@@ -25,8 +25,8 @@ from foretoken.bench.load_options import (
     slice_names,
 )
 from foretoken.bench.load_trace import TraceTurn, run_trace, summarise_trace, trace_summary
-from foretoken.bench.recovery import StepTimes, Stretch, expected_tokens, run_recovery
-from foretoken.bench.rival_policies import BatchTable, EmaRule
+from studies.recovery.recovery import StepTimes, Stretch, expected_tokens, run_recovery
+from studies.rivals.policies import BatchTable, EmaRule
 from foretoken.bench.sheets import print_sheets
 from foretoken.config import known_drafters
 from foretoken.control.policy import BudgetPolicy

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.bench.measure import Setting
+from foretoken.bench.measure import SpeedSetting
 from foretoken.bench.offline import BenchOptions, Own, own_contenders, run_bench
 from foretoken.bench.workload import Prompt
 from foretoken.config import DRAFTERS, SamplingParams, SpecConfig
@@ -35,7 +35,7 @@ def options(**values) -> BenchOptions:
 
 
 def test_the_prompts_own_pass_is_kept_apart():
-    answer = Own(Setting("ngram-3"), FakeLLM(), ngram_3).answer(PROMPTS[0], PARAMS)
+    answer = Own(SpeedSetting("ngram-3"), FakeLLM(), ngram_3).answer(PROMPTS[0], PARAMS)
     # Four steps of three tokens; the first one, with the prompt in it, does not count.
     assert (answer.num_emitted, answer.decode_tokens, answer.num_steps, answer.decode_steps) == (12, 9, 4, 3)
     assert (answer.draft_s, answer.verify_s) == (3 * 3.0, 3 * 12.0)
@@ -47,7 +47,7 @@ def test_the_prompts_own_pass_is_kept_apart():
 
 def test_a_failed_request_is_an_error():
     with pytest.raises(ForetokenError, match="broken"):
-        Own(Setting("ngram-3"), FakeLLM(fails=True), ngram_3).answer(PROMPTS[0], PARAMS)
+        Own(SpeedSetting("ngram-3"), FakeLLM(fails=True), ngram_3).answer(PROMPTS[0], PARAMS)
 
 
 def contenders_of(chosen: BenchOptions, prompts=PROMPTS) -> list[Own]:

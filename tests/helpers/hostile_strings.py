@@ -26,8 +26,8 @@ import pytest
 from foretoken.audit.report import AuditReport, Check
 from foretoken.bench.report import Report
 from foretoken.bench.sheets import Sheet, SheetReport
-from foretoken.bench.validate import Causes, Comparison
-from foretoken.bench.validate_report import Validation
+from studies.validation.validate import Causes, Comparison
+from studies.validation.tables import Validation
 from foretoken.cli import (
     answer,
     audit,

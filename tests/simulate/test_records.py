@@ -9,7 +9,7 @@ import pytest
 
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.simulate.records import Record, Round, chain, record_of
-from foretoken.simulate.refine import Levels, RealStep, refine
+from studies.validation.refine import Levels, RealStep, refine
 
 UNIT = Profile(
     {},

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.bench.answers import Answer, look_through
+from studies.validation.answers import Answer, look_through
 from foretoken.config import SpecConfig
 from foretoken.control.previews import PreviewThrottle
 from foretoken.draft.lookup_tree import Lookup

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from foretoken.bench.replay import Clock, Serving
+from studies.validation.replay import Clock, Serving
 from foretoken.config import SamplingParams, SpecConfig
 
 _STEPS = 40  # that are timed

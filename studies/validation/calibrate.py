@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from foretoken.bench.answers import FROM_TEXT, Answer, looked_through
-from foretoken.bench.replay import Clock, Replayed, Serving, replay
+from studies.validation.answers import FROM_TEXT, Answer, looked_through
+from studies.validation.replay import Clock, Replayed, Serving, replay
 from foretoken.bench.workload import SLICES, slices
 from foretoken.config import SpecConfig
 from foretoken.draft.group import drafter_key
@@ -18,7 +18,7 @@ from foretoken.draft.lookup_tree import Lookup
 from foretoken.errors import InputError
 from foretoken.simulate.arrivals import Job
 from foretoken.simulate.records import Record, Records, record_of
-from foretoken.simulate.refine import RealStep
+from studies.validation.refine import RealStep
 
 MEASURED, CALIBRATION = 0, 1  # parts of the prompts, no text in both
 _PARTS = 2

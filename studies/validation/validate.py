@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import median
 
-from foretoken.bench.answers import FROM_TEXT, Answer
-from foretoken.bench.calibrate import (
+from studies.validation.answers import FROM_TEXT, Answer
+from studies.validation.calibrate import (
     CALIBRATION,
     MEASURED,
     Calibration,
@@ -22,14 +22,14 @@ from foretoken.bench.calibrate import (
     records_from,
     sample_jobs,
 )
-from foretoken.bench.pace import pace_s
-from foretoken.bench.replay import Clock, Replayed, Serving, WallClock, replay
+from studies.validation.pace import pace_s
+from studies.validation.replay import Clock, Replayed, Serving, WallClock, replay
 from foretoken.config import SpecConfig
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.simulate.arrivals import Job
 from foretoken.simulate.loads import Server, built_in, sample
 from foretoken.simulate.metrics import Served, SimMetrics, outcome
-from foretoken.simulate.refine import refine
+from studies.validation.refine import refine
 from foretoken.simulate.setting import Limits, SimSetting
 from foretoken.simulate.sim_engine import Step
 from foretoken.simulate.sim_request import Known

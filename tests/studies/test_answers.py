@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SpecConfig
-from foretoken.bench.answers import Answer, look_through, looked_through
-from foretoken.bench.calibrate import calibrate
+from studies.validation.answers import Answer, look_through, looked_through
+from studies.validation.calibrate import calibrate
 from foretoken.control.previews import Preview
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.simulate.arrivals import Job

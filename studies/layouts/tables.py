@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from foretoken.bench.layouts import LayoutReport, LayoutRow
+from studies.layouts.layouts import LayoutReport, LayoutRow
 from foretoken.bench.report import print_notes
 from foretoken.errors import StorageError
 from foretoken.files import to_json

@@ -17,8 +17,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from foretoken.bench.layouts import DRAFTERS, LayoutOptions, run_layouts
-from foretoken.bench.layouts_report import print_layouts, write_layouts
+from studies.layouts.layouts import DRAFTERS, LayoutOptions, run_layouts
+from studies.layouts.tables import print_layouts, write_layouts
 from foretoken.bench.report import check_name
 from foretoken.errors import ForetokenError
 from foretoken.files import check_folder

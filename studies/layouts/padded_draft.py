@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from foretoken.bench.padded_cache import PaddedCache
-from foretoken.bench.padded_model import PaddedModel
+from studies.layouts.padded_cache import PaddedCache
+from studies.layouts.padded_model import PaddedModel
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, NextKind, Request, Verdict
 from foretoken.draft.base import Feedback

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.bench.calibrate import CALIBRATION, MEASURED, Prompts, calibrate, real_steps, records_from, sample_jobs
-from foretoken.bench.pace import pace_s
-from foretoken.bench.replay import Replayed, WallClock, replay
-from foretoken.bench.validate import Trial, causes, compare, median_profile, predict
+from studies.validation.calibrate import CALIBRATION, MEASURED, Prompts, calibrate, real_steps, records_from, sample_jobs
+from studies.validation.pace import pace_s
+from studies.validation.replay import Replayed, WallClock, replay
+from studies.validation.validate import Trial, causes, compare, median_profile, predict
 from foretoken.bench.workload import slices
 from foretoken.core import StepOutput
 from foretoken.engine.request import RequestState

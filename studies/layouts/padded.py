@@ -24,9 +24,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from foretoken.bench.padded_cache import PaddedCache, PooledCache, PublishedCache, in_place
-from foretoken.bench.padded_draft import Clock, Guess, Guesser, LookupGuesser, ModelGuesser, NoGuesser, Row
-from foretoken.bench.padded_model import PaddedModel
+from studies.layouts.padded_cache import PaddedCache, PooledCache, PublishedCache, in_place
+from studies.layouts.padded_draft import Clock, Guess, Guesser, LookupGuesser, ModelGuesser, NoGuesser, Row
+from studies.layouts.padded_model import PaddedModel
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.draft.base import Drafter
 from foretoken.draft.draft_model import DraftModelDrafter

@@ -1,8 +1,7 @@
-"""`foretoken bench --trace`: a load that changes in size and kind while it runs, and what each setting makes of the
-whole of it.
+"""`foretoken bench load --load`: a load that changes in batch size and slice while it runs.
 
 Each phase keeps a number of requests of one slice running: where one ends the next begins. All settings answer the same
-requests. When a phase has sent its last one the next phase begins, among the requests that still run.
+requests. When a phase has sent its last request the next phase begins, while earlier requests still run.
 """
 
 from __future__ import annotations
@@ -16,35 +15,24 @@ from dataclasses import dataclass
 from statistics import median
 
 from foretoken.bench.batch_prompts import Ask
-from foretoken.bench.batch_settings import BatchSetting, Stage, parse_batch_settings
-from foretoken.bench.load_options import (
-    LoadOptions,
-    Phase,
-    Tell,
-    announce,
-    load_now,
-    make_report,
-    opened,
-    progress,
-    settle_table,
-)
+from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Policies, Stage, parse_batch_settings
+from foretoken.bench.load_options import LoadOptions, LoadPhase, Tell, announce, make_report, opened, progress
 from foretoken.bench.measure import PLAIN
-from foretoken.bench.sheets import Sheet, SheetReport
+from foretoken.bench.report import Report, Table, load_average
 
 EXPLAINED = (
-    "Tokens per second of the whole trace, prompts included, from the first step to the last token "
-    "(median over repeats), and of each phase, as "
-    "far as tokens fell into it. Ratios are medians over repeats. The best single fixed setting is the "
-    "one with the most tokens per second of the "
-    "whole trace among those whose number of guesses never changes, plain among them, picked after the fact."
+    "Tokens per second of the whole load, prefill included, from the first step to the last token (median over "
+    "repeats), and of each phase by the tokens emitted in it. Ratios are medians over repeats. The best single fixed "
+    "setting is the one with the most tokens per second over the whole load among those with a fixed number of draft "
+    "tokens (plain is one of them), chosen afterwards."
 )
 _LENGTHS = (0.5, 1.0, 1.5)  # of answers, in turn, so that requests do not end together
 _MOST_REQUESTS = 2000
 
 
 @dataclass(frozen=True)
-class Job:
-    """A request of a trace."""
+class LoadRequest:
+    """A request of a changing load."""
 
     ask: Ask
     max_tokens: int
@@ -52,20 +40,20 @@ class Job:
 
 
 @dataclass(frozen=True)
-class TraceTurn:
-    """One setting's way through the trace: seconds and tokens of each phase."""
+class LoadTurn:
+    """One setting's run of the load: seconds and tokens of each phase."""
 
     seconds: tuple[float, ...]
     tokens: tuple[int, ...]
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole trace."""
+        """Of the whole load."""
         return sum(self.tokens) / sum(self.seconds)
 
 
 @dataclass(frozen=True)
-class TraceRow:
+class LoadRow:
     """A setting's result, ratios to plain and to the best single fixed setting."""
 
     setting: str
@@ -78,70 +66,84 @@ class TraceRow:
     phases: tuple[float, ...]
 
 
-def run_trace(options: LoadOptions, command: str = "foretoken bench --trace mixed") -> SheetReport:
-    """Measure; Ctrl-C ends it early, and the report then holds what there is and says so.
+def run_changing_load(
+    options: LoadOptions,
+    command: str = "foretoken bench load --load mixed",
+    policies: Policies = NO_POLICIES,
+    remarks: Sequence[str] = (),
+) -> Report:
+    """Measure every setting on the phases of the load. After Ctrl-C the report holds what was measured until then.
+
+    `policies` are made for settings of their names; `remarks` are added to the caveats.
 
     Raises:
         ForetokenError: a setting or model that cannot be used, a failing engine, or a folder that cannot be written.
     """
-    load = load_now()
-    settings, notes = parse_batch_settings(options.settings, options.draft)
+    load = load_average()
+    settings, notes = parse_batch_settings(options.settings, options.draft, policies)
     most = max(phase.batch for phase in options.phases)
     names = list(dict.fromkeys(phase.slice for phase in options.phases))
-    turns: dict[BatchSetting, dict[int, TraceTurn]] = {}
+    turns: dict[BatchSetting, dict[int, LoadTurn]] = {}
     interrupted = False
-    with opened(options, names, most, most, math.ceil(max(_LENGTHS) * options.max_tokens)) as (stage, found):
+    longest = math.ceil(max(_LENGTHS) * options.max_tokens)
+    opening = opened(options, names, most_batch=most, count=most, answer_tokens=longest, policies=policies)
+    with opening as (stage, found):
         try:
             one = [_jobs(phase, found, phase.batch, options.max_tokens) for phase in options.phases]
-            run_through(stage, BatchSetting(PLAIN), options.phases, one)  # whatever is only done once
+            run_through(stage, BatchSetting(PLAIN), options.phases, one)  # warm-up
             first = run_through(stage, BatchSetting(PLAIN), options.phases, one)
             jobs = size_phases(options, found, first)
             plain_s = len(options.phases) * options.phase_s
             num_turns = len(settings) * (options.repeats + 1)
             announce(
-                f"{num_turns} ways through the trace, about {max(1, round(num_turns * plain_s / 60))} min "
+                f"{num_turns} runs of the load, about {max(1, round(num_turns * plain_s / 60))} min "
                 "if every setting takes as long as plain"
             )
-            notes += settle_table(stage, options, settings, [phase.batch for phase in options.phases], found)
             stage.forget()
             with progress(num_turns) as tell:
-                measure_trace(stage, options, settings, (one, jobs), turns, tell)
+                measure_load(stage, options, settings, (one, jobs), turns, tell)
         except KeyboardInterrupt:
             interrupted = True
-    rows = summarise_trace(turns)
+    rows = summarise_load(turns)
     notes.append(
-        "What chooses numbers of guesses began anew for each setting, and learnt from one way through "
-        "the trace to the next."
+        "The policy of each setting started without measurements and kept its state from one run of the load to the "
+        "next."
     )
-    sheets = (_sheet(rows, options.phases),)
     return make_report(
-        options, "trace", command, rows, trace_summary(rows), sheets, EXPLAINED, notes, interrupted, load
+        options,
+        "load",
+        command,
+        rows=rows,
+        summary=load_summary(rows),
+        tables=(_table(rows, options.phases),),
+        explained=EXPLAINED,
+        notes=(*notes, *remarks),
+        interrupted=interrupted,
+        load=load,
     )
 
 
-def measure_trace(
+def measure_load(
     stage: Stage,
     options: LoadOptions,
     settings: Sequence[BatchSetting],
-    jobs: tuple[Sequence[Sequence[Job]], Sequence[Sequence[Job]]],
-    turns: dict[BatchSetting, dict[int, TraceTurn]],
+    jobs: tuple[Sequence[Sequence[LoadRequest]], Sequence[Sequence[LoadRequest]]],
+    turns: dict[BatchSetting, dict[int, LoadTurn]],
     tell: Tell = lambda _words: None,
 ) -> None:
-    """Add every setting's turns, repeat by repeat in a rotating order; `jobs` are those of the warm-up and those that
-    count.
-    """
+    """Append every setting's turns, repeat by repeat in a rotating order; `jobs` are (warm-up, measured) requests."""
     for setting in settings:
         tell(f"warm-up: {setting.name}")
         run_through(stage, setting, options.phases, jobs[0])
     for repeat in range(options.repeats):
         first = repeat % len(settings)
         for setting in (*settings[first:], *settings[:first]):
-            tell(f"trace: {setting.name}")
+            tell(f"load: {setting.name}")
             turns.setdefault(setting, {})[repeat] = run_through(stage, setting, options.phases, jobs[1])
 
 
-def size_phases(options: LoadOptions, found: Mapping[str, Sequence[Ask]], plain: TraceTurn) -> list[list[Job]]:
-    """Requests of each phase, as many as plain decoding answers in `phase_s`, but no fewer than run at a time."""
+def size_phases(options: LoadOptions, found: Mapping[str, Sequence[Ask]], plain: LoadTurn) -> list[list[LoadRequest]]:
+    """Requests of each phase: as many as plain decoding answers in `phase_s`, at least as many as run at a time."""
     sized = []
     for phase, seconds, tokens in zip(options.phases, plain.seconds, plain.tokens, strict=True):
         wanted = math.ceil(options.phase_s * tokens / max(seconds, 1e-9) / options.max_tokens)
@@ -149,17 +151,18 @@ def size_phases(options: LoadOptions, found: Mapping[str, Sequence[Ask]], plain:
     return sized
 
 
-def _jobs(phase: Phase, found: Mapping[str, Sequence[Ask]], count: int, max_tokens: int) -> list[Job]:
+def _jobs(phase: LoadPhase, found: Mapping[str, Sequence[Ask]], count: int, max_tokens: int) -> list[LoadRequest]:
     asks = itertools.islice(itertools.cycle(found[phase.slice]), count)
     return [
-        Job(ask, max(2, round(max_tokens * _LENGTHS[place % len(_LENGTHS)])), place) for place, ask in enumerate(asks)
+        LoadRequest(ask, max(2, round(max_tokens * _LENGTHS[place % len(_LENGTHS)])), place)
+        for place, ask in enumerate(asks)
     ]
 
 
 def run_through(
-    stage: Stage, setting: BatchSetting, phases: Sequence[Phase], jobs: Sequence[Sequence[Job]]
-) -> TraceTurn:
-    """One setting's way through the trace; tokens count for the phase in which they come.
+    stage: Stage, setting: BatchSetting, phases: Sequence[LoadPhase], jobs: Sequence[Sequence[LoadRequest]]
+) -> LoadTurn:
+    """Run the load under one setting; tokens count for the phase in which they are emitted.
 
     Raises:
         ForetokenError: an answer failed.
@@ -181,7 +184,7 @@ def run_through(
                 )
                 running += 1
             if not queue and running < phase.batch and not last:
-                break  # a place is free that this phase has nobody for
+                break  # all requests of this phase were sent, and one has finished
             for output in stage.llm.step():
                 if output.error is not None:
                     raise output.error
@@ -189,10 +192,10 @@ def run_through(
                 running -= output.finish_reason is not None
         seconds.append(time.perf_counter() - began)
         tokens.append(emitted)
-    return TraceTurn(tuple(seconds), tuple(tokens))
+    return LoadTurn(tuple(seconds), tuple(tokens))
 
 
-def summarise_trace(turns: Mapping[BatchSetting, Mapping[int, TraceTurn]]) -> tuple[TraceRow, ...]:
+def summarise_load(turns: Mapping[BatchSetting, Mapping[int, LoadTurn]]) -> tuple[LoadRow, ...]:
     """A row for every setting; none where plain was not measured."""
     plain = next((own for setting, own in turns.items() if setting.name == PLAIN), None)
     if plain is None:
@@ -206,7 +209,7 @@ def summarise_trace(turns: Mapping[BatchSetting, Mapping[int, TraceTurn]]) -> tu
             strict=True,
         )
         rows.append(
-            TraceRow(
+            LoadRow(
                 setting.name,
                 setting.adapts,
                 median(speeds),
@@ -220,13 +223,13 @@ def summarise_trace(turns: Mapping[BatchSetting, Mapping[int, TraceTurn]]) -> tu
     return tuple(rows)
 
 
-def single_fixed(turns: Mapping[BatchSetting, Mapping[int, TraceTurn]]) -> BatchSetting:
-    """The fastest setting whose number of guesses never changes."""
+def single_fixed(turns: Mapping[BatchSetting, Mapping[int, LoadTurn]]) -> BatchSetting:
+    """The fastest setting with a fixed number of draft tokens."""
     fixed = [setting for setting in turns if not setting.adapts]
     return max(fixed, key=lambda setting: median(turn.tokens_per_s for turn in turns[setting].values()))
 
 
-def _ratio(own: Mapping[int, TraceTurn], others: Mapping[int, TraceTurn]) -> float:
+def _ratio(own: Mapping[int, LoadTurn], others: Mapping[int, LoadTurn]) -> float:
     pairs = [turn.tokens_per_s / others[repeat].tokens_per_s for repeat, turn in own.items() if repeat in others]
     return median(pairs) if pairs else 0.0
 
@@ -235,7 +238,7 @@ def _speed(tokens: int, seconds: float) -> float:
     return tokens / seconds if seconds > 0 else 0.0
 
 
-def trace_summary(rows: Sequence[TraceRow]) -> dict[str, object]:
+def load_summary(rows: Sequence[LoadRow]) -> dict[str, object]:
     """The best single fixed setting, and the ratio of every setting to it and to plain."""
     fixed = [row for row in rows if not row.adapts]
     return {
@@ -247,13 +250,13 @@ def trace_summary(rows: Sequence[TraceRow]) -> dict[str, object]:
     }
 
 
-def _sheet(rows: Sequence[TraceRow], phases: Sequence[Phase]) -> Sheet:
+def _table(rows: Sequence[LoadRow], phases: Sequence[LoadPhase]) -> Table:
     headings = (
         "setting",
         "tokens/s",
         "min-max",
-        "times plain",
-        "times best single fixed",
+        "ratio to plain",
+        "ratio to best single fixed",
         *(f"{phase.batch} {phase.slice}" for phase in phases),
     )
     lines = [
@@ -267,4 +270,4 @@ def _sheet(rows: Sequence[TraceRow], phases: Sequence[Phase]) -> Sheet:
         )
         for row in rows
     ]
-    return Sheet("the whole trace, and tokens/s of its phases", headings, tuple(lines))
+    return Table("the whole load, and tokens/s of its phases", headings, tuple(lines))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from foretoken.bench.rival_policies import BatchTable, EmaRule, HeuristicRule, measured_table
+from studies.rivals.policies import BatchTable, EmaRule, HeuristicRule, measured_table
 from foretoken.control.candidates import DrafterOption, RequestOptions, options_of
 from foretoken.control.policy import BudgetPolicy, Policy
 from foretoken.control.previews import Preview

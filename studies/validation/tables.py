@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from foretoken.bench.calibrate import slice_of
+from studies.validation.calibrate import slice_of
 from foretoken.bench.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.profile import measure_profile
 from foretoken.bench.report import machine, print_notes, source_caveats, versions
-from foretoken.bench.validate import (
+from studies.validation.validate import (
     FIGURES,
     JUDGED,
     TOLERANCE,

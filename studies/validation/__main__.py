@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.bench.report import check_name
-from foretoken.bench.validate_report import (
+from studies.validation.tables import (
     MeasureOptions,
     Validation,
     print_validation,

@@ -17,7 +17,7 @@ import pytest
 
 from foretoken import LLM, ConfigError, InputError
 from foretoken.bench import layouts as module
-from foretoken.bench.layouts import (
+from studies.layouts.layouts import (
     COUNTERPARTS,
     EQSPEC,
     EXSPEC,
@@ -33,7 +33,7 @@ from foretoken.bench.layouts import (
     ratios,
     uneven,
 )
-from foretoken.bench.layouts_report import markdown, print_layouts, write_layouts
+from studies.layouts.tables import markdown, print_layouts, write_layouts
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.errors import StorageError

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.bench.padded_cache import PaddedCache
+from studies.layouts.padded_cache import PaddedCache
 from foretoken.model.decoder import Decoder
 
 # Tokens of a prompt pass, pads included: what the engine takes of prompts in a step unless told otherwise.

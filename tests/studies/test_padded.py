@@ -14,10 +14,10 @@ import torch
 
 from foretoken import LLM, ConfigError, InputError, SamplingParams
 from foretoken.bench import padded_cache
-from foretoken.bench.padded import PaddedDecoder, PaddedRun, accepted_of, choose_batch
-from foretoken.bench.padded_cache import PaddedCache, PooledCache, PublishedCache, in_place
-from foretoken.bench.padded_draft import Row
-from foretoken.bench.padded_model import PaddedModel
+from studies.layouts.padded import PaddedDecoder, PaddedRun, accepted_of, choose_batch
+from studies.layouts.padded_cache import PaddedCache, PooledCache, PublishedCache, in_place
+from studies.layouts.padded_draft import Row
+from studies.layouts.padded_model import PaddedModel
 from foretoken.draft.base import Drafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.ngram import NgramDrafter

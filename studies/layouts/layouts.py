@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from foretoken.bench.padded import PaddedDecoder, native
-from foretoken.bench.padded_draft import Clock
+from studies.layouts.padded import PaddedDecoder, native
+from studies.layouts.padded_draft import Clock
 from foretoken.bench.report import machine, source_caveats, versions
 from foretoken.bench.workload import slices
 from foretoken.config import SamplingParams, SpecConfig
