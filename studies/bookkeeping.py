@@ -1,6 +1,6 @@
 """What the engine's own work costs beside the models': milliseconds of a step by phase.
 
-    python scripts/bookkeeping.py --target reference:target --draft reference:draft --requests 1,8,32 --steps 60 --out
+    python -m studies.bookkeeping --target reference:target --draft reference:draft --requests 1,8,32 --steps 60 --out
     FILE.json
 
 Every setting answers the same prompts, so many at once, with nothing but decoding in the steps that count. Medians over

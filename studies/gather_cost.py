@@ -1,7 +1,7 @@
 """What a decode step pays when a sequence's blocks are not neighbours, as after it began with blocks of another one.
 
-    python scripts/gather_cost.py --out gather.json                       a random model of 100 M parameters
-    python scripts/gather_cost.py --model reference:target --contexts 512,1024,2000
+    python -m studies.gather_cost --out gather.json                       a random model of 100 M parameters
+    python -m studies.gather_cost --model reference:target --contexts 512,1024,2000
 
 An unbroken run of blocks is read as a view; anything else is gathered, the whole context, in every layer of every step.
 Three layouts take turns: `adjacent`; `adopted`, the first quarter in one place and the rest in another; `scattered`, no

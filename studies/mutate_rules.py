@@ -1,9 +1,9 @@
 """Break the verification rules one formula at a time, and see whether the tests of tests/verify notice.
 
-python scripts/mutate_rules.py                      # everything; picks up where an earlier run stopped
-python scripts/mutate_rules.py --only block,tree    # some files
-python scripts/mutate_rules.py --only none          # only write the report from what is known
-python scripts/mutate_rules.py --fresh              # forget earlier runs
+python -m studies.mutate_rules                      # everything; picks up where an earlier run stopped
+python -m studies.mutate_rules --only block,tree    # some files
+python -m studies.mutate_rules --only none          # only write the report from what is known
+python -m studies.mutate_rules --fresh              # forget earlier runs
 
 Each mutant is one small change of the syntax tree of a file in foretoken/verify. A forked process imports the package
 with that file changed and runs the tests until the first failure. A mutant that fails a test, cannot be imported or
@@ -453,7 +453,7 @@ def _report(mutants: Sequence[Mutant], known: dict[str, tuple[str, str]], second
         "noticed. Every survivor is listed with the reason why it cannot change what a rule does.",
         "",
         (
-            f"Date {datetime.datetime.now(datetime.UTC):%Y-%m-%d} · command `python scripts/mutate_rules.py` "
+            f"Date {datetime.datetime.now(datetime.UTC):%Y-%m-%d} · command `python -m studies.mutate_rules` "
             f"· Python {platform.python_version()} · "
             f"{sum(total.values())} mutants, {total['killed'] + total['timeout']} noticed, "
             f"{total['survived']} equivalent, {total['not run']} not run"

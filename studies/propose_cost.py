@@ -1,7 +1,7 @@
 """What proposing costs: each drafter that asks no model, for one request and step, at a given length of context and
 store.
 
-    python scripts/propose_cost.py --context 32000 --store 200000 --num-draft 8 --out benchmarks/propose-cost.json
+    python -m studies.propose_cost --context 32000 --store 200000 --num-draft 8 --out benchmarks/propose-cost.json
 
 Texts are the running Python's library, cut into words and signs, so that common ones are as common as in practice; a
 random text would match nowhere. Timed are propose and commit of one request, over many places of the text.

@@ -1,6 +1,6 @@
 """What a model costs in 16, 8 and 4 bits: time to load, memory of the weights, and passes over some rows.
 
-python scripts/quant_cost.py --model DIR --rows 1,2,4,8,16 --prompt 256 --out quant.json
+python -m studies.quant_cost --model DIR --rows 1,2,4,8,16 --prompt 256 --out quant.json
 
 All formats are in memory at once and take turns, so that drift hits them alike; the figures are medians. `--prompt 0`
 leaves out the pass over a prompt. Each format is loaded `--loads` times, the first time with the file's pages perhaps
@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -117,7 +118,7 @@ def summary(values: Sequence[float], baseline_ms: float) -> dict[str, float]:
     return {"median_ms": median, "min_ms": min(values), "max_ms": max(values), "ratio": median / baseline_ms}
 
 
-def print_table(rows: Sequence[dict], counts: Sequence[int]) -> None:
+def print_table(rows: Sequence[dict[str, Any]], counts: Sequence[int]) -> None:
     """One line per format: memory, load time, milliseconds by number of rows."""
     print(
         f"{'format':>8} {'weights':>10} {'a step':>10} {'load':>7} "

@@ -1,8 +1,8 @@
 """What deciding costs: each rule's `verify`, and the law of the rows before it, at a given vocabulary and draft length.
 
-    python scripts/rule_cost.py --vocab 32000 --num-draft 8 --step-ms 54 --out benchmarks/rule-cost.json
+    python -m studies.rule_cost --vocab 32000 --num-draft 8 --step-ms 54 --out benchmarks/rule-cost.json
 
-`--step-ms` is the time of one target step that the figures are compared with (scripts/step_cost.py measures it). Timed
+`--step-ms` is the time of one target step that the figures are compared with (`studies.step_cost` measures it). Timed
 are the laws of one request on a CPU or GPU: peaked ones (logits of standard deviation 4), a draft related to the
 target.
 """
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,12 @@ from foretoken.model.randomness import RaceNoise, round_uniforms
 from foretoken.model.sampling import target_probs
 from foretoken.verify import RULES, verify_batch
 
-FILTERS = {"temperature": {}, "top_p": {"top_p": 0.95}, "top_k": {"top_k": 50}, "min_p": {"min_p": 0.05}}
+FILTERS: dict[str, dict[str, Any]] = {
+    "temperature": {},
+    "top_p": {"top_p": 0.95},
+    "top_k": {"top_k": 50},
+    "min_p": {"min_p": 0.05},
+}
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Random requests against one engine for a while: nothing may leak, nothing may differ from the same request alone.
 
-    python scripts/soak.py --minutes 10 --out soak.json
+    python -m studies.soak --minutes 10 --out soak.json
 
 Requests come from several threads, in bursts and pauses, long and short, for several tenants with prompts that begin
 alike, by every drafter that needs no more than one draft model; some are left half-way. Twenty times the threads hold
@@ -118,7 +118,7 @@ def specs(draft: str | None) -> list[SpecConfig]:
     ]
     if draft is None:
         return free
-    shapes = (
+    shapes: tuple[dict[str, Any], ...] = (
         {},
         {"num_draft": 3},
         {"tree": "static", "num_draft": 6},
@@ -165,7 +165,7 @@ def worker(engine: AsyncEngine, tally: Tally, kinds: list[SpecConfig], most: int
                 for _ in range(rng.choice((0, 1, 3))):
                     next(pieces, None)
                 ticket.cancel()
-                pieces.close()
+                pieces.close()  # type: ignore[attr-defined]  # a generator
                 tally.add(left=1)
                 continue
             out = ticket.result()
@@ -224,7 +224,9 @@ def hold_still(engine: AsyncEngine, tally: Tally) -> list[str]:
     while tally.is_busy:
         time.sleep(0.02)
     between_steps = threading.Event()
-    engine._command(between_steps.set)  # the last step has ended when its thread gets to this
+    with engine._wake:  # commands run between two steps
+        engine._commands.append(lambda _engine: between_steps.set())
+        engine._wake.notify()
     between_steps.wait()
     return list(dict.fromkeys(kept(engine)))
 

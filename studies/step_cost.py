@@ -1,6 +1,6 @@
 """What one pass of a model costs by number of rows: the table that decides how far ahead it pays to guess.
 
-python scripts/step_cost.py --model DIR --rows 1,2,4,8,16 --context 300
+python -m studies.step_cost --model DIR --rows 1,2,4,8,16 --context 300
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What strict numerics cost: passes of a decoding sequence over some rows, and a prompt, against the default path.
 
-python scripts/strict_cost.py --target DIR --rows 1,4,8,16 --prompt 512 --out strict.json
+python -m studies.strict_cost --target DIR --rows 1,4,8,16 --prompt 512 --out strict.json
 
 Both paths share one set of weights and take turns, so that drift hits them alike; the figures are medians.
 """

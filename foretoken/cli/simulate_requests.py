@@ -48,7 +48,7 @@ def check_arrivals(given: Mapping[str, Any]) -> None:
             raise ConfigError(
                 name,
                 given[name],
-                f"the built-in arrivals {built_ins[0]} set it for each request; leave it out, or use --arrivals poisson:RATE",
+                f"the built-in arrivals {built_ins[0]} set it for each request; leave it out, or use poisson:RATE",
             )
     if given["duration_s"] is not None and not built_ins:
         raise ConfigError(

@@ -1,60 +1,49 @@
-"""What the ragged layout is worth: the engine against padded batches (`padded`), over the same weights, prompts and
-guesses.
+"""The engine's ragged batches against padded batches (`padded`), with the same weights, prompts and draft tokens.
 
-Each padded way has a counterpart in the engine that takes the same prompts in the same batches:
+Each way to pad has a counterpart in the engine, which takes the same prompts in the same batches:
 
-    ragged          the engine, one batch of prompts after the other      padded counterpart: EQSPEC, well made and as
-    published ragged-pool     the engine, a new request as soon as one finishes     padded counterpart: EXSPEC
-    ragged-plain    as `ragged`, without guesses                          padded counterpart: padded plain
+    padded                                  engine
+    eqspec           EQSPEC, optimised      ragged         one batch of prompts after the other
+    eqspec-published EQSPEC, as published   ragged
+    exspec           EXSPEC                 ragged-pool    a new request as soon as one finishes
+    padded-plain     no drafting            ragged-plain   as `ragged`, no drafting
 
-All of them draft chains of the same fixed length at temperature 0, in one process, in turns. Speed is told of whole
-runs and of decoding alone: rounds in which no prompt was read.
+All draft chains of the same fixed length at temperature 0, in one process, in turns. Speed is measured over whole runs
+and over decoding alone: rounds without prefill.
 """
 
 from __future__ import annotations
 
-import datetime
 import itertools
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 import torch
 
-from studies.layouts.padded import PaddedDecoder, native
-from studies.layouts.padded_draft import Clock
-from foretoken.bench.report import machine, source_caveats, versions
-from foretoken.bench.workload import slices
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.core import StepOutput
 from foretoken.draft.base import Drafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
-from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState
 from foretoken.errors import ConfigError, InputError
 from foretoken.model.interface import LanguageModel
-from foretoken.model.open import model_folder, open_model
-from foretoken.model.tokenizer import load_tokenizer
+from studies.layouts.padded import PaddedDecoder
+from studies.layouts.padded_draft import Clock
 
 RAGGED, EQSPEC, PUBLISHED, RAGGED_POOL, EXSPEC = "ragged", "eqspec", "eqspec-published", "ragged-pool", "exspec"
 RAGGED_PLAIN, PADDED_PLAIN = "ragged-plain", "padded-plain"
 MODES = (RAGGED, EQSPEC, PUBLISHED, RAGGED_POOL, EXSPEC, RAGGED_PLAIN, PADDED_PLAIN)
 COUNTERPARTS = {EQSPEC: RAGGED, PUBLISHED: RAGGED, EXSPEC: RAGGED_POOL, PADDED_PLAIN: RAGGED_PLAIN}
 DRAFTERS = ("ngram", "draft_model")
-_SLICE = "code"
-_LENGTH_STEPS = 7  # prompts are cut to these many different shares of their length, 1/4 to all
-_SHORTEST = 0.25
-_STRIDE = 3  # neighbours differ in length; without a divisor in common with the number of steps
 
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """What to measure. `pool` is how many batches of prompts there are, and how many EXSPEC's window holds.
+    """What to measure. `pool` is the number of batches of prompts, and of those in EXSPEC's window.
 
     Prompts are the library's code, cut from the left to different lengths. `threads=None` leaves torch's own number.
     """
@@ -94,9 +83,7 @@ class LayoutOptions:
 
     @property
     def spec(self) -> SpecConfig:
-        """How the engine guesses: under the rejection rule, which at temperature 0 gives the greedy tokens and takes
-        chains alone.
-        """
+        """How the engine drafts: chains, under the rejection rule, which emits the greedy tokens at temperature 0."""
         return SpecConfig(drafter=self.drafter, draft=self.draft, num_draft=self.num_draft, rule="rejection")
 
 
@@ -160,27 +147,11 @@ class LayoutRow:
     moved_per_round: float | None = None
 
 
-@dataclass(frozen=True)
-class LayoutReport:
-    """Rows with everything needed to judge them. `ratios` by batch size: the engine's decoding speed over its padded
-    counterpart's.
-    """
-
-    command: str
-    machine: Mapping[str, Any]
-    versions: Mapping[str, str]
-    options: Mapping[str, Any]
-    rows: tuple[LayoutRow, ...]
-    ratios: Mapping[int, Mapping[str, float]]
-    caveats: tuple[str, ...]
-    date: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
-
-
-Tell = Callable[[str, float], None]  # what runs, and the share that is done
+Tell = Callable[[str, float], None]  # called with what runs next, and the share that is done
 
 
 class Layouts:
-    """Open models, and every way to run prompts through them."""
+    """Open models, and all ways to run prompts through them."""
 
     def __init__(self, options: LayoutOptions, target: LanguageModel, drafter: Drafter) -> None:
         self.options, self.target, self.drafter = options, target, drafter
@@ -216,9 +187,7 @@ class Layouts:
         engine = Engine(self.target, group, limits=limits)
         steps = _Steps(engine, self.target.device)
         states: list[RequestState] = []
-        spec = replace(
-            spec, tenant=f"layouts {next(self._tenants)}"
-        )  # what an earlier run has read must not help this one
+        spec = replace(spec, tenant=f"layouts {next(self._tenants)}")  # no reuse of prefixes from earlier runs
         for first in range(0, len(prompts), num_at_once):
             states += [engine.submit(prompt, self.params, spec) for prompt in prompts[first : first + num_at_once]]
             while engine.has_work:
@@ -233,16 +202,14 @@ class Layouts:
 
 
 class _Steps:
-    """The engine's steps, told apart by whether a prompt was read in them: by the target, or by a draft model a round
-    later.
-    """
+    """The engine's steps; those with prefill (of the target, or of a draft model a round later) are timed apart."""
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self.engine, self.clock = engine, Clock(device)
         self.num_rounds = self.num_emitted = self.num_drafted = self.num_accepted = 0
 
     def step(self, states: Mapping[int, RequestState]) -> None:
-        """One step, booked."""
+        """Run and time one step."""
         stats, clock = self.engine.stats, self.clock
         before = (stats.draft_s, stats.target_s, stats.num_drafted, stats.num_accepted)
         spent = Clock(clock.device)
@@ -270,47 +237,10 @@ class _Steps:
         return young or any(not state.num_rounds for state in self.engine.scheduler.running.values())
 
 
-def run_layouts(options: LayoutOptions, command: str, tell: Tell = lambda _words, _share: None) -> LayoutReport:
-    """Open the models and measure every way at every batch size.
-
-    Raises:
-        ForetokenError: a model that cannot be used in this comparison, or a failing engine.
-    """
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    folder = model_folder(options.target)
-    target, tokenizer = open_model(folder, options.dtype, options.device), load_tokenizer(folder)
-    if tokenizer is None:
-        raise ConfigError("target", options.target, "has no tokenizer to read the prompts with")
-    model = native(target, "target")
-    drafter = DrafterFactory(folder, target, tokenizer, ModelOptions(options.dtype, options.device)).make(options.spec)
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    caveats = source_caveats(folder, None if options.draft is None else model_folder(options.draft), load)
-    num_prompts = options.pool * max(options.batch_sizes)
-    texts = [tokenizer.encode(prompt.text) for prompt in slices((_SLICE,), num_prompts)]
-    if len(texts) < num_prompts:
-        raise InputError(
-            "batch_sizes", options.batch_sizes, f"{num_prompts} prompts are needed, the library here has {len(texts)}"
-        )
-    prompts = uneven(texts, target.max_context_tokens - options.max_tokens)
-    rows = measure_layouts(Layouts(options, target, drafter), prompts, tell)
-    about = asdict(options) | {
-        "threads": torch.get_num_threads(),
-        "device": str(target.device),
-        "dtype": str(model.dtype),
-    }
-    about["prompt_tokens"] = {
-        size: [len(prompt) for prompt in prompts[: size * options.pool]] for size in options.batch_sizes
-    }
-    return LayoutReport(command, machine(), versions(), about, rows, ratios(rows), tuple(caveats))
-
-
 def measure_layouts(
     layouts: Layouts, prompts: Sequence[Sequence[int]], tell: Tell = lambda _words, _share: None
 ) -> tuple[LayoutRow, ...]:
-    """Every way at every batch size, in turns that begin with another way each time, after one run of each that does
-    not count.
-    """
+    """Every way at every batch size, in turns that rotate, after a warm-up run of each."""
     options = layouts.options
     rows: list[LayoutRow] = []
     done, total = 0, len(options.batch_sizes) * len(MODES) * (1 + options.repeats)
@@ -330,7 +260,7 @@ def measure_layouts(
 
 
 def summarise(mode: str, batch_size: int, samples: Sequence[LayoutSample], plain: Sequence[Sequence[int]]) -> LayoutRow:
-    """A row of samples that did the same work."""
+    """The row of samples of the same work."""
     first, speeds = samples[0], [sample.tokens_per_s for sample in samples]
     rounds = first.num_rounds
 
@@ -371,23 +301,6 @@ def ratios(rows: Sequence[LayoutRow]) -> dict[int, dict[str, float]]:
         }
         for size in sizes
     }
-
-
-def uneven(texts: Sequence[Sequence[int]], room: int) -> list[list[int]]:
-    """The end of every text, from a quarter of it to all of it in turn, at most `room` tokens; neighbours differ.
-
-    Raises:
-        InputError: no room for a prompt.
-    """
-    if room < 1:
-        raise InputError(
-            "max_tokens", f"{room} tokens are left for a prompt", "ask for shorter answers than the target's context"
-        )
-    steps = [(place * _STRIDE) % _LENGTH_STEPS for place in range(len(texts))]
-    shares = [_SHORTEST + (1 - _SHORTEST) * step / (_LENGTH_STEPS - 1) for step in steps]
-    return [
-        list(text[-min(room, max(1, round(share * len(text)))) :]) for text, share in zip(texts, shares, strict=True)
-    ]
 
 
 def _same(one: Sequence[int], other: Sequence[int]) -> bool:

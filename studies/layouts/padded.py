@@ -24,9 +24,6 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from studies.layouts.padded_cache import PaddedCache, PooledCache, PublishedCache, in_place
-from studies.layouts.padded_draft import Clock, Guess, Guesser, LookupGuesser, ModelGuesser, NoGuesser, Row
-from studies.layouts.padded_model import PaddedModel
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.draft.base import Drafter
 from foretoken.draft.draft_model import DraftModelDrafter
@@ -38,6 +35,9 @@ from foretoken.model.decoder import Decoder
 from foretoken.model.interface import LanguageModel
 from foretoken.model.paged import PagedModel
 from foretoken.verify import first_max
+from studies.layouts.padded_cache import PaddedCache, PooledCache, PublishedCache, in_place
+from studies.layouts.padded_draft import Clock, Guess, Guesser, LookupGuesser, ModelGuesser, NoGuesser, Row
+from studies.layouts.padded_model import PaddedModel
 
 _HONOURED = frozenset({"max_tokens", "temperature", "seed", "ignore_eos"})
 

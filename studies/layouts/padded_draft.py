@@ -9,14 +9,14 @@ from typing import Protocol
 
 import torch
 
-from studies.layouts.padded_cache import PaddedCache
-from studies.layouts.padded_model import PaddedModel
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, NextKind, Request, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.lookup_tree import Lookup
 from foretoken.model.decoder import Decoder
 from foretoken.verify import first_max
+from studies.layouts.padded_cache import PaddedCache
+from studies.layouts.padded_model import PaddedModel
 
 Guess = tuple[int, ...]
 

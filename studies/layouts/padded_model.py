@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from studies.layouts.padded_cache import PaddedCache
 from foretoken.model.decoder import Decoder
+from studies.layouts.padded_cache import PaddedCache
 
 # Tokens of a prompt pass, pads included: what the engine takes of prompts in a step unless told otherwise.
 _PROMPT_TOKENS = 512

@@ -1,22 +1,24 @@
-"""Rules of other engines for how many guesses a round gets, each in the place of `control.policy.BudgetPolicy`, to be
-compared with it.
+"""How other engines choose the number of draft tokens, as policies in place of `control.policy.BudgetPolicy`.
 
-Like the policy they decide before anything of the round is drawn and learn from finished rounds only, and a number that
-the caller set stands. None of them looks at what a step costs; that is what they are compared for.
+Like that policy they decide before any token of the round is drawn, learn from finished rounds only, and keep a number
+that the caller set. None of them takes the cost of a step into account, which is what the comparison is about.
 """
 
-# ruff: noqa: ARG002 - a rule is told more than it looks at
+# ruff: noqa: ARG002 - a policy is told more than these use
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from foretoken.control.candidates import NO_DRAFT, DraftBudget, RequestOptions
 from foretoken.control.cost import CostTable
+from foretoken.control.policy import Policy
 from foretoken.control.previews import Preview
 from foretoken.errors import InputError
+from foretoken.params import is_count
 
+MEASURED = "measured"
 TABLE: Mapping[int, int] = {1: 5, 4: 3, 16: 1, 32: 0}
 STEP_SETS: Mapping[int, tuple[int, ...]] = {1: (1, 3, 5, 7), 8: (0, 1, 3), 32: (0, 1), 64: (0,)}
 _EMA_WEIGHT = 0.2
@@ -27,20 +29,18 @@ _HALF, _DOWN_HYSTERESIS = 0.5, -0.25
 _HEURISTIC_FIRST, _HEURISTIC_MORE, _HEURISTIC_LESS = 5, 2, 1
 
 
-class _Rule:
-    """What the rules have in common: the first drafter of a request guesses, and what guesses stood is told in one way.
+class _RivalPolicy:
+    """What these policies share: a request uses its first drafter, and accepted draft tokens are counted in one way.
 
-    Costs are kept for the controller's own accounts; no rule looks at them.
+    Step costs are recorded for the controller, and not used.
     """
 
     def __init__(self) -> None:
         self.target_cost = CostTable()
-        self._granted: dict[
-            int, int
-        ] = {}  # guesses of the round that was planned last, of requests that left the number open
+        self._granted: dict[int, int] = {}  # draft tokens of the last planned round, by request with an open number
 
     def plan(self, wishes: Sequence[RequestOptions]) -> list[DraftBudget]:
-        """The rule's number for every request that left it open, as far as its drafter can use it."""
+        """The policy's number for every request that left it open, at most what its drafter can use."""
         drafting = {wish.request_id for wish in wishes if wish.is_open and wish.arms}
         numbers = self._numbers_for(wishes)
         grants = [_granted(wish, number) for wish, number in zip(wishes, numbers, strict=True)]
@@ -54,13 +54,13 @@ class _Rule:
     def observe_step(
         self, num_rows: int, num_nodes: int, target_s: float, num_tokens: int = 0, draft_s: float = 0.0
     ) -> None:
-        """For the controller's accounts."""
+        """Record the step for the controller."""
         self.target_cost.observe(num_rows, target_s)
 
     def observe_draft(
         self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0
     ) -> None:
-        """Not looked at."""
+        """Not used."""
 
     def observe_round(
         self,
@@ -70,18 +70,18 @@ class _Rule:
         chances: Sequence[float],
         parents: Sequence[int] = (),
     ) -> None:
-        """Guesses that stood."""
+        """Count accepted draft tokens."""
         if self._granted.get(request_id):
             self._saw(request_id, len(chances), sum(chances))
 
     def observe_preview(self, request_id: int, drafter: Hashable, look: Preview, found: Sequence[bool | None]) -> None:
-        """The same of a drafter that shows its guesses, as far as they were used."""
+        """Count accepted tokens of a preview, as far as it was drafted."""
         used = found[: self._granted.get(request_id, 0)]
         if used:
             self._saw(request_id, len(used), sum(right is True for right in used))
 
     def observe_rest(self, request_id: int) -> None:
-        """Not looked at."""
+        """Not used."""
 
     def finish(self, request_id: int) -> None:
         """Drop what is kept of a request."""
@@ -92,12 +92,11 @@ class _Rule:
         raise NotImplementedError
 
     def _saw(self, request_id: int, num_guesses: int, num_accepted: float) -> None:
-        """Take in that so many of a request's guesses stood."""
+        """Observe that `num_accepted` of a request's `num_guesses` draft tokens were accepted."""
 
 
-class BatchTable(_Rule):
-    """A number of guesses by the size of the batch, the same for all its requests, as vLLM's dynamic speculation takes
-    from a table.
+class BatchTable(_RivalPolicy):
+    """A number of draft tokens by batch size, the same for all requests: vLLM's dynamic speculation.
 
     `table` maps the least size of a batch to the number that it gets; smaller batches than any in it get the first
     number.
@@ -121,15 +120,15 @@ class BatchTable(_Rule):
 
 
 def measured_table(tokens_per_s: Mapping[int, Mapping[int, float]]) -> dict[int, int]:
-    """The table whose number of guesses was the fastest at every batch size; the smaller of two that were equally fast.
+    """The table of the fastest number of draft tokens by batch size; the smaller of two that are equally fast.
 
-    `tokens_per_s` holds what each number of guesses reached, by batch size and number.
+    `tokens_per_s` is by batch size and number of draft tokens.
     """
     return {batch: max(sorted(speeds), key=speeds.__getitem__) for batch, speeds in tokens_per_s.items()}
 
 
 class _StepSlot:
-    """The chosen one of some step numbers, moved by an average of accepted guesses."""
+    """One of several numbers of draft tokens, chosen by a moving average of accepted tokens."""
 
     def __init__(self, steps: Sequence[int]) -> None:
         self.steps = sorted(steps)
@@ -138,7 +137,7 @@ class _StepSlot:
         self._num_rounds = 0
 
     def take_in(self, accepted: Sequence[float]) -> None:
-        """Count a round; `accepted` holds the guesses that stood for every request that drafted."""
+        """Count a round; `accepted` holds the accepted tokens of every request that drafted."""
         if self.current and accepted:
             self.mean_accepted += _EMA_WEIGHT * (sum(accepted) / len(accepted) - self.mean_accepted)
         self._num_rounds += 1
@@ -151,19 +150,19 @@ class _StepSlot:
             lowest -= 1
         if lowest < place:
             return lowest
-        # From 0 it always rises: an interval without guesses is followed by a trial.
+        # From 0 it always rises: an interval without drafting is followed by a trial.
         while place < len(self.steps) - 1 and self.mean_accepted > self.steps[place] - _HALF:
             place += 1
         return place
 
 
-class EmaRule(_Rule):
-    """SGLang's adaptive speculation (`adaptive_spec_params.py`): an exponential mean of the guesses accepted per round
-    and request moves the number of guesses within a set of steps that belongs to the size of the batch.
+class EmaPolicy(_RivalPolicy):
+    """SGLang's adaptive speculation (`adaptive_spec_params.py`): an exponential moving average of accepted tokens per
+    round and request selects the number of draft tokens from a set that depends on the batch size.
 
-    Weight 0.2, nothing changes in the first 10 rounds, then every 5th may change; going down needs a quarter of a guess
-    more than going up; after an interval without guesses the least number is tried. Where a rule tells probabilities of
-    acceptance, these are averaged.
+    Weight 0.2; no change in the first 10 rounds, then at most every 5th; going down needs a quarter of a token more
+    than going up; after an interval without drafting the smallest number is tried. Where a rule reports acceptance
+    probabilities, these are averaged.
     """
 
     def __init__(self, step_sets: Mapping[int, Sequence[int]] = STEP_SETS) -> None:
@@ -188,10 +187,11 @@ class EmaRule(_Rule):
         self._accepted.append(num_accepted)
 
 
-class HeuristicRule(_Rule):
-    """The schedule "heuristic" of transformers' assisted generation, for each request: two guesses more after a round
-    in which all of them stood, one less after any other, never fewer than one. It begins with 5. A round without a
-    guess changes nothing."""
+class HeuristicPolicy(_RivalPolicy):
+    """The schedule "heuristic" of transformers' assisted generation, per request: two draft tokens more after a round
+    in which all were accepted, one less after any other, at least one. It starts with 5; a round without drafting
+    changes nothing.
+    """
 
     def __init__(self, first: int = _HEURISTIC_FIRST) -> None:
         if first < 1:
@@ -213,6 +213,32 @@ class HeuristicRule(_Rule):
             number = self._numbers.get(request_id, self.first)
             all_stood = num_accepted > num_guesses - _HALF
             self._numbers[request_id] = number + _HEURISTIC_MORE if all_stood else max(1, number - _HEURISTIC_LESS)
+
+
+def rival_policies(table: Mapping[int, int] = TABLE) -> dict[str, Callable[[], Policy]]:
+    """The policies by the names that settings of a load measurement use."""
+    return {"table": lambda: BatchTable(table), "ema": EmaPolicy, "heuristic": HeuristicPolicy}
+
+
+def parse_table(text: str) -> dict[int, int] | None:
+    """A table written as 1:5,4:3,16:1; None for `measured`.
+
+    Raises:
+        InputError: anything else.
+    """
+    if text == MEASURED:
+        return None
+    pairs = [part.partition(":") for part in text.split(",") if part.strip()]
+    if not pairs or not all(is_count(batch.strip()) and is_count(number.strip()) for batch, _, number in pairs):
+        raise InputError(
+            "table", text, f"must be BATCH:NUMBER separated by commas, such as {table_text(TABLE)}, or {MEASURED}"
+        )
+    return BatchTable({int(batch): int(number) for batch, _, number in pairs}).table
+
+
+def table_text(table: Mapping[int, int]) -> str:
+    """The table as `parse_table` reads it."""
+    return ",".join(f"{batch}:{number}" for batch, number in table.items())
 
 
 def _slot(sizes: Sequence[int], batch: int) -> int:

@@ -9,8 +9,6 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from studies.validation.answers import FROM_TEXT, Answer, looked_through
-from studies.validation.replay import Clock, Replayed, Serving, replay
 from foretoken.bench.workload import SLICES, slices
 from foretoken.config import SpecConfig
 from foretoken.draft.group import drafter_key
@@ -18,7 +16,9 @@ from foretoken.draft.lookup_tree import Lookup
 from foretoken.errors import InputError
 from foretoken.simulate.arrivals import Job
 from foretoken.simulate.records import Record, Records, record_of
+from studies.validation.answers import FROM_TEXT, Answer, looked_through
 from studies.validation.refine import RealStep
+from studies.validation.replay import Clock, Replayed, Serving, replay
 
 MEASURED, CALIBRATION = 0, 1  # parts of the prompts, no text in both
 _PARTS = 2

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from statistics import median
 
-from studies.validation.replay import Clock, Serving
 from foretoken.config import SamplingParams, SpecConfig
+from studies.validation.replay import Clock, Serving
 
 _STEPS = 40  # that are timed
 _FIRST = 4  # the prompt's own step, and a few that warm up

@@ -1,4 +1,4 @@
-"""`foretoken simulate --measure`: what the simulator says of a trace, and what the engine then does with it.
+"""The simulator's prediction of arrivals against a run of the engine.
 
 Every setting is calibrated on requests of their own (other prompts, other arrivals), then the traces are simulated, and
 only then run in real time. Beside the figures stands where an error comes from: each batch that really ran is put to
@@ -11,6 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import median
 
+from foretoken.config import SpecConfig
+from foretoken.plan.profile import Curve, DrafterCost, Profile
+from foretoken.simulate.arrivals import Job
+from foretoken.simulate.loads import Server, built_in, sample
+from foretoken.simulate.metrics import Served, SimMetrics, outcome
+from foretoken.simulate.setting import Limits, SimSetting
+from foretoken.simulate.sim_engine import Step
+from foretoken.simulate.sim_request import Known
+from foretoken.simulate.simulate import simulate
 from studies.validation.answers import FROM_TEXT, Answer
 from studies.validation.calibrate import (
     CALIBRATION,
@@ -23,17 +32,8 @@ from studies.validation.calibrate import (
     sample_jobs,
 )
 from studies.validation.pace import pace_s
-from studies.validation.replay import Clock, Replayed, Serving, WallClock, replay
-from foretoken.config import SpecConfig
-from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.simulate.arrivals import Job
-from foretoken.simulate.loads import Server, built_in, sample
-from foretoken.simulate.metrics import Served, SimMetrics, outcome
 from studies.validation.refine import refine
-from foretoken.simulate.setting import Limits, SimSetting
-from foretoken.simulate.sim_engine import Step
-from foretoken.simulate.sim_request import Known
-from foretoken.simulate.simulate import simulate
+from studies.validation.replay import Clock, Replayed, Serving, WallClock, replay
 
 FIGURES = ("tokens_per_s", "latency_s_p50", "latency_s_p95", "ttft_s_p50", "ttft_s_p95")
 JUDGED = ("tokens_per_s", "latency_s_p95")  # what a prediction is judged by

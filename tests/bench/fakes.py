@@ -110,7 +110,9 @@ def rows(**seconds: float) -> tuple[SpeedRow, ...]:
     """Rows of settings that answered 10 tokens in so many seconds, once, to each prompt; `plain` is always there."""
     samples = []
     for name, value in ({"plain": 1.0} | seconds).items():
-        setting = SpeedSetting(name, drafter=None if name == "plain" else "ngram", num_draft=None if name == "plain" else 3)
+        setting = SpeedSetting(
+            name, drafter=None if name == "plain" else "ngram", num_draft=None if name == "plain" else 3
+        )
         for index, prompt in enumerate(PROMPTS):
             own = answer(
                 seconds=value,

@@ -8,6 +8,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from foretoken.bench.load_trace import TraceTurn, run_trace, summarise_trace, trace_summary
+from foretoken.bench.sheets import print_sheets
 
 from foretoken import LLM, SpecConfig
 from foretoken.bench import batches as batches_module
@@ -24,14 +26,12 @@ from foretoken.bench.load_options import (
     settle_table,
     slice_names,
 )
-from foretoken.bench.load_trace import TraceTurn, run_trace, summarise_trace, trace_summary
-from studies.recovery.recovery import StepTimes, Stretch, expected_tokens, run_recovery
-from studies.rivals.policies import BatchTable, EmaRule
-from foretoken.bench.sheets import print_sheets
 from foretoken.config import known_drafters
 from foretoken.control.policy import BudgetPolicy
 from foretoken.control.routing import RoutingRules
 from foretoken.errors import ConfigError, InputError
+from studies.recovery.recovery import StepTimes, Stretch, expected_tokens, run_recovery
+from studies.rivals.policies import BatchTable, EmaRule
 
 
 def options(pair: SimpleNamespace, **values: object) -> LoadOptions:

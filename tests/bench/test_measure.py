@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from foretoken.bench.measure import ALL_SLICES, SpeedPlan, SpeedSample, SpeedSetting, measure, repeated_ngrams, summarise
+from foretoken.bench.measure import (
+    ALL_SLICES,
+    SpeedPlan,
+    SpeedSample,
+    SpeedSetting,
+    measure,
+    repeated_ngrams,
+    summarise,
+)
 from foretoken.errors import ConfigError, ForetokenError, MismatchError, NumericsError, StorageError
 from tests.bench.fakes import PROMPTS, Scripted, answer
 
@@ -15,7 +23,7 @@ PEER = SpeedSetting("other", "other")
 PLAN = SpeedPlan(PROMPTS, max_tokens=8, temperatures=(0.0, 0.8), repeats=2, warmup=1, seed=5)
 
 
-def sample(setting: SpeedSetting, own, prompt: int = 0, repeat: int = 0, temperature: float = 0.0) -> Sample:
+def sample(setting: SpeedSetting, own, prompt: int = 0, repeat: int = 0, temperature: float = 0.0) -> SpeedSample:
     return SpeedSample(setting, prompt, PROMPTS[prompt].slice, temperature, repeat, own)
 
 

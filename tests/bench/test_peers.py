@@ -328,7 +328,9 @@ def test_the_converter_may_be_named(llama, monkeypatch, tmp_path):
 
 def test_a_failing_program_is_an_error_with_its_last_words(llama, checkpoints):
     program(llama / "build/bin/llama-bench", "print('out of memory', file=sys.stderr)\nraise SystemExit(3)")
-    contender = llama_cpp.LlamaBench(SpeedSetting("llama.cpp", "llama.cpp"), LlamaCpp.find(llama), checkpoints[0], len, 1)
+    contender = llama_cpp.LlamaBench(
+        SpeedSetting("llama.cpp", "llama.cpp"), LlamaCpp.find(llama), checkpoints[0], len, 1
+    )
     with pytest.raises(ForetokenError, match=r"code 3: out of memory"):
         contender.answer(PROMPT, PARAMS)
 

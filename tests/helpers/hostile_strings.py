@@ -22,12 +22,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from foretoken.bench.sheets import Sheet, SheetReport
 
 from foretoken.audit.report import AuditReport, Check
 from foretoken.bench.report import Report
-from foretoken.bench.sheets import Sheet, SheetReport
-from studies.validation.validate import Causes, Comparison
-from studies.validation.tables import Validation
 from foretoken.cli import (
     answer,
     audit,
@@ -50,6 +48,8 @@ from foretoken.errors import EngineError
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.simulate.metrics import SimMetrics
 from foretoken.train.trainer import Result
+from studies.validation.tables import Validation
+from studies.validation.validate import Causes, Comparison
 from tests.bench.fakes import rows as bench_rows
 
 STRINGS: Mapping[str, str] = {

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SpecConfig
-from studies.validation.answers import Answer, look_through, looked_through
-from studies.validation.calibrate import calibrate
 from foretoken.control.previews import Preview
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.simulate.arrivals import Job
 from foretoken.simulate.records import Ready, Round, told
+from studies.validation.answers import Answer, look_through, looked_through
+from studies.validation.calibrate import calibrate
 from tests.helpers.checkpoints import token_ids
 
 #   The answer is 5 6 7 8 9. At its first place 6 or 4 were ready, behind 6 a 7, behind that a 9.

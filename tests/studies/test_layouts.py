@@ -17,6 +17,11 @@ import pytest
 
 from foretoken import LLM, ConfigError, InputError
 from foretoken.bench import layouts as module
+from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.ngram import NgramDrafter
+from foretoken.errors import StorageError
+from foretoken.model.open import open_model
+from foretoken.verify import resolve, takes_trees
 from studies.layouts.layouts import (
     COUNTERPARTS,
     EQSPEC,
@@ -34,11 +39,6 @@ from studies.layouts.layouts import (
     uneven,
 )
 from studies.layouts.tables import markdown, print_layouts, write_layouts
-from foretoken.draft.draft_model import DraftModelDrafter
-from foretoken.draft.ngram import NgramDrafter
-from foretoken.errors import StorageError
-from foretoken.model.open import open_model
-from foretoken.verify import resolve, takes_trees
 from tests.helpers.checkpoints import token_ids
 
 OPTIONS = LayoutOptions("tiny", num_draft=3, batch_sizes=(2, 3), pool=2, max_tokens=12, repeats=2)

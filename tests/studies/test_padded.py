@@ -14,10 +14,6 @@ import torch
 
 from foretoken import LLM, ConfigError, InputError, SamplingParams
 from foretoken.bench import padded_cache
-from studies.layouts.padded import PaddedDecoder, PaddedRun, accepted_of, choose_batch
-from studies.layouts.padded_cache import PaddedCache, PooledCache, PublishedCache, in_place
-from studies.layouts.padded_draft import Row
-from studies.layouts.padded_model import PaddedModel
 from foretoken.draft.base import Drafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.ngram import NgramDrafter
@@ -26,6 +22,10 @@ from foretoken.model.interface import LanguageModel
 from foretoken.model.loader import load_decoder
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
+from studies.layouts.padded import PaddedDecoder, PaddedRun, accepted_of, choose_batch
+from studies.layouts.padded_cache import PaddedCache, PooledCache, PublishedCache, in_place
+from studies.layouts.padded_draft import Row
+from studies.layouts.padded_model import PaddedModel
 from tests.helpers.checkpoints import tiny_checkpoint, token_ids, variant
 
 LENGTHS = (3, 17, 9, 40, 9, 1, 26, 17, 5, 33)

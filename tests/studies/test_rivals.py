@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from studies.rivals.policies import BatchTable, EmaRule, HeuristicRule, measured_table
 from foretoken.control.candidates import DrafterOption, RequestOptions, options_of
 from foretoken.control.policy import BudgetPolicy, Policy
 from foretoken.control.previews import Preview
 from foretoken.errors import InputError
+from studies.rivals.policies import BatchTable, EmaRule, HeuristicRule, measured_table
 
 MAKERS: list[Callable[[], Policy]] = [BatchTable, EmaRule, HeuristicRule, BudgetPolicy]
 

@@ -11,10 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from studies.validation.calibrate import CALIBRATION, MEASURED, Prompts, calibrate, real_steps, records_from, sample_jobs
-from studies.validation.pace import pace_s
-from studies.validation.replay import Replayed, WallClock, replay
-from studies.validation.validate import Trial, causes, compare, median_profile, predict
 from foretoken.bench.workload import slices
 from foretoken.core import StepOutput
 from foretoken.engine.request import RequestState
@@ -26,6 +22,18 @@ from foretoken.simulate.records import Record, Records, chain
 from foretoken.simulate.setting import Limits, SimSetting
 from foretoken.simulate.sim_engine import Step
 from foretoken.simulate.simulate import simulate
+from studies.validation.calibrate import (
+    CALIBRATION,
+    MEASURED,
+    Prompts,
+    calibrate,
+    real_steps,
+    records_from,
+    sample_jobs,
+)
+from studies.validation.pace import pace_s
+from studies.validation.replay import Replayed, WallClock, replay
+from studies.validation.validate import Trial, causes, compare, median_profile, predict
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.faults import Fault
 from tests.simulate.test_simulate import CURVED, UNIT, Guesser, Real, mixed_jobs
