@@ -66,6 +66,11 @@ class Report:
     files: tuple[str, ...] = ()
 
     @property
+    def rows(self) -> Sequence[Any]:
+        """The rows of the results."""
+        return tuple(self.results["rows"])
+
+    @property
     def interrupted(self) -> bool:
         """Whether the run was stopped, and this is what had been measured by then."""
         return bool(self.results.get("interrupted", False))

@@ -12,7 +12,7 @@ import pytest
 
 from foretoken.bench.compare import against_peer, by_position, drafter_table, ratios, summary
 from foretoken.bench.measure import SpeedRow, SpeedSample, SpeedSetting, summarise
-from foretoken.bench.report import Report
+from foretoken.bench.speed_tables import speed_report
 from tests.bench.fakes import PROMPTS, answer
 
 PLAIN = SpeedSetting("plain")
@@ -136,7 +136,7 @@ def script() -> ModuleType:
 
 def test_the_script_fills_the_marked_part_of_a_page(script, tmp_path, monkeypatch):
     found = two_slices()
-    report = Report("foretoken bench --x", {"cpu": "test"}, {}, {}, found, ratios(found), ("busy",))
+    report = speed_report(found, {}, "foretoken bench --x", ["busy"], machine={"cpu": "test"})
     raw = tmp_path / "r.json"
     raw.write_text(report.json_line(), encoding="utf-8")
     assert script.rows_of(json.loads(report.json_line())) == list(found)
@@ -155,7 +155,7 @@ def test_the_script_fills_the_marked_part_of_a_page(script, tmp_path, monkeypatc
 
 
 def test_the_script_reads_results_from_before_a_field_existed(script):
-    raw = json.loads(Report("c", {}, {}, {}, two_slices(), {}, ()).json_line())
+    raw = json.loads(speed_report(two_slices(), {}, "c", []).json_line())
     for row in raw["rows"]:
         del row["options"], row["counterpart"], row["free"]
     assert script.rows_of(raw)[1].options == ""
@@ -163,7 +163,7 @@ def test_the_script_reads_results_from_before_a_field_existed(script):
 
 def test_the_script_says_when_a_page_has_no_place_for_the_table(script, tmp_path, monkeypatch):
     raw, page = tmp_path / "r.json", tmp_path / "page.md"
-    raw.write_text(Report("c", {}, {}, {}, two_slices(), {}, ()).json_line(), encoding="utf-8")
+    raw.write_text(speed_report(two_slices(), {}, "c", []).json_line(), encoding="utf-8")
     page.write_text("nothing here", encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["drafter_table.py", str(raw), "--into", str(page)])
     with pytest.raises(SystemExit, match="table: begin"):

@@ -15,7 +15,7 @@ import torch
 from foretoken.bench import llama_cpp, peers
 from foretoken.bench.llama_cpp import LlamaCpp, parse_bench, parse_speculative
 from foretoken.bench.measure import SpeedSetting
-from foretoken.bench.offline import BenchOptions, run_bench
+from foretoken.bench.offline import SpeedOptions, run_speed
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams
 from foretoken.errors import ForetokenError, StorageError
@@ -242,7 +242,7 @@ def test_a_whole_run_with_llama_cpp(llama, checkpoints, tmp_path, monkeypatch):
     monkeypatch.setenv("FORETOKEN_LLAMA_CPP", str(llama))
     prompts = tmp_path / "p.jsonl"
     prompts.write_text(json.dumps({"prompt": PROMPT.text}) + "\n", encoding="utf-8")
-    options = BenchOptions(
+    options = SpeedOptions(
         str(target),
         str(draft),
         prompts=prompts,
@@ -254,7 +254,7 @@ def test_a_whole_run_with_llama_cpp(llama, checkpoints, tmp_path, monkeypatch):
         peer_num_drafts=(3,),
         threads=1,
     )
-    report = run_bench(options, FakeLLM())
+    report = run_speed(options, FakeLLM())
     rows = {row.setting: row for row in report.rows if row.temperature == 0.0}
     assert {name for name in rows if name.startswith("llama.cpp")} == {
         "llama.cpp",
@@ -266,10 +266,10 @@ def test_a_whole_run_with_llama_cpp(llama, checkpoints, tmp_path, monkeypatch):
         ),
     }
     assert any("llama.cpp was not measured with ngram-map-k4v, lookahead" in caveat for caveat in report.caveats)
-    assert report.ratios["p"]["best free / llama.cpp best n-gram"] > 0
+    assert report.results["ratios"]["p"]["best free / llama.cpp best n-gram"] > 0
     assert rows["llama.cpp-draft-simple-3"].acceptance_rate == 26 / 29
     assert report.versions["llama.cpp"].startswith("0.5.0-dev")
-    assert "plain / llama.cpp plain" in report.ratios["p"]
+    assert "plain / llama.cpp plain" in report.results["ratios"]["p"]
     calls = (tmp_path / "calls").read_text(encoding="utf-8")
     depth = llama_cpp._token_count(target)(PROMPT.text)
     assert f"'-d', '{depth}'" in calls

@@ -4,24 +4,23 @@ time is asserted.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from foretoken import LLM, ConfigError, InputError
-from foretoken.bench import layouts as module
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.ngram import NgramDrafter
-from foretoken.errors import StorageError
 from foretoken.model.open import open_model
 from foretoken.verify import resolve, takes_trees
+from studies.layouts import run as module
+from studies.layouts.__main__ import main
 from studies.layouts.layouts import (
     COUNTERPARTS,
     EQSPEC,
@@ -32,13 +31,12 @@ from studies.layouts.layouts import (
     RAGGED,
     RAGGED_PLAIN,
     LayoutOptions,
-    LayoutReport,
     Layouts,
     measure_layouts,
     ratios,
-    uneven,
 )
-from studies.layouts.tables import markdown, print_layouts, write_layouts
+from studies.layouts.run import uneven
+from studies.layouts.tables import layout_tables
 from tests.helpers.checkpoints import token_ids
 
 OPTIONS = LayoutOptions("tiny", num_draft=3, batch_sizes=(2, 3), pool=2, max_tokens=12, repeats=2)
@@ -106,17 +104,7 @@ def test_prompts_differ_in_length():
         uneven(texts, 0)
 
 
-def load_script() -> object:
-    path = Path(__file__).resolve().parents[2] / "scripts" / "layouts.py"
-    spec = importlib.util.spec_from_file_location("layouts_script", path)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
-def test_the_script_writes_what_it_measured(
+def test_the_study_writes_what_it_measured(
     text_pair: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Folders with a tokenizer, the library's code, a dated file of numbers and a page; a second result of the day is
@@ -130,16 +118,15 @@ def test_the_script_writes_what_it_measured(
     options = "--target T --draft D --drafter draft_model --num-draft 2 --batch-sizes 2 --pool 2 --max-tokens 6 --repeats 1 --dtype float32 --out O"  # noqa: E501
     places = {"T": str(text_pair.target), "D": str(text_pair.draft), "O": str(tmp_path)}
     words = [places.get(word, word) for word in options.split()]
-    script = load_script()
     for more in (["--json"], []):
         monkeypatch.setattr(sys, "argv", ["layouts.py", *words, *more])
-        assert script.main() == 0  # type: ignore[attr-defined]
+        assert main() == 0
     line, table = capsys.readouterr().out.split("\n", 1)
     told = json.loads(line)
     assert [row["num_identical"] for row in told["rows"]] == [4] * 7
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".json", ".md", ".md"]
     raw = json.loads(Path(told["files"][0]).read_text())
-    assert raw == {key: value for key, value in told.items() if key != "files"}
+    assert raw == told
     assert len(raw["options"]["prompt_tokens"]["2"]) == 4
     page = Path(told["files"][1]).read_text()
     for wanted in ("--batch-sizes 2", "python", "ragged / eqspec", "| exspec |", raw["date"][:10]):
@@ -149,7 +136,7 @@ def test_the_script_writes_what_it_measured(
 
 def test_a_refused_option_is_told_by_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(sys, "argv", ["layouts.py", "--drafter", "draft_model"])
-    assert load_script().main() == 2  # type: ignore[attr-defined]
+    assert main() == 2
     assert "draft=None" in capsys.readouterr().err
 
 
@@ -172,10 +159,8 @@ def test_options_that_make_no_sense_are_refused(changed: dict[str, object], fiel
         replace(OPTIONS, **changed)
 
 
-def test_ratios_are_of_decoding_speeds(llm: LLM, tmp_path: Path):
-    """The engine's over its counterpart's, by batch size; a page can be made of them, and a folder that is a file is an
-    error.
-    """
+def test_ratios_are_of_decoding_speeds(llm: LLM):
+    """The engine's over its counterpart's, by batch size."""
     options = replace(OPTIONS, batch_sizes=(2,), repeats=1)
     rows = measure_layouts(Layouts(options, llm.target, NgramDrafter()), prompts())
     speed = {row.mode: row.tokens_per_s for row in rows}
@@ -183,17 +168,7 @@ def test_ratios_are_of_decoding_speeds(llm: LLM, tmp_path: Path):
     assert found == {
         2: {f"{ragged} / {padded}": speed[ragged] / speed[padded] for padded, ragged in COUNTERPARTS.items()}
     }
-    report = LayoutReport(
-        "cmd",
-        {"cpu": "c"},
-        {"torch": "2"},
-        asdict(options) | {"prompt_tokens": {2: [7, 8, 9, 10]}},
-        rows,
-        found,
-        ("busy",),
-    )
-    assert "4 prompts of 7 to 10 tokens" in markdown(report, "x.json")
-    print_layouts(report)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError):
-        write_layouts(report, tmp_path / "file", "x")
+    (table,) = layout_tables(rows, found, {2: [7, 8, 9, 10]})
+    assert table.title == "batch 2: 4 prompts of 7 to 10 tokens"
+    assert {len(line) for line in table.lines} == {len(table.headings)}
+    assert table.notes[0].startswith("Ratios: ragged / eqspec ")

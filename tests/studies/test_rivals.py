@@ -4,18 +4,23 @@ count.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
+from foretoken.bench.batches import run_batches
+from foretoken.bench.load_options import LoadOptions, LoadPhase
 from foretoken.control.candidates import DrafterOption, RequestOptions, options_of
 from foretoken.control.policy import BudgetPolicy, Policy
 from foretoken.control.previews import Preview
 from foretoken.errors import InputError
-from studies.rivals.policies import BatchTable, EmaRule, HeuristicRule, measured_table
+from studies.rivals.__main__ import main, measure_table
+from studies.rivals.policies import BatchTable, EmaPolicy, HeuristicPolicy, measured_table, parse_table, rival_policies
 
-MAKERS: list[Callable[[], Policy]] = [BatchTable, EmaRule, HeuristicRule, BudgetPolicy]
+MAKERS: list[Callable[[], Policy]] = [BatchTable, EmaPolicy, HeuristicPolicy, BudgetPolicy]
 
 
 def wishes(batch: int, most: int = 24, is_open: bool = True) -> list[RequestOptions]:
@@ -74,7 +79,7 @@ def test_a_measured_table_takes_the_fastest_number() -> None:
 
 
 def test_the_mean_moves_the_number_of_guesses_after_warm_up_every_fifth_round() -> None:
-    plans = [budgets[0] for budgets in run(EmaRule(), 1, 60, lambda turn, budget: budget)]
+    plans = [budgets[0] for budgets in run(EmaPolicy(), 1, 60, lambda turn, budget: budget)]
     assert set(plans[:15]) == {3}
     assert plans[15] == 5  # the mean is near 3 then: above 2.5, below 4.5
     assert plans[-1] == 7
@@ -83,20 +88,20 @@ def test_the_mean_moves_the_number_of_guesses_after_warm_up_every_fifth_round() 
 
 
 def test_the_mean_brings_the_number_down_to_the_least_of_its_set() -> None:
-    assert run(EmaRule(), 1, 60, lambda turn, budget: 0)[-1] == [1]
-    assert numbers(EmaRule({1: (2,)}), wishes(1)) == [2]
+    assert run(EmaPolicy(), 1, 60, lambda turn, budget: 0)[-1] == [1]
+    assert numbers(EmaPolicy({1: (2,)}), wishes(1)) == [2]
 
 
 def test_after_an_interval_without_guesses_the_least_number_is_tried() -> None:
-    plans = [budgets[0] for budgets in run(EmaRule(), 8, 80, lambda turn, budget: 0)]
+    plans = [budgets[0] for budgets in run(EmaPolicy(), 8, 80, lambda turn, budget: 0)]
     assert 0 in plans
     zero = plans.index(0)
     assert plans[zero : zero + 10] == [0] * 5 + [1] * 5
-    assert run(EmaRule(), 64, 30, lambda turn, budget: 0) == [[0] * 64] * 30
+    assert run(EmaPolicy(), 64, 30, lambda turn, budget: 0) == [[0] * 64] * 30
 
 
 def test_every_size_of_the_batch_has_a_mean_of_its_own() -> None:
-    rule = EmaRule()
+    rule = EmaPolicy()
     run(rule, 1, 60, lambda turn, budget: budget)
     assert numbers(rule, wishes(8)) == [3] * 8
     assert numbers(rule, wishes(1)) == [7]
@@ -104,11 +109,11 @@ def test_every_size_of_the_batch_has_a_mean_of_its_own() -> None:
 
 def test_an_empty_step_set_is_refused() -> None:
     with pytest.raises(InputError, match="step_sets"):
-        EmaRule({1: ()})
+        EmaPolicy({1: ()})
 
 
 def test_two_more_after_full_acceptance_and_one_less_otherwise() -> None:
-    rule = HeuristicRule()
+    rule = HeuristicPolicy()
     results = iter([5, 7, 0, 3, 8])
     assert [budgets[0] for budgets in run(rule, 1, 5, lambda turn, budget: next(results))] == [5, 7, 9, 8, 7]
     assert run(rule, 1, 20, lambda turn, budget: 0)[-1] == [1]
@@ -117,7 +122,7 @@ def test_two_more_after_full_acceptance_and_one_less_otherwise() -> None:
     rule.finish(0)
     assert numbers(rule, wishes(1)) == [5]
     with pytest.raises(InputError, match="first"):
-        HeuristicRule(0)
+        HeuristicPolicy(0)
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -139,7 +144,7 @@ def test_guesses_that_a_drafter_shows_count_as_far_as_they_were_used() -> None:
     """Five are shown, three used: the fourth one, right too, is no news."""
     look = Preview((-1, 0, 1, 2, 3), (0.9,) * 5)
     wish = [RequestOptions(0, (DrafterOption(1, "d", 5, look=look), DrafterOption(0, "other", 9)))]
-    heuristic, ema = HeuristicRule(3), EmaRule({1: (3,)})
+    heuristic, ema = HeuristicPolicy(3), EmaPolicy({1: (3,)})
     for rule in (heuristic, ema):
         (grant,) = rule.plan(wish)
         assert grant == (1, 3)
@@ -148,3 +153,53 @@ def test_guesses_that_a_drafter_shows_count_as_far_as_they_were_used() -> None:
     assert ema._accepted == [3]
     heuristic.observe_preview(0, "d", look, [False, None, None, None, None])
     assert numbers(heuristic, wishes(1)) == [4]
+
+
+def test_a_table_as_text() -> None:
+    assert parse_table("4:3, 1:5") == {1: 5, 4: 3}
+    assert parse_table("measured") is None
+    for wrong in ("", "1", "a:b", "1:-2", "0:3"):
+        with pytest.raises(InputError, match="table"):
+            parse_table(wrong)
+
+
+def options(pair: SimpleNamespace, **values: object) -> LoadOptions:
+    small = {"batches": (1, 2), "slices": ("chat",), "prompt_tokens": 16, "max_tokens": 8, "repeats": 1, "warmup": 0}
+    return LoadOptions(str(pair.target), str(pair.draft), dtype="float32", threads=1, **(small | values))
+
+
+def test_answers_are_plains_under_rival_policies(text_pair: SimpleNamespace) -> None:
+    """In one run with the engine's own policy; float32 leaves no near ties."""
+    names = ("table", "ema", "heuristic", "ngram-ema", "draft_model-auto")
+    report = run_batches(options(text_pair, settings=names), policies=rival_policies())
+    assert {row.setting for row in report.rows} == {
+        "plain", "draft_model-table", "draft_model-ema", "draft_model-heuristic", "ngram-ema", "draft_model-auto"
+    }  # fmt: skip
+    assert all(row.same == row.num_answers for row in report.rows)
+    drafting = {row.setting for row in report.rows if row.num_draft > 0}
+    assert {"draft_model-table", "draft_model-ema", "draft_model-heuristic"} <= drafting
+
+
+def test_a_table_is_measured_at_the_batch_sizes_of_the_run(text_pair: SimpleNamespace) -> None:
+    assert sorted(measure_table(options(text_pair), changing=False)) == [1, 2]
+    phases = (LoadPhase(3, "chat"), LoadPhase(1, "chat"))
+    found = measure_table(options(text_pair, phases=phases, max_tokens=4), changing=True)
+    assert sorted(found) == [1, 3]
+    assert set(found.values()) <= {0, 1, 3, 5}
+
+
+def test_the_study_from_its_command_line(
+    text_pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "sys.argv",
+        [
+            *("rivals", "--target", str(text_pair.target), "--load", "1:chat,2:chat", "--phase-s", "0.01", "--json"),
+            *("--settings", "ema,ngram-auto", "--table", "1:2", "--repeats", "1", "--max-tokens", "4"),
+        ],
+    )
+    assert main() == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["setting"] for row in found["rows"]] == ["plain", "ngram-ema", "ngram-auto"]
+    assert any("1:2" in caveat for caveat in found["caveats"])
+    assert found["command"].startswith("python -m studies.rivals")
