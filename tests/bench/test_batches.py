@@ -166,7 +166,7 @@ def test_answers_are_plains_under_every_setting(text_pair: SimpleNamespace) -> N
         assert row.same == row.num_answers == 2 * max(row.batch, 2)
         assert row.unexplained == 0
     drafting = {row.setting for row in report.rows if row.num_draft > 0}
-    assert {"draft_model-3", "ngram-2"} <= drafting
+    assert "draft_model-3" in drafting
     assert "plain" not in drafting
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from foretoken import LLM, ConfigError, InputError, SamplingParams
-from foretoken.bench import padded_cache
 from foretoken.draft.base import Drafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.ngram import NgramDrafter
@@ -22,6 +21,7 @@ from foretoken.model.interface import LanguageModel
 from foretoken.model.loader import load_decoder
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
+from studies.layouts import padded_cache
 from studies.layouts.padded import PaddedDecoder, PaddedRun, accepted_of, choose_batch
 from studies.layouts.padded_cache import PaddedCache, PooledCache, PublishedCache, in_place
 from studies.layouts.padded_draft import Row

@@ -4,13 +4,16 @@ simulator.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.bench import profile as profile_module
 from foretoken.bench.workload import slices
 from foretoken.core import StepOutput
 from foretoken.engine.request import RequestState
@@ -22,6 +25,8 @@ from foretoken.simulate.records import Record, Records, chain
 from foretoken.simulate.setting import Limits, SimSetting
 from foretoken.simulate.sim_engine import Step
 from foretoken.simulate.simulate import simulate
+from studies.validation import run as run_module
+from studies.validation.__main__ import main
 from studies.validation.calibrate import (
     CALIBRATION,
     MEASURED,
@@ -365,3 +370,72 @@ def test_records_of_a_slice_are_drawn_from() -> None:
     known = {"ngram": {"code": Records(tuple(Record((chain(2, kept),)) for kept in (0, 2)))}}
     ended = simulate(UNIT, jobs, SimSetting("ngram", 2), Limits(), known=known)
     assert {course.num_accepted for course in ended.courses} == {0, 20 - 1}
+
+
+def test_the_study_from_its_command_line(
+    text_pair: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Predicted, measured and error of each setting: printed, and written with everything needed to judge it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("_ROWS", "_BATCHES", "_GUESSES", "_DRAFT_BATCHES"):
+        monkeypatch.setattr(profile_module, name, getattr(profile_module, name)[:2])
+    monkeypatch.setattr(run_module, "_MOST_PASSES", 1)
+    Path("mine.jsonl").write_text(
+        "\n".join(json.dumps({"arrival_s": 0.01 * i, "prompt_tokens": 9, "output_tokens": 4}) for i in range(6))
+    )
+    common = ["--target", str(text_pair.target), "--arrivals", "mine.jsonl", "--out", "results"]
+    assert main([*common, "--settings", "plain,ngram-2"]) == 0
+    out, err = capsys.readouterr()
+    assert "within 15% in throughput and p95 latency: " in out
+    assert [line for line in err.splitlines() if "calibration" in line] == [
+        "plain: calibration",
+        "ngram-2: calibration",
+    ]
+    (file,) = Path("results").glob("*.json")
+    assert f"written: {file}" in out
+    assert "| mine.jsonl | ngram-2 |" in file.with_suffix(".md").read_text()
+    raw = json.loads(file.read_text())
+    assert {"command", "machine", "date", "versions", "options", "profile", "tolerance", "caveats"} <= set(raw)
+    assert [(row["trace"], row["setting"], len(row["requests"])) for row in raw["rows"]] == [
+        ("mine.jsonl", name, 6) for name in ("plain", "ngram-2")
+    ]
+    for row in raw["rows"]:
+        assert row["predicted"]["num_tokens"] == row["measured"]["num_tokens"] == 24
+        assert row["holds"] == all(abs(row["errors"][name]) <= raw["tolerance"] for name in raw["judged"])
+        assert row["errors"]["latency_s_p95"] == pytest.approx(
+            row["predicted"]["latency_s_p95"] / row["measured"]["latency_s_p95"] - 1
+        )
+    more = ["--name", "again", "--requests", "2", "--acceptance", "text", "--settings", "plain", "--json"]
+    assert main([*common, *more]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["files"][0].endswith("-again.json")
+    assert [[job["acceptance"] for job in row["jobs"]] for row in told["rows"]] == [["text", "text"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arrivals", "steady", "--settings", "draft_model-4"], "drafter draft_model needs a draft"),
+        (["--arrivals", "steady", "--settings", "predicted-4"], "needs a prediction for each prompt"),
+        (["--arrivals", "steady", "--settings", "eagle-4"], "drafters='eagle'"),
+        (["--arrivals", "steady", "--name", "a/b"], "name='a/b'"),
+        (["--arrivals", "steady", "--requests", "2"], "the built-in arrivals steady set it for each request"),
+        (["--arrivals", "steady", "--max-step-tokens", "3"], "max_step_tokens=3"),
+        (["--arrivals", "steady", "--cache-reserve", "-0.1"], "cache_reserve=-0.1"),
+        (
+            ["--arrivals", "poisson:1", "--requests", "2", "--prompt-tokens", "9", "--acceptance", "0.5"],
+            "a real run needs texts",
+        ),
+        (["--arrivals", "poisson:1", "--requests", "2", "--prompt-tokens", "400"], "the context holds 256 tokens"),
+    ],
+)
+def test_what_cannot_be_validated_is_refused(
+    text_pair: SimpleNamespace, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["--target", str(text_pair.target), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert out == ""
