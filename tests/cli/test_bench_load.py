@@ -170,7 +170,7 @@ def test_settings_of_the_group_are_those_of_speed(
     assert (asked["batches"].max_tokens, asked["batches"].repeats) == (8, 2)
     shown = json.loads(foretoken("config", "show", "--json").lines[-1])
     assert shown["bench.max_tokens"] == {"value": 7, "origin": "foretoken.toml"}
-    assert shown["bench.load.max_tokens"]["value"] == 8
+    assert shown["bench load.max_tokens"]["value"] == 8
     monkeypatch.setenv("FORETOKEN_BENCH__REPEATS", "0")
     assert "set by FORETOKEN_BENCH__REPEATS" in foretoken("bench", "--json").err
 

@@ -290,6 +290,7 @@ def test_a_plot_takes_dollar_signs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a" * 5000, "/x\0y", "~nobody-of-this-name/x"], ids=["long", "nul", "no home"])
 def test_a_name_that_no_file_can_have_is_an_error_like_any_other(foretoken: Run, name: str) -> None:
+    Path("profile.json").write_text(json.dumps({"format": "foretoken-profile-1", "rows": [[1, 0.01], [8, 0.02]]}))
     cases = [
         (3, ["models", name]),
         (3, ["generate", "-p", "x", "--target", name]),
@@ -297,7 +298,7 @@ def test_a_name_that_no_file_can_have_is_an_error_like_any_other(foretoken: Run,
         (4, ["generate", "-p", "x", "--corpus", name]),
         (4, ["generate", "-p", "x", "--grammar", f"@{name}"]),
         (2, ["generate", "-p", "x", "--drafter", "ngram", "--cost-profile", name]),
-        (2, ["simulate", "--profile", name, "--arrivals", name]),
+        (2, ["simulate", "--profile", "profile.json", "--arrivals", name]),
     ]
     for code, arguments in cases:
         done = foretoken(*arguments)
