@@ -12,18 +12,15 @@ still say something, the milliseconds do not.
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.bench.report import machine, versions
 from foretoken.bench.workload import SLICES, slices
+from studies.command import record, setting_of
 
 PHASES = ("schedule", "draft", "target", "rule", "commit", "observe", "emit")
 BOOKKEEPING = ("schedule", "commit", "observe")
@@ -66,12 +63,8 @@ def main() -> None:
             for setting in options.settings.split(","):
                 rows.append(measure(llm, setting, options.draft, count, options.steps))
                 print_row(rows[-1])
-    if options.out is not None:
-        setting = {key: value for key, value in vars(options).items() if key != "out"}
-        result = {"command": shlex.join(sys.argv), "machine": machine(), "versions": versions(), "setting": setting}
-        options.out.write_text(
-            json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8"
-        )
+    results = {"setting": setting_of(options), "rows": [asdict(row) for row in rows]}
+    record("bookkeeping", results, options.out)
 
 
 def measure(llm: LLM, setting: str, draft: str, num_requests: int, num_steps: int) -> Row:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from foretoken.bench.report import Report, check_name, print_report, write_report
+from foretoken.bench.report import Report, check_name, machine, now, print_report, versions, write_report
 from foretoken.errors import ForetokenError
-from foretoken.files import check_folder
+from foretoken.files import check_folder, to_json
 from foretoken.printing.console import Console
 
 INTERRUPTED = 130
@@ -53,6 +54,21 @@ def run(study: Callable[[argparse.Namespace], Report], options: argparse.Namespa
     else:
         print_report(report)
     return INTERRUPTED if report.interrupted else 0
+
+
+def record(study: str, results: Mapping[str, Any], out: Path | None) -> dict[str, Any]:
+    """`results` with the command, machine, versions and date; also written to the JSON file `out`, if that is set."""
+    found = {"command": command_line(study), "machine": machine(), "versions": versions(), "date": now(), **results}
+    if out is not None:
+        out.write_text(to_json(found, indent=1) + "\n", encoding="utf-8")
+    return found
+
+
+def setting_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of a study but its output file, for `record`."""
+    return {
+        name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items() if name != "out"
+    }
 
 
 def command_line(study: str) -> str:

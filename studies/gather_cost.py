@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from foretoken.bench.report import machine, versions
 from foretoken.kv.blocks import BlockTable
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
@@ -28,6 +27,7 @@ from foretoken.model.interface import Segment
 from foretoken.model.layers import Linear
 from foretoken.model.open import model_folder, open_model
 from foretoken.model.paged import PagedModel
+from studies.command import record
 
 LAYOUTS = ("adjacent", "adopted", "scattered")
 _ADOPTED_TOKENS = (32, 64, 128, 256, 512)
@@ -142,11 +142,7 @@ def main() -> int:
         "block_size": model.block_size,
         "results": results,
     }
-    report |= {"command": " ".join(sys.argv), "machine": machine(), "versions": versions()}
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text)
+    print(json.dumps(record("gather_cost", report, options.out), indent=1))
     return 0
 
 

@@ -13,9 +13,7 @@ import argparse
 import itertools
 import json
 import re
-import shlex
 import statistics
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
@@ -23,13 +21,13 @@ from pathlib import Path
 
 import torch
 
-from foretoken.bench.report import machine, versions
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Drafter, Feedback
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.draft.suffix import SuffixDrafter
+from studies.command import record, setting_of
 
 VOCAB = 32_000
 _TOP = 8
@@ -53,18 +51,7 @@ def main() -> None:
             f"{name:28s} propose {row['propose_ms']:6.3f} ms (middle 80 %: {row['low_ms']:.3f} to {row['high_ms']:.3f})"
             f"  commit {row['commit_ms']:6.3f} ms  {row['nodes']:.1f} nodes  start {row['start_ms']:.0f} ms"
         )
-    if options.out is not None:
-        setting = {key: value for key, value in vars(options).items() if key != "out"}
-        result = {
-            "command": shlex.join(sys.argv),
-            "machine": machine(),
-            "versions": versions(),
-            "setting": setting,
-            "costs": found,
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    else:
-        print(json.dumps(found))
+    print(json.dumps(record("propose_cost", {"setting": setting_of(options), "costs": found}, options.out)))
 
 
 def source_tokens(count: int) -> list[int]:

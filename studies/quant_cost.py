@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from foretoken.bench.report import machine, versions
 from foretoken.config import QUANTISED
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.open import model_folder, open_model
+from studies.command import record
 
 FORMATS = ("plain", *QUANTISED)  # plain: the 16 bits (or more) that --dtype says
 _WARM_UP = 3
@@ -71,15 +71,8 @@ def main() -> None:
         "context": options.context,
         "num_threads": torch.get_num_threads(),
     }
-    record = settings | {
-        "num_parameters": models[formats[0]].num_parameters,
-        "formats": rows,
-        "machine": machine(),
-        "versions": versions(),
-    }
-    print(json.dumps(record))
-    if options.out is not None:
-        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    results = settings | {"num_parameters": models[formats[0]].num_parameters, "formats": rows}
+    print(json.dumps(record("quant_cost", results, options.out)))
 
 
 def load(folder: Path, dtype: str, name: str) -> tuple[LanguageModel, float]:

@@ -10,10 +10,7 @@ target.
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.bench.report import machine, versions
 from foretoken.config import SamplingParams
 from foretoken.core import Draft, Mass, Uniforms, Verdict
 from foretoken.model.randomness import RaceNoise, round_uniforms
 from foretoken.model.sampling import target_probs
 from foretoken.verify import RULES, verify_batch
+from studies.command import record, setting_of
 
 FILTERS: dict[str, dict[str, Any]] = {
     "temperature": {},
@@ -62,16 +59,7 @@ def main() -> None:
             f"{name:20s} {value['median_ms']:8.3f} ms  ({value['low_ms']:.3f} to {value['high_ms']:.3f})  "
             f"{share:5.2f} % of a step"
         )
-    if options.out is not None:
-        setting = {key: value for key, value in vars(options).items() if key != "out"}
-        result = {
-            "command": shlex.join(sys.argv),
-            "machine": machine(),
-            "versions": versions(),
-            "setting": setting,
-            "times": found,
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    record("rule_cost", {"setting": setting_of(options), "times": found}, options.out)
 
 
 def law_times(logits: Tensor, name: str, repeats: int) -> dict[str, float]:

@@ -18,7 +18,6 @@ import argparse
 import ctypes
 import gc
 import json
-import platform
 import random
 import sys
 import threading
@@ -34,6 +33,7 @@ import torch
 from foretoken import LLM, AsyncEngine, CapacityError, SamplingParams, SpecConfig
 from foretoken.draft.suffix import SuffixDrafter
 from foretoken.model.paged import PagedModel
+from studies.command import record
 
 _NUM_LOOKS = 20
 _FIRST_LOOK = _NUM_LOOKS // 5  # what was read, compiled and filled by then is no growth
@@ -297,9 +297,6 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         prefix = llm.stats.prefix
     first, last = looks[_FIRST_LOOK - 1], looks[-1]
     return {
-        "command": " ".join(sys.argv),
-        "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
         **{
             name: getattr(tally, name)
             for name in ("submitted", "finished", "left", "refused", "num_tokens", "compared", "differing", "failed")
@@ -330,10 +327,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    report = soak(options)
+    report = record("soak", soak(options), options.out)
     print(json.dumps({key: value for key, value in report.items() if key != "looks"}, indent=1))
-    if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=1))
     bad = report["differing"] or report["failed"] or report["kept"] or report["growth_mb"] > options.most_growth_mb
     return 5 if bad else 0
 

@@ -10,12 +10,13 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
-from foretoken.bench.report import machine, versions
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.open import model_folder, open_model
+from studies.command import record
 
 
 def main() -> None:
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     model = open_model(model_folder(options.model), options.dtype, options.device)
     counts = [int(word) for word in options.rows.split(",")]
@@ -44,12 +46,8 @@ def main() -> None:
         }
         for count, values in times_ms.items()
     ]
-    print(
-        json.dumps(
-            {"model": options.model, "num_parameters": model.num_parameters, "context": options.context, "rows": rows}
-            | {"machine": machine(), "versions": versions()}
-        )
-    )
+    results = {"model": options.model, "num_parameters": model.num_parameters, "context": options.context, "rows": rows}
+    print(json.dumps(record("step_cost", results, options.out)))
 
 
 def measure(model: LanguageModel, counts: list[int], context: int, repeats: int) -> Iterator[tuple[int, float]]:

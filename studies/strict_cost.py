@@ -8,7 +8,6 @@ Both paths share one set of weights and take turns, so that drift hits them alik
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -16,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from foretoken.bench.report import machine, versions
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.open import model_folder
 from foretoken.model.paged import DEFAULT_BLOCK_SIZE, PagedModel
 from foretoken.model.strict import StrictModel
+from studies.command import record
 
 _WARM_UP = 2
 
@@ -65,13 +64,13 @@ def main() -> None:
             "positions_per_call": strict.proven.positions_per_call,
             "proof_s": proof_s,
         }
-        record = settings | {
+        results = settings | {
             "num_parameters": default.num_parameters,
             "num_threads": torch.get_num_threads(),
             "proven": proven,
+            "times_ms": times_ms,
         }
-        record |= {"times_ms": times_ms, "machine": machine(), "versions": versions()}
-        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        record("strict_cost", results, options.out)
 
 
 def measure(
