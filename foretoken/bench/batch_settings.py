@@ -106,7 +106,7 @@ def _parse(name: str, draft: str | None, policies: Policies) -> BatchSetting:
     if "prediction" in choice.needs:
         raise ConfigError("settings", name, "the prompts of a batch carry no prediction; leave it out")
     if choice.own("num_draft") is not None:
-        raise ConfigError("settings", name, "the number of guesses stands behind the hyphen; leave num_draft out")
+        raise ConfigError("settings", name, "the number of draft tokens is behind the hyphen; leave num_draft out")
     return BatchSetting(
         f"{choice.label}-{how}", choice, int(how) if is_count(how) else "auto", how if how in policies else None
     )

@@ -1,4 +1,4 @@
-"""What rows say beside each other: ratios between engines and drafters, and which drafter is good for which text."""
+"""Rows compared: ratios between engines and drafters, and the best setting of each drafter by slice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from foretoken.printing import markdown
 
 _LLAMA_CPP = "llama.cpp"
 _NGRAM = "ngram"  # the counterpart of every lookup of another engine
-SUMMARY_NOTE = "Speedup over plain and tokens a step, each at its best number of guesses (in brackets) on that slice."
+SUMMARY_NOTE = (
+    "Speedup over plain and tokens a step, each at its best number of draft tokens (in brackets) on the slice."
+)
 
 
 def best(rows: Iterable[SpeedRow]) -> SpeedRow | None:
@@ -85,7 +87,7 @@ def _speed(row: SpeedRow | None) -> float | None:
 
 
 def kind_of(row: SpeedRow) -> str:
-    """What a row is about, whatever the number of guesses: the drafter with its options, behind another engine's
+    """What a row is about, whatever the number of draft tokens: the drafter with its options, behind another engine's
     name.
     """
     name = (row.drafter or PLAIN) + (f"({row.options})" if row.options else "")
@@ -95,7 +97,7 @@ def kind_of(row: SpeedRow) -> str:
 def summary(rows: Sequence[SpeedRow], temperature: float) -> list[list[str]]:
     """Drafter by slice at one temperature: a line of headings, then a line per kind of drafting; [] for a single slice.
 
-    A cell is speedup, tokens a step and the number of guesses of the fastest setting there; empty where it was not
+    A cell is speedup, tokens a step and the number of draft tokens of the fastest setting there; empty where it was not
     measured.
     """
     rows = [row for row in rows if row.temperature == temperature]

@@ -154,7 +154,7 @@ class LlamaCpp:
 
     @classmethod
     def find(cls, folder: Path) -> LlamaCpp:
-        """Preview for the programs in `folder`, its `bin` and its `build/bin`.
+        """Look for the programs in `folder`, its `bin` and its `build/bin`.
 
         Raises:
             StorageError: a program is missing.
@@ -299,7 +299,7 @@ class LlamaBench:
 
 
 def parse_bench(output: str) -> Answer:
-    """The answer that `llama-bench -o json` tells of.
+    """The answer that `llama-bench -o json` reports.
 
     Raises:
         ForetokenError: no result in the output.

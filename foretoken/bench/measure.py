@@ -1,7 +1,7 @@
-"""How settings are compared: every setting answers every prompt in turn, and the answers are summed up into rows.
+"""How settings are compared: every setting answers every prompt in turn, and rows summarise the answers.
 
-A machine drifts: it warms up, other programs come and go. So the settings take turns at each prompt, in an order that
-rotates, and whatever slows the machine down slows all of them alike. Only ratios within one run mean anything.
+The speed of a machine drifts. Settings therefore take turns at each prompt, in an order that rotates, so that drift
+affects all alike. Only ratios within one run are meaningful.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True)
 class SpeedSetting:
-    """One way to decode: an engine, who drafts (None = plain decoding), and how much.
+    """One way to decode: an engine, a drafter (None: plain decoding) and its number of draft tokens.
 
     `options` are those of the drafter as they were written. `counterpart` is the drafter of ours that another engine's
     way is like. `free` drafters need nothing but the target and the text: no draft model, no prediction. `slices`
@@ -52,11 +52,11 @@ class SpeedSetting:
 
 @dataclass(frozen=True)
 class Answer:
-    """One setting's answer to one prompt; None where an engine does not tell.
+    """One setting's answer to one prompt; None for what an engine does not report.
 
     `decode_tokens` left the engine during the last `decode_s` seconds, in `decode_steps` target forwards: what was out
     after the prompt's own pass is not counted. `draft_s` and `verify_s` lie within `decode_s`, `rule_s` within
-    `verify_s`, `wasted_s` (guesses that did not stand) within both together. `positions[i]` counts (drafted, accepted)
+    `verify_s`, `wasted_s` (rejected draft tokens) within both together. `positions[i]` counts (drafted, accepted)
     at the i-th place of a draft. `token_ids` is empty when only the text is known.
     """
 
@@ -82,7 +82,7 @@ class Contender(Protocol):
 
     @property
     def setting(self) -> SpeedSetting:
-        """What the answers are filed under."""
+        """The setting of its answers."""
         ...
 
     def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
@@ -203,10 +203,10 @@ def _rotated(contenders: list[Contender], turn: int) -> list[Contender]:
 class SpeedRow:
     """One setting on one slice at one temperature.
 
-    Counters and `draft_s`, `verify_s`, `wasted_s` are sums over prompts and repeats; `lossy` says that the rule changes
-    the target's law. `tokens_per_s` counts the tokens after the prompt's own pass; it is the median over repeats,
-    beside its extremes. `speedup` is the ratio of that median to plain decoding's on the same slice, its extremes those
-    of the repeats compared one by one. `*_ms_per_step` are medians over repeats, the rule's part of the verification's.
+    Counters and `draft_s`, `verify_s`, `wasted_s` are sums over prompts and repeats; `lossy`: the rule changes the
+    target's distribution. `tokens_per_s` counts the tokens after the prefill; it is the median over repeats, with its
+    range. `speedup` is the ratio of that median to plain decoding's on the same slice; its range is over the repeats,
+    each with its own plain. `*_ms_per_step` are medians over repeats; the rule's is part of the verification's.
     `repeated_4grams` is the share of 4-grams that an output had already used. `identical` says whether every greedy
     output equals plain decoding's; `differences` lists where each one that does not leaves it first.
     """

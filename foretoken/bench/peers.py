@@ -32,7 +32,7 @@ _LAYER = "layer="
 
 
 def check_kinds(kinds: Sequence[str]) -> None:
-    """Refuse a way to speculate that no other engine has.
+    """Refuse a drafting method that no other engine has.
 
     Raises:
         InputError: names it.
@@ -141,7 +141,7 @@ class HuggingFace:
 
     @cached_property
     def own_settings(self) -> Any:  # noqa: ANN401 - a transformers GenerationConfig
-        """How the target generates unless told otherwise, from before anything was told."""
+        """The target's own generation settings, read before any is changed."""
         return copy.deepcopy(self.target.generation_config)
 
     @cached_property

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from foretoken.bench.drafting import parse_drafters
-from foretoken.bench.offline import SpeedOptions, run_speed
+from foretoken.bench.offline import run_speed
 from foretoken.bench.peers import EVERY, KINDS
 from foretoken.bench.prompts import ALL
 from foretoken.bench.report import print_report
+from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import SLICES
 from foretoken.cli.bench_load import load
 from foretoken.cli.bench_options import (

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken.bench.measure import SpeedSetting
-from foretoken.bench.offline import Own, SpeedOptions, own_contenders, run_speed
+from foretoken.bench.offline import run_speed
+from foretoken.bench.own import Own, own_contenders
+from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import Prompt
 from foretoken.config import DRAFTERS, SamplingParams, SpecConfig
 from foretoken.errors import ConfigError, ForetokenError, InputError, MismatchError

@@ -15,7 +15,8 @@ import torch
 from foretoken.bench import llama_cpp, peers
 from foretoken.bench.llama_cpp import LlamaCpp, parse_bench, parse_speculative
 from foretoken.bench.measure import SpeedSetting
-from foretoken.bench.offline import SpeedOptions, run_speed
+from foretoken.bench.offline import run_speed
+from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams
 from foretoken.errors import ForetokenError, StorageError
