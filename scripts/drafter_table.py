@@ -17,7 +17,7 @@ from foretoken.bench.compare import drafter_table
 from foretoken.bench.measure import SpeedRow
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-# Fields that results from before they existed lack; others of these are None there.
+# Defaults of fields that older results do not have; other missing fields are None.
 _LATER = {"options": "", "free": False, "lossy": False}
 
 

@@ -1,6 +1,4 @@
-"""What a drafter that needs nothing but the text would have guessed at every place of an answer, asked once the answer
-is known.
-"""
+"""What a drafter that needs only the text would have drafted at every position of a known answer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What drafters guess on texts of a kind and what of it stands, from a run of its own: other prompts than those it is
-to predict.
-"""
+"""Calibration: step costs and acceptance from a run on prompts that the validation does not use."""
 
 from __future__ import annotations
 
@@ -20,12 +18,12 @@ from studies.validation.answers import FROM_TEXT, Answer, looked_through
 from studies.validation.refine import RealStep
 from studies.validation.replay import Clock, Replayed, Serving, replay
 
-MEASURED, CALIBRATION = 0, 1  # parts of the prompts, no text in both
+MEASURED, CALIBRATION = 0, 1  # disjoint parts of the prompts
 _PARTS = 2
-_PER_SLICE = 400  # texts of a slice that are asked for; what the library has of them is used
+_PER_SLICE = 400  # texts of a slice, as far as the library has them
 _FEWEST = 6  # requests per slice
-_numbers = itertools.count()  # of calibrations, so that no two share a tenant
-_LIGHT, _HEAVY = 0.1, 3.0  # load at the begin and at the end, as shares of the capacity
+_numbers = itertools.count()  # of calibrations, each with its own tenants
+_LIGHT, _HEAVY = 0.1, 3.0  # load at the beginning and the end, as shares of the capacity
 
 
 class Prompts:
@@ -102,7 +100,7 @@ def sample_jobs(jobs: Iterable[Job], total: int, rate: float, seed: int) -> list
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a run of other requests told: its steps, what it answered, and the run itself."""
+    """A calibration run: its steps, its answers, and the run itself."""
 
     steps: tuple[RealStep, ...]
     answers: tuple[Answer, ...]

@@ -1,6 +1,4 @@
-"""How fast the machine is just now: one small piece of work, the same each time, so that a change of pace can be told
-from an error.
-"""
+"""A fixed probe of the speed of the machine, to separate its drift from errors of the simulator."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ _PROMPT_TOKENS = 16
 
 
 def pace_s(llm: Serving, clock: Clock) -> float:
-    """Seconds of a plain step of one request with a short text: the median of a few dozen. The engine must be idle."""
+    """Seconds of a plain step of one request with a short context, a median. The engine must be idle."""
     assert not llm.engine.has_work
     prompt = [1 + token % (llm.engine.target.vocab_size - 1) for token in range(_PROMPT_TOKENS)]
     state = llm.submit(

@@ -1,7 +1,7 @@
-"""A profile put right by steps that really ran: how much longer than said they took, by kind and by size.
+"""A profile corrected by measured steps: how much longer they took than predicted, by kind and size.
 
-A profile's curves are measured one at a time and added up; in a step with many requests, guesses and prompts at once
-that sum is off. Steps of a real run, of other requests than those to be predicted, tell by how much.
+The curves of a profile are measured one at a time and added up, which is inaccurate for steps with many requests, draft
+tokens and prompts at once. Steps of a real run on other requests give the correction.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from foretoken.plan.profile import DrafterCost, Profile
 
-_FEWEST = 6  # steps that a number is taken from
-_RIDGE = 1.0  # what a level costs, as much as one step that is off by as much
+_FEWEST = 6  # steps that an estimate needs
+_RIDGE = 1.0  # weight of the ridge penalty, in steps
 _LEAST = 0.25
-_OUTLIER = 4.0  # a step counts as at most so many times the usual share: machines pause
+_OUTLIER = 4.0  # a step counts as at most so many times the median ratio: machines pause
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class RefinedProfile(Profile):
 
 
 def refine(profile: Profile, steps: Iterable[RealStep], drafter: str | None) -> RefinedProfile:
-    """The profile as `steps` tell it to be; `drafter` is who guessed in them."""
+    """The profile corrected by `steps`; `drafter` is the one that drafted in them."""
     decode: list[tuple[float, float, float, float]] = []
     prompt: list[tuple[float, float, float, float]] = []
     later: list[tuple[float, float, float]] = []

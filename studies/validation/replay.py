@@ -1,8 +1,6 @@
-"""Arrivals in real time against the real engine: every request comes when the trace says so, every step is written
-down.
+"""Requests submitted to the real engine at their arrival times, with every step recorded.
 
-One thread does it all: what has arrived is queued, a step runs, and so on; where there is nothing to do the clock is
-waited for.
+One thread does all: it queues what has arrived and runs a step, or waits for the next arrival.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from foretoken.simulate.metrics import Served, SimMetrics, figures
 from foretoken.simulate.records import Round
 from foretoken.simulate.sim_engine import Step
 
-_NAP_S = 0.0005  # idle waiting is done in naps no longer than this, so that an arrival is noticed in time
+_NAP_S = 0.0005  # longest sleep while idle, so that arrivals are noticed in time
 
 
 class Clock(Protocol):

@@ -22,7 +22,7 @@ from foretoken.simulate.arrivals import Job
 from foretoken.simulate.setting import Limits, SimSetting
 from studies.validation.calibrate import slice_of
 from studies.validation.tables import validation_report
-from studies.validation.validate import Tell, Trial, compare, median_profile
+from studies.validation.validate import Tell, ValidationPlan, compare, median_profile
 
 _MOST_PASSES, _PASSES_S = 3, 60.0  # a profile is measured again until so much time is spent
 
@@ -93,7 +93,7 @@ def run_validation(options: ValidationOptions, command: str, tell: Tell = lambda
             llm.encode,
             profile,
             specs,
-            Trial(options.settings, options.traces, limits, options.seed, options.seconds),
+            ValidationPlan(options.settings, options.traces, limits, options.seed, options.seconds),
             tell,
         )
     shown = {

@@ -1,8 +1,8 @@
-"""The simulator's prediction of arrivals against a run of the engine.
+"""The simulator's predictions against runs of the engine.
 
-Every setting is calibrated on requests of their own (other prompts, other arrivals), then the traces are simulated, and
-only then run in real time. Beside the figures stands where an error comes from: each batch that really ran is put to
-the cost model again, and a probe tells whether the machine changed its pace meanwhile.
+Every setting is calibrated on other requests (other prompts, other arrivals), then the arrivals are simulated, and only
+then run in real time. The comparison also shows where an error comes from: the cost model predicts the batches that
+really ran, and a probe measures whether the speed of the machine changed in between.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from studies.validation.refine import refine
 from studies.validation.replay import Clock, Replayed, Serving, WallClock, replay
 
 FIGURES = ("tokens_per_s", "latency_s_p50", "latency_s_p95", "ttft_s_p50", "ttft_s_p95")
-JUDGED = ("tokens_per_s", "latency_s_p95")  # what a prediction is judged by
+JUDGED = ("tokens_per_s", "latency_s_p95")  # the figures that decide whether a prediction holds
 TOLERANCE = 0.15
-_AUTO_NUM_DRAFT = 8  # guesses per round of a calibration where the controller will choose
-_SEEDS = 7  # simulations of a trace; the median of each figure counts
+_AUTO_NUM_DRAFT = 8  # draft tokens per round of a calibration for a setting with an adaptive number
+_SEEDS = 7  # simulations with different seeds; the median of each figure is reported
 _CALIBRATION_REQUESTS = 192
-_SAMPLED = 256  # requests of a built-in trace that stand for all of it before its rate is known
+_SAMPLED = 256  # requests that represent built-in arrivals before their rate is known
 
 
 @dataclass(frozen=True)
 class Causes:
-    """Where an error may come from: predicted against measured, each pair as a ratio less one.
+    """Sources of an error: predicted over measured, less one.
 
-    `step` and `draft`: seconds that the cost model gives the very batches that ran. `emitted`: tokens per pass of a
-    request. `rows`: rows of a decoding request. `batch`: requests per step. `pace`: seconds of a fixed probe beside the
-    calibration against those beside the run, so what `step` would be if all else were right. `outside_share` is the
-    measured share of the time between steps.
+    `step` and `draft`: seconds that the cost model predicts for the batches that ran. `emitted`: tokens per round of a
+    request. `rows`: rows of a decoding request. `batch`: requests per step. `pace`: seconds of a fixed probe at the
+    calibration against those at the run, which is `step` if nothing else changed. `outside_share` is the measured share
+    of the time between steps.
     """
 
     step: float
@@ -65,7 +65,7 @@ class Causes:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One setting on one trace; `jobs` came, and `requests` is what became of each, in order of arrival."""
+    """One setting on one set of arrivals: its `jobs`, and the result of each in `requests`, in order of arrival."""
 
     trace: str
     jobs: tuple[Job, ...]
@@ -81,16 +81,16 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Whether what is judged lies within the tolerance."""
+        """Whether the judged figures are within the tolerance."""
         return all(abs(self.error(name)) <= TOLERANCE for name in JUDGED)
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What is done in turn: each setting is calibrated on about `calibration_requests`, then runs all traces.
+class ValidationPlan:
+    """What to compare: each setting is calibrated on about `calibration_requests`, then runs all arrivals.
 
-    A trace is its requests, or None for the built-in one of that name, which lasts `seconds` and comes at shares of
-    what the setting manages.
+    A trace is its requests, or None for the built-in arrivals of that name, which last `seconds` and have rates
+    relative to the capacity of the setting.
     """
 
     settings: tuple[SimSetting, ...]
@@ -102,7 +102,7 @@ class Trial:
     clock: Callable[[], Clock] = WallClock
 
 
-Tell = Callable[[str, int], None]  # what is being done, and requests that finished since the last call
+Tell = Callable[[str, int], None]  # called with the current work, and the requests finished since the last call
 
 
 def compare(
@@ -110,7 +110,7 @@ def compare(
     encode: Callable[[str], list[int]],
     profile: Profile,
     specs: Mapping[str, SpecConfig],
-    trial: Trial,
+    trial: ValidationPlan,
     tell: Tell = lambda _words, _finished: None,
 ) -> list[Comparison]:
     """Calibrate, simulate and run each setting on each trace; `specs` by drafter.
@@ -119,12 +119,12 @@ def compare(
         InputError: a request that names no slice of texts.
         ForetokenError: what the engine or the simulator raises.
     """
-    lab = _Lab(llm, encode, profile, specs, trial, tell)
-    return [found for setting in trial.settings for found in lab.compare(setting)]
+    comparer = _Comparer(llm, encode, profile, specs, trial, tell)
+    return [found for setting in trial.settings for found in comparer.compare(setting)]
 
 
-class _Lab:
-    """Runs and predicts; answers of all calibrations are kept, since any tells what a lookup would have guessed."""
+class _Comparer:
+    """Runs and predicts. Answers of all calibrations are kept: each shows what a lookup would have drafted."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class _Lab:
         encode: Callable[[str], list[int]],
         profile: Profile,
         specs: Mapping[str, SpecConfig],
-        trial: Trial,
+        trial: ValidationPlan,
         tell: Tell,
     ) -> None:
         self._llm, self._profile, self._specs, self._trial, self._tell = llm, profile, specs, trial, tell
@@ -147,9 +147,7 @@ class _Lab:
         self._answers: list[Answer] = []
 
     def compare(self, setting: SimSetting) -> list[Comparison]:
-        """One setting on all traces, each right after a calibration of its own: the machine's pace changes from minute
-        to minute.
-        """
+        """One setting on all arrivals, each right after its own calibration, since the speed of the machine drifts."""
         trial, spec, found = self._trial, spec_of(setting, self._specs), []
         for name, given in trial.traces.items():
             refined, known, calibration_s = self._calibrated(setting, spec)
@@ -186,10 +184,10 @@ class _Lab:
         return found
 
     def _calibrated(self, setting: SimSetting, spec: SpecConfig) -> tuple[Profile, Known, float]:
-        """The profile put right, what is known of guesses, and the probe's seconds meanwhile.
+        """The corrected profile, the records of draft tokens, and the seconds of the probe.
 
-        Where the controller is to choose, a run of its own choices tells what steps cost with drafts of all sizes; of
-        drafters whose guesses no text alone tells, another one with as many guesses in every round tells what stands.
+        With an adaptive number of draft tokens, a run with the controller's choices gives the cost of steps with drafts
+        of all sizes. Drafters that need more than the text get another run with a fixed number, for their acceptance.
         """
         before_s = self._pace_s()
         free = spec.num_draft == "auto" and spec.drafter is not None
@@ -225,16 +223,16 @@ class _Lab:
 
 
 def spec_of(setting: SimSetting, specs: Mapping[str, SpecConfig]) -> SpecConfig:
-    """What requests of a setting ask for."""
+    """The configuration of requests of a setting."""
     if setting.drafter is None:
         return SpecConfig()
     return replace(specs[setting.drafter], num_draft="auto" if setting.num_draft is None else setting.num_draft)
 
 
 def predict(
-    profile: Profile, jobs: Sequence[Job], setting: SimSetting, known: Known, trial: Trial
+    profile: Profile, jobs: Sequence[Job], setting: SimSetting, known: Known, trial: ValidationPlan
 ) -> tuple[SimMetrics, list[Step]]:
-    """The median of each figure over simulations that differ by their luck, and the steps of the first."""
+    """The median of each figure over simulations with different seeds, and the steps of the first."""
     steps: list[Step] = []
     outcomes = []
     for turn in range(_SEEDS):
@@ -249,7 +247,7 @@ def predict(
 def causes(
     profile: Profile, setting: SimSetting, predicted: SimMetrics, steps: Sequence[Step], done: Replayed, pace: float
 ) -> Causes:
-    """The decomposition of one comparison; `pace` as in `Causes`."""
+    """The sources of error of one comparison; `pace` as in `Causes`."""
     real = real_steps(done)
     said_s = sum(profile.step_s(one.decode_rows, one.contexts, one.prompt_tokens) for one in real)
     draft_s = sum(one.draft_s for one in real)
@@ -271,7 +269,7 @@ def causes(
 
 
 def median_profile(profiles: Sequence[Profile]) -> Profile:
-    """Several passes of one measurement as one: the median of every point that all of them have."""
+    """The median of several profiles, at every point that all of them have."""
     first = profiles[0]
     drafters = {name: _median_cost([one.drafters[name] for one in profiles]) for name in first.drafters}
     curves = {
@@ -298,7 +296,7 @@ def _median_curve(curves: Sequence[Curve]) -> Curve:
 
 
 def _rows_per_request(steps: Sequence[Step]) -> float:
-    """Rows of decoding requests by rounds that emitted; a prompt's last step counts as a round of one row."""
+    """Rows of decoding requests per round; the last step of a prompt counts as a round of one row."""
     rounds = sum(len(step.emitted) for step in steps)
     return sum(step.num_rows for step in steps) / rounds if rounds else 0.0
 

@@ -38,7 +38,7 @@ from studies.validation.calibrate import (
 )
 from studies.validation.pace import pace_s
 from studies.validation.replay import Replayed, WallClock, replay
-from studies.validation.validate import Trial, causes, compare, median_profile, predict
+from studies.validation.validate import ValidationPlan, causes, compare, median_profile, predict
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.faults import Fault
 from tests.simulate.test_simulate import CURVED, UNIT, Guesser, Real, mixed_jobs
@@ -230,7 +230,7 @@ def test_a_record_gives_back_the_run_it_is_of(pair: SimpleNamespace, drafter: st
     ended = simulate(profile, [job], SimSetting(drafter, 4), Limits(), known=known, watch=steps.append)
     assert [(s.num_rows, s.emitted) for s in steps] == [(s.step.num_rows, s.step.emitted) for s in found.run.steps]
     assert ended.courses[0].num_accepted == found.run.outcome.num_accepted > 0
-    predicted, _ = predict(profile, [job], SimSetting(drafter, 4), known, Trial((), {}, Limits()))
+    predicted, _ = predict(profile, [job], SimSetting(drafter, 4), known, ValidationPlan((), {}, Limits()))
     assert predicted.emitted_per_step == found.run.outcome.emitted_per_step
 
 
@@ -329,7 +329,7 @@ def test_settings_are_compared_on_traces(text_pair: SimpleNamespace) -> None:
         for spec in specs.values():
             llm.prepare(spec)
         limits = Limits(cache_tokens=llm.target.capacity_tokens, max_context_tokens=llm.target.max_context_tokens)
-        trial = Trial(settings, {"mine": jobs, "steady": None}, limits, seconds=0.2, calibration_requests=12)
+        trial = ValidationPlan(settings, {"mine": jobs, "steady": None}, limits, seconds=0.2, calibration_requests=12)
         cost = DrafterCost(Curve(((1, 0.001),)))
         profile = replace(
             UNIT, rows=Curve(((1, 0.002),)), chunk=Curve(((1, 0.002),)), drafters={"ngram": cost, "draft_model": cost}
