@@ -17,6 +17,7 @@ from foretoken.control.candidates import DrafterOption, RequestOptions, options_
 from foretoken.control.policy import BudgetPolicy, Policy
 from foretoken.control.previews import Preview
 from foretoken.errors import InputError
+from studies.rivals import __main__ as study_module
 from studies.rivals.__main__ import main, measure_table
 from studies.rivals.policies import BatchTable, EmaPolicy, HeuristicPolicy, measured_table, parse_table, rival_policies
 
@@ -186,6 +187,22 @@ def test_a_table_is_measured_at_the_batch_sizes_of_the_run(text_pair: SimpleName
     found = measure_table(options(text_pair, phases=phases, max_tokens=4), changing=True)
     assert sorted(found) == [1, 3]
     assert set(found.values()) <= {0, 1, 3, 5}
+
+
+def test_a_measured_table_has_the_fastest_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By batch size, over all slices: 3 at batch 1, where 5 is faster on one slice alone; none at batch 8."""
+    speeds = {
+        (1, "a"): {"plain": 1.0, "ngram-1": 2.0, "ngram-3": 5.0, "ngram-5": 6.0},
+        (1, "b"): {"plain": 1.0, "ngram-1": 2.0, "ngram-3": 5.0, "ngram-5": 1.0},
+        (8, "a"): {"plain": 3.0, "ngram-1": 2.0, "ngram-3": 2.0, "ngram-5": 1.0},
+    }
+    rows = [
+        SimpleNamespace(setting=name, batch=batch, tokens_per_s=speed)
+        for (batch, _), own in speeds.items()
+        for name, speed in own.items()
+    ]
+    monkeypatch.setattr(study_module, "run_batches", lambda _options: SimpleNamespace(results={"rows": rows}))
+    assert measure_table(LoadOptions("t"), changing=False) == {1: 3, 8: 0}
 
 
 def test_the_study_from_its_command_line(
