@@ -206,8 +206,8 @@ def source_caveats(target: Path, draft: Path | None, load: float) -> list[str]:
     cores = os.cpu_count() or 1
     if load > 0.5 * cores:
         caveats.append(
-            f"The machine was busy when the run began: load average {load:.1f} on {cores} cores. Trust "
-            "ratios, not absolute numbers."
+            f"The machine was busy when the run began: load average {load:.1f} on {cores} cores. Use "
+            "the ratios, not the absolute numbers."
         )
     return caveats
 

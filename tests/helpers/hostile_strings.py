@@ -16,7 +16,7 @@ import sys
 import unicodedata
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,11 +155,6 @@ def play(
 
 
 # ---- what the verbs meet
-
-
-def _rest(kind: type, **values: Any) -> Any:
-    """A dataclass with 1 wherever nothing is given."""
-    return kind(**{field.name: 1 for field in fields(kind)} | values)
 
 
 def _stats(text: str) -> RequestStats:
