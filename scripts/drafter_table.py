@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.bench.compare import drafter_table
-from foretoken.bench.measure import Row
+from foretoken.bench.measure import SpeedRow
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-# Fields that results from before they existed lack; others of these are None there.
+# Defaults of fields that older results do not have; other missing fields are None.
 _LATER = {"options": "", "free": False, "lossy": False}
 
 
-def rows_of(report: dict[str, Any]) -> list[Row]:
+def rows_of(report: dict[str, Any]) -> list[SpeedRow]:
     """The rows of a raw result."""
     lists = {"acceptance_per_position", "differences"}
-    names = [field.name for field in dataclasses.fields(Row)]
+    names = [field.name for field in dataclasses.fields(SpeedRow)]
     known = [dict.fromkeys(names) | _LATER | row for row in report["rows"]]
-    return [Row(**{name: tuple(row[name]) if name in lists else row[name] for name in names}) for row in known]
+    return [SpeedRow(**{name: tuple(row[name]) if name in lists else row[name] for name in names}) for row in known]
 
 
 def table(report: dict[str, Any], source: str) -> str:

@@ -185,7 +185,21 @@ def test_cli_options_are_those_on_the_list() -> None:
     )
 
 
-@pytest.mark.parametrize("verb", ["demo", "generate", "bench", "plan", "simulate", "widen", "models", "train lm"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "demo",
+        "generate",
+        "bench speed",
+        "bench load",
+        "bench profile",
+        "plan",
+        "simulate",
+        "widen",
+        "models",
+        "train lm",
+    ],
+)
 def test_every_verb_speaks_json(verb: str) -> None:
     assert f"foretoken {verb} --json" in OPTIONS_FILE.read_text().splitlines()
 

@@ -1,7 +1,7 @@
-"""Short prompts for whole batches: many of each slice, so that reading them does not hide what guessing gains.
+"""Short prompts for whole batches: many of each slice, so that decoding dominates prefill.
 
-Beside the slices of `workload`: `chat`, instructions in plain words, and `random`, words in no order, answered at a
-temperature at which nothing can be guessed.
+Beside the slices of `workload`: `chat`, short instructions, and `random`, words in random order, sampled at a
+temperature at which no drafter is accurate.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from foretoken.errors import InputError
 
 CHAT, RANDOM = "chat", "random"
 BATCH_SLICES: tuple[str, ...] = (*SLICES, CHAT, RANDOM)
-_WHOLE = ("edit",)  # slices whose prompts lose their meaning when their beginning is cut off
+_WHOLE = ("edit",)  # slices whose prompts need their beginning
 _NOISE_TEMPERATURE = 1.5
 _MOST_CANDIDATES = 400
 _RANDOM_WORDS = 16
 _SYLLABLES = ("ka", "lo", "mi", "ru", "te", "shan", "vor", "qui", "ple", "dra", "zen", "oth", "un", "ix", "bel", "gru")
 
-# Asked the way people ask: a request, no code before it.
+# Instructions without code before them.
 _REQUESTS = (
     "Write a short thank-you note to a neighbour who watered the plants.",
     "Explain to a ten-year-old why the sky is blue.",
@@ -78,7 +78,7 @@ def asks(
     seed: int,
     file: Path | None = None,
 ) -> dict[str, tuple[Ask, ...]]:
-    """`count` requests of every named slice, the shortest there are, in turn again where there are fewer.
+    """`count` requests of every named slice, the shortest first, repeated where there are fewer.
 
     A prompt keeps its last `prompt_tokens` tokens; an edit is kept whole. `file` replaces the slices of `workload` and
     `chat`.
@@ -95,7 +95,7 @@ def asks(
         )
         if name in (CHAT, RANDOM) or file is not None:
             usable = ids
-        else:  # a text of two words says too little about what follows
+        else:  # very short texts determine too little of the answer
             usable = [pair for pair in ids if len(pair[1]) >= min(prompt_tokens, _RANDOM_WORDS)] or ids
         cut = [
             Ask(prompt.name, tuple(own if name in _WHOLE else own[-prompt_tokens:]), _temperature(name), name)

@@ -1,13 +1,13 @@
-"""Ways to decode a batch, by name, and the model on which they take turns.
+"""Settings of a load measurement by name, and the open model that runs them in turn.
 
-plain                     no guesses
-DRAFTER-5                 always five guesses; DRAFTER may carry options, as in `--drafters`
-DRAFTER-auto              the engine's own policy chooses how many
-DRAFTER-table             a rule of another engine does (`bench.rival_policies`): table, ema or heuristic
-table, ema, heuristic     the same for the draft model where there is one, otherwise for ngram
-auto                      the engine also chooses who guesses
-auto-slices               the same, and requests name their slice (`SpecConfig.slice`), so that each begins with what
-others of it showed
+plain             no drafting
+DRAFTER-5         always five draft tokens; DRAFTER may carry options, as in `--drafters`
+DRAFTER-auto      the engine's policy chooses the number of draft tokens
+DRAFTER-POLICY    a policy that the caller passes by name chooses it
+POLICY            the same with the draft model where there is one, otherwise with ngram
+auto              the engine's policy also chooses the drafter
+auto-slices       the same, and requests name their slice (`SpecConfig.slice`), so that a new request starts with the
+                  acceptance measured on earlier requests of its slice
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Literal
 from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.measure import PLAIN
-from foretoken.bench.rival_policies import BatchTable, EmaRule, HeuristicRule
 from foretoken.config import SamplingParams, SpecConfig, known_drafters
 from foretoken.control.policy import Policy
 from foretoken.core import StepOutput
@@ -36,26 +35,25 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 AUTO_SLICES = "auto-slices"
-RIVALS: Mapping[str, Callable[[Mapping[int, int]], Policy]] = {
-    "table": BatchTable,
-    "ema": lambda _table: EmaRule(),
-    "heuristic": lambda _table: HeuristicRule(),
-}
+Policies = Mapping[str, Callable[[], Policy]]  # makes the policy of a name; settings of that name run under it
+NO_POLICIES: Policies = {}
 
 
 @dataclass(frozen=True)
 class BatchSetting:
-    """One way to decode: who guesses (None: nobody), how many, and whose rule says so where the number is open."""
+    """One way to decode: the drafter (None: plain), the number of draft tokens, and the name of the policy that chooses
+    it (None: a fixed number, or the engine's own policy).
+    """
 
     name: str
     choice: DrafterChoice | None = None
     num_draft: int | Literal["auto"] = 0
-    rule: str | None = None
+    policy: str | None = None
     names_slice: bool = False
 
     @property
     def adapts(self) -> bool:
-        """Whether something decides from round to round."""
+        """Whether a policy chooses the number of draft tokens in every step."""
         return self.num_draft == "auto"
 
     def spec(self, draft: str | None, tenant: str) -> SpecConfig:
@@ -68,8 +66,10 @@ class BatchSetting:
         )
 
 
-def parse_batch_settings(names: Sequence[str], draft: str | None) -> tuple[tuple[BatchSetting, ...], list[str]]:
-    """The settings called so, plain first and always there; a note on what this version cannot do.
+def parse_batch_settings(
+    names: Sequence[str], draft: str | None, policies: Policies = NO_POLICIES
+) -> tuple[tuple[BatchSetting, ...], list[str]]:
+    """The settings of these names, plain always first; notes on settings that this version does not have.
 
     Raises:
         ConfigError: an unknown name, or a drafter that needs what a batch does not give it.
@@ -80,12 +80,12 @@ def parse_batch_settings(names: Sequence[str], draft: str | None) -> tuple[tuple
         if name in (AUTO, AUTO_SLICES) and AUTO not in known_drafters():
             notes.append("auto was not measured: this version does not choose the drafter by itself.")
         else:
-            setting = _parse(name, draft)
+            setting = _parse(name, draft, policies)
             found.setdefault(setting.name, setting)
     return tuple(found.values()), notes
 
 
-def _parse(name: str, draft: str | None) -> BatchSetting:
+def _parse(name: str, draft: str | None, policies: Policies) -> BatchSetting:
     if name == PLAIN:
         return BatchSetting(PLAIN)
     if name == AUTO:
@@ -93,11 +93,10 @@ def _parse(name: str, draft: str | None) -> BatchSetting:
     if name == AUTO_SLICES:
         return BatchSetting(name, DrafterChoice(AUTO), "auto", names_slice=True)
     drafter, _, how = name.rpartition("-")
-    if how not in RIVALS and (not drafter or (how != AUTO and not is_count(how))):
-        remedy = (
-            "must be plain, auto, auto-slices, DRAFTER-5, DRAFTER-auto, "
-            f"or DRAFTER-RULE with one of the rules {', '.join(RIVALS)}"
-        )
+    if how not in policies and (not drafter or (how != AUTO and not is_count(how))):
+        remedy = "must be plain, auto, auto-slices, DRAFTER-5 or DRAFTER-auto"
+        if policies:
+            remedy += f", or POLICY or DRAFTER-POLICY with one of the policies {', '.join(policies)}"
         raise ConfigError("settings", name, remedy)
     (choice,) = parse_drafters((drafter or ("ngram" if draft is None else "draft_model"),))
     if "draft" in choice.needs and draft is None:
@@ -107,15 +106,15 @@ def _parse(name: str, draft: str | None) -> BatchSetting:
     if "prediction" in choice.needs:
         raise ConfigError("settings", name, "the prompts of a batch carry no prediction; leave it out")
     if choice.own("num_draft") is not None:
-        raise ConfigError("settings", name, "the number of guesses stands behind the hyphen; leave num_draft out")
+        raise ConfigError("settings", name, "the number of draft tokens is behind the hyphen; leave num_draft out")
     return BatchSetting(
-        f"{choice.label}-{how}", choice, int(how) if is_count(how) else "auto", how if how in RIVALS else None
+        f"{choice.label}-{how}", choice, int(how) if is_count(how) else "auto", how if how in policies else None
     )
 
 
 @dataclass(frozen=True)
 class Answered:
-    """One request's tokens; of a greedy answer also how many hung on rounding."""
+    """One request's tokens; `num_near_ties` counts greedy choices within the rounding error of the logits."""
 
     token_ids: tuple[int, ...]
     greedy: bool
@@ -124,12 +123,11 @@ class Answered:
 
 @dataclass(frozen=True)
 class Turn:
-    """One setting's answers to some requests that ran together.
+    """One setting's answers to requests that ran together.
 
-    `seconds` runs from before the first step to after the last; `decode_s` from where every request had its first
-    token, and `decode_tokens` came after that. `num_steps` counts rounds over all requests. `request_speeds` are the
-    tokens per second that each request itself saw after its first token: unlike the whole they do not wait for the
-    slowest.
+    `seconds` is the time from before the first step to after the last. `decode_s` begins when every request has its
+    first token; `decode_tokens` are those emitted from then on. `num_steps` counts rounds over all requests.
+    `request_speeds` are the tokens per second of each request after its first token.
     """
 
     answers: tuple[Answered, ...]
@@ -148,27 +146,26 @@ class Turn:
 
 
 class Stage:
-    """An open model on which settings take turns; each setting's policy learns in its own turns only, from one to the
-    next.
+    """An open model on which settings take turns; a setting's policy keeps its state from one of its turns to the next.
+
+    `policies` makes the policies that settings name.
     """
 
-    def __init__(self, llm: LLM, draft: str | None, table: Mapping[int, int], seed: int) -> None:
-        self.llm, self.draft, self.table, self.seed = llm, draft, dict(table), seed
+    def __init__(self, llm: LLM, draft: str | None, policies: Policies, seed: int) -> None:
+        self.llm, self.draft, self.policies, self.seed = llm, draft, policies, seed
         self._pristine = copy.deepcopy(llm.engine.controller.policy)
         self._policies: dict[str, Policy] = {}
         self._tenants = itertools.count()
 
     def forget(self) -> None:
-        """Every setting's policy begins anew with its next turn."""
+        """Discard the state of every setting's policy."""
         self._policies.clear()
 
     def enter(self, setting: BatchSetting) -> None:
-        """From here on the engine decides by this setting's policy; drafters that keep earlier answers under any tenant
-        begin anew.
-        """
+        """Install this setting's policy in the engine, and discard drafters that keep earlier answers of any tenant."""
         if setting.name not in self._policies:
             self._policies[setting.name] = (
-                copy.deepcopy(self._pristine) if setting.rule is None else RIVALS[setting.rule](self.table)
+                copy.deepcopy(self._pristine) if setting.policy is None else self.policies[setting.policy]()
             )
         self.llm.engine.controller.policy = self._policies[setting.name]
         drafters = self.llm.engine.drafters.drafters
@@ -177,22 +174,20 @@ class Stage:
         self.llm.prepare(setting.spec(self.draft, ""))
 
     def spec(self, setting: BatchSetting, ask: Ask) -> SpecConfig:
-        """The configuration of the next request: a tenant of its own, so that nobody guesses or reads on from earlier
-        answers.
+        """The configuration of the next request, with a tenant of its own: neither drafters nor the prefix cache reuse
+        earlier answers.
         """
         own = setting.spec(self.draft, f"{setting.name} {next(self._tenants)}")
         return replace(own, slice=ask.slice) if setting.names_slice else own
 
     def params(self, ask: Ask, place: int, max_tokens: int) -> SamplingParams:
-        """Sampling of the request at `place`, the same for every setting: with a seed, sampled answers must be equal
-        too.
-        """
+        """Sampling of the request at `place`: the same seed under every setting, so that sampled answers are equal."""
         return SamplingParams(
             max_tokens=max_tokens, temperature=ask.temperature, seed=self.seed + place, ignore_eos=True
         )
 
     def answer(self, setting: BatchSetting, asks: Sequence[Ask], max_tokens: int, first_place: int = 0) -> Turn:
-        """Answer `asks` together.
+        """Answer `asks` as one batch.
 
         Raises:
             ForetokenError: an answer failed.
@@ -236,12 +231,12 @@ class Stage:
 
 
 def _keeps_answers(key: DrafterKey) -> bool:
-    """Whether a drafter, or a part of it, would guess from answers to the same prompts in earlier turns."""
+    """Whether a drafter, or a part of it, keeps tokens of answers from earlier turns."""
     return key[0] == "recycling" or any(isinstance(part, tuple) and _keeps_answers(part) for part in key)
 
 
 def together(turns: Sequence[Turn]) -> Turn:
-    """Turns one after the other as one."""
+    """Several turns in sequence as one."""
     return Turn(
         tuple(answer for turn in turns for answer in turn.answers),
         sum(turn.seconds for turn in turns),

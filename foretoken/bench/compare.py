@@ -1,23 +1,25 @@
-"""What rows say beside each other: ratios between engines and drafters, and which drafter is good for which text."""
+"""Rows compared: ratios between engines and drafters, and the best setting of each drafter by slice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from foretoken.bench.measure import ALL_SLICES, ENGINE, PLAIN, Row
+from foretoken.bench.measure import ALL_SLICES, ENGINE, PLAIN, SpeedRow
 from foretoken.printing import markdown
 
 _LLAMA_CPP = "llama.cpp"
 _NGRAM = "ngram"  # the counterpart of every lookup of another engine
-SUMMARY_NOTE = "Speedup over plain and tokens a step, each at its best number of guesses (in brackets) on that slice."
+SUMMARY_NOTE = (
+    "Speedup over plain and tokens a step, each at its best number of draft tokens (in brackets) on the slice."
+)
 
 
-def best(rows: Iterable[Row]) -> Row | None:
+def best(rows: Iterable[SpeedRow]) -> SpeedRow | None:
     """The fastest row, the first of equal ones; None where there is none."""
     return max(rows, key=lambda row: row.tokens_per_s, default=None)
 
 
-def against_peer(row: Row, rows: Sequence[Row]) -> tuple[float, str] | None:
+def against_peer(row: SpeedRow, rows: Sequence[SpeedRow]) -> tuple[float, str] | None:
     """Our speed over that of the fastest other engine with the same drafter on the same slice, greedy, and that one's
     name.
 
@@ -40,7 +42,7 @@ def against_peer(row: Row, rows: Sequence[Row]) -> tuple[float, str] | None:
     )
 
 
-def ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+def ratios(rows: Sequence[SpeedRow]) -> dict[str, dict[str, float]]:
     """Per slice, greedy: how our plain, our best and each of our drafters compare with every kind of decoding of every
     engine.
 
@@ -53,7 +55,7 @@ def ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     }
 
 
-def _ratios(rows: Sequence[Row]) -> dict[str, float]:
+def _ratios(rows: Sequence[SpeedRow]) -> dict[str, float]:
     kinds: dict[tuple[str, str | None], float] = {}
     for row in rows:
         kinds[row.engine, row.drafter] = max(row.tokens_per_s, kinds.get((row.engine, row.drafter), 0.0))
@@ -80,22 +82,22 @@ def _ratios(rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
-def _speed(row: Row | None) -> float | None:
+def _speed(row: SpeedRow | None) -> float | None:
     return None if row is None else row.tokens_per_s
 
 
-def kind_of(row: Row) -> str:
-    """What a row is about, whatever the number of guesses: the drafter with its options, behind another engine's
+def kind_of(row: SpeedRow) -> str:
+    """What a row is about, whatever the number of draft tokens: the drafter with its options, behind another engine's
     name.
     """
     name = (row.drafter or PLAIN) + (f"({row.options})" if row.options else "")
     return name if row.engine == ENGINE else f"{row.engine} {name}"
 
 
-def summary(rows: Sequence[Row], temperature: float) -> list[list[str]]:
+def summary(rows: Sequence[SpeedRow], temperature: float) -> list[list[str]]:
     """Drafter by slice at one temperature: a line of headings, then a line per kind of drafting; [] for a single slice.
 
-    A cell is speedup, tokens a step and the number of guesses of the fastest setting there; empty where it was not
+    A cell is speedup, tokens a step and the number of draft tokens of the fastest setting there; empty where it was not
     measured.
     """
     rows = [row for row in rows if row.temperature == temperature]
@@ -111,20 +113,20 @@ def summary(rows: Sequence[Row], temperature: float) -> list[list[str]]:
     return table
 
 
-def _cell(row: Row) -> str:
+def _cell(row: SpeedRow) -> str:
     steps = "" if row.emitted_per_step is None else f" {row.emitted_per_step:.2f}"
     speedup = f"{row.tokens_per_s:.1f} tok/s" if row.speedup is None else f"{row.speedup:.2f}x"
     return speedup + steps + ("" if row.num_draft is None else f" ({row.num_draft})")
 
 
-def drafter_table(rows: Sequence[Row], temperature: float = 0.0) -> list[str]:
+def drafter_table(rows: Sequence[SpeedRow], temperature: float = 0.0) -> list[str]:
     """Markdown: for every slice our drafters, each at its fastest setting, best first, with what it cost and what it
     gained.
     """
     lines: list[str] = []
     for name in dict.fromkeys(row.slice for row in rows if row.temperature == temperature):
         here = [row for row in rows if (row.slice, row.temperature) == (name, temperature)]
-        kinds: dict[str, list[Row]] = {}
+        kinds: dict[str, list[SpeedRow]] = {}
         for row in here:
             if row.engine == ENGINE and row.drafter is not None:
                 kinds.setdefault(kind_of(row), []).append(row)
@@ -146,7 +148,7 @@ _HEADINGS = (
 )
 
 
-def _slice_table(fastest: Sequence[Row], here: Sequence[Row]) -> list[str]:
+def _slice_table(fastest: Sequence[SpeedRow], here: Sequence[SpeedRow]) -> list[str]:
     lines = []
     for row in fastest:
         peer = against_peer(row, here)
@@ -163,7 +165,7 @@ def _slice_table(fastest: Sequence[Row], here: Sequence[Row]) -> list[str]:
     return markdown.table(_HEADINGS, lines)
 
 
-def by_position(row: Row, most: int = 5) -> str:
+def by_position(row: SpeedRow, most: int = 5) -> str:
     """Per cent accepted at the first places of a draft; an ellipsis says that there are more."""
     shares = row.acceptance_per_position
     return " ".join(f"{100 * share:.0f}" for share in shares[:most]) + (" ..." if len(shares) > most else "")

@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.measure import Answer, Contender, Setting
+from foretoken.bench.measure import Answer, Contender, SpeedSetting
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams
 from foretoken.errors import ForetokenError, StorageError
@@ -118,7 +118,7 @@ def contenders(
     outtype = _GGUF_TYPES.get(_dtype_of(target) if dtype == "auto" else dtype, "bf16")
     count = _token_count(target)
     target_gguf = programs.convert(target, outtype)
-    found: list[Contender] = [LlamaBench(Setting(LLAMA_CPP, LLAMA_CPP), programs, target_gguf, count, threads)]
+    found: list[Contender] = [LlamaBench(SpeedSetting(LLAMA_CPP, LLAMA_CPP), programs, target_gguf, count, threads)]
     missing: list[str] = []
     wanted = [_KINDS[name] for name in KINDS if name in kinds and (name != _DRAFT or draft is not None)]
     for kind in wanted:
@@ -127,7 +127,7 @@ def contenders(
             continue
         draft_gguf = programs.convert(draft, outtype) if kind.name == _DRAFT and draft is not None else None
         for n in (None, *num_drafts) if kind.swept else (None,):
-            setting = Setting(
+            setting = SpeedSetting(
                 name=f"{LLAMA_CPP}-{kind.name}" + ("" if n is None else f"-{n}"),
                 engine=LLAMA_CPP,
                 drafter=kind.name,
@@ -154,7 +154,7 @@ class LlamaCpp:
 
     @classmethod
     def find(cls, folder: Path) -> LlamaCpp:
-        """Preview for the programs in `folder`, its `bin` and its `build/bin`.
+        """Look for the programs in `folder`, its `bin` and its `build/bin`.
 
         Raises:
             StorageError: a program is missing.
@@ -266,7 +266,9 @@ def _is_gpt2_style(checkpoint: Path) -> bool:
 class LlamaBench:
     """llama.cpp's plain decoding: `llama-bench` with as much text in the cache as the prompt has."""
 
-    def __init__(self, setting: Setting, programs: LlamaCpp, target: Path, count: TokenCount, threads: int) -> None:
+    def __init__(
+        self, setting: SpeedSetting, programs: LlamaCpp, target: Path, count: TokenCount, threads: int
+    ) -> None:
         self.setting = setting
         self.programs = programs
         self.target = target
@@ -297,7 +299,7 @@ class LlamaBench:
 
 
 def parse_bench(output: str) -> Answer:
-    """The answer that `llama-bench -o json` tells of.
+    """The answer that `llama-bench -o json` reports.
 
     Raises:
         ForetokenError: no result in the output.
@@ -315,7 +317,7 @@ class LlamaSpeculative:
 
     def __init__(
         self,
-        setting: Setting,
+        setting: SpeedSetting,
         kind: Kind,
         programs: LlamaCpp,
         ggufs: tuple[Path, Path | None],

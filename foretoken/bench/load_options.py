@@ -1,22 +1,20 @@
-"""What to measure under load, and the model opened for it: shared by batches, trace and recovery."""
+"""Options of a load measurement, and the model opened for it."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
-from foretoken.bench.batch_settings import BatchSetting, Stage, parse_batch_settings
+from foretoken.bench.batch_settings import NO_POLICIES, Policies, Stage
+from foretoken.bench.measure import PLAIN
 from foretoken.bench.prompts import ALL, read_prompts
-from foretoken.bench.report import check_name, machine, source_caveats, versions
-from foretoken.bench.rival_policies import TABLE, BatchTable, measured_table
-from foretoken.bench.sheets import Sheet, SheetReport, write_sheets
+from foretoken.bench.report import Report, Table, check_name, source_caveats, write_report
 from foretoken.bench.workload import MOST_PROMPTS
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
@@ -29,48 +27,49 @@ from foretoken.model.tokenizer import load_tokenizer
 from foretoken.params import check_number, check_whole, is_count
 from foretoken.printing.console import Console
 
-_MOST_BATCH = 4096  # every place of a batch is a request with a cache of its own
-MEASURED = "measured"
+_MOST_BATCH = 4096  # each request of a batch has a cache of its own
 DEFAULT_SETTINGS = (
     "plain",
     "ngram-2",
     "ngram-5",
     "draft_model-2",
     "draft_model-5",
-    "table",
-    "ema",
     "ngram-auto",
     "draft_model-auto",
     "auto",
 )
-_TABLE_NUMBERS = (0, 1, 3, 5)  # of guesses that a measured table chooses from
-_PROMPT_TOKENS_PER_STEP = (
-    4096  # a batch's prompts are read in one step, so that all its requests begin to decode together
-)
-_SPARE_TOKENS = 64  # of cache for each request, for guesses and what is rounded up
+_PROMPT_TOKENS_PER_STEP = 4096  # all prompts of a batch in one step, so that its requests begin to decode together
+_SPARE_TOKENS = 64  # of cache per request, for draft tokens and rounding up to whole blocks
 
 
 @dataclass(frozen=True)
-class Phase:
-    """A part of a trace: so many requests at a time, of one slice."""
+class LoadPhase:
+    """A part of a changing load: a number of concurrent requests, and their slice."""
 
     batch: int
     slice: str
 
 
-MIXED = (Phase(1, "code"), Phase(16, "random"), Phase(4, "edit"), Phase(32, "chat"), Phase(2, "json"))
+MIXED = (
+    LoadPhase(1, "code"),
+    LoadPhase(16, "random"),
+    LoadPhase(4, "edit"),
+    LoadPhase(32, "chat"),
+    LoadPhase(2, "json"),
+)
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """`prompts` is a file or folder of prompts in place of the library's. A cell answers `prompts_per_slice` requests,
-    or a whole batch where that is more; `prompt_tokens` is how much of a prompt is kept. `table` belongs to the rule of
-    this name: None is measured first. `phases` are those of a trace, each long enough for plain decoding to take
-    `phase_s`.
+    """What to measure under load, on which engine.
 
-    The engine's limits are `foretoken.LLM`'s. Without them a step takes all prompts of a batch, and place and cache
-    suffice for the largest batch. `min_tokens_to_speculate` and `max_speculating_requests` are `RoutingRules`, for
-    settings that choose the number of guesses.
+    `prompts` is a file or folder of prompts that replaces the library's. A cell answers `prompts_per_slice` requests,
+    or a whole batch where that is more; prompts are cut to `prompt_tokens`. `phases` are those of a changing load;
+    each has as many requests as plain decoding answers in `phase_s`.
+
+    The engine's limits are those of `foretoken.LLM`. By default a step takes all prompts of a batch, and batch and
+    cache have room for the largest one. `min_tokens_to_speculate` and `max_speculating_requests` are `RoutingRules`,
+    for settings with an adaptive number of draft tokens.
     """
 
     target: str
@@ -78,8 +77,7 @@ class LoadOptions:
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     slices: tuple[str, ...] = ("code", "edit", "chat", "random")
     settings: tuple[str, ...] = DEFAULT_SETTINGS
-    table: Mapping[int, int] | None = field(default_factory=lambda: dict(TABLE))
-    phases: tuple[Phase, ...] = MIXED
+    phases: tuple[LoadPhase, ...] = MIXED
     phase_s: float = 4.0
     prompts: Path | None = None
     prompt_tokens: int = 64
@@ -111,7 +109,7 @@ class LoadOptions:
             raise InputError("settings", self.settings, "name at least one; plain is always measured")
         if any(phase.batch > _MOST_BATCH for phase in self.phases):
             raise InputError(
-                "trace", max(phase.batch for phase in self.phases), f"at most {_MOST_BATCH} requests at a time"
+                "load", max(phase.batch for phase in self.phases), f"at most {_MOST_BATCH} requests at a time"
             )
         if self.threads is not None and self.threads < 1:
             raise InputError("threads", self.threads, "must be at least 1; leave it out for torch's own number")
@@ -122,8 +120,6 @@ class LoadOptions:
                     raise InputError("slices", name, f"choose from {', '.join(BATCH_SLICES)}")
         if not self.slices:
             raise InputError("slices", self.slices, f"give at least one of {', '.join(BATCH_SLICES)}")
-        if self.table is not None:
-            BatchTable(self.table)
         check_limits(
             cache_tokens=self.cache_tokens,
             max_prompt_tokens=self.max_prompt_tokens,
@@ -132,24 +128,22 @@ class LoadOptions:
         if self.max_batch_size is not None:
             check_limits(max_batch_size=self.max_batch_size)
         check_share("cache_reserve", self.cache_reserve)
-        self._check_rules()
+        self._check_routing()
         check_name(self.name)
         if self.out is not None:
             check_folder(self.out)
 
     @property
     def routing(self) -> RoutingRules:
-        """When not to guess."""
+        """When a request is decoded without drafting."""
         return RoutingRules(
             min_tokens_to_speculate=self.min_tokens_to_speculate, max_speculating_requests=self.max_speculating_requests
         )
 
-    def _check_rules(self) -> None:
-        """Rules make sense, and there is a setting that asks them."""
+    def _check_routing(self) -> None:
+        """Routing rules are valid, and at least one setting follows them."""
         neutral = RoutingRules()
-        if self.routing == neutral or any(
-            setting.adapts for setting in parse_batch_settings(self.settings, self.draft)[0]
-        ):
+        if self.routing == neutral or not all(_is_fixed(name) for name in self.settings):
             return
         name = next(
             name
@@ -159,40 +153,24 @@ class LoadOptions:
         raise ConfigError(
             name,
             getattr(self, name),
-            "is for settings that choose the number of guesses; add one, such as ngram-auto, or drop it",
+            "applies to settings with an adaptive number of draft tokens; add one, such as ngram-auto, or leave it out",
         )
 
 
-def parse_table(text: str) -> dict[int, int] | None:
-    """A table written as 1:5,4:3,16:1; None for `measured`.
-
-    Raises:
-        InputError: anything else.
-    """
-    if text == MEASURED:
-        return None
-    pairs = [part.partition(":") for part in text.split(",") if part.strip()]
-    if not pairs or not all(is_count(batch.strip()) and is_count(number.strip()) for batch, _, number in pairs):
-        raise InputError(
-            "table", text, f"must be BATCH:GUESSES separated by commas, such as {table_text(TABLE)}, or {MEASURED}"
-        )
-    return {int(batch): int(number) for batch, _, number in pairs}
-
-
-def table_text(table: Mapping[int, int]) -> str:
-    """The table as it is written."""
-    return ",".join(f"{batch}:{number}" for batch, number in table.items())
+def _is_fixed(setting: str) -> bool:
+    """Whether the name says a fixed number of draft tokens."""
+    return setting == PLAIN or is_count(setting.rpartition("-")[2])
 
 
 def slice_names(words: Sequence[str], prompts: Path | None) -> tuple[str, ...]:
-    """The slices that `words` name; `all` are those of the file of prompts, or all of `batch_prompts`."""
+    """The slices that `words` name; `all` means those of the file of prompts, or all of `batch_prompts`."""
     if ALL not in words:
         return tuple(words)
     return BATCH_SLICES if prompts is None else tuple(dict.fromkeys(prompt.slice for prompt in read_prompts(prompts)))
 
 
-def parse_phases(text: str) -> tuple[Phase, ...]:
-    """The phases of a trace written as 1:code,16:random; `mixed` is a usual one.
+def parse_phases(text: str) -> tuple[LoadPhase, ...]:
+    """The phases of a load written as 1:code,16:random; `mixed` names the built-in one.
 
     Raises:
         InputError: anything else.
@@ -201,16 +179,16 @@ def parse_phases(text: str) -> tuple[Phase, ...]:
         return MIXED
     pairs = [part.strip().partition(":") for part in text.split(",") if part.strip()]
     if not pairs or not all(is_count(batch) and int(batch) and name for batch, _, name in pairs):
-        raise InputError("trace", text, "must be mixed, or BATCH:SLICE separated by commas, such as 1:code,16:random")
-    return tuple(Phase(int(batch), name) for batch, _, name in pairs)
+        raise InputError("load", text, "must be mixed, or BATCH:SLICE separated by commas, such as 1:code,16:random")
+    return tuple(LoadPhase(int(batch), name) for batch, _, name in pairs)
 
 
-Tell = Callable[[str], None]  # a piece of work begins: what it is
+Tell = Callable[[str], None]  # called with what is measured next
 
 
 @contextmanager
 def progress(total: int) -> Iterator[Tell]:
-    """A bar on a terminal's standard error that goes on by one at each call."""
+    """A progress bar on standard error, advanced by one with each call; nothing where that is no terminal."""
     with Console(stderr=True).bar("measuring", total, counts=True) as bar:
         began = [False]
 
@@ -228,7 +206,13 @@ def announce(words: str) -> None:
 
 @contextmanager
 def opened(
-    options: LoadOptions, slices: Sequence[str], most_batch: int, count: int, answer_tokens: int
+    options: LoadOptions,
+    slices: Sequence[str],
+    *,
+    most_batch: int,
+    count: int,
+    answer_tokens: int,
+    policies: Policies = NO_POLICIES,
 ) -> Iterator[tuple[Stage, dict[str, tuple[Ask, ...]]]]:
     """The model, opened with room for `most_batch` answers of `answer_tokens`, and `count` requests of every slice.
 
@@ -255,70 +239,34 @@ def opened(
         max_step_tokens=options.max_step_tokens,
         routing=options.routing,
     ) as llm:
-        yield Stage(llm, options.draft, options.table or TABLE, options.seed), found
-
-
-def settle_table(
-    stage: Stage,
-    options: LoadOptions,
-    settings: Sequence[BatchSetting],
-    batches: Sequence[int],
-    found: Mapping[str, Sequence[Ask]],
-) -> list[str]:
-    """Measure the table of the rule where it is to be measured: each batch size once, prompts of all slices in turn;
-    says what it is.
-    """
-    ruled = next((setting for setting in settings if setting.rule == "table"), None)
-    if ruled is None:
-        return []
-    if options.table is None:
-        speeds: dict[int, dict[int, float]] = {}
-        mixed = [ask for own in zip(*found.values(), strict=True) for ask in own]
-        for batch in sorted(set(batches)):
-            fixed = [
-                BatchSetting(f"table {number}", ruled.choice if number else None, number) for number in _TABLE_NUMBERS
-            ]
-            turns = {setting.num_draft: stage.answer(setting, mixed[:batch], options.max_tokens) for setting in fixed}
-            speeds[batch] = {int(number): turn.num_tokens / turn.seconds for number, turn in turns.items()}
-        stage.table = measured_table(speeds)
-    origin = "given" if options.table is not None else "measured at the start, on prompts of all slices in turn"
-    return [f"The table of guesses by batch size, {origin}: {table_text(stage.table)}."]
+        yield Stage(llm, options.draft, policies, options.seed), found
 
 
 def make_report(
     options: LoadOptions,
     kind: str,
     command: str,
+    *,
     rows: Sequence[Any],
     summary: Mapping[str, Any],
-    sheets: Sequence[Sheet],
+    tables: Sequence[Table],
     explained: str,
     notes: Sequence[str],
     interrupted: bool,
     load: float,
-) -> SheetReport:
-    """The report of a run, written to `options.out` if there is one; `load` is the machine's before the run."""
-    caveats = source_caveats(
-        model_folder(options.target), None if options.draft is None else model_folder(options.draft), load
-    )
+) -> Report:
+    """The report of a run, written to `options.out` if that is set; `load` is the machine's load average before it."""
+    draft = None if options.draft is None else model_folder(options.draft)
+    caveats = source_caveats(model_folder(options.target), draft, load)
     if interrupted:
-        caveats.append("The run was interrupted: this is what had been measured by then.")
-    report = SheetReport(
-        kind,
-        command,
-        machine(),
-        versions(),
-        asdict(options),
-        tuple(rows),
-        summary,
-        tuple(sheets),
-        explained,
-        (*caveats, *notes),
-        interrupted,
+        caveats.append("The run was interrupted: these are the measurements until then.")
+    report = Report(
+        title=f"Load ({kind})",
+        command=command,
+        options=asdict(options),
+        results={"kind": kind, "rows": tuple(rows), "summary": summary, "interrupted": interrupted},
+        tables=tuple(tables),
+        explained=explained,
+        caveats=(*caveats, *notes),
     )
-    return write_sheets(report, options.out, options.name) if options.out is not None else report
-
-
-def load_now() -> float:
-    """The machine's load average."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return write_report(report, options.out, options.name) if options.out is not None else report

@@ -1,7 +1,7 @@
-"""How settings are compared: every setting answers every prompt in turn, and the answers are summed up into rows.
+"""How settings are compared: every setting answers every prompt in turn, and rows summarise the answers.
 
-A machine drifts: it warms up, other programs come and go. So the settings take turns at each prompt, in an order that
-rotates, and whatever slows the machine down slows all of them alike. Only ratios within one run mean anything.
+The speed of a machine drifts. Settings therefore take turns at each prompt, in an order that rotates, so that drift
+affects all alike. Only ratios within one run are meaningful.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One way to decode: an engine, who drafts (None = plain decoding), and how much.
+class SpeedSetting:
+    """One way to decode: an engine, a drafter (None: plain decoding) and its number of draft tokens.
 
     `options` are those of the drafter as they were written. `counterpart` is the drafter of ours that another engine's
     way is like. `free` drafters need nothing but the target and the text: no draft model, no prediction. `slices`
@@ -52,11 +52,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Answer:
-    """One setting's answer to one prompt; None where an engine does not tell.
+    """One setting's answer to one prompt; None for what an engine does not report.
 
     `decode_tokens` left the engine during the last `decode_s` seconds, in `decode_steps` target forwards: what was out
     after the prompt's own pass is not counted. `draft_s` and `verify_s` lie within `decode_s`, `rule_s` within
-    `verify_s`, `wasted_s` (guesses that did not stand) within both together. `positions[i]` counts (drafted, accepted)
+    `verify_s`, `wasted_s` (rejected draft tokens) within both together. `positions[i]` counts (drafted, accepted)
     at the i-th place of a draft. `token_ids` is empty when only the text is known.
     """
 
@@ -81,8 +81,8 @@ class Contender(Protocol):
     """Something that can answer a prompt under one setting."""
 
     @property
-    def setting(self) -> Setting:
-        """What the answers are filed under."""
+    def setting(self) -> SpeedSetting:
+        """The setting of its answers."""
         ...
 
     def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
@@ -95,10 +95,10 @@ class Contender(Protocol):
 
 
 @dataclass(frozen=True)
-class Sample:
+class SpeedSample:
     """One answer with the place it has in the run."""
 
-    setting: Setting
+    setting: SpeedSetting
     prompt_index: int
     slice: str
     temperature: float
@@ -107,7 +107,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SpeedPlan:
     """What to run: every contender on every prompt at every temperature, `repeats` times after `warmup` untimed
     prompts.
     """
@@ -127,15 +127,15 @@ class Plan:
             max_tokens=self.max_tokens, temperature=temperature, seed=seed, ignore_eos=self.ignore_eos
         )
 
-    def temperatures_of(self, setting: Setting) -> tuple[float, ...]:
+    def temperatures_of(self, setting: SpeedSetting) -> tuple[float, ...]:
         """Other engines run greedily only: their sampling orders differ, and so would the texts that are timed."""
         return tuple(t for t in self.temperatures if setting.engine == ENGINE or t == 0.0)
 
-    def places_of(self, setting: Setting) -> tuple[int, ...]:
+    def places_of(self, setting: SpeedSetting) -> tuple[int, ...]:
         """Numbers of the prompts that it is measured on."""
         return tuple(index for index, prompt in enumerate(self.prompts) if setting.runs_on(prompt))
 
-    def num_runs(self, settings: Iterable[Setting]) -> int:
+    def num_runs(self, settings: Iterable[SpeedSetting]) -> int:
         """Answers that a whole run takes, warm-up included."""
         return sum(
             len(self.temperatures_of(s)) * (self.repeats * len(self.places_of(s)) + self.warmup) for s in settings
@@ -146,8 +146,8 @@ Progress = Callable[[str], None]
 
 
 def measure(
-    contenders: Sequence[Contender], plan: Plan, progress: Progress = lambda _: None
-) -> tuple[list[Sample], list[str]]:
+    contenders: Sequence[Contender], plan: SpeedPlan, progress: Progress = lambda _: None
+) -> tuple[list[SpeedSample], list[str]]:
     """Run the plan; return the samples, and a note for every other engine that failed and was left out.
 
     A setting of our own is left out only if it is optional and what it needs is missing or does not fit.
@@ -158,7 +158,7 @@ def measure(
     """
     notes: list[str] = []
     active = list(contenders)
-    samples: list[Sample] = []
+    samples: list[SpeedSample] = []
 
     def run(contender: Contender, index: int, temperature: float, repeat: int) -> Answer | None:
         progress(contender.setting.name)
@@ -187,7 +187,9 @@ def measure(
         for contender in _rotated(here, turn):
             answer = run(contender, index, temperature, repeat)
             if answer is not None:
-                samples.append(Sample(contender.setting, index, plan.prompts[index].slice, temperature, repeat, answer))
+                samples.append(
+                    SpeedSample(contender.setting, index, plan.prompts[index].slice, temperature, repeat, answer)
+                )
     left_out = {c.setting for c in contenders} - {c.setting for c in active}
     return [sample for sample in samples if sample.setting not in left_out], notes
 
@@ -198,13 +200,13 @@ def _rotated(contenders: list[Contender], turn: int) -> list[Contender]:
 
 
 @dataclass(frozen=True)
-class Row:
+class SpeedRow:
     """One setting on one slice at one temperature.
 
-    Counters and `draft_s`, `verify_s`, `wasted_s` are sums over prompts and repeats; `lossy` says that the rule changes
-    the target's law. `tokens_per_s` counts the tokens after the prompt's own pass; it is the median over repeats,
-    beside its extremes. `speedup` is the ratio of that median to plain decoding's on the same slice, its extremes those
-    of the repeats compared one by one. `*_ms_per_step` are medians over repeats, the rule's part of the verification's.
+    Counters and `draft_s`, `verify_s`, `wasted_s` are sums over prompts and repeats; `lossy`: the rule changes the
+    target's distribution. `tokens_per_s` counts the tokens after the prefill; it is the median over repeats, with its
+    range. `speedup` is the ratio of that median to plain decoding's on the same slice; its range is over the repeats,
+    each with its own plain. `*_ms_per_step` are medians over repeats; the rule's is part of the verification's.
     `repeated_4grams` is the share of 4-grams that an output had already used. `identical` says whether every greedy
     output equals plain decoding's; `differences` lists where each one that does not leaves it first.
     """
@@ -248,11 +250,11 @@ class Row:
     differences: tuple[dict[str, str | int], ...]
 
 
-def summarise(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> tuple[Row, ...]:
+def summarise(samples: Sequence[SpeedSample], prompts: Sequence[Prompt]) -> tuple[SpeedRow, ...]:
     """One row per temperature, slice and setting; with several slices, one over all of them as well, where a setting
     ran on all.
     """
-    rows: list[Row] = []
+    rows: list[SpeedRow] = []
     names = list(dict.fromkeys(prompt.slice for prompt in prompts))
     for temperature in dict.fromkeys(sample.temperature for sample in samples):
         for name in [*names, ALL_SLICES] if len(names) > 1 else names:
@@ -264,7 +266,7 @@ def summarise(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> tuple[Row
     return tuple(rows)
 
 
-def _row(own: list[Sample], plain: list[Sample], name: str, prompts: Sequence[Prompt]) -> Row:
+def _row(own: list[SpeedSample], plain: list[SpeedSample], name: str, prompts: Sequence[Prompt]) -> SpeedRow:
     setting, answers = own[0].setting, [s.answer for s in own]
     rates, plain_rates = _per_repeat(own, _tokens_per_s), _per_repeat(plain, _tokens_per_s)
     ratios = [rate / plain_rates[repeat] for repeat, rate in rates.items() if plain_rates.get(repeat)]
@@ -277,7 +279,7 @@ def _row(own: list[Sample], plain: list[Sample], name: str, prompts: Sequence[Pr
     comparable = own[0].temperature == 0.0 and bool(plain) and all(a.token_ids or a.text for a in answers)
     differences = _differences(own, plain, prompts) if comparable else None
     ttfts = [a.ttft_s for a in answers if a.ttft_s is not None]
-    return Row(
+    return SpeedRow(
         setting=setting.name,
         engine=setting.engine,
         drafter=setting.drafter,
@@ -339,7 +341,7 @@ def _rest_s(answer: Answer) -> float | None:
     return answer.decode_s - answer.draft_s - answer.verify_s
 
 
-def _ms_per_step(own: list[Sample], seconds: Callable[[Answer], float | None]) -> float | None:
+def _ms_per_step(own: list[SpeedSample], seconds: Callable[[Answer], float | None]) -> float | None:
     """Median over repeats of milliseconds per target forward; None when an answer does not tell."""
     told = [(seconds(s.answer), s.answer.decode_steps) for s in own]
     if any(value is None or steps is None for value, steps in told) or not sum(steps or 0 for _, steps in told):
@@ -352,7 +354,7 @@ def _ms_per_step(own: list[Sample], seconds: Callable[[Answer], float | None]) -
     return median(_per_repeat(own, per_step).values())
 
 
-def _per_repeat(samples: Sequence[Sample], value: Callable[[Sequence[Answer]], float]) -> dict[int, float]:
+def _per_repeat(samples: Sequence[SpeedSample], value: Callable[[Sequence[Answer]], float]) -> dict[int, float]:
     repeats = dict.fromkeys(s.repeat for s in samples)
     return {repeat: value([s.answer for s in samples if s.repeat == repeat]) for repeat in repeats}
 
@@ -372,7 +374,9 @@ def _acceptance_per_position(answers: Sequence[Answer]) -> tuple[float, ...]:
     )
 
 
-def _differences(own: list[Sample], plain: list[Sample], prompts: Sequence[Prompt]) -> list[dict[str, str | int]]:
+def _differences(
+    own: list[SpeedSample], plain: list[SpeedSample], prompts: Sequence[Prompt]
+) -> list[dict[str, str | int]]:
     """Per prompt the first place where an output leaves plain decoding's first one."""
     expected = {s.prompt_index: s.answer for s in reversed(plain)}
     found: dict[int, dict[str, str | int]] = {}

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from foretoken.bench import llama_cpp
-from foretoken.bench.measure import Answer, Contender, Setting
+from foretoken.bench.measure import Answer, Contender, SpeedSetting
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams
 from foretoken.errors import ForetokenError, InputError
@@ -32,7 +32,7 @@ _LAYER = "layer="
 
 
 def check_kinds(kinds: Sequence[str]) -> None:
-    """Refuse a way to speculate that no other engine has.
+    """Refuse a drafting method that no other engine has.
 
     Raises:
         InputError: names it.
@@ -74,7 +74,7 @@ def contenders(
 
 def _transformers(library: HuggingFace, num_drafts: Sequence[int], kinds: Sequence[str]) -> list[Contender]:
     """Plain decoding and its ways to speculate, each at its own default and at every number of drafted tokens."""
-    settings = [Setting(TRANSFORMERS, TRANSFORMERS)]
+    settings = [SpeedSetting(TRANSFORMERS, TRANSFORMERS)]
     wanted = [
         kind for kind in _TRANSFORMERS_KINDS if kind in kinds and (kind != "assisted" or library.names[1] is not None)
     ]
@@ -86,7 +86,9 @@ def _transformers(library: HuggingFace, num_drafts: Sequence[int], kinds: Sequen
             name = "-".join(filter(None, (TRANSFORMERS, kind, options, "" if number == "auto" else str(number))))
             free = kind != "assisted"
             settings.append(
-                Setting(name, TRANSFORMERS, kind, number, options=options, counterpart=_COUNTERPARTS[kind], free=free)
+                SpeedSetting(
+                    name, TRANSFORMERS, kind, number, options=options, counterpart=_COUNTERPARTS[kind], free=free
+                )
             )
     return [Generate(setting, library) for setting in settings]
 
@@ -139,7 +141,7 @@ class HuggingFace:
 
     @cached_property
     def own_settings(self) -> Any:  # noqa: ANN401 - a transformers GenerationConfig
-        """How the target generates unless told otherwise, from before anything was told."""
+        """The target's own generation settings, read before any is changed."""
         return copy.deepcopy(self.target.generation_config)
 
     @cached_property
@@ -185,7 +187,7 @@ class _Clock:
 class Generate:
     """A setting of `transformers` `generate`."""
 
-    def __init__(self, setting: Setting, library: HuggingFace) -> None:
+    def __init__(self, setting: SpeedSetting, library: HuggingFace) -> None:
         self.setting = setting
         self.library = library
 

@@ -1,13 +1,10 @@
-"""`foretoken bench --profile`: what a step of the target takes by rows, context, batch and prompt, and what drafters
-take.
+"""`foretoken bench profile`: seconds of a target step by rows, context, batch and prompt, and of each drafter.
 
-The measuring itself is `engine.startup.profiling`; here stand what is measured, the file and the table.
+`engine.startup.profiling` does the measuring; this file says what is measured, and writes and prints the result.
 """
 
 from __future__ import annotations
 
-import datetime
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +14,17 @@ from typing import Any
 import torch
 
 from foretoken.bench.drafting import DrafterChoice
-from foretoken.bench.report import machine, print_notes, source_caveats, versions
+from foretoken.bench.report import (
+    Table,
+    free_path,
+    load_average,
+    machine,
+    now,
+    print_notes,
+    print_tables,
+    source_caveats,
+    versions,
+)
 from foretoken.config import SpecConfig
 from foretoken.draft.base import Drafter
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
@@ -41,10 +48,9 @@ _CONTEXTS = (32, 128, 512, 2048, 8192)
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What to measure. `budget_s` bounds the measuring: points that would not fit any more are left out, and a caveat
-    says so.
+    """What to measure, in at most about `budget_s`: points that do not fit are left out, and a caveat says so.
 
-    `threads=None` leaves torch's own number.
+    `threads=None` keeps torch's number.
     """
 
     target: str
@@ -58,7 +64,7 @@ class ProfileOptions:
 
 
 def run_profile(
-    options: ProfileOptions, command: str = "foretoken bench --profile", tell: Tell = lambda _words, _share: None
+    options: ProfileOptions, command: str = "foretoken bench profile", tell: Tell = lambda _words, _share: None
 ) -> Profile:
     """Open the target, measure, and return the profile.
 
@@ -76,7 +82,7 @@ def run_profile(
         if choice.required or options.draft or "draft" not in choice.needs
     }
     drafters = {name: (spec, factory.make(spec)) for name, spec in specs.items()}
-    caveats = source_caveats(folder, None if options.draft is None else model_folder(options.draft), os.getloadavg()[0])
+    caveats = source_caveats(folder, None if options.draft is None else model_folder(options.draft), load_average())
     about = {"name": options.target, "dtype": options.dtype}
     return measure_profile(target, drafters, options.budget_s, options.seed, about, command, caveats, tell)
 
@@ -91,7 +97,7 @@ def measure_profile(
     caveats: Sequence[str] = (),
     tell: Tell = lambda _words, _share: None,
 ) -> Profile:
-    """The profile of an open target: first what matters most, the rest while `budget_s` lasts."""
+    """The profile of an open target; the most important curves first, the others while `budget_s` lasts."""
     bench = StepBench(target, seed, time.perf_counter() + budget_s, budget_s, tell)
     bench.step_times("warm-up", Work(1, SHORT_TOKENS, 3))
     rows = bench.curve("rows", _ROWS, lambda rows: Work(1, SHORT_TOKENS, rows - 1))
@@ -116,7 +122,7 @@ def measure_profile(
         machine=machine(),
         versions=versions(),
         command=command,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        date=now(),
         rows=rows,
         batch=batch,
         context=context,
@@ -131,21 +137,18 @@ def measure_profile(
 
 
 def write_profile(profile: Profile, folder: Path, name: str) -> Path:
-    """Write `folder/YYYY-MM-DD-name.json`; an earlier file of the day is kept, and this one numbered.
+    """Write `folder/YYYY-MM-DD-name.json`, numbered where a file of the day has that name.
 
     Raises:
         StorageError: the folder cannot be written.
     """
-    stem, taken = f"{profile.date[:10]}-{name}", 1
-    while (folder / f"{stem}.json").exists():
-        taken += 1
-        stem = f"{profile.date[:10]}-{name}-{taken}"
-    save_profile(profile, folder / f"{stem}.json")
-    return folder / f"{stem}.json"
+    path = free_path(folder, profile.date, name)
+    save_profile(profile, path)
+    return path
 
 
 def print_profile(profile: Profile, file: Path | None, console: Console | None = None) -> None:
-    """Every curve on a line: counts with milliseconds."""
+    """Print every curve on a line: counts with milliseconds."""
     console = console or Console()
     curves = {
         "rows": profile.rows,
@@ -163,9 +166,9 @@ def print_profile(profile: Profile, file: Path | None, console: Console | None =
         name: "  ".join(f"{count}: {1e3 * seconds:.3g}" for count, seconds in curve.points)
         for name, curve in curves.items()
     }
-    console.table(("step by", "milliseconds"), [row for row in points.items() if row[1]], justify="l")
-    console.line()
-    print_notes(console, profile.caveats, () if file is None else (file,))
+    lines = tuple(row for row in points.items() if row[1])
+    print_tables([Table("", ("step by", "milliseconds"), lines, justify="l")], console)
+    print_notes(profile.caveats, () if file is None else (file,), console)
 
 
 def _spec(choice: DrafterChoice, options: ProfileOptions) -> SpecConfig:

@@ -1,13 +1,12 @@
-"""What a run found, for the eye, for programs, and for the record.
+"""The report of a measurement: printed tables, a line of JSON, and a dated result of raw JSON and a Markdown page.
 
-A number never travels alone: the machine, the versions, the command and what to be careful about go with it.
+Every report carries the command, the machine, the versions and the caveats of its numbers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.util
 import json
 import math
 import os
@@ -17,50 +16,70 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.compare import SUMMARY_NOTE, against_peer, by_position, summary
-from foretoken.bench.measure import ALL_SLICES, PLAIN, Row
 from foretoken.engine.startup.machine import machine as machine
 from foretoken.engine.startup.machine import versions as versions
 from foretoken.errors import InputError, StorageError
+from foretoken.files import to_json
 from foretoken.printing import markdown as pages
 from foretoken.printing.console import Console
-from foretoken.printing.text import visible
 
-_PLOT_SUFFIXES = (".png", ".svg")
-_COLUMNS = (
-    *(
-        "setting",
-        "tok/s",
-        "min-max",
-        "speedup",
-        "accepted",
-        "by position",
-        "tok/step",
-        "ms/step",
-        "draft+target+rest",
-        "first token",
-    ),
-    *("repeats", "same", "vs peer"),
-)
+
+def now() -> str:
+    """The date and time in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of text and the lines below it.
+
+    `justify` holds l or r for each column, its last letter is repeated. `styles` holds a terminal style per line.
+    """
+
+    title: str
+    headings: tuple[str, ...]
+    lines: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+    justify: str = "lr"
+    styles: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True)
 class Report:
-    """Rows with everything needed to judge them; `files` are those that were written."""
+    """A measurement with everything needed to judge it.
 
+    `results` are the further fields of the JSON object: the rows, and what they are summarised to. `explained` says
+    what the columns of the tables mean, `conclusions` are lines below all tables. `files` are those that were written.
+    """
+
+    title: str
     command: str
-    machine: Mapping[str, Any]
-    versions: Mapping[str, str]
     options: Mapping[str, Any]
-    rows: tuple[Row, ...]
-    ratios: Mapping[str, Mapping[str, float]]
-    caveats: tuple[str, ...]
-    date: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+    results: Mapping[str, Any]
+    tables: tuple[Table, ...]
+    explained: str = ""
+    caveats: tuple[str, ...] = ()
+    conclusions: tuple[str, ...] = ()
+    machine: Mapping[str, Any] = field(default_factory=machine)
+    versions: Mapping[str, str] = field(default_factory=versions)
+    date: str = field(default_factory=now)
     files: tuple[str, ...] = ()
 
+    @property
+    def rows(self) -> Sequence[Any]:
+        """The rows of the results."""
+        return tuple(self.results["rows"])
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the run was stopped, and this is what had been measured by then."""
+        return bool(self.results.get("interrupted", False))
+
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; numbers that do not exist are None."""
-        return {f.name: as_plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        """Plain values for JSON, without the tables, which repeat the rows; numbers that are not finite are None."""
+        names = ("command", "machine", "versions", "options", "caveats", "date", "files")
+        found = {name: as_plain(getattr(self, name)) for name in names}
+        return found | {str(name): as_plain(value) for name, value in self.results.items()}
 
     def json_line(self) -> str:
         """The report as one line of JSON."""
@@ -81,168 +100,83 @@ def as_plain(value: object) -> object:
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Tables for a terminal, one per slice and temperature, then ratios, caveats and the files written."""
+    """The tables, what their columns mean, conclusions, caveats and the files written."""
     console = console or Console()
-    for (name, temperature), rows in _groups(report.rows).items():
-        console.table(_COLUMNS, [_cells(row, rows) for row in rows], title=f"{name}, temperature {temperature:g}")
+    print_tables(report.tables, console)
+    for line in (report.explained, *report.conclusions):
+        if line:
+            console.line(line)
+    print_notes(report.caveats, report.files, console)
+
+
+def print_tables(tables: Sequence[Table], console: Console) -> None:
+    """Each table, the lines below it, and an empty line."""
+    for table in tables:
+        console.table(table.headings, table.lines, title=table.title, justify=table.justify, styles=table.styles)
+        for note in table.notes:
+            console.line(note)
         console.line()
-    for temperature in dict.fromkeys(row.temperature for row in report.rows):
-        lines = summary(report.rows, temperature)
-        if lines:
-            console.table(lines[0], lines[1:], title=f"summary, temperature {temperature:g}")
-            console.line(SUMMARY_NOTE)
-            console.line()
-    for name, found in report.ratios.items():
-        if found:
-            console.line(f"{name}: " + ", ".join(f"{key} {value:.2f}x" for key, value in found.items()))
-    print_notes(console, report.caveats, report.files)
 
 
-def print_notes(console: Console, caveats: Sequence[str], files: Sequence[str | Path]) -> None:
-    """What to be careful about, and the files written."""
+def print_notes(caveats: Sequence[str], files: Sequence[str | Path], console: Console) -> None:
+    """The caveats of a result, and the files written."""
     for caveat in caveats:
         console.line(f"note: {caveat}")
     for file in files:
         console.line(f"written: {file}")
 
 
-def _groups(rows: Sequence[Row]) -> dict[tuple[str, float], list[Row]]:
-    groups: dict[tuple[str, float], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.slice, row.temperature), []).append(row)
-    return groups
+def markdown(report: Report, raw: str | None = None) -> str:
+    """The report as a page: command, machine, versions, caveats, then the tables; `raw` names the JSON beside it."""
+    lines = [
+        f"# {report.title}, measured on {report.date[:10]}",
+        "",
+        f"    {report.command}",
+        "",
+        f"- machine: {', '.join(f'{key} {value}' for key, value in report.machine.items())}",
+        f"- versions: {', '.join(f'{key} {value}' for key, value in report.versions.items())}",
+        *([f"- raw numbers: [{raw}]({raw})"] if raw else []),
+        "",
+        *([report.explained, ""] if report.explained else []),
+        *(f"- {caveat}" for caveat in report.caveats),
+    ]
+    for table in report.tables:
+        lines += ["", f"## {table.title}", "", *pages.table(table.headings, table.lines, table.justify)]
+        for note in table.notes:
+            lines += ["", note]
+    for conclusion in report.conclusions:
+        lines += ["", conclusion]
+    return pages.page(lines)
 
 
-def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
-    peer = against_peer(row, rows)
-    parts = (row.draft_ms_per_step, row.verify_ms_per_step, row.rest_ms_per_step)
-    return (
-        row.setting + (" (lossy)" if row.lossy else ""),
-        _number(row.tokens_per_s),
-        f"{_number(row.tokens_per_s_min)}-{_number(row.tokens_per_s_max)}",
-        "" if row.speedup is None else f"{row.speedup:.2f}x",
-        _percent(row.acceptance_rate),
-        by_position(row),
-        "" if row.emitted_per_step is None else f"{row.emitted_per_step:.2f}",
-        _number(row.step_ms),
-        "" if None in parts else "+".join(_number(part) for part in parts),
-        "" if row.ttft_s is None else f"{1e3 * row.ttft_s:.0f} ms",
-        _percent(row.repeated_4grams),
-        _identical(row),
-        "" if peer is None else f"{peer[0]:.2f}x {peer[1]}",
-    )
-
-
-def _number(value: float | None) -> str:
-    """Three digits or so: what a measurement is worth."""
-    return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.0f} %"
-
-
-def _identical(row: Row) -> str:
-    if row.identical is None or (row.identical and row.setting == PLAIN):
-        return ""
-    return "yes" if row.identical else f"no ({len(row.differences)})"
-
-
-def write_result(report: Report, folder: Path, name: str) -> Report:
-    """Write `folder/YYYY-MM-DD-name.json` and `.md`; an earlier result of the day is kept, and this one numbered.
+def write_report(report: Report, folder: Path, name: str) -> Report:
+    """Write `folder/YYYY-MM-DD-name.json` and `.md`, numbered where a result of the day has that name.
 
     Returns the report with the files named.
 
     Raises:
         StorageError: the folder cannot be written.
     """
+    raw = free_path(folder, report.date, name)
+    page = raw.with_suffix(".md")
+    report = dataclasses.replace(report, files=(*report.files, str(raw), str(page)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        stem = free_stem(folder, report.date, name)
-        files = (folder / f"{stem}.json", folder / f"{stem}.md")
-        report = dataclasses.replace(report, files=(*report.files, *map(str, files)))
-        files[0].write_text(json.dumps(report.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        files[1].write_text(markdown(report, files[0].name), encoding="utf-8")
+        raw.write_text(to_json(report.as_dict(), indent=1) + "\n", encoding="utf-8")
+        page.write_text(markdown(report, raw.name), encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot write the result to {folder}: {error}") from error
     return report
 
 
-def free_stem(folder: Path, date: str, name: str) -> str:
-    """`YYYY-MM-DD-name`, with a number behind it where a result of that name is already there."""
+def free_path(folder: Path, date: str, name: str) -> Path:
+    """`folder/YYYY-MM-DD-name.json`, with a number behind the name where that file exists."""
     stem = first = f"{date[:10]}-{name}"
     taken = 1
     while (folder / f"{stem}.json").exists():
         taken += 1
         stem = f"{first}-{taken}"
-    return stem
-
-
-def markdown(report: Report, raw: str | None = None) -> str:
-    """The report as a page: command, machine, versions, caveats, then the tables; `raw` names the JSON beside it."""
-    machine_line = ", ".join(f"{key} {value}" for key, value in report.machine.items())
-    lines = [
-        f"# Measured on {report.date[:10]}",
-        "",
-        f"    {report.command}",
-        "",
-        f"- machine: {machine_line}",
-        f"- versions: {', '.join(f'{key} {value}' for key, value in report.versions.items())}",
-        *([f"- raw numbers: [{raw}]({raw})"] if raw else []),
-        "",
-        (
-            "tok/s is the median over repeats of the tokens after the prompt's own pass; speedup is against "
-            "`plain` on the same slice in the same run."
-        ),
-        "`repeats` is the share of 4-grams that an output had used before: loops flatter every drafter. "
-        "`same` says whether all greedy outputs "
-        "equal plain decoding's. `by position` is the per cent accepted at the 1st, 2nd, ... guess; `vs "
-        "peer` compares with "
-        "the fastest other engine that drafts the same way.",
-        "",
-        *(f"- {caveat}" for caveat in report.caveats),
-    ]
-    for (name, temperature), rows in _groups(report.rows).items():
-        lines += [
-            "",
-            f"## {name}, temperature {temperature:g}",
-            "",
-            *pages.table(_COLUMNS, [_cells(row, rows) for row in rows]),
-        ]
-        places = [
-            f"{row.setting} {' '.join(f'{share:.2f}' for share in row.acceptance_per_position)}"
-            for row in rows
-            if row.acceptance_per_position
-        ]
-        if places:
-            lines += ["", f"Accepted by position: {'; '.join(places)}."]
-        lines += _difference_lines(rows)
-        if temperature == 0.0 and report.ratios.get(name):
-            lines += [
-                "",
-                "Ratios: " + ", ".join(f"{key} {value:.2f}x" for key, value in report.ratios[name].items()) + ".",
-            ]
-    for temperature in dict.fromkeys(row.temperature for row in report.rows):
-        lines += _summary_lines(summary(report.rows, temperature), temperature)
-    return pages.page(lines)
-
-
-def _summary_lines(lines: list[list[str]], temperature: float) -> list[str]:
-    if not lines:
-        return []
-    return ["", f"## Summary, temperature {temperature:g}", "", SUMMARY_NOTE, "", *pages.table(lines[0], lines[1:])]
-
-
-def _difference_lines(rows: Sequence[Row]) -> list[str]:
-    told = [
-        (
-            f"{row.setting} at "
-            f"{', '.join(' '.join(f'{key} {value}' for key, value in place.items()) for place in row.differences)}"
-        )
-        for row in rows
-        if row.differences
-    ]
-    return ["", f"Greedy outputs that leave plain decoding's: {'; '.join(told)}."] if told else []
+    return folder / f"{stem}.json"
 
 
 def check_name(name: str) -> None:
@@ -255,83 +189,25 @@ def check_name(name: str) -> None:
         raise InputError("name", name, "use letters, digits, '.', '_' and '-' only; the date is added")
 
 
-def check_plot(path: Path) -> None:
-    """Refuse a plot that could not be drawn, before anything is measured.
-
-    Raises:
-        InputError: an unknown suffix, or matplotlib is missing.
-    """
-    if path.suffix.lower() not in _PLOT_SUFFIXES:
-        raise InputError("plot", str(path), f"the file name must end in {' or '.join(_PLOT_SUFFIXES)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("plot", str(path), "plots need matplotlib: pip install 'foretoken[plot]'")
-
-
-def write_plot(report: Report, path: Path) -> None:
-    """Bars of greedy tokens per second by slice and setting, with the extremes over repeats as whiskers.
-
-    Raises:
-        InputError: an unknown suffix, or matplotlib is missing.
-        StorageError: the file cannot be written.
-    """
-    check_plot(path)
-    from matplotlib.figure import Figure
-
-    lowest = min((row.temperature for row in report.rows), default=0.0)
-    rows = [row for row in report.rows if row.temperature == lowest]
-    names = [name for name in dict.fromkeys(row.slice for row in rows) if name != ALL_SLICES] or [ALL_SLICES]
-    settings = list(dict.fromkeys(row.setting for row in rows))
-    figure = Figure(figsize=(max(6.0, 1.0 + 0.25 * len(names) * (len(settings) + 1)), 4.0), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / max(1, len(settings))
-    for place, setting in enumerate(settings):
-        own = {row.slice: row for row in rows if row.setting == setting}
-        at = [i for i, name in enumerate(names) if name in own]
-        chosen = [own[names[i]] for i in at]
-        spread = (
-            [r.tokens_per_s - r.tokens_per_s_min for r in chosen],
-            [r.tokens_per_s_max - r.tokens_per_s for r in chosen],
-        )
-        axes.bar(
-            [i + (place + 0.5) * width - 0.4 for i in at],
-            [r.tokens_per_s for r in chosen],
-            width,
-            yerr=spread,
-            label=_label(setting),
-        )
-    axes.set_xticks(range(len(names)), [_label(name) for name in names])
-    axes.set_ylabel("tokens per second")
-    axes.set_title(_label(f"temperature {lowest:g}, {report.machine.get('cpu', '')}"), fontsize=9)
-    figure.legend(loc="outside lower center", fontsize=7, ncols=4)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-    except OSError as error:
-        raise StorageError(f"cannot write the plot to {path}: {error}") from error
-
-
-def _label(text: str) -> str:
-    """`text` in a plot, where dollar signs would enclose a formula."""
-    return visible(text).replace("$", r"\$")
+def load_average() -> float:
+    """The machine's load average over the last minute; 0 where the system has none."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 def source_caveats(target: Path, draft: Path | None, load: float) -> list[str]:
-    """What to be careful about: enlarged checkpoints, and a machine that is busy with something else (`load`:
-    average).
-    """
+    """Caveats of the models and the machine: widened checkpoints, and a high load average before the run (`load`)."""
     caveats = []
     for role, folder in (("target", target), ("draft", draft)):
         if folder is not None and is_widened(folder):
             caveats.append(
-                f"The {role} is a small trained checkpoint, widened: its added weights cost real time but "
-                "cannot change its outputs. "
-                "Acceptance is that of the small pair."
+                f"The {role} is a small trained checkpoint, widened: the added weights cost time but cannot change "
+                "its outputs. Acceptance is that of the small pair."
             )
     cores = os.cpu_count() or 1
     if load > 0.5 * cores:
         caveats.append(
-            f"The machine was busy when the run began: load average {load:.1f} on {cores} cores. Trust "
-            "ratios, not absolute numbers."
+            f"The machine was busy when the run began: load average {load:.1f} on {cores} cores. Use "
+            "the ratios, not the absolute numbers."
         )
     return caveats
 

@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foretoken.bench.widen_plan import Plan, plan
+from foretoken.bench.widen_plan import WidenPlan, plan
 from foretoken.errors import InputError, StorageError
 from foretoken.model.architecture import ModelConfig, config_to_hf
 from foretoken.model.loader import copy_tokenizer, parse_dtype, read_config
@@ -146,7 +146,7 @@ class _Counts:
 
 def _write(
     weights: Weights,
-    target: Plan,
+    target: WidenPlan,
     folder: Path,
     seed: int,
     dtype: torch.dtype,
@@ -195,7 +195,7 @@ class _Maker:
     Rows and columns of a matrix are each described by a list of source indices, -1 where there is none.
     """
 
-    def __init__(self, weights: Weights, target: Plan, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, weights: Weights, target: WidenPlan, dtype: torch.dtype, seed: int) -> None:
         self.weights, self.plan, self.dtype, self.seed = weights, target, dtype, seed
         small, big = target.source, target.config
         copies = big.hidden_size // small.hidden_size

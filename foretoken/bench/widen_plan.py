@@ -39,7 +39,7 @@ _KEYS = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class WidenPlan:
     """The large configuration, and which source part each of its parts holds: -1 = none, a dead part.
 
     `leaky_heads` marks (with 0, others -1) dead query heads that read a live value head: their output is not zero.
@@ -53,7 +53,7 @@ class Plan:
     leaky_heads: tuple[int, ...]  # [H]
 
 
-def plan(source: ModelConfig, to: str) -> Plan:
+def plan(source: ModelConfig, to: str) -> WidenPlan:
     """Lay out a model of size `to` around `source`.
 
     Raises:
@@ -68,7 +68,7 @@ def plan(source: ModelConfig, to: str) -> Plan:
         else ()
     )
     query, kv, leaky = _heads(source, size)
-    return Plan(source, replace(size, sliding_window=windows), layers, query, kv, leaky)
+    return WidenPlan(source, replace(size, sliding_window=windows), layers, query, kv, leaky)
 
 
 def _explicit(source: ModelConfig, to: str) -> ModelConfig:

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from foretoken.cli import audit, bench, demo, generate, models, origins, plan, settings, simulate, train, widen
 from foretoken.cli.start import CLOSED_PIPE, INTERRUPTED, io_failure, print_version
-from foretoken.cli.usage import Group, show_usage_error
+from foretoken.cli.usage import USAGE_ERROR, Group, show_usage_error
 from foretoken.cli.verb import Verb
 from foretoken.errors import ForetokenError
 from foretoken.printing.console import Console, tolerate_encoding
@@ -33,18 +33,14 @@ app = typer.Typer(
 )
 app.command("demo", cls=Verb)(demo.demo)
 app.command("generate", cls=Verb)(generate.generate)
-app.command("bench", cls=Verb)(bench.bench)
 app.command("audit", cls=Verb)(audit.audit)
 app.command("plan", cls=Verb)(plan.plan)
 app.command("simulate", cls=Verb)(simulate.simulate)
 app.command("widen", cls=Verb)(widen.widen)
 app.command("models", cls=Verb)(models.models)
+app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")
 app.add_typer(settings.app, name="config")
-
-
-# The base of every usage error; typer has carried click inside since 0.26 and exports only this subclass.
-_USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 
 def _show_version(wanted: bool) -> None:
@@ -90,7 +86,7 @@ def run(arguments: list[str]) -> int:
         return int(code or 0)
     except typer.Exit as stop:
         return int(stop.exit_code)
-    except _USAGE_ERROR as error:
+    except USAGE_ERROR as error:
         with suppress(OSError):
             show_usage_error(error, errors)
         return 2

@@ -1,131 +1,151 @@
-"""`foretoken bench` with --batches, --trace or --recovery: which options go with which, and the run."""
+"""`foretoken bench load`: settings under load, at fixed batch sizes or on a load that changes."""
+
+# ruff: noqa: ARG001 - most options are read from the context
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Collection
+from dataclasses import fields
+from typing import Annotated, Any
 
 import typer
 
 from foretoken.bench.batches import run_batches
-from foretoken.bench.load_options import DEFAULT_SETTINGS, LoadOptions, parse_phases, parse_table, slice_names
-from foretoken.bench.load_trace import run_trace
+from foretoken.bench.changing_load import run_changing_load
+from foretoken.bench.load_options import DEFAULT_SETTINGS, LoadOptions, parse_phases, slice_names
 from foretoken.bench.prompts import ALL
-from foretoken.bench.recovery import run_recovery
-from foretoken.bench.sheets import SheetReport, print_sheets
-from foretoken.cli.common import was_given
+from foretoken.bench.report import print_report
+from foretoken.cli.bench_options import (
+    OutOption,
+    PromptsOption,
+    RepeatsOption,
+    SeedOption,
+    check_common,
+    command_line,
+    default_draft,
+)
+from foretoken.cli.common import (
+    CacheReserveOption,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    JsonOption,
+    MaxPromptTokensOption,
+    MaxSpeculatingOption,
+    MaxStepTokensOption,
+    MinTokensToSpeculateOption,
+    TargetOption,
+    ThreadsOption,
+    was_given,
+)
 from foretoken.cli.lists import whole, words
 from foretoken.errors import ConfigError
 from foretoken.printing.console import Console
 
-LOAD = "Batches, changing load, recovery"  # the part of the help in which their options stand
-_COMMON = frozenset({"target", "dtype", "device", "threads", "repeats", "table", "out", "name", "seed", "as_json"})
-_TEXTS = frozenset({"draft", "settings", "prompts", "prompt_tokens", "max_tokens"})
-_ENGINE = frozenset(
-    {
-        "cache_tokens",
-        "cache_reserve",
-        "max_batch_size",
-        "max_prompt_tokens",
-        "max_step_tokens",
-        "min_tokens_to_speculate",
-        "max_speculating_requests",
-    }
-)
-_TAKES: Mapping[str, frozenset[str]] = {
-    "batches": _COMMON | _TEXTS | _ENGINE | {"batches", "slices", "prompts_per_slice", "warmup"},
-    "trace": _COMMON | _TEXTS | _ENGINE | {"trace", "phase_s"},
-    "recovery": _COMMON | {"recovery", "batches"},
-}
-_RUNS: Mapping[str, Callable[[LoadOptions, str], SheetReport]] = {
-    "batches": run_batches,
-    "trace": run_trace,
-    "recovery": run_recovery,
-}
-_RECOVERY_BATCHES = (1, 4)
+_OF_BATCHES = ("batches", "slices", "prompts_per_slice", "warmup")  # options without effect on a changing load
+_OF_LOAD = ("phase_s",)
 
 
-def load_kind(context: typer.Context) -> str | None:
-    """Which of the three was asked for; recovery also takes batches.
-
-    Raises:
-        ConfigError: options of the three without any of them.
-    """
-    kind = next((name for name in ("recovery", "trace", "batches") if context.params[name] not in (None, False)), None)
-    if kind is None:
-        for name in ("settings", "table", "prompt_tokens", "phase_s", *sorted(_ENGINE)):
-            if was_given(context, name):
-                raise ConfigError(name, context.params[name], "goes with --batches or --trace only")
-    return kind
-
-
-def measure_load(context: typer.Context, kind: str) -> None:
-    """Run it, and print what was found; Ctrl-C does so too, and goes on.
-
-    Raises:
-        ConfigError: an option that does not go with `kind`.
-        KeyboardInterrupt: the run was interrupted.
-    """
-    refuse_others(context, kind, _TAKES[kind])
-    report = _RUNS[kind](_options(context, kind), shlex.join(["foretoken", *sys.argv[1:]]))
-    if context.params["as_json"]:
+def load(
+    context: typer.Context,
+    target: TargetOption = "reference:target",
+    draft: DraftOption = None,
+    batches: Annotated[
+        str, typer.Option(help="Batch sizes, separated by commas; each is measured on every slice.")
+    ] = ",".join(map(str, LoadOptions.batches)),
+    load: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                "A load that changes, in place of batches: BATCH:SLICE,... in sequence, such as 1:code,16:random; or "
+                "mixed."
+            )
+        ),
+    ] = None,
+    settings: Annotated[
+        str, typer.Option(help="Settings with commas: plain, DRAFTER-N, DRAFTER-auto, auto, auto-slices.")
+    ] = ",".join(DEFAULT_SETTINGS),
+    slices: Annotated[
+        str, typer.Option(help="Kinds of text of the batches, or those of --prompts; or all.")
+    ] = ",".join(LoadOptions.slices),
+    prompts: PromptsOption = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens that prompts are cut to.")] = LoadOptions.prompt_tokens,
+    prompts_per_slice: Annotated[
+        int, typer.Option(help="Prompts of each slice; at least a batch.")
+    ] = LoadOptions.prompts_per_slice,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = LoadOptions.max_tokens,
+    repeats: RepeatsOption = LoadOptions.repeats,
+    warmup: Annotated[int, typer.Option(help="Warm-up turns of each setting and batch size.")] = LoadOptions.warmup,
+    phase_s: Annotated[
+        float, typer.Option(help="Seconds that plain decoding takes for each phase of --load.")
+    ] = LoadOptions.phase_s,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    cache_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens that the key/value cache holds; without it, enough for the largest batch."),
+    ] = LoadOptions.cache_tokens,
+    cache_reserve: CacheReserveOption = LoadOptions.cache_reserve,
+    max_batch_size: Annotated[
+        int | None, typer.Option(help="Requests that run at once; without it, the largest batch.")
+    ] = LoadOptions.max_batch_size,
+    max_prompt_tokens: MaxPromptTokensOption = LoadOptions.max_prompt_tokens,
+    max_step_tokens: MaxStepTokensOption = LoadOptions.max_step_tokens,
+    min_tokens_to_speculate: MinTokensToSpeculateOption = LoadOptions.min_tokens_to_speculate,
+    max_speculating_requests: MaxSpeculatingOption = LoadOptions.max_speculating_requests,
+    out: OutOption = None,
+    name: Annotated[str | None, typer.Option(help="End of the result's file name; batches or load.")] = None,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure throughput of whole batches, or of a load that changes; settings take turns in one run."""
+    check_common(context.params)
+    if load is None:
+        _refuse(context, _OF_LOAD, "applies to --load only; leave it out")
+        run = run_batches
+    else:
+        _refuse(context, _OF_BATCHES, "does not apply to --load, whose phases say it; leave it out")
+        run = run_changing_load
+    report = run(_options(context), command_line())
+    if as_json:
         Console().json_line(report.json_line())
     else:
-        print_sheets(report)
+        print_report(report)
     if report.interrupted:
         raise KeyboardInterrupt
 
 
-def _options(context: typer.Context, kind: str) -> LoadOptions:
-    """What was set, anywhere; the rest is as `LoadOptions` has it, with what the target's default draft allows."""
+def _options(context: typer.Context) -> LoadOptions:
+    """`LoadOptions` from the options by name; without a draft, the default settings are those that need none."""
     given = context.params
-    values: dict[str, Any] = {"target": given["target"], "name": kind}
-    if kind == "recovery":
-        values["batches"] = _RECOVERY_BATCHES
-    for name in _TAKES[kind] - {"as_json", "recovery"}:
-        if _is_set(context, name):
-            field, value = _read(name, given[name])
-            values[field] = value
-    if kind != "recovery":
-        if given["draft"] is None and given["target"] == "reference:target":
-            values["draft"] = "reference:draft"
-        if values.get("draft") is None and "settings" not in values:
-            values["settings"] = tuple(name for name in DEFAULT_SETTINGS if not name.startswith("draft_model"))
-    if "slices" in values or values.get("prompts") is not None:
-        values["slices"] = slice_names(values.get("slices", (ALL,)), values.get("prompts"))
+    values: dict[str, Any] = {field.name: given[field.name] for field in fields(LoadOptions) if field.name in given}
+    values["draft"] = draft = default_draft(given)
+    values["batches"] = tuple(whole("batches", word) for word in words("batches", given["batches"]))
+    values["settings"] = words("settings", given["settings"])
+    if draft is None and not _is_set(context, "settings"):
+        values["settings"] = tuple(name for name in DEFAULT_SETTINGS if not name.startswith("draft_model"))
+    chosen = words("slices", given["slices"]) if _is_set(context, "slices") or given["prompts"] is None else (ALL,)
+    values["slices"] = slice_names(chosen, given["prompts"])
+    if given["load"] is not None:
+        values["phases"] = parse_phases(given["load"])
+    if given["name"] is None:
+        values["name"] = "batches" if given["load"] is None else "load"
     return LoadOptions(**values)
 
 
-def _read(name: str, value: Any) -> tuple[str, Any]:  # noqa: ANN401 - whatever the option holds
-    """The field of `LoadOptions` and its value."""
-    if name in ("slices", "settings"):
-        return name, words(name, value)
-    if name == "batches":
-        return name, tuple(whole(name, word) for word in words(name, value))
-    if name == "table":
-        return name, parse_table(value)
-    if name == "trace":
-        return "phases", parse_phases(value)
-    return name, value
-
-
-def refuse_others(context: typer.Context, kind: str, takes: Collection[str]) -> list[str]:
-    """Options on the command line; those that do not go with `kind` are refused.
+def _refuse(context: typer.Context, names: Collection[str], remedy: str) -> None:
+    """Refuse options on the command line that would have no effect.
 
     Raises:
         ConfigError: names the first of them.
     """
-    given = [str(p.name) for p in context.command.params if was_given(context, str(p.name))]
-    for other in given:
-        if other not in takes:
-            raise ConfigError(
-                other, context.params[other], f"does not go with --{kind}, which takes {', '.join(sorted(takes))}"
-            )
-    return given
+    for name in names:
+        if was_given(context, name):
+            raise ConfigError(name, context.params[name], remedy)
 
 
 def _is_set(context: typer.Context, name: str) -> bool:
+    """Whether the command line, the environment or the settings file sets an option."""
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"

@@ -85,7 +85,7 @@ CostProfileOption = Annotated[
     typer.Option(
         help=(
             "What steps cost: auto (kept from an earlier start, or measured at this one), off, measure, or a "
-            "file of bench --profile."
+            "file of bench profile."
         )
     ),
 ]

@@ -57,10 +57,27 @@ def default_map(root: TyperGroup) -> dict[str, Any]:
     for verb, name, value, source in resolved(root):
         if source != "default":
             place = found
-            for part in verb.split():
+            for part in _command_path(root, verb):
                 place = place.setdefault(part, {})
             place[name] = value
     return found
+
+
+def _command_path(root: TyperGroup, verb: str) -> list[str]:
+    """The names of the commands that lead to a verb; a group with a default command stands for that."""
+    path, command = verb.split(), root
+    for name in path:
+        child = command.commands[name]
+        if not isinstance(child, TyperGroup):
+            return path
+        command = child
+    default = default_command(command)
+    return path if default is None else [*path, default]
+
+
+def default_command(group: object) -> str | None:
+    """The command of a group that runs where none is named: its settings are those of the group."""
+    return getattr(group, "default_command", None)
 
 
 def check_environment(root: TyperGroup) -> None:
@@ -165,7 +182,7 @@ def _options(command: TyperGroup | TyperCommand, verb: str = "") -> Iterator[tup
     if isinstance(command, TyperGroup):
         for name, child in command.commands.items():
             assert isinstance(child, TyperGroup | TyperCommand)
-            yield from _options(child, f"{verb} {name}".strip())
+            yield from _options(child, verb if name == default_command(command) else f"{verb} {name}".strip())
         return
     assert command.callback is not None
     hints = _hints(inspect.unwrap(command.callback))
@@ -210,7 +227,9 @@ def _check_table(table: Mapping[str, Any], command: TyperGroup | TyperCommand, v
         ConfigError: names the file, the key, the value and what it must be.
     """
     where = f"[{verb.replace(' ', '.')}] in {_path()}" if verb else str(_path())
-    verbs = command.commands if isinstance(command, TyperGroup) else {}
+    default = default_command(command)
+    commands = command.commands if isinstance(command, TyperGroup) else {}
+    verbs = {name: child for name, child in commands.items() if name != default}
     kinds = {name: kind for place, name, _, kind in _options(command, verb) if place == verb}
     for key, value in table.items():
         if key in verbs:

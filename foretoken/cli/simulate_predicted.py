@@ -1,4 +1,4 @@
-"""`foretoken simulate` without a run: every setting on a virtual clock, and a table of what it comes to."""
+"""`foretoken simulate`: every setting on a virtual clock, and a table of the results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from foretoken.bench.profile import load_profile
 from foretoken.cli.common import print_json, progress
-from foretoken.cli.simulate_requests import jobs_of, settings_of, trace_names
+from foretoken.cli.simulate_requests import arrival_names, jobs_of, settings_of
 from foretoken.errors import InputError
 from foretoken.files import read_json
 from foretoken.params import check_number
@@ -36,11 +36,11 @@ def predict(given: Mapping[str, Any]) -> None:
     fleet, price, seed = Fleet(given["replicas"], given["dispatch"]), given["price_per_hour"], given["seed"]
     if price is not None:
         check_number("price_per_hour", price, low=0.0, high=_MOST_PRICE)
-    names = trace_names(given["trace"])
+    names = arrival_names(given["arrivals"])
     if len(names) > 1:
-        raise InputError("trace", given["trace"], "one trace at a time; several go with --measure")
+        raise InputError("arrivals", given["arrivals"], "name one; several are not simulated in one run")
     jobs = (
-        built_in(names[0], Server(profile, limits, chosen, known), seed, given["trace_seconds"])
+        built_in(names[0], Server(profile, limits, chosen, known), seed, given["duration_s"])
         if names
         else jobs_of(given, _ACCEPTANCE)
     )
@@ -53,7 +53,7 @@ def predict(given: Mapping[str, Any]) -> None:
     if given["as_json"]:
         about = {
             "profile": str(given["profile"]),
-            "trace": given["trace"],
+            "trace": given["arrivals"],
             "limits": asdict(limits),
             "fleet": asdict(fleet),
             "seed": seed,

@@ -1,4 +1,4 @@
-"""`foretoken simulate`: the requests, the settings and the limits that the options ask for."""
+"""`foretoken simulate`: requests, settings and limits from the options."""
 
 from __future__ import annotations
 
@@ -16,86 +16,86 @@ from foretoken.simulate.setting import SimSetting, parse_setting
 
 _POISSON = "poisson:"
 _NUM_REQUESTS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 200, "256", "128"
-# Every place of a batch and every replica is an object of its own; a built-in trace fills the batch eight times to find
-# the capacity.
+# Each request of a batch and each replica is an object; built-in arrivals fill the batch eight times to find the
+# capacity.
 _BOUNDS = (("max_batch_size", 1, 4096), ("replicas", 1, 1024), ("seed", 0, 2**63))
 _MOST_SECONDS = 1e6
 _OF_REQUESTS = ("requests", "prompt_tokens", "output_tokens", "acceptance")
 
 
-def trace_names(text: str) -> tuple[str, ...]:
-    """The built-in traces that `text` names, separated by commas; none where it names anything else."""
+def arrival_names(text: str) -> tuple[str, ...]:
+    """The built-in arrivals that `text` names, separated by commas; none where it names anything else."""
     words = words_of(text)
     return tuple(words) if words and all(word in SHAPES for word in words) else ()
 
 
-def check_trace(given: Mapping[str, Any]) -> None:
-    """Built-in traces say everything of their requests; only they last as long as they are told.
+def check_arrivals(given: Mapping[str, Any]) -> None:
+    """Check the bounds of numbers, and that only options that have an effect are given.
 
     Raises:
-        ConfigError: an option that does not go with the trace.
+        ConfigError: an option without effect on these arrivals.
         InputError: a number that cannot be simulated.
     """
     for name, low, high in _BOUNDS:
         check_whole(name, given[name], low, high)
-    if given["trace_seconds"] is not None:
-        check_number("trace_seconds", given["trace_seconds"], low=0.0, high=_MOST_SECONDS, open_low=True)
-    built_ins = trace_names(given["trace"])
-    if not words_of(given["trace"]):
-        raise InputError("trace", given["trace"], f"name one of {', '.join(SHAPES)}, poisson:RATE, or a file")
+    if given["duration_s"] is not None:
+        check_number("duration_s", given["duration_s"], low=0.0, high=_MOST_SECONDS, open_low=True)
+    built_ins = arrival_names(given["arrivals"])
+    if not words_of(given["arrivals"]):
+        raise InputError("arrivals", given["arrivals"], f"name one of {', '.join(SHAPES)}, poisson:RATE, or a file")
     for name in _OF_REQUESTS:
         if built_ins and given[name] is not None:
             raise ConfigError(
                 name,
                 given[name],
-                f"the trace {built_ins[0]} says it for each request; leave it out, or use --trace poisson:RATE",
+                f"the built-in arrivals {built_ins[0]} set it for each request; leave it out, or use poisson:RATE",
             )
-    if given["trace_seconds"] is not None and not built_ins:
+    if given["duration_s"] is not None and not built_ins:
         raise ConfigError(
-            "trace_seconds",
-            given["trace_seconds"],
-            f"goes with the built-in traces {', '.join(SHAPES)} only; leave it out",
+            "duration_s",
+            given["duration_s"],
+            f"applies to the built-in arrivals {', '.join(SHAPES)} only; leave it out",
         )
 
 
 def jobs_of(given: Mapping[str, Any], acceptance: str) -> list[Job]:
-    """The requests of a file or of random arrivals; `acceptance` holds for those that say nothing of it.
+    """The requests of a file or of random arrivals; `acceptance` is that of requests without their own.
 
     Raises:
-        InputError, ConfigError: an option that makes no requests, or does not go with the trace.
+        InputError, ConfigError: an option that makes no requests, or has no effect on these arrivals.
         StorageError: a file that cannot be read.
     """
-    trace, requests, chances = (
-        given["trace"],
+    arrivals, requests, chances = (
+        given["arrivals"],
         given["requests"],
         acceptance_of(acceptance if given["acceptance"] is None else given["acceptance"]),
     )
     if requests is not None:
         check_whole("requests", requests, low=1, high=MOST_REQUESTS)
-    if not trace.startswith(_POISSON):
+    if not arrivals.startswith(_POISSON):
         for name in ("prompt_tokens", "output_tokens"):
             if given[name] is not None:
                 raise ConfigError(
                     name,
                     given[name],
-                    "the trace file says it for each request; leave it out, or use --trace poisson:RATE",
+                    "the file of arrivals sets it for each request; leave it out, or use --arrivals poisson:RATE",
                 )
-        if not Path(trace).suffix and not os.path.exists(trace):
+        if not Path(arrivals).suffix and not os.path.exists(arrivals):
             raise InputError(
-                "trace",
-                trace,
-                f"is no file and no built-in trace; choose one of {', '.join(SHAPES)}, poisson:RATE, or a file",
+                "arrivals",
+                arrivals,
+                f"is no file and no built-in name; choose one of {', '.join(SHAPES)}, poisson:RATE, or a file",
             )
-        lines = read_text("trace", Path(trace)).split("\n")
+        lines = read_text("arrivals", Path(arrivals)).split("\n")
         try:
             return parse_trace(lines, chances)[:requests]
         except InputError as error:
-            raise InputError(error.field, error.value, f"{error.remedy} (in {trace})") from error
+            raise InputError(error.field, error.value, f"{error.remedy} (in {arrivals})") from error
     try:
-        rate = float(trace.removeprefix(_POISSON))
+        rate = float(arrivals.removeprefix(_POISSON))
     except ValueError:
         raise InputError(
-            "trace", trace, "must be poisson:RATE with a number of requests per second, or a file"
+            "arrivals", arrivals, "must be poisson:RATE with a number of requests per second, or a file"
         ) from None
     prompts, outputs = (
         _lengths(name, usual if given[name] is None else given[name])
@@ -127,7 +127,7 @@ def settings_of(text: str) -> list[SimSetting]:
 
 
 def words_of(text: str) -> list[str]:
-    """What stands between commas, each once."""
+    """The words between commas, each once."""
     return [word for word in dict.fromkeys(word.strip() for word in text.split(",")) if word]
 
 

@@ -5,6 +5,7 @@ not every encoding has.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -14,6 +15,8 @@ from foretoken.printing.console import Console
 from foretoken.printing.text import encodable, map_texts, shortened, visible
 
 _MOST_DEFAULT = 200  # characters of a default in the help, which may come from a settings file
+# The base of every usage error; typer has carried click inside since 0.26 and exports only this subclass.
+USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 
 class Command(TyperCommand):
@@ -60,6 +63,40 @@ class Group(TyperGroup):
             formatter.write_dl(
                 [(name, (self.commands[name].help or "").partition("\n\n")[0]) for name in self.list_commands(ctx)]
             )
+
+
+class DefaultGroup(Group):
+    """A group that runs `default_command` where the command line names none of its commands.
+
+    `moved` maps options that the default command no longer has to what replaces them.
+    """
+
+    default_command = ""
+    moved: Mapping[str, str] = {}
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
+        """Insert the default command before options; `--help` alone is that of the group."""
+        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
+            self._refuse_others(ctx, args)
+            args = [self.default_command, *args]
+        return super().parse_args(ctx, args)
+
+    def _refuse_others(self, ctx: Any, args: list[str]) -> None:  # noqa: ANN401
+        """Name the command that has an option which the default command does not have.
+
+        Raises:
+            USAGE_ERROR: such an option is given.
+        """
+        own = _flags(self.commands[self.default_command])
+        for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
+            others = [name for name, command in self.commands.items() if flag in _flags(command)]
+            use = self.moved.get(flag) or " or ".join(f"{ctx.command_path} {name} {flag}" for name in others)
+            if flag not in own and use:
+                raise USAGE_ERROR(f"no such option: {flag}; use {use}", ctx=ctx)
+
+
+def _flags(command: Any) -> set[str]:  # noqa: ANN401 - of the click inside typer
+    return {flag for parameter in command.params for flag in parameter.opts}
 
 
 def show_usage_error(error: typer.BadParameter, console: Console) -> None:

@@ -17,7 +17,7 @@ from foretoken.params import check_text
 
 _MOST = 1 << 64  # the first number that no seed, count or size may be
 # Fields of the library that an option of another name sets.
-_OPTION_OF = {"bad_words": "bad_word", "profile": "cost_profile", "rules": "rule", "phases": "trace"}
+_OPTION_OF = {"bad_words": "bad_word", "profile": "cost_profile", "rules": "rule", "phases": "load"}
 
 
 class Verb(Command):
@@ -69,5 +69,7 @@ def _blame(ctx: Any) -> Iterator[None]:  # noqa: ANN401
 
 
 def _path_of(ctx: Any) -> str:  # noqa: ANN401
-    """The verb of a context as it is written: `train lm`."""
+    """The verb whose settings a context reads: `train lm`, and `bench` for the group's default command."""
+    if ctx.parent is not None and origins.default_command(ctx.parent.command) == ctx.info_name:
+        ctx = ctx.parent
     return str(ctx.command_path).partition(" ")[2]

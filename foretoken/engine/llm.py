@@ -66,7 +66,7 @@ class LLM:
 
     `profile` says where it is known from what steps cost, which decides how much is guessed where that is left open:
     "auto" (kept from an earlier start, or measured now, see docs/batching.md), "off" (learnt from the first steps),
-    "measure" (now, again), or a file of `foretoken bench --profile`. `on_profile` hears about measuring that takes
+    "measure" (now, again), or a file of `foretoken bench profile`. `on_profile` hears about measuring that takes
     longer than a second; `costs` tells what came of it.
 
     Several threads may use one `LLM`: they take turns, a step at a time, and their requests run together. Many callers

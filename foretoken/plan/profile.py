@@ -153,7 +153,7 @@ def profile_from_mapping(raw: object) -> Profile:
         raise InputError(
             "profile",
             found,
-            f"not a profile of this version ({FORMAT}); make one with `foretoken bench --profile --out DIR`",
+            f"not a profile of this version ({FORMAT}); make one with `foretoken bench profile --out DIR`",
         )
     rows = _curve(raw, "rows")
     if not rows.points:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from foretoken.bench.measure import Answer, Row, Sample, Setting, summarise
+from foretoken.bench.measure import Answer, SpeedRow, SpeedSample, SpeedSetting, summarise
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
@@ -87,7 +87,7 @@ class FakeLLM:
 class Scripted:
     """A contender that gives prepared answers in turn and notes when it was asked."""
 
-    setting: Setting
+    setting: SpeedSetting
     answers: Sequence[Answer | Exception]
     log: list[tuple[str, str, float]] = field(default_factory=list)
     asked: int = 0
@@ -106,11 +106,13 @@ def answer(tokens: int = 10, seconds: float = 1.0, ids: Sequence[int] | None = N
     return Answer(found, "", tokens, tokens, seconds, **values)  # type: ignore[arg-type]
 
 
-def rows(**seconds: float) -> tuple[Row, ...]:
+def rows(**seconds: float) -> tuple[SpeedRow, ...]:
     """Rows of settings that answered 10 tokens in so many seconds, once, to each prompt; `plain` is always there."""
     samples = []
     for name, value in ({"plain": 1.0} | seconds).items():
-        setting = Setting(name, drafter=None if name == "plain" else "ngram", num_draft=None if name == "plain" else 3)
+        setting = SpeedSetting(
+            name, drafter=None if name == "plain" else "ngram", num_draft=None if name == "plain" else 3
+        )
         for index, prompt in enumerate(PROMPTS):
             own = answer(
                 seconds=value,
@@ -123,5 +125,5 @@ def rows(**seconds: float) -> tuple[Row, ...]:
                 verify_s=0.2,
                 positions=((8, 4),),
             )
-            samples.append(Sample(setting, index, prompt.slice, 0.0, 0, own))
+            samples.append(SpeedSample(setting, index, prompt.slice, 0.0, 0, own))
     return summarise(samples, PROMPTS)

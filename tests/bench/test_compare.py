@@ -11,24 +11,24 @@ from types import ModuleType
 import pytest
 
 from foretoken.bench.compare import against_peer, by_position, drafter_table, ratios, summary
-from foretoken.bench.measure import Row, Sample, Setting, summarise
-from foretoken.bench.report import Report
+from foretoken.bench.measure import SpeedRow, SpeedSample, SpeedSetting, summarise
+from foretoken.bench.speed_tables import speed_report
 from tests.bench.fakes import PROMPTS, answer
 
-PLAIN = Setting("plain")
-NGRAM = [Setting(f"ngram-{n}", drafter="ngram", num_draft=n, free=True) for n in (3, 8)]
-MODEL = Setting("draft_model(draft_top_k=5)-3", drafter="draft_model", num_draft=3, options="draft_top_k=5")
-PEER, PEER_DRAFT = Setting("o", "o"), Setting("o-draft-5", "o", "draft", 5, counterpart="draft_model")
+PLAIN = SpeedSetting("plain")
+NGRAM = [SpeedSetting(f"ngram-{n}", drafter="ngram", num_draft=n, free=True) for n in (3, 8)]
+MODEL = SpeedSetting("draft_model(draft_top_k=5)-3", drafter="draft_model", num_draft=3, options="draft_top_k=5")
+PEER, PEER_DRAFT = SpeedSetting("o", "o"), SpeedSetting("o-draft-5", "o", "draft", 5, counterpart="draft_model")
 LLAMA = [
-    Setting(f"llama.cpp-{kind}", "llama.cpp", kind, "auto", counterpart="ngram", free=True)
+    SpeedSetting(f"llama.cpp-{kind}", "llama.cpp", kind, "auto", counterpart="ngram", free=True)
     for kind in ("ngram-mod", "lookup")
 ]
 
 
-def rows(**seconds: float) -> tuple[Row, ...]:
+def rows(**seconds: float) -> tuple[SpeedRow, ...]:
     """Rows of settings by name: 10 tokens in so many seconds on the first prompt (code)."""
     known = {setting.name: setting for setting in (PLAIN, *NGRAM, MODEL, PEER, PEER_DRAFT, *LLAMA)}
-    samples = [Sample(known[name], 0, "code", 0.0, 0, answer(10, value)) for name, value in seconds.items()]
+    samples = [SpeedSample(known[name], 0, "code", 0.0, 0, answer(10, value)) for name, value in seconds.items()]
     return summarise(samples, PROMPTS[:1])
 
 
@@ -77,12 +77,12 @@ def test_the_same_drafter_elsewhere_is_the_fastest_that_drafts_alike():
     assert against_peer(found["o"], everything) is None
 
 
-def two_slices() -> tuple[Row, ...]:
+def two_slices() -> tuple[SpeedRow, ...]:
     def own(seconds: float) -> object:
         return answer(10, seconds, num_steps=5, decode_steps=4, draft_s=0.02, verify_s=0.1, positions=((8, 6), (6, 3)))
 
     samples = [
-        Sample(setting, place, PROMPTS[place].slice, 0.0, 0, own(seconds))
+        SpeedSample(setting, place, PROMPTS[place].slice, 0.0, 0, own(seconds))
         for setting, times in (
             (PLAIN, (1.0, 1.0)),
             (NGRAM[0], (0.8, 0.5)),
@@ -136,7 +136,7 @@ def script() -> ModuleType:
 
 def test_the_script_fills_the_marked_part_of_a_page(script, tmp_path, monkeypatch):
     found = two_slices()
-    report = Report("foretoken bench --x", {"cpu": "test"}, {}, {}, found, ratios(found), ("busy",))
+    report = speed_report(found, {}, "foretoken bench --x", ["busy"], machine={"cpu": "test"})
     raw = tmp_path / "r.json"
     raw.write_text(report.json_line(), encoding="utf-8")
     assert script.rows_of(json.loads(report.json_line())) == list(found)
@@ -155,7 +155,7 @@ def test_the_script_fills_the_marked_part_of_a_page(script, tmp_path, monkeypatc
 
 
 def test_the_script_reads_results_from_before_a_field_existed(script):
-    raw = json.loads(Report("c", {}, {}, {}, two_slices(), {}, ()).json_line())
+    raw = json.loads(speed_report(two_slices(), {}, "c", []).json_line())
     for row in raw["rows"]:
         del row["options"], row["counterpart"], row["free"]
     assert script.rows_of(raw)[1].options == ""
@@ -163,7 +163,7 @@ def test_the_script_reads_results_from_before_a_field_existed(script):
 
 def test_the_script_says_when_a_page_has_no_place_for_the_table(script, tmp_path, monkeypatch):
     raw, page = tmp_path / "r.json", tmp_path / "page.md"
-    raw.write_text(Report("c", {}, {}, {}, two_slices(), {}, ()).json_line(), encoding="utf-8")
+    raw.write_text(speed_report(two_slices(), {}, "c", []).json_line(), encoding="utf-8")
     page.write_text("nothing here", encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["drafter_table.py", str(raw), "--into", str(page)])
     with pytest.raises(SystemExit, match="table: begin"):

@@ -6,17 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from foretoken.bench.measure import ALL_SLICES, Plan, Sample, Setting, measure, repeated_ngrams, summarise
+from foretoken.bench.measure import (
+    ALL_SLICES,
+    SpeedPlan,
+    SpeedSample,
+    SpeedSetting,
+    measure,
+    repeated_ngrams,
+    summarise,
+)
 from foretoken.errors import ConfigError, ForetokenError, MismatchError, NumericsError, StorageError
 from tests.bench.fakes import PROMPTS, Scripted, answer
 
-PLAIN, SPEC = Setting("plain"), Setting("ngram-3", drafter="ngram", num_draft=3)
-PEER = Setting("other", "other")
-PLAN = Plan(PROMPTS, max_tokens=8, temperatures=(0.0, 0.8), repeats=2, warmup=1, seed=5)
+PLAIN, SPEC = SpeedSetting("plain"), SpeedSetting("ngram-3", drafter="ngram", num_draft=3)
+PEER = SpeedSetting("other", "other")
+PLAN = SpeedPlan(PROMPTS, max_tokens=8, temperatures=(0.0, 0.8), repeats=2, warmup=1, seed=5)
 
 
-def sample(setting: Setting, own, prompt: int = 0, repeat: int = 0, temperature: float = 0.0) -> Sample:
-    return Sample(setting, prompt, PROMPTS[prompt].slice, temperature, repeat, own)
+def sample(setting: SpeedSetting, own, prompt: int = 0, repeat: int = 0, temperature: float = 0.0) -> SpeedSample:
+    return SpeedSample(setting, prompt, PROMPTS[prompt].slice, temperature, repeat, own)
 
 
 def row_of(samples, setting: str = "plain", name: str = "code", temperature: float = 0.0):
@@ -28,7 +36,7 @@ def row_of(samples, setting: str = "plain", name: str = "code", temperature: flo
 
 def test_settings_take_turns_at_each_prompt_in_a_rotating_order():
     log: list[tuple[str, str, float]] = []
-    contenders = [Scripted(Setting(name), [answer()], log) for name in ("plain", "x", "y")]
+    contenders = [Scripted(SpeedSetting(name), [answer()], log) for name in ("plain", "x", "y")]
     samples, notes = measure(contenders, PLAN)
     assert not notes
     assert len(samples) == 3 * 3 * 2 * 2
@@ -48,7 +56,7 @@ def test_seeds_are_the_same_for_every_setting_and_differ_between_answers():
 def test_other_engines_run_greedily_only_and_are_left_out_when_they_fail():
     good, bad = (
         Scripted(PEER, [answer()]),
-        Scripted(Setting("bad", "bad"), [answer(), answer(), ForetokenError("no memory")]),
+        Scripted(SpeedSetting("bad", "bad"), [answer(), answer(), ForetokenError("no memory")]),
     )
     samples, notes = measure([Scripted(PLAIN, [answer()]), good, bad], PLAN)
     assert {entry[2] for entry in good.log} == {0.0}
@@ -178,7 +186,7 @@ def test_several_slices_get_a_row_over_all_of_them():
 
 def test_a_setting_may_be_measured_on_some_slices_only():
     """Then it warms up there, has no row over all slices, and is compared with plain on the same prompts."""
-    part = Setting("predicted-3", drafter="predicted", num_draft=3, slices=("edit",))
+    part = SpeedSetting("predicted-3", drafter="predicted", num_draft=3, slices=("edit",))
     plan = replace(PLAN, temperatures=(0.0,), warmup=2)
     own = Scripted(part, [answer(10, 0.5)])
     seen: list[str] = []
@@ -194,7 +202,7 @@ def test_a_setting_may_be_measured_on_some_slices_only():
 
 def test_an_optional_setting_is_left_out_when_what_it_needs_does_not_fit():
     """Never because of a failure of ours: a part of `all` hides no bug."""
-    optional = Setting("draft_model-3", drafter="draft_model", optional=True)
+    optional = SpeedSetting("draft_model-3", drafter="draft_model", optional=True)
     for error in (MismatchError("another tokenizer"), ConfigError("draft", None, "needs one"), StorageError("no file")):
         samples, notes = measure([Scripted(PLAIN, [answer()]), Scripted(optional, [error])], PLAN)
         assert {s.setting.name for s in samples} == {"plain"}

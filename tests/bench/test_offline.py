@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.bench.measure import Setting
-from foretoken.bench.offline import BenchOptions, Own, own_contenders, run_bench
+from foretoken.bench.measure import SpeedSetting
+from foretoken.bench.offline import run_speed
+from foretoken.bench.own import Own, own_contenders
+from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import Prompt
 from foretoken.config import DRAFTERS, SamplingParams, SpecConfig
 from foretoken.errors import ConfigError, ForetokenError, InputError, MismatchError
@@ -22,7 +24,7 @@ def ngram_3(prediction: str | None, tenant: str) -> SpecConfig:
     return SpecConfig(drafter="ngram", num_draft=3)
 
 
-def options(**values) -> BenchOptions:
+def options(**values) -> SpeedOptions:
     base = {
         "target": "t",
         "drafters": ("ngram",),
@@ -31,11 +33,11 @@ def options(**values) -> BenchOptions:
         "max_tokens": 12,
         "repeats": 2,
     }
-    return BenchOptions(**(base | values))
+    return SpeedOptions(**(base | values))
 
 
 def test_the_prompts_own_pass_is_kept_apart():
-    answer = Own(Setting("ngram-3"), FakeLLM(), ngram_3).answer(PROMPTS[0], PARAMS)
+    answer = Own(SpeedSetting("ngram-3"), FakeLLM(), ngram_3).answer(PROMPTS[0], PARAMS)
     # Four steps of three tokens; the first one, with the prompt in it, does not count.
     assert (answer.num_emitted, answer.decode_tokens, answer.num_steps, answer.decode_steps) == (12, 9, 4, 3)
     assert (answer.draft_s, answer.verify_s) == (3 * 3.0, 3 * 12.0)
@@ -47,10 +49,10 @@ def test_the_prompts_own_pass_is_kept_apart():
 
 def test_a_failed_request_is_an_error():
     with pytest.raises(ForetokenError, match="broken"):
-        Own(Setting("ngram-3"), FakeLLM(fails=True), ngram_3).answer(PROMPTS[0], PARAMS)
+        Own(SpeedSetting("ngram-3"), FakeLLM(fails=True), ngram_3).answer(PROMPTS[0], PARAMS)
 
 
-def contenders_of(chosen: BenchOptions, prompts=PROMPTS) -> list[Own]:
+def contenders_of(chosen: SpeedOptions, prompts=PROMPTS) -> list[Own]:
     return own_contenders(chosen, FakeLLM(), prompts)[0]
 
 
@@ -120,13 +122,13 @@ def test_predicted_gets_each_prompts_own_prediction():
 
 def test_predicted_runs_where_every_prompt_has_a_prediction():
     """Elsewhere it is left out with a note; nowhere is an error, unless it is only part of `all`."""
-    report = run_bench(options(drafters=("predicted", "recycling"), slices=("edit", "code")), FakeLLM())
+    report = run_speed(options(drafters=("predicted", "recycling"), slices=("edit", "code")), FakeLLM())
     assert {row.slice for row in report.rows if row.setting == "predicted-3"} == {"edit"}
     assert {row.slice for row in report.rows if row.setting == "recycling-3"} == {"edit", "code", "all"}
     assert "predicted was not measured on code: these prompts carry no prediction." in report.caveats
     assert any("recycling keeps its matrix" in caveat for caveat in report.caveats)
     with pytest.raises(ConfigError, match="carry no prediction"):
-        run_bench(options(drafters=("predicted",), slices=("code",)), FakeLLM())
+        run_speed(options(drafters=("predicted",), slices=("code",)), FakeLLM())
     some = [*PROMPTS, Prompt("d", "code", "x", prediction="y")]  # one prompt of a slice is not enough
     with pytest.raises(ConfigError, match="carry no prediction"):
         own_contenders(options(drafters=("predicted",)), FakeLLM(), some)
@@ -145,15 +147,15 @@ def test_all_drafters_are_those_of_the_registry():
 
 
 def test_a_drafter_that_cannot_be_made_is_left_out_of_all_and_fails_by_name():
-    report = run_bench(options(drafters=("all",), draft="d"), FakeLLM(unusable="draft_model"))
+    report = run_speed(options(drafters=("all",), draft="d"), FakeLLM(unusable="draft_model"))
     assert any(caveat == "draft_model-3 was left out: another tokenizer" for caveat in report.caveats)
     assert "draft_model-3" not in {row.setting for row in report.rows}
     with pytest.raises(MismatchError):
-        run_bench(options(drafters=("draft_model",), draft="d"), FakeLLM(unusable="draft_model"))
+        run_speed(options(drafters=("draft_model",), draft="d"), FakeLLM(unusable="draft_model"))
 
 
 def test_prompts_are_cut_to_the_targets_context():
-    report = run_bench(options(), llm := FakeLLM(target=SimpleNamespace(max_context_tokens=512)))
+    report = run_speed(options(), llm := FakeLLM(target=SimpleNamespace(max_context_tokens=512)))
     assert {len(call[0]) for call in llm.calls if len(call[0]) >= 500} == {500}
     assert any("Cut in the middle to 500 tokens" in caveat for caveat in report.caveats)
 
@@ -167,7 +169,7 @@ def test_suffix_never_guesses_from_an_answer_to_the_same_prompt():
 
 def test_a_whole_run():
     llm = FakeLLM()
-    report = run_bench(options(temperatures=(0.0, 0.8)), llm, command="foretoken bench --target t")
+    report = run_speed(options(temperatures=(0.0, 0.8)), llm, command="foretoken bench --target t")
     assert len(report.rows) == 2 * 3 * 2  # temperatures, two slices and all of them, settings
     row = next(r for r in report.rows if r.setting == "ngram-3" and r.slice == "code" and r.temperature == 0.0)
     assert row.identical is True
@@ -182,7 +184,7 @@ def test_a_whole_run():
 
 
 def test_a_difference_is_reported_and_not_hidden():
-    report = run_bench(options(), FakeLLM(wrong_at=5))
+    report = run_speed(options(), FakeLLM(wrong_at=5))
     row = next(r for r in report.rows if r.setting == "ngram-3" and r.slice == "code" and r.temperature == 0.0)
     assert row.identical is False
     assert {place["token"] for place in row.differences} == {5}
@@ -192,17 +194,17 @@ def test_own_prompts_replace_the_slices(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "hello"}\n' * 3, encoding="utf-8")
     llm = FakeLLM()
-    report = run_bench(options(prompts=path, slices=("all",), prompts_per_slice=2), llm)
+    report = run_speed(options(prompts=path, slices=("all",), prompts_per_slice=2), llm)
     assert "Prompts measured (prompts_per_slice=2): mine 2 of 3." in report.caveats
     assert {row.slice for row in report.rows} == {"mine"}
     assert {call[0] for call in llm.calls} == {"hello"}
     with pytest.raises(InputError, match="the prompts have mine"):
-        run_bench(options(prompts=path), llm)
+        run_speed(options(prompts=path), llm)
 
 
 def test_plot_and_dated_result_are_written(tmp_path):
     pytest.importorskip("matplotlib")
-    report = run_bench(options(plot=tmp_path / "p.svg", out=tmp_path / "results", name="small"), FakeLLM())
+    report = run_speed(options(plot=tmp_path / "p.svg", out=tmp_path / "results", name="small"), FakeLLM())
     assert (tmp_path / "p.svg").read_text(encoding="utf-8").startswith("<?xml")
     assert sorted(path.suffix for path in (tmp_path / "results").iterdir()) == [".json", ".md"]
     assert all(report.date[:10] in file for file in report.files)
@@ -236,5 +238,5 @@ def test_bad_plot_file_is_refused_before_anything_runs(tmp_path):
 
 
 def test_options_have_defaults_for_all_but_the_target():
-    assert fields(BenchOptions)[0].name == "target"
-    assert BenchOptions("t", draft="d").num_threads >= 1
+    assert fields(SpeedOptions)[0].name == "target"
+    assert SpeedOptions("t", draft="d").num_threads >= 1

@@ -14,8 +14,9 @@ import torch
 
 from foretoken.bench import llama_cpp, peers
 from foretoken.bench.llama_cpp import LlamaCpp, parse_bench, parse_speculative
-from foretoken.bench.measure import Setting
-from foretoken.bench.offline import BenchOptions, run_bench
+from foretoken.bench.measure import SpeedSetting
+from foretoken.bench.offline import run_speed
+from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams
 from foretoken.errors import ForetokenError, StorageError
@@ -127,8 +128,8 @@ def test_one_way_leaves_nothing_behind_for_the_next(checkpoints):
     """The model carries what early exit is told, and may have settings of its own that change its text."""
     library = peers.HuggingFace(checkpoints[0], None, "float32", "cpu")
     library.target.generation_config.repetition_penalty = 1.5
-    plain = peers.Generate(Setting("transformers", "transformers"), library)
-    early = Setting("early", "transformers", "early_exit", 2, options="layer=1")
+    plain = peers.Generate(SpeedSetting("transformers", "transformers"), library)
+    early = SpeedSetting("early", "transformers", "early_exit", 2, options="layer=1")
     before = plain.answer(PROMPT, PARAMS)
     assert peers.Generate(early, library).answer(PROMPT, PARAMS).token_ids == before.token_ids
     assert library.target.generation_config.num_assistant_tokens == 2
@@ -162,7 +163,7 @@ def test_early_exit_is_tried_at_a_quarter_and_half_of_the_layers(tmp_path):
 def test_a_failing_transformers_is_an_error_of_ours(tmp_path):
     library = peers.HuggingFace(tmp_path, None, "auto", "cpu")
     with pytest.raises(ForetokenError, match="transformers failed"):
-        peers.Generate(Setting("transformers", "transformers"), library).answer(PROMPT, PARAMS)
+        peers.Generate(SpeedSetting("transformers", "transformers"), library).answer(PROMPT, PARAMS)
 
 
 def test_recorded_speculative_output():
@@ -242,7 +243,7 @@ def test_a_whole_run_with_llama_cpp(llama, checkpoints, tmp_path, monkeypatch):
     monkeypatch.setenv("FORETOKEN_LLAMA_CPP", str(llama))
     prompts = tmp_path / "p.jsonl"
     prompts.write_text(json.dumps({"prompt": PROMPT.text}) + "\n", encoding="utf-8")
-    options = BenchOptions(
+    options = SpeedOptions(
         str(target),
         str(draft),
         prompts=prompts,
@@ -254,7 +255,7 @@ def test_a_whole_run_with_llama_cpp(llama, checkpoints, tmp_path, monkeypatch):
         peer_num_drafts=(3,),
         threads=1,
     )
-    report = run_bench(options, FakeLLM())
+    report = run_speed(options, FakeLLM())
     rows = {row.setting: row for row in report.rows if row.temperature == 0.0}
     assert {name for name in rows if name.startswith("llama.cpp")} == {
         "llama.cpp",
@@ -266,10 +267,10 @@ def test_a_whole_run_with_llama_cpp(llama, checkpoints, tmp_path, monkeypatch):
         ),
     }
     assert any("llama.cpp was not measured with ngram-map-k4v, lookahead" in caveat for caveat in report.caveats)
-    assert report.ratios["p"]["best free / llama.cpp best n-gram"] > 0
+    assert report.results["ratios"]["p"]["best free / llama.cpp best n-gram"] > 0
     assert rows["llama.cpp-draft-simple-3"].acceptance_rate == 26 / 29
     assert report.versions["llama.cpp"].startswith("0.5.0-dev")
-    assert "plain / llama.cpp plain" in report.ratios["p"]
+    assert "plain / llama.cpp plain" in report.results["ratios"]["p"]
     calls = (tmp_path / "calls").read_text(encoding="utf-8")
     depth = llama_cpp._token_count(target)(PROMPT.text)
     assert f"'-d', '{depth}'" in calls
@@ -328,7 +329,9 @@ def test_the_converter_may_be_named(llama, monkeypatch, tmp_path):
 
 def test_a_failing_program_is_an_error_with_its_last_words(llama, checkpoints):
     program(llama / "build/bin/llama-bench", "print('out of memory', file=sys.stderr)\nraise SystemExit(3)")
-    contender = llama_cpp.LlamaBench(Setting("llama.cpp", "llama.cpp"), LlamaCpp.find(llama), checkpoints[0], len, 1)
+    contender = llama_cpp.LlamaBench(
+        SpeedSetting("llama.cpp", "llama.cpp"), LlamaCpp.find(llama), checkpoints[0], len, 1
+    )
     with pytest.raises(ForetokenError, match=r"code 3: out of memory"):
         contender.answer(PROMPT, PARAMS)
 

@@ -10,35 +10,35 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.bench.compare import ratios
+from foretoken.bench.measure import SpeedRow
+from foretoken.bench.plot import check_plot, write_plot
 from foretoken.bench.report import (
     Report,
-    check_plot,
     is_widened,
     machine,
     markdown,
     print_report,
     source_caveats,
     versions,
-    write_plot,
-    write_result,
+    write_report,
 )
+from foretoken.bench.speed_tables import speed_report
 from foretoken.errors import InputError, StorageError
 from foretoken.printing.console import Console
 from tests.bench.fakes import rows
 
+ROWS = rows(**{"ngram-3": 0.5})
 
-def report(**values) -> Report:
-    found = rows(**{"ngram-3": 0.5})
-    base = Report(
-        "foretoken bench",
-        {"cpu": "test"},
-        {"torch": "2"},
-        {"target": "t"},
+
+def report(found: tuple[SpeedRow, ...] = ROWS, **values) -> Report:
+    base = speed_report(
         found,
-        ratios(found),
-        ("widened [bold]",),
-        "2026-01-02T03:04:05",
+        {"target": "t"},
+        "foretoken bench",
+        ["widened [bold]"],
+        machine={"cpu": "test"},
+        versions={"torch": "2"},
+        date="2026-01-02T03:04:05",
     )
     return replace(base, **values)
 
@@ -66,7 +66,7 @@ def test_the_table_shows_every_setting_and_the_caveats():
         "written: x.json",
         "yes",
         "by position",
-        "summary, temperature 0",
+        "Summary, temperature 0",
     ):
         assert wanted in text
     assert "2.00x 2.00 (3)" in text
@@ -75,10 +75,9 @@ def test_the_table_shows_every_setting_and_the_caveats():
 def test_no_column_is_cut_however_narrow_the_terminal():
     out = io.StringIO()
     long = tuple(
-        replace(r, setting=r.setting + "(" + "x" * 40 + ")[bold]", acceptance_per_position=(0.5,) * 9)
-        for r in report().rows
+        replace(r, setting=r.setting + "(" + "x" * 40 + ")[bold]", acceptance_per_position=(0.5,) * 9) for r in ROWS
     )
-    print_report(report(rows=long), Console(file=out, width=60))
+    print_report(report(long), Console(file=out, width=60))
     assert "…" not in out.getvalue()
     assert "x)[bold]" in out.getvalue()  # what looks like markup is text
 
@@ -86,18 +85,16 @@ def test_no_column_is_cut_however_narrow_the_terminal():
 def test_a_difference_shows_in_table_and_page():
     found = tuple(
         replace(r, identical=False, differences=({"prompt": "a", "token": 7},)) if r.setting == "ngram-3" else r
-        for r in report().rows
+        for r in ROWS
     )
-    page = markdown(report(rows=found))
+    page = markdown(report(found))
     assert "no (1)" in page
     assert "ngram-3 at prompt a token 7" in page
 
 
 def test_unknown_values_are_left_blank():
-    found = tuple(
-        replace(r, acceptance_rate=None, draft_ms_per_step=None, identical=None, ttft_s=None) for r in report().rows
-    )
-    assert "None" not in markdown(report(rows=found))
+    found = tuple(replace(r, acceptance_rate=None, draft_ms_per_step=None, identical=None, ttft_s=None) for r in ROWS)
+    assert "None" not in markdown(report(found))
 
 
 def test_page_has_command_machine_caveats_and_one_table_per_slice():
@@ -117,13 +114,13 @@ def test_page_has_command_machine_caveats_and_one_table_per_slice():
         lines = [line for line in part.splitlines() if line.startswith("|")]
         assert len({line.count("|") for line in lines}) == 1
     assert "| ngram | 2.00x 2.00 (3) | 2.00x 2.00 (3) | 2.00x 2.00 (3) |" in short
-    one_slice = tuple(r for r in report().rows if r.slice == "code")
-    assert "Summary" not in markdown(report(rows=one_slice))
+    one_slice = tuple(r for r in ROWS if r.slice == "code")
+    assert "Summary" not in markdown(report(one_slice))
 
 
 def test_results_of_one_day_do_not_overwrite_each_other(tmp_path):
-    first = write_result(report(), tmp_path / "new", "run")
-    second = write_result(report(), tmp_path / "new", "run")
+    first = write_report(report(), tmp_path / "new", "run")
+    second = write_report(report(), tmp_path / "new", "run")
     assert [Path(file).name for file in first.files] == ["2026-01-02-run.json", "2026-01-02-run.md"]
     assert [Path(file).name for file in second.files] == ["2026-01-02-run-2.json", "2026-01-02-run-2.md"]
     assert json.loads(Path(first.files[0]).read_text(encoding="utf-8"))["caveats"] == ["widened [bold]"]
@@ -132,13 +129,13 @@ def test_results_of_one_day_do_not_overwrite_each_other(tmp_path):
 def test_an_unwritable_place_is_an_error(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(StorageError, match="cannot write the result"):
-        write_result(report(), tmp_path / "file", "run")
+        write_report(report(), tmp_path / "file", "run")
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_plot(tmp_path, suffix):
     pytest.importorskip("matplotlib")
-    write_plot(report(), tmp_path / f"new/plot{suffix}")
+    write_plot(ROWS, "test", tmp_path / f"new/plot{suffix}")
     assert (tmp_path / f"new/plot{suffix}").stat().st_size > 1000
 
 
@@ -146,7 +143,7 @@ def test_plot_of_an_unwritable_place(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(StorageError, match="cannot write the plot"):
-        write_plot(report(), tmp_path / "file" / "plot.png")
+        write_plot(ROWS, "test", tmp_path / "file" / "plot.png")
 
 
 def test_missing_matplotlib_names_the_extra(monkeypatch):

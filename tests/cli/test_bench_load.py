@@ -1,16 +1,16 @@
-"""`foretoken bench --batches`, `--trace` and `--recovery` from the command line: what goes with what, and what is
-printed.
-"""
+"""`foretoken bench load` from the command line, and the default command of the group."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from foretoken.cli import bench_load
+from foretoken.bench.load_options import LoadOptions
+from foretoken.cli import bench, bench_load
 from tests.cli.conftest import Run
 
 LIMITS = (
@@ -33,81 +33,63 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
         return run
 
-    monkeypatch.setattr(bench_load, "_RUNS", {kind: stand_in(kind) for kind in ("batches", "trace", "recovery")})
+    monkeypatch.setattr(bench_load, "run_batches", stand_in("batches"))
+    monkeypatch.setattr(bench_load, "run_changing_load", stand_in("load"))
+    monkeypatch.setattr(bench, "run_speed", stand_in("speed"))
     return found
 
 
 def test_batches_are_measured_with_what_was_asked(foretoken: Run, asked: dict[str, object]) -> None:
-    done = foretoken(
-        "bench",
-        "--batches",
-        "1,8",
-        "--slices",
-        "code,chat",
-        "--settings",
-        "plain,ngram-2,table",
-        "--table",
-        "1:3",
-        "--json",
-    )
+    given = ("--batches", "1,8", "--slices", "code,chat", "--settings", "plain,ngram-2", "--json")
+    done = foretoken("bench", "load", *given)
     assert done.code == 0
     assert json.loads(done.lines[-1])["kind"] == "batches"
     options = asked["batches"]
-    assert (options.batches, options.slices, options.settings, options.table) == (
-        (1, 8),
-        ("code", "chat"),
-        ("plain", "ngram-2", "table"),
-        {1: 3},
-    )
+    assert (options.batches, options.slices, options.settings) == ((1, 8), ("code", "chat"), ("plain", "ngram-2"))
     assert (options.draft, options.max_tokens, options.repeats, options.name) == ("reference:draft", 48, 2, "batches")
+
+
+def test_without_options_the_usual_grid_is_measured(foretoken: Run, asked: dict[str, object]) -> None:
+    assert foretoken("bench", "load", "--json").code == 0
+    assert asked["batches"] == LoadOptions("reference:target", "reference:draft")
 
 
 def test_a_setting_from_the_environment_counts(
     foretoken: Run, asked: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FORETOKEN_BENCH__MAX_TOKENS", "20")
-    assert foretoken("bench", "--batches", "1", "--json").code == 0
+    monkeypatch.setenv("FORETOKEN_BENCH__LOAD__MAX_TOKENS", "20")
+    assert foretoken("bench", "load", "--batches", "1", "--json").code == 0
     assert asked["batches"].max_tokens == 20
 
 
 def test_without_a_draft_its_settings_are_left_out(foretoken: Run, asked: dict[str, object], tmp_path) -> None:
-    assert foretoken("bench", "--batches", "1", "--target", tmp_path, "--json").code == 0
-    assert asked["batches"].settings == ("plain", "ngram-2", "ngram-5", "table", "ema", "ngram-auto", "auto")
+    assert foretoken("bench", "load", "--target", tmp_path, "--json").code == 0
+    assert asked["batches"].settings == ("plain", "ngram-2", "ngram-5", "ngram-auto", "auto")
     assert asked["batches"].draft is None
 
 
-def test_a_trace_and_recovery(foretoken: Run, asked: dict[str, object]) -> None:
-    assert foretoken("bench", "--trace", "2:code,4:chat", "--phase-s", "1.5", "--json").code == 0
-    assert [(phase.batch, phase.slice) for phase in asked["trace"].phases] == [(2, "code"), (4, "chat")]
-    assert (asked["trace"].phase_s, asked["trace"].name) == (1.5, "trace")
-    assert foretoken("bench", "--recovery", "--json").code == 0
-    assert (asked["recovery"].batches, asked["recovery"].draft) == ((1, 4), None)
-    assert foretoken("bench", "--recovery", "--batches", "2", "--name", "mine", "--json").code == 0
-    assert (asked["recovery"].batches, asked["recovery"].name) == ((2,), "mine")
+def test_a_load_that_changes(foretoken: Run, asked: dict[str, object]) -> None:
+    assert foretoken("bench", "load", "--load", "2:code,4:chat", "--phase-s", "1.5", "--json").code == 0
+    assert [(phase.batch, phase.slice) for phase in asked["load"].phases] == [(2, "code"), (4, "chat")]
+    assert (asked["load"].phase_s, asked["load"].name) == (1.5, "load")
+    assert foretoken("bench", "load", "--load", "mixed", "--name", "mine", "--json").code == 0
+    assert (asked["load"].phases, asked["load"].name) == (LoadOptions.phases, "mine")
 
 
 def test_limits_and_rules_of_the_engine(foretoken: Run, asked: dict[str, object]) -> None:
-    """Whatever was named, for batches and for a trace alike; the rest is as ever."""
+    """For batches and for a changing load alike; the rest keeps its default."""
     limits = (
-        "--max-batch-size",
-        "3",
-        "--max-prompt-tokens",
-        "64",
-        "--max-step-tokens",
-        "20",
-        "--cache-tokens",
-        "640",
-        "--cache-reserve",
-        "0.3",
+        *("--max-batch-size", "3", "--max-prompt-tokens", "64", "--max-step-tokens", "20"),
+        *("--cache-tokens", "640", "--cache-reserve", "0.3"),
     )
     rules = ("--min-tokens-to-speculate", "4", "--max-speculating-requests", "2")
-    for kind, value in (("batches", "4"), ("trace", "mixed")):
-        assert foretoken("bench", f"--{kind}", value, *limits, *rules, "--json").code == 0
+    for kind, value in (("batches", "4"), ("load", "mixed")):
+        assert foretoken("bench", "load", f"--{kind}", value, *limits, *rules, "--json").code == 0
         options = asked[kind]
         assert (options.max_batch_size, options.max_prompt_tokens, options.max_step_tokens) == (3, 64, 20)
         assert (options.cache_tokens, options.cache_reserve) == (640, 0.3)
         assert (options.routing.min_tokens_to_speculate, options.routing.max_speculating_requests) == (4, 2)
-        assert foretoken("bench", f"--{kind}", value, "--max-step-tokens", "40", "--json").code == 0
+        assert foretoken("bench", "load", f"--{kind}", value, "--max-step-tokens", "40", "--json").code == 0
         assert replace(asked[kind], max_step_tokens=None) == replace(
             options, **{f.name: f.default for f in fields(options) if f.name in LIMITS}
         )
@@ -115,7 +97,7 @@ def test_limits_and_rules_of_the_engine(foretoken: Run, asked: dict[str, object]
 
 def test_an_interrupted_run_prints_what_there_is_and_says_so(foretoken: Run, asked: dict[str, object]) -> None:
     asked["stop"] = True
-    done = foretoken("bench", "--batches", "1", "--json")
+    done = foretoken("bench", "load", "--batches", "1", "--json")
     assert done.code == 130
     assert json.loads(done.lines[-1])["kind"] == "batches"
 
@@ -123,27 +105,79 @@ def test_an_interrupted_run_prints_what_there_is_and_says_so(foretoken: Run, ask
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
-        (("--batches", "1", "--peers"), "peers"),
-        (("--batches", "1", "--phase-s", "2"), "phase_s"),
-        (("--trace", "mixed", "--slices", "code"), "slices"),
-        (("--trace", "mixed", "--batches", "1"), "batches"),
-        (("--recovery", "--settings", "plain"), "settings"),
-        (("--recovery", "--trace", "mixed"), "trace"),
-        (("--settings", "plain"), "settings"),
-        (("--profile", "--batches", "1"), "profile"),
+        (("--phase-s", "2"), "phase_s"),
+        (("--load", "mixed", "--slices", "code"), "slices"),
+        (("--load", "mixed", "--batches", "1"), "batches"),
+        (("--load", "mixed", "--prompts-per-slice", "1"), "prompts_per_slice"),
+        (("--load", "mixed", "--warmup", "1"), "warmup"),
+        (("--load", "x"), "load"),
         (("--batches", "x"), "batches"),
-        (("--batches", "1", "--slices", "poems"), "slices"),
-        (("--batches", "1", "--table", "x"), "table"),
-        (("--max-batch-size", "2"), "max_batch_size"),
-        (("--recovery", "--max-step-tokens", "40"), "max_step_tokens"),
-        (("--batches", "1", "--cache-reserve", "2"), "cache_reserve"),
-        (("--batches", "1", "--settings", "plain", "--min-tokens-to-speculate", "2"), "min_tokens_to_speculate"),
+        (("--slices", "poems"), "slices"),
+        (("--cache-reserve", "2"), "cache_reserve"),
+        (("--settings", "plain", "--min-tokens-to-speculate", "2"), "min_tokens_to_speculate"),
+        (("--peers",), "--peers"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(
+def test_options_without_effect_are_refused(
     foretoken: Run, asked: dict[str, object], arguments: tuple[str, ...], field: str
 ) -> None:
-    done = foretoken("bench", *arguments)
+    done = foretoken("bench", "load", *arguments)
     assert done.code == 2
     assert field in done.err
     assert not asked
+
+
+# ---- the group
+
+
+def test_speed_runs_where_nothing_is_named(foretoken: Run, asked: dict[str, object]) -> None:
+    for words in (("--max-tokens", "9", "--json"), ("speed", "--max-tokens", "9", "--json")):
+        assert foretoken("bench", *words).code == 0
+        assert asked.pop("speed").max_tokens == 9
+    assert foretoken("bench", "--json").code == 0
+    assert asked["speed"].draft == "reference:draft"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "use"),
+    [
+        (("--batches", "1"), "foretoken bench load --batches"),
+        (("--json", "--settings=plain"), "foretoken bench load --settings"),
+        (("--trace", "mixed"), "foretoken bench load --load"),
+        (("--profile",), "foretoken bench profile"),
+        (("--recovery",), "python -m studies.recovery"),
+    ],
+)
+def test_an_option_of_another_command_is_refused_with_its_name(
+    foretoken: Run, asked: dict[str, object], arguments: tuple[str, ...], use: str
+) -> None:
+    done = foretoken("bench", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert use in done.err
+    assert not asked
+
+
+def test_settings_of_the_group_are_those_of_speed(
+    foretoken: Run, asked: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """[bench] and FORETOKEN_BENCH__ are read by `bench` and `bench speed`, [bench.load] by `bench load` alone."""
+    Path("foretoken.toml").write_text("[bench]\nmax_tokens = 7\n[bench.load]\nmax_tokens = 8\n")
+    monkeypatch.setenv("FORETOKEN_BENCH__REPEATS", "5")
+    for words in (("bench",), ("bench", "speed")):
+        assert foretoken(*words, "--json").code == 0
+        assert (asked["speed"].max_tokens, asked["speed"].repeats) == (7, 5)
+    assert foretoken("bench", "load", "--json").code == 0
+    assert (asked["batches"].max_tokens, asked["batches"].repeats) == (8, 2)
+    shown = json.loads(foretoken("config", "show", "--json").lines[-1])
+    assert shown["bench.max_tokens"] == {"value": 7, "origin": "foretoken.toml"}
+    assert shown["bench load.max_tokens"]["value"] == 8
+    monkeypatch.setenv("FORETOKEN_BENCH__REPEATS", "0")
+    assert "set by FORETOKEN_BENCH__REPEATS" in foretoken("bench", "--json").err
+
+
+@pytest.mark.parametrize("table", ["[bench.speed]\nmax_tokens = 7\n", "[bench]\nbatches = '1'\n"])
+def test_settings_that_nothing_reads_are_refused(foretoken: Run, asked: dict[str, object], table: str) -> None:
+    Path("foretoken.toml").write_text(table)
+    done = foretoken("bench", "--json")
+    assert (done.code, done.out) == (2, "")
+    assert "of [bench] in foretoken.toml" in done.err

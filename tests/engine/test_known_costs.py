@@ -285,7 +285,7 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_files_of_bench_are_read_and_checked(
     open_llm: Callable[..., LLM], pair: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `bench --profile` writes serves as it is; another machine, target or draft is refused with what differs."""
+    """What `bench profile` writes serves as it is; another machine, target or draft is refused with what differs."""
     monkeypatch.setattr(profiling, "_POINT_S", 0.0)
     options = ProfileOptions(
         str(pair.target), str(pair.draft), parse_drafters(["draft_model", "ngram"]), dtype="float32", budget_s=0.5
@@ -312,7 +312,7 @@ def test_files_of_bench_are_read_and_checked(
         save_profile(other, tmp_path / "other.json")
         with pytest.raises(ConfigError, match=message) as caught:
             open_llm(profile=str(tmp_path / "other.json"))
-        assert "bench --profile" in str(caught.value)
+        assert "bench profile" in str(caught.value)
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(StorageError, match=r"broken\.json"):
         open_llm(profile=str(tmp_path / "broken.json"))

@@ -16,7 +16,7 @@ import sys
 import unicodedata
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,21 +24,20 @@ from typing import Any
 import pytest
 
 from foretoken.audit.report import AuditReport, Check
-from foretoken.bench.report import Report
-from foretoken.bench.sheets import Sheet, SheetReport
-from foretoken.bench.validate import Causes, Comparison
-from foretoken.bench.validate_report import Validation
+from foretoken.bench.measure import SpeedRow
+from foretoken.bench.report import Report, Table
+from foretoken.bench.speed_tables import speed_report
 from foretoken.cli import (
     answer,
     audit,
     bench,
     bench_load,
+    bench_profile,
     demo,
     generate,
     models,
     origins,
     plan,
-    simulate_measured,
     train,
     widen,
 )
@@ -48,7 +47,6 @@ from foretoken.engine.output import GenerateOutput
 from foretoken.engine.stats import RequestStats
 from foretoken.errors import EngineError
 from foretoken.plan.profile import Curve, DrafterCost, Profile
-from foretoken.simulate.metrics import SimMetrics
 from foretoken.train.trainer import Result
 from tests.bench.fakes import rows as bench_rows
 
@@ -159,11 +157,6 @@ def play(
 # ---- what the verbs meet
 
 
-def _rest(kind: type, **values: Any) -> Any:
-    """A dataclass with 1 wherever nothing is given."""
-    return kind(**{field.name: 1 for field in fields(kind)} | values)
-
-
 def _stats(text: str) -> RequestStats:
     stats = RequestStats(rule=text, lossy=True, num_steps=2, num_emitted=3, num_drafted=4, num_accepted=1, total_s=1.0)
     stats.drafted_by, stats.accepted_by = {text: 3, "other": 1}, {text: 1}
@@ -230,8 +223,8 @@ def _profile(text: str) -> Profile:
     )
 
 
-def _report(text: str) -> Report:
-    found = tuple(
+def bench_rows_of(text: str) -> tuple[SpeedRow, ...]:
+    return tuple(
         replace(
             row,
             slice=row.slice if row.slice == "all" else text + row.slice,
@@ -239,30 +232,27 @@ def _report(text: str) -> Report:
         )
         for row in bench_rows(**{"ngram-3": 0.5})
     )
+
+
+def speed_report_of(text: str) -> Report:
+    about = {"machine": {"cpu": text}, "versions": {"torch": text}, "date": "2026-01-02T03:04:05", "files": (text,)}
+    return speed_report(bench_rows_of(text), {"target": text}, text, [text], **about)
+
+
+def _load_report(text: str) -> Report:
     return Report(
-        text,
-        {"cpu": text},
-        {"torch": text},
-        {"target": text},
-        found,
-        {text: {text: 2.0}},
-        (text,),
-        "2026-01-02T03:04:05",
-        (text,),
+        title=text,
+        command=text,
+        options={"target": text},
+        results={"kind": text, "rows": (), "summary": {text: text}},
+        tables=(Table(text, (text, text), ((text, text),), (text,)),),
+        explained=text,
+        caveats=(text,),
+        conclusions=(text,),
+        machine={"cpu": text},
+        versions={},
+        files=(text,),
     )
-
-
-def _sheets(text: str) -> SheetReport:
-    sheet = Sheet(text, (text, text), ((text, text),))
-    return SheetReport(
-        text, text, {"cpu": text}, {}, {"target": text}, (), {text: text}, (sheet,), text, (text,), files=(text,)
-    )
-
-
-def _validation(text: str) -> Validation:
-    outcome = _rest(SimMetrics, setting=text)
-    row = Comparison(text, (), outcome, outcome, _rest(Causes), ())
-    return Validation(text, "2026-01-02", {"cpu": text}, {}, {"target": text}, _profile(text), (row,), (text,))
 
 
 def _audit(text: str) -> AuditReport:
@@ -328,13 +318,13 @@ def _plan(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
 
 
 def _bench(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
-    patched.setattr(bench, "run_bench", lambda _options, command: _report(text))
+    patched.setattr(bench, "run_speed", lambda _options, command: speed_report_of(text))
     return Scene(["bench"], out=6)
 
 
 def _load(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
-    patched.setattr(bench_load, "_RUNS", {"batches": lambda _options, _command: _sheets(text)})
-    return Scene(["bench", "--batches", "1"], out=6)
+    patched.setattr(bench_load, "run_batches", lambda _options, _command: _load_report(text))
+    return Scene(["bench", "load", "--batches", "1"], out=8)
 
 
 def _profiled(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
@@ -342,8 +332,8 @@ def _profiled(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
         tell(text, 0.5)
         return _profile(text)
 
-    patched.setattr(bench, "run_profile", measured)
-    return Scene(["bench", "--profile"], out=4)
+    patched.setattr(bench_profile, "run_profile", measured)
+    return Scene(["bench", "profile"], out=4)
 
 
 def _slices(_patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
@@ -366,7 +356,7 @@ def _simulated(_patched: pytest.MonkeyPatch, folder: Path, text: str) -> Scene:
         "simulate",
         "--profile",
         "profile.json",
-        "--trace",
+        "--arrivals",
         "poisson:1",
         "--requests",
         "2",
@@ -376,15 +366,6 @@ def _simulated(_patched: pytest.MonkeyPatch, folder: Path, text: str) -> Scene:
         "4",
     ]
     return Scene([*common, "--settings", "plain,ngram-2"], out=3)  # date, machine, caveat
-
-
-def _compared(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
-    def ran(_options: object, _command: str, tell: Callable[[str, int], None]) -> Validation:
-        tell(text, 1)
-        return _validation(text)
-
-    patched.setattr(simulate_measured, "run_validation", ran)
-    return Scene(["simulate", "--measure", "--trace", "steady"], out=5)
 
 
 def _settings(patched: pytest.MonkeyPatch, text: str) -> None:
@@ -445,12 +426,11 @@ SCENES: Mapping[str, Callable[[pytest.MonkeyPatch, Path, str], Scene]] = {
     "models, not there": _no_model,
     "plan": _plan,
     "bench": _bench,
-    "bench --batches": _load,
-    "bench --profile": _profiled,
+    "bench load": _load,
+    "bench profile": _profiled,
     "bench, wrong": _slices,
     "audit": _audited,
     "simulate": _simulated,
-    "simulate --measure": _compared,
     "config show": _config,
     "config show, wrong": _unknown_setting,
     "help": _help,

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.bench.answers import Answer, look_through
 from foretoken.config import SpecConfig
 from foretoken.control.previews import PreviewThrottle
 from foretoken.draft.lookup_tree import Lookup
@@ -22,6 +21,7 @@ from foretoken.simulate.records import Records
 from foretoken.simulate.setting import Limits, SimSetting
 from foretoken.simulate.sim_engine import Step
 from foretoken.simulate.simulate import simulate
+from studies.validation.answers import Answer, look_through
 from tests.simulate.test_simulate import CURVED, Real, assert_alike, mixed_jobs
 
 

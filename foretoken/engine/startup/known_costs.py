@@ -63,7 +63,7 @@ def check_mode(profile: object) -> str:
     raise ConfigError(
         "profile",
         profile,
-        f"use {', '.join(MODES)}, or an existing file that `foretoken bench --profile --out DIR` wrote",
+        f"use {', '.join(MODES)}, or an existing file that `foretoken bench profile --out DIR` wrote",
     )
 
 
@@ -176,7 +176,7 @@ def _cached(path: Path) -> Profile | None:
 
 def _check_made_here(profile: Profile, path: str, target: LanguageModel, drafters: Mapping[str, Made]) -> None:
     """Refuse a file of another machine, target or draft; drafters that it does not know are learnt from live steps."""
-    remedy = "measure it here with `foretoken bench --profile --out DIR`, or use profile='auto'"
+    remedy = "measure it here with `foretoken bench profile --out DIR`, or use profile='auto'"
     pairs = [("machine", dict(profile.machine), machine())]
     own = describe_target(target)
     pairs.append(("target", {key: profile.target.get(key) for key in own}, own))

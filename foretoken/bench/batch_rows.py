@@ -1,0 +1,223 @@
+"""Rows of a grid of batch sizes and slices: ratios to plain and to the best fixed setting of each cell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from foretoken.bench.batch_settings import BatchSetting, Turn
+from foretoken.bench.measure import PLAIN
+
+BAR = 0.97  # of the best fixed setting and of plain: the goal of an adaptive setting
+
+
+@dataclass(frozen=True)
+class BatchSample:
+    """One setting's turn in a cell."""
+
+    setting: BatchSetting
+    batch: int
+    slice: str
+    repeat: int
+    turn: Turn
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """A setting in a cell. `same` counts answers equal to plain's, `unexplained` greedy ones that differ without a near
+    tie.
+
+    Ratios: `speedup` to plain, `to_best_fixed` to the fastest fixed setting (`best_fixed`); `decode_...` the same for
+    decoding alone, `request_...` for single requests.
+    `num_draft` is the mean number of draft tokens per round and request.
+    """
+
+    setting: str
+    adapts: bool
+    batch: int
+    slice: str
+    tokens_per_s: float
+    tokens_per_s_min: float
+    tokens_per_s_max: float
+    decode_tokens_per_s: float
+    speedup: float
+    decode_speedup: float
+    to_best_fixed: float
+    decode_to_best_fixed: float
+    request_tokens_per_s: float
+    request_speedup: float
+    request_to_best_fixed: float
+    best_fixed: str
+    acceptance_rate: float
+    emitted_per_step: float
+    num_draft: float
+    num_answers: int
+    same: int
+    unexplained: int
+
+    @property
+    def cell(self) -> str:
+        """Its place in the grid."""
+        return f"{self.batch}:{self.slice}"
+
+
+def summarise_grid(samples: Sequence[BatchSample]) -> tuple[BatchRow, ...]:
+    """A row for every setting of every cell in which plain was measured."""
+    cells: dict[tuple[int, str], list[BatchSample]] = {}
+    for sample in samples:
+        cells.setdefault((sample.batch, sample.slice), []).append(sample)
+    settings = list(dict.fromkeys(sample.setting for sample in samples))
+    return tuple(row for own in cells.values() for row in _cell_rows(own, settings))
+
+
+def _cell_rows(samples: Sequence[BatchSample], settings: Sequence[BatchSetting]) -> list[BatchRow]:
+    by_setting: dict[BatchSetting, dict[int, Turn]] = {}
+    for sample in samples:
+        by_setting.setdefault(sample.setting, {})[sample.repeat] = sample.turn
+    plain = next((turns for setting, turns in by_setting.items() if setting.name == PLAIN), None)
+    if plain is None:
+        return []
+    fixed = {setting.name: turns for setting, turns in by_setting.items() if not setting.adapts}
+    best, best_decode, best_request = (_fastest(fixed, speed) for speed in (whole_speed, decode_speed, request_speed))
+    order = [setting for setting in settings if setting in by_setting]
+    return [
+        _row(
+            samples[0],
+            setting,
+            by_setting[setting],
+            plain,
+            (best, fixed[best]),
+            fixed[best_decode],
+            fixed[best_request],
+        )
+        for setting in order
+    ]
+
+
+def _fastest(settings: Mapping[str, Mapping[int, Turn]], speed: Callable[[Turn], float]) -> str:
+    return max(settings, key=lambda name: _median(settings[name], speed))
+
+
+def _row(
+    cell: BatchSample,
+    setting: BatchSetting,
+    turns: Mapping[int, Turn],
+    plain: Mapping[int, Turn],
+    best: tuple[str, Mapping[int, Turn]],
+    best_decode: Mapping[int, Turn],
+    best_request: Mapping[int, Turn],
+) -> BatchRow:
+    speeds = [whole_speed(turn) for turn in turns.values()]
+    rounds = sum(turn.num_steps for turn in turns.values())
+    drafted = sum(turn.num_drafted for turn in turns.values())
+    same, unexplained = compare_answers(turns.values(), next(iter(plain.values())))
+    return BatchRow(
+        setting=setting.name,
+        adapts=setting.adapts,
+        batch=cell.batch,
+        slice=cell.slice,
+        tokens_per_s=median(speeds),
+        tokens_per_s_min=min(speeds),
+        tokens_per_s_max=max(speeds),
+        decode_tokens_per_s=_median(turns, decode_speed),
+        speedup=_ratio(turns, plain, whole_speed),
+        decode_speedup=_ratio(turns, plain, decode_speed),
+        to_best_fixed=_ratio(turns, best[1], whole_speed),
+        decode_to_best_fixed=_ratio(turns, best_decode, decode_speed),
+        request_tokens_per_s=_median(turns, request_speed),
+        request_speedup=_ratio(turns, plain, request_speed),
+        request_to_best_fixed=_ratio(turns, best_request, request_speed),
+        best_fixed=best[0],
+        acceptance_rate=sum(turn.num_accepted for turn in turns.values()) / max(1, drafted),
+        emitted_per_step=sum(turn.num_tokens for turn in turns.values()) / max(1, rounds),
+        num_draft=drafted / max(1, rounds),
+        num_answers=sum(len(turn.answers) for turn in turns.values()),
+        same=same,
+        unexplained=unexplained,
+    )
+
+
+def compare_answers(turns: Iterable[Turn], plain: Turn) -> tuple[int, int]:
+    """(answers equal to plain's, greedy answers that differ without a near tie in either answer)."""
+    pairs = [(own, told) for turn in turns for own, told in zip(turn.answers, plain.answers, strict=True)]
+    differing = [(own, told) for own, told in pairs if own.token_ids != told.token_ids]
+    return len(pairs) - len(differing), sum(
+        own.greedy and not own.num_near_ties + told.num_near_ties for own, told in differing
+    )
+
+
+def whole_speed(turn: Turn) -> float:
+    """Tokens per second, prefill included."""
+    return turn.num_tokens / turn.seconds
+
+
+def decode_speed(turn: Turn) -> float:
+    """Tokens per second from the moment when every request has its first token."""
+    return turn.decode_tokens / turn.decode_s if turn.decode_s > 0 else 0.0
+
+
+def request_speed(turn: Turn) -> float:
+    """Tokens per second of a request after its first token, the mean over requests."""
+    return fmean(turn.request_speeds)
+
+
+def _median(turns: Mapping[int, Turn], speed: Callable[[Turn], float]) -> float:
+    return median(speed(turn) for turn in turns.values())
+
+
+def _ratio(turns: Mapping[int, Turn], others: Mapping[int, Turn], speed: Callable[[Turn], float]) -> float:
+    """Median over the repeats that both have; 0 where there is none."""
+    pairs = [
+        speed(turn) / speed(others[repeat])
+        for repeat, turn in turns.items()
+        if repeat in others and speed(others[repeat]) > 0
+    ]
+    return median(pairs) if pairs else 0.0
+
+
+def grid_summary(rows: Sequence[BatchRow]) -> dict[str, dict[str, object]]:
+    """For every setting: its worst cells and geometric means, against plain and the best fixed setting of each cell.
+
+    `single_fixed` is the fixed setting with the best geometric mean over all cells, `to_single_fixed` the ratio of the
+    means.
+    """
+    by_setting: dict[str, list[BatchRow]] = {}
+    for row in rows:
+        by_setting.setdefault(row.setting, []).append(row)
+    means = {name: _geometric_mean([row.speedup for row in own]) for name, own in by_setting.items()}
+    fixed = {name: means[name] for name, own in by_setting.items() if not own[0].adapts}
+    single = max(fixed, key=fixed.__getitem__, default=None)
+    found: dict[str, dict[str, object]] = {}
+    for name, own in by_setting.items():
+        worst, worst_fixed = min(own, key=lambda row: row.speedup), min(own, key=lambda row: row.to_best_fixed)
+        found[name] = {
+            "adapts": own[0].adapts,
+            "cells": len(own),
+            "speedup": means[name],
+            "worst_speedup": worst.speedup,
+            "worst_speedup_at": worst.cell,
+            "to_best_fixed": _geometric_mean([row.to_best_fixed for row in own]),
+            "worst_to_best_fixed": worst_fixed.to_best_fixed,
+            "worst_to_best_fixed_at": worst_fixed.cell,
+            "cells_below_bar": sum(row.to_best_fixed < BAR for row in own),
+            "single_fixed": single,
+            "to_single_fixed": means[name] / means[single] if single is not None and means[single] else 0.0,
+            "decode_speedup": _geometric_mean([row.decode_speedup for row in own]),
+            "decode_worst_speedup": min(row.decode_speedup for row in own),
+            "decode_to_best_fixed": _geometric_mean([row.decode_to_best_fixed for row in own]),
+            "decode_worst_to_best_fixed": min(row.decode_to_best_fixed for row in own),
+            "request_speedup": _geometric_mean([row.request_speedup for row in own]),
+            "request_worst_speedup": min(row.request_speedup for row in own),
+            "request_to_best_fixed": _geometric_mean([row.request_to_best_fixed for row in own]),
+            "request_worst_to_best_fixed": min(row.request_to_best_fixed for row in own),
+            "request_cells_below_bar": sum(row.request_to_best_fixed < BAR for row in own),
+            "differing": sum(row.num_answers - row.same for row in own),
+            "unexplained": sum(row.unexplained for row in own),
+        }
+    return found
+
+
+def _geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values and min(values) > 0 else 0.0

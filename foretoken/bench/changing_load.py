@@ -1,0 +1,273 @@
+"""`foretoken bench load --load`: a load that changes in batch size and slice while it runs.
+
+Each phase keeps a number of requests of one slice running: where one ends the next begins. All settings answer the same
+requests. When a phase has sent its last request the next phase begins, while earlier requests still run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from foretoken.bench.batch_prompts import Ask
+from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Policies, Stage, parse_batch_settings
+from foretoken.bench.load_options import LoadOptions, LoadPhase, Tell, announce, make_report, opened, progress
+from foretoken.bench.measure import PLAIN
+from foretoken.bench.report import Report, Table, load_average
+
+EXPLAINED = (
+    "Tokens per second of the whole load, prefill included, from the first step to the last token (median over "
+    "repeats), and of each phase by the tokens emitted in it. Ratios are medians over repeats. The best single fixed "
+    "setting is the one with the most tokens per second over the whole load among those with a fixed number of draft "
+    "tokens (plain is one of them), chosen afterwards."
+)
+_LENGTHS = (0.5, 1.0, 1.5)  # of answers, in turn, so that requests do not end together
+_MOST_REQUESTS = 2000
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """A request of a changing load."""
+
+    ask: Ask
+    max_tokens: int
+    place: int
+
+
+@dataclass(frozen=True)
+class LoadTurn:
+    """One setting's run of the load: seconds and tokens of each phase."""
+
+    seconds: tuple[float, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole load."""
+        return sum(self.tokens) / sum(self.seconds)
+
+
+@dataclass(frozen=True)
+class LoadRow:
+    """A setting's result, ratios to plain and to the best single fixed setting."""
+
+    setting: str
+    adapts: bool
+    tokens_per_s: float
+    tokens_per_s_min: float
+    tokens_per_s_max: float
+    speedup: float
+    to_single_fixed: float
+    phases: tuple[float, ...]
+
+
+def run_changing_load(
+    options: LoadOptions,
+    command: str = "foretoken bench load --load mixed",
+    policies: Policies = NO_POLICIES,
+    remarks: Sequence[str] = (),
+) -> Report:
+    """Measure every setting on the phases of the load. After Ctrl-C the report holds what was measured until then.
+
+    `policies` are made for settings of their names; `remarks` are added to the caveats.
+
+    Raises:
+        ForetokenError: a setting or model that cannot be used, a failing engine, or a folder that cannot be written.
+    """
+    load = load_average()
+    settings, notes = parse_batch_settings(options.settings, options.draft, policies)
+    most = max(phase.batch for phase in options.phases)
+    names = list(dict.fromkeys(phase.slice for phase in options.phases))
+    turns: dict[BatchSetting, dict[int, LoadTurn]] = {}
+    interrupted = False
+    longest = math.ceil(max(_LENGTHS) * options.max_tokens)
+    opening = opened(options, names, most_batch=most, count=most, answer_tokens=longest, policies=policies)
+    with opening as (stage, found):
+        try:
+            one = [_jobs(phase, found, phase.batch, options.max_tokens) for phase in options.phases]
+            run_through(stage, BatchSetting(PLAIN), options.phases, one)  # warm-up
+            first = run_through(stage, BatchSetting(PLAIN), options.phases, one)
+            jobs = size_phases(options, found, first)
+            plain_s = len(options.phases) * options.phase_s
+            num_turns = len(settings) * (options.repeats + 1)
+            announce(
+                f"{num_turns} runs of the load, about {max(1, round(num_turns * plain_s / 60))} min "
+                "if every setting takes as long as plain"
+            )
+            stage.forget()
+            with progress(num_turns) as tell:
+                measure_load(stage, options, settings, (one, jobs), turns, tell)
+        except KeyboardInterrupt:
+            interrupted = True
+    rows = summarise_load(turns)
+    notes.append(
+        "The policy of each setting started without measurements and kept its state from one run of the load to the "
+        "next."
+    )
+    return make_report(
+        options,
+        "load",
+        command,
+        rows=rows,
+        summary=load_summary(rows),
+        tables=(_table(rows, options.phases),),
+        explained=EXPLAINED,
+        notes=(*notes, *remarks),
+        interrupted=interrupted,
+        load=load,
+    )
+
+
+def measure_load(
+    stage: Stage,
+    options: LoadOptions,
+    settings: Sequence[BatchSetting],
+    jobs: tuple[Sequence[Sequence[LoadRequest]], Sequence[Sequence[LoadRequest]]],
+    turns: dict[BatchSetting, dict[int, LoadTurn]],
+    tell: Tell = lambda _words: None,
+) -> None:
+    """Append every setting's turns, repeat by repeat in a rotating order; `jobs` are (warm-up, measured) requests."""
+    for setting in settings:
+        tell(f"warm-up: {setting.name}")
+        run_through(stage, setting, options.phases, jobs[0])
+    for repeat in range(options.repeats):
+        first = repeat % len(settings)
+        for setting in (*settings[first:], *settings[:first]):
+            tell(f"load: {setting.name}")
+            turns.setdefault(setting, {})[repeat] = run_through(stage, setting, options.phases, jobs[1])
+
+
+def size_phases(options: LoadOptions, found: Mapping[str, Sequence[Ask]], plain: LoadTurn) -> list[list[LoadRequest]]:
+    """Requests of each phase: as many as plain decoding answers in `phase_s`, at least as many as run at a time."""
+    sized = []
+    for phase, seconds, tokens in zip(options.phases, plain.seconds, plain.tokens, strict=True):
+        wanted = math.ceil(options.phase_s * tokens / max(seconds, 1e-9) / options.max_tokens)
+        sized.append(_jobs(phase, found, min(max(wanted, phase.batch), _MOST_REQUESTS), options.max_tokens))
+    return sized
+
+
+def _jobs(phase: LoadPhase, found: Mapping[str, Sequence[Ask]], count: int, max_tokens: int) -> list[LoadRequest]:
+    asks = itertools.islice(itertools.cycle(found[phase.slice]), count)
+    return [
+        LoadRequest(ask, max(2, round(max_tokens * _LENGTHS[place % len(_LENGTHS)])), place)
+        for place, ask in enumerate(asks)
+    ]
+
+
+def run_through(
+    stage: Stage, setting: BatchSetting, phases: Sequence[LoadPhase], jobs: Sequence[Sequence[LoadRequest]]
+) -> LoadTurn:
+    """Run the load under one setting; tokens count for the phase in which they are emitted.
+
+    Raises:
+        ForetokenError: an answer failed.
+    """
+    stage.enter(setting)
+    seconds: list[float] = []
+    tokens: list[int] = []
+    running = 0
+    for place, phase in enumerate(phases):
+        began, emitted, queue = time.perf_counter(), 0, deque(jobs[place])
+        last = place == len(phases) - 1
+        while queue or (last and running):
+            while queue and running < phase.batch:
+                job = queue.popleft()
+                stage.llm.submit(
+                    list(job.ask.prompt_ids),
+                    stage.params(job.ask, job.place, job.max_tokens),
+                    stage.spec(setting, job.ask),
+                )
+                running += 1
+            if not queue and running < phase.batch and not last:
+                break  # all requests of this phase were sent, and one has finished
+            for output in stage.llm.step():
+                if output.error is not None:
+                    raise output.error
+                emitted += len(output.token_ids)
+                running -= output.finish_reason is not None
+        seconds.append(time.perf_counter() - began)
+        tokens.append(emitted)
+    return LoadTurn(tuple(seconds), tuple(tokens))
+
+
+def summarise_load(turns: Mapping[BatchSetting, Mapping[int, LoadTurn]]) -> tuple[LoadRow, ...]:
+    """A row for every setting; none where plain was not measured."""
+    plain = next((own for setting, own in turns.items() if setting.name == PLAIN), None)
+    if plain is None:
+        return ()
+    single = single_fixed(turns)
+    rows = []
+    for setting, own in turns.items():
+        speeds = [turn.tokens_per_s for turn in own.values()]
+        phases = zip(
+            *([_speed(*pair) for pair in zip(turn.tokens, turn.seconds, strict=True)] for turn in own.values()),
+            strict=True,
+        )
+        rows.append(
+            LoadRow(
+                setting.name,
+                setting.adapts,
+                median(speeds),
+                min(speeds),
+                max(speeds),
+                _ratio(own, plain),
+                _ratio(own, turns[single]),
+                tuple(median(column) for column in phases),
+            )
+        )
+    return tuple(rows)
+
+
+def single_fixed(turns: Mapping[BatchSetting, Mapping[int, LoadTurn]]) -> BatchSetting:
+    """The fastest setting with a fixed number of draft tokens."""
+    fixed = [setting for setting in turns if not setting.adapts]
+    return max(fixed, key=lambda setting: median(turn.tokens_per_s for turn in turns[setting].values()))
+
+
+def _ratio(own: Mapping[int, LoadTurn], others: Mapping[int, LoadTurn]) -> float:
+    pairs = [turn.tokens_per_s / others[repeat].tokens_per_s for repeat, turn in own.items() if repeat in others]
+    return median(pairs) if pairs else 0.0
+
+
+def _speed(tokens: int, seconds: float) -> float:
+    return tokens / seconds if seconds > 0 else 0.0
+
+
+def load_summary(rows: Sequence[LoadRow]) -> dict[str, object]:
+    """The best single fixed setting, and the ratio of every setting to it and to plain."""
+    fixed = [row for row in rows if not row.adapts]
+    return {
+        "single_fixed": max(fixed, key=lambda row: row.tokens_per_s).setting if fixed else None,
+        "settings": {
+            row.setting: {"adapts": row.adapts, "speedup": row.speedup, "to_single_fixed": row.to_single_fixed}
+            for row in rows
+        },
+    }
+
+
+def _table(rows: Sequence[LoadRow], phases: Sequence[LoadPhase]) -> Table:
+    headings = (
+        "setting",
+        "tokens/s",
+        "min-max",
+        "ratio to plain",
+        "ratio to best single fixed",
+        *(f"{phase.batch} {phase.slice}" for phase in phases),
+    )
+    lines = [
+        (
+            row.setting,
+            f"{row.tokens_per_s:.0f}",
+            f"{row.tokens_per_s_min:.0f}-{row.tokens_per_s_max:.0f}",
+            f"{row.speedup:.2f}",
+            f"{row.to_single_fixed:.2f}",
+            *(f"{speed:.0f}" for speed in row.phases),
+        )
+        for row in rows
+    ]
+    return Table("the whole load, and tokens/s of its phases", headings, tuple(lines))

@@ -1,0 +1,251 @@
+"""Settings of foretoken in a speed measurement: the public interface, one request at a time."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from foretoken.bench.drafting import DrafterChoice
+from foretoken.bench.measure import PLAIN, Answer, Contender, SpeedSetting
+from foretoken.bench.speed_options import SpeedOptions
+from foretoken.bench.workload import Prompt
+from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig
+from foretoken.core import StepOutput
+from foretoken.errors import ConfigError, ForetokenError
+
+
+class Stats(Protocol):
+    """The counters of an answer that are read."""
+
+    @property
+    def num_steps(self) -> int: ...  # noqa: D102
+    @property
+    def num_drafted(self) -> int: ...  # noqa: D102
+    @property
+    def num_accepted(self) -> int: ...  # noqa: D102
+    @property
+    def wasted_s(self) -> float: ...  # noqa: D102
+    @property
+    def accepted_per_position(self) -> Sequence[tuple[int, int]]: ...  # noqa: D102
+
+
+class Output(Protocol):
+    """The fields of an answer that are read."""
+
+    @property
+    def text(self) -> str: ...  # noqa: D102
+    @property
+    def token_ids(self) -> Sequence[int]: ...  # noqa: D102
+    @property
+    def stats(self) -> Stats: ...  # noqa: D102
+    @property
+    def error(self) -> Exception | None: ...  # noqa: D102
+
+
+class Totals(Protocol):
+    """Seconds that the engine has spent since it started, by phase."""
+
+    @property
+    def draft_s(self) -> float: ...  # noqa: D102
+    @property
+    def target_s(self) -> float: ...  # noqa: D102
+    @property
+    def rule_s(self) -> float: ...  # noqa: D102
+
+
+class HasTotals(Protocol):
+    """An engine with its totals."""
+
+    @property
+    def stats(self) -> Totals: ...  # noqa: D102
+
+
+class HasContext(Protocol):
+    """A target with a maximum context."""
+
+    @property
+    def max_context_tokens(self) -> int: ...  # noqa: D102
+
+
+class Generator(Protocol):
+    """The part of `foretoken.LLM` that is used."""
+
+    @property
+    def target(self) -> HasContext:
+        """Prompts are cut to its context."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt."""
+        ...
+
+    @property
+    def engine(self) -> HasTotals:
+        """Its totals are read between steps; a difference is the cost of the steps between."""
+        ...
+
+    def generate(
+        self,
+        prompts: list[str],
+        params: SamplingParams,
+        *,
+        spec: SpecConfig,
+        on_step: Callable[[list[StepOutput]], None],
+    ) -> Sequence[Output]:
+        """Answer every prompt under one `spec`; `on_step` gets what each step emitted."""
+        ...
+
+
+class _Watch:
+    """The time and the engine's totals at the first tokens, which end the prefill."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self.start = time.perf_counter()
+        self.first_at: float | None = None
+        self.num_first = 0
+        self.first_totals = (0.0, 0.0, 0.0)
+
+    def on_step(self, outputs: list[StepOutput]) -> None:
+        if self.first_at is None and any(output.token_ids for output in outputs):
+            self.first_at = time.perf_counter()
+            self.num_first = sum(len(output.token_ids) for output in outputs)
+            self.first_totals = self.totals()
+
+    def totals(self) -> tuple[float, float, float]:
+        """(draft, target and rule, rule alone) seconds so far."""
+        stats = self.generator.engine.stats
+        return stats.draft_s, stats.target_s + stats.rule_s, stats.rule_s
+
+
+class Own:
+    """A setting of foretoken. `drafting` makes the configuration of one answer from a prediction and a tenant."""
+
+    def __init__(
+        self, setting: SpeedSetting, generator: Generator, drafting: Callable[[str | None, str], SpecConfig]
+    ) -> None:
+        self.setting = setting
+        self.generator = generator
+        self.drafting = drafting
+        self._num_answers = 0
+
+    def spec_for(self, prompt: Prompt) -> SpecConfig:
+        """The configuration of the next answer, with a tenant of its own: repeats do not draft from earlier answers."""
+        self._num_answers += 1
+        return self.drafting(prompt.prediction, f"{self.setting.name} {self._num_answers}")
+
+    def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
+        """Answer one prompt alone, timed outside the engine.
+
+        Raises:
+            ForetokenError: the engine failed, or gave no token.
+        """
+        watch = _Watch(self.generator)
+        output = self.generator.generate([prompt.text], params, spec=self.spec_for(prompt), on_step=watch.on_step)[0]
+        stop = time.perf_counter()
+        if isinstance(output.error, ForetokenError):
+            raise output.error
+        if watch.first_at is None:
+            raise ForetokenError(f"{self.setting.name} gave no token for {prompt.name}")
+        draft_s, verify_s, rule_s = watch.totals()
+        return Answer(
+            token_ids=tuple(output.token_ids),
+            text=output.text,
+            num_emitted=len(output.token_ids),
+            decode_tokens=len(output.token_ids) - watch.num_first,
+            decode_s=stop - watch.first_at,
+            ttft_s=watch.first_at - watch.start,
+            num_steps=output.stats.num_steps,
+            decode_steps=output.stats.num_steps - 1,
+            num_drafted=output.stats.num_drafted,
+            num_accepted=output.stats.num_accepted,
+            draft_s=draft_s - watch.first_totals[0],
+            verify_s=verify_s - watch.first_totals[1],
+            rule_s=rule_s - watch.first_totals[2],
+            wasted_s=output.stats.wasted_s,
+            positions=tuple(output.stats.accepted_per_position),
+        )
+
+
+def own_contenders(
+    options: SpeedOptions, generator: Generator, prompts: Sequence[Prompt]
+) -> tuple[list[Contender], list[str]]:
+    """Plain decoding, then every drafter at every number of draft tokens under every rule; notes on what is left out.
+
+    Raises:
+        ConfigError: a drafter that was asked for by name can run on no prompt, or its options contradict each other.
+    """
+    found: dict[SpeedSetting, Contender] = {
+        SpeedSetting(PLAIN): Own(SpeedSetting(PLAIN), generator, lambda _prediction, tenant: SpecConfig(tenant=tenant))
+    }
+    notes: list[str] = []
+    for choice in options.choices:
+        if "draft" in choice.needs and options.draft is None:
+            notes.append(f"{choice.name} was not measured: it needs a draft, and none was given.")
+            continue
+        where = _slices_of(choice, prompts)
+        if where == ():
+            remedy = "measure it on the slice edit, or on your own prompts with a `prediction` each"
+            if choice.required:
+                raise ConfigError("drafters", choice.label, f"the prompts carry no prediction; {remedy}")
+            notes.append(f"{choice.name} was not measured: no prompt carries a prediction.")
+            continue
+        if where is not None:
+            left_out = dict.fromkeys(prompt.slice for prompt in prompts if prompt.slice not in where)
+            notes.append(
+                f"{choice.label} was not measured on {', '.join(left_out)}: these prompts carry no prediction."
+            )
+        try:
+            found |= {contender.setting: contender for contender in _sweep(choice, options, generator, where)}
+        except ConfigError as error:
+            if choice.required:
+                raise
+            notes.append(f"{choice.name} was not measured: {error}")
+    return list(found.values()), notes
+
+
+def _slices_of(choice: DrafterChoice, prompts: Sequence[Prompt]) -> tuple[str, ...] | None:
+    """The slices that the drafter can run on (None: all); one that needs a prediction needs it in every prompt."""
+    names = dict.fromkeys(prompt.slice for prompt in prompts)
+    able = tuple(
+        name for name in names if all(prompt.prediction is not None for prompt in prompts if prompt.slice == name)
+    )
+    return able if "prediction" in choice.needs and len(able) < len(names) else None
+
+
+def _sweep(
+    choice: DrafterChoice, options: SpeedOptions, generator: Generator, where: tuple[str, ...] | None
+) -> list[Own]:
+    """One contender per number of draft tokens and rule, or only those that the choice itself names."""
+    num_drafts = options.num_drafts if choice.own("num_draft") is None else (choice.own("num_draft"),)
+    rules = options.rules if choice.own("rule") is None else (choice.own("rule"),)
+    found = []
+    for num_draft, rule in itertools.product(num_drafts, rules):
+        drafting = _drafting(choice, options.draft, num_draft=num_draft, rule=rule, allow_lossy=options.allow_lossy)
+        drafting("a prediction", "a tenant")  # refuse contradictions before anything runs
+        setting = SpeedSetting(
+            name=f"{choice.label}-{num_draft}" + ("" if rules == options.rules and len(rules) == 1 else f" {rule}"),
+            drafter=choice.name,
+            num_draft=num_draft,
+            lossy=rule in LOSSY_RULES,
+            options=choice.options,
+            free=choice.own("draft") is None
+            and (options.draft is None or "draft" not in choice.takes)
+            and "prediction" not in choice.takes,
+            slices=where,
+            optional=not choice.required,
+        )
+        found.append(Own(setting, generator, drafting))
+    return found
+
+
+def _drafting(choice: DrafterChoice, draft: str | None, **fixed: object) -> Callable[[str | None, str], SpecConfig]:
+    """A function that makes the configuration of one answer, with what the drafter takes of its arguments."""
+
+    def spec(prediction: str | None, tenant: str) -> SpecConfig:
+        given = {"draft": draft, "prediction": prediction, "tenant": tenant}
+        return choice.spec(**fixed, **{field: value for field, value in given.items() if field in choice.takes})
+
+    return spec

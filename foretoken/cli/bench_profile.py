@@ -1,0 +1,66 @@
+"""`foretoken bench profile`: the cost of target steps and drafters, for `foretoken simulate` and `--cost-profile`."""
+
+from __future__ import annotations
+
+import typer
+
+from foretoken.bench.drafting import parse_drafters
+from foretoken.bench.profile import ProfileOptions, print_profile, run_profile, write_profile
+from foretoken.bench.report import check_name
+from foretoken.cli.bench_options import (
+    DraftersOption,
+    NameOption,
+    OutOption,
+    SeedOption,
+    check_common,
+    command_line,
+    default_draft,
+)
+from foretoken.cli.common import (
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    JsonOption,
+    TargetOption,
+    ThreadsOption,
+    print_json,
+    was_given,
+)
+from foretoken.cli.lists import words
+from foretoken.files import check_folder
+from foretoken.printing.console import Console
+
+
+def profile(
+    context: typer.Context,
+    target: TargetOption = "reference:target",
+    draft: DraftOption = None,
+    drafters: DraftersOption = "draft_model,ngram",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    out: OutOption = None,
+    name: NameOption = "profile",
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the seconds of target steps and of drafters by size, for `foretoken simulate`; under a minute."""
+    check_common(context.params)
+    choices = parse_drafters(words("drafters", drafters))
+    if any("draft" in choice.needs for choice in choices):
+        draft = default_draft(context.params)
+    if draft is None and not was_given(context, "drafters"):
+        choices = tuple(choice for choice in choices if "draft" not in choice.needs)
+    check_name(name)
+    if out is not None:
+        check_folder(out)
+    asked = ProfileOptions(
+        target=target, draft=draft, drafters=choices, dtype=dtype, device=device, threads=threads, seed=seed
+    )
+    with Console(stderr=True).bar("measuring", 1.0) as bar:
+        found = run_profile(asked, command=command_line(), tell=lambda words, share: bar.update(words, completed=share))
+    file = None if out is None else write_profile(found, out, name)
+    if as_json:
+        print_json(found.as_dict() | {"file": None if file is None else str(file)})
+    else:
+        print_profile(found, file)

@@ -1,0 +1,1 @@
+"""What do ragged batches gain over padded ones?"""

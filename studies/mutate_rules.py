@@ -1,0 +1,545 @@
+"""Break the verification rules one formula at a time, and see whether the tests of tests/verify notice.
+
+python -m studies.mutate_rules                      # everything; picks up where an earlier run stopped
+python -m studies.mutate_rules --only block,tree    # some files
+python -m studies.mutate_rules --only none          # only write the report from what is known
+python -m studies.mutate_rules --fresh              # forget earlier runs
+
+Each mutant is one small change of the syntax tree of a file in foretoken/verify. A forked process imports the package
+with that file changed and runs the tests until the first failure. A mutant that fails a test, cannot be imported or
+exceeds the time limit is killed; a survivor must be proved equivalent. docs/mutations.md holds the counts and, written
+by hand in its table, the proofs, which later runs keep. Exit code 1: a survivor without a proof.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import datetime
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import platform
+import resource
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+RULES = ROOT / "foretoken" / "verify"
+REPORT = ROOT / "docs" / "mutations.md"
+STATE = ROOT / "build" / "mutations.jsonl"
+SINGLE_CASES = ["test_rules.py", "test_dispatch.py", "test_typical.py"]  # quick, always run whole
+MANY_CASES = ["test_enumeration.py", "test_properties.py", "test_coupled.py", "test_efficiency.py"]
+# Left to the ordinary run of the tests: a mutant that is wrong in two rounds, or for a fourth token, is wrong in one,
+# or for a third.
+UNSELECTED = "not two_rounds and not one_round and not wide_law"
+FOCUS = {
+    "siblings": "tree or traversal",
+    "dispatch": "mix",
+}  # what can notice a change of this file; a rule's own name, or all
+_LEFT_ALONE = {  # keywords that are no formulas
+    "strict",  # of zip: says that two lists are of one length, and they are
+    "device",  # noticed on a machine with an accelerator only: tests/verify/test_device.py
+}
+NO_REASON = "NOT EXPLAINED"
+_MOST_BYTES = 4 * 2**30
+
+_SWAPPED_BINARY = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Pow: ast.Mult,
+}
+_SWAPPED_COMPARISON: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
+    ast.Lt: (ast.LtE, ast.GtE),
+    ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.LtE),
+    ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+}
+# A call of one of these on a value is replaced by the value: clamps, copies, reductions, changes of shape or of number
+# format.
+_DROPPED_METHODS = {"clamp", "clamp_", "sub_", "clone", "to", "double", "squeeze", "unsqueeze", "cumsum", "values"}
+_DROPPED_FUNCTIONS = {"max", "min", "sorted", "reversed", "or_target"}
+_SWAPPED_NAMES = {
+    "amax": "amin",
+    "amin": "amax",
+    "argmax": "argmin",
+    "argmin": "argmax",
+    "any": "all",
+    "all": "any",
+    "max": "min",
+    "min": "max",
+}
+_SWAPPED_NAMES |= {"zeros_like": "ones_like", "ones_like": "zeros_like", "append": "remove"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: in which file and function, what stood there and what stands there now; `source` is the whole changed
+    file.
+    """
+
+    file: str
+    where: str
+    before: str
+    after: str
+    source: str
+
+    @property
+    def key(self) -> str:
+        """Identifies the changed file."""
+        return hashlib.sha256(self.source.encode()).hexdigest()[:16]
+
+    @property
+    def name(self) -> tuple[str, str, str, str]:
+        """Identifies the change in the report."""
+        return self.file, self.where, _one_line(self.before), _one_line(self.after)
+
+
+def _one_line(code: str) -> str:
+    flat = " ".join(code.split())
+    return flat if len(flat) <= 110 else f"{flat[:70]} ... {flat[-35:]}"
+
+
+# ---- making mutants
+
+
+def mutants_of(path: Path) -> Iterator[Mutant]:
+    """Every mutant of one file, without duplicates."""
+    tree = ast.parse(path.read_text())
+    seen = {ast.unparse(tree)}
+    places = [(node, where) for node, where in _walk(tree, "module")]
+    for index, (node, where) in enumerate(places):
+        for change in range(len(_changes(node))):
+            mutated = copy.deepcopy(tree)
+            twin = [found for found, _ in _walk(mutated, "module")][index]
+            before, after = _apply(mutated, twin, change)
+            source = ast.unparse(mutated)
+            if source not in seen:
+                seen.add(source)
+                yield Mutant(path.name, where, before, after, source)
+
+
+def _walk(node: ast.AST, where: str) -> Iterator[tuple[ast.AST, str]]:
+    """Nodes that may change, with the function they stand in; annotations, docstrings and type aliases are left out."""
+    for field, value in ast.iter_fields(node):
+        if field in ("annotation", "returns", "decorator_list", "type_params", "bases"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if not isinstance(child, ast.AST) or isinstance(child, ast.Import | ast.ImportFrom) or _is_text(child):
+                continue
+            if isinstance(child, ast.keyword) and child.arg in _LEFT_ALONE:
+                continue
+            inner = where
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+                inner = child.name if where == "module" else f"{where}.{child.name}"
+            yield child, inner
+            yield from _walk(child, inner)
+
+
+def _is_text(node: ast.AST) -> bool:
+    return (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+
+
+def _changes(node: ast.AST) -> list[ast.AST | None]:
+    """What may stand in place of `node`; None removes the statement."""
+    match node:
+        case ast.BinOp():
+            found: list[ast.AST | None] = [node.left, node.right]
+            if type(node.op) in _SWAPPED_BINARY:
+                found.append(ast.BinOp(node.left, _SWAPPED_BINARY[type(node.op)](), node.right))
+            return found
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            return [ast.Compare(left, [other()], [right]) for other in _SWAPPED_COMPARISON[type(op)]]
+        case ast.BoolOp():
+            other_op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+            return [ast.BoolOp(other_op, node.values), *node.values]
+        case (
+            ast.UnaryOp(op=ast.Not()) | ast.UnaryOp(op=ast.USub(), operand=ast.Name())
+        ):  # -1 is changed as the constant in it
+            return [node.operand]
+        case ast.Constant(value=bool()):
+            return [ast.Constant(not node.value)]
+        case ast.Constant(value=int() | float()):
+            wanted = {0: [1, -1], 1: [0, 2]}.get(node.value, [node.value + 1, 0])
+            return [ast.Constant(type(node.value)(value)) for value in wanted]
+        case ast.IfExp():
+            return [node.body, node.orelse, ast.IfExp(node.test, node.orelse, node.body)]
+        case ast.If():
+            tests = (ast.UnaryOp(ast.Not(), node.test), ast.Constant(True), ast.Constant(False))
+            return [ast.If(test, node.body, node.orelse) for test in tests]
+        case ast.Call():
+            return _changed_calls(node)
+        case ast.Subscript(slice=ast.Name() | ast.Attribute() | ast.Subscript() | ast.BinOp(), ctx=ast.Load()):
+            return [
+                ast.Subscript(node.value, ast.BinOp(node.slice, op, ast.Constant(1)), node.ctx)
+                for op in (ast.Add(), ast.Sub())
+            ]
+        case ast.Subscript(slice=ast.Slice(lower=lower, upper=upper, step=step)):
+            lowers = [
+                ast.Slice(ast.BinOp(lower, op, ast.Constant(1)), upper, step)
+                for op in (ast.Add(), ast.Sub())
+                if lower is not None
+            ]
+            uppers = [
+                ast.Slice(lower, ast.BinOp(upper, op, ast.Constant(1)), step)
+                for op in (ast.Add(), ast.Sub())
+                if upper is not None
+            ]
+            return [ast.Subscript(node.value, part, node.ctx) for part in (*lowers, *uppers)]
+        case ast.AugAssign():
+            swapped = (
+                [ast.AugAssign(node.target, _SWAPPED_BINARY[type(node.op)](), node.value)]
+                if type(node.op) in _SWAPPED_BINARY
+                else []
+            )
+            return [*swapped, ast.Assign([node.target], node.value), None]
+        case ast.comprehension(ifs=[_, *_]):
+            return [ast.comprehension(node.target, node.iter, [], 0)]
+        case ast.Tuple(elts=[first, second], ctx=ast.Load()):
+            return [ast.Tuple([second, first], node.ctx)]
+        case ast.Starred():
+            return []
+        case ast.Assert(test=ast.Compare(ops=[ast.IsNot()])):  # for the type checker
+            return []
+        case ast.Assign() | ast.Expr() | ast.Continue() | ast.Break() | ast.Assert():
+            return [None, *([ast.Break()] if isinstance(node, ast.Continue) else [])]
+        case ast.Return(value=ast.AST()):
+            return [ast.Return(ast.Constant(None))]
+        case ast.Attribute(attr=attr) if attr in _SWAPPED_NAMES:
+            return [ast.Attribute(node.value, _SWAPPED_NAMES[attr], node.ctx)]
+        case ast.Name(id=name, ctx=ast.Load()) if name in _SWAPPED_NAMES:
+            return [ast.Name(_SWAPPED_NAMES[name], node.ctx)]
+    return []
+
+
+def _changed_calls(node: ast.Call) -> list[ast.AST | None]:
+    """Calls without one keyword, or replaced by what they were made on or given."""
+    words = [word for word in node.keywords if word.arg not in {None, *_LEFT_ALONE}]
+    found: list[ast.AST | None] = [
+        ast.Call(node.func, node.args, [other for other in node.keywords if other is not word]) for word in words
+    ]
+    if isinstance(node.func, ast.Attribute) and node.func.attr in _DROPPED_METHODS:
+        found.append(node.func.value)
+    if isinstance(node.func, ast.Name) and node.func.id in _DROPPED_FUNCTIONS:
+        found += node.args
+    return found
+
+
+def _apply(tree: ast.AST, node: ast.AST, change: int) -> tuple[str, str]:
+    """Make one change in place; the code of the smallest whole piece around it before and after."""
+    new = _changes(node)[change]
+    parent, field, at = next(place for place in _places(tree) if _child(*place) is node)
+    # An expression is shown with what it stands in, and a comprehension's condition, an operand or an index would say
+    # nothing alone.
+    shown = parent if isinstance(parent, ast.expr | ast.keyword) or isinstance(node, ast.comprehension) else None
+    before = _code(shown or node)
+    if at is None:
+        setattr(parent, field, new)
+    else:
+        getattr(parent, field)[at] = ast.Pass() if new is None else new
+    ast.fix_missing_locations(tree)
+    return before, "(removed)" if new is None else _code(shown or new)
+
+
+def _places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
+    for parent in ast.walk(tree):
+        for field, value in ast.iter_fields(parent):
+            yield from (
+                ((parent, field, at) for at in range(len(value)))
+                if isinstance(value, list)
+                else [(parent, field, None)]
+            )
+
+
+def _child(parent: ast.AST, field: str, at: int | None) -> object:
+    return getattr(parent, field) if at is None else getattr(parent, field)[at]
+
+
+def _code(node: ast.AST) -> str:
+    return f"if {ast.unparse(node.test)}: ..." if isinstance(node, ast.If) else ast.unparse(node)
+
+
+# ---- judging them
+
+
+class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Serves one module from changed source."""
+
+    def __init__(self, module: str, code: CodeType) -> None:
+        self.module, self.code = module, code
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: object,  # noqa: ARG002
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.util.spec_from_loader(fullname, self) if fullname == self.module else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(self.code, module.__dict__)
+
+
+def judge(mutant: Mutant | None, limit_s: int) -> tuple[str, float]:
+    """Run the tests against one mutant (None: the package as it is) in a forked process: "survived", "killed" or
+    "timeout", and its CPU seconds.
+
+    The limit is one of CPU time, so that a busy machine kills nothing.
+    """
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES)
+        )  # an endless loop may fill the memory first
+        _run_tests(mutant)
+    _, status, usage = os.wait4(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    verdict = "survived" if code == 0 else "timeout" if code in (-signal.SIGXCPU, -signal.SIGKILL) else "killed"
+    return verdict, usage.ru_utime + usage.ru_stime
+
+
+def _run_tests(mutant: Mutant | None) -> None:
+    """In the forked process: swap the file, run, leave with pytest's exit code."""
+    code = 70
+    try:
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        for name in [
+            name
+            for name in sys.modules
+            if name == "foretoken.verify" or name.startswith(("foretoken.verify.", "tests."))
+        ]:
+            del sys.modules[name]
+        if mutant is not None:
+            module = f"foretoken.verify.{mutant.file.removesuffix('.py')}"
+            sys.meta_path.insert(0, _Changed(module, compile(mutant.source, mutant.file, "exec")))
+        import hypothesis
+        import pytest
+
+        from foretoken.verify import RULES as rules
+
+        quietly = ["-x", "-q", "-p", "no:cacheprovider", "--noconftest"]
+        # A failing example is enough, the smallest one would take its time; and some examples are enough for a mutant.
+        hypothesis.settings.register_profile(
+            "first failure", phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate)
+        )
+        hypothesis.settings.load_profile("first failure")
+        _a_little_of_everything()
+        from tests.verify import batches
+
+        batches.QUICK = hypothesis.settings(batches.QUICK, max_examples=25)
+        stem = mutant.file.removesuffix(".py") if mutant is not None else "base"
+        focus = FOCUS.get(stem, stem if stem in rules else "")
+        code = int(pytest.main([*quietly, *_paths(SINGLE_CASES)]))
+        code = code or int(
+            pytest.main([*quietly, "-k", f"({focus}) and {UNSELECTED}" if focus else UNSELECTED, *_paths(MANY_CASES)])
+        )
+    except BaseException:  # noqa: BLE001 - whatever a mutant does, it counts as noticed
+        code = 71
+    finally:
+        os._exit(code)
+
+
+def _paths(names: Sequence[str]) -> list[str]:
+    return [str(ROOT / "tests" / "verify" / name) for name in names]
+
+
+def _a_little_of_everything() -> None:
+    """One small exact law and some decisions for every rule and kind of draft, without pytest: what most mutants do not
+    survive.
+    """
+    from foretoken.verify import RULES
+    from tests.helpers.enumeration import (
+        RandomTables,
+        cases_of,
+        check_decisions,
+        complete,
+        emitted_law,
+        joint,
+        max_error,
+    )
+    from tests.verify.drafters import KINDS, TREES, chain_drafter, tree_drafter
+
+    target, laws = RandomTables(3, seed=34, holes=0.3), RandomTables(3, seed=35, holes=0.3)
+    for kind in ("mixed", "dropped", "model", "coin", "point", *TREES, *KINDS):
+        cases = cases_of(
+            tree_drafter(kind, 2, laws, 36) if kind in TREES else chain_drafter(kind, 2, laws, 36), {(): 1.0}
+        )
+        for name, rule in RULES.items():
+            if (
+                not rule.lossless
+                or name == "greedy"
+                or (name, kind) == ("coupled", "twice")
+                or (kind in TREES and not rule.takes_trees)
+            ):
+                continue
+            if max_error(complete(emitted_law(rule, cases, target), target, 3), joint(target, 3)) > 1e-12:
+                os._exit(1)
+            if name != "coupled":
+                check_decisions(rule, cases[:40], target)
+
+
+# ---- remembering and reporting
+
+
+def _test_hash() -> str:
+    files = [*sorted((ROOT / "tests" / "verify").glob("*.py")), ROOT / "tests" / "helpers" / "enumeration.py"]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def _known() -> dict[str, tuple[str, str]]:
+    """Verdict and hash of the tests by mutant, from earlier runs."""
+    if not STATE.exists():
+        return {}
+    rows = [json.loads(line) for line in STATE.read_text().splitlines()]
+    return {row["key"]: (row["verdict"], row["tests"]) for row in rows}
+
+
+def _reasons() -> dict[tuple[str, ...], str]:
+    """What the report says about each survivor."""
+    if not REPORT.exists():
+        return {}
+    rows = [line.strip().strip("|").split(" | ") for line in REPORT.read_text().splitlines() if line.startswith("| `")]
+    return {tuple(cell.strip().strip("`") for cell in row[:4]): row[4].strip() for row in rows if len(row) == 5}
+
+
+def _report(mutants: Sequence[Mutant], known: dict[str, tuple[str, str]], seconds: float) -> int:
+    """Write docs/mutations.md; the number of survivors without a reason."""
+    reasons, tests = _reasons(), _test_hash()
+    counts: dict[str, Counter[str]] = {}
+    survivors = []
+    for mutant in mutants:
+        verdict, judged_by = known.get(mutant.key, ("not run", tests))
+        verdict = verdict if verdict != "survived" or judged_by == tests else "not run"
+        counts.setdefault(mutant.file, Counter())[verdict] += 1
+        if verdict == "survived":
+            survivors.append(mutant)
+    total = sum(counts.values(), Counter())
+    columns = ("killed", "timeout", "survived", "not run")
+    lines = [
+        "# Mutations of the verification rules",
+        "",
+        (
+            "One operator, comparison, constant, operand, index or statement of `foretoken/verify` is broken "
+            "at a time, and the tests of"
+        ),
+        (
+            "`tests/verify` (exact enumeration and properties; `test_broken_*` not needed) must notice. A "
+            "mutant that never ends counts as"
+        ),
+        "noticed. Every survivor is listed with the reason why it cannot change what a rule does.",
+        "",
+        (
+            f"Date {datetime.datetime.now(datetime.UTC):%Y-%m-%d} · command `python -m studies.mutate_rules` "
+            f"· Python {platform.python_version()} · "
+            f"{sum(total.values())} mutants, {total['killed'] + total['timeout']} noticed, "
+            f"{total['survived']} equivalent, {total['not run']} not run"
+        )
+        + (f" · {seconds / 60:.0f} min for the last part" if seconds > 60 else ""),
+        "",
+        "| file | mutants | failed a test | did not end | survived | not run |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {file} | {sum(count.values())} | {' | '.join(str(count[column]) for column in columns)} |"
+            for file, count in counts.items()
+        ),
+        "",
+        "## Survivors",
+        "",
+        "| file | function | before | after | why it is equivalent |",
+        "|---|---|---|---|---|",
+    ]
+    unexplained = 0
+    for mutant in survivors:
+        cells = [cell.replace("|", "¦") for cell in mutant.name]
+        reason = reasons.get(tuple(cells), NO_REASON)
+        unexplained += reason == NO_REASON
+        lines.append(f"| {' | '.join(f'`{cell}`' for cell in cells)} | {reason} |")
+    REPORT.write_text("\n".join(lines) + "\n")
+    return unexplained
+
+
+def main() -> int:
+    """Make, judge, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="names of files without .py, comma-separated; none = report only")
+    parser.add_argument(
+        "--limit-s", type=int, default=0, help="CPU seconds of one mutant (default: 3 times the tests as they are)"
+    )
+    parser.add_argument("--fresh", action="store_true", help="forget earlier runs")
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    os.chdir(ROOT)
+    import hypothesis  # noqa: F401 - imported once here, shared by every forked process
+    import numpy  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+
+    import foretoken  # noqa: F401
+
+    torch.set_num_threads(1)
+    if options.fresh:
+        STATE.unlink(missing_ok=True)
+    STATE.parent.mkdir(exist_ok=True)
+    mutants = [
+        mutant for path in sorted(RULES.glob("*.py")) if path.name != "__init__.py" for mutant in mutants_of(path)
+    ]
+    chosen = [
+        mutant for mutant in mutants if not options.only or mutant.file.removesuffix(".py") in options.only.split(",")
+    ]
+    known, tests, began = _known(), _test_hash(), time.monotonic()
+    todo = [m for m in chosen if m.key not in known or (known[m.key][0] == "survived" and known[m.key][1] != tests)]
+    if todo:
+        verdict, took_s = judge(None, 600)
+        if verdict != "survived":
+            print("the tests fail on the package as it is", file=sys.stderr)
+            return 2
+        limit_s = options.limit_s or round(3 * took_s)
+    for done, mutant in enumerate(todo):
+        verdict, took_s = judge(mutant, limit_s)
+        known[mutant.key] = verdict, tests
+        with STATE.open("a") as state:
+            state.write(
+                json.dumps(
+                    {"key": mutant.key, "verdict": verdict, "tests": tests, "s": round(took_s, 2), "name": mutant.name}
+                )
+                + "\n"
+            )
+        left_s = (time.monotonic() - began) / (done + 1) * (len(todo) - done - 1)
+        print(
+            (
+                f"{done + 1}/{len(todo)} {left_s / 60:.0f} min left  {verdict:8} {took_s:5.1f} s  "
+                f"{' : '.join(mutant.name)}"
+            ),
+            flush=True,
+        )
+    unexplained = _report(mutants, known, time.monotonic() - began)
+    print(f"{REPORT.relative_to(ROOT)} written; {unexplained} survivors without a reason")
+    return 1 if unexplained else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

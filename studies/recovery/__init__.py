@@ -1,0 +1,1 @@
+"""How soon does the number of draft tokens follow a change of acceptance?"""

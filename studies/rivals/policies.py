@@ -1,0 +1,254 @@
+"""How other engines choose the number of draft tokens, as policies in place of `control.policy.BudgetPolicy`.
+
+Like that policy they decide before any token of the round is drawn, learn from finished rounds only, and keep a number
+that the caller set. None of them takes the cost of a step into account, which is what the comparison is about.
+"""
+
+# ruff: noqa: ARG002 - a policy is told more than these use
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+from foretoken.control.candidates import NO_DRAFT, DraftBudget, RequestOptions
+from foretoken.control.cost import CostTable
+from foretoken.control.policy import Policy
+from foretoken.control.previews import Preview
+from foretoken.errors import InputError
+from foretoken.params import is_count
+
+MEASURED = "measured"
+TABLE: Mapping[int, int] = {1: 5, 4: 3, 16: 1, 32: 0}
+STEP_SETS: Mapping[int, tuple[int, ...]] = {1: (1, 3, 5, 7), 8: (0, 1, 3), 32: (0, 1), 64: (0,)}
+_EMA_WEIGHT = 0.2
+_WARM_ROUNDS = 10
+_EVERY = 5
+_FIRST_STEPS = 3
+_HALF, _DOWN_HYSTERESIS = 0.5, -0.25
+_HEURISTIC_FIRST, _HEURISTIC_MORE, _HEURISTIC_LESS = 5, 2, 1
+
+
+class _RivalPolicy:
+    """What these policies share: a request uses its first drafter, and accepted draft tokens are counted in one way.
+
+    Step costs are recorded for the controller, and not used.
+    """
+
+    def __init__(self) -> None:
+        self.target_cost = CostTable()
+        self._granted: dict[int, int] = {}  # draft tokens of the last planned round, by request with an open number
+
+    def plan(self, wishes: Sequence[RequestOptions]) -> list[DraftBudget]:
+        """The policy's number for every request that left it open, at most what its drafter can use."""
+        drafting = {wish.request_id for wish in wishes if wish.is_open and wish.arms}
+        numbers = self._numbers_for(wishes)
+        grants = [_granted(wish, number) for wish, number in zip(wishes, numbers, strict=True)]
+        self._granted = {
+            wish.request_id: grant.num_draft
+            for wish, grant in zip(wishes, grants, strict=True)
+            if wish.request_id in drafting
+        }
+        return grants
+
+    def observe_step(
+        self, num_rows: int, num_nodes: int, target_s: float, num_tokens: int = 0, draft_s: float = 0.0
+    ) -> None:
+        """Record the step for the controller."""
+        self.target_cost.observe(num_rows, target_s)
+
+    def observe_draft(
+        self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0
+    ) -> None:
+        """Not used."""
+
+    def observe_round(
+        self,
+        request_id: int,
+        drafter: Hashable,
+        num_offered: int,
+        chances: Sequence[float],
+        parents: Sequence[int] = (),
+    ) -> None:
+        """Count accepted draft tokens."""
+        if self._granted.get(request_id):
+            self._saw(request_id, len(chances), sum(chances))
+
+    def observe_preview(self, request_id: int, drafter: Hashable, look: Preview, found: Sequence[bool | None]) -> None:
+        """Count accepted tokens of a preview, as far as it was drafted."""
+        used = found[: self._granted.get(request_id, 0)]
+        if used:
+            self._saw(request_id, len(used), sum(right is True for right in used))
+
+    def observe_rest(self, request_id: int) -> None:
+        """Not used."""
+
+    def finish(self, request_id: int) -> None:
+        """Drop what is kept of a request."""
+        self._granted.pop(request_id, None)
+
+    def _numbers_for(self, wishes: Sequence[RequestOptions]) -> list[int]:
+        """A number for each request."""
+        raise NotImplementedError
+
+    def _saw(self, request_id: int, num_guesses: int, num_accepted: float) -> None:
+        """Observe that `num_accepted` of a request's `num_guesses` draft tokens were accepted."""
+
+
+class BatchTable(_RivalPolicy):
+    """A number of draft tokens by batch size, the same for all requests: vLLM's dynamic speculation.
+
+    `table` maps the least size of a batch to the number that it gets; smaller batches than any in it get the first
+    number.
+
+    Raises:
+        InputError: an empty table, a size below 1 or a number below 0.
+    """
+
+    def __init__(self, table: Mapping[int, int] = TABLE) -> None:
+        if not table or min(table) < 1 or min(table.values()) < 0:
+            raise InputError(
+                "table",
+                dict(table),
+                "must map batch sizes of at least 1 to numbers of guesses of at least 0, such as 1:5,4:3,16:1",
+            )
+        super().__init__()
+        self.table = dict(sorted(table.items()))
+
+    def _numbers_for(self, wishes: Sequence[RequestOptions]) -> list[int]:
+        return [self.table[_slot(tuple(self.table), len(wishes))]] * len(wishes)
+
+
+def measured_table(tokens_per_s: Mapping[int, Mapping[int, float]]) -> dict[int, int]:
+    """The table of the fastest number of draft tokens by batch size; the smaller of two that are equally fast.
+
+    `tokens_per_s` is by batch size and number of draft tokens.
+    """
+    return {batch: max(sorted(speeds), key=speeds.__getitem__) for batch, speeds in tokens_per_s.items()}
+
+
+class _StepSlot:
+    """One of several numbers of draft tokens, chosen by a moving average of accepted tokens."""
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        self.steps = sorted(steps)
+        self.current = _FIRST_STEPS if _FIRST_STEPS in self.steps else self.steps[len(self.steps) // 2]
+        self.mean_accepted = float(self.current - 1)
+        self._num_rounds = 0
+
+    def take_in(self, accepted: Sequence[float]) -> None:
+        """Count a round; `accepted` holds the accepted tokens of every request that drafted."""
+        if self.current and accepted:
+            self.mean_accepted += _EMA_WEIGHT * (sum(accepted) / len(accepted) - self.mean_accepted)
+        self._num_rounds += 1
+        if self._num_rounds > _WARM_ROUNDS and (self._num_rounds - _WARM_ROUNDS) % _EVERY == 0:
+            self.current = self.steps[self._next_place(self.steps.index(self.current))]
+
+    def _next_place(self, place: int) -> int:
+        lowest = place
+        while lowest and self.mean_accepted <= max(_HALF, self.steps[lowest - 1] - _HALF) + _DOWN_HYSTERESIS:
+            lowest -= 1
+        if lowest < place:
+            return lowest
+        # From 0 it always rises: an interval without drafting is followed by a trial.
+        while place < len(self.steps) - 1 and self.mean_accepted > self.steps[place] - _HALF:
+            place += 1
+        return place
+
+
+class EmaPolicy(_RivalPolicy):
+    """SGLang's adaptive speculation (`adaptive_spec_params.py`): an exponential moving average of accepted tokens per
+    round and request selects the number of draft tokens from a set that depends on the batch size.
+
+    Weight 0.2; no change in the first 10 rounds, then at most every 5th; going down needs a quarter of a token more
+    than going up; after an interval without drafting the smallest number is tried. Where a rule reports acceptance
+    probabilities, these are averaged.
+    """
+
+    def __init__(self, step_sets: Mapping[int, Sequence[int]] = STEP_SETS) -> None:
+        if not step_sets or not all(step_sets.values()):
+            raise InputError(
+                "step_sets", dict(step_sets), "must map batch sizes to numbers of guesses, at least one each"
+            )
+        super().__init__()
+        self.slots = {batch: _StepSlot(steps) for batch, steps in sorted(step_sets.items())}
+        self._last: _StepSlot | None = None
+        self._accepted: list[float] = []
+
+    def _numbers_for(self, wishes: Sequence[RequestOptions]) -> list[int]:
+        if self._last is not None:
+            self._last.take_in(self._accepted)
+        self._accepted = []
+        slot = self.slots[_slot(tuple(self.slots), len(wishes))]
+        self._last = slot if any(wish.is_open and wish.arms for wish in wishes) else None
+        return [slot.current] * len(wishes)
+
+    def _saw(self, request_id: int, num_guesses: int, num_accepted: float) -> None:
+        self._accepted.append(num_accepted)
+
+
+class HeuristicPolicy(_RivalPolicy):
+    """The schedule "heuristic" of transformers' assisted generation, per request: two draft tokens more after a round
+    in which all were accepted, one less after any other, at least one. It starts with 5; a round without drafting
+    changes nothing.
+    """
+
+    def __init__(self, first: int = _HEURISTIC_FIRST) -> None:
+        if first < 1:
+            raise InputError("first", first, "must be at least 1")
+        super().__init__()
+        self.first = first
+        self._numbers: dict[int, int] = {}
+
+    def finish(self, request_id: int) -> None:
+        """Drop its number."""
+        super().finish(request_id)
+        self._numbers.pop(request_id, None)
+
+    def _numbers_for(self, wishes: Sequence[RequestOptions]) -> list[int]:
+        return [self._numbers.get(wish.request_id, self.first) for wish in wishes]
+
+    def _saw(self, request_id: int, num_guesses: int, num_accepted: float) -> None:
+        if num_guesses:
+            number = self._numbers.get(request_id, self.first)
+            all_stood = num_accepted > num_guesses - _HALF
+            self._numbers[request_id] = number + _HEURISTIC_MORE if all_stood else max(1, number - _HEURISTIC_LESS)
+
+
+def rival_policies(table: Mapping[int, int] = TABLE) -> dict[str, Callable[[], Policy]]:
+    """The policies by the names that settings of a load measurement use."""
+    return {"table": lambda: BatchTable(table), "ema": EmaPolicy, "heuristic": HeuristicPolicy}
+
+
+def parse_table(text: str) -> dict[int, int] | None:
+    """A table written as 1:5,4:3,16:1; None for `measured`.
+
+    Raises:
+        InputError: anything else.
+    """
+    if text == MEASURED:
+        return None
+    pairs = [part.partition(":") for part in text.split(",") if part.strip()]
+    if not pairs or not all(is_count(batch.strip()) and is_count(number.strip()) for batch, _, number in pairs):
+        raise InputError(
+            "table", text, f"must be BATCH:NUMBER separated by commas, such as {table_text(TABLE)}, or {MEASURED}"
+        )
+    return BatchTable({int(batch): int(number) for batch, _, number in pairs}).table
+
+
+def table_text(table: Mapping[int, int]) -> str:
+    """The table as `parse_table` reads it."""
+    return ",".join(f"{batch}:{number}" for batch, number in table.items())
+
+
+def _slot(sizes: Sequence[int], batch: int) -> int:
+    """The largest of `sizes` (in order) that is not above `batch`, or the first one."""
+    return sizes[max(0, bisect_right(sizes, batch) - 1)]
+
+
+def _granted(wish: RequestOptions, number: int) -> DraftBudget:
+    if not wish.arms:
+        return NO_DRAFT
+    arm = wish.arms[0]
+    count = min(number, arm.most) if wish.is_open else arm.most
+    return DraftBudget(arm.number, count) if count else NO_DRAFT

@@ -1,0 +1,1 @@
+"""Does the simulator predict what the engine then does?"""

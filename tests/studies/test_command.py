@@ -1,0 +1,48 @@
+"""Every study has a command line and a line in studies/README.md; results carry their origin."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import studies
+from studies.command import record, setting_of
+
+FOLDER = Path(studies.__file__).parent
+STUDIES = [module.name for module in pkgutil.iter_modules([str(FOLDER)]) if module.name != "command"]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_says_what_it_does(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = f"studies.{name}.__main__" if (FOLDER / name).is_dir() else f"studies.{name}"
+    module = importlib.import_module(place)
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    with pytest.raises(SystemExit) as stop:
+        module.main()
+    assert stop.value.code == 0
+    assert f"python -m studies.{name}" in capsys.readouterr().out
+    assert f"| `{name}` |" in (FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_result_carries_command_machine_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["anything", "--rows", "1"])
+    found = record("step_cost", {"rows": [1], "ratio": math.nan}, tmp_path / "r.json")
+    raw = json.loads((tmp_path / "r.json").read_text())
+    assert raw["command"] == found["command"] == "python -m studies.step_cost --rows 1"
+    assert raw["rows"] == [1]
+    assert raw["ratio"] is None
+    assert raw["machine"]["cores"] >= 1
+    assert {"date", "versions"} <= set(raw)
+
+
+def test_a_setting_is_what_json_can_hold() -> None:
+    options = argparse.Namespace(model=Path("m"), rows=3, out=Path("x"))
+    assert setting_of(options) == {"model": "m", "rows": 3}
