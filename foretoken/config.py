@@ -48,8 +48,7 @@ FIELDS_OF: Mapping[str, tuple[str, ...]] = {
         "tree",
         "branching",
     ),
-    "suffix": ("corpus", "tenant"),
-    "predicted": ("prediction",),
+    "suffix": ("corpus",),
     "early_exit": ("exit_layer", "skip_layers", "draft_probability", "min_confidence", "draft_top_k"),
     "lookahead": ("lookahead_window", "lookahead_ngram"),
     "cascade": ("draft", "draft_dtype", "draft_probability", "min_confidence", "draft_top_k"),
@@ -58,6 +57,8 @@ QUANTISED: tuple[str, ...] = ("int8", "int4")
 DRAFT_DTYPES: tuple[str, ...] = ("auto", "bfloat16", "float16", "float32", *QUANTISED)
 # Eight rows: with a few guesses beside them about what a CPU runs at little more than the price of one.
 _LOOKAHEAD: Mapping[str, int] = {"lookahead_window": 4, "lookahead_ngram": 3}
+DTYPES: tuple[str, ...] = ("auto", "float32", "float16", "bfloat16", "float64")
+NUMERICS: tuple[str, ...] = ("default", "strict")
 TREES: tuple[str, ...] = ("chain", "static", "best_first")
 RULES: tuple[str, ...] = ("auto", "greedy", "rejection", "block", "coupled", "tree", "traversal", "typical")
 DRAFT_VOCABULARIES: tuple[str, ...] = ("auto", "same", "strings", "intersection")
@@ -73,9 +74,9 @@ A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with refe
 class SpecConfig:
     """Who drafts, how much, and which rule decides.
 
-    `drafter=None` is plain decoding, which takes `tenant` and `slice` and nothing else (plain decoding under a rule of
-    your choice is any drafter with `num_draft=0`). `draft` is the draft model's folder or hub id, maybe the target's
-    own; `draft_dtype` the format of its weights: "auto" takes the target's option; "int8" and "int4" (CPU) read a half
+    `drafter=None` is plain decoding, which takes nothing else (plain decoding under a rule of your choice is any
+    drafter with `num_draft=0`). `draft` is the draft model's folder or hub id, maybe the target's own; `draft_dtype` the
+    format of its weights: "auto" takes the target's option; "int8" and "int4" (CPU) read a half
     and a quarter of the bytes. `num_draft="auto"` leaves the number to the engine. `rule="auto"` is greedy at
     temperature 0, coupled when the request has a seed, otherwise block for sampled chains and tree for trees. Three
     ways to draft less, each exact because the mass handed over accounts for it:
@@ -93,9 +94,9 @@ class SpecConfig:
     one number or one for each depth (the tree is then no deeper); None: 4. Rules that judge chains only get a chain. In
     trees `min_confidence` leaves out the children of a guess; `draft_probability` is for chains.
 
-    `prediction` is the text (or token ids) that drafter `predicted` expects. Drafter `suffix` also guesses from the
-    text file `corpus` and from finished answers of the same `tenant` (the empty name is one too), never from another's;
-    nor does a request begin with keys and values that another tenant's computed.
+    Drafter `predicted` drafts the request's `SamplingParams.prediction`, and only requests that have one can use it.
+    Drafter `suffix` also guesses from the text file `corpus` and from finished answers of the same tenant
+    (`SamplingParams.tenant`).
 
     Drafter `early_exit` is the target itself without some of its layers: its first `exit_layer` ones, or all but
     `skip_layers` (numbers from 0). "auto" learns from the answers how many, or which, give the most tokens per cost,
@@ -106,20 +107,18 @@ class SpecConfig:
     (`stats.num_probed`).
 
     `parts` are the drafters that a composite drafter works with: names, or configurations of their own; a name takes
-    over what is set here (`draft`, `corpus`, ...). A part's `num_draft` is the most it hands over at once.
+    over what is set here (`draft`, `corpus`, ...). A part's `num_draft` is the most it hands over at once. Without
+    `parts` a composite drafter works with its usual ones, and `predicted` is among them for requests that have a
+    prediction (`for_request`).
 
     - `cascade`: each part's guesses are verified by the next part, a draft model, exactly; the last one's tokens are
       the guesses. Cheapest first; `ngram` under `draft_model` by default.
-    - `mix`: several drafters for one request; `ngram`, `suffix`, `recycling`, and `predicted` and `draft_model` where
-      there is a prediction and a draft, by default. With `combine="best"` the one with the most expected tokens per
+    - `mix`: several drafters for one request; `ngram`, `suffix`, `recycling`, and `draft_model` where there is a draft,
+      by default. With `combine="best"` the one with the most expected tokens per
       second guesses, with `"merge"` the likeliest guesses of all of them form one tree (under rules that take chains
       only: best).
     - `auto`: the engine chooses anew in every round who guesses for which request, and how much, weighing all requests
-      of the step together; `ngram`, `suffix`, and `predicted` and `draft_model` where there is a prediction and a
-      draft, by default.
-
-    `slice` names the kind of text ("code", "chat"): what the engine learns of a drafter there is where the next request
-    of that name begins.
+      of the step together; `ngram`, `suffix`, and `draft_model` where there is a draft, by default.
     """
 
     drafter: str | None = None
@@ -132,10 +131,7 @@ class SpecConfig:
     draft_top_k: int = 0
     draft_dtype: str = "auto"
     draft_vocabulary: str = "auto"
-    prediction: str | Sequence[int] | None = None
     corpus: str | None = None
-    tenant: str = ""
-    slice: str = ""
     exit_layer: int | Literal["auto"] = "auto"
     skip_layers: Sequence[int] | Literal["auto"] | None = None
     parts: Sequence[str | SpecConfig] = ()
@@ -156,7 +152,7 @@ class SpecConfig:
             )
         if self.draft is not None and (not isinstance(self.draft, str) or not self.draft):
             raise ConfigError("draft", self.draft, f"must be {A_DRAFT}")
-        self._expand_parts()
+        self._check_given_parts()
         self._check_nesting()
         if self.rule not in RULES:
             raise ConfigError("rule", self.rule, f"choose one of {', '.join(RULES)}")
@@ -202,8 +198,29 @@ class SpecConfig:
 
     @cached_property
     def configs(self) -> tuple[SpecConfig, ...]:
-        """`parts` as configurations."""
-        return tuple(part for part in self.parts if isinstance(part, SpecConfig))
+        """The parts as configurations: `parts`, or the usual ones of a composite drafter."""
+        if self.parts:
+            return tuple(part for part in self.parts if isinstance(part, SpecConfig))
+        return tuple(self._part(name) for name in self._usual_parts())
+
+    def for_request(self, prediction: str | Sequence[int] | None) -> SpecConfig:
+        """The configuration under which a request with this prediction runs: `predicted` joins the usual parts.
+
+        Raises:
+            ConfigError: a prediction that no drafter takes, or `predicted` without one.
+        """
+        spec = self
+        if prediction is not None and not self.parts and self.drafter in ("mix", "auto"):
+            names = list(self._usual_parts())
+            names.insert(names.index("draft_model") if "draft_model" in names else len(names), "predicted")
+            spec = replace(self, parts=tuple(names))
+        if prediction is not None and "predicted" not in spec.leaves:
+            raise self._only_for("prediction", prediction, "predicted")
+        if prediction is None and "predicted" in spec.leaves:
+            raise ConfigError(
+                "prediction", None, "drafter='predicted' needs the text that you expect: set SamplingParams.prediction"
+            )
+        return spec
 
     def at_most(self, count: int) -> int:
         """`count`, or `num_draft` where that is a smaller number."""
@@ -221,7 +238,7 @@ class SpecConfig:
     @property
     def leaves(self) -> frozenset[str]:
         """Names of the simple drafters at work: the drafter itself, or those that its parts come down to."""
-        if not self.parts:
+        if not self.configs:
             return frozenset() if self.drafter is None else frozenset({self.drafter})
         return frozenset(name for part in self.configs for name in part.leaves)
 
@@ -235,20 +252,20 @@ class SpecConfig:
     def _needs(self, field: str, drafter: str) -> None:
         """Refuse `field` where `drafter` is not at work."""
         if drafter not in self.leaves:
-            others = ", ".join(str(part.drafter) for part in self.configs)
-            remedy = (
-                f" (parts: {others}): name {drafter} among the parts" if others else f": name {drafter} as the drafter"
-            )
-            raise ConfigError(
-                field,
-                getattr(self, field),
-                f"only drafter={drafter!r} takes it, not drafter={self.drafter!r}{remedy}, or leave it out",
-            )
+            raise self._only_for(field, getattr(self, field), drafter)
 
-    def _expand_parts(self) -> None:
-        """Make every part a configuration: one given by name takes over the fields that its drafter reads."""
-        if self.drafter in COMPOSITES and isinstance(self.parts, list | tuple) and not self.parts:
-            object.__setattr__(self, "parts", self._usual_parts())
+    def _only_for(self, field: str, value: object, drafter: str) -> ConfigError:
+        """The error for an option that only `drafter` takes, which is not at work here."""
+        others = ", ".join(str(part.drafter) for part in self.configs)
+        remedy = f" (parts: {others}): name {drafter} among the parts" if others else f": name {drafter} as the drafter"
+        return ConfigError(
+            field,
+            value,
+            f"only drafter={drafter!r} takes it, not drafter={self.drafter!r}{remedy}, or leave it out",
+        )
+
+    def _check_given_parts(self) -> None:
+        """Make every given part a configuration."""
         if self.parts and self.drafter not in COMPOSITES:
             raise ConfigError(
                 "parts",
@@ -261,19 +278,14 @@ class SpecConfig:
         for part in self.parts:
             if not isinstance(part, str | SpecConfig):
                 raise ConfigError("parts", part, "each must be the name of a drafter or a SpecConfig")
-            parts.append(
-                SpecConfig(part, **{name: getattr(self, name) for name in FIELDS_OF.get(part, ())})
-                if isinstance(part, str)
-                else part
-            )
+            parts.append(self._part(part) if isinstance(part, str) else part)
             if parts[-1].drafter is None:
                 raise ConfigError("parts", part, "names no drafter")
-        if self.tenant and isinstance(self.tenant, str):  # whose text it is does not depend on who guesses
-            parts = [replace(part, tenant=self.tenant) for part in parts]
         object.__setattr__(self, "parts", tuple(parts))
-        predictions = list(dict.fromkeys(part.prediction for part in parts if part.prediction is not None))
-        if predictions and self.prediction is None:
-            object.__setattr__(self, "prediction", predictions[0])
+
+    def _part(self, name: str) -> SpecConfig:
+        """The part called `name`, which takes over the fields that its drafter reads."""
+        return SpecConfig(name, **{field: getattr(self, field) for field in FIELDS_OF.get(name, ())})
 
     def _check_nesting(self) -> None:
         """Only a cascade may be a part."""
@@ -286,12 +298,11 @@ class SpecConfig:
                 )
 
     def _usual_parts(self) -> tuple[str, ...]:
-        """What a composite drafter works with unless told otherwise."""
+        """What a composite drafter works with unless told otherwise; nothing for a simple one."""
         if self.drafter == "cascade":
             return ("ngram", "draft_model")
-        given = {"predicted": self.prediction, "draft_model": self.draft}
-        always = ("ngram", "suffix") if self.drafter == "auto" else ("ngram", "suffix", "recycling")
-        return (*always, *(name for name, value in given.items() if value is not None))
+        usual = {"auto": ("ngram", "suffix"), "mix": ("ngram", "suffix", "recycling")}.get(str(self.drafter), ())
+        return (*usual, "draft_model") if usual and self.draft is not None else usual
 
     def _check_parts(self) -> None:
         """What parts may be, and that nothing set here or there is left without effect."""
@@ -302,12 +313,6 @@ class SpecConfig:
                 )
             if part.drafter == "draft_model" and part.draft is None:
                 raise ConfigError("draft", None, f"part 'draft_model' of drafter={self.drafter!r} needs {A_DRAFT}")
-            if part.prediction is not None and part.prediction != self.prediction:
-                raise ConfigError(
-                    "prediction",
-                    part.prediction,
-                    "a request has one prediction, and the drafter or another part names another",
-                )
             if part.draft_probability != self.draft_probability and not part.leaves.isdisjoint(SAMPLERS):
                 raise ConfigError(
                     "draft_probability",
@@ -374,23 +379,12 @@ class SpecConfig:
             )
 
     def _check_texts(self) -> None:
-        for name in ("draft", "prediction", "corpus", "tenant", "slice"):
+        for name in ("draft", "corpus"):
             value = getattr(self, name)
             if isinstance(value, str):
                 check_text(name, value)
-        if self.prediction is not None:
-            self._needs("prediction", "predicted")
-            if not isinstance(self.prediction, str | list | tuple) or not self.prediction:
-                raise ConfigError("prediction", self.prediction, "must be a text or a list of token ids, and not empty")
-            if not isinstance(self.prediction, str):
-                object.__setattr__(self, "prediction", tuple(self.prediction))
-        elif self.drafter == "predicted":
-            raise ConfigError("prediction", None, "drafter='predicted' needs the text that you expect")
         if self.corpus is not None and (not isinstance(self.corpus, str) or not self.corpus):
             raise ConfigError("corpus", self.corpus, "must be the name of a text file")
-        for name in ("tenant", "slice"):
-            if not isinstance(getattr(self, name), str):
-                raise ConfigError(name, getattr(self, name), "must be a text")
         if self.corpus:
             self._needs("corpus", "suffix")
 
@@ -504,6 +498,9 @@ def check_option(kind: type, key: str, value: object) -> None:
     """
     known = [field.name for field in fields(kind)]
     if key not in known:
+        for other in (SamplingParams, SpecConfig):
+            if key in {field.name for field in fields(other)}:
+                raise ConfigError(key, value, f"is a field of {other.__name__}, not of {kind.__name__}")
         near = difflib.get_close_matches(key, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
         raise ConfigError(key, value, f"unknown option of {kind.__name__}; {hint}")

@@ -6,8 +6,8 @@ DRAFTER-auto              the engine's own policy chooses how many
 DRAFTER-table             a rule of another engine does (`bench.rival_policies`): table, ema or heuristic
 table, ema, heuristic     the same for the draft model where there is one, otherwise for ngram
 auto                      the engine also chooses who guesses
-auto-slices               the same, and requests name their slice (`SpecConfig.slice`), so that each begins with what
-others of it showed
+auto-slices               the same, and requests name their slice (`SamplingParams.slice`), so that each begins with
+what others of it showed
 """
 
 from __future__ import annotations

@@ -12,11 +12,21 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from foretoken.config import COMBINE, COMPOSITES, DRAFT_DTYPES, DRAFT_VOCABULARIES, DRAFTERS, RULES, TREES, SpecConfig
+from foretoken.config import (
+    COMBINE,
+    COMPOSITES,
+    DRAFT_DTYPES,
+    DRAFT_VOCABULARIES,
+    DRAFTERS,
+    NUMERICS,
+    RULES,
+    TREES,
+    SpecConfig,
+)
 from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.files import check_readable, read_stream, read_text, to_json
 from foretoken.model.loader import parse_dtype
-from foretoken.model.open import NUMERICS, model_folder, open_device
+from foretoken.model.open import model_folder, open_device
 from foretoken.params import check_whole
 from foretoken.printing.console import Console, Spinner
 

@@ -24,7 +24,7 @@ class RoutingRules:
     - `min_tokens_to_speculate`: requests for fewer new tokens decode plainly: a draft model would read the prompt for
       little.
     - `max_speculating_requests`: while more requests than this decode together, nobody guesses.
-    - `max_slice_loss`: a slice (`SpecConfig.slice`) whose guesses took more time than they saved, by more than this
+    - `max_slice_loss`: a slice (`SamplingParams.slice`) whose guesses took more time than they saved, by more than this
       share of the time of its rounds, and over `slice_rounds` rounds at least, is left alone; every `slice_retry`-th of
       its requests is let through.
     """

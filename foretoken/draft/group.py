@@ -37,7 +37,7 @@ def drafter_key(spec: SpecConfig) -> DrafterKey | None:
         spec.draft_dtype,
         spec.draft_vocabulary,
         spec.corpus,
-        *(drafter_key(part) for part in spec.parts if isinstance(part, SpecConfig)),
+        *(drafter_key(part) for part in spec.configs),
     )
 
 

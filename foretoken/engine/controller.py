@@ -164,7 +164,9 @@ class Controller:
         row_s = max(0.0, cost.seconds(draft.num_rows) - cost.seconds(num_requests)) / max(1, draft.num_nodes)
         for b in places:
             took_s = draft_s / len(places) + row_s * draft.lengths[b]
-            self.routing.observe(batch.decoding[b].request.spec.slice, took_s, len(verdict.paths[b]) * plain_s, plain_s)
+            self.routing.observe(
+                batch.decoding[b].request.params.slice, took_s, len(verdict.paths[b]) * plain_s, plain_s
+            )
 
     def finish(self, request_id: int) -> None:
         """Forget a request."""
@@ -201,7 +203,7 @@ class Controller:
             state.request_id,
             tuple(arms),
             is_open,
-            spec.slice,
+            state.request.params.slice,
             len(state.tokens),
             state.num_remaining,
             self._weight(state, num_running),
@@ -216,7 +218,7 @@ class Controller:
 
     def _is_routed_away(self, state: RequestState, num_running: int) -> bool:
         most = state.max_total_tokens - len(state.request.prompt_ids)
-        return self.routing.reason(state.request_id, most, state.request.spec.slice, num_running) is not None
+        return self.routing.reason(state.request_id, most, state.request.params.slice, num_running) is not None
 
     def _see(self, state: RequestState, most: int, num_running: int) -> dict[int, Preview]:
         """The guesses that are ready for a request, by arm; where looking takes more than it brings, none for a few

@@ -147,7 +147,7 @@ class Scheduler:
     def publish(self, state: RequestState) -> None:
         """Let later requests of the same tenant begin with what the target holds of a running request's text."""
         if self._prefix is not None:
-            self._prefix.publish(state.request_id, state.tokens, state.request.spec.tenant)
+            self._prefix.publish(state.request_id, state.tokens, state.request.params.tenant)
 
     def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:
         """Lend free cache until `give_back`; False if it is not to spare. `reclaim` must give it back: who asks for an
@@ -183,7 +183,7 @@ class Scheduler:
             self._joining = None
             adopted = 0
             if self._prefix is not None and _adopts(state):
-                adopted = self._prefix.adopt(state.request_id, state.tokens, state.request.spec.tenant)
+                adopted = self._prefix.adopt(state.request_id, state.tokens, state.request.params.tenant)
             self.num_recomputed_tokens += max(0, self._lost.pop(state.request_id, 0) - adopted)
 
     def _next_place(self) -> int | None:
@@ -213,7 +213,7 @@ class Scheduler:
         if self._fits(needed):
             return True
         if self._prefix is not None and _adopts(state):
-            needed -= self._prefix.shared_tokens(state.tokens, state.request.spec.tenant)
+            needed -= self._prefix.shared_tokens(state.tokens, state.request.params.tenant)
         if self._reclaim is not None and not self._fits(needed):
             self._reclaim()
         return self._fits(needed)
@@ -236,7 +236,7 @@ class Scheduler:
         head = state.tokens[:size]
         return len(state.tokens) > size and any(
             other.tokens[:size] == head
-            and other.request.spec.tenant == state.request.spec.tenant
+            and other.request.params.tenant == state.request.params.tenant
             and self._key(other) < self._key(state)
             and self.target.length(other.request_id) < min(len(other.tokens) - 1, len(state.tokens) - 1) // size * size
             for other in self.running.values()
