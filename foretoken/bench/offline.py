@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -240,22 +240,21 @@ class _Watch:
 
 
 class Own:
-    """A setting of foretoken itself. `drafting` makes the configuration of one answer from the prompt's prediction and
-    a tenant.
-    """
+    """A setting of foretoken itself. `takes_prediction` says whether its requests get their prompt's prediction."""
 
     def __init__(
-        self, setting: Setting, generator: Generator, drafting: Callable[[str | None, str], SpecConfig]
+        self, setting: Setting, generator: Generator, spec: SpecConfig, takes_prediction: bool = False
     ) -> None:
         self.setting = setting
         self.generator = generator
-        self.drafting = drafting
+        self.spec, self.takes_prediction = spec, takes_prediction
         self._num_answers = 0
 
-    def spec_for(self, prompt: Prompt) -> SpecConfig:
-        """A tenant per answer, or repeats would guess from themselves."""
+    def params_for(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
+        """A tenant per answer, or repeats would draft from themselves."""
         self._num_answers += 1
-        return self.drafting(prompt.prediction, f"{self.setting.name} {self._num_answers}")
+        prediction = prompt.prediction if self.takes_prediction else None
+        return replace(params, tenant=f"{self.setting.name} {self._num_answers}", prediction=prediction)
 
     def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
         """Answer one prompt alone; the clock runs outside the engine.
@@ -264,7 +263,8 @@ class Own:
             ForetokenError: the engine failed, or gave no token.
         """
         watch = _Watch(self.generator)
-        output = self.generator.generate([prompt.text], params, spec=self.spec_for(prompt), on_step=watch.on_step)[0]
+        own = self.params_for(prompt, params)
+        output = self.generator.generate([prompt.text], own, spec=self.spec, on_step=watch.on_step)[0]
         stop = time.perf_counter()
         if isinstance(output.error, ForetokenError):
             raise output.error
@@ -299,9 +299,7 @@ def own_contenders(
     Raises:
         ConfigError: a drafter that was asked for by name can run on no prompt, or its options contradict each other.
     """
-    found: dict[Setting, Contender] = {
-        Setting(PLAIN): Own(Setting(PLAIN), generator, lambda _prediction, tenant: SpecConfig(tenant=tenant))
-    }
+    found: dict[Setting, Contender] = {Setting(PLAIN): Own(Setting(PLAIN), generator, SpecConfig())}
     notes: list[str] = []
     for choice in options.choices:
         if "draft" in choice.needs and options.draft is None:
@@ -347,8 +345,8 @@ def _sweep(
     rules = options.rules if choice.own("rule") is None else (choice.own("rule"),)
     found = []
     for num_draft, rule in itertools.product(num_drafts, rules):
-        drafting = _drafting(choice, options.draft, num_draft=num_draft, rule=rule, allow_lossy=options.allow_lossy)
-        drafting("a prediction", "a tenant")  # what contradicts each other is refused before anything runs
+        given = {"draft": options.draft} if "draft" in choice.takes else {}
+        spec = choice.spec(num_draft=num_draft, rule=rule, allow_lossy=options.allow_lossy, **given)
         setting = Setting(
             name=f"{choice.label}-{num_draft}" + ("" if rules == options.rules and len(rules) == 1 else f" {rule}"),
             drafter=choice.name,
@@ -361,18 +359,8 @@ def _sweep(
             slices=where,
             optional=not choice.required,
         )
-        found.append(Own(setting, generator, drafting))
+        found.append(Own(setting, generator, spec, "prediction" in choice.takes))
     return found
-
-
-def _drafting(choice: DrafterChoice, draft: str | None, **fixed: object) -> Callable[[str | None, str], SpecConfig]:
-    """The configuration for one answer: what the drafter takes of draft, prediction and tenant."""
-
-    def spec(prediction: str | None, tenant: str) -> SpecConfig:
-        given = {"draft": draft, "prediction": prediction, "tenant": tenant}
-        return choice.spec(**fixed, **{field: value for field, value in given.items() if field in choice.takes})
-
-    return spec
 
 
 def run_bench(options: BenchOptions, generator: Generator | None = None, command: str = "foretoken bench") -> Report:

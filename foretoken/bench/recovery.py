@@ -287,12 +287,12 @@ def _run(stage: Stage, script: ScriptedDrafter, setting: BatchSetting, batch: in
     """Decode `num_steps` steps after the prompts' own, or until a text is full; seconds of each."""
     stage.enter(setting)
     engine = stage.llm.engine
-    spec = setting.spec(None, "")
+    spec = setting.spec(None)
     _stand_in(stage, spec, script)
     room = stage.llm.target.max_context_tokens - _PROMPT_TOKENS
     params = SamplingParams(max_tokens=min(_most_tokens(), room), ignore_eos=True, logit_bias={_FORCED: _TOKEN_BIAS})
     states = [
-        stage.llm.submit([_FORCED + 2 + place] * _PROMPT_TOKENS, params, replace(spec, tenant=str(place)))
+        stage.llm.submit([_FORCED + 2 + place] * _PROMPT_TOKENS, replace(params, tenant=str(place)), spec)
         for place in range(batch)
     ]
     seconds: list[float] = []

@@ -161,16 +161,16 @@ class _Lab:
             )
             self._tell(f"{setting.name}: {name}, simulated", 0)
             predicted, simulated = predict(refined, jobs, setting, known, trial)
-            own = [replace(spec, tenant=f"{name} {setting.name} {index}") for index in range(len(jobs))]
             self._prompts.begin_anew()
             done = replay(
                 self._llm,
                 jobs,
                 self._prompts.cut(jobs),
-                own,
+                [spec] * len(jobs),
                 setting.name,
                 trial.clock(),
                 self._counter(f"{setting.name}: {name}"),
+                tenant=f"{name} {setting.name}",
             )
             pace = calibration_s / ((before_s + self._pace_s()) / 2) - 1
             found.append(

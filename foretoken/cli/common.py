@@ -23,6 +23,8 @@ from foretoken.config import (
     TREES,
     SpecConfig,
 )
+from foretoken.control.routing import RoutingRules
+from foretoken.engine_config import EngineConfig, EngineOptions
 from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.files import check_readable, read_stream, read_text, to_json
 from foretoken.model.loader import parse_dtype
@@ -193,7 +195,6 @@ def spec_config(
         draft_top_k=draft_top_k,
         draft_dtype=draft_dtype,
         draft_vocabulary=draft_vocabulary,
-        prediction=prediction,
         corpus=corpus,
         exit_layer=_number_or_auto("exit_layer", exit_layer, int, "a whole number"),
         skip_layers=None if skip_layers is None else _layers(skip_layers),
@@ -204,6 +205,18 @@ def spec_config(
         parts=tuple(word.strip() for word in parts.split(",") if word.strip()),
         combine=combine,  # type: ignore[arg-type]  # checked there
     )
+
+
+def engine_config(
+    target: str, spec: SpecConfig, given: Mapping[str, Any], routing: RoutingRules | None = None
+) -> EngineConfig:
+    """`EngineConfig` of the options by name, those of other matters left out.
+
+    Raises:
+        InputError: see there.
+    """
+    options = {name: given[name] for name in EngineOptions.__annotations__ if name in given}
+    return EngineConfig(target, spec, **options | {"routing": routing, "profile": given["cost_profile"]})
 
 
 def check_sources(spec: SpecConfig) -> None:

@@ -1,10 +1,10 @@
 """One thread runs the engine, any number of threads and coroutines submit to it.
 
 A request is prepared (its drafters loaded, its prompt tokenised, its grammar compiled) in the thread that submits it;
-coroutines have a few worker threads do that, so neither their event loop nor the engine's thread waits for it. What
-is prepared goes through a queue of commands that the engine's thread empties between two steps, and what a step emitted
-comes back through the request's ticket. Cancelling a ticket, or closing a stream, frees everything that the request held
-before the next step begins.
+for coroutines a few worker threads do that, so neither their event loop nor the engine's thread waits for it. A
+prepared request goes through a queue of commands that the engine's thread empties between two steps, and what a step
+emitted comes back through the request's ticket. Cancelling a ticket, or closing a stream, frees everything that the
+request held before the next step begins.
 
 Every ticket ends. A command is queued under the same lock under which the thread takes its last ones, so a request is
 either refused or seen; what the thread has not ended when it stops, for whatever reason, it ends then.
@@ -54,8 +54,8 @@ class _Order:
 
 
 class AsyncEngine:
-    """Owns an `LLM` while it is open: nobody else may run requests there. At most `max_waiting` requests wait for a place
-    in the batch, those included that are being prepared.
+    """Owns an `LLM` while it is open: nobody else may run requests there. At most `max_waiting` requests wait for a
+    place in the batch, those included that are being prepared.
 
     `llm` may be an `EngineConfig`: then the `LLM` is built from it here, and closed with this.
 
@@ -86,6 +86,8 @@ class AsyncEngine:
             self._thread.start()
         except BaseException:
             self.llm.disclaim()
+            if self._owns_llm:
+                self.llm.close()
             raise
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None) -> Ticket:
