@@ -90,7 +90,7 @@ class EngineConfig:
         if self.trace is not None and (not isinstance(self.trace, str | Path) or not str(self.trace)):
             raise InputError("trace", self.trace, "give the name of a file, or leave it out")
         if not isinstance(self.profile, str | Path):
-            raise ConfigError("profile", self.profile, "use auto, off, measure, or the name of a file")
+            raise ConfigError("profile", self.profile, "use auto, off, measure, or an existing file")
 
     @property
     def scheduler(self) -> SchedulerConfig:

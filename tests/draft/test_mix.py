@@ -185,13 +185,13 @@ def test_no_model_is_asked_where_a_lookup_goes() -> None:
 def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
     """Mixes of different parts, side by side."""
     draft = str(pair.draft)
-    prediction = tuple(token_ids(12, seed=3))
+    mixed = ("ngram", "suffix", "recycling", "predicted", "draft_model")
     few = SpecConfig("recycling", num_draft=2)
     inner = SpecConfig("cascade", draft, parts=("ngram", "draft_model"))
     return [
         *(SpecConfig("mix", draft, num_draft=n, combine=how) for n in (1, 4, 9) for how in ("best", "merge")),
-        SpecConfig("mix", draft, prediction=prediction, num_draft=6, combine="merge"),
-        SpecConfig("mix", draft, prediction=prediction),
+        SpecConfig("mix", draft, parts=mixed, num_draft=6, combine="merge"),
+        SpecConfig("mix", draft, parts=mixed),
         SpecConfig("mix", num_draft=5, combine="merge"),
         SpecConfig("mix", parts=("recycling", inner), num_draft=5, combine="merge"),
         SpecConfig("mix", draft, parts=("ngram", inner, "draft_model"), num_draft=5),
