@@ -191,7 +191,9 @@ def test_cli_options_are_those_on_the_list() -> None:
     )
 
 
-@pytest.mark.parametrize("verb", ["demo", "generate", "chat", "bench", "plan", "simulate", "widen", "models", "train lm"])
+@pytest.mark.parametrize(
+    "verb", ["demo", "generate", "chat", "bench", "plan", "simulate", "widen", "models", "train lm"]
+)
 def test_every_verb_speaks_json(verb: str) -> None:
     assert f"foretoken {verb} --json" in OPTIONS_FILE.read_text().splitlines()
 
@@ -268,7 +270,9 @@ def names_read() -> frozenset[str]:
 
 
 @pytest.mark.parametrize(
-    "kind", [SamplingParams, SpecConfig, EngineConfig, SchedulerConfig, RoutingRules, AuditOptions], ids=lambda kind: kind.__name__
+    "kind",
+    [SamplingParams, SpecConfig, EngineConfig, SchedulerConfig, RoutingRules, AuditOptions],
+    ids=lambda kind: kind.__name__,
 )
 def test_w4_every_option_is_read_somewhere(kind: type) -> None:
     """As an attribute, or by its name as a text; checking an option and never using it does not count."""

@@ -76,7 +76,9 @@ def test_neither_the_loop_nor_running_requests_wait(
 
 
 @pytest.mark.parametrize("what", SLOW)
-def test_steps_go_on_while_a_thread_prepares(text_pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_steps_go_on_while_a_thread_prepares(
+    text_pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     """`LLM.generate` in two threads: the slow one holds no lock of the engine and takes no turn."""
     with LLM(text_pair.target, dtype="float32", cache_tokens=2048, profile="off") as llm:
         expected = llm.generate(["slow"], GREEDY)[0].token_ids
@@ -114,9 +116,7 @@ def test_the_engines_thread_prepares_nothing(engine: AsyncEngine, monkeypatch: p
     assert all(name.startswith("foretoken-prepare") for name in names[1:])
 
 
-def test_what_is_being_prepared_has_a_place_in_the_queue(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_being_prepared_has_a_place_in_the_queue(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a crowd is refused before its prompts are read; a request that is refused or left gives its place
     back.
     """
