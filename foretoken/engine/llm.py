@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
@@ -32,19 +32,12 @@ from foretoken.engine.shadow.shadow import Shadow
 from foretoken.engine.startup.known_costs import KnownCosts, check_mode, know_costs
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.trace import Trace
-from foretoken.engine.turns import Turns
+from foretoken.engine.turns import Owner, Turns
 from foretoken.engine_config import EngineConfig, EngineOptions, config_of
 from foretoken.errors import InputError, StorageError
 from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.model.open import model_folder, open_device, open_model
 from foretoken.model.tokenizer import load_tokenizer
-
-
-class Owner(Protocol):
-    """Who runs an `LLM`'s steps while it is open."""
-
-    def close(self) -> None:
-        """Give the `LLM` back."""
 
 
 class LLM:
@@ -195,8 +188,7 @@ class LLM:
         return self._encoder.render_chat(messages, tools)
 
     def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """Token ids of `render_chat`: a prompt for `generate`, `stream` and `AsyncEngine`. The template writes its own
-        begin-of-text token, so none is added.
+        """Token ids of `render_chat`: a prompt for `generate`, `stream` and `AsyncEngine`.
 
         Raises:
             InputError, CheckpointError: see `chat`.
