@@ -9,6 +9,7 @@ import typing
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.routing import RoutingRules
+from foretoken.engine_config import EngineConfig
 from foretoken.errors import (
     CapacityError,
     CheckpointError,
@@ -48,6 +49,7 @@ __all__ = [
     "DraftError",
     "DraftTimeout",
     "DrafterWarning",
+    "EngineConfig",
     "EngineError",
     "ForetokenError",
     "GateError",

@@ -22,6 +22,8 @@ QUANTISED: tuple[str, ...] = ("int8", "int4")
 DRAFT_DTYPES: tuple[str, ...] = ("auto", "bfloat16", "float16", "float32", *QUANTISED)
 # With n-grams of three tokens eight rows of probes, which a CPU runs for little more than the time of one row.
 LOOKAHEAD_WINDOW = 4
+DTYPES: tuple[str, ...] = ("auto", "float32", "float16", "bfloat16", "float64")
+NUMERICS: tuple[str, ...] = ("default", "strict")
 TREES: tuple[str, ...] = ("chain", "static", "best_first")
 RULES: tuple[str, ...] = ("auto", "greedy", "rejection", "block", "coupled", "tree", "traversal", "typical")
 DRAFT_VOCABULARIES: tuple[str, ...] = ("auto", "same", "strings", "intersection")
@@ -44,10 +46,10 @@ def _help(text: str) -> dict[str, str]:
 class SpecConfig:
     """Which drafter guesses, how many tokens, and which rule verifies them.
 
-    `drafter=None` is plain decoding, which takes `tenant` and `slice` and nothing else (plain decoding under a rule of
-    your choice is any drafter with `num_draft=0`). `draft` is the draft model's folder or hub id, maybe the target's
-    own; `draft_dtype` the format of its weights: "auto" takes the target's option; "int8" and "int4" (CPU) read a half
-    and a quarter of the bytes. `num_draft="auto"` leaves the number to the engine. `rule="auto"` is greedy at
+    `drafter=None` is plain decoding, which takes nothing else (plain decoding under a rule of your choice is any
+    drafter with `num_draft=0`). `draft` is the draft model's folder or hub id, maybe the target's own; `draft_dtype`
+    the format of its weights: "auto" takes the target's option; "int8" and "int4" (CPU) read a half and a quarter of
+    the bytes. `num_draft="auto"` leaves the number to the engine. `rule="auto"` is greedy at
     temperature 0, coupled when the request has a seed, otherwise block for sampled chains and tree for trees. Three
     ways to draft less, each exact because the mass handed over accounts for it:
 
@@ -64,9 +66,9 @@ class SpecConfig:
     one number or one for each depth (the tree is then no deeper); None: 4. Rules that judge chains only get a chain. In
     trees `min_confidence` leaves out the children of a guess; `draft_probability` is for chains.
 
-    `prediction` is the text (or token ids) that drafter `predicted` expects. Drafter `suffix` also guesses from the
-    text file `corpus` and from finished answers of the same `tenant` (the empty name is one too), never from another's;
-    nor does a request begin with keys and values that another tenant's computed.
+    Drafter `predicted` drafts the request's `SamplingParams.prediction`, and only requests that have one can use it.
+    Drafter `suffix` also guesses from the text file `corpus` and from finished answers of the same tenant
+    (`SamplingParams.tenant`).
 
     Drafter `early_exit` is the target itself without some of its layers: its first `exit_layer` ones, or all but
     `skip_layers` (numbers from 0). With `exit_layer="auto"` the engine chooses among a few exits in each round, with
@@ -79,19 +81,17 @@ class SpecConfig:
     `options` are a drafter's own options, checked by its dataclass `Options`.
 
     `parts` are the drafters that a composite drafter works with: names, or configurations of their own; a name takes
-    over what is set here (`draft`, `corpus`, ...). A part's `num_draft` is the most it hands over at once.
+    over what is set here (`draft`, `corpus`, ...). A part's `num_draft` is the most it hands over at once. Without
+    `parts` a composite drafter works with its usual ones, and `predicted` is among them for requests that have a
+    prediction (`for_request`).
 
     - `cascade`: each part's guesses are verified by the next part, a draft model, exactly; the last one's tokens are
       the guesses. Cheapest first; `ngram` under `draft_model` by default.
     - `mix`: the likeliest guesses of all parts as one tree; under rules that take chains only, the likelier chain.
-      At most one part may ask a model. `ngram`, `suffix`, `recycling`, and `predicted` and `draft_model` where there
-      is a prediction and a draft, by default. To use one drafter at a time, the best one in each round: `auto`.
+      At most one part may ask a model. `ngram`, `suffix`, `recycling`, and `draft_model` where there is a draft, by
+      default. To use one drafter at a time, the best one in each round: `auto`.
     - `auto`: the engine chooses anew in every round which drafter guesses for which request, and how many tokens, for
-      all requests of the step together; `ngram`, `suffix`, and `predicted` and `draft_model` where there is a
-      prediction and a draft, by default.
-
-    `slice` names the kind of text ("code", "chat"): acceptance seen there is the starting estimate of the next
-    request of that name.
+      all requests of the step together; `ngram`, `suffix`, and `draft_model` where there is a draft, by default.
     """
 
     drafter: str | None = field(default=None, metadata=_help("Which drafter guesses; without it, plain decoding."))
@@ -121,10 +121,7 @@ class SpecConfig:
         default="auto",
         metadata=_help(f"How to use a draft whose tokenizer is not the target's: {', '.join(DRAFT_VOCABULARIES)}."),
     )
-    prediction: str | Sequence[int] | None = None
     corpus: str | None = field(default=None, metadata=_help("A text file to guess from, for --drafter suffix."))
-    tenant: str = ""
-    slice: str = ""
     exit_layer: int | Literal["auto"] = field(
         default="auto", metadata=_help("Layers that draft, for --drafter early_exit: a number, or auto.")
     )
@@ -156,7 +153,7 @@ class SpecConfig:
             )
         if self.draft is not None and (not isinstance(self.draft, str) or not self.draft):
             raise ConfigError("draft", self.draft, f"must be {A_DRAFT}")
-        self._expand_parts()
+        self._check_given_parts()
         self._check_nesting()
         if self.rule not in RULES:
             raise ConfigError("rule", self.rule, f"choose one of {', '.join(RULES)}")
@@ -198,8 +195,29 @@ class SpecConfig:
 
     @cached_property
     def configs(self) -> tuple[SpecConfig, ...]:
-        """`parts` as configurations."""
-        return tuple(part for part in self.parts if isinstance(part, SpecConfig))
+        """The parts as configurations: `parts`, or the usual ones of a composite drafter."""
+        if self.parts:
+            return tuple(part for part in self.parts if isinstance(part, SpecConfig))
+        return tuple(self._part(name) for name in self._usual_parts())
+
+    def for_request(self, prediction: str | Sequence[int] | None) -> SpecConfig:
+        """The configuration under which a request with this prediction runs: `predicted` joins the usual parts.
+
+        Raises:
+            ConfigError: a prediction that no drafter takes, or `predicted` without one.
+        """
+        spec = self
+        if prediction is not None and not self.parts and self.drafter in ("mix", "auto"):
+            names = list(self._usual_parts())
+            names.insert(names.index("draft_model") if "draft_model" in names else len(names), "predicted")
+            spec = replace(self, parts=tuple(names))
+        if prediction is not None and "predicted" not in spec.leaves:
+            raise self._only_for("prediction", prediction, "predicted")
+        if prediction is None and "predicted" in spec.leaves:
+            raise ConfigError(
+                "prediction", None, "drafter='predicted' needs the text that you expect: set SamplingParams.prediction"
+            )
+        return spec
 
     def at_most(self, count: int) -> int:
         """`count`, or `num_draft` where that is a smaller number."""
@@ -217,7 +235,7 @@ class SpecConfig:
     @property
     def leaves(self) -> frozenset[str]:
         """Names of the simple drafters at work: the drafter itself, or those that its parts come down to."""
-        if not self.parts:
+        if not self.configs:
             return frozenset() if self.drafter is None else frozenset({self.drafter})
         return frozenset(name for part in self.configs for name in part.leaves)
 
@@ -239,18 +257,20 @@ class SpecConfig:
         if any(name in traits_of(leaf).fields for leaf in self.leaves):
             return
         taker = next(one for one, traits in DRAFTERS.items() if name in traits.fields and not traits.composite)
+        raise self._only_for(name, getattr(self, name), taker)
+
+    def _only_for(self, field: str, value: object, drafter: str) -> ConfigError:
+        """The error for an option that only `drafter` takes, which is not at work here."""
         others = ", ".join(str(part.drafter) for part in self.configs)
-        remedy = f" (parts: {others}): name {taker} among the parts" if others else f": name {taker} as the drafter"
-        raise ConfigError(
-            name,
-            getattr(self, name),
-            f"only drafter={taker!r} takes it, not drafter={self.drafter!r}{remedy}, or leave it out",
+        remedy = f" (parts: {others}): name {drafter} among the parts" if others else f": name {drafter} as the drafter"
+        return ConfigError(
+            field,
+            value,
+            f"only drafter={drafter!r} takes it, not drafter={self.drafter!r}{remedy}, or leave it out",
         )
 
-    def _expand_parts(self) -> None:
-        """Make every part a configuration: one given by name takes over the fields that its drafter reads."""
-        if self.is_composite and isinstance(self.parts, list | tuple) and not self.parts:
-            object.__setattr__(self, "parts", self._usual_parts())
+    def _check_given_parts(self) -> None:
+        """Make every given part a configuration."""
         if self.parts and not self.is_composite:
             raise ConfigError(
                 "parts",
@@ -263,18 +283,13 @@ class SpecConfig:
         for part in self.parts:
             if not isinstance(part, str | SpecConfig):
                 raise ConfigError("parts", part, "each must be the name of a drafter or a SpecConfig")
-            parts.append(self._named_part(part) if isinstance(part, str) else part)
+            parts.append(self._part(part) if isinstance(part, str) else part)
             if parts[-1].drafter is None:
                 raise ConfigError("parts", part, "names no drafter")
-        if self.tenant and isinstance(self.tenant, str):  # whose text it is does not depend on who guesses
-            parts = [replace(part, tenant=self.tenant) for part in parts]
         object.__setattr__(self, "parts", tuple(parts))
-        predictions = list(dict.fromkeys(part.prediction for part in parts if part.prediction is not None))
-        if predictions and self.prediction is None:
-            object.__setattr__(self, "prediction", predictions[0])
 
-    def _named_part(self, name: str) -> SpecConfig:
-        """A part given by its name, with the fields that its drafter reads."""
+    def _part(self, name: str) -> SpecConfig:
+        """The part called `name`, which takes over the fields that its drafter reads."""
         taken = traits_of(name).fields if name in known_drafters() else ()
         return SpecConfig(name, **{one: getattr(self, one) for one in taken})
 
@@ -289,12 +304,11 @@ class SpecConfig:
                 )
 
     def _usual_parts(self) -> tuple[str, ...]:
-        """What a composite drafter works with unless told otherwise."""
+        """What a composite drafter works with unless told otherwise; nothing for a simple one."""
         if self.drafter == "cascade":
             return ("ngram", "draft_model")
-        given = {"predicted": self.prediction, "draft_model": self.draft}
-        always = ("ngram", "suffix") if self.drafter == "auto" else ("ngram", "suffix", "recycling")
-        return (*always, *(name for name, value in given.items() if value is not None))
+        usual = {"auto": ("ngram", "suffix"), "mix": ("ngram", "suffix", "recycling")}.get(str(self.drafter), ())
+        return (*usual, "draft_model") if usual and self.draft is not None else usual
 
     def _check_parts(self) -> None:
         """What parts may be, and that nothing set here or there is left without effect."""
@@ -305,12 +319,6 @@ class SpecConfig:
                 )
             if part.drafter == "draft_model" and part.draft is None:
                 raise ConfigError("draft", None, f"part 'draft_model' of drafter={self.drafter!r} needs {A_DRAFT}")
-            if part.prediction is not None and part.prediction != self.prediction:
-                raise ConfigError(
-                    "prediction",
-                    part.prediction,
-                    "a request has one prediction, and the drafter or another part names another",
-                )
             if part.draft_probability != self.draft_probability and part.samples:
                 raise ConfigError(
                     "draft_probability",
@@ -382,23 +390,12 @@ class SpecConfig:
             )
 
     def _check_texts(self) -> None:
-        for name in ("draft", "prediction", "corpus", "tenant", "slice"):
+        for name in ("draft", "corpus"):
             value = getattr(self, name)
             if isinstance(value, str):
                 check_text(name, value)
-        if self.prediction is not None:
-            self._needs("prediction")
-            if not isinstance(self.prediction, str | list | tuple) or not self.prediction:
-                raise ConfigError("prediction", self.prediction, "must be a text or a list of token ids, and not empty")
-            if not isinstance(self.prediction, str):
-                object.__setattr__(self, "prediction", tuple(self.prediction))
-        elif self.drafter == "predicted":
-            raise ConfigError("prediction", None, "drafter='predicted' needs the text that you expect")
         if self.corpus is not None and (not isinstance(self.corpus, str) or not self.corpus):
             raise ConfigError("corpus", self.corpus, "must be the name of a text file")
-        for name in ("tenant", "slice"):
-            if not isinstance(getattr(self, name), str):
-                raise ConfigError(name, getattr(self, name), "must be a text")
         if self.corpus:
             self._needs("corpus")
 
@@ -519,6 +516,9 @@ def check_option(kind: type, key: str, value: object) -> None:
     """
     known = [field.name for field in fields(kind)]
     if key not in known:
+        for other in (SamplingParams, SpecConfig):
+            if key in {field.name for field in fields(other)}:
+                raise ConfigError(key, value, f"is a field of {other.__name__}, not of {kind.__name__}")
         near = difflib.get_close_matches(key, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
         raise ConfigError(key, value, f"unknown option of {kind.__name__}; {hint}")

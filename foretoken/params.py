@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from foretoken.errors import InputError
+from foretoken.errors import ConfigError, InputError
 
 TEMPERATURES = (0.0, 100.0)
 PRIORITIES = (-100, 100)
@@ -37,6 +37,12 @@ class SamplingParams:
     - A smaller `priority` is served earlier. `deadline_s` seconds after its arrival the answer is wanted: among
       requests of like priority and age the earliest goes first; one that is late is served all the same. Neither
       changes an answer.
+    - `prediction` (OpenAI) is the text, or the token ids, that the answer is expected to resemble; drafter `predicted`
+      drafts it (`SpecConfig`).
+    - Requests share cached keys and values, and answers that drafter `suffix` learns from, only within one `tenant`.
+      The empty name is a tenant too.
+    - `slice` names the kind of text ("code", "chat"). The acceptance measured for earlier requests of the same name is
+      where a new request begins.
     """
 
     max_tokens: int = 64
@@ -62,6 +68,9 @@ class SamplingParams:
     grammar: str | None = None
     priority: int = 0
     deadline_s: float | None = None
+    prediction: str | Sequence[int] | None = None
+    tenant: str = ""
+    slice: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -78,6 +87,7 @@ class SamplingParams:
         self._check_output()
         self._check_structure()
         self._check_service()
+        self._check_prediction()
 
     def _check_law(self) -> None:
         check_number("temperature", self.temperature, *TEMPERATURES)
@@ -143,6 +153,20 @@ class SamplingParams:
         check_whole("priority", self.priority, *PRIORITIES)
         if self.deadline_s is not None:
             check_number("deadline_s", self.deadline_s, *DEADLINES_S, open_low=True)
+        for name in ("tenant", "slice"):
+            if not isinstance(getattr(self, name), str):
+                raise InputError(name, getattr(self, name), "must be a text")
+            check_text(name, getattr(self, name))
+
+    def _check_prediction(self) -> None:
+        if self.prediction is None:
+            return
+        if not isinstance(self.prediction, str | list | tuple) or not self.prediction:
+            raise InputError("prediction", self.prediction, "must be a text or a list of token ids, and not empty")
+        if isinstance(self.prediction, str):
+            check_text("prediction", self.prediction)
+        else:
+            object.__setattr__(self, "prediction", tuple(self.prediction))
 
     @property
     def greedy(self) -> bool:
@@ -218,6 +242,29 @@ def check_flag(name: str, value: object) -> None:
     """
     if not isinstance(value, bool):
         raise InputError(name, value, "must be True or False")
+
+
+def check_limits(**limits: int | None) -> None:
+    """Every limit is a whole number of at least 1, or None where that is allowed.
+
+    Raises:
+        ConfigError: names the limit.
+    """
+    for name, value in limits.items():
+        if value is None and name in ("cache_tokens", "max_step_tokens"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(name, value, "must be a whole number of at least 1")
+
+
+def check_share(name: str, value: object) -> None:
+    """A share is a number from 0 to 1.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(name, value, "must be a number from 0 to 1")
 
 
 def _of_a_library(value: object, kind: str) -> str:

@@ -44,9 +44,9 @@ DRAFTERS: dict[str, Traits] = {
         fields=("draft", "draft_dtype", "draft_vocabulary", *_SAMPLING, "tree", "branching"),
     ),
     "ngram": Traits("foretoken.draft.ngram:NgramDrafter"),
-    "suffix": Traits("foretoken.draft.suffix:SuffixDrafter", fields=("corpus", "tenant")),
+    "suffix": Traits("foretoken.draft.suffix:SuffixDrafter", fields=("corpus",)),
     "recycling": Traits("foretoken.draft.recycling:RecyclingDrafter"),
-    "predicted": Traits("foretoken.draft.predicted:PredictedDrafter", fields=("prediction",)),
+    "predicted": Traits("foretoken.draft.predicted:PredictedDrafter"),
     "early_exit": Traits(
         "foretoken.draft.early_exit:EarlyExitDrafter", samples=True, fields=("exit_layer", "skip_layers", *_SAMPLING)
     ),

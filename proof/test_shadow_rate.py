@@ -55,7 +55,11 @@ MIXES: list[dict[str, Any]] = [
 def followed(llm: LLM, params: dict[str, Any], first_seed: int, turns: int = 3, max_tokens: int = 18) -> Shadow:
     """A shadow of its own that has seen some answers with these parameters, by every drafter."""
     shadow = Shadow(
-        llm.target, 1.0, room=llm.engine.scheduler, fresh_processors=llm.engine.intake.processors, tokens_per_step=256
+        llm.target,
+        1.0,
+        room=llm.engine.scheduler,
+        fresh_processors=llm.engine.admission.fresh_processors,
+        tokens_per_step=256,
     )
     llm.engine.watchers.append(shadow)
     try:

@@ -71,10 +71,13 @@ class StubLLM(LLM):
         assert not self.states, "requests outlive their engine"
         self.owner = None
 
-    def submit_for(self, owner: Any, prompt: Any, params: SamplingParams, spec: SpecConfig) -> Any:
+    def prepare_request(self, prompt: Any, params: SamplingParams, spec: SpecConfig) -> Any:
+        return SimpleNamespace(prompt_ids=tuple(prompt), params=params)
+
+    def enqueue_for(self, owner: Any, prepared: Any) -> Any:
         assert owner is self.owner
         self.perhaps_raise()
-        state = StubState(next(self.numbers), self.random.randrange(1, 5), params)
+        state = StubState(next(self.numbers), self.random.randrange(1, 5), prepared.params)
         self.states[state.request_id] = state
         return state
 

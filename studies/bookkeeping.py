@@ -71,11 +71,12 @@ def measure(llm: LLM, setting: str, draft: str, num_requests: int, num_steps: in
     """`num_steps` steps in which `num_requests` requests decode, after all prompts were read and a few steps of
     warm-up.
     """
-    tenant = f"{setting} {num_requests}"
-    spec = SpecConfig(
-        None if setting == "plain" else setting, draft=draft if setting == "draft_model" else None, tenant=tenant
+    spec = SpecConfig(None if setting == "plain" else setting, draft=draft if setting == "draft_model" else None)
+    params = SamplingParams(
+        max_tokens=llm.target.max_context_tokens - _PROMPT_TOKENS,
+        ignore_eos=True,
+        tenant=f"{setting} {num_requests}",
     )
-    params = SamplingParams(max_tokens=llm.target.max_context_tokens - _PROMPT_TOKENS, ignore_eos=True)
     prompts = [llm.encode(prompt.text)[-_PROMPT_TOKENS:] for prompt in slices(SLICES, -(-num_requests // len(SLICES)))][
         :num_requests
     ]

@@ -24,7 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ def specs(draft: str | None) -> list[SpecConfig]:
     """Every way to draft that needs no more than the draft model."""
     free = [SpecConfig(), *(SpecConfig(name) for name in ("ngram", "suffix", "recycling", "lookahead", "early_exit"))]
     free += [
-        SpecConfig("predicted", prediction=_TEXTS[-1]),
+        SpecConfig("predicted"),
         SpecConfig("early_exit", skip_layers="auto"),
         SpecConfig("mix"),
     ]
@@ -136,20 +136,16 @@ def request(rng: random.Random, kinds: list[SpecConfig]) -> tuple[str, SamplingP
     prompt = head + "".join(rng.choices(_TEXTS, k=rng.choice((1, 2, 4, 4, 12))))
     temperature = rng.choice((0.0, 0.0, 0.7, 1.0))
     seed = rng.randrange(2**32) if rng.random() < 0.8 else None
+    spec = rng.choice(kinds)
     params = SamplingParams(
         max_tokens=rng.choice((1, 4, 16, 60, 60, 200)),
         temperature=temperature,
         seed=seed,
         ignore_eos=rng.random() < 0.5,
+        prediction=_TEXTS[-1] if spec.drafter == "predicted" else None,
+        tenant=rng.choice(_TENANTS),
     )
-    spec = rng.choice(kinds)
-    tenant = rng.choice(_TENANTS)
-    return prompt, params, with_tenant(spec, tenant)
-
-
-def with_tenant(spec: SpecConfig, tenant: str) -> SpecConfig:
-    values = {name: getattr(spec, name) for name in spec.__dataclass_fields__}
-    return SpecConfig(**values | {"tenant": tenant})
+    return prompt, params, spec
 
 
 def worker(engine: AsyncEngine, tally: Tally, kinds: list[SpecConfig], most: int, seed: int) -> None:
@@ -170,7 +166,7 @@ def worker(engine: AsyncEngine, tally: Tally, kinds: list[SpecConfig], most: int
                 continue
             out = ticket.result()
             alone = (
-                engine.submit(prompt, params, SpecConfig()).result()
+                engine.submit(prompt, replace(params, prediction=None), SpecConfig()).result()
                 if _is_told(params) and rng.random() < 0.05
                 else None
             )

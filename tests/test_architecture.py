@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup, TyperOption
 
 import foretoken
-from foretoken import LLM, ForetokenError, SamplingParams, SpecConfig
+from foretoken import LLM, EngineConfig, ForetokenError, SamplingParams, SpecConfig
 from foretoken.audit.plan import AuditOptions
 from foretoken.cli.app import app
 from foretoken.config import DRAFTERS, LOSSY_RULES, RULES
@@ -110,7 +110,7 @@ def test_every_rule_is_implemented_and_documented() -> None:
 def test_every_drafter_is_implemented_and_documented(llm: LLM, pair: object) -> None:
     assert set(DRAFTERS) == table_rows("Drafters")
     for name in set(DRAFTERS) - {"auto"}:  # is no drafter of its own: a choice among others
-        assert llm._factory.make(spec_of(name, pair.draft)).name == name  # type: ignore[attr-defined]
+        assert llm._loader.factory.make(spec_of(name, pair.draft)).name == name  # type: ignore[attr-defined]
 
 
 def test_every_drafter_is_on_the_page_that_helps_to_choose() -> None:
@@ -129,7 +129,7 @@ def test_fields_of_the_public_configs() -> None:
     assert [field.name for field in dataclasses.fields(SpecConfig)] == [
         *("drafter", "draft", "num_draft", "rule", "allow_lossy", "draft_probability", "min_confidence", "draft_top_k"),
         *("draft_dtype", "draft_vocabulary"),
-        *("prediction", "corpus", "tenant", "slice"),
+        "corpus",
         *("exit_layer", "skip_layers"),
         *("parts", "lookahead_window", "lookahead_ngram"),
         *("tree", "branching", "options"),
@@ -159,7 +159,13 @@ def test_fields_of_the_public_configs() -> None:
         ),
         *("json_schema", "regex", "grammar"),
         *("priority", "deadline_s"),
+        *("prediction", "tenant", "slice"),
     }
+    assert [field.name for field in dataclasses.fields(EngineConfig)] == [
+        *("model", "spec", "dtype", "device", "cache_tokens"),
+        *("max_batch_size", "max_prompt_tokens", "max_step_tokens", "cache_reserve"),
+        *("numerics", "trace", "shadow_rate", "routing", "profile"),
+    ]
 
 
 def options_of(command: object, verb: str = "foretoken") -> Iterator[str]:
@@ -190,6 +196,7 @@ def test_cli_options_are_those_on_the_list() -> None:
     [
         "demo",
         "generate",
+        "chat",
         "bench speed",
         "bench load",
         "bench profile",
@@ -276,7 +283,9 @@ def names_read() -> frozenset[str]:
 
 
 @pytest.mark.parametrize(
-    "kind", [SamplingParams, SpecConfig, SchedulerConfig, RoutingRules, AuditOptions], ids=lambda kind: kind.__name__
+    "kind",
+    [SamplingParams, SpecConfig, EngineConfig, SchedulerConfig, RoutingRules, AuditOptions],
+    ids=lambda kind: kind.__name__,
 )
 def test_w4_every_option_is_read_somewhere(kind: type) -> None:
     """As an attribute, or by its name as a text; checking an option and never using it does not count."""

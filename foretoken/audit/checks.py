@@ -172,7 +172,8 @@ def _drawn_seeds(
     left in the cache.
     """
     base, again = (
-        session.answers(prompts, params, replace(spec, tenant=f"audit {name}")).outputs for name in ("one", "two")
+        session.answers(prompts, [replace(one, tenant=f"audit {name}") for one in params], spec).outputs
+        for name in ("one", "two")
     )
     check = _equality(_SEEDS, f"temperature {params[0].temperature:g}, the same again", base, again, exact=True)
     return (

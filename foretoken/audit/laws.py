@@ -49,7 +49,7 @@ def check_law(session: Session, temperature: float, rule: str, number: int, coun
     evenly.
     """
     options = session.options
-    plain = SpecConfig("ngram", num_draft=0, tenant=options.spec.tenant)  # guesses nothing, but a rule can be named
+    plain = SpecConfig("ngram", num_draft=0)  # guesses nothing, but a rule can be named
     spec = replace(plain if options.spec.drafter is None else options.spec, rule=rule)
     where = f"temperature {temperature:g}, {options.spec.drafter or 'plain'}, rule {rule}"
     evidence = _evidence(session, temperature, spec, options.seed + number * options.num_prompts)

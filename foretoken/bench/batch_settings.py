@@ -6,7 +6,8 @@ DRAFTER-auto      the engine's policy chooses the number of draft tokens
 DRAFTER-POLICY    a policy that the caller passes by name chooses it
 POLICY            the same with the draft model where there is one, otherwise with ngram
 auto              the engine's policy also chooses the drafter
-auto-slices       the same, and requests name their slice (`SpecConfig.slice`), so that a new request starts with the
+auto-slices       the same, and requests name their slice (`SamplingParams.slice`), so that a new request starts with
+the
                   acceptance measured on earlier requests of its slice
 """
 
@@ -16,7 +17,7 @@ import copy
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from foretoken.bench.batch_prompts import Ask
@@ -56,14 +57,12 @@ class BatchSetting:
         """Whether a policy chooses the number of draft tokens in every step."""
         return self.num_draft == "auto"
 
-    def spec(self, draft: str | None, tenant: str) -> SpecConfig:
-        """The configuration of one request."""
+    def spec(self, draft: str | None) -> SpecConfig:
+        """The configuration of its requests."""
         if self.choice is None:
-            return SpecConfig(tenant=tenant)
-        given = {"draft": draft, "tenant": tenant}
-        return self.choice.spec(
-            num_draft=self.num_draft, **{field: value for field, value in given.items() if field in self.choice.takes}
-        )
+            return SpecConfig()
+        given = {"draft": draft} if "draft" in self.choice.takes else {}
+        return self.choice.spec(num_draft=self.num_draft, **given)
 
 
 def parse_batch_settings(
@@ -153,7 +152,7 @@ class Stage:
 
     def __init__(self, llm: LLM, draft: str | None, policies: Policies, seed: int) -> None:
         self.llm, self.draft, self.policies, self.seed = llm, draft, policies, seed
-        self._pristine = copy.deepcopy(llm.engine.controller.policy)
+        self._pristine = copy.deepcopy(llm.engine.chooser.policy)
         self._policies: dict[str, Policy] = {}
         self._tenants = itertools.count()
 
@@ -167,23 +166,27 @@ class Stage:
             self._policies[setting.name] = (
                 copy.deepcopy(self._pristine) if setting.policy is None else self.policies[setting.policy]()
             )
-        self.llm.engine.controller.policy = self._policies[setting.name]
+        self.llm.engine.chooser.policy = self._policies[setting.name]
         drafters = self.llm.engine.drafters.drafters
         for key in [key for key in drafters if _keeps_answers(key)]:
             del drafters[key]
-        self.llm.prepare(setting.spec(self.draft, ""))
+        self.llm.prepare(setting.spec(self.draft))
 
-    def spec(self, setting: BatchSetting, ask: Ask) -> SpecConfig:
-        """The configuration of the next request, with a tenant of its own: neither drafters nor the prefix cache reuse
-        earlier answers.
+    def spec(self, setting: BatchSetting) -> SpecConfig:
+        """The configuration of a setting's requests."""
+        return setting.spec(self.draft)
+
+    def params(self, setting: BatchSetting, ask: Ask, place: int, max_tokens: int) -> SamplingParams:
+        """Sampling of the request at `place`, the same for every setting: with a seed, sampled answers must be equal
+        too. Each request has a tenant of its own, so that none drafts or reads from earlier answers.
         """
-        own = setting.spec(self.draft, f"{setting.name} {next(self._tenants)}")
-        return replace(own, slice=ask.slice) if setting.names_slice else own
-
-    def params(self, ask: Ask, place: int, max_tokens: int) -> SamplingParams:
-        """Sampling of the request at `place`: the same seed under every setting, so that sampled answers are equal."""
         return SamplingParams(
-            max_tokens=max_tokens, temperature=ask.temperature, seed=self.seed + place, ignore_eos=True
+            max_tokens=max_tokens,
+            temperature=ask.temperature,
+            seed=self.seed + place,
+            ignore_eos=True,
+            tenant=f"{setting.name} {next(self._tenants)}",
+            slice=ask.slice if setting.names_slice else "",
         )
 
     def answer(self, setting: BatchSetting, asks: Sequence[Ask], max_tokens: int, first_place: int = 0) -> Turn:
@@ -206,9 +209,9 @@ class Stage:
                     all_started_at = time.perf_counter()
 
         prompts = [list(ask.prompt_ids) for ask in asks]
-        params = [self.params(ask, first_place + place, max_tokens) for place, ask in enumerate(asks)]
+        params = [self.params(setting, ask, first_place + place, max_tokens) for place, ask in enumerate(asks)]
         began = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, [self.spec(setting, ask) for ask in asks], on_step=watch)
+        outputs = self.llm.generate(prompts, params, self.spec(setting), on_step=watch)
         ended = time.perf_counter()
         for output in outputs:
             if output.error is not None:

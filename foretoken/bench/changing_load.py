@@ -179,8 +179,8 @@ def run_through(
                 job = queue.popleft()
                 stage.llm.submit(
                     list(job.ask.prompt_ids),
-                    stage.params(job.ask, job.place, job.max_tokens),
-                    stage.spec(setting, job.ask),
+                    stage.params(setting, job.ask, job.place, job.max_tokens),
+                    stage.spec(setting),
                 )
                 running += 1
             if not queue and running < phase.batch and not last:

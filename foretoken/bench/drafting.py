@@ -23,9 +23,9 @@ _GIVEN_BY_BENCH = {
     "allow_lossy": "set it for the whole run",
     "options": "name each option by itself",
 }
-# What a configuration may be given for each answer, and the ways to be given as little as possible of it.
-_STAND_INS: Mapping[str, str] = {"draft": "a draft", "prediction": "a prediction", "tenant": "a tenant"}
-_BASES: tuple[tuple[str, ...], ...] = ((), ("draft",), ("prediction",), ("draft", "prediction"))
+# What a configuration may be given, and the ways to be given as little as possible of it.
+_STAND_INS: Mapping[str, str] = {"draft": "a draft"}
+_BASES: tuple[tuple[str, ...], ...] = ((), ("draft",))
 _LIST_SEPARATOR = "+"  # a comma separates drafters
 
 
@@ -59,8 +59,9 @@ class DrafterChoice:
 
     @cached_property
     def takes(self) -> frozenset[str]:
-        """Which of draft, prediction and tenant its configuration takes, given or not."""
-        return frozenset(field for field in _STAND_INS if self._refusal({*self._base, field}) is None)
+        """Whether its configuration takes a draft, and its requests a prediction, given or not."""
+        drafts = {field for field in _STAND_INS if self._refusal({*self._base, field}) is None}
+        return frozenset(drafts | ({"prediction"} if self._runs_with("a prediction") else set()))
 
     @cached_property
     def needs(self) -> frozenset[str]:
@@ -68,11 +69,8 @@ class DrafterChoice:
         missing.
         """
         reads = {field for leaf in self.leaves for field in traits_of(leaf).fields}
-        return frozenset(
-            field
-            for field in ("draft", "prediction")
-            if self.own(field) is None and (field in self._base or field in reads)
-        )
+        needs_draft = self.own("draft") is None and ("draft" in self._base or "draft" in reads)
+        return frozenset(({"draft"} if needs_draft else set()) | (set() if self._runs_with(None) else {"prediction"}))
 
     @cached_property
     def leaves(self) -> frozenset[str]:
@@ -91,8 +89,17 @@ class DrafterChoice:
 
     @cached_property
     def _base(self) -> frozenset[str]:
-        """The least of draft and prediction with which the configuration is accepted."""
+        """The least with which the configuration is accepted."""
         return next((frozenset(given) for given in _BASES if self._refusal(given) is None), frozenset())
+
+    def _runs_with(self, prediction: str | None) -> bool:
+        """Whether requests with this prediction, or with none, can use it."""
+        spec = self.spec(allow_lossy=True, **{field: _STAND_INS[field] for field in self._base})
+        try:
+            spec.for_request(prediction)
+        except ConfigError:
+            return False
+        return True
 
     def _refusal(self, given: Collection[str]) -> ConfigError | None:
         try:

@@ -18,13 +18,12 @@ from foretoken.bench.report import Report, Table, check_name, source_caveats, wr
 from foretoken.bench.workload import MOST_PROMPTS
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
-from foretoken.engine.admission import check_limits, check_share
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError, InputError
 from foretoken.files import check_folder
 from foretoken.model.open import model_folder
 from foretoken.model.tokenizer import load_tokenizer
-from foretoken.params import check_number, check_whole, is_count
+from foretoken.params import check_limits, check_number, check_share, check_whole, is_count
 from foretoken.printing.console import Console
 
 _MOST_BATCH = 4096  # each request of a batch has a cache of its own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from foretoken.bench.drafting import DrafterChoice
@@ -121,20 +122,21 @@ class _Watch:
 
 
 class Own:
-    """A setting of foretoken. `drafting` makes the configuration of one answer from a prediction and a tenant."""
+    """A setting of foretoken. `takes_prediction`: its requests get their prompt's prediction."""
 
     def __init__(
-        self, setting: SpeedSetting, generator: Generator, drafting: Callable[[str | None, str], SpecConfig]
+        self, setting: SpeedSetting, generator: Generator, spec: SpecConfig, takes_prediction: bool = False
     ) -> None:
         self.setting = setting
         self.generator = generator
-        self.drafting = drafting
+        self.spec, self.takes_prediction = spec, takes_prediction
         self._num_answers = 0
 
-    def spec_for(self, prompt: Prompt) -> SpecConfig:
-        """The configuration of the next answer, with a tenant of its own: repeats do not draft from earlier answers."""
+    def params_for(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
+        """A tenant of its own for each answer: repeats do not draft from earlier answers."""
         self._num_answers += 1
-        return self.drafting(prompt.prediction, f"{self.setting.name} {self._num_answers}")
+        prediction = prompt.prediction if self.takes_prediction else None
+        return replace(params, tenant=f"{self.setting.name} {self._num_answers}", prediction=prediction)
 
     def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
         """Answer one prompt alone, timed outside the engine.
@@ -143,7 +145,8 @@ class Own:
             ForetokenError: the engine failed, or gave no token.
         """
         watch = _Watch(self.generator)
-        output = self.generator.generate([prompt.text], params, spec=self.spec_for(prompt), on_step=watch.on_step)[0]
+        own = self.params_for(prompt, params)
+        output = self.generator.generate([prompt.text], own, spec=self.spec, on_step=watch.on_step)[0]
         stop = time.perf_counter()
         if isinstance(output.error, ForetokenError):
             raise output.error
@@ -177,9 +180,7 @@ def own_contenders(
     Raises:
         ConfigError: a drafter that was asked for by name can run on no prompt, or its options contradict each other.
     """
-    found: dict[SpeedSetting, Contender] = {
-        SpeedSetting(PLAIN): Own(SpeedSetting(PLAIN), generator, lambda _prediction, tenant: SpecConfig(tenant=tenant))
-    }
+    found: dict[SpeedSetting, Contender] = {SpeedSetting(PLAIN): Own(SpeedSetting(PLAIN), generator, SpecConfig())}
     notes: list[str] = []
     for choice in options.choices:
         if "draft" in choice.needs and options.draft is None:
@@ -223,8 +224,8 @@ def _sweep(
     rules = options.rules if choice.own("rule") is None else (choice.own("rule"),)
     found = []
     for num_draft, rule in itertools.product(num_drafts, rules):
-        drafting = _drafting(choice, options.draft, num_draft=num_draft, rule=rule, allow_lossy=options.allow_lossy)
-        drafting("a prediction", "a tenant")  # refuse contradictions before anything runs
+        given = {"draft": options.draft} if "draft" in choice.takes else {}
+        spec = choice.spec(num_draft=num_draft, rule=rule, allow_lossy=options.allow_lossy, **given)
         setting = SpeedSetting(
             name=f"{choice.label}-{num_draft}" + ("" if rules == options.rules and len(rules) == 1 else f" {rule}"),
             drafter=choice.name,
@@ -237,15 +238,5 @@ def _sweep(
             slices=where,
             optional=not choice.required,
         )
-        found.append(Own(setting, generator, drafting))
+        found.append(Own(setting, generator, spec, "prediction" in choice.takes))
     return found
-
-
-def _drafting(choice: DrafterChoice, draft: str | None, **fixed: object) -> Callable[[str | None, str], SpecConfig]:
-    """A function that makes the configuration of one answer, with what the drafter takes of its arguments."""
-
-    def spec(prediction: str | None, tenant: str) -> SpecConfig:
-        given = {"draft": draft, "prediction": prediction, "tenant": tenant}
-        return choice.spec(**fixed, **{field: value for field, value in given.items() if field in choice.takes})
-
-    return spec

@@ -178,8 +178,7 @@ def _spec(choice: DrafterChoice, options: ProfileOptions) -> SpecConfig:
             None,
             f"drafter {choice.label} needs a draft; give its folder, or leave {choice.name} out of the drafters",
         )
-    given = {"draft": options.draft, "prediction": [0]}
-    return choice.spec(**{field: given[field] for field in choice.needs})
+    return choice.spec(**({"draft": options.draft} if "draft" in choice.needs else {}))
 
 
 def _drafting_batch(batch: int) -> Work:

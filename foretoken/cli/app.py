@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from foretoken.cli import audit, bench, demo, generate, models, origins, plan, settings, simulate, train, widen
+from foretoken.cli import audit, bench, chat, demo, generate, models, origins, plan, settings, simulate, train, widen
 from foretoken.cli.start import CLOSED_PIPE, INTERRUPTED, io_failure, print_version
 from foretoken.cli.usage import USAGE_ERROR, Group, show_usage_error
 from foretoken.cli.verb import Verb
@@ -33,6 +33,7 @@ app = typer.Typer(
 )
 app.command("demo", cls=Verb)(demo.demo)
 app.command("generate", cls=Verb)(generate.generate)
+app.command("chat", cls=Verb)(chat.chat)
 app.command("audit", cls=Verb)(audit.audit)
 app.command("plan", cls=Verb)(plan.plan)
 app.command("simulate", cls=Verb)(simulate.simulate)

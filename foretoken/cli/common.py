@@ -12,11 +12,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from foretoken.config import SpecConfig
+from foretoken.config import NUMERICS, SpecConfig
+from foretoken.control.routing import RoutingRules
+from foretoken.engine_config import EngineConfig, EngineOptions
 from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.files import read_stream, read_text, to_json
 from foretoken.model.loader import parse_dtype
-from foretoken.model.open import NUMERICS, open_device
+from foretoken.model.open import open_device
 from foretoken.params import check_whole
 from foretoken.printing.console import Console, Spinner
 
@@ -103,6 +105,18 @@ MaxSpeculatingOption = Annotated[
     typer.Option(help="With an open number of guesses: nobody guesses while more answers run than this; no limit."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")]
+
+
+def engine_config(
+    target: str, spec: SpecConfig, given: Mapping[str, Any], routing: RoutingRules | None = None
+) -> EngineConfig:
+    """`EngineConfig` of the options by name, those of other matters left out.
+
+    Raises:
+        InputError: see there.
+    """
+    options = {name: given[name] for name in EngineOptions.__annotations__ if name in given}
+    return EngineConfig(target, spec, **options | {"routing": routing, "profile": given["cost_profile"]})
 
 
 def progress(message: str) -> AbstractContextManager[Spinner | None]:

@@ -155,15 +155,14 @@ def _measure(
     speeds: tuple[list[float], list[float]] = ([], [])
     with progress("answering, plainly and speculatively in turn"):
         for ways in (SpecConfig(), spec):
-            llm.generate(
-                [next(iter(PROMPTS.values()))], SamplingParams(max_tokens=8), spec=replace(ways, tenant=next(tenants))
-            )
+            warm_up = SamplingParams(max_tokens=8, tenant=next(tenants))
+            llm.generate([next(iter(PROMPTS.values()))], warm_up, spec=ways)
         for _ in range(repeats):
             _renew_drafters(llm, spec)
             tokens, seconds = [0, 0], [0.0, 0.0]
             for name, prompt in PROMPTS.items():
                 plain, speculative = (
-                    llm.generate([prompt], params, spec=replace(ways, tenant=next(tenants)))[0]
+                    llm.generate([prompt], replace(params, tenant=next(tenants)), spec=ways)[0]
                     for ways in (SpecConfig(), spec)
                 )
                 pair = (plain, speculative)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +27,7 @@ from foretoken.cli.common import (
     NumericsOption,
     TargetOption,
     announcer,
+    engine_config,
     progress,
     texts_of,
     was_given,
@@ -36,28 +37,12 @@ from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine.llm import LLM
+from foretoken.engine.prompts import Conversation, as_conversation
 from foretoken.errors import ConfigError, InputError
-from foretoken.files import check_file
+from foretoken.files import check_file, parse_json
 
-# Options of `LLM` that are passed on as they are, and those that make its `routing`.
-_ENGINE = (
-    "dtype",
-    "device",
-    "cache_tokens",
-    "cache_reserve",
-    "max_batch_size",
-    "max_prompt_tokens",
-    "max_step_tokens",
-    "numerics",
-    "trace",
-)
-_TEXTS = (
-    "prompt",
-    "prompt_ids",
-    "prediction",
-    "json_schema",
-    "grammar",
-)  # options that a file or standard input may hold
+# Options whose text may stand in a file or on standard input.
+_TEXTS = ("prompt", "prompt_ids", "messages", "prediction", "json_schema", "grammar")
 _ROUTING = ("min_tokens_to_speculate", "max_speculating_requests")
 
 
@@ -70,6 +55,12 @@ def generate(
     ] = None,
     prompt_ids: Annotated[
         str | None, typer.Option(help="Token ids to continue (for a folder without a tokenizer): 1,2,3, @FILE, or -.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message, for the model's chat template.")
+    ] = False,
+    messages: Annotated[
+        str | None, typer.Option(help="A conversation to continue, a JSON list of messages: the text, @FILE, or -.")
     ] = None,
     prediction: Annotated[
         str | None, typer.Option(help="The answer you expect, for --drafter predicted: the text, @FILE, or -.")
@@ -141,23 +132,18 @@ def generate(
     """Continue a text, plainly or with a drafter, and say what it cost."""
     texts = texts_of(context.params, _TEXTS)
     given = context.params | texts
-    ids, params, spec = _prompt(texts["prompt"], texts["prompt_ids"]), _params(given), spec_from(given)
-    rules = _rules(context, spec)
+    asked, params, spec = _asked(texts, chat), _params(given), spec_from(given)
+    spec.for_request(params.prediction)  # what cannot go together is refused before anything is loaded
+    config = engine_config(target, spec, given, routing=_rules(context, spec))
     check_sources(spec)
     if trace is not None:
         check_file("trace", trace)
     with progress(f"loading {target}") as status:
-        llm = LLM(
-            target,
-            spec=spec,
-            routing=rules,
-            on_profile=announcer(status),
-            profile=cost_profile,
-            **{name: given[name] for name in _ENGINE},
-        )
+        llm = LLM(config, on_profile=announcer(status))
     with llm:
+        prompt_ids_or_text = asked.prompt if asked.messages is None else llm.encode_chat(asked.messages)
         stream_out = not show and not as_json and llm.tokenizer is not None and n == 1 and logprobs is None
-        output = llm.generate([ids], params, on_step=print_pieces if stream_out else None)[0]
+        output = llm.generate([prompt_ids_or_text], params, on_step=print_pieces if stream_out else None)[0]
         if output.error is not None:
             raise output.error
         report(llm, output, show, as_json, stream_out)
@@ -225,15 +211,33 @@ def _bias(entry: str) -> tuple[int, float]:
         ) from None
 
 
-def _prompt(text: str | None, ids: str | None) -> str | list[int]:
-    if (text is None) == (ids is None):
-        raise InputError("prompt", text, "give either --prompt TEXT or --prompt-ids 1,2,3")
+@dataclass(frozen=True)
+class _Asked:
+    """What to continue: a text or token ids, or a conversation."""
+
+    prompt: str | list[int]
+    messages: Conversation | None = None
+
+
+def _asked(texts: Mapping[str, str | None], chat: bool) -> _Asked:
+    """What the options ask for, of which exactly one is given.
+
+    Raises:
+        InputError: none or several, or one that cannot be meant.
+    """
+    text, ids, messages = texts["prompt"], texts["prompt_ids"], texts["messages"]
+    if sum(value is not None for value in (text, ids, messages)) != 1:
+        raise InputError("prompt", text, "give one of --prompt TEXT, --prompt-ids 1,2,3 and --messages JSON")
+    if messages is not None:
+        return _Asked([], as_conversation(parse_json("messages", "messages", messages)))
     if text is not None:
         if not text:
             raise InputError("prompt", text, "is empty; give at least one character")
-        return text
+        return _Asked(text, [{"role": "user", "content": text}] if chat else None)
     assert ids is not None
+    if chat:
+        raise InputError("prompt_ids", ids, "a chat template lays out text: give --prompt or --messages with --chat")
     try:
-        return [int(part) for part in ids.split(",")]
+        return _Asked([int(part) for part in ids.split(",")])
     except ValueError:
         raise InputError("prompt_ids", ids, "must be whole numbers separated by commas") from None

@@ -17,7 +17,7 @@ from foretoken.params import check_text
 
 _MOST = 1 << 64  # the first number that no seed, count or size may be
 # Fields of the library that an option of another name sets.
-_OPTION_OF = {"bad_words": "bad_word", "profile": "cost_profile", "rules": "rule", "phases": "load"}
+_OPTION_OF = {"bad_words": "bad_word", "profile": "cost_profile", "model": "target", "rules": "rule", "phases": "load"}
 
 
 class Verb(Command):

@@ -172,7 +172,7 @@ class CascadeDrafter:
         """Open a sequence at every level; the prompt is run when something is first drafted."""
         self._texts[request.request_id] = list(request.prompt_ids)
         for level in self.levels:
-            level.cache.start(request.request_id, request.spec.tenant)
+            level.cache.start(request.request_id, request.params.tenant)
             level.ran[request.request_id] = []
         if self.lookup is not None:
             self.lookup.start(replace(request, spec=request.spec.configs[0]))

@@ -85,7 +85,7 @@ class DraftModelDrafter:
     def start(self, request: Request) -> None:
         """Open a sequence; the prompt is run when something is first drafted."""
         self._texts[request.request_id] = list(request.prompt_ids)
-        self._cache.start(request.request_id, request.spec.tenant)
+        self._cache.start(request.request_id, request.params.tenant)
 
     def propose(self, batch: Batch) -> Draft:
         """Guess up to `num_draft` tokens per request; a request for which the cache has no room gets none."""

@@ -40,7 +40,7 @@ def drafter_key(spec: SpecConfig) -> DrafterKey | None:
         spec.draft_vocabulary,
         spec.corpus,
         spec.options,
-        *(drafter_key(part) for part in spec.parts if isinstance(part, SpecConfig)),
+        *(drafter_key(part) for part in spec.configs),
     )
 
 

@@ -100,7 +100,7 @@ class OtherVocabularyDrafter:
         text = DraftText(self.target.tokenizer, self.draft, self._twins.to_draft)
         text.push(request.prompt_ids)
         self._texts[request.request_id], self._cached[request.request_id] = text, []
-        self._cache.start(request.request_id, request.spec.tenant)
+        self._cache.start(request.request_id, request.params.tenant)
 
     def propose(self, batch: Batch) -> Draft:
         """Guess up to `num_draft` tokens per request; a request for which the draft has no room gets none."""

@@ -68,7 +68,7 @@ class Cursor:
 
 
 class PredictedDrafter:
-    """Deterministic guesses from `SpecConfig.prediction`; the mass is a point at each guess."""
+    """Deterministic guesses from `SamplingParams.prediction`; the mass is a point at each guess."""
 
     name = "predicted"
 

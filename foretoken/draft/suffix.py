@@ -69,7 +69,7 @@ class SharedStore:
 class SuffixDrafter:
     """Deterministic trees from counts; the mass is a point at each guess.
 
-    A finished request's answer enters the store of its tenant (`SpecConfig.tenant`), never another's. `corpus` is a
+    A finished request's answer enters the store of its tenant (`SamplingParams.tenant`), never another's. `corpus` is a
     text of token ids that everybody may be guessed from. Each store keeps `store_tokens`, all together `most_tokens`,
     where one that holds less counts as 256: the tenant unused longest is forgotten first.
     """
@@ -98,8 +98,8 @@ class SuffixDrafter:
         """Index the prompt."""
         self._indexes[request.request_id] = MatchIndex(request.prompt_ids)
         self._requests[request.request_id] = request
-        if request.spec.tenant in self._stores:
-            self._stores.move_to_end(request.spec.tenant)
+        if request.params.tenant in self._stores:
+            self._stores.move_to_end(request.params.tenant)
 
     def propose(self, batch: Batch) -> Draft:
         """The tree with the most expected accepted tokens, over all sources and lengths of agreement."""
@@ -116,11 +116,11 @@ class SuffixDrafter:
         num_answer = index.num_tokens - len(request.prompt_ids)
         if not num_answer:
             return
-        store = self._stores.setdefault(request.spec.tenant, SharedStore(self._store_tokens))
+        store = self._stores.setdefault(request.params.tenant, SharedStore(self._store_tokens))
         self._num_counted -= self._counted(store)
         store.add(index.end(num_answer + min(MATCH_LIMIT, len(request.prompt_ids))))
         self._num_counted += self._counted(store)
-        self._stores.move_to_end(request.spec.tenant)
+        self._stores.move_to_end(request.params.tenant)
         while self._num_counted > self._most_tokens:
             self._num_counted -= self._counted(self._stores.popitem(last=False)[1])
 
@@ -149,7 +149,7 @@ class SuffixDrafter:
         index, depth = self._indexes[entry.request.request_id], entry.num_draft
         end = [*index.end(), *ahead]
         own, fixed = index.matches(end, depth), self._corpus.matches(end, depth)
-        store = self._stores.get(entry.request.spec.tenant)
+        store = self._stores.get(entry.request.params.tenant)
         others = [*(store.matches(end, depth) if store is not None else ()), *([fixed] if fixed is not None else ())]
         trees = [
             tree

@@ -1,8 +1,10 @@
 """One thread runs the engine, any number of threads and coroutines submit to it.
 
-Submitters never touch the engine: what they want goes through a queue of commands that the engine's thread empties
-between two steps, and what a step emitted comes back through each request's ticket. Leaving a ticket (cancelling,
-closing a stream) frees everything the request held before the next step begins.
+A request is prepared (its drafters loaded, its prompt tokenised, its grammar compiled) in the thread that submits it;
+for coroutines a few worker threads do that, so neither their event loop nor the engine's thread waits for it. A
+prepared request goes through a queue of commands that the engine's thread empties between two steps, and what a step
+emitted comes back through the request's ticket. Cancelling a ticket, or closing a stream, frees everything that the
+request held before the next step begins.
 
 Every ticket ends. A command is queued under the same lock under which the thread takes its last ones, so a request is
 either refused or seen; what the thread has not ended when it stops, for whatever reason, it ends then.
@@ -15,98 +17,109 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import TypeVar
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
-from foretoken.engine.admission import Prompt, as_prompt, check_limits, check_params, check_types
+from foretoken.engine.admission import check_types
 from foretoken.engine.engine import Engine
 from foretoken.engine.llm import LLM
-from foretoken.engine.output import GenerateOutput, answer_of, each_answer, unanswered
+from foretoken.engine.output import GenerateOutput, answer_of, unanswered
+from foretoken.engine.prompts import Prompt, as_prompt
 from foretoken.engine.recovery import engine_error
-from foretoken.engine.request import RequestState
+from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.ticket import Ticket
+from foretoken.engine_config import EngineConfig
 from foretoken.errors import EngineError, InputError, OverloadedError
+from foretoken.params import check_limits
 
 _Command = Callable[[Engine], None]
+_Result = TypeVar("_Result")
+
+# Worker threads that prepare the requests of coroutines. Preparing is mostly tokenising, which is short; a few threads
+# keep one long grammar from holding up the others, and more would only take time from the engine's own thread.
+_NUM_PREPARING = 4
 
 
 @dataclass(eq=False)
 class _Order:
-    """What a ticket was issued for; `state` is None until the engine's thread has begun it."""
+    """What a ticket was issued for; `state` is None until the engine's thread has queued it."""
 
-    prompt: Prompt
-    params: SamplingParams
-    spec: SpecConfig
+    prepared: PreparedRequest
     state: RequestState | None = None
 
 
 class AsyncEngine:
-    """Owns `llm` while it is open: nobody else may run requests there. At most `max_waiting` requests wait for a place
-    in the batch.
+    """Owns an `LLM` while it is open: nobody else may run requests there. At most `max_waiting` requests wait for a
+    place in the batch, those included that are being prepared.
+
+    `llm` may be an `EngineConfig`: then the `LLM` is built from it here, and closed with this.
 
     Raises:
-        InputError: `llm` was closed, answers requests, or has an owner already.
+        InputError: `llm` was closed, answers requests, or has an owner already; see also `LLM`.
+        StorageError, ModelError: see `LLM`.
     """
 
-    def __init__(self, llm: LLM, max_waiting: int = 256) -> None:
-        if not isinstance(llm, LLM):
-            raise InputError("llm", llm, "give an LLM")
+    def __init__(self, llm: LLM | EngineConfig, max_waiting: int = 256) -> None:
+        if not isinstance(llm, LLM | EngineConfig):
+            raise InputError("llm", llm, "give an LLM or an EngineConfig")
         check_limits(max_waiting=max_waiting)
-        self.llm, self.max_waiting = llm, max_waiting
+        self._owns_llm = isinstance(llm, EngineConfig)
+        self.llm, self.max_waiting = LLM(llm) if isinstance(llm, EngineConfig) else llm, max_waiting
         self._orders: dict[Ticket, _Order] = {}  # of all tickets that have not ended
         self._tickets: dict[int, Ticket] = {}  # of those that were begun, by request
         self._commands: deque[_Command] = deque()
         self._wake = threading.Condition()
-        self._num_unborn = 0  # submitted, not yet seen by the engine's thread
+        self._num_coming = 0  # being prepared, or prepared and not yet seen by the engine's thread
         self._is_closing = False
         self._cause: BaseException | None = None  # why the thread ended, where nobody closed
         self._process = os.getpid()
-        engine = llm.claim(self)
+        self._preparing = ThreadPoolExecutor(_NUM_PREPARING, thread_name_prefix="foretoken-prepare")
+        self._loading = ThreadPoolExecutor(1, thread_name_prefix="foretoken-load")  # drafters, which take seconds
+        engine = self.llm.claim(self)
         self._thread = threading.Thread(target=self._run, args=(engine,), name="foretoken-engine", daemon=True)
         try:
             self._thread.start()
         except BaseException:
-            llm.disclaim()
+            self.llm.disclaim()
+            if self._owns_llm:
+                self.llm.close()
             raise
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None) -> Ticket:
-        """Queue one answer; a drafter named for the first time is loaded in the caller's thread.
+        """Prepare one answer in this thread and queue it; coroutines have `submit_async`.
 
         Raises:
-            InputError: a parameter that cannot be honoured, or this was closed. What only the engine can see comes with
-            the ticket.
+            InputError, ContextLengthError, CapacityError: the request can never run, or this was closed.
+            ModelError, StorageError: its drafter cannot be loaded.
             OverloadedError: `max_waiting` requests wait already.
             EngineError: the engine's thread has broken down.
         """
-        self.check_process()
-        params, spec = SamplingParams() if params is None else params, self.llm.spec if spec is None else spec
-        one = as_prompt(prompt)
-        check_types(params, spec)
+        one, params, spec = self._checked(prompt, params, spec)
         if params.n > 1:
             raise InputError("n", params.n, "a ticket is one answer; use generate, or one ticket per answer")
-        self._check_open()
-        self.llm.prepare(spec)
-        ticket, order = Ticket(self), _Order(one, params, spec)
-        with self._wake:
-            self._check_open()
-            if len(self.llm.engine.scheduler.waiting) + self._num_unborn >= self.max_waiting:
-                raise OverloadedError(
-                    f"{self.max_waiting} requests wait already: come again later, or raise max_waiting"
-                )
-            self._num_unborn += 1
-            self._orders[ticket] = order
-            self._commands.append(lambda _engine: self._begin(ticket, order))
-            self._wake.notify()
-        return ticket
+        with self._place(1):
+            prepared = self.llm.prepare_request(one, params, spec)
+            return self._enqueue([prepared])[0]
+
+    async def submit_async(
+        self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None
+    ) -> Ticket:
+        """`submit` for coroutines: worker threads prepare the answer, so the event loop goes on meanwhile."""
+        one, params, spec = self._checked(prompt, params, spec)
+        if params.n > 1:
+            raise InputError("n", params.n, "a ticket is one answer; use generate, or one ticket per answer")
+        return (await self._submit_all(one, params, spec))[0]
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None
     ) -> AsyncIterator[StepOutput]:
         """What each step adds to one answer; leaving the iteration frees the request."""
-        async with contextlib.aclosing(aiter(self.submit(prompt, params, spec))) as pieces:
+        async with contextlib.aclosing(aiter(await self.submit_async(prompt, params, spec))) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -114,15 +127,11 @@ class AsyncEngine:
         self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None
     ) -> GenerateOutput:
         """The whole answer to one prompt, all `n` of them."""
-        params = SamplingParams() if params is None else params
-        check_params(params)
-        tickets: list[Ticket] = []
+        tickets = await self._submit_all(*self._checked(prompt, params, spec))
         try:
-            for one in each_answer(params):
-                tickets.append(self.submit(prompt, one, spec))
             first, *others = await asyncio.gather(*(ticket.wait() for ticket in tickets))
         finally:
-            for ticket in tickets:  # those that have ended do not mind
+            for ticket in tickets:  # without effect on those that have ended
                 ticket.cancel()
         return replace(first, others=tuple(others))
 
@@ -141,8 +150,14 @@ class AsyncEngine:
         with self._wake:
             self._is_closing = True
             self._wake.notify()
-        if threading.current_thread() is not self._thread and os.getpid() == self._process:
+        if os.getpid() != self._process:
+            return
+        for pool in (self._preparing, self._loading):  # what is being prepared is refused when it wants to be queued
+            pool.shutdown(wait=False)
+        if threading.current_thread() is not self._thread:
             self._thread.join()
+            if self._owns_llm:
+                self.llm.close()
 
     def check_process(self) -> None:
         """Refuse a process that was forked from the one that opened this: it has no engine thread.
@@ -171,6 +186,74 @@ class AsyncEngine:
         if self._is_closing:
             raise InputError("engine", "closed", "was closed; open it again")
 
+    # ---- how requests get to the engine's thread
+
+    def _checked(
+        self, prompt: Prompt, params: SamplingParams | None, spec: SpecConfig | None
+    ) -> tuple[Prompt, SamplingParams, SpecConfig]:
+        """The arguments of a call, with their defaults and of the right kind."""
+        self.check_process()
+        params, spec = SamplingParams() if params is None else params, self.llm.spec if spec is None else spec
+        one = as_prompt(prompt)
+        check_types(params, spec)
+        self._check_open()
+        return one, params, spec
+
+    @contextlib.contextmanager
+    def _place(self, count: int) -> Iterator[None]:
+        """Hold places in the queue for `count` requests while they are prepared; `_enqueue` hands them on.
+
+        Raises:
+            OverloadedError: there are not so many.
+        """
+        with self._wake:
+            self._check_open()
+            if len(self.llm.engine.scheduler.waiting) + self._num_coming + count > self.max_waiting:
+                raise OverloadedError(
+                    f"{self.max_waiting} requests wait already: come again later, or raise max_waiting"
+                )
+            self._num_coming += count
+        try:
+            yield
+        except BaseException:
+            with self._wake:
+                self._num_coming -= count
+            raise
+
+    async def _submit_all(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> list[Ticket]:
+        """Queue all `n` answers to a prompt, prepared in worker threads."""
+        with self._place(params.n):
+            used = spec.for_request(params.prediction)
+            if not self.llm.has_drafters(used):
+                await self._in_thread(self._loading, lambda: self.llm.prepare(used))
+            prepared = await self._in_thread(self._preparing, lambda: self.llm.prepare_requests(prompt, params, spec))
+            return self._enqueue(prepared)
+
+    async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], _Result]) -> _Result:
+        try:
+            future = pool.submit(call)
+        except RuntimeError:  # closed just now
+            self._check_open()
+            raise
+        return await asyncio.wrap_future(future)
+
+    def _enqueue(self, prepared: Sequence[PreparedRequest]) -> list[Ticket]:
+        """Issue a ticket for each and let the engine's thread begin them; their places are held already.
+
+        Raises:
+            InputError, EngineError: this was closed, or has broken down, while they were prepared.
+        """
+        tickets = []
+        with self._wake:
+            self._check_open()
+            for one in prepared:
+                ticket, order = Ticket(self), _Order(one)
+                self._orders[ticket] = order
+                self._commands.append(lambda _engine, ticket=ticket, order=order: self._begin(ticket, order))  # type: ignore[misc]  # bound in the loop
+                tickets.append(ticket)
+            self._wake.notify()
+        return tickets
+
     # ---- the engine's thread
 
     def _run(self, engine: Engine) -> None:
@@ -178,7 +261,7 @@ class AsyncEngine:
         try:
             while self._turn(engine):
                 pass
-        except BaseException as error:  # noqa: BLE001 - nothing runs behind this thread: those who wait must hear of it
+        except BaseException as error:  # noqa: BLE001 - all tickets must end with this thread
             cause = error
         with self._wake:  # from here on nothing is queued
             self._is_closing, self._cause = True, cause
@@ -206,7 +289,7 @@ class AsyncEngine:
     def _step(self, engine: Engine) -> None:
         try:
             outputs: Sequence[StepOutput] = self.llm.step_for(self)
-        except Exception as error:  # noqa: BLE001 - what recovery could not mend costs those who run, not those who come
+        except Exception as error:  # noqa: BLE001 - requests that wait go on
             broken = engine_error("the engine could not recover from a step that broke down", error)
             for ticket in list(self._tickets.values()):
                 self._drop(engine, ticket, broken)
@@ -221,12 +304,12 @@ class AsyncEngine:
 
     def _begin(self, ticket: Ticket, order: _Order) -> None:
         with self._wake:
-            self._num_unborn -= 1
+            self._num_coming -= 1
         if ticket not in self._orders:
             return  # cancelled before
         try:
-            order.state = self.llm.submit_for(self, order.prompt, order.params, order.spec)
-        except Exception as error:  # noqa: BLE001 - belongs to who submitted
+            order.state = self.llm.enqueue_for(self, order.prepared)
+        except Exception as error:  # noqa: BLE001 - the error of this ticket
             del self._orders[ticket]
             ticket.end(None, error)
             return
@@ -243,14 +326,14 @@ class AsyncEngine:
         if state is not None:
             try:
                 engine.abort(state.request_id)
-            except Exception as broken:  # noqa: BLE001 - its ticket must end all the same
+            except Exception as broken:  # noqa: BLE001 - its ticket must end
                 error = error or engine_error("the request could not be aborted", broken)
         self._end(ticket, error)
 
     def _end(self, ticket: Ticket, error: Exception | None) -> None:
         order = self._orders.pop(ticket)
         if order.state is None:
-            ticket.end(None if error is not None else unanswered(order.prompt, order.params), error)
+            ticket.end(None if error is not None else unanswered(order.prepared), error)
             return
         del self._tickets[order.state.request_id]
         answer = answer_of(order.state)

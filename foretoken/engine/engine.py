@@ -21,10 +21,10 @@ from foretoken.control.routing import RoutingRules
 from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Uniforms, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup, option_kind
-from foretoken.engine.admission import Intake
+from foretoken.engine.admission import Admission
 from foretoken.engine.emission import emit, fail, note_prompt
 from foretoken.engine.recovery import Faults, engine_error, recover
-from foretoken.engine.request import RequestState
+from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.runner import Runner, TargetOutput, race_rows
 from foretoken.engine.scheduler import DraftPlan, Scheduler
 from foretoken.engine.stats import EngineStats
@@ -56,7 +56,7 @@ class Engine:
         self.stats = EngineStats()
         self.faults = Faults(self.stats)
         self.scheduler = Scheduler(target, limits or SchedulerConfig())
-        self.intake = Intake(target, tokenizer, target.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self.admission = Admission(target, tokenizer, target.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.states: dict[int, RequestState] = {}
         self._views: list[RequestView] = []  # of the requests that decode in this step
         self.watchers: list[Watcher] = []
@@ -105,13 +105,21 @@ class Engine:
         return self.take_outputs()
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, spec: SpecConfig) -> RequestState:
-        """Queue a request; the returned state carries its number and, as it runs, its tokens.
+        """Prepare a request and queue it, see `enqueue`.
 
         Raises:
             InputError, ContextLengthError, CapacityError: the request can never run; nothing was queued.
+            EngineError: see `enqueue`.
+        """
+        return self.enqueue(self.admission.prepare(prompt_ids, params, spec))
+
+    def enqueue(self, prepared: PreparedRequest) -> RequestState:
+        """Queue a prepared request; the returned state carries its number and, as it runs, its tokens.
+
+        Raises:
             EngineError: something broke on the way; nothing was queued.
         """
-        state = self.intake.admit(next(self._ids), prompt_ids, params, spec)
+        state = prepared.state(next(self._ids))
         try:
             self.drafters.start(state.request)
             self.scheduler.add(state)

@@ -1,76 +1,54 @@
-"""The public front: load a target, generate, stream."""
+"""The public entry point: load a target, generate, stream, chat."""
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Unpack
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.control.queue import SchedulerConfig
-from foretoken.control.routing import RoutingRules
 from foretoken.core import StepOutput
 from foretoken.draft.group import DrafterGroup, own_drafters
-from foretoken.engine.admission import (
-    Prompt,
-    as_prompt,
-    as_prompts,
-    check_limits,
-    check_model_options,
-    check_routing,
-    check_share,
-    check_spec,
-    check_types,
-)
-from foretoken.engine.drafters import DrafterFactory, ModelOptions, limit_of
+from foretoken.engine.admission import check_spec, check_types
+from foretoken.engine.drafter_loading import DrafterLoader
+from foretoken.engine.drafters import DrafterFactory, ModelOptions
+from foretoken.engine.driver import Driver, OnStep
 from foretoken.engine.engine import Engine
 from foretoken.engine.output import GenerateOutput, collect, each_answer
-from foretoken.engine.request import RequestState
+from foretoken.engine.prompts import (
+    Conversation,
+    Message,
+    Prompt,
+    PromptEncoder,
+    as_conversations,
+    as_prompt,
+    as_prompts,
+    per_prompt,
+)
+from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.shadow.shadow import Shadow
 from foretoken.engine.startup.known_costs import KnownCosts, check_mode, know_costs
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.trace import Trace
-from foretoken.engine.turns import Turns
-from foretoken.errors import InputError, MismatchError, StorageError
+from foretoken.engine.turns import Owner, Turns
+from foretoken.engine_config import EngineConfig, EngineOptions, config_of
+from foretoken.errors import InputError, StorageError
 from foretoken.model.interface import LanguageModel, PrefixModel
-from foretoken.model.open import model_folder, open_model
-from foretoken.model.tokenizer import Tokenizer, load_tokenizer
-from foretoken.params import check_text
-
-
-class Owner(Protocol):
-    """Who runs an `LLM`'s steps while it is open."""
-
-    def close(self) -> None:
-        """Give the `LLM` back."""
+from foretoken.model.open import model_folder, open_device, open_model
+from foretoken.model.tokenizer import load_tokenizer
 
 
 class LLM:
-    """A target with its drafters.
+    """A target with its drafters, built from an `EngineConfig`, or from the same values as arguments.
 
-    `model` is a folder, a hub id, or `reference:target`. `spec` is the default for every request; `generate` and
-    `stream` take another one per call or per prompt. A draft model is loaded when it is first named.
+    `spec` of the configuration is the default for every request. `on_profile` is called with a text when measuring the
+    cost of steps takes longer than a second; `costs` is what came of it.
 
-    `max_batch_size`, `max_prompt_tokens`, `max_step_tokens` and `cache_reserve` are the scheduler's, see
-    `control.queue.SchedulerConfig`.
-
-    `numerics="strict"` makes the target's logits bitwise the same however rows are batched, at a price. `trace` names a
-    file that gets one line per event (docs/trace.md); when it cannot be written any more, `trace_error` says so and
-    answers go on. `shadow_rate` is the share of requests whose answers the target alone scores again in the background;
-    `stats.shadow` tells what it found, and a warning is raised when answers do not follow the target's law. `routing`
-    says for which requests not to speculate at all (docs/batching.md).
-
-    `profile` says where it is known from what steps cost, which decides how much is guessed where that is left open:
-    "auto" (kept from an earlier start, or measured now, see docs/batching.md), "off" (learnt from the first steps),
-    "measure" (now, again), or a file of `foretoken bench profile`. `on_profile` hears about measuring that takes
-    longer than a second; `costs` tells what came of it.
-
-    Several threads may use one `LLM`: they take turns, a step at a time, and their requests run together. Many callers
-    at once, and coroutines, are what `AsyncEngine` is for; while one is open, nothing else may run requests here.
+    Several threads may use one `LLM`: they take turns, a step at a time, and their requests run together. Requests are
+    prepared (tokenised, checked, grammars compiled) in the thread that asks. Many callers at once, and coroutines, are
+    what `AsyncEngine` is for; while one is open, nothing else may run requests here.
 
     Raises:
         InputError: an option that cannot be honoured; nothing was loaded.
@@ -80,54 +58,54 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path,
+        model: EngineConfig | str | Path,
         spec: SpecConfig | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
-        cache_tokens: int | None = None,
-        max_batch_size: int = 16,
-        max_prompt_tokens: int = 512,
-        numerics: str = "default",
-        trace: str | Path | None = None,
-        shadow_rate: float = 0.0,
-        routing: RoutingRules | None = None,
-        profile: str | Path = "auto",
+        *,
         on_profile: Callable[[str], None] | None = None,
-        max_step_tokens: int | None = None,
-        cache_reserve: float = SchedulerConfig.cache_reserve,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        check_model_options(model, dtype, device, numerics, trace, on_profile)
-        check_routing(routing, spec)
-        check_share("shadow_rate", shadow_rate)
-        check_share("cache_reserve", cache_reserve)
-        check_limits(
-            max_batch_size=max_batch_size,
-            max_prompt_tokens=max_prompt_tokens,
-            cache_tokens=cache_tokens,
-            max_step_tokens=max_step_tokens,
-        )
-        mode = check_mode(profile)
-        limits = SchedulerConfig(
-            max_batch_size, max_prompt_tokens, max_step_tokens=max_step_tokens, cache_reserve=cache_reserve
-        )
-        self.spec = SpecConfig() if spec is None else spec
-        self.folder = model_folder(str(model))
-        self._turns, self._loading = Turns(), threading.Lock()
+        config = self.config = config_of(model, spec, options)
+        if on_profile is not None and not callable(on_profile):
+            raise InputError("on_profile", on_profile, "give a function that takes a text, or leave it out")
+        open_device(config.device)
+        mode = check_mode(config.profile)
+        self.spec = SpecConfig() if config.spec is None else config.spec
+        self.folder = model_folder(str(config.model))
+        self._turns = Turns()
         self._owner: Owner | None = None
-        self._inboxes: dict[int, deque[StepOutput]] = {}  # of streams and of `generate` with `on_step`
-        self._trace = None if trace is None else Trace(Path(trace))
+        self._trace = None if config.trace is None else Trace(Path(config.trace))
         try:
             self.tokenizer = load_tokenizer(self.folder)
-            target: LanguageModel = open_model(self.folder, dtype, device, cache_tokens, numerics)
+            target: LanguageModel = open_model(
+                self.folder, config.dtype, config.device, config.cache_tokens, config.numerics
+            )
             self._target: LanguageModel | None = target
             self._drafters = DrafterGroup(target)
-            self._factory = DrafterFactory(
-                self.folder, target, self.tokenizer, ModelOptions(dtype, device, cache_tokens)
+            self._encoder = PromptEncoder(self.tokenizer, self.folder, target.vocab_size)
+            loaded_with = ModelOptions(config.dtype, config.device, config.cache_tokens)
+            self._loader: DrafterLoader | None = DrafterLoader(
+                DrafterFactory(self.folder, target, self.tokenizer, loaded_with),
+                self._drafters,
+                self._turns,
+                check_open=self._check_open,
             )
-            engine = Engine(target, self._drafters, self.tokenizer, limits, self._eos_token_ids(), routing)
-            self._engine: Engine | None = engine
-            self._shadow = Shadow(target, shadow_rate, room=engine.scheduler, fresh_processors=engine.intake.processors)
-            engine.watchers += ([] if self._trace is None else [self._trace]) + ([self._shadow] if shadow_rate else [])
+            engine = Engine(
+                target,
+                self._drafters,
+                tokenizer=self.tokenizer,
+                limits=config.scheduler,
+                eos_token_ids=self._eos_token_ids(),
+                routing=config.routing,
+            )
+            self._driver: Driver | None = Driver(engine, self._turns)
+            self._shadow = Shadow(
+                target,
+                config.shadow_rate,
+                room=engine.scheduler,
+                fresh_processors=engine.admission.fresh_processors,
+            )
+            engine.watchers += [] if self._trace is None else [self._trace]
+            engine.watchers += [self._shadow] if config.shadow_rate else []
             self.prepare(self.spec)
             self.costs = self._know_costs(mode, on_profile)
         except BaseException:
@@ -142,9 +120,7 @@ class LLM:
         Raises:
             InputError: this was closed.
         """
-        if self._engine is None:
-            raise self._was_closed()
-        return self._engine
+        return self._check_open().engine
 
     @property
     def target(self) -> LanguageModel:
@@ -162,7 +138,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         spec: SpecConfig | Sequence[SpecConfig] | None = None,
-        on_step: Callable[[list[StepOutput]], None] | None = None,
+        on_step: OnStep | None = None,
     ) -> list[GenerateOutput]:
         """Answer every prompt; prompts are texts or lists of token ids, `params` and `spec` one for all or one each.
 
@@ -173,33 +149,60 @@ class LLM:
         """
         self._check_free()
         batch = as_prompts(prompts)
-        each_params = _per_prompt("params", SamplingParams() if params is None else params, len(batch))
-        each_spec = _per_prompt("spec", self.spec if spec is None else spec, len(batch))
+        each_params = per_prompt("params", SamplingParams() if params is None else params, len(batch))
+        each_spec = per_prompt("spec", self.spec if spec is None else spec, len(batch))
         if on_step is not None and not callable(on_step):
             raise InputError("on_step", on_step, "give a function that takes a list of StepOutput, or leave it out")
-        engine, states, inbox = self.engine, list[RequestState](), deque[StepOutput]()
-        with self._turns:
-            try:
-                self._submit_all(batch, each_params, each_spec, states, inbox if on_step is not None else None)
-                while not self._advance(states):
-                    if on_step is not None:
-                        on_step(_taken(inbox))
-                    self._turns.pause()
-                if on_step is not None and inbox:
-                    on_step(_taken(inbox))
-            finally:
-                with self._turns.lock:
-                    for state in states:
-                        self._inboxes.pop(state.request_id, None)
-                        engine.abort(state.request_id)
-        return collect(states, [one.n for one in each_params])
+        prepared: list[PreparedRequest] = []
+        for prompt, one_params, one_spec in zip(batch, each_params, each_spec, strict=True):
+            prepared += self.prepare_requests(prompt, one_params, one_spec)
+        return collect(self._check_open().answer(prepared, on_step), [one.n for one in each_params])
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        spec: SpecConfig | Sequence[SpecConfig] | None = None,
+        on_step: OnStep | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[GenerateOutput]:
+        """The next message of a conversation, or of each of several; otherwise as `generate`.
+
+        A message is a mapping with a `role` and, as a rule, a `content`.
+
+        Raises:
+            InputError: the model folder has no chat template, or the template refuses the messages; see `generate`.
+            CheckpointError: the template is broken.
+        """
+        self._check_free()
+        prompts = [self.encode_chat(conversation, tools) for conversation in as_conversations(messages)]
+        return self.generate(prompts, params, spec, on_step)
+
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """The text that the checkpoint's chat template makes of a conversation, up to where the answer begins.
+
+        Raises:
+            InputError, CheckpointError: see `chat`.
+        """
+        self._check_open()
+        return self._encoder.render_chat(messages, tools)
+
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """Token ids of `render_chat`: a prompt for `generate`, `stream` and `AsyncEngine`.
+
+        Raises:
+            InputError, CheckpointError: see `chat`.
+        """
+        self._check_open()
+        return self._encoder.encode_chat(messages, tools)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None
     ) -> Iterator[StepOutput]:
         """Yield what each step adds to one answer; `str(piece)` is its text. Closing the iterator frees the request.
 
-        The request is queued when the first piece is asked for; then an answer that failed raises its error.
+        The request is prepared and queued when the first piece is asked for; then an answer that failed raises its
+        error.
 
         Raises:
             InputError: a prompt or parameter that cannot be honoured.
@@ -213,11 +216,11 @@ class LLM:
         return self._stream(one, params, spec)
 
     def step(self) -> list[StepOutput]:
-        """One step of the engine; what it gave to open streams waits in their inboxes, whoever asked for the step."""
-        self._check_free()
+        """One step of the engine; what it emitted for open streams waits for their readers."""
+        driver = self._check_free()
         with self._turns:
             with self._turns.lock:
-                outputs = self._step()
+                outputs = driver.step()
             self._turns.pause()
         return outputs
 
@@ -247,31 +250,19 @@ class LLM:
             MismatchError: the tokenizer writes a token that the model does not have.
         """
         self._check_open()
-        if not isinstance(text, str):
-            raise InputError("text", text, "must be a text")
-        check_text("prompt", text)
-        tokenizer = self._text_tokenizer("prompt", text)
-        ids = tokenizer.encode(text)
-        beyond = next((token for token in ids if token >= self.target.vocab_size), None)
-        if beyond is not None:
-            token, size = tokenizer.token(beyond), self.target.vocab_size
-            raise MismatchError(
-                f"the tokenizer in {self.folder} writes token {beyond} ({token!r}), and the model's "
-                f"vocabulary ends at {size - 1}"
-            )
-        return ids
+        return self._encoder.encode(text)
 
     def close(self) -> None:
         """Drop every request and the models. The object cannot be used afterwards; closing again does nothing."""
         if self._owner is not None:
             self._owner.close()
         with self._turns.lock:
-            if self._engine is None:
+            if self._driver is None:
                 return
-            self._engine.close()
+            self._driver.engine.close()
             self._drafters.drafters.clear()
-            self._engine = self._target = None
-            del self._factory, self._shadow  # all that holds weights
+            self._driver = self._target = self._loader = None
+            del self._shadow  # all that holds weights
 
     def __enter__(self) -> LLM:
         return self
@@ -287,11 +278,30 @@ class LLM:
         Raises:
             InputError, ContextLengthError, CapacityError: the request can never run; nothing was queued.
         """
-        self._check_free()
-        one = as_prompt(prompt)
-        check_types(params, spec)
+        driver = self._check_free()
+        prepared = self.prepare_request(as_prompt(prompt), params, spec)
         with self._turns:
-            return self._submit(one, params, spec)
+            return driver.enqueue(prepared)
+
+    def prepare_request(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> PreparedRequest:
+        """Do for one answer all that comes before queueing it: load its drafters, tokenise, check, compile its grammar.
+
+        Runs in the thread of the caller and holds no lock of the engine, so running requests go on meanwhile.
+
+        Raises:
+            InputError, ContextLengthError, CapacityError: the request can never run.
+            ModelError, StorageError: its drafter cannot be loaded.
+        """
+        check_types(params, spec)
+        self.prepare(spec.for_request(params.prediction))
+        ids = self.encode(prompt) if isinstance(prompt, str) else prompt
+        return self.engine.admission.prepare(ids, params, spec)
+
+    def prepare_requests(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> list[PreparedRequest]:
+        """`prepare_request` for each of the `n` answers to a prompt, which is tokenised once."""
+        check_types(params, spec)
+        ids = self.encode(prompt) if isinstance(prompt, str) else prompt
+        return [self.prepare_request(ids, one, spec) for one in each_answer(params)]
 
     def prepare(self, spec: SpecConfig) -> None:
         """Load the drafters that `spec` names, each once; requests go on meanwhile.
@@ -299,21 +309,15 @@ class LLM:
         Raises:
             InputError, ModelError, StorageError: see `DrafterFactory.make`.
         """
-        self._check_open()
         check_spec(spec)
-        wanted = own_drafters(spec)
-        if all(key in self._drafters.drafters for key in wanted):
-            return
-        with self._turns.lock:
-            self._check_open()
-            factory = self._factory  # gone when this is closed
-        with self._loading:
-            for key, own in wanted.items():
-                if key not in self._drafters.drafters:
-                    made = factory.make(own)
-                    with self._turns.lock:  # between two steps, which go through all drafters
-                        self._check_open()
-                        self._drafters.add(key, made, limit_of(own))
+        loader = self._loader
+        if loader is None:
+            raise self._was_closed()
+        loader.load(spec)
+
+    def has_drafters(self, spec: SpecConfig) -> bool:
+        """Whether `prepare` has nothing to load for `spec`."""
+        return self._loader is not None and self._loader.has_all(spec)
 
     # ---- what `AsyncEngine` uses
 
@@ -342,110 +346,37 @@ class LLM:
         """The owner is done."""
         self._owner = None
 
-    def submit_for(self, owner: Owner, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> RequestState:
-        """`submit`, for the owner."""
+    def enqueue_for(self, owner: Owner, prepared: PreparedRequest) -> RequestState:
+        """Queue a prepared request, for the owner."""
         assert owner is self._owner
-        return self._submit(prompt, params, spec)
+        return self._check_open().enqueue(prepared)
 
     def step_for(self, owner: Owner) -> list[StepOutput]:
         """`step`, for the owner."""
         assert owner is self._owner
         with self._turns.lock:
-            return self._step()
+            return self._check_open().step()
 
     # ---- how it is done
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> RequestState:
-        self.prepare(spec)
-        return self._queue(prompt, params, spec)
-
-    def _queue(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> RequestState:
-        ids = self.encode(prompt) if isinstance(prompt, str) else prompt
-        with self._turns.lock:
-            return self.engine.submit(ids, params, spec)
-
-    def _submit_all(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        specs: Sequence[SpecConfig],
-        states: list[RequestState],
-        inbox: deque[StepOutput] | None,
-    ) -> None:
-        """Queue every answer to every prompt, appending to `states`; all of them, or none."""
-        for one_params, one_spec in zip(params, specs, strict=True):
-            check_types(one_params, one_spec)
-            self.prepare(one_spec)
-        with self._turns.lock:
-            known = set(self.engine.states)
-            try:
-                for prompt, one_params, one_spec in zip(prompts, params, specs, strict=True):
-                    for one in each_answer(one_params):
-                        states.append(self._queue(prompt, one, one_spec))
-                        if inbox is not None:
-                            self._inboxes[states[-1].request_id] = inbox
-            except BaseException:
-                for request_id in set(self.engine.states) - known:
-                    self.engine.abort(request_id)
-                raise
-
     def _stream(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> Iterator[StepOutput]:
-        inbox, states = deque[StepOutput](), list[RequestState]()
-        engine = self.engine
-        try:
-            self._submit_all([prompt], [params], [spec], states, inbox)
-            while True:
-                with self._turns:
-                    is_over = not inbox and self._advance(states)
-                    self._turns.pause()
-                for output in _taken(inbox):
-                    is_over = False
-                    if output.error is not None:
-                        raise output.error
-                    yield output
-                if is_over:
-                    break
-            if states[0].finish_reason == "abort":
-                self._check_open()  # closed half-way: what came is not the whole answer
-        finally:
-            with self._turns.lock:
-                for state in states:
-                    self._inboxes.pop(state.request_id, None)
-                    engine.abort(state.request_id)
+        prepared = self.prepare_request(prompt, params, spec)
+        state = yield from self._check_open().stream(prepared)
+        if state.finish_reason == "abort":
+            self._check_open()  # closed half-way: what came is not the whole answer
 
-    def _advance(self, states: Sequence[RequestState]) -> bool:
-        """Run a step, if one of `states` still needs it; whether none did."""
-        with self._turns.lock:
-            if all(state.finish_reason is not None for state in states):
-                return True
-            self._step()
-            return False
-
-    def _step(self) -> list[StepOutput]:
-        engine = self.engine
-        try:
-            outputs = engine.step()
-        except BaseException:
-            self._deliver(engine.take_outputs())
-            raise
-        self._deliver(outputs)
-        return outputs
-
-    def _deliver(self, outputs: Sequence[StepOutput]) -> None:
-        for output in outputs:
-            inbox = self._inboxes.get(output.request_id)
-            if inbox is not None:
-                inbox.append(output)
-
-    def _check_open(self) -> None:
-        if self._engine is None:
+    def _check_open(self) -> Driver:
+        """What runs the engine; refuses when this was closed."""
+        if self._driver is None:
             raise self._was_closed()
+        return self._driver
 
-    def _check_free(self) -> None:
-        """Refuse to run requests beside an owner's."""
-        self._check_open()
+    def _check_free(self) -> Driver:
+        """The same for a caller who wants to run requests; refuses beside an owner."""
+        driver = self._check_open()
         if self._owner is not None:
             raise InputError("llm", str(self.folder), "is served by an AsyncEngine: submit to that, or close it first")
+        return driver
 
     def _was_closed(self) -> InputError:
         return InputError("llm", str(self.folder), "was closed; open it again")
@@ -454,7 +385,7 @@ class LLM:
         """Let the controller begin with what steps cost, as far as that is known."""
         made = [(spec, self._drafters.drafters[key]) for key, spec in own_drafters(self.spec).items()]
         is_open = bool(made) and self.spec.num_draft == "auto"
-        costs = know_costs(mode, self.target, str(self.folder), made, is_open, on_profile or _no_one)
+        costs = know_costs(mode, self.target, str(self.folder), made, is_open, on_profile or (lambda _text: None))
         if costs.profile is not None:
             self.engine.seed(costs.profile, costs.specs)
         self.engine.stats.profile_s = costs.measured_s
@@ -466,25 +397,3 @@ class LLM:
         if not ids and self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             return (self.tokenizer.eos_token_id,)
         return ids
-
-    def _text_tokenizer(self, field: str, value: object) -> Tokenizer:
-        if self.tokenizer is None:
-            raise InputError(field, value, f"{self.folder} has no tokenizer; give token ids instead of text")
-        return self.tokenizer
-
-
-def _no_one(_words: str) -> None:
-    """Nobody wants to hear."""
-
-
-def _taken(inbox: deque[StepOutput]) -> list[StepOutput]:
-    """What waits in an inbox, which is empty then."""
-    return [inbox.popleft() for _ in range(len(inbox))]
-
-
-def _per_prompt(name: str, value: object, count: int) -> list:  # type: ignore[type-arg]
-    if not isinstance(value, list | tuple):
-        return [value] * count
-    if len(value) != count:
-        raise InputError(name, f"{len(value)} values", f"give one value, or one for each of the {count} prompts")
-    return list(value)

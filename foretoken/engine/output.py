@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from foretoken.config import SamplingParams
 from foretoken.core import FinishReason, TokenLogprobs, TokenOrigin
-from foretoken.engine.request import RequestState
+from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.stats import RequestStats
 from foretoken.model.randomness import derived_seed
 
@@ -70,15 +70,15 @@ def answer_of(state: RequestState) -> GenerateOutput:
     )
 
 
-def unanswered(prompt: str | Sequence[int], params: SamplingParams) -> GenerateOutput:
-    """The answer to a request that was left before it began; the ids of a text were never computed."""
+def unanswered(prepared: PreparedRequest) -> GenerateOutput:
+    """The answer to a request that was cancelled before the engine queued it."""
     return GenerateOutput(
-        prompt_ids=() if isinstance(prompt, str) else tuple(prompt),
+        prompt_ids=prepared.prompt_ids,
         text="",
         token_ids=(),
         finish_reason="abort",
         stats=RequestStats(),
         provenance=(),
-        logprobs=None if params.logprobs is None else (),
-        prompt_logprobs=None if params.prompt_logprobs is None else (),
+        logprobs=None if prepared.params.logprobs is None else (),
+        prompt_logprobs=None if prepared.params.prompt_logprobs is None else (),
     )

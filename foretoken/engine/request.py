@@ -1,4 +1,4 @@
-"""One request on its way through the engine: its tokens, its text, and when it must stop."""
+"""One request: as it was prepared, and as it runs through the engine (its tokens, its text, when it must stop)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import FinishReason, Request, TokenLogprobs, TokenOrigin
 from foretoken.engine.stats import RequestStats
 from foretoken.model.processors import RequestProcessors
 from foretoken.model.randomness import RaceNoise
+from foretoken.verify import is_lossless
 
 
 class TextDecoder(Protocol):
@@ -91,6 +93,42 @@ def occurrences(text: str, wanted: str, start: int) -> Iterator[int]:
     while place >= 0:
         yield place
         place = text.find(wanted, place + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedRequest:
+    """A request that was checked, with all that it runs with: the engine has only to number and queue it, once.
+
+    `spec` is expanded for this request, `rule` is a resolved name. `processors` and `noise` are None where the
+    request's distribution needs neither. `arrived_s` is when the caller asked, on the clock of `time.perf_counter`.
+    """
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    spec: SpecConfig
+    seed: int
+    prediction_ids: tuple[int, ...]
+    text: TextAssembler
+    eos_token_ids: frozenset[int]
+    max_total_tokens: int
+    rule: str
+    processors: RequestProcessors | None
+    noise: RaceNoise | None
+    arrived_s: float
+
+    def state(self, request_id: int) -> RequestState:
+        """The state of the request under its number."""
+        return RequestState(
+            request=Request(request_id, self.prompt_ids, self.params, self.spec, self.seed, self.prediction_ids),
+            text=self.text,
+            eos_token_ids=self.eos_token_ids,
+            max_total_tokens=self.max_total_tokens,
+            rule=self.rule,
+            processors=self.processors,
+            noise=self.noise,
+            stats=RequestStats(rule=self.rule, lossy=not is_lossless(self.rule)),
+            arrived_s=self.arrived_s,
+        )
 
 
 @dataclass

@@ -136,7 +136,7 @@ class Scheduler(Queue[RequestState]):
     def publish(self, state: RequestState) -> None:
         """Let later requests of the same tenant begin with what the target holds of a running request's text."""
         if self._prefix is not None:
-            self._prefix.publish(state.request_id, state.tokens, state.request.spec.tenant)
+            self._prefix.publish(state.request_id, state.tokens, state.request.params.tenant)
 
     def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:
         """Lend free cache until `give_back`; False if there is none to spare. `reclaim` must give it back: user
@@ -169,7 +169,7 @@ class Scheduler(Queue[RequestState]):
         self._joining = None
         adopted = 0
         if self._prefix is not None and _adopts(state):
-            adopted = self._prefix.adopt(state.request_id, state.tokens, state.request.spec.tenant)
+            adopted = self._prefix.adopt(state.request_id, state.tokens, state.request.params.tenant)
         self.num_recomputed_tokens += max(0, self._lost.pop(state.request_id, 0) - adopted)
 
     def gather(self, requests: list[RequestState]) -> None:  # type: ignore[override]
@@ -192,7 +192,7 @@ class Scheduler(Queue[RequestState]):
         if self.fits(needed):
             return True
         if self._prefix is not None and _adopts(state):
-            needed -= self._prefix.shared_tokens(state.tokens, state.request.spec.tenant)
+            needed -= self._prefix.shared_tokens(state.tokens, state.request.params.tenant)
         if self._reclaim is not None and not self.fits(needed):
             self._reclaim()
         return self.fits(needed)
@@ -205,7 +205,7 @@ class Scheduler(Queue[RequestState]):
         head = state.tokens[:size]
         return len(state.tokens) > size and any(
             other.tokens[:size] == head
-            and other.request.spec.tenant == state.request.spec.tenant
+            and other.request.params.tenant == state.request.params.tenant
             and self.key(other) < self.key(state)
             and self.target.length(other.request_id) < min(len(other.tokens) - 1, len(state.tokens) - 1) // size * size
             for other in self.running.values()

@@ -233,12 +233,12 @@ class RequestStats(Counters):
 
     @property
     def accepted_prediction_tokens(self) -> int:
-        """Tokens of `SpecConfig.prediction` that stand in the answer because they were drafted (OpenAI's name)."""
+        """Tokens of `SamplingParams.prediction` that stand in the answer because they were drafted (OpenAI's name)."""
         return self.accepted_by.get("predicted", 0)
 
     @property
     def rejected_prediction_tokens(self) -> int:
-        """Tokens of `SpecConfig.prediction` that were drafted and do not stand in the answer."""
+        """Tokens of `SamplingParams.prediction` that were drafted and do not stand in the answer."""
         return self.drafted_by.get("predicted", 0) - self.accepted_prediction_tokens
 
     def as_dict(self) -> dict[str, Any]:

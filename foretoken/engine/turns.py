@@ -1,12 +1,20 @@
-"""Several threads, one engine: who may use it now."""
+"""Several threads, one engine: which of them may use it now."""
 
 from __future__ import annotations
 
 import threading
 import time
 from types import TracebackType
+from typing import Protocol
 
 _PAUSE_S = 1e-4  # long enough for another thread to take a lock that is free
+
+
+class Owner(Protocol):
+    """What alone runs an `LLM`'s steps while it is open: an `AsyncEngine`."""
+
+    def close(self) -> None:
+        """Stop, and give the `LLM` back."""
 
 
 class Turns:

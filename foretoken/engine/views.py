@@ -20,7 +20,7 @@ def view_of(state: RequestState, drafters: DrafterGroup, now_s: float) -> Reques
         request_id=state.request_id,
         options=drafters.traits(state.request_id) if may_draft else (),
         num_draft=None if spec.num_draft == "auto" else spec.num_draft,
-        slice=spec.slice,
+        slice=params.slice,
         num_tokens=len(state.tokens),
         num_remaining=state.num_remaining,
         max_new_tokens=state.max_total_tokens - len(request.prompt_ids),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from foretoken.config import NUMERICS
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.kv.limit import largest_cache_bytes
 from foretoken.kv.pool import bytes_per_token
@@ -19,7 +20,6 @@ from foretoken.model.paged import DEFAULT_BLOCK_SIZE, PagedModel
 from foretoken.model.strict import StrictModel
 from foretoken.model.weights import Weights
 
-NUMERICS = ("default", "strict")
 REFERENCE_PREFIX = "reference:"
 _REFERENCE_FOLDER = Path(__file__).resolve().parent.parent / "reference"
 # When the user names no size: room for many short requests, and for one that fills the context if that is affordable.

@@ -170,7 +170,12 @@ class Tokenizer:
             CheckpointError: the template itself is broken, or does not come to an end.
         """
         if self.chat_template is None:
-            raise InputError("messages", list(messages), f"{self.folder} has no chat template; give plain text instead")
+            raise InputError(
+                "messages",
+                list(messages),
+                f"{self.folder} has no chat template; give plain text instead, take a checkpoint that was trained to "
+                "chat, or put its template into chat_template.jinja there",
+            )
         specials = {
             name: text
             for name, value in self._settings.items()

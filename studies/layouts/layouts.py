@@ -187,9 +187,10 @@ class Layouts:
         engine = Engine(self.target, group, limits=limits)
         steps = _Steps(engine, self.target.device)
         states: list[RequestState] = []
-        spec = replace(spec, tenant=f"layouts {next(self._tenants)}")  # no reuse of prefixes from earlier runs
+        # No reuse of prefixes from earlier runs.
+        params = replace(self.params, tenant=f"layouts {next(self._tenants)}")
         for first in range(0, len(prompts), num_at_once):
-            states += [engine.submit(prompt, self.params, spec) for prompt in prompts[first : first + num_at_once]]
+            states += [engine.submit(prompt, params, spec) for prompt in prompts[first : first + num_at_once]]
             while engine.has_work:
                 steps.step({state.request_id: state for state in states})
         for state in states:

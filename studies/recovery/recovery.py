@@ -19,7 +19,7 @@ from foretoken.bench.drafting import DrafterChoice
 from foretoken.bench.load_options import LoadOptions, Tell, announce, make_report, opened, progress
 from foretoken.bench.report import Report, Table, load_average
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.control.policy import MOST_NUM_DRAFT
+from foretoken.control.policy import PolicyConfig
 from foretoken.draft.group import drafter_key
 from foretoken.engine.request import RequestState
 from studies.recovery.scripted import FORCED, STAND_IN, ScriptedDrafter
@@ -34,7 +34,7 @@ EXPLAINED = (
 )
 _CHANCES = (0.0, 0.85, 0.0, 0.85)
 _STRETCH_STEPS = 80
-_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, MOST_NUM_DRAFT)
+_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, PolicyConfig.most_num_draft)
 _TIMED_TURNS, _TIMED_STEPS = 4, 5
 _GOOD_SHARE = 0.95
 _WINDOW, _GOOD_IN_WINDOW = 10, 8
@@ -63,7 +63,7 @@ class StepTimes:
 
     def best(self, chance: float) -> int:
         """The number of draft tokens with the most expected tokens per second."""
-        return max(range(MOST_NUM_DRAFT + 1), key=lambda number: self.tokens_per_s(number, chance))
+        return max(range(PolicyConfig.most_num_draft + 1), key=lambda number: self.tokens_per_s(number, chance))
 
     def is_right(self, number: float, chance: float) -> bool:
         """Whether `number` is within one of the best, or nearly as fast."""
@@ -196,7 +196,9 @@ def run_recovery(options: LoadOptions, table: Mapping[int, int], command: str = 
 
 def _most_tokens() -> int:
     """Room for an answer in which more is accepted than expected."""
-    return round(_MARGIN * _STRETCH_STEPS * sum(expected_tokens(MOST_NUM_DRAFT, chance) for chance in _CHANCES))
+    return round(
+        _MARGIN * _STRETCH_STEPS * sum(expected_tokens(PolicyConfig.most_num_draft, chance) for chance in _CHANCES)
+    )
 
 
 def step_times(stage: Stage, batch: int) -> StepTimes:
@@ -238,12 +240,12 @@ def _run(stage: Stage, script: ScriptedDrafter, setting: BatchSetting, batch: in
     """Decode `num_steps` steps after the prefill, or until a context is full; seconds of each step."""
     stage.enter(setting)
     engine = stage.llm.engine
-    spec = setting.spec(None, "")
+    spec = setting.spec(None)
     _stand_in(stage, spec, script)
     room = stage.llm.target.max_context_tokens - _PROMPT_TOKENS
     params = SamplingParams(max_tokens=min(_most_tokens(), room), ignore_eos=True, logit_bias={FORCED: _TOKEN_BIAS})
     states = [
-        stage.llm.submit([FORCED + 2 + place] * _PROMPT_TOKENS, params, replace(spec, tenant=str(place)))
+        stage.llm.submit([FORCED + 2 + place] * _PROMPT_TOKENS, replace(params, tenant=str(place)), spec)
         for place in range(batch)
     ]
     seconds: list[float] = []

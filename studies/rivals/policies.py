@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from foretoken.control.candidates import NO_DRAFT, DraftBudget, RequestOptions
+from foretoken.control.candidates import NO_DRAFT, DraftBudget, RequestOptions, StepOutcome
 from foretoken.control.cost import CostTable
 from foretoken.control.policy import Policy
 from foretoken.control.previews import Preview
@@ -39,26 +39,29 @@ class _RivalPolicy:
         self.target_cost = CostTable()
         self._granted: dict[int, int] = {}  # draft tokens of the last planned round, by request with an open number
 
-    def plan(self, wishes: Sequence[RequestOptions]) -> list[DraftBudget]:
+    def plan(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
         """The policy's number for every request that left it open, at most what its drafter can use."""
-        drafting = {wish.request_id for wish in wishes if wish.is_open and wish.arms}
-        numbers = self._numbers_for(wishes)
-        grants = [_granted(wish, number) for wish, number in zip(wishes, numbers, strict=True)]
+        drafting = {request.request_id for request in requests if request.is_open and request.options}
+        numbers = self._numbers_for(requests)
+        grants = [_granted(request, number) for request, number in zip(requests, numbers, strict=True)]
         self._granted = {
-            wish.request_id: grant.num_draft
-            for wish, grant in zip(wishes, grants, strict=True)
-            if wish.request_id in drafting
+            request.request_id: grant.num_draft
+            for request, grant in zip(requests, grants, strict=True)
+            if request.request_id in drafting
         }
         return grants
 
-    def observe_step(
-        self, num_rows: int, num_nodes: int, target_s: float, num_tokens: int = 0, draft_s: float = 0.0
-    ) -> None:
-        """Record the step for the controller."""
-        self.target_cost.observe(num_rows, target_s)
+    def decides(self, request_ids: Sequence[int]) -> bool:
+        """In every round."""
+        return True
+
+    def observe_step(self, step: StepOutcome, decision_s: float, preview_s: float) -> None:
+        """Record the step's cost."""
+        if step.only_decodes:
+            self.target_cost.observe(step.num_rows, step.target_s)
 
     def observe_draft(
-        self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0
+        self, drafter: Hashable, longest: int, draft_s: float, num_requests: int, num_read_tokens: int
     ) -> None:
         """Not used."""
 
@@ -68,7 +71,7 @@ class _RivalPolicy:
         drafter: Hashable,
         num_offered: int,
         chances: Sequence[float],
-        parents: Sequence[int] = (),
+        parents: Sequence[int],
     ) -> None:
         """Count accepted draft tokens."""
         if self._granted.get(request_id):
@@ -87,7 +90,7 @@ class _RivalPolicy:
         """Drop what is kept of a request."""
         self._granted.pop(request_id, None)
 
-    def _numbers_for(self, wishes: Sequence[RequestOptions]) -> list[int]:
+    def _numbers_for(self, requests: Sequence[RequestOptions]) -> list[int]:
         """A number for each request."""
         raise NotImplementedError
 
@@ -115,8 +118,8 @@ class BatchTable(_RivalPolicy):
         super().__init__()
         self.table = dict(sorted(table.items()))
 
-    def _numbers_for(self, wishes: Sequence[RequestOptions]) -> list[int]:
-        return [self.table[_slot(tuple(self.table), len(wishes))]] * len(wishes)
+    def _numbers_for(self, requests: Sequence[RequestOptions]) -> list[int]:
+        return [self.table[_slot(tuple(self.table), len(requests))]] * len(requests)
 
 
 def measured_table(tokens_per_s: Mapping[int, Mapping[int, float]]) -> dict[int, int]:
@@ -175,13 +178,13 @@ class EmaPolicy(_RivalPolicy):
         self._last: _StepSlot | None = None
         self._accepted: list[float] = []
 
-    def _numbers_for(self, wishes: Sequence[RequestOptions]) -> list[int]:
+    def _numbers_for(self, requests: Sequence[RequestOptions]) -> list[int]:
         if self._last is not None:
             self._last.take_in(self._accepted)
         self._accepted = []
-        slot = self.slots[_slot(tuple(self.slots), len(wishes))]
-        self._last = slot if any(wish.is_open and wish.arms for wish in wishes) else None
-        return [slot.current] * len(wishes)
+        slot = self.slots[_slot(tuple(self.slots), len(requests))]
+        self._last = slot if any(request.is_open and request.options for request in requests) else None
+        return [slot.current] * len(requests)
 
     def _saw(self, request_id: int, num_guesses: int, num_accepted: float) -> None:
         self._accepted.append(num_accepted)
@@ -205,8 +208,8 @@ class HeuristicPolicy(_RivalPolicy):
         super().finish(request_id)
         self._numbers.pop(request_id, None)
 
-    def _numbers_for(self, wishes: Sequence[RequestOptions]) -> list[int]:
-        return [self._numbers.get(wish.request_id, self.first) for wish in wishes]
+    def _numbers_for(self, requests: Sequence[RequestOptions]) -> list[int]:
+        return [self._numbers.get(request.request_id, self.first) for request in requests]
 
     def _saw(self, request_id: int, num_guesses: int, num_accepted: float) -> None:
         if num_guesses:
@@ -246,9 +249,9 @@ def _slot(sizes: Sequence[int], batch: int) -> int:
     return sizes[max(0, bisect_right(sizes, batch) - 1)]
 
 
-def _granted(wish: RequestOptions, number: int) -> DraftBudget:
-    if not wish.arms:
+def _granted(request: RequestOptions, number: int) -> DraftBudget:
+    if not request.options:
         return NO_DRAFT
-    arm = wish.arms[0]
-    count = min(number, arm.most) if wish.is_open else arm.most
-    return DraftBudget(arm.number, count) if count else NO_DRAFT
+    option = request.options[0]
+    count = min(number, option.most) if request.is_open else option.most
+    return DraftBudget(option.number, count) if count else NO_DRAFT

@@ -11,12 +11,12 @@ from statistics import median
 import torch
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.control.policy import MOST_NUM_DRAFT
+from foretoken.control.policy import PolicyConfig
 from foretoken.control.previews import Preview
 from foretoken.core import Batch, BatchEntry, Request, Verdict, empty_draft
 from foretoken.draft.base import Feedback
 from foretoken.draft.lookup_tree import Lookup
-from foretoken.simulate.records import Ready, Record, told
+from foretoken.simulate.records import Record, told
 
 FROM_TEXT = (
     "ngram",
@@ -45,7 +45,7 @@ def look_through(drafter: Lookup, spec: SpecConfig, answer: Answer) -> Record | 
     if len(answer.token_ids) < 2:
         return None
     request = Request(next(_numbers), answer.prompt_ids, SamplingParams(temperature=0.0), spec, 0)
-    ready: list[Ready] = []
+    previews: list[Preview] = []
     took_s: list[float] = []
     drafter.start(request)
     try:
@@ -57,14 +57,14 @@ def look_through(drafter: Lookup, spec: SpecConfig, answer: Answer) -> Record | 
             began = time.perf_counter()
             tree = drafter.guess(_entry(request, len(answer.prompt_ids) + place, token))
             took_s.append(time.perf_counter() - began)
-            ready.append(Ready(Preview(tree.parents, tree.chances), tree.tokens))
+            previews.append(Preview(tree.parents, tree.chances, tree.tokens))
     finally:
         drafter.finish(request.request_id)
-    return told(answer.token_ids, ready, median(took_s))
+    return told(answer.token_ids, previews, median(took_s))
 
 
 def _entry(request: Request, start: int, token: int) -> BatchEntry:
-    return BatchEntry(request, start, (token,), True, MOST_NUM_DRAFT, takes_trees=True)
+    return BatchEntry(request, start, (token,), True, PolicyConfig.most_num_draft, takes_trees=True)
 
 
 def looked_through(drafter: Lookup, spec: SpecConfig, answers: Sequence[Answer]) -> dict[str, list[Record]]:

@@ -130,10 +130,11 @@ def calibrate(
         llm,
         jobs,
         prompts,
-        [replace(spec, tenant=f"{name} {index}") for index in range(len(jobs))],
+        [spec] * len(jobs),
         "calibration",
         clock,
         tell,
+        tenant=name,
     )
     answers = tuple(
         Answer(slice_of(job), tuple(prompt), said)

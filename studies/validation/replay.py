@@ -191,9 +191,10 @@ def replay(
     setting: str,
     clock: Clock | None = None,
     tell: Callable[[int], None] = lambda _finished: None,
+    tenant: str = "",
 ) -> Replayed:
     """Run `jobs`, in order of arrival, to their end, greedily; `prompts` and `specs` are one for each. `tell` hears how
-    many finished.
+    many finished. With a `tenant` each request has one of its own, under that name and its number.
 
     The controller begins knowing nothing, as a simulation's does: what earlier runs taught it would be forgotten in no
     other way.
@@ -203,7 +204,7 @@ def replay(
     """
     clock = clock or WallClock()
     recorder = _Recorder(llm.engine)
-    llm.engine.controller.policy = BudgetPolicy()
+    llm.engine.chooser.policy = BudgetPolicy()
     llm.engine.watchers.append(recorder)
     states: list[RequestState] = []
     firsts: dict[int, float] = {}
@@ -217,7 +218,15 @@ def replay(
                 clock.wait_until(began_s + jobs[len(states)].arrival_s)
                 free_s = clock.now()
             while len(states) < len(jobs) and began_s + jobs[len(states)].arrival_s <= (before_s := clock.now()):
-                states.append(_submit(llm, jobs[len(states)], prompts[len(states)], specs[len(states)]))
+                states.append(
+                    _submit(
+                        llm,
+                        jobs[len(states)],
+                        prompts[len(states)],
+                        specs[len(states)],
+                        tenant=f"{tenant} {len(states)}" if tenant else "",
+                    )
+                )
                 submit_s += clock.now() - before_s
             start_s = clock.now()
             outside_s += start_s - free_s
@@ -244,7 +253,7 @@ def replay(
     )
 
 
-def _submit(llm: Serving, job: Job, prompt: Sequence[int], spec: SpecConfig) -> RequestState:
+def _submit(llm: Serving, job: Job, prompt: Sequence[int], spec: SpecConfig, tenant: str) -> RequestState:
     params = SamplingParams(
         max_tokens=job.output_tokens,
         temperature=0.0,
@@ -252,6 +261,7 @@ def _submit(llm: Serving, job: Job, prompt: Sequence[int], spec: SpecConfig) -> 
         seed=0,
         priority=job.priority,
         deadline_s=job.deadline_s,
+        tenant=tenant,
     )
     return llm.submit(list(prompt), params, spec)
 

@@ -105,7 +105,7 @@ def run_validation(options: ValidationOptions, command: str, tell: Tell = lambda
 
 
 def _choices(options: ValidationOptions) -> dict[str, DrafterChoice]:
-    names = tuple(dict.fromkeys(setting.drafter for setting in options.settings if setting.drafter is not None))
+    names = tuple(dict.fromkeys(setting.drafters[0] for setting in options.settings if setting.drafters))
     choices = {choice.name: choice for choice in parse_drafters(names)}
     for name, choice in choices.items():
         if "prediction" in choice.needs:

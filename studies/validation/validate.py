@@ -159,16 +159,16 @@ class _Comparer:
             )
             self._tell(f"{setting.name}: {name}, simulated", 0)
             predicted, simulated = predict(refined, jobs, setting, known, trial)
-            own = [replace(spec, tenant=f"{name} {setting.name} {index}") for index in range(len(jobs))]
             self._prompts.begin_anew()
             done = replay(
                 self._llm,
                 jobs,
                 self._prompts.cut(jobs),
-                own,
+                [spec] * len(jobs),
                 setting.name,
                 trial.clock(),
                 self._counter(f"{setting.name}: {name}"),
+                tenant=f"{name} {setting.name}",
             )
             pace = calibration_s / ((before_s + self._pace_s()) / 2) - 1
             found.append(
@@ -195,10 +195,10 @@ class _Comparer:
         if free and spec.drafter not in FROM_TEXT:
             runs.append(self._calibrate(f"{setting.name}: calibration", replace(spec, num_draft=_AUTO_NUM_DRAFT)))
         runs.append(self._calibrate(f"{setting.name}: calibration" + (", free" if runs else ""), spec))
-        refined = refine(self._profile, runs[-1].steps, setting.drafter)
+        refined = refine(self._profile, runs[-1].steps, _drafter(setting))
         calibration_s = (before_s + self._pace_s()) / 2
         known: Known = (
-            {} if setting.drafter is None else {setting.drafter: records_from(self._llm, spec, runs[0], self._answers)}
+            {} if not setting.drafters else {setting.drafters[0]: records_from(self._llm, spec, runs[0], self._answers)}
         )
         return refined, known, calibration_s
 
@@ -224,9 +224,14 @@ class _Comparer:
 
 def spec_of(setting: SimSetting, specs: Mapping[str, SpecConfig]) -> SpecConfig:
     """The configuration of requests of a setting."""
-    if setting.drafter is None:
+    if not setting.drafters:
         return SpecConfig()
-    return replace(specs[setting.drafter], num_draft="auto" if setting.num_draft is None else setting.num_draft)
+    return replace(specs[setting.drafters[0]], num_draft="auto" if setting.num_draft is None else setting.num_draft)
+
+
+def _drafter(setting: SimSetting) -> str | None:
+    """The drafter of a setting: only single ones are validated."""
+    return setting.drafters[0] if setting.drafters else None
 
 
 def predict(
@@ -252,8 +257,8 @@ def causes(
     said_s = sum(profile.step_s(one.decode_rows, one.contexts, one.prompt_tokens) for one in real)
     draft_s = sum(one.draft_s for one in real)
     said_draft_s = 0.0
-    if setting.drafter is not None:
-        cost = profile.drafters[setting.drafter]
+    if setting.drafters:
+        cost = profile.drafters[setting.drafters[0]]
         said_draft_s = sum(cost.seconds(one.longest_draft, one.num_drafting, one.num_unread) for one in real)
     measured = done.outcome
     theirs = [one.step for one in done.steps]

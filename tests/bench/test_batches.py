@@ -90,8 +90,8 @@ def test_names_of_settings() -> None:
     ]
     assert [s.adapts for s in found][:6] == [False, False, False, True, True, True]
     assert [s.policy for s in found][:6] == [None, None, None, "never", "always", None]
-    assert found[2].spec("d", "who") == SpecConfig("draft_model", draft="d", num_draft=3, draft_top_k=4, tenant="who")
-    assert found[3].spec("d", "").num_draft == "auto"
+    assert found[2].spec("d") == SpecConfig("draft_model", draft="d", num_draft=3, draft_top_k=4)
+    assert found[3].spec("d").num_draft == "auto"
     assert bool(notes) != bool(_auto())
     assert parse_batch_settings(("always",), None, POLICIES)[0][1].name == "ngram-always"
     with pytest.raises(ConfigError, match="settings"):  # a policy that nobody passed
@@ -202,15 +202,15 @@ def test_a_turn_counts_what_came_after_everybody_had_begun(stage: Stage) -> None
 
 def test_every_request_is_a_tenant_of_its_own(stage: Stage) -> None:
     """Or repeats would guess from earlier answers, and read none of their prompts."""
-    specs = [stage.spec(BatchSetting("plain"), Ask("a", (5,), slice="chat")) for _ in range(3)]
-    assert len({spec.tenant for spec in specs}) == 3
+    params = [stage.params(BatchSetting("plain"), Ask("a", (5,), slice="chat"), 0, 4) for _ in range(3)]
+    assert len({one.tenant for one in params}) == 3
 
 
 def test_requests_name_their_slice_where_the_setting_says_so(stage: Stage) -> None:
     ask = Ask("a", (5,), slice="chat")
     named, unnamed = (parse_batch_settings((name,), stage.draft)[0][1] for name in ("auto-slices", "auto"))
-    assert (stage.spec(named, ask).slice, stage.spec(unnamed, ask).slice) == ("chat", "")
-    assert replace(named.spec(stage.draft, "a"), slice="") == unnamed.spec(stage.draft, "a")
+    assert [stage.params(setting, ask, 0, 4).slice for setting in (named, unnamed)] == ["chat", ""]
+    assert stage.spec(named) == stage.spec(unnamed)
 
 
 def test_nobody_remembers_the_answers_of_an_earlier_turn(stage: Stage) -> None:

@@ -69,10 +69,10 @@ def test_lists_truths_and_fixed_words(monkeypatch):
 def test_what_a_drafter_takes_is_what_its_configuration_accepts():
     found = {choice.name: choice for choice in parse_drafters(["draft_model", "ngram", "predicted", "suffix"])}
     assert {name: set(choice.takes) for name, choice in found.items()} == {
-        "draft_model": {"draft", "tenant"},
-        "ngram": {"tenant"},
-        "predicted": {"prediction", "tenant"},
-        "suffix": {"tenant"},
+        "draft_model": {"draft"},
+        "ngram": set(),
+        "predicted": {"prediction"},
+        "suffix": set(),
     }
     assert {name: set(choice.needs) for name, choice in found.items()} == {
         "draft_model": {"draft"},
@@ -89,7 +89,7 @@ def test_a_composite_needs_what_its_parts_need(monkeypatch):
     assert both.leaves == {"draft_model", "predicted"}
     assert both.label == "ngram(parts=draft_model+predicted)"
     (one,) = parse_drafters(["ngram:parts=recycling+suffix"])
-    assert (one.needs, one.takes) == (frozenset(), {"tenant"})
+    assert (one.needs, one.takes) == (frozenset(), frozenset())
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +20,7 @@ from tests.bench.fakes import PROMPTS, FakeLLM
 PARAMS = SamplingParams(max_tokens=12)
 
 
-def ngram_3(prediction: str | None, tenant: str) -> SpecConfig:
-    return SpecConfig(drafter="ngram", num_draft=3)
+NGRAM_3 = SpecConfig(drafter="ngram", num_draft=3)
 
 
 def options(**values) -> SpeedOptions:
@@ -37,7 +36,7 @@ def options(**values) -> SpeedOptions:
 
 
 def test_the_prompts_own_pass_is_kept_apart():
-    answer = Own(SpeedSetting("ngram-3"), FakeLLM(), ngram_3).answer(PROMPTS[0], PARAMS)
+    answer = Own(SpeedSetting("ngram-3"), FakeLLM(), NGRAM_3).answer(PROMPTS[0], PARAMS)
     # Four steps of three tokens; the first one, with the prompt in it, does not count.
     assert (answer.num_emitted, answer.decode_tokens, answer.num_steps, answer.decode_steps) == (12, 9, 4, 3)
     assert (answer.draft_s, answer.verify_s) == (3 * 3.0, 3 * 12.0)
@@ -49,7 +48,7 @@ def test_the_prompts_own_pass_is_kept_apart():
 
 def test_a_failed_request_is_an_error():
     with pytest.raises(ForetokenError, match="broken"):
-        Own(SpeedSetting("ngram-3"), FakeLLM(fails=True), ngram_3).answer(PROMPTS[0], PARAMS)
+        Own(SpeedSetting("ngram-3"), FakeLLM(fails=True), NGRAM_3).answer(PROMPTS[0], PARAMS)
 
 
 def contenders_of(chosen: SpeedOptions, prompts=PROMPTS) -> list[Own]:
@@ -68,9 +67,9 @@ def test_every_drafter_meets_every_number_of_tokens():
         "ngram-2",
         "ngram-auto",
     ]
-    specs = [c.spec_for(PROMPTS[0]) for c in contenders]
-    assert replace(specs[1], tenant="") == SpecConfig(drafter="draft_model", draft="d", num_draft=2, rule="greedy")
-    assert replace(specs[4], tenant="") == SpecConfig(drafter="ngram", num_draft="auto", rule="greedy")
+    specs = [c.spec for c in contenders]
+    assert specs[1] == SpecConfig(drafter="draft_model", draft="d", num_draft=2, rule="greedy")
+    assert specs[4] == SpecConfig(drafter="ngram", num_draft="auto", rule="greedy")
     assert [c.setting.free for c in contenders] == [False, False, False, True, True]
 
 
@@ -91,10 +90,8 @@ def test_each_set_of_options_is_a_setting_of_its_own():
         "ngram-9 tree",
         "ngram-3",
     ]
-    assert replace(contenders[2].spec_for(PROMPTS[0]), tenant="") == SpecConfig(
-        "draft_model", draft="d", num_draft=3, draft_top_k=5
-    )
-    assert contenders[4].spec_for(PROMPTS[0]).rule == "tree"
+    assert contenders[2].spec == SpecConfig("draft_model", draft="d", num_draft=3, draft_top_k=5)
+    assert contenders[4].spec.rule == "tree"
     assert (contenders[2].setting.drafter, contenders[2].setting.options) == ("draft_model", "draft_top_k=5")
 
 
@@ -103,9 +100,7 @@ def test_a_draft_is_measured_in_each_format_that_is_named():
         options(drafters=("draft_model", "draft_model:draft_dtype=int4"), draft="d"), FakeLLM(), PROMPTS
     )
     assert [c.setting.name for c in contenders] == ["plain", "draft_model-3", "draft_model(draft_dtype=int4)-3"]
-    assert replace(contenders[2].spec_for(PROMPTS[0]), tenant="") == SpecConfig(
-        "draft_model", "d", num_draft=3, draft_dtype="int4"
-    )
+    assert contenders[2].spec == SpecConfig("draft_model", "d", num_draft=3, draft_dtype="int4")
     with pytest.raises(ConfigError, match="draft_dtype='int2': choose one of auto"):
         options(drafters=("draft_model:draft_dtype=int2",), draft="d")
 
@@ -116,7 +111,7 @@ def test_predicted_gets_each_prompts_own_prediction():
     assert not notes
     for prompt in prompts:
         contender.answer(prompt, PARAMS)
-    assert [call[2].prediction for call in llm.calls] == ["expected of a", "expected of b"]
+    assert [call[1].prediction for call in llm.calls] == ["expected of a", "expected of b"]
     assert {call[2].drafter for call in llm.calls} == {"predicted"}
 
 
@@ -164,7 +159,7 @@ def test_suffix_never_guesses_from_an_answer_to_the_same_prompt():
     (_, contender), _ = own_contenders(options(drafters=("suffix",)), llm := FakeLLM(), PROMPTS)
     for _ in range(3):
         contender.answer(PROMPTS[0], PARAMS)
-    assert len({call[2].tenant for call in llm.calls}) == 3
+    assert len({call[1].tenant for call in llm.calls}) == 3
 
 
 def test_a_whole_run():

@@ -212,11 +212,11 @@ def test_exit_codes_of_bad_input(
     good = ["generate", "-t", pair.target, "--prompt-ids", "1"]
     tiny_checkpoint(tmp_path / "bert", "bert")
     cases = [
-        (2, ["generate", "-t", pair.target], "prompt=None: give either --prompt TEXT or --prompt-ids"),
+        (2, ["generate", "-t", pair.target], "prompt=None: give one of --prompt TEXT, --prompt-ids"),
         (
             2,
             ["generate", "-t", pair.target, "-p", "x", "--prompt-ids", "1"],
-            "give either --prompt TEXT or --prompt-ids",
+            "give one of --prompt TEXT, --prompt-ids",
         ),
         (2, ["generate", "-t", pair.target, "-p", ""], "prompt='': is empty"),
         (2, ["generate", "-t", pair.target, "-p", "x"], "has no tokenizer; give token ids instead of text"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ from foretoken.model.paged import PagedModel
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import tiny_checkpoint, token_ids
 from tests.helpers.scripted import ScriptedModel, recite
-from tests.helpers.specs import bare_drafter, key_of, spec_of
+from tests.helpers.specs import bare_drafter, key_of, predicting, spec_of
 from tests.helpers.watch import Watched, check_cache
 
 LOW_BIT = ("draft_model:int8", "draft_model:int4")
@@ -64,9 +65,7 @@ def spec(name: str, pair: SimpleNamespace, request: pytest.FixtureRequest) -> fu
     """`SpecConfig` of the drafter; `num_draft` is left to the test. What is predicted stands in one of the plain
     answers.
     """
-    return functools.partial(
-        spec_of, name, pair.draft, request.getfixturevalue("plain")[4] if name == "predicted" else ()
-    )
+    return functools.partial(spec_of, name, pair.draft)
 
 
 @pytest.fixture
@@ -107,14 +106,15 @@ def test_greedy_equals_plain(
     batch: int,
 ) -> None:
     """In batches mixed with plain requests, the other drafters, and other numbers of guesses."""
-    others = [SpecConfig(), *(spec_of(other, pair.draft, plain[2], num_draft=3) for other in CASES)]
+    others = [SpecConfig(), *(spec_of(other, pair.draft, num_draft=3) for other in CASES)]
     for start in range(0, len(PROMPTS) if batch > 1 else 3, batch):
         chosen = range(start, start + batch)
         specs = [
             spec(num_draft=num_draft) if i % 2 == 0 or batch == 1 else others[i // 2 % len(others)]
             for i in range(batch)
         ]
-        outputs = llm.generate([PROMPTS[i] for i in chosen], LONG, specs)
+        params = [predicting(one, LONG, plain[4 if i % 2 == 0 else 2]) for i, one in enumerate(specs)]
+        outputs = llm.generate([PROMPTS[i] for i in chosen], params, specs)
         assert [out.token_ids for out in outputs] == [plain[i] for i in chosen]
         assert all(
             out.stats.num_drafted <= num_draft * out.stats.num_steps
@@ -135,7 +135,8 @@ def test_trees_where_the_rule_takes_them_and_chains_elsewhere(
     `Watched`.
     """
     for _ in range(2):
-        outputs = llm.generate(PROMPTS, LONG, spec(num_draft=6, rule=rule, tenant=f"trees {rule}"))
+        params = replace(predicting(spec(), LONG, plain[4]), tenant=f"trees {rule}")
+        outputs = llm.generate(PROMPTS, params, spec(num_draft=6, rule=rule))
         assert [out.token_ids for out in outputs] == plain
     assert (watched.num_trees > 0) == (rule == "auto" and name in TREES)
     assert sum(out.stats.num_accepted for out in outputs) > 0
@@ -143,7 +144,7 @@ def test_trees_where_the_rule_takes_them_and_chains_elsewhere(
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
 def test_sampled_drafts_keep_the_contract(
-    llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], temperature: float
+    llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], plain: Outputs, temperature: float
 ) -> None:
     """The laws sum to one, drawn tokens lie in their support, the drafter's state follows the text: checked by
     `Watched`.
@@ -155,7 +156,7 @@ def test_sampled_drafts_keep_the_contract(
         for i in range(16)
     ]
     params[3] = SamplingParams(max_tokens=20)  # one greedy request among them
-    outputs = llm.generate(PROMPTS, params, spec(num_draft=4))
+    outputs = llm.generate(PROMPTS, [predicting(spec(), one, plain[4]) for one in params], spec(num_draft=4))
     assert watched.num_drafted > 0
     assert all(len(out.token_ids) <= 20 for out in outputs)
 
@@ -188,8 +189,9 @@ def test_eos_anywhere(
     for place in (2, 5, 9, 14):
         for i in range(0, 16, 2):
             eos = plain[i][place]
-            monkeypatch.setattr(llm.engine.intake, "eos_token_ids", frozenset({eos}))
-            out = llm.generate([PROMPTS[i]], SamplingParams(max_tokens=NUM_TOKENS), spec(num_draft=6))[0]
+            monkeypatch.setattr(llm.engine.admission, "eos_token_ids", frozenset({eos}))
+            params = predicting(spec(), SamplingParams(max_tokens=NUM_TOKENS), plain[4])
+            out = llm.generate([PROMPTS[i]], params, spec(num_draft=6))[0]
             assert out.token_ids == plain[i][: plain[i].index(eos) + 1]
             assert out.finish_reason == "stop"
 
@@ -203,7 +205,7 @@ def test_eos_inside_an_accepted_run(name: str) -> None:
     said = recite(text[2:], len(prompt))
     cut_runs = 0
     for eos in text[2:]:
-        spec = spec_of(name, "d", text[2:], num_draft=6)
+        spec = spec_of(name, "d", num_draft=6)
         target = ScriptedModel(said, 30, [eos])
         drafters = DrafterGroup(target)
         drafters.drafters[drafter_key(spec)] = Watched(
@@ -213,7 +215,7 @@ def test_eos_inside_an_accepted_run(name: str) -> None:
         if name == "recycling":  # its matrix knows the text once it was said
             engine.submit(prompt, SamplingParams(max_tokens=len(text) - 2, ignore_eos=True), spec)
             run(engine)
-        state = engine.submit(prompt, SamplingParams(max_tokens=50), spec)
+        state = engine.submit(prompt, predicting(spec, SamplingParams(max_tokens=50), text[2:]), spec)
         run(engine)
         assert state.output_ids == list(range(3, eos + 1))
         assert state.finish_reason == "stop"
@@ -237,16 +239,20 @@ def test_context_end(name: str, tmp_path: Path) -> None:
         params = SamplingParams(max_tokens=100, ignore_eos=True)
         expected = small.generate(prompts, params)
         for num_draft in (1, 4, 8):
-            got = small.generate(prompts, params, spec_of(name, draft, expected[1].token_ids, num_draft=num_draft))
+            spec = spec_of(name, draft, num_draft=num_draft)
+            got = small.generate(prompts, predicting(spec, params, expected[1].token_ids), spec)
             assert [out.token_ids for out in got] == [out.token_ids for out in expected]
             assert all(out.finish_reason == "length" and len(out.prompt_ids) + len(out.token_ids) == 24 for out in got)
         check_idle(small)
 
 
-def test_finish_and_abort_leave_nothing(llm: LLM, watched: Watched, spec: functools.partial[SpecConfig]) -> None:
+def test_finish_and_abort_leave_nothing(
+    llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], plain: Outputs
+) -> None:
     """Abort after 0, 1, 2, ... steps, alone and while a neighbour goes on."""
+    params = predicting(spec(), LONG, plain[4])
     for num_steps in range(6):
-        states = [llm.submit(prompt, LONG, spec(num_draft=4)) for prompt in PROMPTS[4:7]]
+        states = [llm.submit(prompt, params, spec(num_draft=4)) for prompt in PROMPTS[4:7]]
         for _ in range(num_steps):
             llm.engine.step()
         llm.engine.abort(states[1].request_id)
@@ -255,7 +261,7 @@ def test_finish_and_abort_leave_nothing(llm: LLM, watched: Watched, spec: functo
         for state in states:
             llm.engine.abort(state.request_id)
         assert not watched.texts
-    llm.generate(PROMPTS[:3], LONG, spec(num_draft=4))
+    llm.generate(PROMPTS[:3], params, spec(num_draft=4))
     assert not watched.texts  # the fixture `conserved` looks at the drafter's own state
 
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from foretoken.engine.controller import best_draft_probability
 
 from foretoken import LLM, ConfigError, SamplingParams, SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request
 from foretoken.draft.draft_model import DraftModelDrafter
-from foretoken.engine.controller import best_draft_probability
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from foretoken.model.randomness import RaceNoise

@@ -110,13 +110,13 @@ def test_variants_are_those_of_the_model_part() -> None:
 def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
     """Mixes of different parts, side by side."""
     draft = str(pair.draft)
-    prediction = tuple(token_ids(12, seed=3))
+    mixed = ("ngram", "suffix", "recycling", "predicted", "draft_model")
     few = SpecConfig("recycling", num_draft=2)
     inner = SpecConfig("cascade", draft, parts=("ngram", "draft_model"))
     return [
         *(SpecConfig("mix", draft, num_draft=n) for n in (1, 4, 9)),
-        SpecConfig("mix", draft, prediction=prediction, num_draft=6),
-        SpecConfig("mix", draft, prediction=prediction),
+        SpecConfig("mix", draft, parts=mixed, num_draft=6),
+        SpecConfig("mix", draft, parts=mixed),
         SpecConfig("mix", num_draft=5),
         SpecConfig("mix", parts=("recycling", inner), num_draft=5),
         SpecConfig("mix", parts=("ngram", inner), num_draft=5, rule="block"),

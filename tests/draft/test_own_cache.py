@@ -48,16 +48,14 @@ def drafter_of(name: str, model: PagedModel) -> DraftModelDrafter | CascadeDraft
     return CascadeDrafter([model], NgramDrafter()) if name == "cascade" else MixDrafter([DraftModelDrafter(model)])
 
 
-def spec(name: str, tenant: str = "", num_draft: int = 3) -> SpecConfig:
-    return spec_of(
-        name, "d", num_draft=num_draft, tenant=tenant, **({"parts": ("draft_model",)} if name == "mix" else {})
-    )
+def spec(name: str, num_draft: int = 3) -> SpecConfig:
+    return spec_of(name, "d", num_draft=num_draft, **({"parts": ("draft_model",)} if name == "mix" else {}))
 
 
 def alone(
     name: str, model: PagedModel, prompt: list[int], request_id: int = 0, tenant: str = "", drafter: object = None
 ) -> Alone:
-    return Alone(drafter or drafter_of(name, model), prompt, request_id, spec(name, tenant))
+    return Alone(drafter or drafter_of(name, model), prompt, request_id, spec(name), tenant=tenant)
 
 
 def guesses(one: Alone, num_draft: int = 3) -> list[int]:

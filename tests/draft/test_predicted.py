@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from foretoken import LLM, ConfigError, InputError, SamplingParams, SpecConfig
+from foretoken import LLM, InputError, SamplingParams, SpecConfig
 from foretoken.draft.predicted import PredictedDrafter
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.rounds import Alone
@@ -119,7 +120,9 @@ def test_accounts_in_openais_words(llm: LLM) -> None:
     prompt, params = token_ids(9, seed=1), SamplingParams(max_tokens=40, ignore_eos=True)
     plain = llm.generate([prompt], params)[0]
     right, wrong = llm.generate(
-        [prompt] * 2, params, [SpecConfig("predicted", prediction=text) for text in (plain.token_ids, [3, 3, 3])]
+        [prompt] * 2,
+        [replace(params, prediction=text) for text in (plain.token_ids, [3, 3, 3])],
+        SpecConfig("predicted"),
     )
     assert right.token_ids == wrong.token_ids == plain.token_ids
     assert right.stats.num_steps <= 1 + 4  # twelve guesses and one of the target's own a step
@@ -134,23 +137,63 @@ def test_a_prediction_may_be_text(text_pair: SimpleNamespace) -> None:
     with LLM(text_pair.target, dtype="float32", cache_tokens=512) as llm:
         params = SamplingParams(max_tokens=30, ignore_eos=True)
         plain = llm.generate(["ab ab"], params)[0]
-        out = llm.generate(
-            ["ab ab"], params, SpecConfig("predicted", prediction=plain.text[0] + " some text that is not the answer")
-        )[0]
+        expected = plain.text[0] + " some text that is not the answer"
+        out = llm.generate(["ab ab"], replace(params, prediction=expected), SpecConfig("predicted"))[0]
         assert out.token_ids == plain.token_ids
         assert out.stats.num_drafted > 0
 
 
 def test_wrong_predictions_are_refused_by_name(llm: LLM) -> None:
-    with pytest.raises(ConfigError, match="prediction"):
-        SpecConfig("predicted")
-    with pytest.raises(ConfigError, match="prediction"):
-        SpecConfig("predicted", prediction="")
-    with pytest.raises(ConfigError, match="predicted"):
-        SpecConfig("ngram", prediction="x")
-    for prediction, field in (
-        ([99999], "prediction=99999"),
-        ("text", "prediction='text'"),
-    ):  # outside the vocabulary; no tokenizer
-        with pytest.raises(InputError, match=field):
-            llm.generate([[1, 2]], spec=SpecConfig("predicted", prediction=prediction))
+    for prediction in ("", [], 5):
+        with pytest.raises(InputError, match=r"prediction=.*: must be a text or a list of token ids, and not empty"):
+            SamplingParams(prediction=prediction)
+    expected = SamplingParams(prediction="x")
+    for params, spec, message in (
+        (
+            SamplingParams(),
+            SpecConfig("predicted"),
+            "prediction=None: drafter='predicted' needs the text that you expect",
+        ),
+        (
+            SamplingParams(),
+            SpecConfig("mix", parts=("ngram", "predicted")),
+            "prediction=None: drafter='predicted' needs",
+        ),
+        (
+            expected,
+            SpecConfig(),
+            "prediction='x': only drafter='predicted' takes it, not drafter=None: name",
+        ),
+        (expected, SpecConfig("ngram"), "prediction='x': only drafter='predicted' takes it, not drafter='ngram'"),
+        (
+            expected,
+            SpecConfig("mix", parts=("ngram", "suffix")),
+            "parts: ngram, suffix.: name predicted among",
+        ),
+        (SamplingParams(prediction=[99999]), SpecConfig("predicted"), "prediction=99999"),  # outside the vocabulary
+        (SamplingParams(prediction="text"), SpecConfig("predicted"), "prediction='text'"),  # no tokenizer
+    ):
+        with pytest.raises(InputError, match=message):
+            llm.generate([[1, 2]], params, spec)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "usual"), [("mix", ["ngram", "suffix", "recycling"]), ("auto", ["ngram", "suffix"])]
+)
+def test_the_usual_parts_hold_predicted_for_requests_with_a_prediction(
+    llm: LLM, pair: SimpleNamespace, drafter: str, usual: list[str]
+) -> None:
+    """Per prompt in one batch; parts that were named stay as they are."""
+    spec = SpecConfig(drafter, str(pair.draft))
+    assert [part.drafter for part in spec.configs] == [*usual, "draft_model"]
+    assert spec.for_request(None) is spec
+    given = replace(spec, parts=("ngram", "predicted", "draft_model"))
+    assert given.for_request("text") is given
+    params = [SamplingParams(max_tokens=4, prediction=prediction) for prediction in (None, [3, 4, 5], None)]
+    states = [llm.submit(token_ids(5, seed=i), one, spec) for i, one in enumerate(params)]
+    while llm.engine.has_work:
+        llm.step()
+    for state, one in zip(states, params, strict=True):
+        own = [*usual, *(["predicted"] if one.prediction else []), "draft_model"]
+        assert [part.drafter for part in state.request.spec.configs] == own
+        assert state.error is None

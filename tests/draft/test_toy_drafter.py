@@ -84,7 +84,7 @@ def test_ends_inside_a_draft_and_aborts(llm: LLM, watched: Watched, monkeypatch:
     answer = llm.generate([PROMPTS[5]], LONG)[0].token_ids
     for place in (2, 9, 14):
         with monkeypatch.context() as patch:
-            patch.setattr(llm.engine.intake, "eos_token_ids", frozenset({answer[place]}))
+            patch.setattr(llm.engine.admission, "eos_token_ids", frozenset({answer[place]}))
             out = llm.generate([PROMPTS[5]], SamplingParams(max_tokens=24), spec)[0]
         assert out.token_ids == answer[: answer.index(answer[place]) + 1]
     states = [llm.submit(prompt, LONG, spec) for prompt in PROMPTS[:3]]

@@ -51,7 +51,7 @@ def test_min_tokens_holds_the_end_back(
     llm: LLM, pair: SimpleNamespace, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end token is made the model's favourite: it comes exactly when it may."""
-    monkeypatch.setattr(llm.engine.intake, "eos_token_ids", frozenset({17}))
+    monkeypatch.setattr(llm.engine.admission, "eos_token_ids", frozenset({17}))
     for least in (0, 1, 5, 12):
         params = SamplingParams(
             max_tokens=20, min_tokens=least, temperature=temperature, seed=2, logit_bias={17: 100.0}

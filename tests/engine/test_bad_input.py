@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,10 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "b", "regex": "a"}, "grammar='b': the answer has a structure already"),
     ({"regex": ""}, "regex='': must be a text of at least one character"),
     ({"json_schema": 3}, "json_schema=3: must be a schema"),
+    ({"prediction": ""}, "prediction='': must be a text or a list of token ids, and not empty"),
+    ({"prediction": 5}, "prediction=5: must be a text or a list of token ids"),
+    ({"tenant": 5}, "tenant=5: must be a text"),
+    ({"slice": None}, "slice=None: must be a text"),
 ]
 
 
@@ -122,7 +127,6 @@ def test_stop_in_every_form(stop: Any) -> None:
             {"draft_vocabulary": "same"},
             "draft_vocabulary='same': only drafter='draft_model' takes it, not drafter=None",
         ),
-        ({"prediction": "text"}, "prediction='text': only drafter='predicted' takes it, not drafter=None"),
         ({"corpus": "file"}, "corpus='file': only drafter='suffix' takes it, not drafter=None"),
         ({"exit_layer": 2}, "exit_layer=2: only drafter='early_exit' takes it, not drafter=None"),
         ({"skip_layers": (1,)}, r"skip_layers=\(1,\): only drafter='early_exit' takes it, not drafter=None"),
@@ -134,7 +138,6 @@ def test_stop_in_every_form(stop: Any) -> None:
         ({"drafter": "ngram", "options": 3}, "options=3: must be a mapping"),
         ({"parts": ("ngram",)}, "parts=.*: drafter=None has no parts"),
         ({"drafter": "ngram", "corpus": "file"}, "corpus='file': only drafter='suffix' takes it"),
-        ({"drafter": "ngram", "prediction": "text"}, "prediction='text': only drafter='predicted' takes it"),
         ({"drafter": "ngram", "tree": "static"}, "tree='static': only drafter='draft_model' takes it"),
         ({"drafter": "ngram", "lookahead_window": 5}, "lookahead_window=5: only drafter='lookahead' takes it"),
         ({"num_draft": -1}, "num_draft=-1: must be at least 0"),
@@ -226,10 +229,6 @@ BAD_PARTS: list[tuple[dict[str, Any], str]] = [
         {"drafter": "cascade", "draft": "d", "draft_probability": 0.5},
         "draft_probability=0.5: a cascade drafts every position",
     ),
-    (
-        {"drafter": "mix", "parts": ("predicted",)},
-        "prediction=None: drafter='predicted' needs the text that you expect",
-    ),
     ({"drafter": "mix", "parts": (SpecConfig("ngram", rule="tree"),)}, "rule='tree': one rule decides for all parts"),
     (
         {"drafter": "mix", "draft": "d", "parts": ("draft_model", "cascade")},
@@ -245,10 +244,6 @@ BAD_PARTS: list[tuple[dict[str, Any], str]] = [
         {"drafter": "mix", "parts": (SpecConfig("draft_model", draft="a", draft_probability=0.5),)},
         "draft_probability=0.5: must be the same beside drafter='mix' and in its parts",
     ),
-    (
-        {"drafter": "mix", "prediction": "x", "parts": ("predicted", SpecConfig("predicted", prediction="y"))},
-        "prediction='y': a request has one prediction",
-    ),
 ]
 
 
@@ -263,15 +258,13 @@ def test_bad_parts(values: dict[str, Any], message: str) -> None:
 
 
 def test_parts_take_over_what_their_drafter_reads() -> None:
-    mix = SpecConfig("mix", "d", corpus="c.txt", tenant="t", prediction=[1, 2], min_confidence=0.3)
-    assert [part.drafter for part in mix.configs] == ["ngram", "suffix", "recycling", "predicted", "draft_model"]
-    assert mix.configs[1] == SpecConfig("suffix", corpus="c.txt", tenant="t")
-    assert mix.configs[3].prediction == (1, 2)
-    assert mix.configs[4] == SpecConfig("draft_model", "d", min_confidence=0.3, tenant="t")
+    mix = SpecConfig("mix", "d", corpus="c.txt", min_confidence=0.3)
+    assert [part.drafter for part in mix.configs] == ["ngram", "suffix", "recycling", "draft_model"]
+    assert mix.configs[1] == SpecConfig("suffix", corpus="c.txt")
+    assert mix.configs[3] == SpecConfig("draft_model", "d", min_confidence=0.3)
+    assert replace(mix, draft="e").configs[3].draft == "e"  # the usual parts follow the fields
     assert [part.drafter for part in SpecConfig("mix").configs] == ["ngram", "suffix", "recycling"]
-    assert SpecConfig("cascade", "d") == SpecConfig("cascade", "d", parts=("ngram", "draft_model"))
-    given = SpecConfig("mix", parts=("ngram", SpecConfig("predicted", prediction="text")))
-    assert given.prediction == "text"
+    assert SpecConfig("cascade", "d").configs == SpecConfig("cascade", "d", parts=("ngram", "draft_model")).configs
     nested = SpecConfig("mix", "d", parts=("recycling", "cascade"), min_confidence=0.2)
     assert nested.configs[1] == SpecConfig("cascade", "d", min_confidence=0.2)
     assert nested.leaves == {"recycling", "ngram", "draft_model"}
@@ -286,6 +279,11 @@ def test_unknown_options_name_the_nearest() -> None:
         ConfigError, match="zzz=1: unknown option of SpecConfig; known options: drafter, draft, num_draft"
     ):
         from_mapping(SpecConfig, {"zzz": 1})
+    for name in ("tenant", "slice", "prediction"):
+        with pytest.raises(ConfigError, match=f"{name}='x': is a field of SamplingParams, not of SpecConfig"):
+            from_mapping(SpecConfig, {name: "x"})
+        with pytest.raises(TypeError, match=name):
+            SpecConfig(**{name: "x"})
     assert from_mapping(SpecConfig, {"drafter": "ngram", "num_draft": 3}) == SpecConfig("ngram", num_draft=3)
 
 

@@ -37,6 +37,7 @@ from foretoken.model.tokenizer import load_tokenizer
 from foretoken.model.vocabulary import Side
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_checkpoint, tiny_tokenizer
+from tests.helpers.specs import predicting
 
 NUM_REQUESTS = 10_000
 VOCAB = 300
@@ -51,7 +52,7 @@ TWO_LEVELS = SpecConfig("cascade", parts=(SpecConfig("draft_model", "d"), SpecCo
 FOREIGN = {how: SpecConfig("draft_model", "f", draft_vocabulary=how) for how in ("strings", "intersection")}
 DRAFTING = (
     *(SpecConfig(name) for name in ("ngram", "suffix", "recycling", "lookahead", "early_exit")),
-    SpecConfig("predicted", prediction=SHARED[0]),
+    SpecConfig("predicted"),
     *(SpecConfig("early_exit", **layers) for layers in ({"exit_layer": 1}, {"skip_layers": (1,)})),
     *(SpecConfig("draft_model", "d", tree=tree) for tree in ("chain", "chain", "static", "best_first")),
     *(
@@ -175,7 +176,8 @@ class Crowd:
         rng, params = self.rng, self.params()
         if len(self.kinds) == 0 or rng.random() < 1 / SEASON:
             self.kinds = (SpecConfig(), *rng.sample(DRAFTING, KINDS))
-        spec = replace(rng.choice(self.kinds), tenant=rng.choice(("", "a", "b")))
+        spec = rng.choice(self.kinds)
+        params = predicting(spec, replace(params, tenant=rng.choice(("", "a", "b"))), SHARED[0])
         num_draft, rule = rng.choice(("auto", 1, 3, 5)), rng.choice(RULES)
         if spec.drafter is not None:
             spec = replace(spec, num_draft=num_draft, rule=rule if rule != "greedy" or params.greedy else "auto")

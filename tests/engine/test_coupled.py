@@ -11,6 +11,7 @@ import pytest
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.model.randomness import RaceNoise, race_noise
 from tests.helpers.checkpoints import token_ids
+from tests.helpers.specs import predicting
 
 PROMPTS = [token_ids(2 + 3 * i, seed=70 + i) if i % 3 else token_ids(4 + i, seed=i) * 2 for i in range(12)]
 TEMPERATURES = (0.3, 0.7, 1.0, 1.3)
@@ -22,20 +23,24 @@ def params_of(temperature: float, i: int, **values: object) -> SamplingParams:
     )
 
 
+EXPECTED = PROMPTS[1] + PROMPTS[2]
+MIXED = ("ngram", "suffix", "recycling", "predicted", "draft_model")
+
+
 def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
     """Every drafter and number of guesses, and ways to draft less."""
     draft = str(pair.draft)
     return [
         *(SpecConfig("draft_model", draft, num_draft=n) for n in (1, 2, 3, 5, 8)),
         *(SpecConfig(name, num_draft=n) for name in ("ngram", "suffix", "recycling", "lookahead") for n in (1, 4, 8)),
-        SpecConfig("predicted", prediction=PROMPTS[1] + PROMPTS[2]),
+        SpecConfig("predicted"),
         *(SpecConfig("draft_model", draft, num_draft=4, draft_dtype=kind) for kind in ("int8", "int4")),
         *(SpecConfig("cascade", draft, num_draft=n) for n in (1, 5)),
         SpecConfig(
             "cascade", draft, parts=("recycling", "draft_model", "draft_model"), num_draft=6, min_confidence=0.1
         ),
         *(SpecConfig("mix", draft, num_draft=n) for n in (2, 7)),
-        SpecConfig("mix", draft, prediction=PROMPTS[1]),
+        SpecConfig("mix", draft, parts=MIXED),
         SpecConfig("draft_model", draft, num_draft=4, draft_probability=0.5),
         SpecConfig("draft_model", draft, num_draft=6, min_confidence=0.2, draft_top_k=5),
         SpecConfig("draft_model", draft, draft_probability="auto"),
@@ -47,7 +52,7 @@ def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
             for tree in ("static", "best_first")
             for n in (3, 9)
         ),
-        *(SpecConfig("auto", draft, num_draft=n, prediction=PROMPTS[2]) for n in ("auto", 3, 9)),
+        *(SpecConfig("auto", draft, num_draft=n, parts=MIXED) for n in ("auto", 3, 9)),
         SpecConfig(
             "draft_model", draft, num_draft=7, tree="best_first", branching=(3, 2, 1), min_confidence=0.1, draft_top_k=8
         ),
@@ -64,11 +69,9 @@ def test_the_text_of_a_seed_is_the_text_without_drafts(llm: LLM, pair: SimpleNam
         order = np.random.default_rng(turn).permutation(len(PROMPTS)).tolist()
         for start in range(0, len(PROMPTS) if batch > 1 else 4, batch):
             chosen = order[start : start + batch]
-            outputs = llm.generate(
-                [PROMPTS[i] for i in chosen],
-                [each[i] for i in chosen],
-                [specs[(turn + i) % len(specs)] for i in chosen],
-            )
+            own = [specs[(turn + i) % len(specs)] for i in chosen]
+            params = [predicting(spec, each[i], EXPECTED) for i, spec in zip(chosen, own, strict=True)]
+            outputs = llm.generate([PROMPTS[i] for i in chosen], params, own)
             assert [out.token_ids for out in outputs] == [plain[i] for i in chosen]
             assert all(out.stats.rule == "coupled" for out in outputs)
             accepted += sum(out.stats.num_accepted for out in outputs)
@@ -81,7 +84,8 @@ def test_arrival_one_by_one(llm: LLM, pair: SimpleNamespace) -> None:
     plain = [llm.generate([prompt], params)[0].token_ids for prompt, params in zip(PROMPTS, each, strict=True)]
     states = {}
     for i in reversed(range(len(PROMPTS))):
-        states[i] = llm.submit(PROMPTS[i], each[i], specs[i % len(specs)])
+        spec = specs[i % len(specs)]
+        states[i] = llm.submit(PROMPTS[i], predicting(spec, each[i], EXPECTED), spec)
         llm.engine.step()
     while llm.engine.has_work:
         llm.engine.step()
@@ -103,7 +107,8 @@ def test_sampling_parameters_follow_the_drafted_tokens(llm: LLM, pair: SimpleNam
     each = [params_of(1.0, i, **values) for i in range(len(PROMPTS))]
     plain = llm.generate(PROMPTS, each)
     specs = specs_of(pair)
-    outputs = llm.generate(PROMPTS, each, [specs[i % len(specs)] for i in range(len(PROMPTS))])
+    own = [specs[i % len(specs)] for i in range(len(PROMPTS))]
+    outputs = llm.generate(PROMPTS, [predicting(*one, EXPECTED) for one in zip(own, each, strict=True)], own)
     assert [[c.token_ids for c in out.choices] for out in outputs] == [
         [c.token_ids for c in out.choices] for out in plain
     ]

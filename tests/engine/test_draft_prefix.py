@@ -15,7 +15,7 @@ from foretoken.model.interface import Segment
 from tests.draft.test_contract import CASES
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_checkpoint, tiny_tokenizer, token_ids
-from tests.helpers.specs import spec_of
+from tests.helpers.specs import predicting, spec_of
 
 COLUMNS = 400
 PROMPT = token_ids(150, 355, seed=3)
@@ -55,9 +55,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in ("target", "draft", "foreign", "padded")}
 
 
-def spec_for(name: str, folders: dict[str, Path], tenant: str = "") -> SpecConfig:
+def spec_for(name: str, folders: dict[str, Path]) -> SpecConfig:
     own, foreign = (
-        {"draft": str(folders["draft"]), "num_draft": 3, "tenant": tenant},
+        {"draft": str(folders["draft"]), "num_draft": 3},
         SpecConfig("draft_model", str(folders["foreign"])),
     )
     if name == "padded":
@@ -70,11 +70,7 @@ def spec_for(name: str, folders: dict[str, Path], tenant: str = "") -> SpecConfi
         return SpecConfig("cascade", parts=("draft_model", SpecConfig("draft_model", str(folders["target"]))), **own)
     if name == "mix":
         return SpecConfig("mix", parts=("draft_model",), **own)
-    return (
-        SpecConfig("mix", parts=(foreign,), num_draft=3, tenant=tenant)
-        if name == "mix of others"
-        else SpecConfig(name, **own)
-    )
+    return SpecConfig("mix", parts=(foreign,), num_draft=3) if name == "mix of others" else SpecConfig(name, **own)
 
 
 def open_llm(folders: dict[str, Path]) -> LLM:
@@ -163,14 +159,18 @@ def test_speculation_never_lowers_the_hit_rate(
     answers: dict[str | None, list[list[int]]] = {}
 
     def hits(name: str | None) -> PrefixStats:
-        spec = SpecConfig() if name is None else spec_of(name, folders["draft"], token_ids(40, 355), num_draft=6)
+        spec = SpecConfig() if name is None else spec_of(name, folders["draft"], num_draft=6)
         answers[name] = []
         with LLM(folders["target"], dtype="float32", cache_tokens=8192) as llm:
-            monkeypatch.setattr(llm.engine.intake, "eos_token_ids", frozenset(range(0, COLUMNS, 13)))
+            monkeypatch.setattr(llm.engine.admission, "eos_token_ids", frozenset(range(0, COLUMNS, 13)))
 
             def ask(prompts: list[list[int]]) -> list[list[int]]:
                 params = [
-                    SamplingParams(max_tokens=40, ignore_eos=i % 2 == 0, repetition_penalty=1.2)
+                    predicting(
+                        spec,
+                        SamplingParams(max_tokens=40, ignore_eos=i % 2 == 0, repetition_penalty=1.2),
+                        token_ids(40, 355),
+                    )
                     for i in range(len(prompts))
                 ]
                 told = [list(out.token_ids) for out in llm.generate(prompts, params, spec)]
@@ -205,7 +205,7 @@ def test_a_full_cache_finds_as_much_but_for_its_oldest_block(
     found, lengths = [], []
     for spec in (SpecConfig(), spec_of(name, folders["draft"], num_draft=8)):
         with LLM(folders["target"], dtype="float32", cache_tokens=384) as llm:
-            monkeypatch.setattr(llm.engine.intake, "eos_token_ids", frozenset(range(0, COLUMNS, 13)))
+            monkeypatch.setattr(llm.engine.admission, "eos_token_ids", frozenset(range(0, COLUMNS, 13)))
             lengths.append([])
             for i in range(40):
                 prompt = [*token_ids(70, 355, seed=i * i % 5), *token_ids(1 + i, 355, seed=50 + i)]

@@ -4,6 +4,7 @@ are.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from foretoken.config import QUANTISED
 from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.errors import ConfigError
 from tests.helpers.checkpoints import token_ids
+from tests.helpers.specs import predicting
 
 NUM_TOKENS = 32
 PROMPTS = [token_ids(2 + 3 * i, seed=50 + i) if i % 3 else token_ids(4 + i, seed=i) * 2 for i in range(16)]
@@ -35,13 +37,13 @@ def all_specs(draft: Path) -> list[SpecConfig]:
         *(SpecConfig("ngram", num_draft=n) for n in range(9)),
         *(SpecConfig(name, num_draft=n) for name in ("suffix", "recycling", "lookahead") for n in (1, 2, 4, 7, 12)),
         SpecConfig("lookahead", num_draft=6, lookahead_window=7, lookahead_ngram=5),
-        *(SpecConfig("predicted", prediction=PROMPTS[4] * 2, num_draft=n) for n in (1, 3, 8)),
+        *(SpecConfig("predicted", num_draft=n) for n in (1, 3, 8)),
         *(SpecConfig("early_exit", exit_layer=1, num_draft=n) for n in (1, 2, 4, 7)),
         SpecConfig("early_exit", skip_layers=[0], num_draft=3),
         *(SpecConfig("cascade", str(draft), num_draft=n) for n in (1, 4, 9)),
         *(SpecConfig("mix", str(draft), num_draft=n) for n in (1, 5, 10)),
         SpecConfig("mix", str(draft)),
-        *(SpecConfig("auto", str(draft), num_draft=n, slice="code") for n in (1, 6, "auto")),
+        *(SpecConfig("auto", str(draft), num_draft=n) for n in (1, 6, "auto")),
         SpecConfig(
             "auto",
             str(draft),
@@ -83,7 +85,9 @@ def test_greedy_equals_transformers(llm: LLM, pair: SimpleNamespace, reference: 
     for turn in range(0, len(specs), 1 if batch == 16 else 4):
         for start in range(0, 16 if batch > 1 else 3, batch):
             chosen = range(start, start + batch)
-            outputs = llm.generate([PROMPTS[i] for i in chosen], LONG, [specs[(turn + i) % len(specs)] for i in chosen])
+            own = [specs[(turn + i) % len(specs)] for i in chosen]
+            params = [replace(predicting(spec, LONG, PROMPTS[4] * 2), slice="code") for spec in own]
+            outputs = llm.generate([PROMPTS[i] for i in chosen], params, own)
             assert [out.token_ids for out in outputs] == [reference[i] for i in chosen]
 
 

@@ -213,10 +213,10 @@ def test_a_fault_of_one_request_is_its_own(
     llm: LLM, specs: list[SpecConfig], undisturbed: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Its detokeniser, its processors, its noise: it alone fails, at once, and no step runs again."""
-    admit, culprit = llm.engine.intake.admit, {"text": 0, "processors": 3, "noise": 1, "structure": 3}[what]
+    prepare, culprit = llm.engine.admission.prepare, {"text": 0, "processors": 3, "noise": 1, "structure": 3}[what]
 
-    def admitted(number: int, prompt: Any, params: Any, spec: Any) -> Any:
-        state = admit(number, prompt, params, spec)
+    def prepared(prompt: Any, params: Any, spec: Any) -> Any:
+        state = prepare(prompt, params, spec)
         if tuple(prompt) == tuple(PROMPTS[culprit]):
             owner, name = {
                 "text": (state.text, "push"),
@@ -227,7 +227,7 @@ def test_a_fault_of_one_request_is_its_own(
             monkeypatch.setattr(owner, name, Fault(getattr(owner, name), nth=3, once=False))
         return state
 
-    monkeypatch.setattr(llm.engine.intake, "admit", admitted)
+    monkeypatch.setattr(llm.engine.admission, "prepare", prepared)
     preempted = llm.stats.num_preempted
     outputs = run(llm, specs, "generate")
     assert [out.finish_reason for out in outputs] == [

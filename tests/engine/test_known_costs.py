@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from foretoken.engine.controller import _kind
 
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.bench.drafting import parse_drafters
 from foretoken.bench.profile import ProfileOptions, run_profile, write_profile
 from foretoken.control.cost import SeededCost
-from foretoken.engine.controller import _kind
 from foretoken.engine.startup import known_costs, profiling, start_profile
 from foretoken.engine.startup.known_costs import cache_folder
 from foretoken.engine.startup.profiling import load_profile, save_profile

@@ -84,13 +84,8 @@ def tree_specs(count: int, **options: object) -> list[SpecConfig]:
 
 def free_specs(name: str, count: int) -> list[SpecConfig]:
     """A drafter that asks no model, under rules that take its trees and rules that get chains."""
-    needed = {"prediction": (0, 1, 2, 3, 1, 2)} if name == "predicted" else {}
-    return [
-        SpecConfig(
-            name, num_draft=5, rule=("tree", "traversal", "coupled", "block", "auto", "rejection")[i % 6], **needed
-        )
-        for i in range(count)
-    ]
+    rules = ("tree", "traversal", "coupled", "block", "auto", "rejection")
+    return [SpecConfig(name, num_draft=5, rule=rules[i % 6]) for i in range(count)]
 
 
 def cascade_specs(count: int) -> list[SpecConfig]:

@@ -24,7 +24,7 @@ from foretoken.model.paged import PagedModel
 from foretoken.model.tokenizer import load_tokenizer
 from tests.helpers.audit import check_idle, open_sequences
 from tests.helpers.checkpoints import token_ids
-from tests.helpers.specs import bare_drafter, key_of, spec_of
+from tests.helpers.specs import bare_drafter, key_of, predicting, spec_of
 from tests.helpers.watch import Watched
 
 BLOCK = 4
@@ -76,7 +76,7 @@ class Bench:
         assert scheduler.waiting == sorted(scheduler.waiting, key=scheduler._key)
 
     def run(self, asked: Iterable[Asked]) -> list[RequestState]:
-        states = [self.engine.submit(*one) for one in asked]
+        states = [self.engine.submit(prompt, predicting(spec, params), spec) for prompt, params, spec in asked]
         while self.engine.has_work:
             self.step()
         check_idle(self.engine)
@@ -231,7 +231,10 @@ def models_of(drafter: object) -> list[PagedModel]:
 def test_a_drafts_cache_is_given_back_too(pair: SimpleNamespace, name: str) -> None:
     """While a request waits its draft holds nothing of it; then it guesses on."""
     bench = Bench(pair, 60, limits=SchedulerConfig(8, cache_reserve=0.0))
-    states = [bench.engine.submit(PROMPTS[i], GREEDY, spec(name, pair, num_draft=3)) for i in range(6)]
+    states = [
+        bench.engine.submit(PROMPTS[i], predicting(own, GREEDY), own)
+        for i, own in enumerate([spec(name, pair, num_draft=3)] * 6)
+    ]
     watched = bench.engine.drafters.drafters[key_of(name, str(pair.draft))]
     models, waited = models_of(watched.inner), set()  # type: ignore[attr-defined]
     assert models
@@ -337,11 +340,8 @@ def test_random_arrivals_aborts_and_priorities(pair: SimpleNamespace, roomy: Ben
             if rng.random() < 0.5:
                 params = replace(params, temperature=1.0, seed=rng.randrange(1000))
             drafter = rng.choice((None, *DRAFTERS))
-            guessing = (
-                SpecConfig()
-                if drafter is None
-                else spec(drafter, pair, num_draft=rng.choice((1, 5, "auto")), tenant=rng.choice(("", "b")))
-            )
+            guessing = SpecConfig() if drafter is None else spec(drafter, pair, num_draft=rng.choice((1, 5, "auto")))
+            params = replace(predicting(guessing, params), tenant=rng.choice(("", "b")))
             served.append(bench.engine.submit(rng.choice(PROMPTS)[: rng.randint(1, 30)], params, guessing))
         if bench.engine.states and rng.random() < 0.15:
             bench.engine.abort(rng.choice(list(bench.engine.states)))
@@ -353,7 +353,8 @@ def test_random_arrivals_aborts_and_priorities(pair: SimpleNamespace, roomy: Ben
         if state.finish_reason == "abort":
             continue
         if state.finish_reason == "length":
-            plain = roomy.run([(list(state.request.prompt_ids), state.request.params, SpecConfig())])[0]
+            params = replace(state.request.params, prediction=None)
+            plain = roomy.run([(list(state.request.prompt_ids), params, SpecConfig())])[0]
             assert state.output_ids == plain.output_ids
         else:
             pytest.fail(f"{state.finish_reason}: {state.error}")
@@ -363,7 +364,10 @@ def test_random_arrivals_aborts_and_priorities(pair: SimpleNamespace, roomy: Ben
 def test_abort_at_any_moment(pair: SimpleNamespace, moment: str) -> None:
     """Target and drafts hold nothing of it any more, and the others get their answers."""
     bench = Bench(pair, 64, limits=SchedulerConfig(6, 5, cache_reserve=0.0))
-    states = [bench.engine.submit(PROMPTS[i], GREEDY, spec(DRAFTERS[i % 10], pair, num_draft=3)) for i in range(10)]
+    states = [
+        bench.engine.submit(PROMPTS[i], predicting(own, GREEDY), own)
+        for i, own in enumerate(spec(name, pair, num_draft=3) for name in DRAFTERS[:10])
+    ]
     scheduler = bench.engine.scheduler
     found = {
         "waiting": lambda s: s in scheduler.waiting and not s.stats.num_preempted,

@@ -5,6 +5,7 @@ answer.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -74,13 +75,13 @@ def test_tenants_do_not_meet(llm: LLM, rows: list[int]) -> None:
     """Neither in the target's cache nor in a draft's, composite drafters included: how fast an answer comes tells
     nothing.
     """
-    llm.generate([PROMPT], GREEDY, SpecConfig(tenant="a"))
+    llm.generate([PROMPT], replace(GREEDY, tenant="a"))
     for tenant in ("", "b"):
         rows.clear()
-        llm.generate([PROMPT], GREEDY, SpecConfig(tenant=tenant))
+        llm.generate([PROMPT], replace(GREEDY, tenant=tenant))
         assert sum(rows) == 150 + 11
     rows.clear()
-    llm.generate([PROMPT], GREEDY, SpecConfig(tenant="a"))
+    llm.generate([PROMPT], replace(GREEDY, tenant="a"))
     assert sum(rows) < 50
 
 
@@ -88,8 +89,8 @@ def test_tenants_do_not_meet(llm: LLM, rows: list[int]) -> None:
 def test_a_draft_begins_there_too_and_for_its_tenant_only(llm: LLM, pair: SimpleNamespace, drafter: str) -> None:
     def ask(tenant: str) -> int:
         parts = ("draft_model",) if drafter == "mix" else ()  # a mix of many might not ask its model
-        spec = SpecConfig(drafter, str(pair.draft), num_draft=3, parts=parts, tenant=tenant)
-        assert llm.generate([PROMPT], GREEDY, spec)[0].token_ids == expected
+        spec = SpecConfig(drafter, str(pair.draft), num_draft=3, parts=parts)
+        assert llm.generate([PROMPT], replace(GREEDY, tenant=tenant), spec)[0].token_ids == expected
         (made,) = llm._drafters.drafters.values()
         model = made.model if drafter == "draft_model" else made.parts[-1].model
         return int(model.prefix_stats.num_found_tokens)
@@ -119,10 +120,10 @@ def test_speculation_does_not_lower_the_hit_rate(llm: LLM, pair: SimpleNamespace
     """The same traffic, plainly and with trees of guesses: the same blocks are found."""
     prompts = [[*PROMPT[: 40 * (1 + i % 3)], *token_ids(10, seed=i)] for i in range(9)]
     found = []
-    for spec in (SpecConfig(tenant="plain"), SpecConfig("recycling", num_draft=7, tenant="trees")):
+    for tenant, spec in (("plain", SpecConfig()), ("trees", SpecConfig("recycling", num_draft=7))):
         before = llm.stats.prefix.num_found_tokens
         for prompt in prompts:
-            llm.generate([prompt], GREEDY, spec)
+            llm.generate([prompt], replace(GREEDY, tenant=tenant), spec)
         found.append(llm.stats.prefix.num_found_tokens - before)
     assert found[0] == found[1] > 0
 
@@ -139,11 +140,11 @@ def test_a_full_cache_gives_up_what_is_only_kept(pair: SimpleNamespace) -> None:
 def test_nobody_waits_for_what_it_cannot_have_or_who_comes_after_it(llm: LLM) -> None:
     """While a prompt is read in pieces only a later request of the same tenant waits to share it."""
     engine = llm.engine
-    first = engine.submit(PROMPT, GREEDY, SpecConfig(tenant="a"))
+    first = engine.submit(PROMPT, replace(GREEDY, tenant="a"), SpecConfig())
     engine.step()
-    stranger = engine.submit(PROMPT, GREEDY, SpecConfig(tenant="b"))
-    urgent = engine.submit(PROMPT, SamplingParams(max_tokens=12, ignore_eos=True, priority=-9), SpecConfig(tenant="a"))
-    later = engine.submit(PROMPT, GREEDY, SpecConfig(tenant="b"))
+    stranger = engine.submit(PROMPT, replace(GREEDY, tenant="b"), SpecConfig())
+    urgent = engine.submit(PROMPT, replace(GREEDY, priority=-9, tenant="a"), SpecConfig())
+    later = engine.submit(PROMPT, replace(GREEDY, tenant="b"), SpecConfig())
     engine.step()
     assert set(engine.scheduler.running) == {first.request_id, stranger.request_id, urgent.request_id}
     while engine.has_work:

@@ -36,7 +36,11 @@ def watched(llm: LLM) -> Iterator[Callable[..., Shadow]]:
     def watch(rate: float = 1.0, **options: object) -> Shadow:
         made.append(
             Shadow(
-                llm.target, rate, room=llm.engine.scheduler, fresh_processors=llm.engine.intake.processors, **options
+                llm.target,
+                rate,
+                room=llm.engine.scheduler,
+                fresh_processors=llm.engine.admission.fresh_processors,
+                **options,
             )
         )
         llm.engine.watchers.append(made[-1])

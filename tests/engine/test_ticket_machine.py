@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule, run_state_machine_as_test
 
 from foretoken import LLM, AsyncEngine, EngineError, GenerateOutput, InputError, SamplingParams, SpecConfig, Ticket
 from tests.helpers.audit import check_idle
@@ -41,7 +41,7 @@ CALLS = [
         "_emit",
         "controller.plan",
         "controller.observe",
-        "intake.admit",
+        "admission.prepare",
     ),
     *(
         "scheduler.schedule",
@@ -83,9 +83,12 @@ class TicketMachine(RuleBasedStateMachine):
 
     @rule(target=asked, prompt=st.sampled_from(range(3)), params=st.sampled_from(range(3)), spec=st.sampled_from(SPECS))
     def submit(self, prompt: int, params: int, spec: SpecConfig) -> Asked:
-        self.everybody.append(
-            Asked(self.engine.submit(PROMPTS[prompt], PARAMS[params], spec), self.alone[prompt, params])
-        )
+        try:
+            ticket = self.engine.submit(PROMPTS[prompt], PARAMS[params], spec)
+        except Injected:  # while it was prepared
+            assert self.has_faults
+            return multiple()
+        self.everybody.append(Asked(ticket, self.alone[prompt, params]))
         return self.everybody[-1]
 
     @rule(one=asked, num_pieces=st.integers(1, 4))

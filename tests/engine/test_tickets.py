@@ -169,10 +169,13 @@ def test_h1_a_cancelled_ticket_has_an_answer(engine: AsyncEngine, alone: list[tu
     wait_until_idle(engine)
 
 
-def test_a_refused_request_raises_for_everybody(engine: AsyncEngine) -> None:
-    bad = engine.submit([10**6], GREEDY)
+def test_a_request_that_cannot_be_queued_raises_for_everybody(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.llm.engine.scheduler, "add", Fault(engine.llm.engine.scheduler.add))
+    bad = engine.submit(PROMPTS[0], GREEDY)
     for ask in (bad.result, bad.result, lambda: list(bad), lambda: asyncio.run(bad.wait())):
-        with pytest.raises(InputError, match="prompt"):
+        with pytest.raises(EngineError, match="injected"):
             ask()
 
 
@@ -222,7 +225,7 @@ def test_h2_a_trace_on_a_full_disk_ends_and_answers_go_on(pair: SimpleNamespace,
 
 
 @pytest.mark.parametrize("kind", [Injected, Interrupt])
-@pytest.mark.parametrize("place", ["submit_for", "step_for", "watcher"])
+@pytest.mark.parametrize("place", ["enqueue_for", "step_for", "watcher"])
 def test_h2_whatever_raises_in_the_thread_every_ticket_ends(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str, kind: type[BaseException]
 ) -> None:
@@ -246,7 +249,7 @@ def test_h2_whatever_raises_in_the_thread_every_ticket_ends(
             engine.submit(PROMPTS[0], GREEDY)
         assert isinstance(caught.value.__cause__, Interrupt)
     else:
-        assert len(broken) == {"submit_for": 1, "step_for": 4, "watcher": 0}[place]
+        assert len(broken) == {"enqueue_for": 1, "step_for": 4, "watcher": 0}[place]
         monkeypatch.undo()
         assert engine.submit(PROMPTS[0], GREEDY).result().finish_reason == "length"
     engine.close()

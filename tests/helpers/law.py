@@ -34,7 +34,7 @@ from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from tests.helpers.checkpoints import tiny_checkpoint
-from tests.helpers.specs import key_of
+from tests.helpers.specs import key_of, predicting
 
 VOCAB, LENGTH = 5, 5
 EOS = 4  # only ever banned (min_tokens): the answers go on after it
@@ -150,7 +150,7 @@ def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None
 def sample_answers(narrow: SimpleNamespace, asked: Sequence[tuple[SamplingParams, SpecConfig]]) -> NDArray[np.int64]:
     """The first tokens `[n, LENGTH]` of one request each, all through one engine, batches mixed by arrival."""
     engine = narrow_engine(narrow)
-    states = [engine.submit(PROMPT, params, spec) for params, spec in asked]
+    states = [engine.submit(PROMPT, predicting(spec, params, (0, 1, 2, 3, 1, 2)), spec) for params, spec in asked]
     while engine.has_work:
         engine.step()
     for state in states:

@@ -24,9 +24,12 @@ class Alone:
         spec: SpecConfig | None = None,
         prediction: Sequence[int] = (),
         takes_trees: bool = True,
+        tenant: str = "",
     ) -> None:
         self.drafter, self.text, self.takes_trees = drafter, list(prompt), takes_trees
-        self.request = Request(request_id, tuple(prompt), SamplingParams(), spec or SpecConfig(), 0, tuple(prediction))
+        self.request = Request(
+            request_id, tuple(prompt), SamplingParams(tenant=tenant), spec or SpecConfig(), 0, tuple(prediction)
+        )
         drafter.start(self.request)
 
     def batch(self, num_draft: int) -> Batch:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from foretoken import SpecConfig
+from foretoken import SamplingParams, SpecConfig
 from foretoken.draft.base import Drafter
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
@@ -24,9 +25,12 @@ from foretoken.model.interface import EarlyExitModel, LanguageModel
 PREDICTION = tuple(range(3, 60))
 
 
-def spec_of(
-    name: str, draft: Path | str | None, prediction: Sequence[int] = PREDICTION, **options: object
-) -> SpecConfig:
+def predicting(spec: SpecConfig, params: SamplingParams, prediction: Sequence[int] = PREDICTION) -> SamplingParams:
+    """`params` with a prediction where the drafter of `spec` cannot do without one."""
+    return replace(params, prediction=tuple(prediction)) if "predicted" in spec.leaves else params
+
+
+def spec_of(name: str, draft: Path | str | None, **options: object) -> SpecConfig:
     """`SpecConfig` of a drafter with the options it cannot do without; `early_exit` never gives up guessing.
 
     `draft_model:int4` is a draft model in that format, `draft_model/static` one that drafts static trees.
@@ -35,7 +39,6 @@ def spec_of(
     needed = {
         "draft_model": {"draft": str(draft), "draft_dtype": dtype or "auto", "tree": tree or "chain"},
         **{one: {"draft": str(draft)} for one in ("cascade", "mix")},
-        "predicted": {"prediction": tuple(prediction)},
         "early_exit": {"exit_layer": 1},
     }
     return SpecConfig(drafter, **needed.get(drafter, {}) | options)

@@ -74,7 +74,7 @@ def peak_bytes(llm: LLM, path: Path, batch: int, context: int, params: SamplingP
     prompts = [token_ids(context - params.max_tokens, llm.target.vocab_size, seed=i) for i in range(batch)]
     llm.generate(prompts, params, spec)  # tables that are built on first use
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        llm.generate(prompts, params, replace(spec, tenant="another"))  # who finds nothing of what was read before
+        llm.generate(prompts, replace(params, tenant="another"), spec)  # who finds nothing of what was read before
     record.export_chrome_trace(str(path))
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
     alive = peak = 0

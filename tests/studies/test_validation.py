@@ -166,7 +166,7 @@ def test_what_is_written_down_adds_up(pair: SimpleNamespace) -> None:
     jobs = [Job(0.001 * i, 5 + 7 * i, 6 + 3 * i) for i in range(6)]
     prompts = [token_ids(job.prompt_tokens, seed=i) for i, job in enumerate(jobs)]
     with LLM(pair.target, dtype="float32", max_batch_size=4, max_prompt_tokens=16) as llm:
-        plain = replay(llm, jobs, prompts, [SpecConfig(tenant="plain")] * 6, "plain")
+        plain = replay(llm, jobs, prompts, [SpecConfig()] * 6, "plain", tenant="plain")
         heard: list[int] = []
         done = replay(
             llm,

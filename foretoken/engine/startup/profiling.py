@@ -184,7 +184,8 @@ class StepBench:
             assert key is not None
             group.drafters[key] = drafter
         engine = Engine(self.target, group, limits=SchedulerConfig(work.batch, _MOST_CHUNK), eos_token_ids=())
-        params = SamplingParams(max_tokens=room(work), seed=self.seed, ignore_eos=True)
+        prediction = [0] if "predicted" in spec.leaves else None
+        params = SamplingParams(max_tokens=room(work), seed=self.seed, ignore_eos=True, prediction=prediction)
         prompt = stand_in(self.target, work.context_tokens, self.seed)
         states = [engine.submit(prompt, params, spec) for _ in range(work.batch)]
         prompt_s: list[float] = []

@@ -1,0 +1,44 @@
+"""Loads the drafters that requests name, each once, while other requests run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from foretoken.config import SpecConfig
+from foretoken.draft.group import DrafterGroup, own_drafters
+from foretoken.engine.drafters import DrafterFactory, limit_of
+from foretoken.engine.turns import Turns
+
+
+class DrafterLoader:
+    """Makes drafters in the thread that asks and adds them to `group` between two steps.
+
+    `check_open` raises when the engine was closed meanwhile.
+    """
+
+    def __init__(
+        self, factory: DrafterFactory, group: DrafterGroup, turns: Turns, check_open: Callable[[], object]
+    ) -> None:
+        self.factory, self._group, self._turns, self._check_open = factory, group, turns, check_open
+        self._loading = threading.Lock()  # one drafter at a time: two threads may want the same one
+
+    def has_all(self, spec: SpecConfig) -> bool:
+        """Whether every drafter that `spec` names is loaded."""
+        return all(key in self._group.drafters for key in own_drafters(spec))
+
+    def load(self, spec: SpecConfig) -> None:
+        """Load what `spec` names and is not loaded yet; only adding a drafter waits for the step that runs.
+
+        Raises:
+            InputError, ModelError, StorageError: see `DrafterFactory.make`.
+        """
+        if self.has_all(spec):
+            return
+        with self._loading:
+            for key, own in own_drafters(spec).items():
+                if key not in self._group.drafters:
+                    made = self.factory.make(own)
+                    with self._turns.lock:  # a step goes through all drafters
+                        self._check_open()
+                        self._group.add(key, made, limit_of(own))

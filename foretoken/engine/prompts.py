@@ -1,0 +1,143 @@
+"""What a caller may ask with: texts, token ids, conversations; and how they become token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import InputError, MismatchError
+from foretoken.model.tokenizer import Tokenizer
+from foretoken.params import check_text
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+
+
+def as_prompts(prompts: object) -> list[Prompt]:
+    """One text, one list of ids, or a list of either, as a list of prompts; tensors and arrays of ids count as lists.
+
+    Raises:
+        InputError: anything else.
+    """
+    prompts = _plain(prompts)
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, list):
+        raise InputError("prompts", prompts, "give a text, a list of token ids, or a list of those")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]
+    return [as_prompt(prompt) for prompt in prompts]
+
+
+def as_prompt(prompt: object) -> Prompt:
+    """One text, or one list of ids; a tensor or array of ids counts as a list.
+
+    Raises:
+        InputError: anything else.
+    """
+    plain = _plain(prompt)
+    if not isinstance(plain, str | list):
+        raise InputError("prompt", prompt, "give a text or a list of token ids")
+    return plain
+
+
+def as_conversations(messages: object) -> list[Conversation]:
+    """One conversation, or a list of them, as a list.
+
+    Raises:
+        InputError: anything else.
+    """
+    if isinstance(messages, list | tuple) and messages and all(isinstance(one, list | tuple) for one in messages):
+        return [as_conversation(one) for one in messages]
+    return [as_conversation(messages)]
+
+
+def as_conversation(messages: object) -> Conversation:
+    """A list of at least one message, each a mapping whose `role` is a text.
+
+    Raises:
+        InputError: anything else; names the message.
+    """
+    example = '{"role": "user", "content": "Hello"}'
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InputError("messages", messages, f"give a list of messages, such as [{example}]")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InputError("messages", message, f"each must be a mapping such as {example}")
+    return list(messages)
+
+
+def per_prompt(name: str, value: object, count: int) -> list:  # type: ignore[type-arg]
+    """One value for all of `count` prompts, or a list with one for each, as a list.
+
+    Raises:
+        InputError: a list of another length.
+    """
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise InputError(name, f"{len(value)} values", f"give one value, or one for each of the {count} prompts")
+    return list(value)
+
+
+def _plain(value: object) -> object:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple | range) else value
+
+
+class PromptEncoder:
+    """Turns texts and conversations into token ids of one model, whose files are in `folder`. May be used from several
+    threads.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, folder: Path, vocab_size: int) -> None:
+        self._tokenizer, self._folder, self._vocab_size = tokenizer, folder, vocab_size
+
+    def encode(self, text: object) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer adds.
+
+        Raises:
+            InputError: not a text, or the folder has no tokenizer.
+            MismatchError: the tokenizer writes a token that the model does not have.
+        """
+        if not isinstance(text, str):
+            raise InputError("text", text, "must be a text")
+        return self._encode("prompt", text, add_special_tokens=True)
+
+    def render_chat(self, messages: object, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """The text that the chat template makes of a conversation, up to where the answer begins.
+
+        Raises:
+            InputError: no conversation, no chat template, or messages that the template refuses.
+            CheckpointError: the template is broken.
+        """
+        conversation = as_conversation(messages)
+        return self._of_field("messages", conversation).apply_chat_template(conversation, tools=tools)
+
+    def encode_chat(self, messages: object, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """Token ids of `render_chat`; the template writes its own begin-of-text token, so none is added.
+
+        Raises:
+            InputError, CheckpointError, MismatchError: see `render_chat`, `encode`.
+        """
+        return self._encode("messages", self.render_chat(messages, tools), add_special_tokens=False)
+
+    def _encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
+        check_text(field, text)
+        tokenizer = self._of_field(field, text)
+        ids = tokenizer.encode(text, add_special_tokens)
+        beyond = next((token for token in ids if token >= self._vocab_size), None)
+        if beyond is not None:
+            raise MismatchError(
+                f"the tokenizer in {self._folder} writes token {beyond} ({tokenizer.token(beyond)!r}), and the model's "
+                f"vocabulary ends at {self._vocab_size - 1}"
+            )
+        return ids
+
+    def _of_field(self, field: str, value: object) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InputError(field, value, f"{self._folder} has no tokenizer; give token ids instead of text")
+        return self._tokenizer

@@ -1,0 +1,161 @@
+"""`EngineConfig`: everything that an engine is built from, as one frozen, picklable value.
+
+It holds no tensor, no open file and no callback, so it can be sent to another process, which builds its `LLM` from it.
+What depends on the machine (whether the model, the device and the files exist) is checked there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from foretoken.config import DTYPES, NUMERICS, SpecConfig, from_mapping
+from foretoken.control.queue import SchedulerConfig
+from foretoken.control.routing import RoutingRules
+from foretoken.errors import ConfigError, InputError
+from foretoken.params import check_limits, check_share, check_text
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+class EngineOptions(TypedDict, total=False):
+    """The keywords of `LLM`, for type checkers: the fields of `EngineConfig` behind `spec`."""
+
+    dtype: str
+    device: str
+    cache_tokens: int | None
+    max_batch_size: int
+    max_prompt_tokens: int
+    max_step_tokens: int | None
+    cache_reserve: float
+    numerics: str
+    trace: str | Path | None
+    shadow_rate: float
+    routing: RoutingRules | None
+    profile: str | Path
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is built from. `LLM(EngineConfig(model, ...))` and `LLM(model, ...)` are the same.
+
+    - `model`: a folder, a hub id, or `reference:target`.
+    - `spec`: the drafter of requests that name none (None: plain decoding). `generate` and `stream` take another one
+      per call or per prompt. A draft model is loaded when it is first named.
+    - `dtype`: the format of the weights; "auto" is the stored one. A `torch.dtype` is taken too.
+    - `device`: "auto" (the first GPU, or the CPU), "cpu", "cuda" or "cuda:N".
+    - `cache_tokens`: capacity of the key/value cache; None: room for many short requests, and for one that fills the
+      context if that is affordable.
+    - `max_batch_size`, `max_prompt_tokens`, `max_step_tokens`, `cache_reserve`: limits of the scheduler, see
+      `control.queue.SchedulerConfig`.
+    - `numerics`: "strict" makes the target's logits bitwise the same however rows are batched, at a price.
+    - `trace`: a file that gets one line per event (docs/trace.md). When it cannot be written any more,
+      `LLM.trace_error` says so and answers go on.
+    - `shadow_rate`: share of requests whose answers the target scores again in the background; `stats.shadow` has the
+      result, and a warning is raised when answers do not follow the target's distribution.
+    - `routing`: which requests not to speculate for at all (docs/batching.md).
+    - `profile`: where the cost of steps comes from, which decides how much is drafted where that is left open: "auto"
+      (kept from an earlier start, or measured now), "off" (learnt from the first steps), "measure" (now, again), or a
+      file of `foretoken bench --profile`.
+
+    Raises:
+        InputError: a value that cannot be honoured; names the field.
+    """
+
+    model: str | Path
+    spec: SpecConfig | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    cache_tokens: int | None = None
+    max_batch_size: int = SchedulerConfig.max_batch_size
+    max_prompt_tokens: int = SchedulerConfig.max_prompt_tokens
+    max_step_tokens: int | None = SchedulerConfig.max_step_tokens
+    cache_reserve: float = SchedulerConfig.cache_reserve
+    numerics: str = "default"
+    trace: str | Path | None = None
+    shadow_rate: float = 0.0
+    routing: RoutingRules | None = None
+    profile: str | Path = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "device"):  # torch's own objects, which this module does not import
+            if type(getattr(self, name)).__module__ == "torch":
+                object.__setattr__(self, name, str(getattr(self, name)).removeprefix("torch."))
+        self._check_model()
+        self._check_limits()
+        self._check_speculation()
+        if self.trace is not None and (not isinstance(self.trace, str | Path) or not str(self.trace)):
+            raise InputError("trace", self.trace, "give the name of a file, or leave it out")
+        if not isinstance(self.profile, str | Path):
+            raise ConfigError("profile", self.profile, "use auto, off, measure, or an existing file")
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        """The limits of the scheduler."""
+        return SchedulerConfig(
+            max_batch_size=self.max_batch_size,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_step_tokens=self.max_step_tokens,
+            cache_reserve=self.cache_reserve,
+        )
+
+    def _check_model(self) -> None:
+        if not isinstance(self.model, str | Path):
+            raise InputError("model", self.model, "give a folder, a hub id, or reference:target")
+        check_text("model", str(self.model))
+        if not isinstance(self.dtype, str):
+            raise InputError("dtype", self.dtype, "give a name, such as auto, bfloat16 or float32")
+        if self.dtype not in DTYPES:
+            raise InputError("dtype", self.dtype, f"choose one of {', '.join(DTYPES)}")
+        if not isinstance(self.device, str) or _DEVICE.fullmatch(self.device) is None:
+            raise ConfigError("device", self.device, "use auto, cpu, cuda or cuda:N")
+        if self.numerics not in NUMERICS:
+            raise ConfigError("numerics", self.numerics, f"choose one of {', '.join(NUMERICS)}")
+
+    def _check_limits(self) -> None:
+        check_limits(
+            max_batch_size=self.max_batch_size,
+            max_prompt_tokens=self.max_prompt_tokens,
+            cache_tokens=self.cache_tokens,
+            max_step_tokens=self.max_step_tokens,
+        )
+        check_share("shadow_rate", self.shadow_rate)
+        check_share("cache_reserve", self.cache_reserve)
+        _ = self.scheduler  # checks the limits against each other
+
+    def _check_speculation(self) -> None:
+        if self.spec is not None and not isinstance(self.spec, SpecConfig):
+            raise InputError("spec", self.spec, "give SpecConfig, or leave it out")
+        if self.routing is None:
+            return
+        if not isinstance(self.routing, RoutingRules):
+            raise InputError("routing", self.routing, "give RoutingRules, or leave it out")
+        spec = self.spec
+        if spec is None or self.routing == RoutingRules() or (spec.drafter is not None and spec.num_draft == "auto"):
+            return
+        closed = (
+            "nobody guesses: name a drafter"
+            if spec.drafter is None
+            else f"num_draft={spec.num_draft} is set: leave that to 'auto'"
+        )
+        raise ConfigError(
+            "routing", self.routing, f"rules hold where the number of guesses is open, and {closed}, or leave this out"
+        )
+
+
+def config_of(model: EngineConfig | str | Path, spec: SpecConfig | None, options: Mapping[str, Any]) -> EngineConfig:
+    """The configuration that the arguments of `LLM` mean.
+
+    Raises:
+        InputError: an unknown or bad argument, or one beside an `EngineConfig`.
+    """
+    if not isinstance(model, EngineConfig):
+        return from_mapping(EngineConfig, {"model": model, "spec": spec, **options})
+    given = {**({} if spec is None else {"spec": spec}), **options}
+    if given:
+        name, value = next(iter(given.items()))
+        raise InputError(name, value, "is a field of the EngineConfig: set it there, or use dataclasses.replace")
+    return model

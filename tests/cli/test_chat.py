@@ -1,0 +1,181 @@
+"""Conversations on the command line and through `LLM.chat`: the checkpoint's own template, one answer for each line."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from foretoken import LLM, CheckpointError, InputError, SamplingParams, SpecConfig
+from foretoken.cli import chat
+from tests.cli.conftest import Run
+from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if tools %}<tools>{{ tools | length }}\n{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+GREEDY = SamplingParams(max_tokens=8)
+HELLO = [{"role": "user", "content": "ab cd"}]
+LONGER = [{"role": "system", "content": "be brief"}, *HELLO]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    tiny_checkpoint(folder, "llama", num_hidden_layers=1, hidden_size=16, vocab_size=300)
+    tiny_tokenizer(folder, 300, chat_template=TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(target: Path) -> Iterator[LLM]:
+    with LLM(target, cache_tokens=2048, profile="off") as llm:
+        yield llm
+
+
+# ---- LLM
+
+
+def test_a_chat_is_the_rendered_text_without_another_begin_token(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    text = "<system>be brief\n<user>ab cd\n<assistant>"
+    assert llm.render_chat(LONGER) == text
+    assert llm.render_chat(HELLO, tools=[{"name": "f"}]) == "<user>ab cd\n<tools>1\n<assistant>"
+    ids = llm.tokenizer.encode(text, add_special_tokens=False)
+    assert llm.encode_chat(LONGER) == ids
+    (out,) = llm.chat(LONGER, GREEDY)
+    assert out.prompt_ids == tuple(ids)
+    assert out.token_ids == llm.generate([ids], GREEDY)[0].token_ids
+
+
+def test_many_conversations_with_params_and_spec_each(llm: LLM) -> None:
+    params, specs = [GREEDY, SamplingParams(max_tokens=3)], [SpecConfig(), SpecConfig("ngram", num_draft=2)]
+    outputs = llm.chat([HELLO, LONGER], params, specs)
+    alone = [llm.chat(one, own)[0] for one, own in zip((HELLO, LONGER), params, strict=True)]
+    assert [out.token_ids for out in outputs] == [out.token_ids for out in alone]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", r"messages='hello': give a list of messages, such as \[\{"),
+        ([], r"messages=\[\]: give a list of messages"),
+        (["hello"], "messages='hello': each must be a mapping such as"),
+        ([{"content": "x"}], "messages={'content': 'x'}: each must be a mapping such as"),
+        ([HELLO, "x"], "messages=.*: each must be a mapping"),
+        ([{"role": "user", "content": "a\udcff"}], "messages=.*half of a surrogate pair"),
+    ],
+    ids=str,
+)
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        llm.chat(messages)
+
+
+def test_checkpoints_without_a_template_or_with_a_broken_one(text_pair: SimpleNamespace, pair: SimpleNamespace) -> None:
+    with LLM(text_pair.target, cache_tokens=256) as llm:
+        with pytest.raises(InputError, match=r"has no chat template; give plain text instead, .*chat_template\.jinja"):
+            llm.chat(HELLO)
+        llm.tokenizer.__dict__["chat_template"] = "{% if %}"  # type: ignore[union-attr]
+        with pytest.raises(CheckpointError, match="is broken"):
+            llm.chat(HELLO)
+    with LLM(pair.target, cache_tokens=256) as llm, pytest.raises(InputError, match="has no tokenizer"):
+        llm.chat(HELLO)
+
+
+# ---- foretoken generate --chat, --messages
+
+
+def test_generate_takes_a_message_or_a_conversation(foretoken: Run, target: Path, llm: LLM, tmp_path: Path) -> None:
+    common = ["generate", "-t", target, "--max-tokens", 8, "--json"]
+    expected = [list(llm.chat(one, GREEDY)[0].token_ids) for one in (HELLO, LONGER)]
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps(LONGER))
+    for given, wanted in (
+        (["--chat", "-p", "ab cd"], expected[0]),
+        (["--messages", f"@{file}"], expected[1]),
+        (["--chat", "--messages", json.dumps(LONGER)], expected[1]),
+    ):
+        assert json.loads(foretoken(*common, *given).lines[-1])["token_ids"] == wanted
+    for given, message in (
+        (["--chat", "--prompt-ids", "1,2"], "a chat template lays out text"),
+        (["--messages", "[]", "-p", "x"], "give one of --prompt TEXT, --prompt-ids 1,2,3 and --messages JSON"),
+        (["--messages", "{"], "messages"),
+        (["--messages", "[3]"], "messages=3: each must be a mapping"),
+    ):
+        done = foretoken(*common, *given)
+        assert (done.code, message in done.err) == (2, True), done.err
+
+
+# ---- foretoken chat
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+
+
+def conversation(llm: LLM, lines: list[str], opening: list[dict[str, str]]) -> list[str]:
+    """The answers to `lines`, each with all that was said before it."""
+    messages, answers = list(opening), []
+    for line in lines:
+        messages.append({"role": "user", "content": line})
+        answers.append(llm.chat(messages, GREEDY)[0].text)
+        messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+def test_one_line_in_one_answer_out(foretoken: Run, target: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = ["chat", "-t", target, "--max-tokens", 8, "--system", "be brief", "--drafter", "ngram"]
+    expected = conversation(llm, ["ab", "cd"], LONGER[:1])
+    again = conversation(llm, ["ab"], LONGER[:1])
+    pipe(monkeypatch, b"ab\ncd\n/clear\nab\n/exit\nnever\n")
+    done = foretoken(*common, "--json")
+    assert done.code == 0, done.err
+    assert [json.loads(line)["text"] for line in done.lines] == [*expected, *again]
+    pipe(monkeypatch, b"ab\r\ncd")
+    assert foretoken(*common).out == "".join(f"{text}\n" for text in expected)
+    pipe(monkeypatch, b"\xff\n")
+    assert (done := foretoken(*common)).code == 4
+    assert "not UTF-8" in done.err
+
+
+def test_a_terminal_goes_on_after_ctrl_c_and_errors(
+    foretoken: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was said until Ctrl-C stays in the conversation; a message that is too long is left out of it."""
+    asked: list[list[dict[str, str]]] = []
+    lines = iter(["ab", "", "x" * 5000, "cd", "/exit"])
+    answer = LLM.chat
+
+    def stopped(llm: LLM, messages: Any, params: Any, **options: Any) -> Any:
+        asked.append([dict(message) for message in messages])
+        outputs = answer(llm, messages, params, **options)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        return outputs
+
+    pipe(monkeypatch, b"")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
+    monkeypatch.setattr(LLM, "chat", stopped)
+    done = foretoken("chat", "-t", target, "--max-tokens", 4)
+    assert done.code == 0, done.err
+    assert "/exit ends" in done.err
+    assert "shorten the prompt" in done.err
+    assert [len(messages) for messages in asked] == [1, 3, 3]
+    assert asked[2][:1] == [{"role": "user", "content": "ab"}]
+    assert asked[2][1]["role"] == "assistant"
+    assert asked[2][1]["content"] == asked[1][1]["content"] != ""
+    assert chat._HELP in done.err
+
+
+def test_a_chat_without_a_template_says_what_to_do(foretoken: Run, text_pair: SimpleNamespace) -> None:
+    done = foretoken("chat", "-t", text_pair.target)
+    assert done.code == 2
+    assert "has no chat template; give plain text instead, take a checkpoint that was trained to chat" in done.err
