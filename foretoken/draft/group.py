@@ -11,13 +11,13 @@ from typing import cast
 import torch
 
 from foretoken.config import SpecConfig
-from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
+from foretoken.core import Batch, BatchEntry, Draft, Request, TapRequest, Verdict, empty_draft, merge_drafts
 from foretoken.draft.base import Drafter, DrafterKey, Feedback, Releases, Taps
 from foretoken.draft.boundary import check_tree, draft_faults
 from foretoken.draft.deadline import Deadline
 from foretoken.draft.failures import DrafterFailures
+from foretoken.draft.hidden_states import HiddenStates, check_layers
 from foretoken.draft.lookup_tree import EMPTY, Lookup, LookupTree, assemble
-from foretoken.errors import DraftError
 from foretoken.model.interface import LanguageModel
 
 GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a grammar forced
@@ -80,6 +80,7 @@ class DrafterGroup:
     def __init__(self, target: LanguageModel) -> None:
         self.drafters: dict[DrafterKey, Drafter] = {}
         self.failures = DrafterFailures()
+        self.hidden_states = HiddenStates(target, self.failures)
         self.device, self.vocab_size, self.num_layers = target.device, target.vocab_size, target.num_layers
         self.spent_s: dict[DrafterKey, float] = {}  # what each drafter took in the last round, proposing and committing
         self.num_read_tokens: dict[
@@ -109,6 +110,7 @@ class DrafterGroup:
         for key in dict.fromkeys(keys):
             drafter, own = self.drafters[key], self._requests[request_id][keys.index(key)]
             self.failures.attempt(key, drafter, [request_id], partial(drafter.start, own), must_succeed=True)
+        self.hidden_states.start(request_id, {key: self.drafters[key] for key in keys})
 
     def serves(self, request_id: int, arm: int) -> bool:
         """Whether the drafter of one of a request's arms may still guess for it."""
@@ -144,9 +146,9 @@ class DrafterGroup:
                 self.spent_s[key] = time.perf_counter() - began
         return merge_drafts(len(entries), parts, self.device) if parts else empty_draft(len(entries), self.device)
 
-    def taps(self) -> tuple[int, ...]:
-        """Layers whose residual stream some drafter wants from the round's forward."""
-        wanted: set[int] = set()
+    def taps(self) -> TapRequest:
+        """The hidden states that drafters want from the step's forward."""
+        wanted, whole = self.hidden_states.wanted()
         for key, drafter in self.drafters.items():
             if not _wants_taps(type(drafter)):
                 continue
@@ -159,12 +161,13 @@ class DrafterGroup:
                 wanted.update(
                     self.failures.attempt(key, drafter, users, partial(self._layers, cast(Taps, drafter))) or ()
                 )
-        return tuple(sorted(wanted))
+        return TapRequest(tuple(sorted(wanted)), whole)
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
-        """Tell every drafter what its requests emitted."""
+        """Give every drafter the hidden states it reads, then what its requests emitted."""
         entries = batch.decoding
         self._looks.clear()
+        self.hidden_states.deliver(batch, draft, verdict, feedback, self.spent_s)
         for key, routed in self._followers(entries).items():
             began, drafter = time.perf_counter(), self.drafters[key]
             if len(routed) == len(entries):
@@ -199,11 +202,13 @@ class DrafterGroup:
             drafter = self.drafters[key]
             if isinstance(drafter, Releases) and not self.failures.is_off(request_id, key):
                 self.failures.attempt(key, drafter, [request_id], partial(drafter.release, request_id))
+                self.hidden_states.release(request_id, key)
 
     def finish(self, request: Request) -> None:
         """Let the request's drafters forget it."""
         request_id = request.request_id
         self._looks.pop(request_id, None)
+        self.hidden_states.finish(request_id)
         del self._requests[request_id]
         for key in dict.fromkeys(self._keys.pop(request_id)):
             drafter = self.drafters[key]
@@ -252,13 +257,7 @@ class DrafterGroup:
         Raises:
             DraftError: one that the target does not have.
         """
-        layers = drafter.taps()
-        if any(
-            isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= self.num_layers
-            for layer in layers
-        ):
-            raise DraftError(f"taps {layers} of a target with {self.num_layers} layers")
-        return layers
+        return check_layers(drafter.taps(), self.num_layers)
 
     def _proposers(self, entries: Sequence[BatchEntry]) -> dict[DrafterKey, dict[int, BatchEntry]]:
         """Who guesses for whom in this round: by drafter the entries of its requests, by their places in the batch."""

@@ -28,8 +28,9 @@ from foretoken.control.queue import (
 )
 from foretoken.core import Batch, BatchEntry
 from foretoken.engine.controller import DraftPlan
+from foretoken.engine.prefix_sharing import PrefixSharing
 from foretoken.engine.request import RequestState
-from foretoken.model.interface import LanguageModel, PrefixModel
+from foretoken.model.interface import LanguageModel
 from foretoken.verify import takes_trees
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -50,9 +51,9 @@ class Scheduler:
         target: LanguageModel,
         config: SchedulerConfig,
         plan: Callable[[Sequence[RequestState]], Sequence[DraftPlan]],
+        prefixes: PrefixSharing,
     ) -> None:
-        self.target, self.config, self._plan = target, config, plan
-        self._prefix = target if isinstance(target, PrefixModel) else None
+        self.target, self.config, self._plan, self._prefixes = target, config, plan, prefixes
         self.waiting: list[RequestState] = []  # most urgent first
         self.running: dict[int, RequestState] = {}
         self.preempted: list[RequestState] = []
@@ -146,8 +147,7 @@ class Scheduler:
 
     def publish(self, state: RequestState) -> None:
         """Let later requests of the same tenant begin with what the target holds of a running request's text."""
-        if self._prefix is not None:
-            self._prefix.publish(state.request_id, state.tokens, state.request.spec.tenant)
+        self._prefixes.publish(state)
 
     def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:
         """Lend free cache until `give_back`; False if it is not to spare. `reclaim` must give it back: who asks for an
@@ -181,9 +181,7 @@ class Scheduler:
             del self.waiting[place]
             self.running[state.request_id] = state
             self._joining = None
-            adopted = 0
-            if self._prefix is not None and _adopts(state):
-                adopted = self._prefix.adopt(state.request_id, state.tokens, state.request.spec.tenant)
+            adopted = self._prefixes.adopt(state)
             self.num_recomputed_tokens += max(0, self._lost.pop(state.request_id, 0) - adopted)
 
     def _next_place(self) -> int | None:
@@ -212,8 +210,7 @@ class Scheduler:
         needed = self.target.footprint_tokens(len(state.tokens))
         if self._fits(needed):
             return True
-        if self._prefix is not None and _adopts(state):
-            needed -= self._prefix.shared_tokens(state.tokens, state.request.spec.tenant)
+        needed -= self._prefixes.shared_tokens(state)
         if self._reclaim is not None and not self._fits(needed):
             self._reclaim()
         return self._fits(needed)
@@ -230,15 +227,8 @@ class Scheduler:
         """Whether a more urgent request is just reading a prompt that begins alike: then it is cheaper to wait for
         that.
         """
-        if self._prefix is None or not _adopts(state):
-            return False
-        size = self.target.footprint_tokens(1)
-        head = state.tokens[:size]
-        return len(state.tokens) > size and any(
-            other.tokens[:size] == head
-            and other.request.spec.tenant == state.request.spec.tenant
-            and self._key(other) < self._key(state)
-            and self.target.length(other.request_id) < min(len(other.tokens) - 1, len(state.tokens) - 1) // size * size
+        return any(
+            self._key(other) < self._key(state) and self._prefixes.can_wait_for(state, other)
             for other in self.running.values()
         )
 
@@ -317,6 +307,7 @@ class Scheduler:
             self.target.max_context_tokens - len(state.tokens) if grant.num_probe else 0,
             plan.arm,
             _num_prompt_rows(state, start, grant.num_pending - decodes),
+            next_token=None if decodes else state.tokens[start + grant.num_pending],
         )
 
     def _num_probe(self, state: RequestState, plan: DraftPlan) -> int:
@@ -338,13 +329,6 @@ def _is_fixed(state: RequestState) -> bool:
     spec, params = state.request.spec, state.request.params
     open_ = "auto" in (spec.num_draft, spec.draft_probability)
     return params.seed is not None and state.rule not in ("greedy", "coupled") and not open_
-
-
-def _adopts(state: RequestState) -> bool:
-    """Whether a request may begin with what others have computed: not one that wants to know something of every row of
-    its prompt.
-    """
-    return bool(state.origins) or state.request.params.prompt_logprobs is None
 
 
 def _num_prompt_rows(state: RequestState, start: int, num_rows: int) -> int:

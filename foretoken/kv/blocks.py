@@ -12,7 +12,7 @@ away first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from foretoken.kv.prefix import PrefixIndex, PrefixStats
@@ -87,37 +87,49 @@ class BlockAllocator:
             self._references[block] += 1
         return child
 
-    def adopt(self, table: BlockTable, salt: str, tokens: Sequence[int]) -> int:
-        """Begin an empty `table` with known blocks of `tokens`, as many as there are but not all of it; the number of
-        tokens it now holds.
+    def adopt(self, table: BlockTable, salt: str, tokens: Sequence[int], most_tokens: int | None = None) -> int:
+        """Begin an empty `table` with the cached blocks of `tokens`, at most `most_tokens` tokens and never the last
+        one; returns the number of tokens it then holds.
 
-        The last token is left to be run: its row is what the first new token comes from.
+        The last token is left to be run: the first new token is sampled from its row.
         """
         assert not table.blocks
-        size = self.block_size
-        found = self._index.find(salt, tokens[: max(0, len(tokens) - 1) // size * size])
+        found = self._find(salt, tokens, most_tokens)
         for block in found:
             self._num_free -= self._references[block] == 0
             self._references[block] += 1
             self._kept.pop(block, None)
         table.blocks.extend(found)
-        table.length = len(found) * size
+        table.length = len(found) * self.block_size
         self.prefix_stats.num_looked_up_tokens += len(tokens)
         self.prefix_stats.num_found_tokens += table.length
         return table.length
 
-    def num_shared_tokens(self, salt: str, tokens: Sequence[int]) -> int:
-        """How many of `tokens` lie in known blocks that some sequence holds: adopting those takes nothing from what is
-        free.
+    def num_shared_tokens(self, salt: str, tokens: Sequence[int], most_tokens: int | None = None) -> int:
+        """How many of the tokens that `adopt` would find are in blocks that a sequence holds: adopting those takes no
+        free block.
         """
-        size = self.block_size
-        found = self._index.find(salt, tokens[: max(0, len(tokens) - 1) // size * size])
-        return sum(self._references[block] > 0 for block in found) * size
+        return sum(self._references[block] > 0 for block in self._find(salt, tokens, most_tokens)) * self.block_size
 
     def publish(self, table: BlockTable, salt: str, tokens: Sequence[int]) -> None:
         """Let later sequences adopt the full blocks of `table`, which holds the beginning of `tokens`."""
         full = min(table.length, len(tokens)) // self.block_size
         self._index.add(salt, tokens[: full * self.block_size], table.blocks[:full])
+
+    def attach(self, salt: str, tokens: Sequence[int], owner: Hashable, first: int, states: Sequence[object]) -> None:
+        """See `interface.PrefixModel`."""
+        self._index.attach(salt, tokens, owner, first, states)
+
+    def attached(self, salt: str, tokens: Sequence[int], owner: Hashable) -> list[object]:
+        """See `interface.PrefixModel`."""
+        return self._index.attached(salt, tokens, owner)
+
+    def _find(self, salt: str, tokens: Sequence[int], most_tokens: int | None) -> list[int]:
+        """The cached blocks of `tokens` that may be adopted."""
+        most = max(0, len(tokens) - 1)
+        if most_tokens is not None:
+            most = min(most, most_tokens)
+        return self._index.find(salt, tokens[: most // self.block_size * self.block_size])
 
     def rollback(self, table: BlockTable, length: int) -> None:
         """Forget everything after `length` tokens and give back the blocks that are empty now."""

@@ -61,6 +61,11 @@ class StrictModel(PagedModel):
         _ = self.proven  # at load rather than in the first request's way
 
     @property
+    def numerics(self) -> str:
+        """See `interface.LanguageModel`."""
+        return "strict"
+
+    @property
     def proven(self) -> Proven:
         """What holds with the present number of threads."""
         num_threads = torch.get_num_threads()
@@ -72,6 +77,7 @@ class StrictModel(PagedModel):
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
         """See `interface.LanguageModel`."""
         admission = self._admit(segments)
+        taps = taps if admission.tapped else ()
         out = self._run(tokens, admission, taps)
         if not bool(torch.isfinite(out.logits).all()):
             # A masked key still counts 0 * NaN: a guess that overflows must not reach the rows before it, which share
@@ -100,7 +106,11 @@ class StrictModel(PagedModel):
                 parts.append(hidden.taps[layer])
         rows = torch.tensor(admission.wanted, dtype=torch.int64, device=device)
         logits = by_tiles(self.decoder.logits, torch.cat(last)[rows], proven.sizes)
-        return ForwardOutput(logits, {layer: torch.cat(parts)[rows] for layer, parts in tapped.items()})
+        if not taps:
+            return ForwardOutput(logits, {})
+        # Every tile but the last is full, so the padding of the parts stands behind the last row.
+        kept = torch.tensor(admission.tapped, dtype=torch.int64, device=device)
+        return ForwardOutput(logits, {layer: torch.cat(parts)[kept] for layer, parts in tapped.items()})
 
 
 def cut(num_rows: int, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
