@@ -167,7 +167,9 @@ class DrafterGroup:
         """Give every drafter the hidden states it reads, then what its requests emitted."""
         entries = batch.decoding
         self._looks.clear()
-        self.hidden_states.deliver(batch, draft, verdict, feedback, self.spent_s)
+        for key, (seconds, num_tokens) in self.hidden_states.deliver(batch, draft, verdict, feedback).items():
+            self.spent_s[key] = self.spent_s.get(key, 0.0) + seconds
+            self.num_read_tokens[key] = self.num_read_tokens.get(key, 0) + num_tokens
         for key, routed in self._followers(entries).items():
             began, drafter = time.perf_counter(), self.drafters[key]
             if len(routed) == len(entries):

@@ -74,12 +74,17 @@ class HiddenStates:
         return layers, frozenset(requests)
 
     def deliver(
-        self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback, spent_s: dict[DrafterKey, float]
-    ) -> None:
-        """Give every reader the rows that the step has committed, and add the time it takes to `spent_s`."""
+        self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback
+    ) -> dict[DrafterKey, tuple[float, int]]:
+        """Give every reader the rows that the step has committed.
+
+        Returns, for the readers that serve a decoding request of the step, the seconds it took and the number of rows
+        that were text the target read (prompts), not the outcome of a round.
+        """
         if not self._num_read:
-            return
+            return {}
         new: dict[DrafterKey, list[HiddenRows]] = {}
+        decoding: dict[DrafterKey, int] = {}  # rows that rounds emitted, of readers with a decoding request
         for b, entry in enumerate(batch.entries):
             keys = list(self._readers_of(entry.request.request_id))
             if not keys:
@@ -91,12 +96,18 @@ class HiddenStates:
                 if rows.stop > num_read:
                     new.setdefault(key, []).append(rows.after(num_read))
                     self._num_read[rows.request_id][key] = rows.stop
+                if entry.decodes:
+                    decoding[key] = decoding.get(key, 0) + 1 + len(verdict.paths[b])
+        spent: dict[DrafterKey, tuple[float, int]] = {}
         for key, found in new.items():
             began, drafter = time.perf_counter(), self._drafters[key]
             users = [rows.request_id for rows in found]
             call = partial(cast(HiddenStateReader, drafter).read_hidden, found)
             self._failures.attempt(key, drafter, users, call, must_succeed=True)
-            spent_s[key] = spent_s.get(key, 0.0) + time.perf_counter() - began
+            if key in decoding:
+                num_text_rows = sum(len(rows.tokens) for rows in found) - decoding[key]
+                spent[key] = (time.perf_counter() - began, max(0, num_text_rows))
+        return spent
 
     def most_adoptable(self, request_id: int, tokens: Sequence[int], tenant: str) -> int | None:
         """How many of `tokens` the request may adopt from the target's prefix cache; None: as many as there are."""
