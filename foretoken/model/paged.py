@@ -25,7 +25,7 @@ DEFAULT_BLOCK_SIZE = 32
 
 @dataclass(frozen=True)
 class Admission:
-    """The rows of one forward: position and slot of each, which of them want logits and taps, what each segment reads."""
+    """The rows of one forward: position and slot of each, who wants logits and taps, and what each segment reads."""
 
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
@@ -40,18 +40,17 @@ class PagedModel:
     def __init__(self, decoder: Decoder, num_slots: int, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
         if num_slots < block_size:
             raise InputError("num_slots", num_slots, f"must be at least the block size, {block_size}")
-        self.decoder, self.config, self.block_size = decoder, decoder.config, block_size
+        self.decoder, self.config, self.local, self.block_size = decoder, decoder.config, decoder.local, block_size
         weight = decoder.norm.weight
         self.dtype, self._device = weight.dtype, weight.device
         self.allocator = BlockAllocator(num_slots // block_size, block_size)
-        config = self.config
         self.pool = KVPool(
-            config.num_layers,
-            config.num_kv_heads,
-            self.allocator.num_blocks * block_size,
-            config.head_dim,
-            self.dtype,
-            self._device,
+            num_layers=self.local.num_layers,
+            num_kv_heads=self.local.num_kv_heads,
+            num_slots=self.allocator.num_blocks * block_size,
+            head_dim=self.local.head_dim,
+            dtype=self.dtype,
+            device=self._device,
         )
         self.tables: dict[int, BlockTable] = {}
         self._early: dict[int, EarlyRows] = {}
@@ -94,8 +93,8 @@ class PagedModel:
     @property
     def kv_bytes_per_token(self) -> int:
         """Cache memory of one token over all layers, on this rank."""
-        config = self.config
-        return bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype)
+        local = self.local
+        return bytes_per_token(local.num_layers, local.num_kv_heads, local.head_dim, self.dtype)
 
     @property
     def numerics(self) -> str:
@@ -210,7 +209,7 @@ class PagedModel:
         )
         positions = torch.tensor(admission.positions, device=self._device)
         attention = PagedAttention(
-            self.config, self.pool, torch.tensor(admission.slots, device=self._device), admission.readers
+            self.local, self.pool, torch.tensor(admission.slots, device=self._device), admission.readers
         )
         shared = self.decoder(
             tokens, positions, attention, num_layers=depth
@@ -237,7 +236,7 @@ class PagedModel:
         positions, slots = (
             torch.tensor(numbers, device=self._device) for numbers in (admission.positions, admission.slots)
         )
-        x = self.decoder.embedding(tokens)  # [T, D]
+        x = self.decoder.embed(tokens)  # [T, D]
         for join in joins:
             x[join.rows] = join.hidden
         depths = sorted({0, *(join.depth for join in joins)})
@@ -245,11 +244,11 @@ class PagedModel:
             rows, readers = without(admission.readers, waiting_rows(joins, first))
             if rows:
                 active = torch.tensor(rows, device=self._device)
-                attention = PagedAttention(self.config, self.pool, slots[active], readers)
+                attention = PagedAttention(self.local, self.pool, slots[active], readers)
                 x = x.index_copy(
                     0, active, self.decoder.run(x[active], positions[active], attention, range(first, last)).last
                 )
-        attention = PagedAttention(self.config, self.pool, slots, admission.readers)
+        attention = PagedAttention(self.local, self.pool, slots, admission.readers)
         return self.decoder.run(x, positions, attention, range(depths[-1], self.num_layers), taps)
 
     def _rows(self, admission: Admission, rows: Sequence[int]) -> slice | Tensor:

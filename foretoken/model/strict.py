@@ -96,7 +96,7 @@ class StrictModel(PagedModel):
         tapped: dict[int, list[Tensor]] = {layer: [] for layer in taps}
         for start, stop, size in cut(len(tokens), proven.sizes):  # a row's past is in its own tile or an earlier one
             attention = StrictAttention(
-                self.config, self.pool, start, slots[start:stop], texts, proven.positions_per_call
+                self.local, self.pool, start, slots[start:stop], texts, proven.positions_per_call
             )
             hidden = self.decoder(
                 _padded(tokens[start:stop], size), _padded(positions[start:stop], size), attention, taps=taps
@@ -149,7 +149,7 @@ def prove(decoder: Decoder) -> Proven:
 
     Takes seconds for a model of a billion weights, and the memory of its largest matrix twice over while it lasts.
     """
-    config, weight = decoder.config, decoder.norm.weight
+    config, weight = decoder.local, decoder.norm.weight
     sizes = _agreeing(decoder, _SIZES[weight.device.type][0]) or _agreeing(decoder, 1)
     assert sizes is not None
     return Proven(sizes, most_positions(config) if _positions_agree(config, weight.dtype, weight.device) else 1)

@@ -136,7 +136,9 @@ def test_other_targets(pair: SimpleNamespace, tmp_path: Path, case: str) -> None
         folder = tiny_checkpoint(tmp_path, "gpt2")
     else:
         folder = variant(tmp_path, "mistral-sliding" if case == "sliding window" else "llama")
-    target = open_model(folder, dtype="float32", cache_tokens=4096, numerics="strict" if case == "strict" else "default")
+    target = open_model(
+        folder, dtype="float32", cache_tokens=4096, numerics="strict" if case == "strict" else "default"
+    )
     layer = target.num_layers if case == "last layer" else 2
     heads = {"recycling": RecordingHead(RecyclingDrafter(target.vocab_size), (layer,))}
     if case == "transformers":  # its last hidden state comes behind the final norm
@@ -232,7 +234,7 @@ def test_nothing_is_tapped_when_nobody_reads(pair: SimpleNamespace, monkeypatch:
         assert all(not taps and not any(row[0] for row in rows.values()) for taps, rows in asked)
         asked.clear()
         head = llm._drafters.drafters[key_of("ngram")] = RecordingHead(NgramDrafter(), (1,))
-        llm.generate(PROMPTS[3:], GREEDY, specs)
+        llm.generate(PROMPTS[3:6], GREEDY, specs)
         assert {taps for taps, _ in asked} == {(1,), ()}  # others go on after the head's request
         (reader,) = head.finished
         for taps, rows in asked:

@@ -1,4 +1,4 @@
-"""Drafters that read hidden states, for tests: they draft what another drafter does and keep every row they are given."""
+"""Drafters that read hidden states, for tests: they draft like another drafter and keep every row they are given."""
 
 from __future__ import annotations
 
