@@ -1,9 +1,8 @@
-"""What a draft model holds of every request: begun with what others of its tenant left, given back when others need the
-room.
+"""The KV cache of a draft model over many requests: prefixes are shared within a tenant, idle requests are evicted.
 
-A request that has not drafted for a while holds nothing that cannot be read again. So its blocks go to one that wants
-to draft, least recently used first; what they hold stays findable until somebody writes there (`kv.prefix`), and what
-is missing is read, in pieces, when the request drafts again. Sequences are known by the numbers of their requests.
+The cache of a request that has not drafted for a while can be recomputed. So its blocks are given to a request that
+wants to draft, least recently used first; they stay in the prefix cache until they are overwritten (`kv.prefix`), and
+what is missing is read, in pieces, when the request drafts again. Sequences have the numbers of their requests.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from foretoken.model.interface import LanguageModel, PrefixModel, Segment
 _PIECE_TOKENS = 512  # rows of a long backlog that a model takes in one forward
 _USUAL_TOKENS = 8  # rows of committed text that any round may bring; more of them count as reading
 _IDLE_ROUNDS = (
-    8  # who drafted within so many rounds keeps its cache: to read a text again costs more than a few guesses gain
+    8  # a request that drafted within so many rounds keeps its cache: recomputing costs more than a few drafts gain
 )
 
 

@@ -4,9 +4,9 @@ A slot holds one token's keys and values; a block is `block_size` neighbouring s
 that a fork shares its past; a shared block is copied before anyone writes into it. Blocks of one sequence are kept
 adjacent where that is free of charge: an unbroken run can be read without a gather.
 
-A full block whose text was published stays readable when nobody holds it any more, until its place is needed: a later
-sequence that begins with the same text adopts it (`prefix`). Such blocks count as free; the one unused longest is given
-away first.
+A full block whose text was published stays readable when no sequence holds it any more, until its place is needed: a
+later sequence that begins with the same text adopts it (`prefix`). Such blocks count as free and are evicted least
+recently used first.
 """
 
 from __future__ import annotations
@@ -36,22 +36,24 @@ class BlockAllocator:
         self._references = [0] * num_blocks
         self._num_free = num_blocks
         self._index = PrefixIndex(block_size)
-        self._kept: OrderedDict[int, None] = OrderedDict()  # published blocks that nobody holds, unused longest first
+        self._kept: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # published blocks without a holder, least recently used first
         self.prefix_stats = PrefixStats()
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds, kept ones included."""
+        """Blocks that no sequence holds, cached ones included."""
         return self._num_free
 
     @property
     def num_kept(self) -> int:
-        """Published blocks that nobody holds: free, and still readable."""
+        """Published blocks that no sequence holds: free, and still readable."""
         return len(self._kept)
 
     @property
     def num_used(self) -> int:
-        """Blocks somebody holds, shared ones counted once."""
+        """Blocks that sequences hold, shared ones counted once."""
         return sum(count > 0 for count in self._references)
 
     def reserve(self, table: BlockTable, num_rows: int) -> list[tuple[int, int]] | None:

@@ -1,11 +1,9 @@
 """Strict numerics: the logits of a position are the same to the last bit, however its rows are batched.
 
-Matrix kernels choose their order of summation by the number of rows, and some by where a row stands. So rows run
-through the decoder in tiles whose row counts were *seen* to agree on this machine, with this checkpoint and number of
-threads:
-`prove` compares them once, and what does not agree is not used. The last resort is one row at a time, where there is
-nothing left to depend on. Attention sums over a number of keys that follows from the position alone
-(`attention/strict.py`).
+Matrix kernels choose their order of summation by the number of rows, and some by the index of a row. So rows run
+through the decoder in tiles of row counts that were measured to give equal bits on this machine, with this checkpoint
+and number of threads: `prove` compares them once, and uses only those that agree. If none does, rows run one at a
+time. Attention sums over a number of keys that follows from the position alone (`attention/strict.py`).
 """
 
 from __future__ import annotations
