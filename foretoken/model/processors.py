@@ -47,7 +47,7 @@ class RequestProcessors:
     """The processors of one request, with what they remember of its text (`core.Processors`).
 
     Drafted tokens leave no trace: only `commit` changes what later rows see. A row in which every token is excluded is
-    left as the model made it, and `error` says why as soon as the committed text arrives there: plain decoding may never
+    left as the model made it, and `error` says why once the committed text arrives there: plain decoding may never
     reach a row behind drafted tokens. Check `error` before each further token, unless the answer has ended.
     """
 
