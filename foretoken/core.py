@@ -84,6 +84,7 @@ class BatchEntry:
     option: int | None = None  # which of the request's drafter options guesses; None: no guesses
     # The last so many of `pending`, before the anchor, are followed by prompt tokens whose log-probability is wanted.
     num_prompt_rows: int = 0
+    next_token: int | None = None  # behind `pending`, for a chunk; what follows an anchor is what the step finds out
 
     @property
     def round_start(self) -> int:
@@ -108,6 +109,32 @@ class Batch:
     def decoding(self) -> tuple[BatchEntry, ...]:
         """The entries that emit tokens in this step: B of them."""
         return tuple(entry for entry in self.entries if entry.decodes)
+
+
+@dataclass(frozen=True)
+class TapRequest:
+    """The hidden states (taps) that drafters want from one step of the target.
+
+    `layers` are tapped at the R rows of the decoding entries; for the requests `whole` also at every other row of
+    theirs, chunks of prompts included. Tap `l` is the residual stream after `l` layers. Without layers nothing is
+    tapped.
+    """
+
+    layers: tuple[int, ...] = ()
+    whole: frozenset[int] = frozenset()  # request ids
+
+    def num_rows(self, entry: BatchEntry, num_answered: int) -> int:
+        """Rows of `entry`, counted from its last, whose taps are wanted; `num_answered` are those of its anchor, nodes
+        and probes.
+        """
+        if not self.layers:
+            return 0
+        if entry.request.request_id in self.whole:
+            return len(entry.pending) + max(0, num_answered - 1)
+        return num_answered
+
+
+NO_TAPS = TapRequest()
 
 
 @dataclass(frozen=True)

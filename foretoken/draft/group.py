@@ -13,13 +13,13 @@ import torch
 from foretoken.config import SpecConfig
 from foretoken.control.candidates import OptionTraits
 from foretoken.control.previews import Preview, PreviewAsk, Previews
-from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
+from foretoken.core import Batch, BatchEntry, Draft, Request, TapRequest, Verdict, empty_draft, merge_drafts
 from foretoken.draft.base import Drafter, DrafterKey, Feedback, Releases, Taps, variants_of
 from foretoken.draft.boundary import check_tree, draft_faults
 from foretoken.draft.deadline import Deadline
 from foretoken.draft.failures import DrafterFailures
+from foretoken.draft.hidden_states import HiddenStates, check_layers
 from foretoken.draft.lookup_tree import EMPTY, Lookup, LookupTree, assemble
-from foretoken.errors import DraftError
 from foretoken.model.interface import LanguageModel
 
 GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a grammar forced
@@ -86,6 +86,7 @@ class DrafterGroup:
     def __init__(self, target: LanguageModel) -> None:
         self.drafters: dict[DrafterKey, Drafter] = {}
         self.failures = DrafterFailures()
+        self.hidden_states = HiddenStates(target, self.failures)
         self.device, self.vocab_size, self.num_layers = target.device, target.vocab_size, target.num_layers
         self.spent_s: dict[DrafterKey, float] = {}  # what each drafter took in the last round, proposing and committing
         self.num_read_tokens: dict[DrafterKey, int] = {}  # read in the last round before each could guess
@@ -120,6 +121,7 @@ class DrafterGroup:
         for key, spec in base.items():
             drafter, own = self.drafters[key], replace(request, spec=spec)
             self.failures.attempt(key, drafter, [request.request_id], partial(drafter.start, own), must_succeed=True)
+        self.hidden_states.start(request.request_id, {key: self.drafters[key] for key in base})
 
     def keys(self, request_id: int) -> tuple[DrafterKey, ...]:
         """The drafter of each option of a request."""
@@ -174,9 +176,9 @@ class DrafterGroup:
                 self.spent_s[key] = self.spent_s.get(key, 0.0) + time.perf_counter() - began
         return merge_drafts(len(entries), parts, self.device) if parts else empty_draft(len(entries), self.device)
 
-    def taps(self) -> tuple[int, ...]:
-        """Layers whose residual stream some drafter wants from the round's forward."""
-        wanted: set[int] = set()
+    def taps(self) -> TapRequest:
+        """The hidden states that drafters want from the step's forward."""
+        wanted, whole = self.hidden_states.wanted()
         for key, drafter in self.drafters.items():
             if not _wants_taps(type(drafter)):
                 continue
@@ -189,12 +191,15 @@ class DrafterGroup:
                 wanted.update(
                     self.failures.attempt(key, drafter, users, partial(self._layers, cast(Taps, drafter))) or ()
                 )
-        return tuple(sorted(wanted))
+        return TapRequest(tuple(sorted(wanted)), whole)
 
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
-        """Tell every drafter what its requests emitted."""
+        """Give every drafter the hidden states it reads, then what its requests emitted."""
         entries = batch.decoding
         self._shown = {}
+        for key, (seconds, num_tokens) in self.hidden_states.deliver(batch, draft, verdict, feedback).items():
+            self.spent_s[key] = self.spent_s.get(key, 0.0) + seconds
+            self.num_read_tokens[key] = self.num_read_tokens.get(key, 0) + num_tokens
         for key, routed in self._followers(entries).items():
             began, drafter = time.perf_counter(), self.drafters[key]
             if len(routed) == len(entries):
@@ -229,11 +234,13 @@ class DrafterGroup:
             drafter = self.drafters[key]
             if isinstance(drafter, Releases) and not self.failures.is_off(request_id, key):
                 self.failures.attempt(key, drafter, [request_id], partial(drafter.release, request_id))
+                self.hidden_states.release(request_id, key)
 
     def finish(self, request: Request) -> None:
         """Let the request's drafters forget it."""
         request_id = request.request_id
         self._shown.pop(request_id, None)
+        self.hidden_states.finish(request_id)
         for key in dict.fromkeys(self._requests.pop(request_id).keys):
             drafter = self.drafters[key]
             if not self.failures.is_off(request_id, key):
@@ -289,13 +296,7 @@ class DrafterGroup:
         Raises:
             DraftError: one that the target does not have.
         """
-        layers = drafter.taps()
-        if any(
-            isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= self.num_layers
-            for layer in layers
-        ):
-            raise DraftError(f"taps {layers} of a target with {self.num_layers} layers")
-        return layers
+        return check_layers(drafter.taps(), self.num_layers)
 
     def _proposers(self, entries: Sequence[BatchEntry]) -> dict[DrafterKey, dict[int, BatchEntry]]:
         """Which drafter guesses in this round: the entries of its requests, by their places in the batch."""

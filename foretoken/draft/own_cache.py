@@ -1,9 +1,8 @@
-"""What a draft model holds of every request: begun with what others of its tenant left, given back when others need the
-room.
+"""The KV cache of a draft model over many requests: prefixes are shared within a tenant, idle requests are evicted.
 
-A request that has not drafted for a while holds nothing that cannot be read again. So its blocks go to one that wants
-to draft, least recently used first; what they hold stays findable until it is overwritten (`kv.prefix`), and what
-is missing is read, in pieces, when the request drafts again. Sequences are known by the numbers of their requests.
+The cache of a request that has not drafted for a while can be recomputed. So its blocks are given to a request that
+wants to draft, least recently used first; they stay in the prefix cache until they are overwritten (`kv.prefix`), and
+what is missing is read, in pieces, when the request drafts again. Sequences have the numbers of their requests.
 """
 
 from __future__ import annotations

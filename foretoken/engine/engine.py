@@ -23,6 +23,7 @@ from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup, option_kind
 from foretoken.engine.admission import Admission
 from foretoken.engine.emission import emit, fail, note_prompt
+from foretoken.engine.prefix_sharing import PrefixSharing
 from foretoken.engine.recovery import Faults, engine_error, recover
 from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.runner import Runner, TargetOutput, race_rows
@@ -55,7 +56,8 @@ class Engine:
         self.runner, self.chooser = Runner(target), Chooser(time.perf_counter, routing)
         self.stats = EngineStats()
         self.faults = Faults(self.stats)
-        self.scheduler = Scheduler(target, limits or SchedulerConfig())
+        prefixes = PrefixSharing(target, drafters.hidden_states)
+        self.scheduler = Scheduler(target, limits or SchedulerConfig(), prefixes)
         self.admission = Admission(target, tokenizer, target.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.states: dict[int, RequestState] = {}
         self._views: list[RequestView] = []  # of the requests that decode in this step
@@ -280,19 +282,20 @@ class Engine:
             self.target.commit(entry.request.request_id, len(entry.pending), verdict.paths[b])
         for entry in batch.entries[len(batch.decoding) :]:
             self.target.commit(entry.request.request_id, len(entry.pending))
-        for entry in batch.entries:
-            if len(entry.pending) > 1:  # a piece of a prompt
-                self.scheduler.publish(self.states[entry.request.request_id])
         feedback = Feedback(
-            target.processed,
-            tuple(range(draft.num_rows)),
-            target.taps,
-            target.probe_logits,
-            tuple(range(sum(draft.probe_lengths))),
+            logits=target.processed,
+            rows=tuple(range(draft.num_rows)),
+            taps=target.taps,
+            probe_logits=target.probe_logits,
+            probe_rows=tuple(range(sum(draft.probe_lengths))),
+            prompt_taps=target.prompt_taps,
         )
         proposing_s = sum(self.drafters.spent_s.values())
         self.drafters.commit(batch, draft, verdict, feedback)
         self.clock.taught_s = sum(self.drafters.spent_s.values()) - proposing_s
+        for entry in batch.entries:
+            if len(entry.pending) > 1:  # a piece of a prompt; drafters have read it by now
+                self.scheduler.publish(self.states[entry.request.request_id])
         self.clock.committed = time.perf_counter()
 
     def _observe(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:

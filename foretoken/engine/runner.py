@@ -1,4 +1,6 @@
-"""One forward of the target over a whole batch: committed rows and guesses in, the target's law of every row out."""
+"""One forward of the target over a whole batch: committed rows and draft nodes in, the target's probabilities of every
+row out.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SamplingParams
-from foretoken.core import Batch, BatchEntry, Draft
+from foretoken.core import NO_TAPS, Batch, BatchEntry, Draft, TapRequest
 from foretoken.model.interface import ForwardOutput, LanguageModel, Segment
 from foretoken.model.sampling import check_finite, near_ties, target_probs
 from foretoken.verify import first_max
@@ -18,35 +20,38 @@ from foretoken.verify import first_max
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What the target says of every row: R = B + N rows of the decoding entries, in the order of `core`.
+    """The target's output for every row: R = B + N rows of the decoding entries, in the order of `core`.
 
-    `probs` [R, V] float32 is the law after all sampling parameters, `processed` [R, V] the logits after each request's
-    processors, `logits` [R, V] the model's own. `taps` by layer [R, D]. `prompt_logits` [n, V] by request, where prompt
-    log-probabilities were asked for: one row for each of an entry's `num_prompt_rows`. `probe_logits` [P, V] are
-    the model's own behind the draft's probes, None where there are none or they had to be left out. `faults` holds what
-    a request's own processors or noise raised, by its place among the decoding entries: its rows mean nothing, and it
-    fails when the step emits.
+    `probs` [R, V] float32 are the probabilities after all sampling parameters, `processed` [R, V] the logits after each
+    request's processors, `logits` [R, V] the model's own. `taps` by layer [R, D] are hidden states of the same rows;
+    `prompt_taps` by request and layer [n, D] those of its rows before the anchor (of all rows of a chunk), for the
+    requests that `TapRequest.whole` names. `prompt_logits` [n, V] by request, where prompt log-probabilities were asked
+    for: one row for each of an entry's `num_prompt_rows`. `probe_logits` [P, V] are the model's own behind the draft's
+    probes, None where there are none or they had to be left out. `faults` holds what a request's own processors or
+    noise raised, by its place among the decoding entries: its rows are invalid, and it fails when the step emits.
     """
 
     probs: Tensor
     processed: Tensor
     logits: Tensor
     taps: dict[int, Tensor]
-    broken: frozenset[int]  # rows whose logits are not finite; their law here means nothing
+    broken: frozenset[int]  # rows whose logits are not finite; their probabilities here are meaningless
     near_ties: Mapping[int, float]  # by row, the gap of greedy rows whose choice hangs on rounding
     prompt_logits: dict[int, Tensor]
     probe_logits: Tensor | None = None
+    prompt_taps: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)
     faults: dict[int, Exception] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The target's answers, sorted: rows that decode [R, V] with their taps, prompt rows by request, probes [P, V]."""
+    """The target's output, sorted: rows that decode [R, V] with their taps, prompt rows by request, probes [P, V]."""
 
     logits: Tensor
     taps: dict[int, Tensor]
     prompt_logits: dict[int, Tensor]
     probe_logits: Tensor | None
+    prompt_taps: dict[int, dict[int, Tensor]]
 
 
 class Runner:
@@ -55,18 +60,18 @@ class Runner:
     def __init__(self, target: LanguageModel) -> None:
         self.target = target
 
-    def forward(self, batch: Batch, draft: Draft, taps: Sequence[int] = ()) -> TargetOutput:
-        """Run every pending token, guess and probe; answer for the decoding entries' rows, `taps` included.
+    def forward(self, batch: Batch, draft: Draft, taps: TapRequest = NO_TAPS) -> TargetOutput:
+        """Run every pending token, draft node and probe; returns the decoding entries' rows, and the taps wanted.
 
-        A masked key that is not finite still spoils the rows that share its call. Probes that may have done so are left
-        out.
+        Attention multiplies a masked key by 0, so one that is not finite spoils the other rows of its call. If logits
+        are not finite, the step is run again without the probes, which may have caused it.
         """
         rows = self._run(batch, draft, taps)
         if draft.probes is not None and not bool(check_finite(rows.logits).all()):
             rows = self._run(batch, replace(draft, probes=None), taps)
         return self._law(batch, draft, rows)
 
-    def _run(self, batch: Batch, draft: Draft, taps: Sequence[int]) -> _Rows:
+    def _run(self, batch: Batch, draft: Draft, taps: TapRequest) -> _Rows:
         segments: list[Segment] = []
         pending: list[int] = []
         for b, entry in enumerate(batch.entries):
@@ -76,10 +81,18 @@ class Runner:
                 if draft.probes is not None:
                     probes = draft.probes.parents[draft.probes.offsets[b] : draft.probes.offsets[b + 1]]
                     parents = (*parents, *(_behind(parent, draft.lengths[b]) for parent in probes))
-            num_logits = entry.num_prompt_rows + (1 + len(parents) if entry.decodes else 0)
-            segments.append(Segment(entry.request.request_id, len(entry.pending), parents, num_logits))
+            num_answered = 1 + len(parents) if entry.decodes else 0
+            segments.append(
+                Segment(
+                    entry.request.request_id,
+                    len(entry.pending),
+                    parents,
+                    num_logits=entry.num_prompt_rows + num_answered,
+                    num_taps=taps.num_rows(entry, num_answered),
+                )
+            )
             pending += entry.pending
-        output = self.target.forward(_flat(batch, draft, pending, self.target.device), segments, taps)
+        output = self.target.forward(_flat(batch, draft, pending, self.target.device), segments, taps.layers)
         return _split(batch, draft, segments, output)
 
     def _law(self, batch: Batch, draft: Draft, rows: _Rows) -> TargetOutput:
@@ -110,7 +123,16 @@ class Runner:
             ties = {row: gap for row, gap in near_ties(scores, logits.dtype, best).items() if params[row].greedy}
         probs = target_probs(scores, params, best)
         return TargetOutput(
-            probs, processed, logits, rows.taps, broken, ties, rows.prompt_logits, rows.probe_logits, faults
+            probs=probs,
+            processed=processed,
+            logits=logits,
+            taps=rows.taps,
+            broken=broken,
+            near_ties=ties,
+            prompt_logits=rows.prompt_logits,
+            probe_logits=rows.probe_logits,
+            prompt_taps=rows.prompt_taps,
+            faults=faults,
         )
 
 
@@ -140,11 +162,11 @@ def _behind(parent: int, num_nodes: int) -> int:
 
 
 def _split(batch: Batch, draft: Draft, segments: Sequence[Segment], output: ForwardOutput) -> _Rows:
-    """Tell the rows that decode from those that only serve prompt log-probabilities or are probes."""
-    logits, taps = output.logits, output.taps
-    counts = [entry.num_prompt_rows for entry in batch.entries]
+    """Separate the rows that decode from prompt rows and probes, for logits and for taps."""
+    logits, counts = output.logits, [entry.num_prompt_rows for entry in batch.entries]
+    taps, prompt_taps = _split_taps(batch, draft, segments, output.taps)
     if not any(counts) and draft.probes is None:
-        return _Rows(logits, taps, {}, None)
+        return _Rows(logits, taps, {}, None, prompt_taps)
     prompt_logits: dict[int, Tensor] = {}
     wanted: list[int] = []
     probed: list[int] = []
@@ -157,13 +179,34 @@ def _split(batch: Batch, draft: Draft, segments: Sequence[Segment], output: Forw
         wanted += range(first + count, last)
         probed += range(last, stop)
         first = stop
-    rows = torch.tensor(wanted, dtype=torch.int64, device=logits.device)
-    return _Rows(
-        logits[rows],
-        {layer: tap[rows] for layer, tap in taps.items()},
-        prompt_logits,
-        logits[probed] if probed else None,
-    )
+    return _Rows(logits[_index(wanted, logits)], taps, prompt_logits, logits[probed] if probed else None, prompt_taps)
+
+
+def _split_taps(
+    batch: Batch, draft: Draft, segments: Sequence[Segment], taps: Mapping[int, Tensor]
+) -> tuple[dict[int, Tensor], dict[int, dict[int, Tensor]]]:
+    """Hidden states [R, D] by layer of the rows that decode, and by request [n, D] of the rows before its anchor."""
+    if not taps:
+        return {}, {}
+    decoding: list[int] = []
+    prompts: dict[int, dict[int, Tensor]] = {}
+    first = 0
+    for b, (entry, segment) in enumerate(zip(batch.entries, segments, strict=True)):
+        stop = first + segment.num_taps
+        num_decoding = 1 + draft.lengths[b] if entry.decodes else 0
+        anchor = stop - num_decoding - (draft.probe_lengths[b] if entry.decodes else 0)
+        decoding += range(anchor, anchor + num_decoding)
+        if anchor > first:
+            prompts[entry.request.request_id] = {layer: tap[first:anchor] for layer, tap in taps.items()}
+        first = stop
+    return {layer: tap[_index(decoding, tap)] for layer, tap in taps.items()}, prompts
+
+
+def _index(rows: Sequence[int], tensor: Tensor) -> slice | Tensor:
+    """An index of `rows`, which are some rows of `tensor`, in order."""
+    if len(rows) == tensor.shape[0]:
+        return slice(None)
+    return torch.tensor(rows, dtype=torch.int64, device=tensor.device)
 
 
 def _processed(batch: Batch, draft: Draft, logits: Tensor, faults: dict[int, Exception]) -> Tensor:

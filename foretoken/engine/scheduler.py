@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from foretoken.config import SpecConfig
 from foretoken.control.queue import Drafting, Queue, RowDemand, RowGrant, SchedulerConfig, urgency
 from foretoken.core import Batch, BatchEntry
+from foretoken.engine.prefix_sharing import PrefixSharing
 from foretoken.engine.request import RequestState
-from foretoken.model.interface import LanguageModel, PrefixModel
+from foretoken.model.interface import LanguageModel
 from foretoken.verify import takes_trees
 
 __all__ = ["DraftPlan", "Scheduler", "SchedulerConfig"]
@@ -41,10 +42,9 @@ class Scheduler(Queue[RequestState]):
     until it has emitted.
     """
 
-    def __init__(self, target: LanguageModel, config: SchedulerConfig) -> None:
+    def __init__(self, target: LanguageModel, config: SchedulerConfig, prefixes: PrefixSharing) -> None:
         super().__init__(target, config)
-        self.target = target
-        self._prefix = target if isinstance(target, PrefixModel) else None
+        self.target, self._prefixes = target, prefixes
         self.num_recomputed_tokens = 0
         self.alone: dict[int, int] = {}
         self._joining: RequestState | None = None  # on its way from `waiting` to `running`
@@ -135,8 +135,7 @@ class Scheduler(Queue[RequestState]):
 
     def publish(self, state: RequestState) -> None:
         """Let later requests of the same tenant begin with what the target holds of a running request's text."""
-        if self._prefix is not None:
-            self._prefix.publish(state.request_id, state.tokens, state.request.params.tenant)
+        self._prefixes.publish(state)
 
     def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:
         """Lend free cache until `give_back`; False if there is none to spare. `reclaim` must give it back: user
@@ -167,9 +166,7 @@ class Scheduler(Queue[RequestState]):
         state = self._joining = self.waiting[place]
         super().join(place)
         self._joining = None
-        adopted = 0
-        if self._prefix is not None and _adopts(state):
-            adopted = self._prefix.adopt(state.request_id, state.tokens, state.request.params.tenant)
+        adopted = self._prefixes.adopt(state)
         self.num_recomputed_tokens += max(0, self._lost.pop(state.request_id, 0) - adopted)
 
     def gather(self, requests: list[RequestState]) -> None:  # type: ignore[override]
@@ -191,23 +188,15 @@ class Scheduler(Queue[RequestState]):
         needed = self._footprint(state)
         if self.fits(needed):
             return True
-        if self._prefix is not None and _adopts(state):
-            needed -= self._prefix.shared_tokens(state.tokens, state.request.params.tenant)
+        needed -= self._prefixes.shared_tokens(state)
         if self._reclaim is not None and not self.fits(needed):
             self._reclaim()
         return self.fits(needed)
 
     def _will_share(self, state: RequestState) -> bool:
         """Whether a more urgent request is just reading a prompt that begins alike: it is cheaper to wait for that."""
-        if self._prefix is None or not _adopts(state):
-            return False
-        size = self.target.footprint_tokens(1)
-        head = state.tokens[:size]
-        return len(state.tokens) > size and any(
-            other.tokens[:size] == head
-            and other.request.params.tenant == state.request.params.tenant
-            and self.key(other) < self.key(state)
-            and self.target.length(other.request_id) < min(len(other.tokens) - 1, len(state.tokens) - 1) // size * size
+        return any(
+            self.key(other) < self.key(state) and self._prefixes.can_wait_for(state, other)
             for other in self.running.values()
         )
 
@@ -240,6 +229,7 @@ class Scheduler(Queue[RequestState]):
             probe_depth=self.target.max_context_tokens - len(state.tokens) if grant.num_probe else 0,
             option=plan.option,
             num_prompt_rows=_num_prompt_rows(state, start, grant.num_pending - decodes),
+            next_token=None if decodes else state.tokens[start + grant.num_pending],
         )
 
     def _num_probe(self, state: RequestState, plan: DraftPlan) -> int:
@@ -252,11 +242,6 @@ class Scheduler(Queue[RequestState]):
             return 0
         room = self.worst_case_tokens(state) - len(state.tokens) - plan.num_draft
         return max(0, min(plan.spec.num_probe, room))
-
-
-def _adopts(state: RequestState) -> bool:
-    """Whether a request may begin with what others computed: not if it wants to know something of every prompt row."""
-    return state.has_emitted or state.request.params.prompt_logprobs is None
 
 
 def _num_prompt_rows(state: RequestState, start: int, num_rows: int) -> int:

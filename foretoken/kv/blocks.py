@@ -4,15 +4,15 @@ A slot holds one token's keys and values; a block is `block_size` neighbouring s
 that a fork shares its past; a shared block is copied before anyone writes into it. Blocks of one sequence are kept
 adjacent where that is free of charge: an unbroken run can be read without a gather.
 
-A full block whose text was published stays readable when nobody holds it any more, until its place is needed: a later
-sequence that begins with the same text adopts it (`prefix`). Such blocks count as free; the one unused longest is given
-away first.
+A full block whose text was published stays readable when no sequence holds it any more, until its place is needed: a
+later sequence that begins with the same text adopts it (`prefix`). Such blocks count as free and are evicted least
+recently used first.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from foretoken.kv.prefix import PrefixIndex, PrefixStats
@@ -36,22 +36,24 @@ class BlockAllocator:
         self._references = [0] * num_blocks
         self._num_free = num_blocks
         self._index = PrefixIndex(block_size)
-        self._kept: OrderedDict[int, None] = OrderedDict()  # published blocks that nobody holds, unused longest first
+        self._kept: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # published blocks without a holder, least recently used first
         self.prefix_stats = PrefixStats()
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds, kept ones included."""
+        """Blocks that no sequence holds, cached ones included."""
         return self._num_free
 
     @property
     def num_kept(self) -> int:
-        """Published blocks that nobody holds: free, and still readable."""
+        """Published blocks that no sequence holds: free, and still readable."""
         return len(self._kept)
 
     @property
     def num_used(self) -> int:
-        """Blocks somebody holds, shared ones counted once."""
+        """Blocks that sequences hold, shared ones counted once."""
         return sum(count > 0 for count in self._references)
 
     def reserve(self, table: BlockTable, num_rows: int) -> list[tuple[int, int]] | None:
@@ -87,37 +89,49 @@ class BlockAllocator:
             self._references[block] += 1
         return child
 
-    def adopt(self, table: BlockTable, salt: str, tokens: Sequence[int]) -> int:
-        """Begin an empty `table` with known blocks of `tokens`, as many as there are but not all of it; the number of
-        tokens it now holds.
+    def adopt(self, table: BlockTable, salt: str, tokens: Sequence[int], most_tokens: int | None = None) -> int:
+        """Begin an empty `table` with the cached blocks of `tokens`, at most `most_tokens` tokens and never the last
+        one; returns the number of tokens it then holds.
 
-        The last token is left to be run: its row is what the first new token comes from.
+        The last token is left to be run: the first new token is sampled from its row.
         """
         assert not table.blocks
-        size = self.block_size
-        found = self._index.find(salt, tokens[: max(0, len(tokens) - 1) // size * size])
+        found = self._find(salt, tokens, most_tokens)
         for block in found:
             self._num_free -= self._references[block] == 0
             self._references[block] += 1
             self._kept.pop(block, None)
         table.blocks.extend(found)
-        table.length = len(found) * size
+        table.length = len(found) * self.block_size
         self.prefix_stats.num_looked_up_tokens += len(tokens)
         self.prefix_stats.num_found_tokens += table.length
         return table.length
 
-    def num_shared_tokens(self, salt: str, tokens: Sequence[int]) -> int:
-        """How many of `tokens` lie in known blocks that some sequence holds: adopting those takes nothing from what is
-        free.
+    def num_shared_tokens(self, salt: str, tokens: Sequence[int], most_tokens: int | None = None) -> int:
+        """How many of the tokens that `adopt` would find are in blocks that a sequence holds: adopting those takes no
+        free block.
         """
-        size = self.block_size
-        found = self._index.find(salt, tokens[: max(0, len(tokens) - 1) // size * size])
-        return sum(self._references[block] > 0 for block in found) * size
+        return sum(self._references[block] > 0 for block in self._find(salt, tokens, most_tokens)) * self.block_size
 
     def publish(self, table: BlockTable, salt: str, tokens: Sequence[int]) -> None:
         """Let later sequences adopt the full blocks of `table`, which holds the beginning of `tokens`."""
         full = min(table.length, len(tokens)) // self.block_size
         self._index.add(salt, tokens[: full * self.block_size], table.blocks[:full])
+
+    def attach(self, salt: str, tokens: Sequence[int], owner: Hashable, first: int, states: Sequence[object]) -> None:
+        """See `interface.PrefixModel`."""
+        self._index.attach(salt, tokens, owner, first, states)
+
+    def attached(self, salt: str, tokens: Sequence[int], owner: Hashable) -> list[object]:
+        """See `interface.PrefixModel`."""
+        return self._index.attached(salt, tokens, owner)
+
+    def _find(self, salt: str, tokens: Sequence[int], most_tokens: int | None) -> list[int]:
+        """The cached blocks of `tokens` that may be adopted."""
+        most = max(0, len(tokens) - 1)
+        if most_tokens is not None:
+            most = min(most, most_tokens)
+        return self._index.find(salt, tokens[: most // self.block_size * self.block_size])
 
     def rollback(self, table: BlockTable, length: int) -> None:
         """Forget everything after `length` tokens and give back the blocks that are empty now."""

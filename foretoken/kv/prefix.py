@@ -1,14 +1,17 @@
 """Which full blocks hold which text, so that a new sequence can begin with blocks that another one filled.
 
-A block is known by its own tokens and by the block before it, back to the beginning of the text: exact, no hash of a
-text can be taken for another's. Texts of different salts (tenants) never meet, so nobody can learn from the speed of an
-answer what another tenant asked.
+A block is identified by its own tokens and by the block before it, back to the beginning of the text. Tokens are
+compared, not hashes, so two texts are never confused. Texts of different salts (tenants) share nothing, so the latency
+of an answer reveals nothing about another tenant's prompts.
+
+States that drafters attach to a block (`attach`) are opaque here. They live as long as the block's entry: the entry is
+removed when the block is evicted or written again, and its states go with it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 _Key = tuple[
@@ -33,7 +36,7 @@ class PrefixStats:
 
 
 class PrefixIndex:
-    """Chains of full blocks by their tokens. It holds no block: the allocator says which are still intact."""
+    """Chains of full blocks by their tokens. It holds no reference to a block: the allocator removes entries."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -42,6 +45,7 @@ class PrefixIndex:
         self._num_behind: dict[int, int] = {}  # blocks right behind a place
         self._blocks: dict[_Key, tuple[int, int]] = {}  # -> block, and its own number in the chain
         self._keys: dict[int, _Key] = {}  # by block
+        self._attached: dict[int, dict[Hashable, object]] = {}  # by block, then by owner; only blocks in `_keys`
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -81,11 +85,28 @@ class PrefixIndex:
                 self._keys[block] = key
             place = known[1]
 
+    def attach(self, salt: str, tokens: Sequence[int], owner: Hashable, first: int, states: Sequence[object]) -> None:
+        """Store `states` with the blocks of `tokens` from block number `first` on; see `interface.PrefixModel`."""
+        blocks = self.find(salt, tokens)[first:]
+        for block, state in zip(blocks, states, strict=False):
+            self._attached.setdefault(block, {}).setdefault(owner, state)
+
+    def attached(self, salt: str, tokens: Sequence[int], owner: Hashable) -> list[object]:
+        """The states of `owner` at the leading blocks of `tokens`, up to the first block without."""
+        found: list[object] = []
+        for block in self.find(salt, tokens):
+            states = self._attached.get(block, {})
+            if owner not in states:
+                break
+            found.append(states[owner])
+        return found
+
     def remove(self, block: int) -> None:
-        """Forget a block; those behind it cannot be found any more."""
+        """Remove a block and the states attached to it; blocks that follow it are no longer found."""
         key = self._keys.pop(block, None)
         if key is None:
             return
+        self._attached.pop(block, None)
         del self._blocks[key]
         place = key[0]
         self._num_behind[place] -= 1

@@ -1,9 +1,10 @@
 """One decoder for Llama, Mistral, Qwen2 and Qwen3: a flat run of tokens in, hidden states out.
 
-The decoder sees `[T]` tokens of any number of sequences. Which token may see which is the business of the `Attention`
-object handed to `forward`: packed causal attention in training, block tables in the engine.
+The decoder runs `[T]` tokens of any number of sequences. Which token attends to which is decided by the `Attention`
+object given to `forward`: packed causal attention in training, block tables in the engine.
 
-Shapes: T tokens, D hidden size, H heads, G key/value heads, K head_dim, V vocabulary.
+Shapes: T tokens, D hidden size, H heads, G key/value heads, K head_dim, V vocabulary. Under tensor parallelism H and G
+are those of the rank (`sharding`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.layers import Embedding, GatedMLP, Linear, RMSNorm
 from foretoken.model.rope import RotaryTable, rotate
+from foretoken.model.sharding import Collective, Shard, SingleRank
 
 
 class Attention(Protocol):
@@ -40,10 +42,11 @@ class Hidden:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and gated MLP."""
+    """Pre-norm attention and gated MLP; `config` has the shape of this rank's part."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, collective: Collective) -> None:
         super().__init__()
+        self.collective = collective
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -58,8 +61,8 @@ class DecoderLayer(nn.Module):
         """One layer over `x` [T, D]; `layer` is its number, which the cache needs."""
         query, key, value = self._qkv(self.input_norm(x), cos, sin)
         read = attention.attend(layer, query, key, value)  # [T, H, K]
-        x = x + self.o_proj(read.reshape(x.shape[0], -1))
-        out: Tensor = x + self.mlp(self.post_norm(x))
+        x = x + self.collective.all_reduce(self.o_proj(read.reshape(x.shape[0], -1)))
+        out: Tensor = x + self.collective.all_reduce(self.mlp(self.post_norm(x)))
         return out
 
     def _qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,15 +77,20 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm and output head."""
+    """Embedding, layers, final norm and output head: all of them, or one rank's part.
 
-    def __init__(self, config: ModelConfig) -> None:
+    `config` describes the whole model; `local` the part that this rank holds, which attention and caches follow.
+    """
+
+    def __init__(self, config: ModelConfig, shard: Shard | None = None, collective: Collective | None = None) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.config, self.shard = config, shard or Shard(config)
+        self.local = local = self.shard.local
+        self.collective = collective or SingleRank()
+        self.embedding = Embedding(local.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(local, self.collective) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = Linear(config.hidden_size, local.vocab_size)
         if config.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
         self._rotary: RotaryTable | None = None
@@ -100,7 +108,15 @@ class Decoder(nn.Module):
         `taps` lists layer counts whose residual stream is wanted; 0 is the embedding.
         """
         layers = range(self.config.num_layers if num_layers is None else num_layers)
-        return self.run(self.embedding(tokens), positions, attention, layers, taps)
+        return self.run(self.embed(tokens), positions, attention, layers, taps)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The residual stream [T, D] before the first layer."""
+        if self.shard.world == 1:
+            embedded: Tensor = self.embedding(tokens)
+            return embedded
+        rows, own = self.shard.own_tokens(tokens)
+        return self.collective.all_reduce(self.embedding(rows).masked_fill(~own[:, None], 0))
 
     def run(
         self, x: Tensor, positions: Tensor, attention: Attention, layers: Sequence[int], taps: Sequence[int] = ()
@@ -121,7 +137,9 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[R, V]` of the rows `hidden` [R, D]; call it for the rows that somebody reads."""
         logits: Tensor = self.lm_head(self.norm(hidden))
-        return logits
+        if self.shard.world == 1:
+            return logits
+        return self.collective.all_gather(logits)[:, : self.config.vocab_size]
 
     @property
     def rotary(self) -> RotaryTable:
@@ -133,7 +151,7 @@ class Decoder(nn.Module):
 
     @property
     def weight_bytes(self) -> int:
-        """Memory that the weights take; what two modules share counts once."""
+        """Memory that the weights of this rank take; what two modules share counts once."""
         return sum(self._weights().values())
 
     @property

@@ -1,9 +1,9 @@
-"""Rows that ran some layers ahead of the pass that verifies them, and how that pass takes them up.
+"""Rows that ran some layers ahead of the pass that verifies them, and how that pass reuses them.
 
 A row's keys and values in layer l and its residual stream after it depend on the tokens up to it alone. So what the
-leading layers computed for a chain of guesses stands as long as the tokens are the same: the verifying pass lets such
-rows wait and run only from the layer where they stopped (LayerSkip, Elhoushi et al. 2404.16710, section 4.3). Other
-rows run everything.
+leading layers computed for a chain of drafted tokens stays valid as long as the tokens are the same: the verifying pass
+runs such rows only from the layer where they stopped (LayerSkip, Elhoushi et al. 2404.16710, section 4.3). Other rows
+run all layers.
 """
 
 from __future__ import annotations

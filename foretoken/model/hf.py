@@ -118,6 +118,16 @@ class TransformersModel:
         return self.weight_bytes - (0 if tied else table.weight.nbytes)
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        """0: what a family keeps of a token does not follow from its configuration."""
+        return 0
+
+    @property
+    def numerics(self) -> str:
+        """See `interface.LanguageModel`."""
+        return "default"
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         device: torch.device = self._model.device
@@ -171,6 +181,7 @@ class TransformersModel:
         Raises:
             CapacityError: no room for the rows.
         """
+        taps = taps if any(segment.num_taps for segment in segments) else ()
         for segment in segments:
             if not self.reserve(segment.sequence, segment.num_held + segment.num_rows):
                 raise CapacityError(f"no room for {segment.num_rows} more rows of sequence {segment.sequence}")
@@ -201,37 +212,45 @@ class TransformersModel:
         state.pending, state.nodes, state.reserved = [], [], length
 
     def _segment(self, rows: list[int], segment: Segment, taps: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
-        """Logits `[num_logits, V]` and taps of the last rows of one segment."""
+        """Logits `[num_logits, V]` and taps `[num_taps, D]` of the last rows of one segment."""
         state = self._sequences[segment.sequence]
         state.pending, state.nodes = (
             rows[: segment.num_pending],
             state.nodes[: segment.num_held] + rows[segment.num_pending :],
         )
-        wanted = segment.num_logits
+        num_logits, num_taps = segment.num_logits, segment.num_taps if taps else 0
         if segment.is_chain:
-            logits, hidden = self._run(state, state.pending + state.nodes, max(wanted, 1), taps)
-            last = slice(logits.shape[0] - wanted, None)
-            return logits[last], {layer: tap[last] for layer, tap in hidden.items()}
-        assert wanted <= 1 + len(state.nodes)
-        by_node: dict[int, tuple[Tensor, dict[int, Tensor]]] = {}
+            return self._run(state, state.pending + state.nodes, num_logits, num_taps, taps)
+        logits, hidden = _RowTable(), {layer: _RowTable() for layer in taps}
         for path in _paths(segment.parents):
             if path[-1] < segment.num_held:
                 continue  # nothing new on it
-            logits, hidden = self._run(state, state.pending + [state.nodes[node] for node in path], 1 + len(path), taps)
-            for row, node in enumerate([-1, *path]):
-                by_node.setdefault(node, (logits[row], {layer: tap[row] for layer, tap in hidden.items()}))
-        chosen = [by_node[node] for node in range(len(state.nodes) - wanted, len(state.nodes))]
-        return torch.stack([row for row, _ in chosen]), {
-            layer: torch.stack([hidden[layer] for _, hidden in chosen]) for layer in taps
+            numbers = [*range(segment.num_pending), *(segment.num_pending + node for node in path)]
+            # All rows of the path whose logits or taps are wanted: at most the pending ones and the path itself.
+            most = len(numbers)
+            found, taken = self._run(
+                state,
+                state.pending + [state.nodes[node] for node in path],
+                min(num_logits, most),
+                min(num_taps, most),
+                taps,
+            )
+            logits.add(numbers, found)
+            for layer in taps:
+                hidden[layer].add(numbers, taken[layer])
+        last = segment.num_pending + len(state.nodes)
+        return logits.take(range(last - num_logits, last)), {
+            layer: table.take(range(last - num_taps, last)) for layer, table in hidden.items()
         }
 
     def _run(
-        self, state: _Sequence, rows: list[int], wanted: int, taps: Sequence[int]
+        self, state: _Sequence, rows: list[int], num_logits: int, num_taps: int, taps: Sequence[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Logits and taps of the last `wanted` of `rows`, read behind the committed tokens."""
+        """Logits `[num_logits, V]` and taps `[num_taps, D]` of the last of `rows`, read behind the committed tokens."""
         whole = state.tokens + rows
-        kept = self._cut_back(state, whole, len(whole) - wanted)
-        options: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
+        num_logits_run = max(num_logits, 1)
+        kept = self._cut_back(state, whole, len(whole) - max(num_logits_run, num_taps))
+        options: dict[str, Any] = {"logits_to_keep": num_logits_run} if self._keeps_logits else {}
         if taps:
             options["output_hidden_states"] = True
         ids = torch.tensor([whole[kept:]], device=self.device)
@@ -242,8 +261,9 @@ class TransformersModel:
         )
         if self.can_crop:
             state.cached = whole
-        hidden = {layer: output.hidden_states[layer][0, -wanted:] for layer in taps}
-        return output.logits[0, -wanted:], hidden
+        logits: Tensor = output.logits[0]
+        hidden = {layer: _last(output.hidden_states[layer][0], num_taps) for layer in taps}
+        return _last(logits, num_logits), hidden
 
     def _cut_back(self, state: _Sequence, whole: list[int], most: int) -> int:
         """Crop the cache to the prefix it shares with `whole`, at most `most` tokens; return how many it holds."""
@@ -385,6 +405,29 @@ def _new_cache(config: _Foreign) -> _Foreign:
         DynamicLayer  # a decoder may have more layers than the configuration counts: the encoder's
     )
     return cache
+
+
+def _last(rows: Tensor, count: int) -> Tensor:
+    """The last `count` rows, none for 0."""
+    return rows[rows.shape[0] - count :]
+
+
+class _RowTable:
+    """Rows of a segment by their number in it (held nodes counted), collected path by path."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, Tensor] = {}
+        self._empty = torch.empty(0)
+
+    def add(self, numbers: Sequence[int], rows: Tensor) -> None:
+        """`rows` [n, ...] are those of the last n of `numbers`; a row that is known already stays as it is."""
+        self._empty = rows[:0]
+        for number, row in zip(numbers[len(numbers) - len(rows) :], rows, strict=True):
+            self._rows.setdefault(number, row)
+
+    def take(self, numbers: Sequence[int]) -> Tensor:
+        """The rows called `numbers`, stacked."""
+        return torch.stack([self._rows[number] for number in numbers]) if numbers else self._empty
 
 
 def _paths(parents: Sequence[int]) -> list[list[int]]:

@@ -1,13 +1,15 @@
-"""What the engine and the drafters ask of any language model: rows in, logits out, and a past that can be cut back.
+"""What the engine and the drafters require of a language model: rows in, logits and hidden states out, a cache per
+sequence that can be cut back.
 
 Two implementations: `paged.PagedModel` (our decoder over a block-table cache) and `hf.TransformersModel` (any other
-causal model of transformers). A sequence is known by a number that its owner chooses. Only the first can also run some
-of its layers (`EarlyExitModel`).
+causal model of transformers). Code outside `model/` depends on these protocols only, never on a class that implements
+them. A sequence is identified by a number that the caller chooses. Optional capabilities are protocols of their own
+(`PrefixModel`, `TwinModel`, `EarlyExitModel`), tested with `isinstance`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -19,12 +21,12 @@ from foretoken.kv.prefix import PrefixStats
 
 @dataclass(frozen=True)
 class Segment:
-    """The new rows of one sequence in a forward: `num_pending` committed tokens, then a tree of guesses.
+    """The new rows of one sequence in a forward: `num_pending` committed tokens, then a tree of drafted tokens.
 
-    `parents[i]` is the tree node that node i follows, -1 the last pending token. `num_logits` counts rows from the end
-    whose logits are wanted; it is `1 + len(parents)` when the sequence decodes, 0 for a chunk of a prompt. The first
-    `num_held` nodes were run by earlier forwards since the last commit, in this order: they are no rows now, and the
-    others may follow them.
+    `parents[i]` is the tree node that node i follows, -1 the last pending token. `num_logits` and `num_taps` count rows
+    from the end, independently of each other: the rows whose logits, and whose taps, are returned. `num_logits` is
+    `1 + len(parents)` when the sequence decodes and 0 for a chunk of a prompt. The first `num_held` nodes were run by
+    earlier forwards since the last commit, in this order: they add no rows now, and the others may follow them.
     """
 
     sequence: int
@@ -32,10 +34,12 @@ class Segment:
     parents: tuple[int, ...] = ()
     num_logits: int = 1
     num_held: int = 0
+    num_taps: int = 0
 
     def __post_init__(self) -> None:
         assert not (self.num_held and self.num_pending), "nodes are held behind what is committed"
         assert self.num_held <= len(self.parents)
+        assert self.num_taps <= self.num_rows
 
     @property
     def num_rows(self) -> int:
@@ -50,17 +54,19 @@ class Segment:
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """`logits` [R, V] of the wanted rows in order, and `taps` by layer for the same rows, each [R, D]."""
+    """`logits` [R, V] of the rows that asked for logits, and by layer the hidden states `taps` [U, D] of the rows that
+    asked for taps, both in the order of the segments.
+    """
 
     logits: Tensor
     taps: dict[int, Tensor]
 
 
 class LanguageModel(Protocol):
-    """A causal language model with its own memory of every open sequence.
+    """A causal language model with its own cache of every open sequence.
 
-    The memory of a sequence holds `length(sequence)` tokens. `forward` adds rows that count as guesses until `commit`
-    makes some of them part of the past; what is not committed can never be read again.
+    The cache of a sequence holds `length(sequence)` tokens. Rows of a `forward` are provisional until `commit` keeps
+    some of them; rows that are not committed are never read again.
     """
 
     @property
@@ -77,7 +83,7 @@ class LanguageModel(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers; taps are numbered 0 (embedding) to this."""
+        """Number of decoder layers; tap `l` is the residual stream after `l` layers, 0 (the embedding) to this."""
 
     @property
     def num_parameters(self) -> int:
@@ -92,6 +98,14 @@ class LanguageModel(Protocol):
         """Weights that a step of one token reads: all of them, except a table of embeddings that serves nothing
         else.
         """
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Cache memory of one token over all layers; 0 where it is not known."""
+
+    @property
+    def numerics(self) -> str:
+        """ "strict" if the logits of a position are bitwise independent of the batch, otherwise "default"."""
 
     @property
     def device(self) -> torch.device:
@@ -124,6 +138,8 @@ class LanguageModel(Protocol):
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
         """Run the flat `tokens` [T] int64, laid out segment after segment.
 
+        `taps` lists the layers whose hidden states are returned, for the rows that the segments' `num_taps` select.
+
         Raises:
             CapacityError: no room for the rows.
         """
@@ -144,26 +160,40 @@ class OpenModel(LanguageModel, Protocol):
 
 @runtime_checkable
 class PrefixModel(LanguageModel, Protocol):
-    """A language model that can begin a sequence with what another one of the same tenant has computed for the same
-    text.
+    """A language model with a prefix cache: a sequence can begin with blocks that another one of the same tenant
+    computed for the same text.
+
+    A block holds `footprint_tokens(1)` tokens. Drafters may attach per-token states of their own to a published block
+    (`attach`); they are dropped when the block is evicted or overwritten.
     """
 
-    def adopt(self, sequence: int, tokens: Sequence[int], tenant: str) -> int:
-        """Take over what is known of the beginning of `tokens` for a sequence just opened; the number of tokens it now
-        holds, never all.
+    def adopt(self, sequence: int, tokens: Sequence[int], tenant: str, most_tokens: int | None = None) -> int:
+        """Begin a sequence just opened with the cached blocks of `tokens`, at most `most_tokens` of them; returns the
+        number of tokens it then holds, never all.
         """
 
-    def shared_tokens(self, tokens: Sequence[int], tenant: str) -> int:
-        """How much of what `adopt` would find lies in memory that open sequences hold: it takes nothing out of
-        `num_free_tokens`.
+    def shared_tokens(self, tokens: Sequence[int], tenant: str, most_tokens: int | None = None) -> int:
+        """How many of the tokens that `adopt` would find are in blocks held by open sequences: adopting those takes
+        nothing out of `num_free_tokens`.
         """
 
     def publish(self, sequence: int, tokens: Sequence[int], tenant: str) -> None:
-        """Let later sequences take over what `sequence`, whose text begins with `tokens`, holds of them."""
+        """Make the full blocks of `sequence`, whose text begins with `tokens`, available to later sequences."""
+
+    def attach(self, tokens: Sequence[int], tenant: str, owner: Hashable, first: int, states: Sequence[object]) -> None:
+        """Store `states`, one per block from block number `first` of `tokens` on, with the published blocks; `owner`
+        tells states of different drafters apart.
+
+        States must depend on the tokens up to the end of their block only, and not be changed afterwards. Blocks that
+        are not published, or have states of this owner, are left as they are.
+        """
+
+    def attached(self, tokens: Sequence[int], tenant: str, owner: Hashable) -> list[object]:
+        """The states that `owner` attached to the leading published blocks of `tokens`, up to the first without."""
 
     @property
     def prefix_stats(self) -> PrefixStats:
-        """How often that helped."""
+        """How often a prefix was found."""
 
 
 @runtime_checkable

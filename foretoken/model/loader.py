@@ -1,7 +1,8 @@
 """Checkpoints on disk: find the folder, read its configuration, stream its weights into a decoder, write one back.
 
-Only safetensors are read and no code from a checkpoint ever runs. Each matrix is read, cast and packed (or quantised)
-before the next one, so that loading needs little more memory than the weights themselves.
+Only safetensors are read and no code from a checkpoint ever runs. Each matrix is read, cut to the rank's part
+(`sharding`), cast and packed (or quantised) before the next one, so that loading needs little more memory than the
+weights themselves.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from foretoken.model.decoder import Decoder, DecoderLayer
 from foretoken.model.fields import Fields, check_links, read_json
 from foretoken.model.layers import Embedding, Linear, RMSNorm
 from foretoken.model.quant import Quantiser, check_quant
+from foretoken.model.sharding import Collective, Shard
 from foretoken.model.weights import EMBEDDING, HEAD, INDEX, WEIGHTS, Weights
 from foretoken.model.writing import writing_folder
 
@@ -147,26 +149,32 @@ def load_decoder(
     device: str | torch.device = "cpu",
     pack: bool = True,
     quant: str | None = None,
+    rank: int = 0,
+    world: int = 1,
+    collective: Collective | None = None,
 ) -> Decoder:
     """Return the checkpoint's decoder, ready for inference (no gradients), its matrices packed for the CPU if `pack`.
 
-    `quant` "int8" or "int4" keeps the matrices in that format (see `quant`), on the CPU alone; `dtype` is then that of
-    the rest.
+    `quant` "int8" or "int4" keeps the matrices in that format (see `quant`), on the CPU only; `dtype` is then that of
+    the rest. With `world` ranks it is the part of `rank` (see `sharding`), which talks to the others by `collective`.
 
     Raises:
         CheckpointError: a file, shard or tensor is missing, broken or of another shape than `config.json` says.
         UnsupportedModelError: not a family of the native decoder.
         InputError: unknown `dtype` or `quant`, or a pair that does not go together.
+        ConfigError: the model cannot be divided among `world` ranks.
     """
+    assert world == 1 or collective is not None, "the ranks of a model must be able to talk to each other"
     config, weights = read_checkpoint(folder)
+    shard = Shard(config, rank, world)
     target, place = dtype_of(folder, dtype), torch.device(device)
     quantiser = None
     if quant is not None:
         check_quant(quant, target, place)
         quantiser = Quantiser(quant, target)
     with torch.device("meta"):
-        decoder = Decoder(config)
-    filler = _Filler(weights, target, place, pack, quantiser)
+        decoder = Decoder(config, shard, collective)
+    filler = _Filler(weights, shard, dtype=target, device=place, pack=pack, quantiser=quantiser)
     filler.embedding(decoder.embedding, "model.embed_tokens", config)
     for index, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)
@@ -179,7 +187,7 @@ def load_decoder(
         elif pack:
             decoder.lm_head.pack()
     else:
-        filler.linear(decoder.lm_head, ["lm_head"], [config.vocab_size])
+        filler.linear(decoder.lm_head, {"lm_head": config.vocab_size}, config.hidden_size)
     return decoder.eval()
 
 
@@ -210,69 +218,90 @@ def stored_dtype(raw: Mapping[str, Any], weights: Weights, where: str = "config.
 
 
 class _Filler:
-    """Fills the modules of a decoder on the meta device, one matrix at a time."""
+    """Fills the modules of a decoder on the meta device with this rank's weights, one matrix at a time.
+
+    Shapes in its arguments are those of the checkpoint; `_read` alone cuts them.
+    """
 
     def __init__(
-        self, weights: Weights, dtype: torch.dtype, device: torch.device, pack: bool, quantiser: Quantiser | None
+        self,
+        weights: Weights,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+        pack: bool,
+        quantiser: Quantiser | None,
     ) -> None:
-        self.weights, self.dtype, self.device, self.pack, self.quantiser = weights, dtype, device, pack, quantiser
+        self.weights, self.shard, self.dtype, self.device = weights, shard, dtype, device
+        self.pack, self.quantiser = pack, quantiser
 
-    def merged(self, names: list[str], *shapes: tuple[int, ...]) -> nn.Parameter:
-        """Read tensors one after the other into the rows of one parameter."""
-        rows = sum(shape[0] for shape in shapes)
-        full = torch.empty((rows, *shapes[0][1:]), dtype=self.dtype, device=self.device)
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """This rank's part of a tensor of the checkpoint, as stored."""
+        return self.shard.slice(name, self.weights.read(name, shape))
+
+    def _merged(self, shapes: Mapping[str, tuple[int, ...]], like: nn.Parameter) -> nn.Parameter:
+        """Read tensors one after the other into the rows of one parameter, of the shape of `like`."""
+        full = torch.empty(like.shape, dtype=self.dtype, device=self.device)
         start = 0
-        for name, shape in zip(names, shapes, strict=True):
-            full[start : start + shape[0]].copy_(self.weights.read(name, shape))
-            start += shape[0]
+        for name, shape in shapes.items():
+            part = self._read(name, shape)
+            full[start : start + len(part)].copy_(part)
+            start += len(part)
+        assert start == len(full), "the parts do not make up the parameter"
         return nn.Parameter(full, requires_grad=False)
 
-    def mapped(self, names: list[str], *shapes: tuple[int, ...]) -> list[Tensor]:
-        """The tensors as they are stored, for the quantiser."""
-        return [self.weights.read(name, shape) for name, shape in zip(names, shapes, strict=True)]
-
-    def linear(self, module: Linear, names: list[str], rows: list[int]) -> None:
-        weights, shapes = [f"{name}.weight" for name in names], [(count, module.in_features) for count in rows]
+    def linear(self, module: Linear, rows: Mapping[str, int], columns: int) -> None:
+        """One matrix of several of the checkpoint, by name with their rows; a bias comes with the same names."""
         if module.bias is not None:
-            module.bias = self.merged([f"{name}.bias" for name in names], *((count,) for count in rows))
+            module.bias = self._merged({f"{name}.bias": (count,) for name, count in rows.items()}, module.bias)
+        shapes = {f"{name}.weight": (count, columns) for name, count in rows.items()}
         if self.quantiser is not None:
-            module.hold(self.quantiser.matrix(self.mapped(weights, *shapes)))
+            module.hold(self.quantiser.matrix([self._read(name, shape) for name, shape in shapes.items()]))
             return
-        module.weight = self.merged(weights, *shapes)
+        assert module.weight is not None
+        module.weight = self._merged(shapes, module.weight)
         if self.pack:
             module.pack()
 
     def embedding(self, module: Embedding, name: str, config: ModelConfig) -> None:
-        shape = (config.vocab_size, config.hidden_size)
+        """The table of embeddings."""
+        name, shape = f"{name}.weight", (config.vocab_size, config.hidden_size)
         if self.quantiser is not None:
-            module.hold(self.quantiser.table(self.mapped([f"{name}.weight"], shape)))
-        else:
-            module.weight = self.merged([f"{name}.weight"], shape)
+            module.hold(self.quantiser.table([self._read(name, shape)]))
+            return
+        assert module.weight is not None
+        module.weight = self._merged({name: shape}, module.weight)
 
     def norm(self, module: RMSNorm, name: str) -> None:
-        module.weight = self.merged([f"{name}.weight"], tuple(module.weight.shape))
+        """The weights of one norm."""
+        module.weight = self._merged({f"{name}.weight": tuple(module.weight.shape)}, module.weight)
 
     def layer(self, layer: DecoderLayer, prefix: str, config: ModelConfig) -> None:
+        """All weights of one layer."""
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         attention, mlp, wide = f"{prefix}.self_attn", f"{prefix}.mlp", config.intermediate_size
+        qkv = {f"{attention}.q_proj": q, f"{attention}.k_proj": kv, f"{attention}.v_proj": kv}
         self.norm(layer.input_norm, f"{prefix}.input_layernorm")
-        self.linear(layer.qkv_proj, [f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"], [q, kv, kv])
+        self.linear(layer.qkv_proj, qkv, config.hidden_size)
         if layer.q_norm is not None and layer.k_norm is not None:
             self.norm(layer.q_norm, f"{attention}.q_norm")
             self.norm(layer.k_norm, f"{attention}.k_norm")
-        self.linear(layer.o_proj, [f"{attention}.o_proj"], [config.hidden_size])
+        self.linear(layer.o_proj, {f"{attention}.o_proj": config.hidden_size}, q)
         self.norm(layer.post_norm, f"{prefix}.post_attention_layernorm")
-        self.linear(layer.mlp.gate_up_proj, [f"{mlp}.gate_proj", f"{mlp}.up_proj"], [wide, wide])
-        self.linear(layer.mlp.down_proj, [f"{mlp}.down_proj"], [config.hidden_size])
+        gate_up = {f"{mlp}.gate_proj": wide, f"{mlp}.up_proj": wide}
+        self.linear(layer.mlp.gate_up_proj, gate_up, config.hidden_size)
+        self.linear(layer.mlp.down_proj, {f"{mlp}.down_proj": config.hidden_size}, wide)
 
 
 def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yield the decoder's weights under their Hugging Face names, merged matrices split (as views).
 
     Raises:
-        ModelError: the decoder is packed (load it with `pack=False`) or quantised.
+        ModelError: the decoder is packed (load it with `pack=False`), quantised, or one rank's part.
     """
     config = decoder.config
+    if decoder.shard.world > 1:
+        raise ModelError("one rank's part of a decoder is no checkpoint; load it with world=1")
     q, kv, wide = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
     if decoder.embedding.weight is None:
         raise ModelError("a quantised decoder has no plain weights left to write; load it without quant")

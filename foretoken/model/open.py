@@ -92,7 +92,7 @@ def open_model(
         return TransformersModel(folder, dtype, place, cache_tokens)
     decoder = load_decoder(folder, dtype=dtype, device=place, quant=None if weights == "auto" else weights)
     kind = StrictModel if numerics == "strict" else PagedModel
-    return kind(decoder, _cache_tokens(config, decoder.norm.weight, cache_tokens))
+    return kind(decoder, _cache_tokens(decoder.local, decoder.norm.weight, cache_tokens))
 
 
 def native_config(folder: Path) -> ModelConfig | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretoken.errors import CapacityError, InputError
 from foretoken.kv.blocks import BlockAllocator, BlockTable, is_run, slots_of
-from foretoken.kv.pool import KVPool
+from foretoken.kv.pool import KVPool, bytes_per_token
 from foretoken.kv.prefix import PrefixStats
 from foretoken.model.attention.paged import PagedAttention, Reader, row_positions
 from foretoken.model.decoder import Decoder, Hidden
@@ -25,11 +25,12 @@ DEFAULT_BLOCK_SIZE = 32
 
 @dataclass(frozen=True)
 class Admission:
-    """The rows of one forward: position and slot of each, which ones want logits, and what each segment reads."""
+    """The rows of one forward: position and slot of each, who wants logits and taps, and what each segment reads."""
 
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    wanted: list[int] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)  # rows whose logits are returned
+    tapped: list[int] = field(default_factory=list)  # rows whose hidden states are returned
     readers: list[Reader] = field(default_factory=list)
 
 
@@ -39,18 +40,17 @@ class PagedModel:
     def __init__(self, decoder: Decoder, num_slots: int, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
         if num_slots < block_size:
             raise InputError("num_slots", num_slots, f"must be at least the block size, {block_size}")
-        self.decoder, self.config, self.block_size = decoder, decoder.config, block_size
+        self.decoder, self.config, self.local, self.block_size = decoder, decoder.config, decoder.local, block_size
         weight = decoder.norm.weight
         self.dtype, self._device = weight.dtype, weight.device
         self.allocator = BlockAllocator(num_slots // block_size, block_size)
-        config = self.config
         self.pool = KVPool(
-            config.num_layers,
-            config.num_kv_heads,
-            self.allocator.num_blocks * block_size,
-            config.head_dim,
-            self.dtype,
-            self._device,
+            num_layers=self.local.num_layers,
+            num_kv_heads=self.local.num_kv_heads,
+            num_slots=self.allocator.num_blocks * block_size,
+            head_dim=self.local.head_dim,
+            dtype=self.dtype,
+            device=self._device,
         )
         self.tables: dict[int, BlockTable] = {}
         self._early: dict[int, EarlyRows] = {}
@@ -91,6 +91,17 @@ class PagedModel:
         return self.decoder.step_bytes
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        """Cache memory of one token over all layers, on this rank."""
+        local = self.local
+        return bytes_per_token(local.num_layers, local.num_kv_heads, local.head_dim, self.dtype)
+
+    @property
+    def numerics(self) -> str:
+        """See `interface.LanguageModel`."""
+        return "default"
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._device
@@ -117,17 +128,25 @@ class PagedModel:
         """See `interface.OpenModel`."""
         return type(self)(self.decoder, self.capacity_tokens, self.block_size)
 
-    def adopt(self, sequence: int, tokens: Sequence[int], tenant: str) -> int:
-        """See `interface.PrefixModel`: whole blocks are taken over, without a copy."""
-        return self.allocator.adopt(self.tables[sequence], tenant, tokens)
+    def adopt(self, sequence: int, tokens: Sequence[int], tenant: str, most_tokens: int | None = None) -> int:
+        """See `interface.PrefixModel`: whole blocks are shared, without a copy."""
+        return self.allocator.adopt(self.tables[sequence], tenant, tokens, most_tokens)
 
-    def shared_tokens(self, tokens: Sequence[int], tenant: str) -> int:
+    def shared_tokens(self, tokens: Sequence[int], tenant: str, most_tokens: int | None = None) -> int:
         """See `interface.PrefixModel`."""
-        return self.allocator.num_shared_tokens(tenant, tokens)
+        return self.allocator.num_shared_tokens(tenant, tokens, most_tokens)
 
     def publish(self, sequence: int, tokens: Sequence[int], tenant: str) -> None:
         """See `interface.PrefixModel`."""
         self.allocator.publish(self.tables[sequence], tenant, tokens)
+
+    def attach(self, tokens: Sequence[int], tenant: str, owner: Hashable, first: int, states: Sequence[object]) -> None:
+        """See `interface.PrefixModel`."""
+        self.allocator.attach(tenant, tokens, owner, first, states)
+
+    def attached(self, tokens: Sequence[int], tenant: str, owner: Hashable) -> list[object]:
+        """See `interface.PrefixModel`."""
+        return self.allocator.attached(tenant, tokens, owner)
 
     @property
     def prefix_stats(self) -> PrefixStats:
@@ -170,12 +189,14 @@ class PagedModel:
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
         """Run the flat `tokens` [T]; logits and taps of the rows each segment asks for."""
         admission = self._admit(segments)
+        taps = taps if admission.tapped else ()
         early = [self._early.pop(segment.sequence, None) for segment in segments]
         hidden = self._through(tokens, admission, joins_of(tokens, admission.readers, early, taps), taps)
-        rows = self._wanted(admission)
-        return ForwardOutput(
-            self.decoder.logits(hidden.last[rows]), {layer: tap[rows] for layer, tap in hidden.taps.items()}
-        )
+        logits = self.decoder.logits(hidden.last[self._rows(admission, admission.wanted)])
+        if not taps:
+            return ForwardOutput(logits, {})
+        tapped = self._rows(admission, admission.tapped)
+        return ForwardOutput(logits, {layer: tap[tapped] for layer, tap in hidden.taps.items()})
 
     @torch.inference_mode()
     def forward_early(self, tokens: Tensor, segments: Sequence[EarlySegment], layers: Sequence[int]) -> Tensor:
@@ -188,7 +209,7 @@ class PagedModel:
         )
         positions = torch.tensor(admission.positions, device=self._device)
         attention = PagedAttention(
-            self.config, self.pool, torch.tensor(admission.slots, device=self._device), admission.readers
+            self.local, self.pool, torch.tensor(admission.slots, device=self._device), admission.readers
         )
         shared = self.decoder(
             tokens, positions, attention, num_layers=depth
@@ -199,7 +220,7 @@ class PagedModel:
                 before, early.offset, depth, tokens[reader.rows], shared[reader.rows]
             )
         last = self.decoder.run(shared, positions, attention, layers[depth:]).last
-        return self.decoder.logits(last[self._wanted(admission)])
+        return self.decoder.logits(last[self._rows(admission, admission.wanted)])
 
     def exit_logits(self, hidden: Tensor) -> Tensor:
         """See `interface.EarlyExitModel`."""
@@ -215,7 +236,7 @@ class PagedModel:
         positions, slots = (
             torch.tensor(numbers, device=self._device) for numbers in (admission.positions, admission.slots)
         )
-        x = self.decoder.embedding(tokens)  # [T, D]
+        x = self.decoder.embed(tokens)  # [T, D]
         for join in joins:
             x[join.rows] = join.hidden
         depths = sorted({0, *(join.depth for join in joins)})
@@ -223,18 +244,18 @@ class PagedModel:
             rows, readers = without(admission.readers, waiting_rows(joins, first))
             if rows:
                 active = torch.tensor(rows, device=self._device)
-                attention = PagedAttention(self.config, self.pool, slots[active], readers)
+                attention = PagedAttention(self.local, self.pool, slots[active], readers)
                 x = x.index_copy(
                     0, active, self.decoder.run(x[active], positions[active], attention, range(first, last)).last
                 )
-        attention = PagedAttention(self.config, self.pool, slots, admission.readers)
+        attention = PagedAttention(self.local, self.pool, slots, admission.readers)
         return self.decoder.run(x, positions, attention, range(depths[-1], self.num_layers), taps)
 
-    def _wanted(self, admission: Admission) -> slice | Tensor:
-        """The rows whose logits somebody reads."""
-        if len(admission.wanted) == len(admission.positions):
+    def _rows(self, admission: Admission, rows: Sequence[int]) -> slice | Tensor:
+        """An index of `rows`, which are some rows of the forward, in order."""
+        if len(rows) == len(admission.positions):
             return slice(None)
-        return torch.tensor(admission.wanted, dtype=torch.int64, device=self._device)
+        return torch.tensor(rows, dtype=torch.int64, device=self._device)
 
     def _admit(self, segments: Sequence[Segment], offsets: Sequence[int] | None = None) -> Admission:
         """Make room for the rows of all segments, each `offsets` rows behind what is committed.
@@ -257,6 +278,7 @@ class PagedModel:
             last = len(admission.positions)
             admission.readers.append(Reader(slice(first, last), self._slots_to_read(table, stop), past, segment))
             admission.wanted.extend(range(last - segment.num_logits, last))
+            admission.tapped.extend(range(last - segment.num_taps, last))
         self.decoder.rotary.cover(max(admission.positions, default=-1) + 1)
         return admission
 

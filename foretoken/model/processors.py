@@ -20,8 +20,8 @@ from foretoken.model.bad_words import BannedTexts, TokenSequences, split_words
 from foretoken.model.tokenizer import Tokenizer
 
 
-class Structure(Protocol):
-    """Holds one answer to a schema, a regular expression or a grammar; knows the tokens committed so far."""
+class OutputConstraint(Protocol):
+    """Constrains one answer to a schema, a regular expression or a grammar; follows the tokens committed so far."""
 
     @property
     def finished(self) -> bool:
@@ -46,9 +46,9 @@ class Structure(Protocol):
 class RequestProcessors:
     """The processors of one request, with what they remember of its text (`core.Processors`).
 
-    Guesses leave no trace: only `commit` changes what later rows see. A row that has nothing left to choose from stays
-    as the model made it, and `error` says why as soon as the committed text arrives there: plain decoding may never
-    come to a row behind guesses. Preview at `error` before each further token; an answer that has ended needs none.
+    Drafted tokens leave no trace: only `commit` changes what later rows see. A row in which every token is excluded is
+    left as the model made it, and `error` says why once the committed text arrives there: plain decoding may never
+    reach a row behind drafted tokens. Check `error` before each further token, unless the answer has ended.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RequestProcessors:
         vocab_size: int,
         end_ids: Collection[int],
         bad_words: Collection[tuple[int, ...]],
-        structure: Structure | None = None,
+        structure: OutputConstraint | None = None,
         bad_texts: BannedTexts | None = None,
     ) -> None:
         self._params, self._vocab_size, self._structure = params, vocab_size, structure
@@ -263,7 +263,7 @@ def make_processors(
     vocab_size: int,
     eos_token_ids: Iterable[int],
     tokenizer: Tokenizer | None = None,
-    structure: Structure | None = None,
+    structure: OutputConstraint | None = None,
 ) -> RequestProcessors | None:
     """The processors of one request; None when its law depends on the logits, temperature and filters alone.
 

@@ -1,8 +1,8 @@
-"""A model with another number of columns: what two models of one tokenizer differ in is padding at the end."""
+"""A model with another number of logit columns: models that share a tokenizer differ in padding at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,6 +66,16 @@ class _Resized:
         return self.inner.step_bytes
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        """Cache memory of one token; 0 where it is not known."""
+        return self.inner.kv_bytes_per_token
+
+    @property
+    def numerics(self) -> str:
+        """See `interface.LanguageModel`."""
+        return self.inner.numerics
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.inner.device
@@ -125,17 +135,25 @@ class _ResizedPrefix(_Resized):
 
     inner: PrefixModel
 
-    def adopt(self, sequence: int, tokens: Sequence[int], tenant: str) -> int:
+    def adopt(self, sequence: int, tokens: Sequence[int], tenant: str, most_tokens: int | None = None) -> int:
         """See `interface.PrefixModel`."""
-        return self.inner.adopt(sequence, tokens, tenant)
+        return self.inner.adopt(sequence, tokens, tenant, most_tokens)
 
-    def shared_tokens(self, tokens: Sequence[int], tenant: str) -> int:
+    def shared_tokens(self, tokens: Sequence[int], tenant: str, most_tokens: int | None = None) -> int:
         """See `interface.PrefixModel`."""
-        return self.inner.shared_tokens(tokens, tenant)
+        return self.inner.shared_tokens(tokens, tenant, most_tokens)
 
     def publish(self, sequence: int, tokens: Sequence[int], tenant: str) -> None:
         """See `interface.PrefixModel`."""
         self.inner.publish(sequence, tokens, tenant)
+
+    def attach(self, tokens: Sequence[int], tenant: str, owner: Hashable, first: int, states: Sequence[object]) -> None:
+        """See `interface.PrefixModel`."""
+        self.inner.attach(tokens, tenant, owner, first, states)
+
+    def attached(self, tokens: Sequence[int], tenant: str, owner: Hashable) -> list[object]:
+        """See `interface.PrefixModel`."""
+        return self.inner.attached(tokens, tenant, owner)
 
     @property
     def prefix_stats(self) -> PrefixStats:

@@ -1,11 +1,9 @@
 """Strict numerics: the logits of a position are the same to the last bit, however its rows are batched.
 
-Matrix kernels choose their order of summation by the number of rows, and some by where a row stands. So rows run
-through the decoder in tiles whose row counts were *seen* to agree on this machine, with this checkpoint and number of
-threads:
-`prove` compares them once, and what does not agree is not used. The last resort is one row at a time, where there is
-nothing left to depend on. Attention sums over a number of keys that follows from the position alone
-(`attention/strict.py`).
+Matrix kernels choose their order of summation by the number of rows, and some by the index of a row. So rows run
+through the decoder in tiles of row counts that were measured to give equal bits on this machine, with this checkpoint
+and number of threads: `prove` compares them once, and uses only those that agree. If none does, rows run one at a
+time. Attention sums over a number of keys that follows from the position alone (`attention/strict.py`).
 """
 
 from __future__ import annotations
@@ -61,6 +59,11 @@ class StrictModel(PagedModel):
         _ = self.proven  # at load rather than in the first request's way
 
     @property
+    def numerics(self) -> str:
+        """See `interface.LanguageModel`."""
+        return "strict"
+
+    @property
     def proven(self) -> Proven:
         """What holds with the present number of threads."""
         num_threads = torch.get_num_threads()
@@ -72,6 +75,7 @@ class StrictModel(PagedModel):
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
         """See `interface.LanguageModel`."""
         admission = self._admit(segments)
+        taps = taps if admission.tapped else ()
         out = self._run(tokens, admission, taps)
         if not bool(torch.isfinite(out.logits).all()):
             # A masked key still counts 0 * NaN: a guess that overflows must not reach the rows before it, which share
@@ -90,7 +94,7 @@ class StrictModel(PagedModel):
         tapped: dict[int, list[Tensor]] = {layer: [] for layer in taps}
         for start, stop, size in cut(len(tokens), proven.sizes):  # a row's past is in its own tile or an earlier one
             attention = StrictAttention(
-                self.config, self.pool, start, slots[start:stop], texts, proven.positions_per_call
+                self.local, self.pool, start, slots[start:stop], texts, proven.positions_per_call
             )
             hidden = self.decoder(
                 _padded(tokens[start:stop], size), _padded(positions[start:stop], size), attention, taps=taps
@@ -100,7 +104,11 @@ class StrictModel(PagedModel):
                 parts.append(hidden.taps[layer])
         rows = torch.tensor(admission.wanted, dtype=torch.int64, device=device)
         logits = by_tiles(self.decoder.logits, torch.cat(last)[rows], proven.sizes)
-        return ForwardOutput(logits, {layer: torch.cat(parts)[rows] for layer, parts in tapped.items()})
+        if not taps:
+            return ForwardOutput(logits, {})
+        # Every tile but the last is full, so the padding of the parts stands behind the last row.
+        kept = torch.tensor(admission.tapped, dtype=torch.int64, device=device)
+        return ForwardOutput(logits, {layer: torch.cat(parts)[kept] for layer, parts in tapped.items()})
 
 
 def cut(num_rows: int, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -139,7 +147,7 @@ def prove(decoder: Decoder) -> Proven:
 
     Takes seconds for a model of a billion weights, and the memory of its largest matrix twice over while it lasts.
     """
-    config, weight = decoder.config, decoder.norm.weight
+    config, weight = decoder.local, decoder.norm.weight
     sizes = _agreeing(decoder, _SIZES[weight.device.type][0]) or _agreeing(decoder, 1)
     assert sizes is not None
     return Proven(sizes, most_positions(config) if _positions_agree(config, weight.dtype, weight.device) else 1)

@@ -49,7 +49,7 @@ _RESTART_COMPILE_S = 0.25  # a grammar that compiles more slowly is not compiled
 
 
 @dataclass(frozen=True)
-class _Place:
+class _GrammarState:
     """A point in an answer: behind the committed text and perhaps some drafted tokens.
 
     `row` [V] bool says what may follow; `complete`, that the answer may end here and can only end. There is no matcher
@@ -83,10 +83,10 @@ class _Compiled:
         self.complaint = self._template.get_error()
         self.compile_s = time.perf_counter() - start_s
         everything = np.ones(vocab_size, dtype=np.bool_)
-        self.anywhere = _Place(everything)  # where nobody comes, or nobody knows
+        self.anywhere = _GrammarState(everything)  # where nobody comes, or nobody knows
         only_ends = ~everything
         only_ends[list(end_ids)] = True
-        self.end = _Place(only_ends if end_ids else everything, complete=True)
+        self.end = _GrammarState(only_ends if end_ids else everything, complete=True)
 
     def fresh(self) -> LLMatcher:
         """A matcher at the beginning, with a lexer that nobody else has."""
@@ -112,7 +112,7 @@ class Structure:
         self._matcher = compiled.copy()
         self._ended = False  # an end token was committed
         self._history: list[int] = []
-        self._root: _Place | None = None  # the committed place, once it was needed
+        self._root: _GrammarState | None = None  # the committed place, once it was needed
         self._restarts = 0  # the first one gives the answer a lexer of its own
         self._failed: dict[tuple[int, ...], InputError] = {}  # by path: where the grammar engine gives up for good
         self.error: InputError | None = None
@@ -176,7 +176,7 @@ class Structure:
         is_all = not mark and walker.try_consume_tokens(whole) == len(whole) and walker.is_stopped()
         return len(text) if is_all else None
 
-    def _places(self, paths: Sequence[tuple[int, ...]]) -> list[_Place]:
+    def _places(self, paths: Sequence[tuple[int, ...]]) -> list[_GrammarState]:
         while self.error is None:
             try:
                 return self._walk(paths)
@@ -184,11 +184,11 @@ class Structure:
                 self._recover(broken)
         return [self._compiled.anywhere] * len(paths)
 
-    def _walk(self, paths: Sequence[tuple[int, ...]]) -> list[_Place]:
+    def _walk(self, paths: Sequence[tuple[int, ...]]) -> list[_GrammarState]:
         """The places behind the given paths; every part of a path is walked once."""
         if self._root is None:
             self._root = self._compiled.end if self._ended else self._place(self._matcher, ())
-        places: dict[tuple[int, ...], _Place] = {(): self._root}
+        places: dict[tuple[int, ...], _GrammarState] = {(): self._root}
         for path in sorted(paths, key=len):
             known = len(path)
             while path[:known] not in places:
@@ -197,7 +197,7 @@ class Structure:
                 places[path[: length + 1]] = self._step(places[path[:length]], path[: length + 1])
         return [places[path] for path in paths]
 
-    def _step(self, place: _Place, path: tuple[int, ...]) -> _Place:
+    def _step(self, place: _GrammarState, path: tuple[int, ...]) -> _GrammarState:
         """The place behind `path`, from the one before its last token."""
         token, compiled = path[-1], self._compiled
         if path in self._failed or not 0 <= token < compiled.vocab_size or not place.row[token]:
@@ -211,7 +211,7 @@ class Structure:
             raise _BrokenMatcherError(path, matcher.get_error())
         return self._place(matcher, path)
 
-    def _place(self, matcher: LLMatcher, path: tuple[int, ...]) -> _Place:
+    def _place(self, matcher: LLMatcher, path: tuple[int, ...]) -> _GrammarState:
         """What may follow where `matcher` stands, which is behind `path`."""
         compiled = self._compiled
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
@@ -221,11 +221,11 @@ class Structure:
         may_end, ends = matcher.is_accepting(), list(compiled.end_ids)
         row[ends] = False  # a token that ends answers cannot be text inside one
         if may_end and not row.any():
-            return _Place(compiled.end.row, matcher if ends else None, complete=True)
+            return _GrammarState(compiled.end.row, matcher if ends else None, complete=True)
         row[ends] = may_end
         if not row.any():
             raise _BrokenMatcherError(path, DEAD_END)
-        return _Place(row, matcher)
+        return _GrammarState(row, matcher)
 
     def _recover(self, broken: _BrokenMatcherError) -> None:
         """Go on after a failure at one place: with a lexer of our own, and without the place if we had one already."""

@@ -42,6 +42,14 @@ class ScriptedModel:
         self._early: dict[int, tuple[int, ...]] = {}  # rows of the last `forward_early` calls
         self.num_forwards = 0
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 0
+
+    @property
+    def numerics(self) -> str:
+        return "default"
+
     def open(self, sequence: int) -> None:
         assert sequence not in self.sequences
         self.sequences[sequence] = []

@@ -116,3 +116,44 @@ def test_a_tenant_whose_blocks_are_gone_is_forgotten() -> None:
     index = allocator._index
     assert len(index._roots) == len(index._salts) <= 6
     assert sum(index._num_behind.values()) == len(index) <= 6
+
+
+def test_states_are_attached_to_the_known_blocks_of_a_text() -> None:
+    """By owner and salt, from any block on; the first states of a block stay."""
+    allocator = BlockAllocator(8, SIZE)
+    table = hold(allocator, TEXT[:12])
+    allocator.attach("", TEXT, "head", 0, ["a", "b"])
+    assert allocator.attached("", TEXT, "head") == ["a", "b"]
+    assert allocator.attached("", TEXT[:7], "head") == ["a"]
+    assert allocator.attached("", TEXT, "other") == allocator.attached("b", TEXT, "head") == []
+    allocator.attach("", TEXT, "head", 1, ["z", "c", "beyond what is published"])
+    assert allocator.attached("", TEXT, "head") == ["a", "b", "c"]
+    allocator.attach("", TEXT, "other", 1, ["x"])
+    assert allocator.attached("", TEXT, "other") == []  # none at the first block
+    allocator.free(table)
+    assert allocator.attached("", TEXT, "head") == ["a", "b", "c"]  # kept blocks keep theirs
+
+
+def test_states_go_when_a_block_is_given_away_or_written_again() -> None:
+    allocator = BlockAllocator(3, SIZE)
+    table = hold(allocator, TEXT[:8])
+    allocator.attach("", TEXT, "head", 0, ["a", "b"])
+    allocator.rollback(table, 6)
+    assert allocator.reserve(table, 1) == []
+    assert allocator.attached("", TEXT, "head") == ["a"]
+    allocator.free(table)
+    assert allocator.reserve(BlockTable(), 3 * SIZE) == []
+    assert allocator.attached("", TEXT, "head") == []
+    assert not allocator._index._attached
+
+
+def test_no_more_is_adopted_than_allowed() -> None:
+    """In whole blocks; what is shared with a running text is counted the same way."""
+    allocator = BlockAllocator(8, SIZE)
+    held = hold(allocator, TEXT[:12])
+    for most, expected in ((None, 12), (12, 12), (11, 8), (4, 4), (3, 0), (0, 0)):
+        table = BlockTable()
+        assert allocator.adopt(table, "", TEXT, most) == expected
+        assert allocator.num_shared_tokens("", TEXT, most) == expected
+        allocator.free(table)
+    allocator.check([held])

@@ -241,9 +241,9 @@ def test_taps_are_whole(llama: Family, tap: int, runs_again: bool) -> None:
     whole, model = (opened(llama, prefix) for _ in range(2))
     draft(model, 0, rows[:4], range(2))
     with counted(llama.decoder) as ran:
-        got = model.forward(torch.tensor(rows), [Segment(0, 1, CHAIN, 5)], (tap,))
+        got = model.forward(torch.tensor(rows), [Segment(0, 1, CHAIN, 5, num_taps=5)], (tap,))
     assert ran == ([5, 5, 5] if runs_again else [1, 1, 5])
-    expected = whole.forward(torch.tensor(rows), [Segment(0, 1, CHAIN, 5)], (tap,))
+    expected = whole.forward(torch.tensor(rows), [Segment(0, 1, CHAIN, 5, num_taps=5)], (tap,))
     same(got.taps[tap], expected.taps[tap])
     same(got.logits, expected.logits)
 

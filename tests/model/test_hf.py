@@ -151,11 +151,34 @@ def test_a_tree_that_grows_level_by_level(model: TransformersModel) -> None:
 def test_taps_are_the_hidden_states_of_the_same_rows(model: TransformersModel) -> None:
     ids = token_ids(9)
     model.open(1)
-    out = model.forward(torch.tensor(ids), [Segment(1, 7, (-1, 0), num_logits=3)], taps=(0, 1))
     with torch.no_grad():
         hidden = model._model(torch.tensor([ids]), use_cache=False, output_hidden_states=True).hidden_states
-    for layer in (0, 1):
-        close(out.taps[layer], hidden[layer][0, -3:])
+    for num_taps in (3, 9, 1, 0):  # more and fewer rows than logits
+        out = model.forward(torch.tensor(ids), [Segment(1, 7, (-1, 0), num_logits=3, num_taps=num_taps)], taps=(0, 1))
+        assert out.logits.shape == (3, model.vocab_size)
+        assert sorted(out.taps) == ([0, 1] if num_taps else [])
+        for layer, tap in out.taps.items():
+            close(tap, hidden[layer][0, 9 - num_taps :])
+
+
+def test_taps_of_every_row_of_a_tree_behind_a_prompt(model: TransformersModel) -> None:
+    """Beside a sequence that wants none: rows before the tree, and every node on its own path."""
+    prompt, nodes, parents = token_ids(6), token_ids(4, seed=2), (-1, 0, -1, 2)
+    model.open(1)
+    model.open(2)
+    out = model.forward(
+        torch.tensor([*prompt, *nodes, *prompt, 5, 6]),
+        [Segment(1, 6, parents, num_logits=5, num_taps=10), Segment(2, 6, (-1, -1), num_logits=3)],
+        taps=(1,),
+    )
+    assert (len(out.logits), len(out.taps[1])) == (8, 10)
+
+    def plain(text: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return model._model(torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states[1][0]
+
+    close(out.taps[1][:8], plain([*prompt, nodes[0], nodes[1]]))
+    close(out.taps[1][8:], plain([*prompt, nodes[2], nodes[3]])[6:])
 
 
 def test_memory_is_counted(folders: dict[str, Path]) -> None:

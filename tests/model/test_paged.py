@@ -299,10 +299,13 @@ def test_taps_are_transformers_hidden_states(families: functools.partial[Family]
     model.open(1)
     extend(model, 0, ids[:20])
     layers = tuple(range(model.num_layers + 1))
-    # The tap rows are the logit rows: two of the first sequence, one of the second.
+    # Taps of two rows of the first sequence and one of the second; logits of other rows.
     out: ForwardOutput = model.forward(
-        torch.tensor([*ids[20:], *ids[:3]]), [Segment(0, 5, (), 2), Segment(1, 3, (), 1)], layers
+        torch.tensor([*ids[20:], *ids[:3]]),
+        [Segment(0, 5, (), num_logits=0, num_taps=2), Segment(1, 3, (), num_logits=3, num_taps=1)],
+        layers,
     )
+    assert len(out.logits) == 3
     assert sorted(out.taps) == list(layers)
     for layer in layers:
         tap = (
@@ -327,6 +330,22 @@ def test_first_layers_alone(families: functools.partial[Family], num_layers: int
         hidden = family.decoder(torch.tensor(ids), torch.arange(20), attention, num_layers=num_layers)
     torch.testing.assert_close(hidden.last, expected[num_layers][0], atol=1e-4, rtol=0)
     assert not pool.keys[num_layers].any()  # later layers did not run
+
+
+def test_no_tap_is_computed_unless_a_row_wants_it(families: functools.partial[Family]) -> None:
+    """Layers without rows, and rows without layers: the decoder is asked for nothing."""
+    family, ids = families("llama", torch.float32), token_ids(12)
+    model, asked = family.model(), []
+    run_layers = model.decoder.run
+    model.decoder.run = lambda *given: asked.append(given[4] if len(given) > 4 else ()) or run_layers(*given)  # type: ignore[method-assign]
+    try:
+        model.open(0)
+        assert model.forward(torch.tensor(ids[:4]), [Segment(0, 4)], (1, 2)).taps == {}
+        model.commit(0, 4)
+        assert model.forward(torch.tensor(ids[4:]), [Segment(0, 8, num_taps=8)]).taps == {}
+    finally:
+        del model.decoder.run
+    assert asked == [(), ()]
 
 
 def test_num_logits_counts_rows_from_the_end(families: functools.partial[Family]) -> None:

@@ -249,18 +249,18 @@ def test_close_to_default_numerics(case: Case, dtype: str) -> None:
 
 
 def test_taps_and_row_choice(some: Case) -> None:
-    """Taps are strict too, and belong to the rows whose logits are wanted."""
+    """Taps are strict too, whichever rows want logits."""
     layers, model = (0, 1, 3), some.model()
     model._proven[1] = Proven((8, 64), 1)  # several tiles
     model.open(0)
     model.open(1)
-    whole = model.forward(torch.tensor(some.text), [Segment(0, LENGTH, (), 2)], layers)
+    whole = model.forward(torch.tensor(some.text), [Segment(0, LENGTH, (), 2, num_taps=LENGTH)], layers)
     assert torch.equal(whole.logits, some.expected[-2:])
     extend(model, 1, some.text[:-2])
     for i, token in enumerate(some.text[-2:]):
-        one = model.forward(torch.tensor([token]), [Segment(1, 1)], layers)
+        one = model.forward(torch.tensor([token]), [Segment(1, 1, num_taps=1)], layers)
         model.commit(1, 1)
-        assert all(torch.equal(one.taps[layer][0], whole.taps[layer][i]) for layer in layers)
+        assert all(torch.equal(one.taps[layer][0], whole.taps[layer][LENGTH - 2 + i]) for layer in layers)
     none = model.forward(torch.tensor(some.text[:3]), [Segment(0, 3, (), 0)])
     assert none.logits.shape == (0, model.vocab_size)
 

@@ -24,10 +24,7 @@ from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.engine.engine import Engine
 from foretoken.engine.startup.machine import machine, versions
 from foretoken.engine.startup.profiling import SHORT_TOKENS, StandInDrafter, stand_in, timed
-from foretoken.kv.pool import bytes_per_token
 from foretoken.model.interface import LanguageModel, TwinModel
-from foretoken.model.paged import PagedModel
-from foretoken.model.strict import StrictModel
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.plan.roofline import Roofline
 
@@ -53,7 +50,7 @@ def describe_target(target: LanguageModel) -> dict[str, Any]:
         **_describe_model(target),
         "device": str(target.device),
         "threads": torch.get_num_threads(),
-        "numerics": "strict" if isinstance(target, StrictModel) else "default",
+        "numerics": target.numerics,
     }
 
 
@@ -101,14 +98,10 @@ def measure_roofline(target: LanguageModel) -> Roofline:
     x, matrix = (torch.ones(count, width, dtype=_DTYPES[size], device=target.device) for count in (rows, width))
     copy_s = _best_s(lambda: copied.copy_(source), target.device)
     product_s = _best_s(lambda: x @ matrix, target.device)
-    kv_bytes = 0
-    if isinstance(target, PagedModel):
-        config = target.config
-        kv_bytes = bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, target.dtype)
     return Roofline(
         step_bytes=target.step_bytes,
         row_flops=2 * target.step_bytes / size,
-        kv_bytes_per_token=kv_bytes,
+        kv_bytes_per_token=target.kv_bytes_per_token,
         bytes_per_s=2 * _COPY_BYTES / copy_s,  # read and written
         flops_per_s=2 * rows * width * width / product_s,
     )

@@ -1,0 +1,149 @@
+"""Tensor parallelism: which part of every weight a rank holds, and the two collectives that a forward needs.
+
+Megatron-LM's scheme (Shoeybi et al. 1909.08053). Column-parallel matrices (q, k, v, gate, up) give each rank some heads
+or channels; row-parallel ones (o, down) turn these into partial sums of the residual stream, which are added over the
+ranks. The embedding and the head are split by vocabulary: a rank looks up its own tokens (partial sums again), and the
+ranks' logits are concatenated.
+
+`Shard.slice` is the only place where weights are cut; the loader passes every tensor through it, before it is packed or
+quantised. This module starts no processes and moves no data between them: whoever runs the ranks supplies a
+`Collective`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.errors import ConfigError
+from foretoken.model.architecture import ModelConfig
+
+
+class Split(Enum):
+    """How a parameter is divided among ranks."""
+
+    COLUMN = "output channels"
+    KV = "key/value heads; replicated among ranks when there are fewer heads than ranks"
+    ROW = "input channels; a bias is rank 0's"
+    VOCAB = "rows of the vocabulary, the last ones filled up with zeros"
+    NONE = "every rank holds all of it"
+
+
+# By the module's name in a Hugging Face checkpoint. A parameter that is missing here is an error, not replicated.
+_SPLITS = {
+    "embed_tokens": Split.VOCAB,
+    "lm_head": Split.VOCAB,
+    "q_proj": Split.COLUMN,
+    "k_proj": Split.KV,
+    "v_proj": Split.KV,
+    "gate_proj": Split.COLUMN,
+    "up_proj": Split.COLUMN,
+    "o_proj": Split.ROW,
+    "down_proj": Split.ROW,
+    "input_layernorm": Split.NONE,
+    "post_attention_layernorm": Split.NONE,
+    "q_norm": Split.NONE,
+    "k_norm": Split.NONE,
+    "norm": Split.NONE,
+}
+
+
+class Collective(Protocol):
+    """Communication between the ranks of one model; all of them call the same operations in the same order."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' `x`, on every rank; may be computed in place."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The ranks' `x` [..., n] side by side in the order of the ranks, [..., world * n], on every rank."""
+        ...
+
+
+class SingleRank:
+    """The collective of a model on one rank: the identity."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Collective`."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See `Collective`."""
+        return x
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a model that `rank` of `world` ranks holds; one rank holds everything, and nothing is copied then.
+
+    Raises:
+        ConfigError: the model cannot be divided among so many ranks.
+    """
+
+    config: ModelConfig  # of the whole model
+    rank: int = 0
+    world: int = 1
+
+    def __post_init__(self) -> None:
+        config, world = self.config, self.world
+        if not 0 <= self.rank < world:
+            raise ConfigError("rank", self.rank, f"must be 0 to {world - 1} for {world} ranks")
+        for name, count in (("num_attention_heads", config.num_heads), ("intermediate_size", config.intermediate_size)):
+            if count % world:
+                raise ConfigError("tensor_parallel", world, f"must divide the model's {name}, {count}")
+        if config.num_kv_heads % world and world % config.num_kv_heads:
+            reason = f"must divide the model's num_key_value_heads, {config.num_kv_heads}, or be a multiple of it"
+            raise ConfigError("tensor_parallel", world, reason)
+
+    @cached_property
+    def local(self) -> ModelConfig:
+        """The shape of this rank's layers: its own heads, channels and rows of the vocabulary."""
+        if self.world == 1:
+            return self.config
+        config = self.config
+        return replace(
+            config,
+            num_heads=config.num_heads // self.world,
+            num_kv_heads=max(1, config.num_kv_heads // self.world),
+            intermediate_size=config.intermediate_size // self.world,
+            vocab_size=-(-config.vocab_size // self.world),
+        )
+
+    def slice(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's part of the parameter `name` (as in a Hugging Face checkpoint), a view where that is possible."""
+        if self.world == 1:
+            return tensor
+        module, kind = name.split(".")[-2:]
+        split = _SPLITS[module]
+        if split is Split.NONE:
+            return tensor
+        if split is Split.ROW:
+            if kind == "bias":  # added once, by the sum over ranks
+                return tensor if self.rank == 0 else tensor.new_zeros(tensor.shape)
+            width = tensor.shape[1] // self.world
+            return tensor.narrow(1, self.rank * width, width)
+        if split is Split.VOCAB:
+            return self._vocabulary(tensor)
+        parts, part = self.world, self.rank
+        if split is Split.KV and self.config.num_kv_heads < self.world:
+            parts = self.config.num_kv_heads
+            part = self.rank * parts // self.world
+        rows = tensor.shape[0] // parts
+        return tensor.narrow(0, part * rows, rows)
+
+    def own_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of this rank's embedding for `tokens` [T], and which of them are its own, bool [T]."""
+        rows = tokens - self.rank * self.local.vocab_size
+        own = (rows >= 0) & (rows < self.local.vocab_size)
+        return rows.where(own, 0), own
+
+    def _vocabulary(self, tensor: Tensor) -> Tensor:
+        rows = self.local.vocab_size
+        first = min(self.rank * rows, tensor.shape[0])
+        part = tensor[first : first + rows]
+        return F.pad(part, (0, 0, 0, rows - part.shape[0])) if part.shape[0] < rows else part

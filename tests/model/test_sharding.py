@@ -1,0 +1,217 @@
+"""Tensor parallelism: the ranks' parts, run side by side in threads of one process, give the whole model's logits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.errors import ConfigError, ModelError
+from foretoken.model.decoder import Decoder
+from foretoken.model.interface import Segment
+from foretoken.model.loader import load_decoder, read_config, save_checkpoint
+from foretoken.model.paged import PagedModel
+from foretoken.model.quant import Quantiser
+from foretoken.model.sharding import _SPLITS, Shard, SingleRank
+from foretoken.model.strict import StrictModel
+from foretoken.model.weights import Weights, hf_tensors
+from tests.helpers.checkpoints import VARIANTS, token_ids, transformers_logits, variant
+
+_Result = TypeVar("_Result")
+# Every family, and every option that changes how something is divided.
+FAMILIES = ("llama", "llama-tied", "llama-mha", "llama-mqa", "llama-biases", "mistral-sliding", "qwen2", "qwen3")
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+class Exchange:
+    """Where the ranks of one process meet: every operation waits until all have given their part."""
+
+    def __init__(self, world: int) -> None:
+        self.world, self.barrier = world, threading.Barrier(world, timeout=60)
+        self.parts: list[Tensor | None] = [None] * world
+
+    def swap(self, rank: int, part: Tensor) -> list[Tensor]:
+        self.parts[rank] = part
+        self.barrier.wait()
+        everybody = [part.clone() for part in self.parts if part is not None]
+        self.barrier.wait()  # nobody gives the next part before all have taken this one
+        return everybody
+
+
+class ThreadCollective:
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        self.exchange, self.rank, self.num_reduced, self.num_gathered = exchange, rank, 0, 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.num_reduced += 1
+        return torch.stack(self.exchange.swap(self.rank, x)).sum(0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.num_gathered += 1
+        return torch.cat(self.exchange.swap(self.rank, x), dim=-1)
+
+
+def load(folder: Path, world: int, **options: object) -> list[Decoder]:
+    exchange = Exchange(world)
+    return [
+        load_decoder(folder, rank=rank, world=world, collective=ThreadCollective(exchange, rank), **options)  # type: ignore[arg-type]
+        for rank in range(world)
+    ]
+
+
+def together(work: Callable[[int], _Result], world: int) -> list[_Result]:
+    """What `work(rank)` gives on every rank, all of them running at once."""
+    found: list[_Result] = [None] * world  # type: ignore[list-item]
+
+    def one(rank: int) -> None:
+        found[rank] = work(rank)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def decode(model: PagedModel, ids: list[int]) -> tuple[Tensor, dict[int, Tensor]]:
+    """A prompt in two chunks, then a tree, whose path is committed, then a token more: logits, and taps of the tree."""
+    model.open(0)
+    logits = [model.forward(torch.tensor(ids[:11]), [Segment(0, 11, (), 11)]).logits]
+    model.commit(0, 11)
+    logits.append(model.forward(torch.tensor(ids[11:20]), [Segment(0, 9, (), 9)]).logits)
+    model.commit(0, 9)
+    tree = model.forward(torch.tensor(ids[20:25]), [Segment(0, 1, (-1, 0, 0, -1), 5, num_taps=5)], (1, 2))
+    model.commit(0, 1, (0, 2))
+    logits += [tree.logits, model.forward(torch.tensor(ids[25:26]), [Segment(0, 1)]).logits]
+    model.close(0)
+    return torch.cat(logits), tree.taps
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_ranks_give_the_logits_of_the_whole_model(tmp_path: Path, name: str, world: int) -> None:
+    """Four heads, two key/value heads (replicated on four ranks), a vocabulary of 97 that nothing divides."""
+    folder, ids = variant(tmp_path, name), token_ids(26)
+    whole = PagedModel(load_decoder(folder, dtype="float32"), 128, 4)
+    expected, expected_taps = decode(whole, ids)
+    models = [PagedModel(decoder, 128, 4) for decoder in load(folder, world, dtype="float32")]
+    for logits, taps in together(lambda rank: decode(models[rank], ids), world):
+        torch.testing.assert_close(logits, expected, **CLOSE)
+        for layer in (1, 2):
+            torch.testing.assert_close(taps[layer], expected_taps[layer], **CLOSE)
+    torch.testing.assert_close(expected[:20], transformers_logits(folder, ids)[:20], atol=1e-4, rtol=0)
+    for model in models:
+        config, heads = model.decoder.config, model.pool.keys[0].shape[0]
+        assert heads == max(1, config.num_kv_heads // world)  # the cache is that of the rank
+        assert model.kv_bytes_per_token * config.num_kv_heads == whole.kv_bytes_per_token * heads
+        assert model.decoder.weight_bytes < whole.decoder.weight_bytes
+        collective = model.decoder.collective
+        assert isinstance(collective, ThreadCollective)
+        assert (collective.num_reduced, collective.num_gathered) == (4 * (1 + 2 * config.num_layers), 4)
+
+
+def test_every_tensor_of_every_family_is_divided_and_nothing_is_lost(tmp_path: Path) -> None:
+    """The parts put together are the tensor; a name without an entry is an error."""
+    for name in VARIANTS:
+        folder = variant(tmp_path / name, name)
+        config, weights = read_config(folder), Weights(folder)
+        shards = [Shard(config, rank, 2) for rank in range(2)]
+        for tensor_name, shape in hf_tensors(config):
+            full = weights.read(tensor_name, shape)
+            parts = [shard.slice(tensor_name, full) for shard in shards]
+            kind = _SPLITS[tensor_name.split(".")[-2]].name
+            if kind == "NONE":
+                assert all(torch.equal(part, full) for part in parts)
+            elif kind == "ROW" and full.dim() == 1:
+                assert torch.equal(sum(parts), full)
+            else:
+                assert torch.equal(torch.cat(parts, dim=1 if kind == "ROW" else 0)[: len(full)], full)
+            assert all(shard.slice(tensor_name, full).data_ptr() == full.data_ptr() for shard in [Shard(config)])
+    with pytest.raises(KeyError):
+        shards[0].slice("model.layers.0.self_attn.new_proj.weight", torch.zeros(4, 4))
+
+
+def test_key_value_heads_are_replicated_on_the_ranks_of_their_queries(tmp_path: Path) -> None:
+    config = read_config(variant(tmp_path, "llama"))
+    heads = torch.arange(config.num_kv_heads * config.head_dim)
+    found = [
+        Shard(config, rank, 4).slice("model.layers.0.self_attn.k_proj.bias", heads)[0] // config.head_dim
+        for rank in range(4)
+    ]
+    assert found == [0, 0, 1, 1]
+
+
+def test_one_rank_is_the_identity(tmp_path: Path) -> None:
+    decoder = load_decoder(variant(tmp_path, "llama"), dtype="float32")
+    assert decoder.local is decoder.config
+    assert type(decoder.collective) is SingleRank
+    x = torch.ones(3)
+    assert decoder.collective.all_reduce(x) is x
+    assert decoder.collective.all_gather(x) is x
+
+
+def test_quantised_weights_are_cut_before_they_are_quantised(tmp_path: Path) -> None:
+    """The scales are those of the rank's own columns, as if its part were a checkpoint of its own."""
+    folder, ids = variant(tmp_path, "llama"), token_ids(20)
+    decoders = load(folder, 2, dtype="float32", quant="int8")
+    plain = load(folder, 2, dtype="float32")
+    for quantised, full in zip(decoders, plain, strict=True):
+        for layer, other in zip(quantised.layers, full.layers, strict=True):
+            for path in ("o_proj", "qkv_proj", "mlp.down_proj", "mlp.gate_up_proj"):
+                held, weight = layer.get_submodule(path).packed, other.get_submodule(path).weight
+                expected = Quantiser("int8", torch.float32).matrix([weight])
+                assert torch.equal(held.codes, expected.codes)
+                assert torch.equal(held.scales, expected.scales)
+    models = [PagedModel(decoder, 64, 4) for decoder in decoders]
+    whole = PagedModel(load_decoder(folder, dtype="float32"), 64, 4)
+
+    def read(model: PagedModel) -> Tensor:
+        model.open(0)
+        logits = model.forward(torch.tensor(ids), [Segment(0, 20, (), 20)]).logits
+        model.close(0)
+        return logits
+
+    one, other = together(lambda rank: read(models[rank]), 2)
+    expected = read(whole)
+    assert torch.equal(one, other)
+    assert 0 < (one - expected).abs().max() < 0.15 * expected.std()
+
+
+def test_strict_numerics_on_two_ranks(tmp_path: Path) -> None:
+    """Rows do not depend on the batch there either."""
+    decoders, ids = load(variant(tmp_path, "qwen3"), 2, dtype="float32"), token_ids(20)
+
+    def work(rank: int) -> tuple[Tensor, Tensor]:
+        model = StrictModel(decoders[rank], 128, 4)
+        for sequence in (0, 1):
+            model.open(sequence)
+        whole = model.forward(torch.tensor(ids), [Segment(0, 20, (), 20)]).logits
+        rows = []
+        for token in ids:
+            rows.append(model.forward(torch.tensor([token]), [Segment(1, 1)]).logits)
+            model.commit(1, 1)
+        for sequence in (0, 1):
+            model.close(sequence)
+        return whole, torch.cat(rows)
+
+    for whole, rows in together(work, 2):
+        assert torch.equal(whole, rows)
+
+
+@pytest.mark.parametrize(("rank", "world", "named"), [(0, 3, "heads"), (2, 2, "rank"), (0, 8, "heads")])
+def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path, rank: int, world: int, named: str) -> None:
+    config = read_config(variant(tmp_path, "llama"))
+    with pytest.raises(ConfigError, match=named):
+        Shard(config, rank, world)
+
+
+def test_one_ranks_part_is_no_checkpoint(tmp_path: Path) -> None:
+    decoder = load(variant(tmp_path / "in", "llama"), 2, dtype="float32")[0]
+    with pytest.raises(ModelError, match="world=1"):
+        save_checkpoint(decoder, decoder.config, tmp_path / "out", dtype="float32")
