@@ -47,7 +47,7 @@ class PrefixSharing:
             and _adopts(state)
             and num_tokens > size
             and other.tokens[:size] == state.tokens[:size]
-            and other.request.params.tenant == state.request.spec.tenant
+            and other.request.params.tenant == state.request.params.tenant
             and self._prefix.length(other.request_id) < min(len(other.tokens) - 1, num_tokens - 1) // size * size
             and self._hidden_states.shares_states(state.request_id, other.request_id)
         )

@@ -18,9 +18,8 @@ from foretoken.model.open import open_model
 from tests.helpers.checkpoints import tiny_checkpoint, variant
 
 PACKAGE = Path(foretoken.__file__).resolve().parent
-# Folders whose modules work on weights: what they train or write is our decoder. `padded*` runs it in another layout.
+# Folders whose modules work on weights: what they train or write is our decoder.
 _HOLDS_WEIGHTS = ("model", "train")
-_OTHER_LAYOUTS = ("padded.py", "padded_model.py", "padded_draft.py")
 _MODULES = ("paged", "strict", "hf", "decoder", "early", "layers", "attention")
 
 
@@ -57,7 +56,7 @@ def test_nothing_outside_model_knows_a_concrete_model_class() -> None:
     knowing = {
         str(path.relative_to(PACKAGE)): found
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path.relative_to(PACKAGE).parts[0] not in _HOLDS_WEIGHTS and path.name not in _OTHER_LAYOUTS
+        if path.relative_to(PACKAGE).parts[0] not in _HOLDS_WEIGHTS
         if (found := knows_a_concrete_model(ast.parse(path.read_text(encoding="utf-8"))))
     }
     assert knowing == {}
