@@ -26,7 +26,10 @@ def spec_of(pair: SimpleNamespace, drafter: str | None) -> SpecConfig:
 
 
 def run(llm: LLM, spec: SpecConfig, temperature: float, rounds: int = 1) -> None:
+    """At most so many rounds: an alarm ends them."""
     for turn in range(rounds):
+        if llm.stats.shadow is not None and llm.stats.shadow.alarm:
+            break
         seeds = range(turn * len(PROMPTS), (turn + 1) * len(PROMPTS))
         params = [
             SamplingParams(max_tokens=40, temperature=temperature, ignore_eos=True, frequency_penalty=0.3, seed=seed)
