@@ -55,7 +55,7 @@ Choose = Callable[[list[RequestOptions]], list[DraftBudget]]
 def run(
     world: World, texts: Callable[[int, int], Text], rounds: int, batch: int, choose: Choose | None = None
 ) -> BudgetPolicy:
-    """`choose` instead of the policy where it is given; the first `COLD` rounds do not count."""
+    """`choose` instead of the policy where it is given: then it learns nothing; the first `COLD` rounds do not count."""
     policy, started = BudgetPolicy(), set()
     for turn in range(rounds):
         wishes, said = [], []
@@ -67,7 +67,7 @@ def run(
             arms = [DrafterOption(LOOKUP, "lookup", number, look=look)] if number else []
             wishes.append(RequestOptions(b, (*arms, DrafterOption(MODEL, "model", MOST_NUM_DRAFT)), num_tokens=100))
         grants = (choose or policy.plan)(wishes)
-        step(world, policy, wishes, said, grants, started)
+        step(world, None if choose else policy, wishes, said, grants, started)
         if turn == COLD:
             world.seconds, world.tokens = 0.0, 0
     return policy
@@ -75,7 +75,7 @@ def run(
 
 def step(
     world: World,
-    policy: BudgetPolicy,
+    policy: BudgetPolicy | None,
     wishes: list[RequestOptions],
     said: list[tuple[Text, int]],
     grants: list[DraftBudget],
@@ -95,7 +95,7 @@ def step(
     for b, (wish, grant, (text, copied)) in enumerate(zip(wishes, grants, said, strict=True)):
         emitted = 1
         for arm in wish.arms:
-            if arm.look is not None:
+            if policy is not None and arm.look is not None:
                 right = [True] * copied + [False] * (copied < arm.most) + [None] * max(0, arm.most - copied - 1)
                 emits = (
                     min(copied, grant.num_draft if grant.arm == LOOKUP else 0) + 1
@@ -106,12 +106,14 @@ def step(
         if b in modelled:
             kept = world.kept(text.modelled, grant.num_draft)
             emitted += kept
-            policy.observe_round(b, "model", grant.num_draft, [float(k < kept) for k in range(grant.num_draft)])
-        else:
+            if policy is not None:
+                policy.observe_round(b, "model", grant.num_draft, [float(k < kept) for k in range(grant.num_draft)])
+        elif policy is not None:
             policy.observe_rest(b)
         world.tokens += emitted
-    policy.observe_step(rows, rows - len(wishes), target_s, world.tokens - before, draft_s)
-    if modelled:
+    if policy is not None:
+        policy.observe_step(rows, rows - len(wishes), target_s, world.tokens - before, draft_s)
+    if policy is not None and modelled:
         policy.observe_draft("model", longest, draft_s, len(modelled), num_read)
     world.seconds += target_s + draft_s
 

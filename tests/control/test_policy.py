@@ -45,10 +45,13 @@ class World:
 def run(
     world: World, chance: Callable[[int, int], float], rounds: int, batch: int, fixed: int | None = None
 ) -> BudgetPolicy:
-    """`chance(round, request)`; a fixed number instead of the policy where it is given."""
+    """`chance(round, request)`; a fixed number instead of the policy where it is given: then it learns nothing."""
     policy = BudgetPolicy()
     for turn in range(rounds):
-        wishes = [options_of(b, "d", MOST_NUM_DRAFT if fixed is None else fixed, fixed is None) for b in range(batch)]
+        if fixed is not None:
+            world.step([fixed] * batch, [chance(turn, b) for b in range(batch)])
+            continue
+        wishes = [options_of(b, "d", MOST_NUM_DRAFT, True) for b in range(batch)]
         budgets = [grant.num_draft for grant in policy.plan(wishes)]
         target_s, draft_s, stood = world.step(budgets, [chance(turn, b) for b in range(batch)])
         policy.observe_step(batch + sum(budgets), sum(budgets), target_s)
