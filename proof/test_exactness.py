@@ -17,9 +17,7 @@ __all__ = ["reference"]  # a fixture
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
-def test_greedy_equals_transformers(
-    llm: LLM, pair: SimpleNamespace, reference: exactness.Answers, batch: int
-) -> None:
+def test_greedy_equals_transformers(llm: LLM, pair: SimpleNamespace, reference: exactness.Answers, batch: int) -> None:
     exactness.test_greedy_equals_transformers(llm, pair, reference, batch, stride=1)
 
 

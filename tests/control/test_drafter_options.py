@@ -141,6 +141,7 @@ CASES = {
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("price_s", [0.02, 0.1, 0.5])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.repeated
 def test_as_good_as_the_best_fixed_drafter_and_number(name: str, price_s: float, batch: int) -> None:
     def measured(choose: Choose | None, *seeds: int) -> float:
         worlds = [World(price_s=price_s, entry_s=0.5, rng=random.Random(seed)) for seed in seeds]

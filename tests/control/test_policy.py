@@ -87,6 +87,7 @@ def test_reading_a_prompt_does_not_make_a_drafter_dear() -> None:
 @pytest.mark.parametrize(
     ("chance", "price_s"), [(0.0, 0.0), (0.05, 0.2), (0.3, 0.3), (0.5, 0.25), (0.8, 0.25), (0.9, 0.0), (1.0, 0.05)]
 )
+@pytest.mark.repeated
 def test_near_the_best_fixed_number_and_never_much_below_plain(batch: int, chance: float, price_s: float) -> None:
     def speed(fixed: int | None) -> float:
         world = World(price_s=price_s, noise=0.05)

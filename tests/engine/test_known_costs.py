@@ -199,6 +199,7 @@ def test_auto_measures_only_where_somebody_chooses(
         assert llm.stats.profile_s == 0
 
 
+@pytest.mark.filterwarnings("ignore:the draft has")
 def test_other_machines_models_threads_and_drafts_have_files_of_their_own(
     open_llm: Callable[..., LLM], pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,6 +354,7 @@ def test_time_that_is_up(open_llm: Callable[..., LLM], monkeypatch: pytest.Monke
         assert "measuring" in heard[0]
 
 
+@pytest.mark.filterwarnings("ignore:the draft has")
 def test_equal_drafters_are_numbered(pair: SimpleNamespace, open_llm: Callable[..., LLM]) -> None:
     parts = (
         SpecConfig("draft_model", draft=str(pair.draft)),

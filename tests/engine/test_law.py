@@ -182,6 +182,7 @@ def groups_answers(narrow: SimpleNamespace, count: int) -> dict[str, np.ndarray]
 
 
 @pytest.mark.parametrize("name", groups(0))
+@pytest.mark.repeated
 def test_every_rule_has_the_law(narrow: SimpleNamespace, name: str) -> None:
     """Each rule, each drafter and plain: eight tokens, several rounds each. proof/test_law.py mixes all in each
     batch.
@@ -229,6 +230,7 @@ def _whole_law_as_mass(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(branches, "_draw", drawn)
 
 
+@pytest.mark.repeated
 def test_trees_of_another_mass_than_they_were_drawn_from_are_seen(
     narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +264,7 @@ def parameter_law(narrow: SimpleNamespace, name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.repeated
 def test_every_sampling_parameter_has_the_law(narrow: SimpleNamespace, name: str) -> None:
     """Each parameter by itself; proof/test_law.py mixes all in each batch."""
     answers = shuffled_answers(narrow, parameter_requests(PARAMETERS[name], NUM_REQUESTS))
@@ -310,6 +313,7 @@ def _reuse_the_draft_uniform(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("breakage", [_residual_is_target, _test_with_q, _reuse_the_draft_uniform])
+@pytest.mark.repeated
 def test_the_same_test_fails_for_a_broken_rule(
     narrow: SimpleNamespace, breakage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +322,7 @@ def test_the_same_test_fails_for_a_broken_rule(
     assert min(p_values(sample_answers(narrow, asked), exact_law(narrow, BASE))) < ALARM / 1000
 
 
+@pytest.mark.repeated
 def test_the_same_test_fails_for_a_cascade_that_does_not_verify(
     narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +333,7 @@ def test_the_same_test_fails_for_a_cascade_that_does_not_verify(
 
 
 @pytest.mark.parametrize("values", [{"frequency_penalty": 1.5}, {"presence_penalty": 2.0}], ids=str)
+@pytest.mark.repeated
 def test_a_penalty_that_is_stale_inside_the_block_is_seen(
     narrow: SimpleNamespace, values: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:

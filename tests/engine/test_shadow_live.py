@@ -54,6 +54,7 @@ def test_a_healthy_engine_raises_no_alarm(pair: SimpleNamespace, drafter: str | 
 
 
 @pytest.mark.parametrize("rule", [RejectionRule, BlockRule])
+@pytest.mark.repeated
 def test_a_broken_rule_raises_the_alarm(pair: SimpleNamespace, rule: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's own law in place of the residual."""
     if rule is RejectionRule:
