@@ -55,7 +55,9 @@ Choose = Callable[[list[RequestOptions]], list[DraftBudget]]
 def run(
     world: World, texts: Callable[[int, int], Text], rounds: int, batch: int, choose: Choose | None = None
 ) -> BudgetPolicy:
-    """`choose` instead of the policy where it is given: then it learns nothing; the first `COLD` rounds do not count."""
+    """`choose` instead of the policy where it is given; the policy then learns nothing. The first `COLD` rounds do not
+    count.
+    """
     policy, started = BudgetPolicy(), set()
     for turn in range(rounds):
         wishes, said = [], []
