@@ -36,7 +36,7 @@ def run(llm: LLM, spec: SpecConfig, temperature: float, rounds: int = 1) -> None
             for seed in seeds
         ]
         llm.generate(PROMPTS, params, spec)
-    llm.drain_shadow()
+        llm.drain_shadow()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
