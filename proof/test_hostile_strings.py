@@ -12,6 +12,8 @@ import pytest
 
 from tests.helpers.hostile_strings import ENCODINGS, MEGABYTE, SCENES, STRINGS, WIDTHS, check, check_real_process, play
 
+pytestmark = pytest.mark.filterwarnings("default::UserWarning")  # one scene is a warning
+
 
 @pytest.fixture(autouse=True)
 def clean_place(monkeypatch: pytest.MonkeyPatch) -> None:

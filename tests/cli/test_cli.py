@@ -270,6 +270,7 @@ def test_exit_codes_of_bad_input(
         assert "Traceback" not in done.err
 
 
+@pytest.mark.filterwarnings("default:the draft has")
 def test_a_warning_is_one_line(foretoken: Run, pair: SimpleNamespace, expected: list[int]) -> None:
     done = foretoken("generate", "-t", pair.target, "--prompt-ids", "5,6,7", "--max-tokens", 12, "--draft", pair.target)
     assert (done.code, done.out.strip()) == (0, ",".join(map(str, expected)))

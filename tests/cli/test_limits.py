@@ -35,7 +35,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SchedulerConfig, Routi
     class Noted(LLM):
         def __init__(self, *arguments: object, **options: object) -> None:
             super().__init__(*arguments, **options)
-            found.append((self.engine.scheduler.config, self.engine.controller.routing.rules, self))
+            found.append((self.engine.scheduler.config, self.engine.chooser.routing.rules, self))
 
     monkeypatch.setattr(generate, "LLM", Noted)
     return found

@@ -15,6 +15,7 @@ _PLACES = list(itertools.product(WIDTHS, ENCODINGS))
 
 
 @pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.filterwarnings("default::UserWarning")
 def test_c1_every_verb_prints_hostile_strings_whole(
     scene: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,9 @@ Choose = Callable[[list[RequestOptions]], list[DraftBudget]]
 def run(
     world: World, texts: Callable[[int, int], Text], rounds: int, batch: int, choose: Choose | None = None
 ) -> BudgetPolicy:
-    """`choose` instead of the policy where it is given; the first `COLD` rounds do not count."""
+    """`choose` instead of the policy where it is given; the policy then learns nothing. The first `COLD` rounds do not
+    count.
+    """
     policy, started = BudgetPolicy(), set()
     for turn in range(rounds):
         wishes, said = [], []
@@ -69,10 +71,10 @@ def run(
             said.append((text, world.kept(text.copied, number)))
             arms = [DrafterOption(LOOKUP, "lookup", number, preview=look)] if number else []
             wishes.append(RequestOptions(b, (*arms, DrafterOption(MODEL, "model", MOST_NUM_DRAFT)), num_tokens=100))
-        grants = plan(policy, wishes)
-        if choose is not None:
-            grants = choose(wishes)
-        step(world, policy, wishes, said, grants, started)
+        if choose is None:
+            step(world, policy, wishes, said, plan(policy, wishes), started)
+        else:
+            step(world, None, wishes, said, choose(wishes), started)
         if turn == COLD:
             world.seconds, world.tokens = 0.0, 0
     return policy
@@ -80,7 +82,7 @@ def run(
 
 def step(
     world: World,
-    policy: BudgetPolicy,
+    policy: BudgetPolicy | None,
     wishes: list[RequestOptions],
     said: list[tuple[Text, int]],
     grants: list[DraftBudget],
@@ -100,7 +102,7 @@ def step(
     for b, (wish, grant, (text, copied)) in enumerate(zip(wishes, grants, said, strict=True)):
         kept = 0
         for arm in wish.options:
-            if arm.preview is not None:
+            if policy is not None and arm.preview is not None:
                 right = [True] * copied + [False] * (copied < arm.most) + [None] * max(0, arm.most - copied - 1)
                 # No more is known of the text than came out.
                 emits = min(copied, grant.num_draft if grant.option == LOOKUP else 0) + 1
@@ -113,7 +115,8 @@ def step(
         accepted.append(kept)
         world.tokens += 1 + kept
     reads = {"model": num_read} if modelled else {}
-    observe(policy, wishes, grants, accepted, target_s, {"model": draft_s} if modelled else {}, reads)
+    if policy is not None:
+        observe(policy, wishes, grants, accepted, target_s, {"model": draft_s} if modelled else {}, reads)
     world.seconds += target_s + draft_s
 
 
@@ -140,6 +143,7 @@ CASES = {
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("price_s", [0.02, 0.1, 0.5])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.repeated
 def test_as_good_as_the_best_fixed_drafter_and_number(name: str, price_s: float, batch: int) -> None:
     def measured(choose: Choose | None, *seeds: int) -> float:
         worlds = [World(price_s=price_s, entry_s=0.5, rng=random.Random(seed)) for seed in seeds]

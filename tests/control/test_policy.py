@@ -47,10 +47,13 @@ class World:
 def run(
     world: World, chance: Callable[[int, int], float], rounds: int, batch: int, fixed: int | None = None
 ) -> BudgetPolicy:
-    """`chance(round, request)`; a fixed number instead of the policy where it is given."""
+    """`chance(round, request)`; a fixed number instead of the policy where it is given: then it learns nothing."""
     policy = BudgetPolicy()
     for turn in range(rounds):
-        requests = [options_of(b, "d", MOST if fixed is None else fixed, fixed is None) for b in range(batch)]
+        if fixed is not None:
+            world.step([fixed] * batch, [chance(turn, b) for b in range(batch)])
+            continue
+        requests = [options_of(b, "d", MOST) for b in range(batch)]
         budgets = plan(policy, requests)
         counts = [budget.num_draft for budget in budgets]
         target_s, draft_s, stood = world.step(counts, [chance(turn, b) for b in range(batch)])
@@ -78,6 +81,7 @@ def test_reading_a_prompt_does_not_make_a_drafter_expensive() -> None:
 @pytest.mark.parametrize(
     ("chance", "price_s"), [(0.0, 0.0), (0.05, 0.2), (0.3, 0.3), (0.5, 0.25), (0.8, 0.25), (0.9, 0.0), (1.0, 0.05)]
 )
+@pytest.mark.repeated
 def test_near_the_best_fixed_number_and_never_much_below_plain(batch: int, chance: float, price_s: float) -> None:
     def speed(fixed: int | None) -> float:
         world = World(price_s=price_s, noise=0.05)

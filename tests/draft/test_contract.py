@@ -94,8 +94,8 @@ def test_every_drafter_is_in_the_suite() -> None:
     assert {re.split("[:/]", case)[0] for case in CASES} == set(DRAFTERS) - choices
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16])
-@pytest.mark.parametrize("num_draft", range(9))
+# Every number of guesses in every size of batch: proof/test_contract.py.
+@pytest.mark.parametrize(("num_draft", "batch"), [(1, 1), (5, 1), (2, 4), (6, 4), (0, 16), (1, 16), (3, 16), (8, 16)])
 def test_greedy_equals_plain(
     llm: LLM,
     pair: SimpleNamespace,
@@ -127,7 +127,7 @@ def test_greedy_equals_plain(
         assert watched.num_drafted > 0  # the test means something
 
 
-@pytest.mark.parametrize("rule", ["auto", "rejection", "block"])
+@pytest.mark.parametrize("rule", ["auto", "block"])  # "rejection": proof/test_contract.py
 def test_trees_where_the_rule_takes_them_and_chains_elsewhere(
     llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], name: str, plain: Outputs, rule: str
 ) -> None:

@@ -108,7 +108,7 @@ def watched(foreign: LLM, folders: dict[str, Path], monkeypatch: pytest.MonkeyPa
     return watchers
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:draft .* has another tokenizer")
+pytestmark = pytest.mark.filterwarnings("ignore:draft .* has another tokenizer", "ignore:the draft has")
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
@@ -308,6 +308,7 @@ def test_moved_laws_are_the_drafts_own_over_the_shared_tokens(tmp_path: Path) ->
         assert processors.error is None
 
 
+@pytest.mark.repeated
 def test_sampled_answers_have_the_law(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed_drafters: list[str]
 ) -> None:

@@ -126,10 +126,12 @@ def with_drafter(engine: Any, drafter: Drafter) -> Any:
     return engine
 
 
+@pytest.mark.repeated
 def test_sampled_answers_have_the_law(narrow: SimpleNamespace, toy: Callable[[], Any]) -> None:
     assert min(answers(narrow, Watched(toy(), law.VOCAB), RULES)) > law.ALARM
 
 
+@pytest.mark.repeated
 def test_a_drafter_that_lies_about_its_mass_is_seen(narrow: SimpleNamespace, toy: Callable[[], Any]) -> None:
     """The same guesses, said to be drawn from a uniform law."""
     honest = toy()

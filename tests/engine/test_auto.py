@@ -23,7 +23,7 @@ class Whim:
     """Chooses any arm and any number, anew in every round."""
 
     def __init__(self, llm: LLM, seed: int) -> None:
-        self.rng, self.chosen, self.policy = random.Random(seed), set(), llm.engine.controller.policy
+        self.rng, self.chosen, self.policy = random.Random(seed), set(), llm.engine.chooser.policy
         self.observe = self.policy.observe_round
 
     def plan(self, wishes: Sequence[RequestOptions]) -> list[DraftBudget]:
@@ -63,7 +63,7 @@ def test_any_choice_gives_the_plain_answer(
     chosen: set[int | None] = set()
     for turn in range(4):
         whim = Whim(llm, turn)
-        monkeypatch.setattr(llm.engine.controller.policy, "plan", whim.plan)
+        monkeypatch.setattr(llm.engine.chooser.policy, "plan", whim.plan)
         outputs = llm.generate(PROMPTS, each, auto(pair))
         assert [out.token_ids for out in outputs] == plain
         chosen |= whim.chosen
@@ -124,7 +124,7 @@ def test_a_look_is_judged_by_its_own_round_alone(llm: LLM, monkeypatch: pytest.M
     """Once a round for each drafter that showed something, and for nothing more: what it took was spent before it was
     chosen.
     """
-    policy, judged, priced = llm.engine.controller.policy, [], []
+    policy, judged, priced = llm.engine.chooser.policy, [], []
     observe = policy.observe_preview
     monkeypatch.setattr(policy, "observe_preview", lambda *told: judged.append((told[0], told[1])) or observe(*told))
     monkeypatch.setattr(policy, "observe_draft", lambda *told: priced.append(told))
@@ -175,4 +175,4 @@ def test_routing_rules_hold_unless_the_caller_set_a_number(
         outputs = llm.generate(PROMPTS[:3], SamplingParams(max_tokens=20, ignore_eos=True), specs)
         assert outputs[0].stats.num_drafted == outputs[1].stats.num_drafted == 0
         assert outputs[2].stats.num_drafted > 0
-        assert llm.engine.controller.routing.num_by_reason[reason] == 2
+        assert llm.engine.chooser.routing.num_by_reason[reason] == 2

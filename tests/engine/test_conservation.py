@@ -1,5 +1,5 @@
-"""Ten thousand random requests through one engine: no block is lost, nothing is kept of anybody, and no answer depends
-on the crowd.
+"""Thousands of random requests through one engine: no block is lost, nothing is kept of anybody, and no answer depends
+on the crowd. proof/test_conservation.py sends ten thousand.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_checkpoint, tiny_tokenizer
 from tests.helpers.specs import predicting
 
-NUM_REQUESTS = 10_000
+NUM_REQUESTS = 2_000
 VOCAB = 300
 FIRST_ID = 10**12  # no other number in the engine lies near, so that a request's number is known wherever it is kept
 MOST_IDS = 10**7
@@ -142,6 +142,7 @@ class Crowd:
     aborted: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     kinds: tuple[SpecConfig, ...] = ()
+    drawn: set[int] = field(default_factory=set)  # kinds of drafting that came at all
     sample: dict[int, RequestState] = field(default_factory=dict)
 
     def prompt(self) -> list[int]:
@@ -175,7 +176,9 @@ class Crowd:
         """One request of one or more answers."""
         rng, params = self.rng, self.params()
         if len(self.kinds) == 0 or rng.random() < 1 / SEASON:
-            self.kinds = (SpecConfig(), *rng.sample(DRAFTING, KINDS))
+            drawn = rng.sample(range(len(DRAFTING)), KINDS)
+            self.drawn.update(drawn)
+            self.kinds = (SpecConfig(), *(DRAFTING[i] for i in drawn))
         spec = rng.choice(self.kinds)
         params = predicting(spec, replace(params, tenant=rng.choice(("", "a", "b"))), SHARED[0])
         num_draft, rule = rng.choice(("auto", 1, 3, 5)), rng.choice(RULES)
@@ -259,20 +262,26 @@ def check_nothing_kept(engine: Engine) -> None:
     assert not [thing for thing in found if isinstance(thing, RequestState)]
 
 
-def test_ten_thousand_requests(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_thousands_of_requests(folders: dict[str, Path], tmp_path: Path) -> None:
+    check_many_requests(folders, tmp_path, NUM_REQUESTS)
+
+
+def check_many_requests(folders: dict[str, Path], tmp_path: Path, num_requests: int) -> None:
+    """Blocks, leftovers and answers of `num_requests` requests that come, wait, leave and end in every way."""
     engine = engine_of(folders)
     engine.watchers.append(Trace(tmp_path / "trace.jsonl"))
     crowd = Crowd(engine, random.Random(7))
     models = [thing for thing in reachable(engine) if isinstance(thing, PagedModel)]
     assert len(models) == 8
-    for step in run(crowd, NUM_REQUESTS):
+    for step in run(crowd, num_requests):
         if step % 20 == 0:
             check_blocks(engine, models)
     check_blocks(engine, models)
     check_idle(engine)
     check_nothing_kept(engine)
     assert set(crowd.refused) <= {"rule"}, "rules that judge chains of one kind only"
-    assert min(crowd.aborted[kind] for kind in ("waiting", "reading", "decoding")) > NUM_REQUESTS // 500
+    assert min(crowd.aborted[kind] for kind in ("waiting", "reading", "decoding")) > num_requests // 500
+    assert len(crowd.drawn) == len(DRAFTING), "every kind of drafting comes"
     compare_with_alone(crowd, folders)
 
 
@@ -291,4 +300,4 @@ def compare_with_alone(crowd: Crowd, folders: dict[str, Path]) -> None:
         assert state.output_ids == other.output_ids[: len(state.output_ids)]
         assert state.finish_reason == "abort" or state.output_ids == other.output_ids
         num_compared += 1
-    assert num_compared > NUM_REQUESTS // 400
+    assert num_compared > crowd.num_asked // 400

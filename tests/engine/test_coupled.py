@@ -59,7 +59,8 @@ def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
     ]
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", TEMPERATURES[::2])  # the others: proof/test_exactness.py
+@pytest.mark.repeated
 def test_the_text_of_a_seed_is_the_text_without_drafts(llm: LLM, pair: SimpleNamespace, temperature: float) -> None:
     """Drafters, numbers of guesses, batch sizes and orders of arrival against plain decoding one by one."""
     each = [params_of(temperature, i) for i in range(len(PROMPTS))]

@@ -149,42 +149,47 @@ def dialogues(ask: Callable[[list[list[int]]], list[list[int]]], seed: int) -> N
         ]
 
 
+def traffic(folders: dict[str, Path], name: str | None) -> tuple[list[list[int]], PrefixStats]:
+    """Answers to the dialogues and what the prefix cache found, with a drafter or plain."""
+    spec = SpecConfig() if name is None else spec_of(name, folders["draft"], num_draft=6)
+    answers: list[list[int]] = []
+    with LLM(folders["target"], dtype="float32", cache_tokens=8192) as llm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine.admission, "eos_token_ids", frozenset(range(0, COLUMNS, 13)))
+
+        def ask(prompts: list[list[int]]) -> list[list[int]]:
+            params = [
+                predicting(
+                    spec,
+                    SamplingParams(max_tokens=40, ignore_eos=i % 2 == 0, repetition_penalty=1.2),
+                    token_ids(40, 355),
+                )
+                for i in range(len(prompts))
+            ]
+            told = [list(out.token_ids) for out in llm.generate(prompts, params, spec)]
+            answers.extend(told)
+            return told
+
+        dialogues(ask, 100)
+        check_idle(llm)
+        assert name in (None, "early_exit") or llm.stats.num_drafted > 0
+        assert llm.stats.prefix is not None
+        return answers, llm.stats.prefix
+
+
+@pytest.fixture(scope="module")
+def plain_traffic(folders: dict[str, Path]) -> tuple[list[list[int]], PrefixStats]:
+    return traffic(folders, None)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_speculation_never_lowers_the_hit_rate(
-    folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], name: str, plain_traffic: tuple[list[list[int]], PrefixStats]
 ) -> None:
     """The same traffic plainly and with guesses: at least the same blocks are found, also where an answer ends inside
     an accepted run.
     """
-    answers: dict[str | None, list[list[int]]] = {}
-
-    def hits(name: str | None) -> PrefixStats:
-        spec = SpecConfig() if name is None else spec_of(name, folders["draft"], num_draft=6)
-        answers[name] = []
-        with LLM(folders["target"], dtype="float32", cache_tokens=8192) as llm:
-            monkeypatch.setattr(llm.engine.admission, "eos_token_ids", frozenset(range(0, COLUMNS, 13)))
-
-            def ask(prompts: list[list[int]]) -> list[list[int]]:
-                params = [
-                    predicting(
-                        spec,
-                        SamplingParams(max_tokens=40, ignore_eos=i % 2 == 0, repetition_penalty=1.2),
-                        token_ids(40, 355),
-                    )
-                    for i in range(len(prompts))
-                ]
-                told = [list(out.token_ids) for out in llm.generate(prompts, params, spec)]
-                answers[name].extend(told)
-                return told
-
-            dialogues(ask, 100)
-            check_idle(llm)
-            assert name in (None, "early_exit") or llm.stats.num_drafted > 0
-            assert llm.stats.prefix is not None
-            return llm.stats.prefix
-
-    plain, speculative = hits(None), hits(name)
-    assert answers[name] == answers[None]
+    (expected, plain), (answers, speculative) = plain_traffic, traffic(folders, name)
+    assert answers == expected
     assert plain.num_evicted_blocks == speculative.num_evicted_blocks == 0
     assert speculative.num_looked_up_tokens == plain.num_looked_up_tokens
     assert speculative.num_found_tokens >= plain.num_found_tokens > 300

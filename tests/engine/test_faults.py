@@ -89,13 +89,13 @@ def run(llm: LLM, specs: list[SpecConfig], way: str) -> list[GenerateOutput]:
         return outputs
 
 
-STEP = ("_schedule", "_propose", "_forward", "_verify", "_commit", "_observe", "_emit")
+STEP = ("_admit", "_preview", "_schedule", "_propose", "_forward", "_verify", "_commit", "_observe", "_emit")
 INSIDE = (
     *(
         "scheduler.schedule",
-        "scheduler._grants",
-        "controller.plan",
-        "controller.observe",
+        "scheduler.rows",
+        "chooser.plan",
+        "chooser.observe",
         "drafters.propose",
         "drafters.commit",
         "drafters.taps",
@@ -245,7 +245,7 @@ def test_a_fault_of_one_request_is_its_own(
     check_idle(llm)
 
 
-@pytest.mark.parametrize("path", ["scheduler.remove", "target.close", "controller.finish", "scheduler.publish"])
+@pytest.mark.parametrize("path", ["scheduler.remove", "target.close", "chooser.finish", "scheduler.publish"])
 def test_what_raises_when_a_request_ends_keeps_nothing_else(
     llm: LLM, specs: list[SpecConfig], undisturbed: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:

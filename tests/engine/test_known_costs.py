@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from foretoken.engine.controller import _kind
+from foretoken.draft.group import option_kind
 
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.bench.drafting import parse_drafters
@@ -92,7 +92,7 @@ def everything(llm: LLM) -> object:
     """
     engine = llm.engine
     numbers = (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
-    own = (engine.scheduler, engine.controller, engine.states, engine.stats, repr(engine._ids), llm._inboxes)
+    own = (engine.scheduler, engine.chooser, engine.states, engine.stats, repr(engine._ids), llm._inboxes)
     return plain([own, llm.target, llm._drafters.drafters, numbers])
 
 
@@ -161,16 +161,16 @@ def test_a_start_measures_once_and_seeds_the_controller(open_llm: Callable[..., 
         assert path.parent == cache_folder()
         assert [file.name for file in path.parent.iterdir()] == [path.name]
         assert first.stats.profile_s == first.costs.measured_s > 0
-        policy, profile = first.engine.controller.policy, first.costs.profile
+        policy, profile = first.engine.chooser.policy, first.costs.profile
         assert profile is not None
         assert policy.target_cost.seconds(4) == profile.rows.seconds(4)
-        assert policy.draft_cost[_kind(first.spec)][0].seconds(2) == profile.drafters["draft_model"].guesses.seconds(2)
+        assert policy.draft_cost[option_kind(first.spec)][0].seconds(2) == profile.drafters["draft_model"].guesses.seconds(2)
         assert isinstance(policy.target_cost, SeededCost)
         first.generate(PROMPT, ANSWER)
         assert policy.target_cost.as_dict()
     with open_llm() as second:
         assert (second.costs.profile, second.costs.path, second.stats.profile_s) == (profile, path, 0.0)
-        assert second.engine.controller.policy.target_cost.seconds(4) == profile.rows.seconds(4)
+        assert second.engine.chooser.policy.target_cost.seconds(4) == profile.rows.seconds(4)
     with open_llm(profile="measure") as third:
         assert third.costs.profile != profile
         assert third.costs.path == path
@@ -199,6 +199,7 @@ def test_auto_measures_only_where_somebody_chooses(
         assert llm.stats.profile_s == 0
 
 
+@pytest.mark.filterwarnings("ignore:the draft has")
 def test_other_machines_models_threads_and_drafts_have_files_of_their_own(
     open_llm: Callable[..., LLM], pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,8 +297,8 @@ def test_files_of_bench_are_read_and_checked(
         assert llm.costs.profile == profile
         assert llm.costs.path == file
         assert llm.stats.profile_s == 0
-        assert llm.engine.controller.policy.target_cost.seconds(1) == profile.rows.seconds(1)
-        assert list(llm.engine.controller.policy.draft_cost) == [_kind(llm.spec)]
+        assert llm.engine.chooser.policy.target_cost.seconds(1) == profile.rows.seconds(1)
+        assert list(llm.engine.chooser.policy.draft_costs._tables) == [option_kind(llm.spec)]
         llm.generate(PROMPT, ANSWER)
     cost = profile.drafters["draft_model"]
     others = {
@@ -353,6 +354,7 @@ def test_time_that_is_up(open_llm: Callable[..., LLM], monkeypatch: pytest.Monke
         assert "measuring" in heard[0]
 
 
+@pytest.mark.filterwarnings("ignore:the draft has")
 def test_equal_drafters_are_numbered(pair: SimpleNamespace, open_llm: Callable[..., LLM]) -> None:
     parts = (
         SpecConfig("draft_model", draft=str(pair.draft)),
@@ -361,7 +363,7 @@ def test_equal_drafters_are_numbered(pair: SimpleNamespace, open_llm: Callable[.
     )
     with open_llm(SpecConfig("auto", parts=parts)) as llm:
         assert dict(llm.costs.specs) == {"draft_model": parts[0], "draft_model#2": parts[1]}
-        assert set(llm.engine.controller.policy.draft_cost) == {_kind(parts[0]), _kind(parts[1])}
+        assert set(llm.engine.chooser.policy.draft_costs._tables) == {option_kind(parts[0]), option_kind(parts[1])}
 
 
 def test_the_roofline_of_a_target(open_llm: Callable[..., LLM]) -> None:

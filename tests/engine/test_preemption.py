@@ -73,7 +73,7 @@ class Bench:
         scheduler = self.engine.scheduler
         assert open_sequences(self.target) == list(scheduler.running)
         assert {s.request_id for s in scheduler.waiting} | set(scheduler.running) == set(self.engine.states)
-        assert scheduler.waiting == sorted(scheduler.waiting, key=scheduler._key)
+        assert scheduler.waiting == sorted(scheduler.waiting, key=scheduler.key)
 
     def run(self, asked: Iterable[Asked]) -> list[RequestState]:
         states = [self.engine.submit(prompt, predicting(spec, params), spec) for prompt, params, spec in asked]
@@ -158,13 +158,13 @@ def test_log_probabilities_are_told_once(pair: SimpleNamespace, roomy: Bench) ->
     ]
     expected = alone(roomy, asked)
     bench = Bench(pair, 56, limits=SchedulerConfig(8, 5, cache_reserve=0.0))
-    half_read, preempt = [], bench.engine.scheduler._preempt
+    half_read, preempt = [], bench.engine.scheduler.preempt
 
     def watched(state: RequestState) -> None:
         half_read.append(not state.origins and len(state.prompt_logprobs) > 1)
         preempt(state)
 
-    bench.engine.scheduler._preempt = watched  # type: ignore[method-assign]
+    bench.engine.scheduler.preempt = watched  # type: ignore[method-assign]
     states = bench.run(asked)
     assert any(half_read)
     assert not all(half_read)
@@ -269,7 +269,7 @@ def test_what_was_computed_is_adopted_again(pair: SimpleNamespace) -> None:
     state = bench.engine.submit(token_ids(60, seed=4), replace(GREEDY, max_tokens=20), SpecConfig())
     while len(state.tokens) < 71:
         bench.step()
-    bench.engine.scheduler._preempt(state)
+    bench.engine.scheduler.preempt(state)
     assert bench.target.num_free_tokens() == 128
     bench.step()
     assert bench.engine.stats.num_recomputed_tokens == 70 - 68  # 17 whole blocks of 4

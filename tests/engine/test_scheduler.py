@@ -105,7 +105,7 @@ def test_a_shared_beginning_is_not_counted_twice(pair: SimpleNamespace) -> None:
         first, second = (engine.submit(one, params, SpecConfig()) for one in prompts)
         engine.step()
         assert list(engine.scheduler.running) == [first.request_id]
-        engine.scheduler._admit()
+        engine.scheduler.admit()
         assert len(engine.scheduler.running) == together
         while engine.has_work:
             engine.step()

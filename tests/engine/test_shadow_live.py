@@ -26,14 +26,17 @@ def spec_of(pair: SimpleNamespace, drafter: str | None) -> SpecConfig:
 
 
 def run(llm: LLM, spec: SpecConfig, temperature: float, rounds: int = 1) -> None:
+    """At most so many rounds: an alarm ends them."""
     for turn in range(rounds):
+        if llm.stats.shadow is not None and llm.stats.shadow.alarm:
+            break
         seeds = range(turn * len(PROMPTS), (turn + 1) * len(PROMPTS))
         params = [
             SamplingParams(max_tokens=40, temperature=temperature, ignore_eos=True, frequency_penalty=0.3, seed=seed)
             for seed in seeds
         ]
         llm.generate(PROMPTS, params, spec)
-    llm.drain_shadow()
+        llm.drain_shadow()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -51,6 +54,7 @@ def test_a_healthy_engine_raises_no_alarm(pair: SimpleNamespace, drafter: str | 
 
 
 @pytest.mark.parametrize("rule", [RejectionRule, BlockRule])
+@pytest.mark.repeated
 def test_a_broken_rule_raises_the_alarm(pair: SimpleNamespace, rule: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's own law in place of the residual."""
     if rule is RejectionRule:

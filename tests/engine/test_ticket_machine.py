@@ -39,8 +39,8 @@ CALLS = [
         "_commit",
         "_observe",
         "_emit",
-        "controller.plan",
-        "controller.observe",
+        "chooser.plan",
+        "chooser.observe",
         "admission.prepare",
     ),
     *(
@@ -55,7 +55,7 @@ CALLS = [
     ),
     *("drafter.start", "drafter.guess", "drafter.propose", "drafter.commit"),
 ]
-ENDINGS = ["drafter.finish", "controller.finish", "target.close", "release"]
+ENDINGS = ["drafter.finish", "chooser.finish", "target.close", "release"]
 WATCHED = ["begin", "round", "end", "between_steps"]
 
 

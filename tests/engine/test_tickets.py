@@ -224,6 +224,7 @@ def test_h2_a_trace_on_a_full_disk_ends_and_answers_go_on(pair: SimpleNamespace,
     assert "/dev/full" in str(llm.trace_error)
 
 
+@pytest.mark.filterwarnings("ignore:.*injected:UserWarning")
 @pytest.mark.parametrize("kind", [Injected, Interrupt])
 @pytest.mark.parametrize("place", ["enqueue_for", "step_for", "watcher"])
 def test_h2_whatever_raises_in_the_thread_every_ticket_ends(

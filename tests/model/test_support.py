@@ -52,6 +52,7 @@ def moved(logits: Tensor, rounding: float, number: int) -> Tensor:
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("step", [1e-6, 0.0625])
 @pytest.mark.parametrize("temperature", [0.05, 1.5])
+@pytest.mark.repeated
 def test_every_rounding_lies_between_the_bounds(filters: dict[str, float], step: float, temperature: float) -> None:
     for vocab in (40, 1500, 3000):
         logits = rows(vocab, step)

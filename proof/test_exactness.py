@@ -1,0 +1,26 @@
+"""Greedy and seeded answers of every drafter beside every prompt, number of guesses and temperature; the tests take
+some of the pairings.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from foretoken import LLM
+from tests.engine import test_coupled as coupled
+from tests.engine import test_exactness as exactness
+from tests.engine.test_exactness import reference
+
+__all__ = ["reference"]  # a fixture
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_greedy_equals_transformers(llm: LLM, pair: SimpleNamespace, reference: exactness.Answers, batch: int) -> None:
+    exactness.test_greedy_equals_transformers(llm, pair, reference, batch, stride=1)
+
+
+@pytest.mark.parametrize("temperature", coupled.TEMPERATURES)
+def test_the_text_of_a_seed_is_the_text_without_drafts(llm: LLM, pair: SimpleNamespace, temperature: float) -> None:
+    coupled.test_the_text_of_a_seed_is_the_text_without_drafts(llm, pair, temperature)
