@@ -5,7 +5,7 @@
     layouts python scripts/layouts.py --target DIR --draft DIR --drafter draft_model
 
 All ways answer the same prompts with the same weights in one process, in turns; the figures are medians. See
-docs/batching.md.
+docs/studies.md.
 """
 
 from __future__ import annotations

@@ -62,10 +62,10 @@ class LLM:
     file that gets one line per event (docs/trace.md); when it cannot be written any more, `trace_error` says so and
     answers go on. `shadow_rate` is the share of requests whose answers the target alone scores again in the background;
     `stats.shadow` tells what it found, and a warning is raised when answers do not follow the target's law. `routing`
-    says for which requests not to speculate at all (docs/batching.md).
+    says for which requests not to speculate at all (docs/controller.md).
 
     `profile` says where it is known from what steps cost, which decides how much is guessed where that is left open:
-    "auto" (kept from an earlier start, or measured now, see docs/batching.md), "off" (learnt from the first steps),
+    "auto" (kept from an earlier start, or measured now, see docs/controller.md), "off" (learnt from the first steps),
     "measure" (now, again), or a file of `foretoken bench --profile`. `on_profile` hears about measuring that takes
     longer than a second; `costs` tells what came of it.
 
