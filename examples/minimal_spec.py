@@ -1,10 +1,11 @@
 """Speculative decoding, whole, in one file: greedy and sampled, exact for any drafter. Needs numpy only.
 
-A model is a function from a list of tokens to the law of the next token, a vector of probabilities. A draft model may
-hand over less than a whole law: what is missing to 1 is the probability that it proposes nothing and the draft ends.
+A model is a function from a list of tokens to the distribution of the next token, a vector of probabilities. A draft
+model may return less than a whole distribution: what is missing to 1 is the probability that it proposes nothing and
+the draft ends.
 
-The rule, for a guess x drawn from the mass mu where the target's law is p (Leviathan et al. 2023, arXiv 2211.17192, and
-Chen et al. 2023, arXiv 2302.01318, with mu = q; here for any mu with sum(mu) <= 1):
+The rule, for a drafted token x drawn from the mass mu where the target's distribution is p (Leviathan et al. 2023,
+arXiv 2211.17192, and Chen et al. 2023, arXiv 2302.01318, with mu = q; here for any mu with sum(mu) <= 1):
 
     accept x  iff  u * mu(x) < p(x),  u uniform in [0, 1)
     otherwise, or if nothing was proposed, emit y drawn from (p - mu)_+, normalised
@@ -36,7 +37,7 @@ class Dice:
         self.rng = np.random.default_rng(seed)
 
     def pick(self, law: Law) -> int:
-        """Return an index, with probability law[index]."""
+        """Return an index, with probability distribution[index]."""
         return int(self.rng.choice(len(law), p=law / law.sum()))
 
     def accept(self, p: float, mu: float) -> bool:
@@ -46,7 +47,7 @@ class Dice:
 
 def one_round(target: Model, draft: Model, text: list[int], num_draft: int, dice: Dice) -> list[int]:
     """Guess, check, emit: between one and num_draft + 1 new tokens for a single pass of the target."""
-    # 1 Guess. Note the mass that each guess was drawn from, also where nothing was proposed.
+    # 1 Guess. Note the mass that each drafted token was drawn from, also where nothing was proposed.
     guesses: list[int] = []
     masses: list[Law] = []
     while len(guesses) < num_draft:
@@ -57,7 +58,7 @@ def one_round(target: Model, draft: Model, text: list[int], num_draft: int, dice
         if x == len(mu):
             break
         guesses.append(x)
-    # 2 Check. The target answers for every prefix of the guesses: an engine does this in ONE pass, and that is the
+    # 2 Check. The target answers for every prefix of the drafted tokens: an engine does this in ONE pass, and that is the
     # gain.
     laws = [target(text + guesses[:i]) for i in range(len(guesses) + 1)]
     if len(masses) == len(guesses):  # the draft was full: nothing could have been proposed after it, so mu = 0 there
@@ -75,7 +76,7 @@ def one_round(target: Model, draft: Model, text: list[int], num_draft: int, dice
 def generate(
     target: Model, draft: Model, prompt: list[int], max_tokens: int, num_draft: int, dice: Dice
 ) -> list[list[int]]:
-    """The answer, round by round. The last round guesses no more than can still be used."""
+    """The answer, round by round. The last round drafted tokens no more than can still be used."""
     rounds: list[list[int]] = []
     text = list(prompt)
     while (room := max_tokens - (len(text) - len(prompt))) > 0:
@@ -85,7 +86,7 @@ def generate(
 
 
 def greedy(model: Model) -> Model:
-    """Temperature 0 is no special case: the law is a point at the most likely token, and so is the mass."""
+    """Temperature 0 is no special case: the distribution is a point at the most likely token, and so is the mass."""
     return lambda text: np.eye(len(model(text)))[model(text).argmax()]
 
 
@@ -121,7 +122,7 @@ def branches(program: Callable[[Dice], list[list[int]]]) -> Iterator[tuple[list[
 
 
 def law_error(target: Model, draft: Model, vocab: int, length: int, num_draft: int) -> float:
-    """Largest difference between the law of the first `length` tokens and the target's own."""
+    """Largest difference between the distribution of the first `length` tokens and the target's own."""
     emitted = np.zeros((vocab,) * length)
     for rounds, weight in branches(lambda dice: generate(target, draft, [], length, num_draft, dice)):
         emitted[tuple(itertools.chain(*rounds))] += weight
@@ -132,12 +133,12 @@ def law_error(target: Model, draft: Model, vocab: int, length: int, num_draft: i
 
 
 def toy(seed: int, share: float = 1.0, vocab: int = 3) -> Model:
-    """A random law for every context; with `share` < 1 it proposes nothing in the rest of the cases."""
+    """A random distribution for every context; with `share` < 1 it proposes nothing in the rest of the cases."""
     return lambda text: share * np.random.default_rng([seed, len(text), *text]).dirichlet(np.ones(vocab))
 
 
 def main() -> None:
-    """Show both modes on a toy pair, and prove the law of three kinds of drafter."""
+    """Show both modes on a toy pair, and prove the distribution of three kinds of drafter."""
     target, draft = toy(1), toy(2)
     print("greedy, round by round:  ", generate(greedy(target), greedy(draft), [0], 12, 3, Dice()))
     print("sampled, round by round: ", generate(target, draft, [0], 12, 3, Dice(7)))

@@ -17,11 +17,11 @@ from foretoken.engine.shadow.sequential_test import GreedyEvidence, weigh_greedy
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.randomness import RaceNoise
 
-_TEXTS = 4  # answers whose logits and seeds are compared; the checks on laws take all of them
+_TEXTS = 4  # answers whose logits and seeds are compared; the checks on distributions take all of them
 _OTHER_NUM_DRAFTS = (1, 7)
 _SEEDS = "equal seeds, equal answers"
 _CHOOSERS = ("mix", "auto")  # drafters that choose among others by measured times
-_REMEMBERING = ("recycling",)  # drafters that guess differently after an answer, whoever asked for it
+_REMEMBERING = ("recycling",)  # drafters that drafted token differently after an answer, whoever asked for it
 _WHY_NOT_DEMANDED = (
     "in 16-bit numbers rounding moves what this rule compares with; --rule coupled or --dtype float32 repeats a seed"
 )
@@ -145,8 +145,8 @@ def _coupled_seeds(session: Session, prompts: Sequence[list[int]], params: Seque
         again = session.answers(prompts, params, spec, together).outputs
 
         def gap(i: int, place: int) -> tuple[float, float]:
-            """Distance in the race that decides: noise over law, the least wins; in logarithms, up to a constant of the
-            row.
+            """Distance in the race that decides: noise over distribution, the least wins; in logarithms, up to a
+            constant of the row.
             """
             logits, rounding = _row(session, again[i], params[i], place)
             noise = RaceNoise(params[i].seed or 0, len(logits), logits.device).at([len(again[i].prompt_ids) + place])[0]
@@ -200,8 +200,8 @@ def _untimed(spec: SpecConfig) -> SpecConfig | None:
 
 
 def check_numerics(session: Session) -> list[Check]:
-    """The logits of a row computed alone, with guesses behind it, and beside another request: demanded equal only when
-    strict.
+    """The logits of a row computed alone, with drafted tokens behind it, and beside another request: demanded equal
+    only when strict.
     """
     options, target = session.options, session.target
     params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
@@ -234,10 +234,10 @@ def check_numerics(session: Session) -> list[Check]:
 def _decode(
     target: LanguageModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]], num_draft: int
 ) -> list[Tensor]:
-    """Logits `[n, V]` of the answers of some texts, run side by side, each step one row and `num_draft` rows of guesses
-    behind it.
+    """Logits `[n, V]` of the answers of some texts, run side by side, each step one row and `num_draft` rows of drafted
+    tokens behind it.
 
-    The guesses are the text itself, so the rows of a verify pass are rows of the text.
+    The drafted tokens are the text itself, so the rows of a verify pass are rows of the text.
     """
     sequences = [-1 - i for i in range(len(texts))]
     found: list[list[Tensor]] = [[] for _ in texts]

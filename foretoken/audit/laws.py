@@ -1,5 +1,5 @@
-"""The check of the law: do sampled tokens follow the target's own laws, told by the target alone, with a stated error
-rate?
+"""The check of the distribution: do sampled tokens follow the target's own distributions, told by the target alone,
+with a stated error rate?
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def check_law(session: Session, temperature: float, rule: str, number: int, coun
     evenly.
     """
     options = session.options
-    plain = SpecConfig("ngram", num_draft=0, tenant=options.spec.tenant)  # guesses nothing, but a rule can be named
+    plain = SpecConfig(
+        "ngram", num_draft=0, tenant=options.spec.tenant
+    )  # drafted tokens nothing, but a rule can be named
     spec = replace(plain if options.spec.drafter is None else options.spec, rule=rule)
     where = f"temperature {temperature:g}, {options.spec.drafter or 'plain'}, rule {rule}"
     evidence = _evidence(session, temperature, spec, options.seed + number * options.num_prompts)

@@ -11,7 +11,7 @@ from foretoken.files import parse_json, read_text
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
 Prompt = str | list[int]
-_MOST_PROMPTS = 100_000  # all answers are kept until their laws are judged
+_MOST_PROMPTS = 100_000  # all answers are kept until their distributions are judged
 REPORT_SUFFIXES = (".md", ".json")
 
 

@@ -1,4 +1,4 @@
-"""The engine under audit: answers in, answers scored again out, and what its drafter guessed."""
+"""The engine under audit: answers in, answers scored again out, and what its drafter drafted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHUNK_TOKENS = 256
 
 @dataclass
 class Recorder:
-    """Watches the engine: what was guessed for every token of every request, in order of arrival, and which rules
+    """Watches the engine: what was drafted for every token of every request, in order of arrival, and which rules
     "auto" means.
     """
 
@@ -56,8 +56,8 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Run:
-    """Answers in the order of their prompts, the guesses for each of their tokens, and the rules that "auto" would have
-    taken.
+    """Answers in the order of their prompts, the drafted tokens for each of their tokens, and the rules that "auto"
+    would have taken.
     """
 
     outputs: list[GenerateOutput]
@@ -87,7 +87,7 @@ class Session:
 
     @property
     def target(self) -> LanguageModel:
-        """The model whose laws count."""
+        """The model whose distributions count."""
         return self.llm.target
 
     @property
@@ -136,8 +136,8 @@ class Session:
         return rescore(self.target, output.prompt_ids, output.token_ids, params, chunk_tokens=_CHUNK_TOKENS)
 
     def draft_guesses(self, output: GenerateOutput, params: SamplingParams) -> list[Guess | None] | None:
-        """The draft model's law at every drafted place of an answer, computed anew; None without a draft model that can
-        hold it.
+        """The draft model's distribution at every drafted place of an answer, computed anew; None without a draft model
+        that can hold it.
         """
         if self.draft is None or len(output.prompt_ids) + len(output.token_ids) > self.draft.max_context_tokens:
             return None

@@ -73,7 +73,9 @@ def audit(
     out: Annotated[Path | None, typer.Option(help="Write the report into this .md or .json file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check greedy equality, the law of sampled tokens, seeds, logits and cache; exit code 5 if anything fails."""
+    """Check greedy equality, the distribution of sampled tokens, seeds, logits and cache; exit code 5 if anything
+    fails.
+    """
     if target == "reference:target" and drafter is None and draft is None:
         draft = "reference:draft"
     spec = spec_from({**context.params, "draft": draft})

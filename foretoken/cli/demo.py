@@ -147,8 +147,8 @@ def _measure(
 ) -> tuple[Timing, Timing, dict[str, tuple[GenerateOutput, GenerateOutput]]]:
     """Both ways in turn on every prompt, after one warm-up of each; the answers of the last repeat.
 
-    Every answer has a tenant of its own and every repeat fresh drafters: nobody guesses from earlier answers to the
-    same prompts.
+    Every answer has a tenant of its own and every repeat fresh drafters: nobody drafted tokens from earlier answers to
+    the same prompts.
     """
     tenants = map(str, itertools.count())
     answers: dict[str, tuple[GenerateOutput, GenerateOutput]] = {}

@@ -49,8 +49,8 @@ def print_shown(console: Console, pieces: Sequence[str], origins: Sequence[Token
 
 
 def print_counts(console: Console, stats: RequestStats) -> None:
-    """How many guesses were made and kept at each place of the draft and, where several drafters guessed, by each of
-    them.
+    """How many drafted tokens were made and kept at each place of the draft and, where several drafters drafted, by
+    each of them.
     """
     if not stats.num_drafted:
         return

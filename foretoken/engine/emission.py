@@ -104,7 +104,7 @@ def _counts(draft: Draft, verdict: Verdict, b: int, num_new: int, gaps: Sequence
 
 @functools.cache
 def _plain_round(num_new: int) -> RoundCounts:
-    """The same for every round in which nothing was guessed: of one token, or of none."""
+    """The same for every round in which nothing was drafted: of one token, or of none."""
     return RoundCounts((), (), (), num_new)
 
 
@@ -122,7 +122,7 @@ def _tell_time(stats: RequestStats, totals: EngineStats, total_s: float, is_firs
 
 
 def _used_rows(draft: Draft, verdict: Verdict, b: int) -> list[int]:
-    """The rows whose laws the emitted tokens came from, in order."""
+    """The rows whose distributions the emitted tokens came from, in order."""
     anchor = draft.anchor_row(b)
     return [anchor, *[anchor + 1 + node for node in verdict.paths[b]]]
 

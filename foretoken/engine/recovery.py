@@ -73,7 +73,7 @@ def recover(engine: Engine, error: BaseException) -> None:
     is_fault, was_alone = isinstance(error, Exception), bool(scheduler.alone)
     for state in scheduler.interrupted():
         if state.finish_reason is not None:
-            engine.release(state)  # its answer was complete, and had been handed over
+            engine.release(state)  # its answer was complete, and had been returned
         elif is_fault and was_alone:
             engine.fail(state, engine_error("a step of the engine broke down", error))
         else:
@@ -97,7 +97,7 @@ def _run_again(engine: Engine, state: RequestState, alone: bool) -> None:
 
 
 def plans_of(controller: Controller, faults: Faults) -> Callable[[Sequence[RequestState]], Sequence[DraftPlan]]:
-    """The controller's plans of a step; where it raises, none of its guesses."""
+    """The controller's plans of a step; where it raises, none of its drafted tokens."""
 
     def plan(states: Sequence[RequestState]) -> Sequence[DraftPlan]:
         try:

@@ -1,8 +1,8 @@
 """Counters of what happened: one source, read by outputs, bench, trace and server alike. docs/batching.md lists them.
 
-A guess is one node of a draft. It is *accepted* when its token was emitted, *rejected* when its rule did not let it
-stand, and *cut* when it would have stood but the answer ended before it; each drafted one is exactly one of the three.
-A round that fails counts none of its guesses; the time it took is counted.
+A drafted token is one node of a draft. It is *accepted* when its token was emitted, *rejected* when its rule did not
+let it stand, and *cut* when it would have stood but the answer ended before it; each drafted one is exactly one of the
+three. A round that fails counts none of its drafted tokens; the time it took is counted.
 
 Time belongs to requests so that their sums are the engine's totals, whatever becomes of a request (`accounts` does the
 sharing).
@@ -20,12 +20,12 @@ from foretoken.kv.prefix import PrefixStats
 
 @dataclass(frozen=True)
 class RoundCounts:
-    """One round of one request: what was guessed, and what of it left the engine.
+    """One round of one request: what was drafted, and what of it left the engine.
 
-    `depths` [n] and `authors` [n] are those of the n guesses (1 = first place of the draft; None: nobody's account).
-    `path` are the guesses that stand, root to leaf, of which the first `num_emitted` - 1 or fewer were emitted: the
-    answer may end on the way. `inner` counts guesses that a drafter judged itself, and those that it kept. `tie_gaps`
-    are those of near ties among the emitted.
+    `depths` [n] and `authors` [n] are those of the n drafted tokens (1 = first place of the draft; None: nobody's
+    account). `path` are the drafted tokens that stand, root to leaf, of which the first `num_emitted` - 1 or fewer were
+    emitted: the answer may end on the way. `inner` counts drafted tokens that a drafter judged itself, and those that
+    it kept. `tie_gaps` are those of near ties among the emitted.
     """
 
     depths: Sequence[int]
@@ -39,23 +39,23 @@ class RoundCounts:
 
 @dataclass
 class Counters:
-    """What one request, or all together, guessed and got; times in seconds.
+    """What one request, or all together, drafted and got; times in seconds.
 
-    `num_drafts` counts rounds of a request in which something was guessed. `num_probed` counts rows that the target ran
-    for a drafter beside its guesses (`core.Probes`): they cost what a guess costs and can never be accepted. Guesses
-    that a drafter judged itself while it drafted (a cascade's levels among each other) are `num_inner_drafted` and
-    `num_inner_accepted`, and count nowhere else. `drafted_at` and `accepted_at` count by place of the draft,
-    `drafted_by` and `accepted_by` by drafter. `num_near_ties` counts greedy tokens whose two best logits were one
-    rounding unit apart or less: only there can 16-bit arithmetic make a speculative answer differ from a plain one;
-    `near_tie_gap` is the widest such gap. `num_preempted` counts how often a cache was given back to be read again.
-    `draft_failures` counts by drafter the calls that raised, took too long or gave what cannot be verified; they cost
-    guesses only.
+    `num_drafts` counts rounds of a request in which something was drafted. `num_probed` counts rows that the target ran
+    for a drafter beside its drafted tokens (`core.Probes`): they cost what a drafted token costs and can never be
+    accepted. Drafted tokens that a drafter judged itself while it drafted (a cascade's levels among each other) are
+    `num_inner_drafted` and `num_inner_accepted`, and count nowhere else. `drafted_at` and `accepted_at` count by place
+    of the draft, `drafted_by` and `accepted_by` by drafter. `num_near_ties` counts greedy tokens whose two best logits
+    were one rounding unit apart or less: only there can 16-bit arithmetic make a speculative answer differ from a plain
+    one; `near_tie_gap` is the widest such gap. `num_preempted` counts how often a cache was given back to be read
+    again. `draft_failures` counts by drafter the calls that raised, took too long or gave what cannot be verified; they
+    cost drafted tokens only.
 
     `draft_s` went into drafting, `verify_s` into the target's forward and the rule where they decoded, `prompt_s` where
-    they read prompts, and `wasted_s`, a part of `draft_s` + `verify_s`, into guesses that were rejected. `queued_s` is
-    the time from arrival to the first step, `ttft_s` to the first token, `longest_gap_s` the longest wait for a next
-    one. `plain_s` is what decoding without guesses would have taken, and `compared_s` what it took, over the rounds
-    where both are known (`accounts.gain`).
+    they read prompts, and `wasted_s`, a part of `draft_s` + `verify_s`, into drafted tokens that were rejected.
+    `queued_s` is the time from arrival to the first step, `ttft_s` to the first token, `longest_gap_s` the longest wait
+    for a next one. `plain_s` is what decoding without drafted tokens would have taken, and `compared_s` what it took,
+    over the rounds where both are known (`accounts.gain`).
     """
 
     num_steps: int = 0
@@ -89,7 +89,7 @@ class Counters:
 
     @property
     def num_rejected(self) -> int:
-        """Guesses that the rule did not let stand."""
+        """Drafted tokens that the rule did not let stand."""
         return self.num_drafted - self.num_accepted - self.num_cut
 
     @property
@@ -104,7 +104,8 @@ class Counters:
 
     @property
     def estimated_speedup(self) -> float | None:
-        """How many times as long decoding without guesses would have taken for the same tokens in the same company.
+        """How many times as long decoding without drafted tokens would have taken for the same tokens in the same
+        company.
 
         From the measured times of steps; None while too little was measured.
         """
@@ -127,7 +128,9 @@ class Counters:
         self.draft_failures[drafter] = self.draft_failures.get(drafter, 0) + 1
 
     def count_gain(self, plain_s: float, compared_s: float) -> None:
-        """Add one round of one request: what its tokens would have taken without guesses, and what it was charged."""
+        """Add one round of one request: what its tokens would have taken without drafted tokens, and what it was
+        charged.
+        """
         self.plain_s += plain_s
         self.compared_s += compared_s
 
@@ -194,7 +197,7 @@ _PUBLIC = (
 class RequestStats(Counters):
     """What one request cost and gained.
 
-    `rule` is the rule by its resolved name; where `lossy` is true the answer does not have the target's law.
+    `rule` is the rule by its resolved name; where `lossy` is true the answer does not have the target's distribution.
     `num_steps` are passes of the target that decoded for it, `num_cached_tokens` the tokens of its prompt that an
     earlier request had left in the cache. `total_s` is the time from arrival to the last token. `disabled_drafters`
     names the drafters that were switched off for the request after too many failures, each with the last of its
@@ -259,9 +262,9 @@ class ShadowStats:
     """What the shadow has found.
 
     `num_requests` and `num_tokens` were counted, `num_waiting` are finished or still running. `e_value` grows without
-    bound when sampled tokens leave their laws, and reaches 1/alpha by chance with probability alpha at most, however
-    long it runs. Of `num_greedy_tokens`, `num_greedy_other` were not the argmax; `max_greedy_gap` is how far below it,
-    in logits.
+    bound when sampled tokens leave their distributions, and reaches 1/alpha by chance with probability alpha at most,
+    however long it runs. Of `num_greedy_tokens`, `num_greedy_other` were not the argmax; `max_greedy_gap` is how far
+    below it, in logits.
     """
 
     num_requests: int = 0

@@ -1,11 +1,11 @@
 """Who pays for a step: its time, shared among the requests that took part.
 
-What a drafter took is shared among its own requests by their guesses (evenly where it made none); what else the
+What a drafter took is shared among its own requests by their drafted tokens (evenly where it made none); what else the
 drafting phase took, routing and merging, evenly among all. The target's forward and the rules are shared by rows:
-pending tokens, guesses and probes. Shares add up to the step. Of a request's share that part is wasted which its
-rejected guesses have in its drafting, and what their rows added to the forward: by the measured times of steps with so
-many rows and so many fewer, and never more than the rows' own share, since most of a small step is reading weights,
-which guesses do not make longer.
+pending tokens, drafted tokens and probes. Shares add up to the step. Of a request's share that part is wasted which its
+rejected drafted tokens have in its drafting, and what their rows added to the forward: by the measured times of steps
+with so many rows and so many fewer, and never more than the rows' own share, since most of a small step is reading
+weights, which drafted tokens do not make longer.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def charge(
 
 
 def gain(batch: Batch, clock: StepClock, steps: CostTable) -> tuple[float, float] | None:
-    """(seconds per token without guesses, seconds that each request is charged for this step), to compare them.
+    """(seconds per token without drafted tokens, seconds that each request is charged for this step), to compare them.
 
-    Without guesses the requests of a step would have got a token each in a step of as many rows; each of the B requests
-    is charged a B-th of a step. None where a prompt was read as well, and while steps of so few rows were never
-    measured.
+    Without drafted tokens the requests of a step would have got a token each in a step of as many rows; each of the B
+    requests is charged a B-th of a step. None where a prompt was read as well, and while steps of so few rows were
+    never measured.
     """
     count = len(batch.entries)
     if not steps.reaches(count) or any(len(entry.pending) > 1 or not entry.decodes for entry in batch.entries):
@@ -90,10 +90,10 @@ def _added_row_s(steps: CostTable, num_rows: int, num_rejected: int, row_s: floa
 
 
 def _drafting_s(entries: Sequence[BatchEntry], draft: Draft, spent_s: Mapping[DrafterKey, float]) -> list[float]:
-    """Each entry's part of what its drafters took: by the guesses they made, evenly among their requests where they
-    made none.
+    """Each entry's part of what its drafters took: by the drafted tokens they made, evenly among their requests where
+    they made none.
 
-    A grammar's guesses cost nothing, whoever else drafts for the request.
+    A grammar's drafted tokens cost nothing, whoever else drafts for the request.
     """
     parts = [0.0] * len(entries)
     if not spent_s:

@@ -47,7 +47,7 @@ class Trace:
         )
 
     def round(self, view: RoundView) -> None:
-        """A round of one request: what was guessed, what stood with which probability, what was emitted."""
+        """A round of one request: what was drafted, what stood with which probability, what was emitted."""
         draft, verdict, output, clock, b = view.draft, view.verdict, view.output, view.clock, view.b
         nodes = slice(draft.offsets[b], draft.offsets[b + 1])
         chances = verdict.probabilities[b] if verdict.probabilities else (None,) * draft.lengths[b]

@@ -28,7 +28,7 @@ class StepClock:
 
     @property
     def schedule_s(self) -> float:
-        """Choosing who takes part, and with how many guesses."""
+        """Choosing who takes part, and with how many drafted tokens."""
         return self.scheduled - self.began
 
     @property
@@ -38,12 +38,12 @@ class StepClock:
 
     @property
     def target_s(self) -> float:
-        """The target's forward, and the laws of its rows."""
+        """The target's forward, and the distributions of its rows."""
         return self.forwarded - self.proposed
 
     @property
     def rule_s(self) -> float:
-        """Deciding which guesses stand."""
+        """Deciding which drafted tokens are accepted."""
         return self.verified - self.forwarded
 
     @property

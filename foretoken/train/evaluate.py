@@ -17,7 +17,7 @@ from foretoken.train.losses import acceptance, cross_entropy
 @dataclass(frozen=True)
 class Agreement:
     """A draft against its target along real text: `sampled` is the mean of sum min(p, q), the chance that a sampled
-    guess is kept at temperature 1; `greedy` the share of positions whose two argmaxes are equal."""
+    drafted token is kept at temperature 1; `greedy` the share of positions whose two argmaxes are equal."""
 
     tokens: int
     sampled: float
@@ -51,7 +51,7 @@ def bits_per_byte(model: Decoder, ids: Sequence[int], num_bytes: int) -> float:
 
 @torch.no_grad()
 def agreement(target: Decoder, draft: Decoder, ids: Sequence[int], length: int = 1024) -> Agreement:
-    """Compare the two laws at every position of `ids`, in consecutive windows of `length` tokens."""
+    """Compare the two distributions at every position of `ids`, in consecutive windows of `length` tokens."""
     sampled, greedy, count = 0.0, 0, 0
     length = min(length, target.config.max_context_tokens, draft.config.max_context_tokens)
     device = next(target.parameters()).device

@@ -202,7 +202,7 @@ class Trainer:
         return bits_per_byte(self.model, self.data.held_out.tolist(), self.data.held_out_bytes)
 
     def held_out_agreement(self, tokens: int = 65_536) -> Agreement | None:
-        """How often the teacher would keep this model's guesses, along the first held-out tokens; None without a
+        """How often the teacher would keep this model's drafted tokens, along the first held-out tokens; None without a
         teacher.
         """
         return (

@@ -1,4 +1,5 @@
-"""An answer scored once more by the target alone: the law of every output token, without drafts, in pieces of any size.
+"""An answer scored once more by the target alone: the distribution of every output token, without drafts, in pieces of
+any size.
 
 A private sequence holds the text while it is scored. Private sequences have negative numbers, so they never meet those
 of requests, and what they hold is given back at the end, also after an error.
@@ -55,11 +56,11 @@ class ScoredRows:
     params: SamplingParams
 
     def certain(self) -> tuple[Tensor, Tensor]:
-        """What can be said of the tokens whatever rounding did: laws `[n, V]` and edges `[n]` bool.
+        """What can be said of the tokens whatever rounding did: distributions `[n, V]` and edges `[n]` bool.
 
-        A row of the laws is the target's law given that the token is one that the filters keep under every rounding;
-        all 0 where there is no such token, or where rounding moves their probabilities too. Edges are the other tokens
-        that may be kept: they say nothing. A token that is neither has probability 0.
+        A row of the distributions is the target's distribution given that the token is one that the filters keep under
+        every rounding; all 0 where there is no such token, or where rounding moves their probabilities too. Edges are
+        the other tokens that may be kept: they say nothing. A token that is neither has probability 0.
         """
         laws, params = self.laws, self.params
         if params.greedy or not len(self.tokens):
@@ -71,7 +72,8 @@ class ScoredRows:
         return inside, (found.possible & (~found.certain | blurred)).gather(-1, chosen)[:, 0]
 
     def _blurred(self) -> Tensor:
-        """Rows `[n]` bool whose law hangs on rounding, as at a low temperature where two tokens are nearly as likely.
+        """Rows `[n]` bool whose distribution hangs on rounding, as at a low temperature where two tokens are nearly as
+        likely.
 
         Noise of deviation s in the logits moves the mean of a bounded score by about (s / temperature)^2 times the
         share of the tokens that compete with the best one; noise that is larger than the temperature makes more tokens
@@ -145,7 +147,7 @@ class Rescoring:
 
     def _run(self, count: int) -> ScoredRows:
         start, stop = self._num_run, self._num_run + count
-        first = max(0, start + 1 - self._num_prompt)  # output places whose laws these rows are
+        first = max(0, start + 1 - self._num_prompt)  # output places whose distributions these rows are
         last = max(0, stop + 1 - self._num_prompt)
         logits = self._forward(self._text[start:stop], last - first)  # [n, V]
         self._num_run = stop

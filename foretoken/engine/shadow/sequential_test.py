@@ -1,20 +1,21 @@
-"""Does a stream of emitted tokens follow the target's laws? Scores with known moments, and tests with a stated error
-rate.
+"""Does a stream of emitted tokens follow the target's distributions? Scores with known moments, and tests with a stated
+error rate.
 
-A token y comes with the law p that it should have been drawn from, after all sampling parameters. If it was, then given
-all that came before any number g(y) has the mean and variance that p gives it, and what is left after the mean is taken
-off is a martingale, whatever the text was and whoever chose how long it became. Three numbers are looked at:
+A token y comes with the distribution p that it should have been drawn from, after all sampling parameters. If it was,
+then given all that came before any number g(y) has the mean and variance that p gives it, and what is left after the
+mean is taken off is a martingale, whatever the text was and whoever chose how long it became. Three numbers are looked
+at:
 
-    surprisal   -log p(y), which moves when the law is too sharp or too flat (temperature, a filter left out)
+    surprisal   -log p(y), which moves when the distribution is too sharp or too flat (temperature, a filter left out)
     rank        the place of y in p, likeliest first, spread evenly inside p(y): uniform on [0, 1) (randomised PIT,
-    Rosenblatt 1952) guess       (q - p) / max(q, p) at y, for a position where the drafter's law q is known: what a
-    wrong acceptance test, a wrong
+    Rosenblatt 1952) drafted token       (q - p) / max(q, p) at y, for a position where the drafter's distribution q is
+    known: what a wrong acceptance test, a wrong
                 residual or lost noise moves, since they all mix p with q
 
 `law_tests` judges a fixed number of tokens. `DriftMonitor` may be looked at after every token, for ever: it bets on
 every score at fixed stakes, its fortune is a martingale that starts at 1, and the chance that it ever reaches 1/alpha
-is at most alpha (Ville 1939; Ramdas et al. 2023, arXiv 2210.01948). At temperature 0 the law is a point and the check
-is exact: `weigh_greedy`.
+is at most alpha (Ville 1939; Ramdas et al. 2023, arXiv 2210.01948). At temperature 0 the distribution is a point and
+the check is exact: `weigh_greedy`.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from torch import Tensor
 
 NUM_BINS = 20
 STAKES = tuple(sign * stake for stake in (0.5, 0.2, 0.08, 0.03, 0.012) for sign in (1, -1))
-_BET_SCORES = 4  # surprisal, guess, first and second cosine of the rank
+_BET_SCORES = 4  # surprisal, drafted token, first and second cosine of the rank
 _SURPRISAL_CUT = 3.0  # nats around the mean; bets need a bounded score
-_BLOCK = 1 << 22  # numbers of a law [n, V] worked on at once
+_BLOCK = 1 << 22  # numbers of a distribution [n, V] worked on at once
 _PER_BIN = 20  # tokens that a bin of ranks must expect
 _MAX_SKEW = 1.0  # of the whole sum; above, too few informative tokens for a tail of 1e-6
 _POWER = 0.99
@@ -52,7 +53,7 @@ class Moments:
     """Sums over tokens of a score minus its mean, of its variance and of its third central moment.
 
     `shift` is how fast the sum moves along the error that the score looks for, `distance` how fast the total variation
-    of the tokens' laws grows along the same error, summed over tokens.
+    of the tokens' distributions grows along the same error, summed over tokens.
     """
 
     num_tokens: int = 0
@@ -76,7 +77,7 @@ def _no_bets() -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What some tokens say about their laws; the evidence of two streams is their sum.
+    """What some tokens say about their distributions; the evidence of two streams is their sum.
 
     `ranks` [NUM_BINS] counts tokens by rank, `bets` [scores, stakes] is the logarithm of what each stake made of 1.
     `num_impossible` counts tokens of probability 0; `num_edges` those so near a filter's border that rounding decides
@@ -103,13 +104,13 @@ def weigh(
     edges: Tensor | None = None,
     slack: float = 0.0,
 ) -> Evidence:
-    """The evidence of `tokens` [n] with their `laws` [n, V]. A row is a probability law, or 0 throughout where nothing
-    is known.
+    """The evidence of `tokens` [n] with their `laws` [n, V]. A row is a probability distribution, or 0 throughout where
+    nothing is known.
 
-    `noise` [n] are uniforms in [0, 1) that had no part in drawing the tokens. `guesses[i]` is what was guessed for
-    token i, None where nobody guessed; () says that nobody knows. `edges` [n] bool marks tokens near a filter's border,
-    whose probability in `laws` is 0. `slack` is how far
-    the mean of a bounded score may lie off because the laws were computed with other rounding; bets allow for it.
+    `noise` [n] are uniforms in [0, 1) that had no part in drawing the tokens. `guesses[i]` is what was drafted for
+    token i, None where nobody drafted; () says that nobody knows. `edges` [n] bool marks tokens near a filter's border,
+    whose probability in `laws` is 0. `slack` is how far the mean of a bounded score may lie off because the
+    distributions were computed with other rounding; bets allow for it.
     """
     count, vocab = laws.shape
     assert tokens.shape == noise.shape == (count,)
@@ -154,7 +155,9 @@ def _weigh_block(
         tiny = torch.finfo(torch.float64).tiny
         lean = (drafted - law) / torch.maximum(drafted, law).clamp(min=tiny)  # [m, V] in [-1, 1]
         scores[1, rows] = _excess(lean, law, tokens[at], mute[at]).cpu().numpy() / 2
-        mixed = drafted / drafted.sum(-1, keepdim=True).clamp(min=tiny) - law  # the direction of a law that is part q
+        mixed = (
+            drafted / drafted.sum(-1, keepdim=True).clamp(min=tiny) - law
+        )  # the direction of a distribution that is part q
         guess = _moments(
             lean, law, tokens[at], mute[at], shift=float((mixed * lean).sum()), distance=float(mixed.abs().sum()) / 2
         )
@@ -178,7 +181,7 @@ def _weigh_block(
 
 
 def _excess(score: Tensor, laws: Tensor, tokens: Tensor, mute: Tensor) -> Tensor:
-    """Score `[n, V]` at the token minus its mean under the law: `[n]`, 0 where the token says nothing."""
+    """Score `[n, V]` at the token minus its mean under the distribution: `[n]`, 0 where the token says nothing."""
     value = score.gather(-1, tokens[:, None])[:, 0] - (laws * score).sum(-1)
     return torch.where(mute, 0.0, value)
 
@@ -232,8 +235,8 @@ def _bets(scores: NDArray[np.float64], slack: float) -> NDArray[np.float64]:
 
 
 class DriftMonitor:
-    """Watches a stream of evidence for ever: the chance of an alarm while all tokens follow their laws is at most
-    `alpha`.
+    """Watches a stream of evidence for ever: the chance of an alarm while all tokens follow their distributions is at
+    most `alpha`.
 
     Evidence must come in an order that does not depend on the tokens it is about: whole answers in order of arrival are
     in order, whole answers as they finish are not (short ones would come first).
@@ -284,13 +287,13 @@ class LawTest:
 
     @property
     def passed(self) -> bool:
-        """Whether the tokens look as the laws say."""
+        """Whether the tokens look as the distributions say."""
         return not self.conclusive or self.p_value >= self.level
 
 
 def law_tests(evidence: Evidence, alpha: float) -> tuple[LawTest, ...]:
-    """All tests of a fixed number of tokens; the chance that any of them fails though every law was followed is at most
-    `alpha`.
+    """All tests of a fixed number of tokens; the chance that any of them fails though every distribution was followed
+    is at most `alpha`.
 
     One test more, that no token was impossible, never fails by chance: it is `evidence.num_impossible == 0`.
     """
@@ -302,7 +305,9 @@ def law_tests(evidence: Evidence, alpha: float) -> tuple[LawTest, ...]:
 
 
 def _mean_test(name: str, moments: Moments, level: float) -> LawTest:
-    """Is the sum of a score what its laws say? Tails are those of the gamma law with the same first three moments."""
+    """Is the sum of a score what its distributions say? Tails are those of the gamma distribution with the same first
+    three moments.
+    """
     if moments.variance <= 0:
         return LawTest(
             name, moments.num_tokens, "z = 0.0", 1.0, level, math.inf, "nothing: every law is a point", conclusive=False
@@ -342,7 +347,7 @@ def _rank_test(ranks: NDArray[np.int64], level: float) -> LawTest:
     grouped = ranks.reshape(bins, -1).sum(-1)
     expected = count / bins
     square = float(((grouped - expected) ** 2).sum() / expected)
-    # By Cauchy-Schwarz, a law of bins that is off by d in total variation has a noncentrality of at least 4 n d^2.
+    # By Cauchy-Schwarz, a distribution of bins that is off by d in total variation has a noncentrality of at least 4 n d^2.
     smallest = math.sqrt(_noncentrality(bins - 1, level) / (4 * count))
     sees = f"ranks off by {smallest:.3g} in total variation"
     return LawTest(
@@ -358,9 +363,10 @@ def _rank_test(ranks: NDArray[np.int64], level: float) -> LawTest:
 
 
 def _upper_tail(z: float, skew: float) -> float:
-    """P(Z > z) for a standardised sum of this skewness: a gamma law on its long side, the normal law on its short one.
+    """P(Z > z) for a standardised sum of this skewness: a gamma distribution on its long side, the normal distribution
+    on its short one.
 
-    Both err on the safe side for sums of rare events, whose kurtosis lies below the gamma law's.
+    Both err on the safe side for sums of rare events, whose kurtosis lies below the gamma distribution's.
     """
     if skew < 1e-4:
         return math.erfc(z / math.sqrt(2)) / 2
@@ -386,7 +392,9 @@ def _quantile(level: float, skew: float) -> float:
 
 @cache
 def _noncentrality(freedom: int, level: float) -> float:
-    """How far a chi-square law must be from its null for the test at `level` to see it with probability `_POWER`."""
+    """How far a chi-square distribution must be from its null for the test at `level` to see it with probability
+    `_POWER`.
+    """
     border = _solve(lambda x: _chi2_tail(x, freedom) <= level, 1000.0)
     counts = torch.arange(2000, dtype=torch.float64)
     tails = torch.special.gammaincc(freedom / 2 + counts, torch.full_like(counts, border / 2))

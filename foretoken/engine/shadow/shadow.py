@@ -1,4 +1,5 @@
-"""A share of all answers is scored again by the target alone, while the engine runs: do emitted tokens follow its laws?
+"""A share of all answers is scored again by the target alone, while the engine runs: do emitted tokens follow its
+distributions?
 
 The shadow is a watcher of the engine (`watch.Watcher`). Which requests it follows is decided when they arrive, and
 their evidence is added up in order of arrival, so that neither the length of an answer nor the speed of the engine
@@ -31,7 +32,7 @@ from foretoken.model.randomness import Purpose, uniforms
 # How far 16-bit rounding may move the mean of a bounded score: half the variance of a logit's noise, and less
 # (DriftMonitor).
 SLACK_16_BIT = 0.002
-_LIKELIEST = 64  # tokens of a drafter's law that are kept; the rest counts as mass 0
+_LIKELIEST = 64  # tokens of a drafter's distribution that are kept; the rest counts as mass 0
 _MOST_SEEDS = 1 << 16
 
 
@@ -63,7 +64,7 @@ class FreeRoom:
 
 @dataclass
 class _Case:
-    """One followed request: what came out, what was guessed, and at last what it says."""
+    """One followed request: what came out, what was drafted, and at last what it says."""
 
     request: Request
     guesses: list[Guess | None] = field(default_factory=list)
@@ -112,7 +113,7 @@ class Shadow:
         self._follow(state.request)
 
     def round(self, view: RoundView) -> None:
-        """Note what was guessed for the tokens of a round."""
+        """Note what was drafted for the tokens of a round."""
         case = self._cases.get(view.entry.request.request_id)
         if case is not None and not case.request.params.greedy:
             case.guesses += guesses_of(view)
@@ -313,6 +314,6 @@ def guesses_of(view: RoundView) -> list[Guess | None]:
 
 
 def guess_of_law(law: Tensor) -> Guess:
-    """The likeliest tokens of a drafter's law `[V]`; a score is free to leave the others out."""
+    """The likeliest tokens of a drafter's distribution `[V]`; a score is free to leave the others out."""
     likeliest = law.topk(min(_LIKELIEST, len(law)))
     return Guess(tuple(likeliest.indices.tolist()), tuple(likeliest.values.tolist()))
