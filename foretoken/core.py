@@ -82,7 +82,7 @@ class BatchEntry:
         0  # maximum depth of a probe below the anchor (its child: 1); deeper ones would exceed the context
     )
     arm: int | None = None  # the chosen option of `SpecConfig.arms`; None: nothing is drafted
-    # Number of `pending` tokens before the anchor that are followed by prompt tokens whose log-probability is requested.
+    # Number of `pending` tokens before the anchor whose next prompt token's log-probability is requested.
     num_prompt_rows: int = 0
 
     @property
@@ -436,7 +436,9 @@ class TokenOrigin:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probability of one token, its rank (1 = most probable), and the most probable tokens with theirs, best first."""
+    """Log-probability and rank (1 = most probable) of one token, and the most probable tokens with theirs, best
+    first.
+    """
 
     token_id: int
     logprob: float

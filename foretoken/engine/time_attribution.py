@@ -1,11 +1,10 @@
-"""Who pays for a step: its time, shared among the requests that took part.
+"""Attribution of a step's time to its requests.
 
-What a drafter took is shared among its own requests by their drafted tokens (evenly where it made none); what else the
-drafting phase took, routing and merging, evenly among all. The target's forward and the rules are shared by rows:
-pending tokens, drafted tokens and probes. Shares add up to the step. Of a request's share that part is wasted which its
-rejected drafted tokens have in its drafting, and what their rows added to the forward: by the measured times of steps
-with so many rows and so many fewer, and never more than the rows' own share, since most of a small step is reading
-weights, which drafted tokens do not make longer.
+A drafter's time is divided among its requests by their drafted tokens (evenly if it drafted none); the rest of the
+drafting phase, routing and merging, evenly among all. The target's forward and the rules are divided by rows: pending
+tokens, drafted tokens and probes. Shares add up to the step. Wasted is the share of rejected tokens in a request's
+drafting time, and what their rows added to the forward: by the measured times of steps with as many rows and with
+fewer, and at most the rows' share, since a small step mostly reads weights, which drafted tokens do not make slower.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ def charge(
     accounts: Sequence[RequestStats],
     totals: EngineStats,
 ) -> None:
-    """Add a step to the accounts of its entries, one each in their order, and the same amounts to `totals`.
+    """Add the time of a step to its entries, one account each in their order, and to `totals`.
 
-    `spent_s` is what each drafter took of the clock's `draft_s`; `steps` tells what a step takes by its rows.
+    `spent_s` is the time of each drafter within the clock's `draft_s`; `steps` gives the time of a step by its rows.
     """
     rows = [len(entry.pending) for entry in batch.entries]
     for b, (guesses, probes) in enumerate(zip(draft.lengths, draft.probe_lengths, strict=True)):
@@ -65,11 +64,11 @@ def charge(
 
 
 def gain(batch: Batch, clock: StepClock, steps: CostTable) -> tuple[float, float] | None:
-    """(seconds per token without drafted tokens, seconds that each request is charged for this step), to compare them.
+    """(seconds per token of plain decoding, seconds charged to each request for this step), for comparison.
 
-    Without drafted tokens the requests of a step would have got a token each in a step of as many rows; each of the B
-    requests is charged a B-th of a step. None where a prompt was read as well, and while steps of so few rows were
-    never measured.
+    With plain decoding the requests of a step would have got one token each in a step of as many rows; each of the B
+    requests is charged a B-th of a step. None if a prompt was read as well, or until steps of so few rows were
+    measured.
     """
     count = len(batch.entries)
     if not steps.reaches(count) or any(len(entry.pending) > 1 or not entry.decodes for entry in batch.entries):
@@ -78,22 +77,22 @@ def gain(batch: Batch, clock: StepClock, steps: CostTable) -> tuple[float, float
 
 
 def _reads_prompt(entry: BatchEntry) -> bool:
-    """Whether an entry's rows are text that was there before: a prompt, or what is read once more."""
+    """Whether an entry's rows are existing text: a prompt, or text recomputed after preemption."""
     return len(entry.pending) > 1 or not entry.decodes or entry.start < len(entry.request.prompt_ids)
 
 
 def _added_row_s(steps: CostTable, num_rows: int, num_rejected: int, row_s: float) -> float:
-    """What each of the rejected rows made the step longer; 0 while nothing is known."""
+    """Seconds that each rejected row added to the step; 0 while unknown."""
     if not num_rejected:
         return 0.0
     return min(row_s, max(0.0, steps.seconds(num_rows) - steps.seconds(num_rows - num_rejected)) / num_rejected)
 
 
 def _drafting_s(entries: Sequence[BatchEntry], draft: Draft, spent_s: Mapping[DrafterKey, float]) -> list[float]:
-    """Each entry's part of what its drafters took: by the drafted tokens they made, evenly among their requests where
-    they made none.
+    """Each entry's part of its drafter's time: by drafted tokens, evenly among the drafter's requests if it drafted
+    none.
 
-    A grammar's drafted tokens cost nothing, whoever else drafts for the request.
+    Tokens forced by a grammar cost nothing.
     """
     parts = [0.0] * len(entries)
     if not spent_s:

@@ -95,7 +95,9 @@ def race_winner(law: Tensor, noise: Tensor) -> Tensor:
 
 
 def accept_ratio(weight: float, mass: float) -> float:
-    """min(1, weight / mass): the probability of accepting a token sampled with `mass` for `weight`; 0 if `weight` is 0."""
+    """min(1, weight / mass): the probability of accepting a token sampled with `mass` for `weight`; 0 if
+    `weight` is 0.
+    """
     return weight / mass if weight < mass else float(weight > 0)
 
 

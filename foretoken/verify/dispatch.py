@@ -34,8 +34,8 @@ def resolve(
     draft.
 
     Raises:
-        ConfigError: an unknown rule, "greedy" where the target's distribution is not a point mass, or a lossy rule without
-            `allow_lossy`.
+        ConfigError: an unknown rule, "greedy" where the target's distribution is not a point mass, or a lossy rule
+            without `allow_lossy`.
     """
     if rule_name == "auto":
         return "greedy" if greedy else "coupled" if seeded else "tree" if shape_follows_draws else "auto"
