@@ -1,4 +1,4 @@
-"""`foretoken audit`: do this target, drafter and rule answer as the target alone would? A report to attach."""
+"""`foretoken audit`: tests that target, drafter and rule answer as the target alone would, with a report."""
 
 # ruff: noqa: ARG001 - options of the drafter are read from the context
 
@@ -53,9 +53,11 @@ def audit(
     allow_lossy: AllowLossyOption = False,
     draft_probability: DraftProbabilityOption = "1",
     min_confidence: Annotated[
-        float, typer.Option(help="Stop guessing where the draft's likeliest token has less than this.")
+        float, typer.Option(help="Stop drafting where the draft model's most probable token has less than this.")
     ] = 0.0,
-    draft_top_k: Annotated[int, typer.Option(help="Guess from the draft's k likeliest tokens; 0 = all.")] = 0,
+    draft_top_k: Annotated[
+        int, typer.Option(help="Sample from the draft model's k most probable tokens; 0 = all.")
+    ] = 0,
     draft_vocabulary: DraftVocabularyOption = "auto",
     tree: TreeOption = "chain",
     branching: BranchingOption = None,
@@ -123,6 +125,6 @@ def _run(options: AuditOptions, prompts: Path | None, out: Path | None) -> Audit
 
 
 def _own_prompts(count: int) -> list[Prompt]:
-    """Prompts of every kind that the bench measures with."""
+    """Prompts of every slice of the bench."""
     found: list[Prompt] = [prompt.text for prompt in slices(per_slice=-(-min(count, 50) // len(SLICES)))]
     return found[:count]
