@@ -22,7 +22,10 @@ _OTHER_NUM_DRAFTS = (1, 7)
 _SEEDS = "equal seeds, equal answers"
 _CHOOSERS = ("mix", "auto")  # drafters that choose among parts by measured times
 _REMEMBERING = ("recycling",)  # drafters that keep state from one answer to the next, over all tenants
-_WHY_NOT_DEMANDED = "in 16-bit precision rounding changes the probabilities of this rule; --rule coupled or --dtype float32 reproduces a seed"
+_WHY_NOT_DEMANDED = (
+    "in 16-bit precision rounding changes the probabilities of this rule; "
+    "--rule coupled or --dtype float32 reproduces a seed"
+)
 
 
 def check_greedy(session: Session) -> list[Check]:

@@ -76,7 +76,7 @@ def test_w3_the_number_of_guesses_follows_the_clock_and_no_audit_fails(
     assert len(checks) == 12
     assert [check for check in checks if check.result != "pass"] == []
     assert any("differ at near ties" in check.found for check in checks)
-    assert {check.demanded for check in checks} == {"all equal but for near ties"}
+    assert {check.demanded for check in checks} == {"all equal except at near ties"}
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a matrix": (lambda: replace(point([1]), tokens=torch.tensor([[1]])), "shape"),
     "id V": (lambda: point([V]), f"token id {V} outside"),
     "id -1": (lambda: point([1, -1]), "token id -1 outside"),
-    "more than granted": (lambda: point([1, 2, 3, 4, 5]), "5 guesses where 4"),
+    "more than granted": (lambda: point([1, 2, 3, 4, 5]), "5 tokens where at most 4"),
     "a parent behind its child": (lambda: point([1, 2], [1, -1]), "parent"),
     "its own parent": (lambda: point([1], [0]), "parent"),
     "parent -2": (lambda: point([1, 2], [-2, 0]), "parent"),
