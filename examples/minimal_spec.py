@@ -1,17 +1,17 @@
-"""Speculative decoding, whole, in one file: greedy and sampled, exact for any drafter. Needs numpy only.
+"""Speculative decoding in one file: greedy and sampled, exact for any drafter. Needs numpy only.
 
 A model is a function from a list of tokens to the distribution of the next token, a vector of probabilities. A draft
 model may return less than a whole distribution: what is missing to 1 is the probability that it proposes nothing and
 the draft ends.
 
-The rule, for a drafted token x drawn from the mass mu where the target's distribution is p (Leviathan et al. 2023,
+The rule, for a drafted token x sampled from the mass mu where the target's distribution is p (Leviathan et al. 2023,
 arXiv 2211.17192, and Chen et al. 2023, arXiv 2302.01318, with mu = q; here for any mu with sum(mu) <= 1):
 
     accept x  iff  u * mu(x) < p(x),  u uniform in [0, 1)
-    otherwise, or if nothing was proposed, emit y drawn from (p - mu)_+, normalised
+    otherwise, or if nothing was proposed, emit y sampled from (p - mu)_+, normalised
 
-Why it is exact: x is accepted with probability min(mu, p)(x). What is left, (p - mu)_+(x) = p(x) - min(mu, p)(x), is
-emitted by the second line, whose total mass is just the probability that nothing was accepted. The sum is p(x).
+Why it is exact: x is accepted with probability min(mu, p)(x). The rest, (p - mu)_+(x) = p(x) - min(mu, p)(x), is
+emitted by the second line, whose total mass is the probability that nothing was accepted. The sum is p(x).
 
     python examples/minimal_spec.py
 """
@@ -24,59 +24,62 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-Law = NDArray[np.float64]
-Model = Callable[[list[int]], Law]
+Probs = NDArray[np.float64]
+Model = Callable[[list[int]], Probs]
 
 
 class Dice:
-    """All randomness goes through two calls, so that a test can walk every branch. Two questions never share a
+    """All randomness goes through two calls, so that a test can enumerate every branch. No two decisions share a random
     number.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
 
-    def pick(self, law: Law) -> int:
-        """Return an index, with probability distribution[index]."""
-        return int(self.rng.choice(len(law), p=law / law.sum()))
+    def pick(self, probs: Probs) -> int:
+        """Return an index, with probability probs[index]."""
+        return int(self.rng.choice(len(probs), p=probs / probs.sum()))
 
     def accept(self, p: float, mu: float) -> bool:
-        """Say yes with probability min(1, p / mu); without division, for mu may be tiny."""
+        """Return True with probability min(1, p / mu); without a division, because mu may be tiny."""
         return bool(self.rng.random() * mu < p)
 
 
 def one_round(target: Model, draft: Model, text: list[int], num_draft: int, dice: Dice) -> list[int]:
-    """Guess, check, emit: between one and num_draft + 1 new tokens for a single pass of the target."""
-    # 1 Guess. Note the mass that each drafted token was drawn from, also where nothing was proposed.
-    guesses: list[int] = []
-    masses: list[Law] = []
-    while len(guesses) < num_draft:
-        mu = draft(text + guesses)
+    """One round: draft, verify, emit. Returns between one and num_draft + 1 new tokens for a single pass of the
+    target.
+    """
+    # 1 Draft. Keep the mass that each token was sampled from, also where nothing was proposed.
+    drafted: list[int] = []
+    masses: list[Probs] = []
+    while len(drafted) < num_draft:
+        mu = draft(text + drafted)
         masses.append(mu)
         nothing = max(0.0, 1.0 - mu.sum())
         x = dice.pick(np.append(mu, nothing))
         if x == len(mu):
             break
-        guesses.append(x)
-    # 2 Check. The target answers for every prefix of the drafted tokens: an engine does this in ONE pass, and that is the
-    # gain.
-    laws = [target(text + guesses[:i]) for i in range(len(guesses) + 1)]
-    if len(masses) == len(guesses):  # the draft was full: nothing could have been proposed after it, so mu = 0 there
-        masses.append(np.zeros_like(laws[-1]))
-    kept = 0
-    while kept < len(guesses) and dice.accept(laws[kept][guesses[kept]], masses[kept][guesses[kept]]):
-        kept += 1
-    # 3 Emit what stands, then one token of the target's own: after a full draft this is the bonus token, drawn from p.
-    left = np.maximum(laws[kept] - masses[kept], 0.0)
-    if left.sum() == 0.0:  # p = mu up to rounding
-        left = laws[kept]
-    return [*guesses[:kept], dice.pick(left / left.sum())]
+        drafted.append(x)
+    # 2 Verify. The target's distribution after every prefix of the draft: an engine computes them in ONE pass.
+    p = [target(text + drafted[:i]) for i in range(len(drafted) + 1)]
+    if len(masses) == len(drafted):  # the draft was full: nothing could have been proposed after it, so mu = 0 there
+        masses.append(np.zeros_like(p[-1]))
+    num_accepted = 0
+    while num_accepted < len(drafted) and dice.accept(
+        p[num_accepted][drafted[num_accepted]], masses[num_accepted][drafted[num_accepted]]
+    ):
+        num_accepted += 1
+    # 3 Emit the accepted tokens and one of the target's own; after a fully accepted draft it is sampled from p (bonus).
+    residual = np.maximum(p[num_accepted] - masses[num_accepted], 0.0)
+    if residual.sum() == 0.0:  # p = mu up to rounding
+        residual = p[num_accepted]
+    return [*drafted[:num_accepted], dice.pick(residual / residual.sum())]
 
 
 def generate(
     target: Model, draft: Model, prompt: list[int], max_tokens: int, num_draft: int, dice: Dice
 ) -> list[list[int]]:
-    """The answer, round by round. The last round drafted tokens no more than can still be used."""
+    """The answer, round by round. The last round drafts no more than can still be used."""
     rounds: list[list[int]] = []
     text = list(prompt)
     while (room := max_tokens - (len(text) - len(prompt))) > 0:
@@ -86,22 +89,22 @@ def generate(
 
 
 def greedy(model: Model) -> Model:
-    """Temperature 0 is no special case: the distribution is a point at the most likely token, and so is the mass."""
+    """Temperature 0 is no special case: the distribution is a point mass at the argmax, as is the mass."""
     return lambda text: np.eye(len(model(text)))[model(text).argmax()]
 
 
 class EveryBranch(Dice):
-    """Take the branches of a script, then the first possible one; `weight` is the probability of all that."""
+    """Take the branches of a script, then the first possible one; `weight` is the probability of that path."""
 
     def __init__(self, script: list[int]) -> None:
         self.script, self.taken, self.weight = script, list[tuple[int, int]](), 1.0
 
-    def pick(self, law: Law) -> int:
-        """Return the index that the script says."""
-        options = np.flatnonzero(law > 0)
+    def pick(self, probs: Probs) -> int:
+        """Return the index given by the script."""
+        options = np.flatnonzero(probs > 0)
         choice = self.script[len(self.taken)] if len(self.taken) < len(self.script) else 0
         self.taken.append((choice, len(options)))
-        self.weight *= law[options[choice]] / law.sum()
+        self.weight *= probs[options[choice]] / probs.sum()
         return int(options[choice])
 
     def accept(self, p: float, mu: float) -> bool:
@@ -121,7 +124,7 @@ def branches(program: Callable[[Dice], list[list[int]]]) -> Iterator[tuple[list[
         script = [choice for choice, _ in taken[:-1]] + [taken[-1][0] + 1] if taken else None
 
 
-def law_error(target: Model, draft: Model, vocab: int, length: int, num_draft: int) -> float:
+def max_error(target: Model, draft: Model, vocab: int, length: int, num_draft: int) -> float:
     """Largest difference between the distribution of the first `length` tokens and the target's own."""
     emitted = np.zeros((vocab,) * length)
     for rounds, weight in branches(lambda dice: generate(target, draft, [], length, num_draft, dice)):
@@ -138,17 +141,17 @@ def toy(seed: int, share: float = 1.0, vocab: int = 3) -> Model:
 
 
 def main() -> None:
-    """Show both modes on a toy pair, and prove the distribution of three kinds of drafter."""
+    """Show both modes on a toy pair, and prove exactness for three kinds of drafters."""
     target, draft = toy(1), toy(2)
     print("greedy, round by round:  ", generate(greedy(target), greedy(draft), [0], 12, 3, Dice()))
     print("sampled, round by round: ", generate(target, draft, [0], 12, 3, Dice(7)))
-    for name, guess in (
+    for name, drafter in (
         ("a draft model", draft),
         ("one that often says nothing", toy(2, 0.6)),
         ("a deterministic one", greedy(draft)),
     ):
-        error = law_error(target, guess, vocab=3, length=3, num_draft=2)
-        print(f"{name}: the law of three tokens is off by {error:.0e}")
+        error = max_error(target, drafter, vocab=3, length=3, num_draft=2)
+        print(f"{name}: the distribution of three tokens differs by {error:.0e}")
         assert error < 1e-12
 
 

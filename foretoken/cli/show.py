@@ -59,4 +59,4 @@ def print_counts(console: Console, stats: RequestStats) -> None:
     cells = [
         (name, str(drafted), str(kept), f"{kept / drafted:.0%}" if drafted else "") for name, drafted, kept in rows
     ]
-    console.table(("guesses", "drafted", "kept", "share"), cells)
+    console.table(("draft", "drafted", "accepted", "rate"), cells)

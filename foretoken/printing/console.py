@@ -4,8 +4,8 @@ Rules for all output:
 
 - Markup is disabled; control characters and what the stream's encoding lacks are escaped (`printing.text`).
 - A line is never wrapped, cut or padded here: a terminal folds it, a pipe gets it whole.
-- A table is drawn if it fits: the width of a terminal, or `_MOST_WIDTH` characters elsewhere. Otherwise each row becomes
-  a record, a line for each cell after its heading.
+- A table is drawn if it fits: the width of a terminal, or `_MOST_WIDTH` characters elsewhere. Otherwise each row is
+  printed as a record, a line for each cell after its heading.
 """
 
 from __future__ import annotations

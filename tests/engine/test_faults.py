@@ -339,7 +339,7 @@ def test_l1_a_watcher_that_raises_is_taken_off(
     try:
         with pytest.warns(
             UserWarning,
-            match=f"the observer Broken raised Injected: injected into {named}; it is removed, and generation continues",
+            match=f"the observer Broken raised Injected: injected into {named}; it is removed, and generation",
         ):
             outputs = run(llm, specs, way)
         assert llm.engine.watchers == [sound]
