@@ -1,8 +1,7 @@
 """Speculative decoding in one file: greedy and sampled, exact for any drafter. Needs numpy only.
 
-A model is a function from a list of tokens to the distribution of the next token, a vector of probabilities. A draft
-model may return less than a whole distribution: what is missing to 1 is the probability that it proposes nothing and
-the draft ends.
+A model is a function from a list of tokens to the distribution of the next token, a vector of probabilities. The vector
+of a draft model may sum to less than 1: the rest is the probability that it proposes nothing and the draft ends.
 
 The rule, for a drafted token x sampled from the mass mu where the target's distribution is p (Leviathan et al. 2023,
 arXiv 2211.17192, and Chen et al. 2023, arXiv 2302.01318, with mu = q; here for any mu with sum(mu) <= 1):
@@ -25,13 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 Probs = NDArray[np.float64]
-Model = Callable[[list[int]], Probs]
+Tokens = list[int]
+Model = Callable[[Tokens], Probs]
 
 
 class Dice:
-    """All randomness goes through two calls, so that a test can enumerate every branch. No two decisions share a random
-    number.
-    """
+    """All randomness goes through two calls, so that a test can enumerate every branch."""
 
     def __init__(self, seed: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
@@ -45,18 +43,15 @@ class Dice:
         return bool(self.rng.random() * mu < p)
 
 
-def one_round(target: Model, draft: Model, text: list[int], num_draft: int, dice: Dice) -> list[int]:
-    """One round: draft, verify, emit. Returns between one and num_draft + 1 new tokens for a single pass of the
-    target.
-    """
+def one_round(target: Model, draft: Model, text: Tokens, num_draft: int, dice: Dice) -> Tokens:
+    """Draft, verify, emit: between one and num_draft + 1 new tokens for a single pass of the target."""
     # 1 Draft. Keep the mass that each token was sampled from, also where nothing was proposed.
-    drafted: list[int] = []
+    drafted: Tokens = []
     masses: list[Probs] = []
     while len(drafted) < num_draft:
         mu = draft(text + drafted)
         masses.append(mu)
-        nothing = max(0.0, 1.0 - mu.sum())
-        x = dice.pick(np.append(mu, nothing))
+        x = dice.pick(np.append(mu, max(0.0, 1.0 - mu.sum())))  # the last index: nothing
         if x == len(mu):
             break
         drafted.append(x)
@@ -64,25 +59,21 @@ def one_round(target: Model, draft: Model, text: list[int], num_draft: int, dice
     p = [target(text + drafted[:i]) for i in range(len(drafted) + 1)]
     if len(masses) == len(drafted):  # the draft was full: nothing could have been proposed after it, so mu = 0 there
         masses.append(np.zeros_like(p[-1]))
-    num_accepted = 0
-    while num_accepted < len(drafted) and dice.accept(
-        p[num_accepted][drafted[num_accepted]], masses[num_accepted][drafted[num_accepted]]
-    ):
-        num_accepted += 1
+    n = 0
+    while n < len(drafted) and dice.accept(p[n][x := drafted[n]], masses[n][x]):
+        n += 1
     # 3 Emit the accepted tokens and one of the target's own; after a fully accepted draft it is sampled from p (bonus).
-    residual = np.maximum(p[num_accepted] - masses[num_accepted], 0.0)
+    residual = np.maximum(p[n] - masses[n], 0.0)
     if residual.sum() == 0.0:  # p = mu up to rounding
-        residual = p[num_accepted]
-    return [*drafted[:num_accepted], dice.pick(residual / residual.sum())]
+        residual = p[n]
+    return [*drafted[:n], dice.pick(residual / residual.sum())]
 
 
-def generate(
-    target: Model, draft: Model, prompt: list[int], max_tokens: int, num_draft: int, dice: Dice
-) -> list[list[int]]:
-    """The answer, round by round. The last round drafts no more than can still be used."""
-    rounds: list[list[int]] = []
+def generate(target: Model, draft: Model, prompt: Tokens, length: int, num_draft: int, dice: Dice) -> list[Tokens]:
+    """The answer of `length` tokens, round by round. The last round drafts no more than can still be used."""
+    rounds: list[Tokens] = []
     text = list(prompt)
-    while (room := max_tokens - (len(text) - len(prompt))) > 0:
+    while (room := length - (len(text) - len(prompt))) > 0:
         rounds.append(one_round(target, draft, text, min(num_draft, room - 1), dice))
         text += rounds[-1]
     return rounds
@@ -112,7 +103,7 @@ class EveryBranch(Dice):
         return self.pick(np.array([1.0 - min(1.0, p / mu), min(1.0, p / mu)])) == 1
 
 
-def branches(program: Callable[[Dice], list[list[int]]]) -> Iterator[tuple[list[list[int]], float]]:
+def branches(program: Callable[[Dice], list[Tokens]]) -> Iterator[tuple[list[Tokens], float]]:
     """Everything a program can do, each with its exact probability."""
     script: list[int] | None = []
     while script is not None:
@@ -151,7 +142,7 @@ def main() -> None:
         ("a deterministic one", greedy(draft)),
     ):
         error = max_error(target, drafter, vocab=3, length=3, num_draft=2)
-        print(f"{name}: the distribution of three tokens differs by {error:.0e}")
+        print(f"{name}: the distribution of three tokens is off by {error:.0e}")
         assert error < 1e-12
 
 
