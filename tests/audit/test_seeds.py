@@ -24,7 +24,7 @@ from tests.helpers.checkpoints import token_ids
 from tests.helpers.clock import jitter
 
 PROMPTS = [token_ids(4 + i, seed=i) for i in range(4)]
-DRAWN = "in 16-bit numbers rounding moves what this rule compares with"
+DRAWN = "in 16-bit precision rounding changes the probabilities of this rule"
 
 
 def checks_of(pair: SimpleNamespace, spec: SpecConfig, turns: int = 1, **options: object) -> list[Check]:

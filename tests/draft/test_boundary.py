@@ -78,7 +78,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "parent -2": (lambda: point([1, 2], [-2, 0]), "parent"),
     "a parent far away": (lambda: point([1, 2], [-1, 7]), "parent"),
     "twins": (lambda: point([3, 3], [-1, -1]), "twice"),
-    "zero at the drawn token": (lambda: drawn([0.5, 0.5] + [0.0] * 6), "no mass"),
+    "zero at the drawn token": (lambda: drawn([0.5, 0.5] + [0.0] * 6), "with mass 0"),
     "NaN": (lambda: drawn([NAN, *FAIR[1:]]), "not finite"),
     "NaN at the drawn token": (lambda: drawn([*FAIR[:2], NAN, *FAIR[3:]]), "not finite"),
     "infinite": (lambda: drawn([INF, *FAIR[1:]]), "not finite"),
@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: replace(point([2]), sampled=(True,), mass=Mass(torch.tensor([FAIR]).half(), (0, -1))),
         "float16",
     ),
-    "no law": (lambda: drawn(FAIR, rows=(-1, -1)), "without the law"),
+    "no law": (lambda: drawn(FAIR, rows=(-1, -1)), "without its distribution"),
     "a law that is not there": (lambda: drawn(FAIR, rows=(1, -1)), "law_of_row"),
     "law -2": (lambda: drawn(FAIR, rows=(-2, -1)), "law_of_row"),
     "too few rows": (lambda: drawn(FAIR, rows=(0,)), "law_of_row"),
@@ -99,7 +99,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "drawn, and a parent far away": (lambda: replace(drawn(FAIR), parents=(-9,)), "."),
     "probes beyond the grant": (
         lambda: replace(point([1]), probes=Probes(torch.tensor([1, 2, 3]), (-1, 0, 0), (0, 3))),
-        "probes: 3 guesses",
+        "probes: 3 tokens",
     ),
     "probe id V": (lambda: replace(point([1]), probes=Probes(torch.tensor([V]), (-1,), (0, 1))), "probes: token id"),
 }
@@ -158,10 +158,10 @@ def test_only_the_request_concerned_loses_its_guesses() -> None:
         (LookupTree((1, 2), (-1,), (1.0, 1.0)), "one tree"),
         (LookupTree((V,), (-1,), (1.0,)), "token id"),
         (LookupTree((1, 2), (-1, 1), (1.0, 1.0)), "parent"),
-        (LookupTree((1,) * 5, (-1, 0, 1, 2, 3), (1.0,) * 5), "5 guesses"),
-        (LookupTree((1,), (-1,), (0.0,)), "chance"),
-        (LookupTree((1,), (-1,), (NAN,)), "chance"),
-        (LookupTree((1,), (-1,), (1.5,)), "chance"),
+        (LookupTree((1,) * 5, (-1, 0, 1, 2, 3), (1.0,) * 5), "5 tokens"),
+        (LookupTree((1,), (-1,), (0.0,)), "a probability"),
+        (LookupTree((1,), (-1,), (NAN,)), "a probability"),
+        (LookupTree((1,), (-1,), (1.5,)), "a probability"),
     ],
 )
 def test_e5_guesses_that_are_shown_are_checked_too(tree: object, words: str) -> None:
