@@ -1,12 +1,12 @@
-"""The nouns that cross folders: Request, Batch, Draft, Verdict, StepOutput.
+"""Types shared by all packages: Request, Batch, Draft, Verdict, StepOutput.
 
 All are frozen; lengths are properties. Index conventions, used everywhere:
 
-    B requests in a step, N draft nodes over all of them, R = B + N rows that the target answers for.
+    B requests in a step, N draft nodes over all of them, R = B + N rows with target logits.
     Request b owns nodes offsets[b] .. offsets[b + 1]; its rows are its anchor, then its nodes, in order, so
         row of request b's anchor   = offsets[b] + b
         row of request b's node i   = offsets[b] + b + 1 + i        (i counts from 0 inside the request)
-    Row r holds the target's law of the token that FOLLOWS that row's token.
+    Row r holds the target's distribution of the token that FOLLOWS that row's token.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ FinishReason = Literal["stop", "length", "error", "abort"]
 
 @dataclass(frozen=True)
 class Request:
-    """What somebody asked for. `seed` is always set: the user's, or one drawn when the request came in."""
+    """A request as submitted. `seed` is always set: the user's, or a generated one."""
 
     request_id: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     spec: SpecConfig
     seed: int
-    prediction_ids: tuple[int, ...] = ()  # what the caller expects, if anything
+    prediction_ids: tuple[int, ...] = ()  # the expected output, if the caller gave one
 
 
 class Processors(Protocol):
-    """What a request's own parameters make of logits, position by position: penalties, bias, bans, grammar."""
+    """Processes logits by a request's own parameters, position by position: penalties, bias, bans, grammar."""
 
     def adjust(self, logits: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
         """Logits `[n, V]` of rows that follow the committed text and `paths[i]` -> the same shape, processed."""
 
     def forced(self, most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that spell text which must come next; () when there is a choice. Other spellings may be
+        """Up to `most` tokens of text that is forced next; () if there is a choice. Other tokenisations of it may be
         allowed too.
         """
 
@@ -62,9 +62,9 @@ class Noise(Protocol):
 class BatchEntry:
     """One request's part in a step.
 
-    `pending` are committed tokens whose K/V the target does not hold yet; the last one is the anchor. When `decodes`
-    is false the entry is a chunk of a longer prompt: nothing is drafted and no token comes out. `processors` is None
-    for a request whose law depends on the logits, temperature and filters alone, `noise` for one whose rule is not
+    `pending` are committed tokens whose K/V the target does not hold yet; the last one is the anchor. If `decodes` is
+    false the entry is a chunk of a longer prompt: nothing is drafted or emitted. `processors` is None for a request
+    whose distribution depends on the logits, temperature and filters alone, `noise` is None for one whose rule is not
     coupled.
     """
 
@@ -72,14 +72,14 @@ class BatchEntry:
     start: int  # tokens already in the target's KV cache
     pending: tuple[int, ...]
     decodes: bool
-    num_draft: int  # most nodes the drafter may propose, 0 included
+    num_draft: int  # maximum number of nodes, 0 included
     processors: Processors | None = None
     noise: Noise | None = None
-    draft_probability: float = 1.0  # chance that a position is drafted at all
-    takes_trees: bool = True  # whether the request's rule judges more than chains
-    num_probe: int = 0  # most probes the drafter may ask for, 0 included
+    draft_probability: float = 1.0  # probability that a position is drafted
+    takes_trees: bool = True  # whether the request's rule accepts trees
+    num_probe: int = 0  # maximum number of probes, 0 included
     probe_depth: int = (
-        0  # deepest place of a probe behind the anchor (its child: 1); deeper ones would leave the context
+        0  # maximum depth of a probe below the anchor (its child: 1); deeper ones would exceed the context
     )
     option: int | None = None  # which of the request's drafter options guesses; None: no guesses
     # The last so many of `pending`, before the anchor, are followed by prompt tokens whose log-probability is wanted.
@@ -92,7 +92,7 @@ class BatchEntry:
         return self.start + len(self.pending)
 
     def under(self, request: Request) -> BatchEntry:
-        """The same part of a step, of the same request under another configuration."""
+        """The same entry for another drafter option of the request."""
         entry = object.__new__(BatchEntry)
         # `replace` goes through every field, for every drafter option in every round.
         entry.__dict__.update(self.__dict__, request=request)
@@ -139,12 +139,13 @@ NO_TAPS = TapRequest()
 
 @dataclass(frozen=True)
 class Mass:
-    """The laws that drafted tokens were drawn from, as sub-probability mass (`sum(mu) <= 1`).
+    """The distributions that drafted tokens were sampled from, as sub-probability mass (`sum(mu) <= 1`).
 
-    `laws` [M, V] float32; `law_of_row[r]` is the law from which a child of row r was, or could have been, sampled, -1
-    if none could. A deterministic child needs no law: its mass is 1 at its own token. A row with a law and no sampled
-    child had a draw that came to nothing. Several sampled children of one row were drawn without replacement, in the
-    order of the nodes: each from the row's law without its earlier sampled siblings, scaled back to the law's own sum.
+    `laws` [M, V] float32; `law_of_row[r]` is the index of the distribution from which a child of row r was, or could
+    have been, sampled, -1 if none could. A deterministic child needs no distribution: its mass is 1 at its own token. A
+    row with a distribution and no sampled child had a sample of "nothing". Several sampled children of one row were
+    sampled without replacement, in the order of the nodes: each from the row's distribution without its earlier sampled
+    siblings, rescaled to the original sum.
     """
 
     laws: Tensor
@@ -153,11 +154,10 @@ class Mass:
 
 @dataclass(frozen=True)
 class Probes:
-    """Tokens that drafters want run in the target's forward beside their guesses, P of them over B requests.
+    """Tokens that drafters add to the target's forward besides their drafted tokens, P of them over B requests.
 
-    `tokens` [P] int64; `parents` [P] counted inside the request among its probes (-1 = anchor), parents before their
-    children. No rule judges a probe and nothing of it is committed: its drafter is shown what the target says behind it
-    (`Feedback`).
+    `tokens` [P] int64; `parents` [P] indexed within the request's probes (-1 = anchor), parents before their children.
+    Probes are neither verified nor committed: the drafter reads the target's logits after them (`Feedback`).
     """
 
     tokens: Tensor
@@ -174,7 +174,7 @@ class Probes:
         return tuple(stop - start for start, stop in zip(self.offsets, self.offsets[1:], strict=False))
 
     def rows_of(self, requests: Sequence[int]) -> list[int]:
-        """Places in `tokens` of some requests' probes, in the given order."""
+        """Indices in `tokens` of some requests' probes, in the given order."""
         return [row for b in requests for row in range(self.offsets[b], self.offsets[b + 1])]
 
     def select(self, requests: Sequence[int]) -> Probes:
@@ -187,13 +187,14 @@ class Probes:
 
 @dataclass(frozen=True)
 class Draft:
-    """Guesses for B requests, a tree each: `tokens` [N] int64, `parents` [N] counted inside the request (-1 = anchor).
+    """Drafted tokens for B requests, a tree each: `tokens` [N] int64, `parents` [N] indexed within the request (-1 =
+    anchor).
 
-    `sampled[i]` says that node i was drawn from its parent row's law in `mass`; otherwise it is a deterministic guess.
-    Parents come before their children. `drafters[b]` names who guessed for request b; where several did, `sources` [N]
-    names the author of every node (None: the request's drafter). `probes` are no guesses and count nowhere as nodes.
-    `inner[b]` counts the guesses that the drafter itself judged while it drafted for request b, and how many of them it
-    kept.
+    `sampled[i]` says that node i was sampled from its parent row's distribution in `mass`; otherwise it is
+    deterministic. Parents come before their children. `drafters[b]` names the drafter of request b; if there were
+    several, `sources` [N] names the drafter of every node (None: the request's drafter). `probes` are not nodes.
+    `inner[b]` counts the tokens that the drafter itself verified while it drafted for request b, and how many of them
+    it accepted.
     """
 
     tokens: Tensor
@@ -248,7 +249,7 @@ class Draft:
         )
 
     def paths(self, request: int) -> list[tuple[int, ...]]:
-        """For every row of `request` (anchor, then nodes) the drafted tokens that lead to it, its own included."""
+        """For every row of `request` (anchor, then nodes) the drafted tokens on the path to it, its own included."""
         start, stop = self.offsets[request], self.offsets[request + 1]
         paths: list[tuple[int, ...]] = [()]
         for token, parent in zip(self.tokens[start:stop].tolist(), self.parents[start:stop], strict=True):
@@ -268,12 +269,12 @@ class Draft:
         return depths
 
     def anchor_row(self, request: int) -> int:
-        """Row of the target's law right after the committed text of `request`."""
+        """Row of the target's distribution right after the committed text of `request`."""
         return self.offsets[request] + request
 
     @cached_property
     def parent_rows(self) -> tuple[int, ...]:
-        """For every node the row whose law it must answer to, `[N]`."""
+        """For every node the row of its parent, whose distribution it is verified against, `[N]`."""
         rows: list[int] = []
         for b, (start, stop) in enumerate(zip(self.offsets, self.offsets[1:], strict=False)):
             first = start + b + 1
@@ -281,14 +282,14 @@ class Draft:
         return tuple(rows)
 
     def authors(self, request: int) -> list[str | None]:
-        """Who guessed each node of `request`."""
+        """The drafter of each node of `request`."""
         if not self.sources:
             return [self.drafters[request]] * self.lengths[request]
         own = self.sources[self.offsets[request] : self.offsets[request + 1]]
         return [self.drafters[request] if source is None else source for source in own]
 
     def select(self, requests: Sequence[int]) -> Draft:
-        """The draft of some requests only, in the given order, over the same laws."""
+        """The draft of some requests only, in the given order, over the same distributions."""
         if tuple(requests) == tuple(range(self.num_requests)):
             return self
         nodes = [node for b in requests for node in range(self.offsets[b], self.offsets[b + 1])]
@@ -326,7 +327,7 @@ class Draft:
 
 
 def empty_draft(num_requests: int, device: torch.device | str = "cpu") -> Draft:
-    """Nothing proposed for anybody."""
+    """A draft without nodes."""
     return Draft(
         torch.empty(0, dtype=torch.int64, device=device), (), (0,) * (num_requests + 1), (None,) * num_requests
     )
@@ -397,7 +398,7 @@ def merge_drafts(
 
 
 def _merge_probes(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]]) -> Probes | None:
-    """The probes of all parts, request after request; None where nobody probes."""
+    """The probes of all parts, in the order of the requests; None if there are none."""
     own = {
         b: draft.probes.select([local])
         for requests, draft in parts
@@ -415,43 +416,42 @@ def _merge_probes(num_requests: int, parts: Sequence[tuple[Sequence[int], Draft]
 
 @dataclass(frozen=True)
 class Uniforms:
-    """The random numbers a rule may use: one test per node and one draw per request, each in [0, 1) float64.
+    """The random numbers of a rule: one test per node and one draw per request, each in [0, 1) float64.
 
     `race[b]` is Exp(1) noise for the rows of request b, one number per token, the same at every row of one absolute
-    position whoever drafted; None where the request's rule does not need it.
+    position for any drafter; None if the request's rule does not need it.
     """
 
     accept: Tensor  # [N]
     next: Tensor  # [B]
-    race: tuple[Tensor | None, ...] = ()  # [B] of [rows, V]; () = nobody needs it
+    race: tuple[Tensor | None, ...] = ()  # [B] of [rows, V]; () = not needed
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What may stand: for each request the accepted path, then one token of the target.
+    """The outcome of verification: for each request the accepted path, then one token of the target.
 
-    `probabilities[b]` holds for every node of request b the probability with which its rule lets the walk go on from
-    the node's parent to it; None where the rule never had to know.
+    `probabilities[b]` holds for every node of request b the conditional probability of accepting it given that its
+    parent was accepted; None where the rule did not compute it.
     """
 
-    paths: tuple[tuple[int, ...], ...]  # accepted nodes, root to leaf, counted inside the request
+    paths: tuple[tuple[int, ...], ...]  # accepted nodes, root to leaf, indexed within the request
     accepted: tuple[tuple[int, ...], ...]  # their tokens
     next_tokens: tuple[int, ...]
     next_kinds: tuple[NextKind, ...]
     probabilities: tuple[tuple[float | None, ...], ...] = ()
 
     def emitted(self, request: int) -> tuple[int, ...]:
-        """Tokens that leave the round for one request: the accepted ones and the target's own."""
+        """Tokens emitted for one request: the accepted ones and the target's own."""
         return (*self.accepted[request], self.next_tokens[request])
 
 
 @dataclass(frozen=True)
 class TokenOrigin:
-    """Where one emitted token came from: the drafter (None = the target itself), how, and in which of the request's
-    rounds.
+    """Provenance of one emitted token: the drafter (None = the target itself), its kind, and the request's round.
 
-    `probability` is the chance that an accepted guess had of being accepted once its parent stood; None for the
-    target's own tokens, and under the coupled rule, which has no such number.
+    `probability` is the conditional acceptance probability of an accepted token given its accepted parent; None for the
+    target's own tokens, and under the coupled rule, which has no such probability.
     """
 
     drafter: str | None
@@ -462,7 +462,9 @@ class TokenOrigin:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probability of one token, its rank (1 = likeliest), and the likeliest tokens with theirs, best first."""
+    """Log-probability and rank (1 = most probable) of one token, and the most probable tokens with theirs, best
+    first.
+    """
 
     token_id: int
     logprob: float
@@ -472,11 +474,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step gave to one request."""
+    """The output of one step for one request."""
 
     request_id: int
     token_ids: tuple[int, ...]
-    text: str  # text that became certain in this step; stop strings and half characters are held back
+    text: str  # text completed in this step; stop strings and half characters are withheld
     origins: tuple[TokenOrigin, ...]
     finish_reason: FinishReason | None = None
     error: Exception | None = None

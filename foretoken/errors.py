@@ -1,7 +1,7 @@
 """The exception tree.
 
 ForetokenError                      exit code
-|- InputError (ValueError)          2   a value the user gave: names the field, the value, the remedy
+|- InputError (ValueError)          2   a user's value: the message names field, value and remedy
 |  |- ConfigError                   2   an unknown or contradictory option
 |  |- ContextLengthError            2   prompt and output do not fit the context
 |- ModelError (ValueError)          3   a checkpoint that cannot be used
@@ -9,13 +9,13 @@ ForetokenError                      exit code
 |  |- UnsupportedModelError         3   an architecture that cannot generate text here
 |  |- MismatchError                 3   target and draft (or tokenizer) do not belong together
 |- CapacityError (RuntimeError)     1   out of KV blocks
-|  |- OverloadedError               1   the queue is full: come again later
-|- EngineError (RuntimeError)       1   something raised inside the engine: the request fails, the engine goes on
-|- DraftError (RuntimeError)        1   a drafter broke its contract: its guesses are dropped, the request goes on
-|  |- DraftTimeout                  1   it took longer than it may
-|- NumericsError (RuntimeError)     1   NaN or infinite logits: the request fails, the engine goes on
+|  |- OverloadedError               1   the queue is full: retry later
+|- EngineError (RuntimeError)       1   an exception inside the engine: the request fails, the engine continues
+|- DraftError (RuntimeError)        1   a drafter broke its contract: its draft is dropped, the request continues
+|  |- DraftTimeout                  1   it exceeded its time limit
+|- NumericsError (RuntimeError)     1   NaN or infinite logits: the request fails, the engine continues
 |- StorageError (OSError)           4   a file or folder that cannot be written or read
-|- GateError                        5   a measured value misses the bar that was asked for
+|- GateError                        5   a measured value misses the requested threshold
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class MismatchError(ModelError):
 
 
 class CapacityError(ForetokenError, RuntimeError):
-    """No room: out of KV blocks."""
+    """Not enough KV blocks."""
 
 
 class OverloadedError(CapacityError):
@@ -77,23 +77,21 @@ class OverloadedError(CapacityError):
 
 
 class EngineError(ForetokenError, RuntimeError):
-    """Something raised inside the engine and a request cannot go on without it; `__cause__` is what was raised. Other
-    requests go on.
+    """An exception inside the engine without which the request cannot continue; `__cause__` is the exception. Other
+    requests continue.
     """
 
 
 class DraftError(ForetokenError, RuntimeError):
-    """A drafter handed over what cannot be verified, or did not come to an end; it never reaches who asked for an
-    answer.
-    """
+    """A drafter returned an invalid draft, or did not finish; it never reaches the caller of `generate`."""
 
 
 class DraftTimeout(DraftError):
-    """Raised inside a drafter that takes longer than it may."""
+    """A drafter exceeded its time limit; raised inside the drafter."""
 
 
 class DrafterWarning(UserWarning):
-    """A drafter failed, or was switched off for a request that goes on without it."""
+    """A drafter failed, or was disabled for a request, which continues without it."""
 
 
 class NumericsError(ForetokenError, RuntimeError):
@@ -107,7 +105,7 @@ class StorageError(ForetokenError, OSError):
 
 
 class GateError(ForetokenError):
-    """A measured value misses the bar it was asked to meet."""
+    """A measured value misses the requested threshold."""
 
     exit_code = 5
 

@@ -1,7 +1,6 @@
-"""Files that a user names: read whole with errors that say which option, file and line; tried for writing before long
-work.
+"""Reading and checking files given by the user: errors name option, file and line; outputs are tested before long work.
 
-JSON comes in and goes out without NaN and Infinity, which its standard does not have.
+JSON is read and written without NaN and Infinity, which the standard does not have.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import IO, Any
 from foretoken.errors import InputError, StorageError
 from foretoken.params import check_text
 
-MOST_BYTES = 1 << 28  # a text that is longer is a mistake, or a device that never ends
+MOST_BYTES = 1 << 28  # a longer text is a mistake, or an endless device
 
 
 def read_text(field: str, path: Path) -> str:
@@ -36,7 +35,7 @@ def read_text(field: str, path: Path) -> str:
 
 
 def read_stream(field: str, name: str, file: IO[bytes]) -> str:
-    """The UTF-8 text that comes from an open file called `name`.
+    """The UTF-8 text of an open file called `name`
 
     Raises:
         StorageError: it cannot be read, is longer than `MOST_BYTES`, or is not UTF-8.
@@ -59,7 +58,7 @@ def read_stream(field: str, name: str, file: IO[bytes]) -> str:
 
 
 def parse_json(field: str, where: str, text: str) -> Any:  # noqa: ANN401 - whatever the text holds
-    """What a JSON text holds; `where` is its file and line.
+    """Parse a JSON text; `where` is its file and line
 
     Raises:
         InputError: it is not JSON, holds NaN, an infinite number or a lone surrogate, or is nested too deeply.
@@ -89,7 +88,7 @@ def _finite(text: str) -> float:
 
 
 def read_json(field: str, path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
-    """What a file of JSON holds.
+    """Parse a JSON file
 
     Raises:
         StorageError: the file cannot be read, or is not JSON (`parse_json`).
@@ -101,7 +100,7 @@ def read_json(field: str, path: Path) -> Any:  # noqa: ANN401 - whatever the fil
 
 
 def to_json(value: object, indent: int | None = None) -> str:
-    """`value` as JSON; numbers that are NaN or infinite become null, and what JSON does not know its text."""
+    """`value` as JSON; NaN and infinite numbers become null, and unknown types their text."""
     return json.dumps(_finite_only(value), default=str, indent=indent, allow_nan=False)
 
 
@@ -116,7 +115,7 @@ def _finite_only(value: object) -> object:
 
 
 def check_readable(field: str, path: Path) -> None:
-    """Refuse a file that could not be read later.
+    """Check that a file can be read
 
     Raises:
         StorageError: names the field.
@@ -131,7 +130,7 @@ def check_readable(field: str, path: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Make a folder that a result will go to, and try it: minutes of work must not end in nothing.
+    """Create the folder of a result and test that it can be written, before minutes of work
 
     Raises:
         StorageError: it cannot be made or written.
@@ -145,7 +144,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_file(field: str, path: Path) -> None:
-    """Refuse a file that could not be written later.
+    """Check that a file can be written
 
     Raises:
         StorageError: names the field: the file is a folder or protected, or its folder is not there or cannot be

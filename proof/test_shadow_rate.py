@@ -112,7 +112,7 @@ def test_w2_another_temperature_is_found_behind_filters(dtype: str, monkeypatch:
     monkeypatch.setattr(runner_module, "target_probs", warmer)
     with (
         LLM("reference:target", dtype=dtype, cache_tokens=4096) as llm,
-        pytest.warns(UserWarning, match="do not follow the target's law"),
+        pytest.warns(UserWarning, match="do not follow the target's distribution"),
     ):
         found = followed(llm, {"temperature": 0.8, "top_k": 20}, first_seed=0, turns=4).stats
     assert found.alarm

@@ -1,4 +1,4 @@
-"""The example is the whole algorithm: the engine gives its tokens, and its law is the target's."""
+"""The example is the whole algorithm: the engine gives its tokens, and its distribution is the target's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def minimal() -> ModuleType:
 
 
 class Softmax:
-    """A checkpoint as a function from tokens to a law, by transformers."""
+    """A checkpoint as a function from tokens to a distribution, by transformers."""
 
     def __init__(self, folder: Path, temperature: float) -> None:
         from transformers import AutoModelForCausalLM
@@ -114,17 +114,17 @@ def test_sampled_token_for_token_with_the_engines_numbers(
 
 @pytest.mark.parametrize("num_draft", [0, 1, 2, 3])
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.0])
-def test_the_law_is_exact(minimal: ModuleType, num_draft: int, share: float) -> None:
-    assert minimal.law_error(minimal.toy(1), minimal.toy(2, share), 3, 3, num_draft) < 1e-12
-    assert minimal.law_error(minimal.toy(1), minimal.greedy(minimal.toy(3)), 3, 3, num_draft) < 1e-12
+def test_the_distribution_is_exact(minimal: ModuleType, num_draft: int, share: float) -> None:
+    assert minimal.max_error(minimal.toy(1), minimal.toy(2, share), 3, 3, num_draft) < 1e-12
+    assert minimal.max_error(minimal.toy(1), minimal.greedy(minimal.toy(3)), 3, 3, num_draft) < 1e-12
 
 
 def test_a_wrong_residual_is_seen(minimal: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The enumeration is a test: without the subtraction the law is off."""
+    """The enumeration is a test: without the subtraction the distribution is wrong."""
     broken = SimpleNamespace(**vars(np))
     broken.maximum = lambda left, floor: np.maximum(left, floor) + 0.3
     monkeypatch.setattr(minimal, "np", broken)
-    assert minimal.law_error(minimal.toy(1), minimal.toy(2), 3, 2, 2) > 0.01
+    assert minimal.max_error(minimal.toy(1), minimal.toy(2), 3, 2, 2) > 0.01
 
 
 def test_it_is_short_and_stands_alone(minimal: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

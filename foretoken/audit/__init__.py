@@ -1,1 +1,3 @@
-"""Is what comes out what the target would have said? Checks on a user's own models and prompts, and their report."""
+"""Audit: checks on a user's own models and prompts that the output follows the target's distribution, and their
+report.
+"""

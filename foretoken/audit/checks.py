@@ -17,13 +17,14 @@ from foretoken.engine.shadow.sequential_test import GreedyEvidence, weigh_greedy
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.randomness import RaceNoise
 
-_TEXTS = 4  # answers whose logits and seeds are compared; the checks on laws take all of them
+_TEXTS = 4  # answers whose logits and seeds are compared; the tests of the distribution use all
 _OTHER_NUM_DRAFTS = (1, 7)
 _SEEDS = "equal seeds, equal answers"
-_CHOOSERS = ("mix", "auto")  # drafters that choose among others by measured times
-_REMEMBERING = ("recycling",)  # drafters that guess differently after an answer, whoever asked for it
+_CHOOSERS = ("mix", "auto")  # drafters that choose among parts by measured times
+_REMEMBERING = ("recycling",)  # drafters that keep state from one answer to the next, over all tenants
 _WHY_NOT_DEMANDED = (
-    "in 16-bit numbers rounding moves what this rule compares with; --rule coupled or --dtype float32 repeats a seed"
+    "in 16-bit precision rounding changes the probabilities of this rule; "
+    "--rule coupled or --dtype float32 reproduces a seed"
 )
 
 
@@ -66,9 +67,10 @@ def _equality(
     exact: bool,
     gap: Callable[[int, int], tuple[float, float]] = lambda *_: (math.inf, 0.0),
 ) -> Check:
-    """Are two sets of answers equal? Unless `exact`, one may turn off where the two choices lie within rounding.
+    """Compare two sets of answers. Unless `exact`, an answer may differ where the two choices lie within rounding.
 
-    `gap(i, place)` is how far the choices of answers i lie apart there, and how far rounding could move them.
+    `gap(i, place)` returns how far apart the choices of answers i are at that position, and how far rounding could move
+    them.
     """
     told, num_beyond = [], 0
     for i, (one, other) in enumerate(zip(base, again, strict=True)):
@@ -91,37 +93,38 @@ def _equality(
         "fail" if num_beyond else "pass",
         sum(len(output.token_ids) for output in again),
         f"{len(base) - len(told)} of {len(base)} equal" + (f", {ties} differ at near ties" if ties else ""),
-        "all equal" if exact else "all equal but for near ties",
+        "all equal" if exact else "all equal except at near ties",
         detail=f"first differences at {'; '.join(told)}" if told else "",
     )
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first place where two answers differ, None if they are equal."""
+    """The first position where two answers differ, None if they are equal."""
     if tuple(one) == tuple(other):
         return None
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _row(session: Session, output: GenerateOutput, params: SamplingParams, place: int) -> tuple[Tensor, float]:
-    """Logits `[V]` of one place of an answer, and the distance between two of them that rounding explains there."""
+    """Logits `[V]` of one position of an answer, and the difference between two of them that rounding explains."""
     for rows in session.rescore(output, params):
         if rows.first <= place < rows.first + len(rows.tokens):
             i = place - rows.first
             return rows.logits[i].float(), float(rows.rounding[i])
-    raise AssertionError(f"place {place} is not in the answer")
+    raise AssertionError(f"place {place} is not part of the answer")
 
 
 # ---- seeds
 
 
 def check_seeds(session: Session) -> list[Check]:
-    """A given seed repeats its answer: under the coupled rule with any settings, under another rule with the same ones.
+    """A given seed reproduces its answer: under the coupled rule with any settings, under another rule with the same
+    ones.
 
-    Under the coupled rule an answer may turn off where rounding decides the race between two tokens. Other rules
-    compare random numbers with probabilities of the target and of the draft, so they repeat themselves only where those
-    have the same bits: see `Session.repeats_draws`. What is chosen by measured times, or learned from the run before,
-    does not repeat under them at all.
+    Under the coupled rule an answer may differ where rounding decides between two tokens. Other rules compare random
+    numbers with probabilities of target and draft, so they are reproducible only if those have the same bits: see
+    `Session.repeats_draws`. Choices from measured times, or learnt from the run before, are not reproducible under
+    them.
     """
     options = session.options
     prompts = session.prompts_in_turn(min(_TEXTS, options.num_prompts))
@@ -145,9 +148,7 @@ def _coupled_seeds(session: Session, prompts: Sequence[list[int]], params: Seque
         again = session.answers(prompts, params, spec, together).outputs
 
         def gap(i: int, place: int) -> tuple[float, float]:
-            """Distance in the race that decides: noise over law, the least wins; in logarithms, up to a constant of the
-            row.
-            """
+            """Difference of the perturbed logits that decide under the coupled rule, up to a constant of the row."""
             logits, rounding = _row(session, again[i], params[i], place)
             noise = RaceNoise(params[i].seed or 0, len(logits), logits.device).at([len(again[i].prompt_ids) + place])[0]
             keys = noise.double().log() - logits.double() / temperature  # [V]
@@ -168,9 +169,7 @@ def _coupled_seeds(session: Session, prompts: Sequence[list[int]], params: Seque
 def _drawn_seeds(
     session: Session, prompts: Sequence[list[int]], params: Sequence[SamplingParams], spec: SpecConfig
 ) -> Check:
-    """Two runs that know nothing of each other: each has a tenant of its own, so neither begins with what the other
-    left in the cache.
-    """
+    """Two independent runs: each has its own tenant, so neither finds cached blocks of the other."""
     base, again = (
         session.answers(prompts, [replace(one, tenant=f"audit {name}") for one in params], spec).outputs
         for name in ("one", "two")
@@ -184,8 +183,8 @@ def _drawn_seeds(
 
 
 def _untimed(spec: SpecConfig) -> SpecConfig | None:
-    """The settings with every number set that would be chosen by measured times; None where the drafter itself goes by
-    them or remembers.
+    """The settings with fixed numbers instead of those chosen by measured times; None if the drafter itself uses them
+    or keeps state.
     """
     learns = spec.drafter == "early_exit" and (
         spec.skip_layers == "auto" or (spec.skip_layers is None and spec.exit_layer == "auto")
@@ -197,12 +196,12 @@ def _untimed(spec: SpecConfig) -> SpecConfig | None:
     return replace(spec, draft_probability=1.0) if spec.draft_probability == "auto" else spec
 
 
-# ---- numbers
+# ---- numerics
 
 
 def check_numerics(session: Session) -> list[Check]:
-    """The logits of a row computed alone, with guesses behind it, and beside another request: demanded equal only when
-    strict.
+    """The logits of a row computed alone, with drafted tokens after it, and beside another request; must be equal only
+    with strict numerics.
     """
     options, target = session.options, session.target
     params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
@@ -235,10 +234,10 @@ def check_numerics(session: Session) -> list[Check]:
 def _decode(
     target: LanguageModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]], num_draft: int
 ) -> list[Tensor]:
-    """Logits `[n, V]` of the answers of some texts, run side by side, each step one row and `num_draft` rows of guesses
-    behind it.
+    """Logits `[n, V]` of the answers of some texts, run as one batch, each step one row and `num_draft` drafted tokens
+    after it.
 
-    The guesses are the text itself, so the rows of a verify pass are rows of the text.
+    The drafted tokens are the text itself, so the rows of a verification pass are rows of the text.
     """
     sequences = [-1 - i for i in range(len(texts))]
     found: list[list[Tensor]] = [[] for _ in texts]
@@ -276,10 +275,10 @@ def _ids(target: LanguageModel, tokens: Sequence[int]) -> Tensor:
 
 
 def check_blocks(session: Session) -> list[Check]:
-    """After everything no cache is held: free is all."""
+    """At the end no cache is in use."""
     checks = []
     for name, model in session.models():
         free, total = model.num_free_tokens(), model.capacity_tokens
         result: Result = "pass" if free == total and not session.llm.engine.has_work else "fail"
-        checks.append(Check("the cache is given back", name, result, 0, f"{free} of {total} tokens free", "all free"))
+        checks.append(Check("all cache is released", name, result, 0, f"{free} of {total} tokens free", "all free"))
     return checks

@@ -1,6 +1,4 @@
-"""The check of the law: do sampled tokens follow the target's own laws, told by the target alone, with a stated error
-rate?
-"""
+"""Tests of the distribution: whether sampled tokens follow that of the target alone, with a stated error rate."""
 
 from __future__ import annotations
 
@@ -16,17 +14,16 @@ from foretoken.model.randomness import Purpose, uniforms
 
 _PROBE_TOKENS = 16
 _WORDS = {
-    "surprisal": "law: as sharp as the target's",
-    "rank": "law: ranks of the tokens",
-    "guess": "law: no pull towards or from the guesses",
+    "surprisal": "distribution: sharpness",
+    "rank": "distribution: ranks",
+    "guess": "distribution: no bias by the draft",
 }
 
 
 def rules_to_check(session: Session) -> list[str]:
-    """The rules by name that sampled requests of the audited settings may meet.
+    """Names of the rules that sampled requests of the audited settings can resolve to.
 
-    "auto" is coupled for a request with a seed; what it is without one depends on what is drafted, so that is tried
-    out.
+    "auto" is coupled for a request with a seed; without one it depends on the draft, so a short run finds out.
     """
     spec = session.options.spec
     if spec.rule != "auto":
@@ -45,11 +42,11 @@ def rules_to_check(session: Session) -> list[str]:
 
 
 def check_law(session: Session, temperature: float, rule: str, number: int, count: int) -> list[Check]:
-    """Sampled answers of one temperature and rule, check `number` of `count`: the chance of failure is shared out
+    """Sampled answers of one temperature and rule, check `number` of `count`; the false-alarm rate is divided
     evenly.
     """
     options = session.options
-    plain = SpecConfig("ngram", num_draft=0)  # guesses nothing, but a rule can be named
+    plain = SpecConfig("ngram", num_draft=0)  # drafts nothing, but permits a rule by name
     spec = replace(plain if options.spec.drafter is None else options.spec, rule=rule)
     where = f"temperature {temperature:g}, {options.spec.drafter or 'plain'}, rule {rule}"
     evidence = _evidence(session, temperature, spec, options.seed + number * options.num_prompts)
@@ -58,7 +55,7 @@ def check_law(session: Session, temperature: float, rule: str, number: int, coun
     edges = f", {evidence.num_edges} at the edge of a filter" if evidence.num_edges else ""
     checks = [
         Check(
-            "law: only tokens that may come",
+            "distribution: only possible tokens",
             where,
             "not claimed" if lossy else possible,
             evidence.num_tokens,
@@ -98,7 +95,7 @@ def _evidence(session: Session, temperature: float, spec: SpecConfig, seed: int)
         for rows in session.rescore(output, choice):
             places = range(rows.first, rows.first + len(rows.tokens))
             assert choice.seed is not None
-            # The purpose keeps these numbers apart from all that chose the tokens.
+            # A purpose of its own: independent of the random numbers that sampled the tokens.
             noise = uniforms([choice.seed] * len(places), Purpose.SHADOW, places, [1] * len(places))
             laws, edges = rows.certain()
             total += weigh(laws, rows.tokens, np.asarray(noise), guesses[places.start : places.stop], edges)

@@ -1,4 +1,4 @@
-"""What an audit is asked to do, and the prompts it asks about."""
+"""Options of an audit, and its prompts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from foretoken.files import parse_json, read_text
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
 Prompt = str | list[int]
-_MOST_PROMPTS = 100_000  # all answers are kept until their laws are judged
+_MOST_PROMPTS = 100_000  # all answers are held in memory until they are tested
 REPORT_SUFFIXES = (".md", ".json")
 
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """Which models and settings to audit, and how long.
+    """Models, settings and length of an audit.
 
-    `num_prompts` answers of `max_tokens` tokens are drawn at each of `temperatures`, prompts taken in turn. `alpha` is
-    the chance that a sound engine fails any of the statistical checks. `seed` begins the seeds of the sampled answers.
+    `num_prompts` answers of `max_tokens` tokens are sampled at each of `temperatures`, prompts taken in turn. `alpha`
+    is the probability that a correct engine fails any of the statistical tests. `seed` is the first seed of the sampled
+    answers.
     """
 
     target: str

@@ -1,4 +1,4 @@
-"""What an audit found: for the eye, for programs, and to attach to a change request."""
+"""The result of an audit: for a terminal, as JSON, and as a page to attach to a change request."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _STYLES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """One check.
 
-    `found` is what was measured, `demanded` what it had to be, `sees` the smallest error that the check misses with
-    probability 0.01 at most. "undecided" had too few tokens, "not claimed" is what a lossy rule never promised, "info"
-    is told without a verdict.
+    `found` is the measured value, `demanded` the required one, `sees` the smallest error that the check misses with
+    probability 0.01 at most. "undecided" had too few tokens, "not claimed" is what a lossy rule does not guarantee,
+    "info" is reported without a verdict.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Check:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """All checks, with what is needed to judge and to repeat them."""
+    """All checks, with what is needed to assess and repeat them."""
 
     checks: tuple[Check, ...]
     command: str
@@ -71,9 +71,9 @@ class AuditReport:
         judged = count["pass"] + count["fail"]
         text = f"FAIL: {count['fail']} of {judged} checks failed" if count["fail"] else f"PASS: {judged} checks"
         if count["undecided"]:
-            text += f"; {count['undecided']} undecided for want of tokens"
+            text += f"; {count['undecided']} undecided for lack of tokens"
         if count["not claimed"]:
-            text += "; lossy rule: law not claimed"
+            text += "; lossy rule: distribution not claimed"
         return text
 
     def as_dict(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def print_report(report: AuditReport, console: Console | None = None) -> None:
 
 
 def markdown(report: AuditReport) -> str:
-    """The report as a page: verdict, checks, what to know to repeat them."""
+    """The report as a page: verdict, checks, and what is needed to repeat them."""
     lines = [
         f"# {report.verdict}",
         "",
@@ -110,7 +110,7 @@ def markdown(report: AuditReport) -> str:
         "",
         *(f"- {line}" for line in _details(report.checks)),
         "",
-        f"A sound engine fails any of the statistical checks with probability {report.false_alarm_rate:g} "
+        f"A correct engine fails any of the statistical checks with probability {report.false_alarm_rate:g} "
         "at most; the other checks "
         "never fail by chance.",
         "",
@@ -131,7 +131,7 @@ def _details(checks: Sequence[Check]) -> list[str]:
 
 
 def check_out(path: Path) -> None:
-    """Refuse a report file that could not be written, before minutes of work.
+    """Check that a report file can be written, before minutes of work
 
     Raises:
         InputError: an unknown suffix.
@@ -144,7 +144,7 @@ def check_out(path: Path) -> None:
 
 
 def write_report(report: AuditReport, path: Path) -> None:
-    """Write the report as its suffix says; the file appears whole or not at all.
+    """Write the report in the format of its suffix, atomically
 
     Raises:
         InputError: an unknown suffix.

@@ -1,4 +1,4 @@
-"""One audit from beginning to end."""
+"""Runs one audit."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def run_audit(
     versions: Mapping[str, str],
     tell: Callable[[str], None] = lambda _: None,
 ) -> AuditReport:
-    """Open the models, run every check, close them; `tell` gets a few words before each piece of work.
+    """Open the models, run every check, close them; `tell` receives a short message before each piece of work.
 
-    An engine that fails under a check fails the check.
+    An engine that fails during a check fails the check.
 
     Raises:
-        InputError, ModelError: what cannot be audited at all.
+        InputError, ModelError: settings that cannot be audited.
     """
     assert prompts
     tell("loading the models")
@@ -47,7 +47,7 @@ def _checks(session: Session, tell: Callable[[str], None]) -> list[Check]:
         rules = rules_to_check(session)
         combinations = [(temperature, rule) for temperature in options.sampled for rule in rules]
         for number, (temperature, rule) in enumerate(combinations):
-            tell(f"the law at temperature {temperature:g}, rule {rule} ({number + 1} of {len(combinations)})")
+            tell(f"the distribution at temperature {temperature:g}, rule {rule} ({number + 1} of {len(combinations)})")
             checks += _guarded("law", partial(check_law, session, temperature, rule, number, len(combinations)))
         tell("answers of equal seeds")
         checks += _guarded("equal seeds", lambda: check_seeds(session))

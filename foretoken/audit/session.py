@@ -1,4 +1,4 @@
-"""The engine under audit: answers in, answers scored again out, and what its drafter guessed."""
+"""The engine under audit: runs prompts, scores answers again, records drafts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _CHUNK_TOKENS = 256
 
 @dataclass
 class Recorder:
-    """Watches the engine: what was guessed for every token of every request, in order of arrival, and which rules
-    "auto" means.
+    """Observer that records what was drafted for every token of every request, in order of arrival, and which rules
+    "auto" resolved to.
     """
 
     guesses: dict[int, list[Guess | None]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Recorder:
         self.guesses[state.request_id] = []
 
     def round(self, view: RoundView) -> None:
-        """Note one round."""
+        """Record one round."""
         if view.draft.lengths[view.b]:
             self.rules.add(rule_for(view.draft, view.b))
         self.guesses[view.output.request_id] += guesses_of(view)
@@ -51,13 +51,13 @@ class Recorder:
         """Nothing to do."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Answers in the order of their prompts, the guesses for each of their tokens, and the rules that "auto" would have
-    taken.
+    """Answers in the order of their prompts, the drafts for each of their tokens, and the rules that "auto" resolves
+    to.
     """
 
     outputs: list[GenerateOutput]
@@ -66,11 +66,11 @@ class Run:
 
 
 class Session:
-    """An open engine with the audit's prompts as token ids, cut so that the answers fit behind them."""
+    """An open engine with the audit's prompts as token ids, truncated so that the answers fit."""
 
     def __init__(self, options: AuditOptions, prompts: Sequence[Prompt]) -> None:
         self.options = options
-        # The only place that opens what is audited.
+        # The only place that opens the audited models.
         self.llm = LLM(
             options.target,
             spec=options.spec,
@@ -87,24 +87,24 @@ class Session:
 
     @property
     def target(self) -> LanguageModel:
-        """The model whose laws count."""
+        """The target model."""
         return self.llm.target
 
     @property
     def draft(self) -> LanguageModel | None:
-        """The draft model, if the drafter is one."""
+        """The draft model, None for other drafters."""
         key = drafter_key(self.options.spec)
         drafter = None if key is None else self.llm.engine.drafters.drafters.get(key)
         return drafter.model if isinstance(drafter, DraftModelDrafter) else None
 
     def models(self) -> Iterator[tuple[str, LanguageModel]]:
-        """Everything with a cache."""
+        """All models with a cache."""
         yield "target", self.target
         if self.draft is not None:
             yield "draft", self.draft
 
     def prompts_in_turn(self, count: int) -> list[list[int]]:
-        """`count` prompts, beginning again when there are fewer."""
+        """`count` prompts, repeated if there are fewer."""
         return [self.prompts[i % len(self.prompts)] for i in range(count)]
 
     def answers(
@@ -132,12 +132,12 @@ class Session:
         return Run(outputs, list(recorder.guesses.values()), frozenset(recorder.rules))
 
     def rescore(self, output: GenerateOutput, params: SamplingParams) -> Iterator[ScoredRows]:
-        """The target's own view of an answer."""
+        """An answer scored again by the target."""
         return rescore(self.target, output.prompt_ids, output.token_ids, params, chunk_tokens=_CHUNK_TOKENS)
 
     def draft_guesses(self, output: GenerateOutput, params: SamplingParams) -> list[Guess | None] | None:
-        """The draft model's law at every drafted place of an answer, computed anew; None without a draft model that can
-        hold it.
+        """The draft model's distribution at every drafted position of an answer, recomputed; None without a draft model
+        with room for it.
         """
         if self.draft is None or len(output.prompt_ids) + len(output.token_ids) > self.draft.max_context_tokens:
             return None
@@ -149,14 +149,14 @@ class Session:
 
     @property
     def exact(self) -> bool:
-        """Whether a row is the same to the last bit however rows are batched, so that every difference counts."""
+        """Whether a row is bitwise the same however rows are batched, so that every difference is an error."""
         return self.options.numerics == "strict"
 
     def repeats_draws(self, spec: SpecConfig) -> bool:
-        """Whether rules that draw see the same probabilities in two runs of `spec`: target and draft compute in wide
-        numbers.
+        """Whether sampling rules see the same probabilities in two runs of `spec`: target and draft compute in wide
+        formats.
 
-        Strict numerics are the target's; a draft has none.
+        Strict numerics apply to the target only.
         """
         rows = next(rescore(self.target, self.prompts[0], [0], SamplingParams(temperature=1.0)))
         wide = rows.dtype not in (torch.bfloat16, torch.float16)

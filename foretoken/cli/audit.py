@@ -1,4 +1,4 @@
-"""`foretoken audit`: do this target, drafter and rule answer as the target alone would? A report to attach."""
+"""`foretoken audit`: tests that target, drafter and rule answer as the target alone would, with a report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def audit(
     out: Annotated[Path | None, typer.Option(help="Write the report into this .md or .json file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check greedy equality, sampled distributions, seeds, logits and cache; exit code 5 if anything fails."""
+    """Check greedy equality, the distribution of sampled tokens, seeds, logits and cache; exit code 5 if anything fails."""
     given = dict(context.params)
     if target == "reference:target" and named_drafter(given) is None:
         given["draft"] = "reference:draft"
@@ -96,6 +96,6 @@ def _run(options: AuditOptions, prompts: Path | None, out: Path | None) -> Audit
 
 
 def _own_prompts(count: int) -> list[Prompt]:
-    """Prompts of every kind that the bench measures with."""
+    """Prompts of every slice of the bench."""
     found: list[Prompt] = [prompt.text for prompt in slices(per_slice=-(-min(count, 50) // len(SLICES)))]
     return found[:count]

@@ -1,4 +1,4 @@
-"""`foretoken demo`: the shipped model answers the same prompts twice, plainly and speculatively."""
+"""`foretoken demo`: the shipped model answers the same prompts with and without speculation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from foretoken.printing.console import Console
 from foretoken.train.corpus import edit_prompt
 
 # Written for this demo, not taken from the training text, and chosen so that the answers end by themselves: a small
-# model left to write on falls into loops, and loops flatter every drafter.
+# model that continues falls into loops, which inflate the acceptance of every drafter.
 PROMPTS = {
     "edit a function": edit_prompt(
         '''def lookup(table, name, default=None):
@@ -64,15 +64,15 @@ PROMPTS = {
     def __lt__(self, other):''',
 }
 _STOP = ("\n\n",)
-_FREE_STANDING = tuple(name for name in DRAFTERS if name != "predicted")  # that one needs the answer beforehand
+_FREE_STANDING = tuple(name for name in DRAFTERS if name != "predicted")  # it needs the answer beforehand
 _WITH_DRAFT = ("draft_model", "cascade")
-# A draft of a twentieth of its target, as published pairs have it.
+# A draft model of a twentieth of its target, as in published pairs.
 _DRAFT_SIZES = {"500m": "25m", "1b": "50m"}
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Decode speed of one way of answering, over all prompts: tokens/s of each repeat."""
+    """Decoding speed of one mode over all prompts: tokens/s of each repeat."""
 
     per_repeat: tuple[float, ...]
 
@@ -83,8 +83,8 @@ class Timing:
 
 
 def demo(
-    drafter: Annotated[str, typer.Option(help=f"Who guesses: {', '.join(_FREE_STANDING)}.")] = "draft_model",
-    num_draft: Annotated[int, typer.Option(help="Tokens guessed per step.")] = 5,
+    drafter: Annotated[str, typer.Option(help=f"Drafter: {', '.join(_FREE_STANDING)}.")] = "draft_model",
+    num_draft: Annotated[int, typer.Option(help="Drafted tokens per step.")] = 5,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 96,
     repeats: Annotated[int, typer.Option(help="Times each answer is measured; the median counts.")] = 5,
     to: Annotated[
@@ -93,7 +93,7 @@ def demo(
     ] = "500m",
     as_json: JsonOption = False,
 ) -> None:
-    """Answer the same prompts plainly and speculatively, compare tokens and time on this machine."""
+    """Answer the same prompts plainly and speculatively, and compare tokens and time on this machine."""
     for field, value, low in (("max_tokens", max_tokens, 2), ("repeats", repeats, 1), ("num_draft", num_draft, 1)):
         if value < low:
             raise ConfigError(field, value, f"must be at least {low}")
@@ -126,7 +126,7 @@ def demo(
     )
     if to != "none":
         widened = f"Target and draft are the shipped ones widened to {to} and {_DRAFT_SIZES[to]}"
-        console.line(f"{widened}: the same answers at the price of bigger models.", style="dim")
+        console.line(f"{widened}: the same answers at the cost of bigger models.", style="dim")
 
 
 def _pair(to: str, scratch: Path) -> tuple[Path, Path]:
@@ -145,10 +145,10 @@ def _pair(to: str, scratch: Path) -> tuple[Path, Path]:
 def _measure(
     llm: LLM, params: SamplingParams, spec: SpecConfig, repeats: int
 ) -> tuple[Timing, Timing, dict[str, tuple[GenerateOutput, GenerateOutput]]]:
-    """Both ways in turn on every prompt, after one warm-up of each; the answers of the last repeat.
+    """Both modes in turn on every prompt, after one warm-up of each; the answers of the last repeat.
 
-    Every answer has a tenant of its own and every repeat fresh drafters: nobody guesses from earlier answers to the
-    same prompts.
+    Every answer has its own tenant and every repeat new drafters: nothing is drafted from earlier answers to the same
+    prompts.
     """
     tenants = map(str, itertools.count())
     answers: dict[str, tuple[GenerateOutput, GenerateOutput]] = {}
@@ -178,7 +178,7 @@ def _measure(
 
 
 def _renew_drafters(llm: LLM, spec: SpecConfig) -> None:
-    """Drafters that remember nothing; the new ones share the draft model of the old, which goes last."""
+    """New drafters without state, which share the draft model of the old ones; those are removed last."""
     old = dict(llm.engine.drafters.drafters)
     llm.engine.drafters.drafters.clear()
     llm.prepare(spec)

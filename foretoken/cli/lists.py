@@ -6,10 +6,10 @@ from foretoken.errors import ConfigError
 
 
 def words(field: str, text: str) -> tuple[str, ...]:
-    """What stands between commas.
+    """Split a comma-separated list.
 
     Raises:
-        ConfigError: nothing does.
+        ConfigError: it is empty.
     """
     found = tuple(word.strip() for word in text.split(",") if word.strip())
     if not found:

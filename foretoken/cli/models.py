@@ -1,4 +1,4 @@
-"""`foretoken models`: what can be run without a download."""
+"""`foretoken models`: models that run without a download."""
 
 from __future__ import annotations
 

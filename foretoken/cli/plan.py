@@ -1,4 +1,4 @@
-"""`foretoken plan`: what fits into the memory there is, before anything is loaded."""
+"""`foretoken plan`: what fits into memory, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -61,26 +61,26 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(help="Memory to plan with, such as 24GiB; without it, what this machine has free now.")
     ] = None,
-    reserve: Annotated[float, typer.Option(help="Share of the memory that stays free.")] = 0.2,
-    batch: Annotated[int, typer.Option(help="Requests at once.")] = 1,
+    reserve: Annotated[float, typer.Option(help="Share of the memory that is kept free.")] = 0.2,
+    batch: Annotated[int, typer.Option(help="Concurrent requests.")] = 1,
     context: Annotated[
         int | None,
         typer.Option(help="Tokens of a request, prompt and answer together; 4096, or the model's own if less."),
     ] = None,
     num_draft: NumDraftOption = "auto",
-    max_prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens that a step takes.")] = 512,
+    max_prompt_tokens: Annotated[int, typer.Option(help="Prompt tokens per step.")] = 512,
     dtype: DtypeOption = "auto",
     draft_dtype: DraftDtypeOption = "auto",
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Say what weights, caches and a step take, and which batch and context fit; exit code 1 if what was asked for does
-    not.
+    """Print the memory of weights, caches and a step, and which batch and context fit; exit code 1 if the requested
+    ones do not.
 
-    Reads config.json and the headers of the safetensors, no weights.
+    Reads config.json and the headers of the safetensors files, no weights.
     """
     if draft_dtype != "auto" and not draft:
-        raise ConfigError("draft_dtype", draft_dtype, "there is no draft: name one with --draft, or leave it out")
+        raise ConfigError("draft_dtype", draft_dtype, "there is no draft model: name one with --draft, or leave it out")
     place = open_device(device)
     budget = Budget(available_bytes(place) if memory is None else parse_bytes(memory), _share(reserve))
     shape = shape_of(model_folder(target), target, dtype, place.type)
@@ -123,7 +123,7 @@ def plan(
 
 
 def _draft_shape(name: str, dtype: str, draft_dtype: str, device: str) -> ModelShape:
-    """A draft as the engine loads it: in the target's format unless it has its own."""
+    """A draft model as the engine loads it: in the target's format unless it has its own."""
     if draft_dtype not in DRAFT_DTYPES:
         raise ConfigError("draft_dtype", draft_dtype, f"choose one of {', '.join(DRAFT_DTYPES)}")
     quantised = draft_dtype in QUANTISED
@@ -132,10 +132,10 @@ def _draft_shape(name: str, dtype: str, draft_dtype: str, device: str) -> ModelS
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "24GiB", "16 GB" or a plain number.
+    """Parse "24GiB", "16 GB" or a plain number of bytes.
 
     Raises:
-        InputError: no number, or an unknown unit.
+        InputError: not a number, or an unknown unit.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if found is None or found.group(2).lower() not in _UNITS:
@@ -150,7 +150,7 @@ def available_bytes(device: torch.device) -> int:
     """Free memory now: of the GPU, or of this machine within the limit of its control group.
 
     Raises:
-        StorageError: the system does not say; `--memory` does.
+        StorageError: the system does not report it; `--memory` replaces it.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -159,14 +159,14 @@ def available_bytes(device: torch.device) -> int:
     except OSError:
         found = None
     if found is None:
-        raise StorageError("this system does not tell how much memory is free; say it with --memory")
+        raise StorageError("this system does not report free memory; give it with --memory")
     free = int(found.group(1)) * 1024
     limit, used = (_control_group(name) for name in ("memory.max", "memory.current"))
     return free if limit is None or used is None else min(free, max(0, limit - used))
 
 
 def _control_group(name: str) -> int | None:
-    """A number of this process's control group (cgroup v2); None where there is none or no limit."""
+    """A value of this process's control group (cgroup v2); None without one or without a limit."""
     try:
         text = (Path("/sys/fs/cgroup") / name).read_text(encoding="utf-8").strip()
     except OSError:
@@ -175,7 +175,7 @@ def _control_group(name: str) -> int | None:
 
 
 def _row(target: ModelShape, draft: ModelShape | None, load: Load, budget: Budget) -> dict[str, object]:
-    """One choice of draft: its account, and what it leaves room for."""
+    """The plan for one draft model: its memory, and what still fits."""
     needed: Account = account(target, draft, load)
     missing = budget.missing_bytes(needed)
     return {
@@ -212,7 +212,7 @@ def _print(report: dict[str, object], grid: dict[int, dict[int, int]], rows: lis
 
 
 def _size(count: object) -> str:
-    """Bytes for the eye."""
+    """Bytes in readable units."""
     value = float(str(count))
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:

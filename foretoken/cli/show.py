@@ -1,4 +1,4 @@
-"""Text in which each token shows where it came from: by colour and, for those who cannot see colours, by mark."""
+"""Text in which each token shows its provenance: by colour and, for readers without colours, by mark."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from foretoken.printing.console import Console, Part
 
 # kind -> (style, what it means). The styles differ in weight and underline too, so colour is never alone.
 _STYLES = {
-    "accepted": ("underline green", "guessed by the drafter, kept by the target"),
-    "residual": ("bold red", "the target's own, in place of a rejected guess"),
-    "bonus": ("italic cyan", "the target's own, after every guess was kept"),
-    "plain": ("dim", "the target's own, nothing was guessed"),
+    "accepted": ("underline green", "proposed by the drafter, accepted by the target"),
+    "residual": ("bold red", "the target's own, in place of a rejected token"),
+    "bonus": ("italic cyan", "the target's own, after a fully accepted draft"),
+    "plain": ("dim", "the target's own, nothing was drafted"),
 }
 _MARKS = {"accepted": "+", "residual": "!", "bonus": "*", "plain": "."}
 
 
 def coloured(pieces: Sequence[str], origins: Sequence[TokenOrigin]) -> list[Part]:
-    """The pieces of an answer in the style of their origin; the characters themselves are untouched."""
+    """The pieces of an answer in the style of their provenance; the characters are unchanged."""
     return [(piece, _STYLES[origin.kind][0]) for piece, origin in zip(pieces, origins, strict=True)]
 
 
@@ -32,7 +32,7 @@ def marks(origins: Sequence[TokenOrigin]) -> str:
 
 
 def legend(origins: Sequence[TokenOrigin]) -> list[Part]:
-    """What the styles and marks mean, with how often each occurs, a line each."""
+    """The meaning of styles and marks, with how often each occurs, a line each."""
     lines: list[Part] = []
     for kind, (style, meaning) in _STYLES.items():
         count = sum(origin.kind == kind for origin in origins)
@@ -49,16 +49,14 @@ def print_shown(console: Console, pieces: Sequence[str], origins: Sequence[Token
 
 
 def print_counts(console: Console, stats: RequestStats) -> None:
-    """How many guesses were made and kept at each place of the draft and, where several drafters guessed, by each of
-    them.
-    """
+    """Drafted and accepted tokens at each position of the draft and, with several drafters, by drafter."""
     if not stats.num_drafted:
         return
-    rows = [(f"at place {place}", *counts) for place, counts in enumerate(stats.accepted_per_position, start=1)]
+    rows = [(f"at position {place}", *counts) for place, counts in enumerate(stats.accepted_per_position, start=1)]
     if len(stats.drafted_by) > 1:
         rows += [(f"by {name}", drafted, stats.accepted_by.get(name, 0)) for name, drafted in stats.drafted_by.items()]
     console.line()
     cells = [
         (name, str(drafted), str(kept), f"{kept / drafted:.0%}" if drafted else "") for name, drafted, kept in rows
     ]
-    console.table(("guesses", "drafted", "kept", "share"), cells)
+    console.table(("draft", "drafted", "accepted", "rate"), cells)

@@ -1,6 +1,7 @@
-"""From the shell to a verb and back: signals, standard streams, exit code.
+"""Entry point: signals, standard streams, exit code.
 
-Signals are handled before anything heavy is imported: torch takes seconds, and Ctrl-C must be quiet in them too.
+Signals are handled before anything heavy is imported: importing torch takes seconds, and Ctrl-C must end quietly during
+it too.
 """
 
 from __future__ import annotations
@@ -15,14 +16,12 @@ from typing import NoReturn
 import foretoken
 
 INTERRUPTED = 130
-CLOSED_PIPE = 141  # what a shell reports of a program that SIGPIPE ended, as `yes | head` does
+CLOSED_PIPE = 141  # the exit code of a program ended by SIGPIPE, as in `yes | head`
 _IO_FAILED = 4
 
 
 class Terminated(SystemExit):
-    """SIGTERM or SIGHUP came. `finally` blocks run; the exit code is 128 and the signal's number, as a shell reports
-    it.
-    """
+    """SIGTERM or SIGHUP. `finally` blocks run; the exit code is 128 plus the signal's number, as in a shell."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -38,7 +37,7 @@ def main() -> None:
     )  # a shell has background jobs ignore them
     if takes_interrupts:
         signal.signal(signal.SIGINT, _quit)
-    if arguments == ["--version"]:  # as it is usually asked for: without importing torch
+    if arguments == ["--version"]:  # the usual form, without importing torch
         sys.exit(_finish(_version_alone()))
     from foretoken.cli.app import run
 
@@ -53,7 +52,7 @@ def main() -> None:
     except Terminated as stop:
         say(f"stopped by {stop.signal_name}")
         code = stop.exit_code
-    except KeyboardInterrupt:  # a second one, while the first was cleaned up after
+    except KeyboardInterrupt:  # a second one, during the cleanup after the first
         code = INTERRUPTED
     if takes_interrupts:
         signal.signal(signal.SIGINT, _quit)
@@ -74,7 +73,7 @@ def _version_alone() -> int:
 
 
 def io_failure(error: OSError) -> int:
-    """Say what could not be read or written, and return the exit code; a pipe that its reader closed is no news."""
+    """Report what could not be read or written, and return the exit code; a closed pipe is not reported."""
     if isinstance(error, BrokenPipeError):
         return CLOSED_PIPE
     if error.filename is None and error.strerror is not None:  # files have names
@@ -85,13 +84,13 @@ def io_failure(error: OSError) -> int:
 
 
 def say(words: str) -> None:
-    """A line on standard error, if that can be written at all."""
+    """Write a line to standard error, if possible."""
     with suppress(OSError):
         print(words, file=sys.stderr, flush=True)
 
 
 def _finish(code: int) -> int:
-    """Write what is buffered; where that fails, the interpreter must not try again as it ends."""
+    """Flush the streams; after a failure the interpreter must not try again at exit."""
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is None:
             continue

@@ -1,4 +1,4 @@
-"""`foretoken train`: make a model, or a draft for one."""
+"""`foretoken train`: train a target or distil a draft model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def lm(
         str, typer.Option(help="target or draft (the reference sizes), or hidden,intermediate,layers,heads,kv_heads.")
     ] = "target",
     teacher: Annotated[
-        str | None, typer.Option(help="Distil from this model instead of learning from the text alone.")
+        str | None, typer.Option(help="Distil from this model instead of training on the text alone.")
     ] = None,
     corpus: Annotated[
         Path | None, typer.Option(help="Folder of another run whose tokenizer and tokens to use.")

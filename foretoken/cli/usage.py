@@ -1,5 +1,5 @@
-"""Help and usage errors as plain text: typer's boxes cut words where the terminal is narrow, and need characters that
-not every encoding has.
+"""Help and usage errors as plain text: typer's boxes truncate words on narrow terminals, and need characters that not
+every encoding has.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ USAGE_ERROR: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 
 class Command(TyperCommand):
-    """A verb whose help is plain text, options in the parts that `rich_help_panel` names."""
+    """A verb with plain-text help, options grouped by `rich_help_panel`."""
 
     def get_help(self, ctx: Any) -> str:  # noqa: ANN401 - of the click inside typer
-        """The help in characters that standard output has: typer would write UTF-8 to a stream that takes ASCII."""
+        """The help in characters that standard output can encode: typer would write UTF-8 to an ASCII stream."""
         return encodable(super().get_help(ctx), sys.stdout.encoding)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
-        """Write the help, defaults from a settings file escaped; nothing runs afterwards."""
+        """Write the help, with defaults from a settings file escaped."""
         self.rich_markup_mode = None
         ctx.default_map = map_texts(ctx.default_map, lambda text: shortened(visible(text), _MOST_DEFAULT))
         super().format_help(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
-        """Write arguments and options, part by part."""
+        """Write arguments and options by group."""
         parts: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -46,7 +46,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """What has verbs below it, with the first paragraph of each verb's help."""
+    """A group of verbs, with the first paragraph of each verb's help."""
 
     def get_help(self, ctx: Any) -> str:  # noqa: ANN401
         """The help in characters that standard output has."""
@@ -100,7 +100,7 @@ def _flags(command: Any) -> set[str]:  # noqa: ANN401 - of the click inside type
 
 
 def show_usage_error(error: typer.BadParameter, console: Console) -> None:
-    """Where help is, and what is wrong, a line each; the help itself where typer answers with that."""
+    """Print the usage and the error, a line each; or the help itself if typer asks for it."""
     if type(error).__name__ == "NoArgsIsHelpError":  # not exported
         console.block(error.format_message())
         return

@@ -1,6 +1,4 @@
-"""A verb of the command line: what it is given is checked before it runs, and an error says where a setting came
-from.
-"""
+"""A verb of the command line: checks its values before it runs, and adds the origin of a setting to errors."""
 
 from __future__ import annotations
 
@@ -15,14 +13,14 @@ from foretoken.cli.usage import Command
 from foretoken.errors import ConfigError, InputError
 from foretoken.params import check_text
 
-_MOST = 1 << 64  # the first number that no seed, count or size may be
+_MOST = 1 << 64  # exclusive upper limit of seeds, counts and sizes
 # Fields of the library that an option of another name sets.
 _OPTION_OF = {"bad_words": "bad_word", "profile": "cost_profile", "model": "target", "rules": "rule", "phases": "load"}
 
 
 class Verb(Command):
-    """Refuses numbers that are none and texts that cannot be encoded, by name; blames the environment or the file for
-    what they set.
+    """Refuses invalid numbers and texts that cannot be encoded, by name; names the environment variable or file that
+    set them.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401, D102 - click's own context, which typer hides
@@ -38,10 +36,10 @@ class Verb(Command):
 
 
 def check_value(name: str, value: object) -> None:
-    """Whether the value of an option can be meant at all.
+    """Check the value of an option.
 
     Raises:
-        InputError: names the option: NaN, an infinite or endless number, a text with lone surrogates.
+        InputError: names the option: NaN, an infinite or too large number, a text with lone surrogates.
     """
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(name, value, "must be a finite number")
@@ -56,7 +54,7 @@ def check_value(name: str, value: object) -> None:
 
 @contextmanager
 def _blame(ctx: Any) -> Iterator[None]:  # noqa: ANN401
-    """Add to an error about an option where its value came from, if that is not the command line."""
+    """Add the origin of a value to an error about an option, if it is not the command line."""
     try:
         yield
     except InputError as error:

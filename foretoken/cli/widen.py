@@ -19,7 +19,7 @@ def widen(
         str,
         typer.Option(
             help=(
-                "About how many parameters: 25m, 50m, 150m, 500m, 1b, 3b, 8b; or "
+                "Approximate number of parameters: 25m, 50m, 150m, 500m, 1b, 3b, 8b; or "
                 "hidden=..,intermediate=..,layers=..,heads=..,kv_heads=.."
             )
         ),
@@ -28,7 +28,7 @@ def widen(
         str, typer.Option(help="The checkpoint to enlarge: a folder, a hub id, or reference:target.")
     ] = "reference:target",
     dtype: Annotated[str, typer.Option(help="Number format of the result.")] = "bfloat16",
-    seed: Annotated[int, typer.Option(help="Seed of the dead weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the added weights.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Enlarge a small checkpoint without changing its function, to measure real acceptance at a realistic cost.

@@ -1,9 +1,9 @@
-"""What a drafter hands over is checked here, before anything of it enters the step.
+"""Validation of what a drafter returns, before it enters the step.
 
-The rules assume of a draft that it is a tree with sub-probability mass: token ids of the vocabulary, parents before
-their children, and laws that are finite, not negative, sum to at most 1 and are not zero at a token drawn from them. A
-draft that breaks one of these would end in wrong text or in an error far from its cause. That a law is the one really
-drawn from cannot be seen here.
+The rules assume that a draft is a tree with sub-probability mass: token ids of the vocabulary, parents before their
+children, and distributions that are finite, not negative, sum to at most 1 and are not zero at a sampled token. A
+violation would end in wrong text or in an error far from its cause. Whether a distribution is the one that was sampled
+from cannot be checked here.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SUM_TOLERANCE = 1e-4  # float32 sums over the largest vocabularies are off by l
 
 
 def draft_faults(draft: object, entries: Sequence[BatchEntry], vocab_size: int) -> dict[int, str]:
-    """Why the guesses of a request cannot be used, by its place in `entries`; empty for a sound draft.
+    """Reasons why drafts of requests are invalid, by index in `entries`; empty for a valid draft.
 
     Raises:
-        DraftError: the fault concerns the draft as a whole.
+        DraftError: the draft as a whole is invalid.
     """
     if not isinstance(draft, Draft):
         raise DraftError(f"propose returned {type(draft).__name__}, not a Draft")
@@ -45,10 +45,10 @@ def draft_faults(draft: object, entries: Sequence[BatchEntry], vocab_size: int) 
 
 
 def check_tree(tree: object, num_draft: int, vocab_size: int, takes_trees: bool) -> LookupTree:
-    """A lookup's guesses, as they were shown.
+    """Check and convert the preview of a lookup.
 
     Raises:
-        DraftError: they cannot be used.
+        DraftError: it is invalid.
     """
     if not isinstance(tree, LookupTree):
         raise DraftError(f"guess returned {type(tree).__name__}, not a LookupTree")
@@ -56,18 +56,18 @@ def check_tree(tree: object, num_draft: int, vocab_size: int, takes_trees: bool)
         return tree
     if not len(tree.tokens) == len(tree.parents) == len(tree.chances):
         raise DraftError(
-            f"{len(tree.tokens)} tokens, {len(tree.parents)} parents and {len(tree.chances)} chances of one tree"
+            f"{len(tree.tokens)} tokens, {len(tree.parents)} parents and {len(tree.chances)} probabilities of one tree"
         )
     fault = _tree_fault(tree.tokens, tree.parents, num_draft, vocab_size, takes_trees)
     if fault is not None:
         raise DraftError(fault)
     if not all(0 < chance <= 1 + _SUM_TOLERANCE for chance in tree.chances):
-        raise DraftError("a chance outside (0, 1]")
+        raise DraftError("a probability outside (0, 1]")
     return tree
 
 
 def _check_layout(draft: Draft, num_requests: int) -> None:
-    """One segment per request, in order, and tensors of the agreed kinds."""
+    """Check that there is one segment per request, in order, and that tensors have the expected types."""
     if draft.num_requests != num_requests:
         raise DraftError(f"{draft.num_requests} segments for {num_requests} requests")
     if draft.tokens.dtype != torch.int64 or draft.tokens.dim() != 1:
@@ -84,19 +84,19 @@ def _tree_fault(
     takes_trees: bool,
     are_probes: bool = False,
 ) -> str | None:
-    """Why one request's tokens are no tree of at most `most` tokens of the vocabulary; probes may repeat a token after
-    one parent.
+    """Why one request's tokens are not a tree of at most `most` tokens of the vocabulary; probes may repeat a token
+    below one parent.
     """
     if not tokens:
         return None
     if len(tokens) > most:
-        return f"{len(tokens)} guesses where {most} were granted"
+        return f"{len(tokens)} tokens where at most {most} were requested"
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         return f"token id {min(tokens) if min(tokens) < 0 else max(tokens)} outside the vocabulary of {vocab_size}"
     if tuple(parents) == tuple(range(-1, len(tokens) - 1)):
         return None  # a chain
     if not takes_trees:
-        return "a tree where the rule takes chains only"
+        return "a tree where the rule accepts chains only"
     if not all(-1 <= parent < node for node, parent in enumerate(parents)):
         return "a parent that does not come before its child"
     if not are_probes and len(set(zip(parents, tokens, strict=True))) < len(tokens):
@@ -105,7 +105,7 @@ def _tree_fault(
 
 
 def _add_probe_faults(draft: Draft, entries: Sequence[BatchEntry], vocab_size: int, faults: dict[int, str]) -> None:
-    """Probes are a tree too, as many as were granted and no deeper."""
+    """Check that probes are trees within the granted number and depth."""
     assert draft.probes is not None
     tokens: list[int] = draft.probes.tokens.tolist()
     for b, ((start, stop), entry) in enumerate(zip(pairwise(draft.probes.offsets), entries, strict=True)):
@@ -126,21 +126,23 @@ def _depth(parents: Sequence[int]) -> int:
 
 
 def _add_mass_faults(draft: Draft, mass: Mass, tokens: Sequence[int], vocab_size: int, faults: dict[int, str]) -> None:
-    """Laws are sub-probability mass, and not zero where a token was drawn from them."""
+    """Check that distributions are sub-probability mass, and not zero at tokens sampled from them."""
     laws = mass.laws
     if laws.dtype not in (torch.float32, torch.float64) or laws.dim() != 2 or laws.shape[1] != vocab_size:
-        raise DraftError(f"laws of type {laws.dtype} and shape {list(laws.shape)}, not float32 [M, {vocab_size}]")
+        raise DraftError(
+            f"distributions of type {laws.dtype} and shape {list(laws.shape)}, not float32 [M, {vocab_size}]"
+        )
     law_of_row = mass.law_of_row
     if (
         len(law_of_row) != draft.num_rows
         or min(law_of_row, default=-1) < -1
         or max(law_of_row, default=-1) >= laws.shape[0]
     ):
-        raise DraftError(f"law_of_row does not lead from {draft.num_rows} rows to {laws.shape[0]} laws")
+        raise DraftError(f"law_of_row does not lead from {draft.num_rows} rows to {laws.shape[0]} distributions")
     sampled = [node for node, drawn in enumerate(draft.sampled) if drawn]
     drawn_from = [law_of_row[draft.parent_rows[node]] if draft.parents[node] >= -1 else -1 for node in sampled]
     if -1 in drawn_from:
-        raise DraftError("a token that was drawn, without the law it was drawn from")
+        raise DraftError("a sampled token without its distribution")
     least, total, at_token = _law_figures(laws, drawn_from, [tokens[node] % vocab_size for node in sampled])
     unsound = {
         law
@@ -152,15 +154,15 @@ def _add_mass_faults(draft: Draft, mass: Mass, tokens: Sequence[int], vocab_size
         return
     for b, (start, stop) in enumerate(pairwise(draft.offsets)):
         if unsound.intersection(law_of_row[start + b : stop + b + 1]):
-            faults.setdefault(b, "a law that is not finite, has negative mass, or sums to more than 1")
+            faults.setdefault(b, "a distribution that is not finite, has negative mass, or sums to more than 1")
         elif missed.intersection(range(start, stop)):
-            faults.setdefault(b, "a drawn token that its law gives no mass")
+            faults.setdefault(b, "a sampled token with mass 0 in its distribution")
 
 
 def _law_figures(
     laws: torch.Tensor, drawn_from: list[int], tokens: list[int]
 ) -> tuple[list[float], list[float], list[float]]:
-    """Least mass [M] and sum [M] of each law, and the mass of each drawn token; one transfer from a device."""
+    """Minimum [M] and sum [M] of each distribution, and the mass of each sampled token; one transfer from a device."""
     if not laws.shape[0]:
         return [], [], []
     places = torch.tensor(

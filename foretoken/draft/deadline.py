@@ -1,8 +1,8 @@
-"""A bound on how long a drafter from outside may take, kept by interrupting it.
+"""A time limit for drafters registered by the user, enforced by interrupting them.
 
-Python cannot end a call from without, but it can raise an exception in the thread that runs it. That ends loops and
+Python cannot end a call from outside, but it can raise an exception in the thread that runs it. That ends loops and
 everything else that returns to the interpreter now and then; a call that stays inside C code is interrupted when it
-comes back.
+returns.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _AGAIN_S = 1.0  # for a body that caught the exception and went on
 
 
 class Deadline:
-    """`with deadline:` lets its body run for `limit_s` seconds and then raises `DraftTimeout` in it, again and again
-    until it ends.
+    """`with deadline:` runs its body for at most `limit_s` seconds, then raises `DraftTimeout` in it repeatedly until
+    it ends.
 
-    A thread watches from the first use on, and ends when nothing was watched for a while. The exception may come as
-    late as the exit of the block, so whoever wants to go on catches it around the whole `with`.
+    A watcher thread starts at the first use and ends when it has been idle for a while. The exception may arrive as
+    late as the exit of the block, so catch it around the whole `with`.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self._poll_s = min(0.5, limit_s / 10)  # entering a block wakes nobody: the watcher looks this often
+        self._poll_s = min(0.5, limit_s / 10)  # entering a block does not wake the watcher: it polls
         self._changed = threading.Condition()
-        self._thread_id: int | None = None  # of the body that runs now
+        self._thread_id: int | None = None  # of the running body
         self._ends_s = 0.0
         self._is_over = False
         self._watcher: threading.Thread | None = None
@@ -52,7 +52,7 @@ class Deadline:
         with self._changed:
             self._thread_id = None
         if self._is_over and (kind is None or issubclass(kind, Exception)):
-            time.sleep(0)  # an exception that is set and not delivered yet comes here, at the latest
+            time.sleep(0)  # a pending exception is delivered here at the latest
             raise DraftTimeout(f"took longer than {self.limit_s:g} s")
 
     def _watch(self) -> None:

@@ -1,4 +1,4 @@
-"""What a verdict gives to one request: tokens with their origin and log-probabilities, cut where the answer ends."""
+"""Emission of a verdict's tokens for one request: provenance, log-probabilities, and the end of the answer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from foretoken.model.logprobs import log_law, log_model, token_logprobs
 def emit(
     state: RequestState, draft: Draft, target: TargetOutput, verdict: Verdict, b: int, now: float, totals: EngineStats
 ) -> StepOutput:
-    """Append what request `b` emitted, up to where its answer ends, and count it for the request and in `totals`.
+    """Append the tokens of request `b` up to the end of its answer, and count them for the request and in `totals`.
 
-    A request whose used rows are broken, whose processors gave up, or whose tokens cannot be turned into text or
-    log-probabilities, fails alone: nothing of the round is appended then.
+    If the logits of its rows are not finite, its processors failed, or its tokens cannot be converted to text or
+    log-probabilities, the request fails alone and nothing of the round is appended.
     """
     before = state.mark()
     try:
         return _emit(state, draft, target, verdict, b, now, totals)
-    except Exception as error:  # noqa: BLE001 - its own tokens, text and numbers are nobody else's concern
+    except Exception as error:  # noqa: BLE001 - an error in its own tokens fails only this request
         state.rewind(before)
-        return fail(state, engine_error("what the request emitted cannot be handed over", error))
+        return fail(state, engine_error("the request's output cannot be converted", error))
     except BaseException:
         state.rewind(before)
         raise
@@ -46,7 +46,7 @@ def _emit(
             break
         if (
             state.processors is not None and state.processors.error is not None
-        ):  # nothing may follow the token just appended
+        ):  # the token just appended is the last one
             state.finish_reason, state.error = "error", state.processors.error
             break
     num_new = len(state.origins) - first
@@ -68,20 +68,20 @@ def _emit(
 
 
 def fail(state: RequestState, error: Exception) -> StepOutput:
-    """End a request with an error; what it emitted before stays."""
+    """End a request with an error; earlier output stays."""
     state.finish_reason, state.error = "error", error
     return StepOutput(state.request_id, (), state.text.release(final=True), (), "error", error)
 
 
 def note_prompt(state: RequestState, target: TargetOutput) -> Exception | None:
-    """Keep the log-probabilities of the next prompt tokens; those known already are not computed again when a prompt
-    is. What broke, if anything.
+    """Store the log-probabilities of the next prompt tokens, without repeating known ones after a preemption; returns
+    the error, if any.
     """
     logits, count = target.prompt_logits.get(state.request_id), state.request.params.prompt_logprobs
     assert count is not None
     known = state.prompt_logprobs
     if not known:
-        known.append(None)  # nothing stands before the first token
+        known.append(None)  # the first token has no log-probability
     if logits is None:
         return None
     followers = state.request.prompt_ids[len(known) : len(known) + len(logits)]
@@ -89,7 +89,7 @@ def note_prompt(state: RequestState, target: TargetOutput) -> Exception | None:
     try:
         known += token_logprobs(log_model(logits), followers, count)
     except Exception as error:  # noqa: BLE001 - as in `emit`
-        return engine_error("the log-probabilities of the prompt cannot be told", error)
+        return engine_error("the log-probabilities of the prompt cannot be computed", error)
     return None
 
 
@@ -104,12 +104,12 @@ def _counts(draft: Draft, verdict: Verdict, b: int, num_new: int, gaps: Sequence
 
 @functools.cache
 def _plain_round(num_new: int) -> RoundCounts:
-    """The same for every round in which nothing was guessed: of one token, or of none."""
+    """Provenance of a round in which nothing was drafted: of one token, or of none."""
     return RoundCounts((), (), (), num_new)
 
 
 def _tell_time(stats: RequestStats, totals: EngineStats, total_s: float, is_first: bool) -> None:
-    """Tokens have come `total_s` after the request did."""
+    """Record the times of tokens emitted `total_s` after the request's arrival."""
     if is_first:
         stats.ttft_s = total_s
         totals.ttft_s += total_s
@@ -122,7 +122,7 @@ def _tell_time(stats: RequestStats, totals: EngineStats, total_s: float, is_firs
 
 
 def _used_rows(draft: Draft, verdict: Verdict, b: int) -> list[int]:
-    """The rows whose laws the emitted tokens came from, in order."""
+    """The rows whose distributions the emitted tokens came from, in order."""
     anchor = draft.anchor_row(b)
     return [anchor, *[anchor + 1 + node for node in verdict.paths[b]]]
 

@@ -160,7 +160,7 @@ class Engine:
         for request_id in list(self.states):
             self.abort(request_id)
         for watcher in self.watchers:
-            with self.faults.contained(f"closing the watcher {type(watcher).__name__}", "it is left as it is"):
+            with self.faults.contained(f"closing the observer {type(watcher).__name__}", "it is left open"):
                 watcher.close()
 
     @property

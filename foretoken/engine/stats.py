@@ -1,11 +1,12 @@
-"""Counters of what happened: one source, read by outputs, bench, trace and server alike. docs/batching.md lists them.
+"""Statistics of requests and engine: the only source for outputs, bench, event log and command line. See
+docs/statistics.md.
 
-A guess is one node of a draft. It is *accepted* when its token was emitted, *rejected* when its rule did not let it
-stand, and *cut* when it would have stood but the answer ended before it; each drafted one is exactly one of the three.
-A round that fails counts none of its guesses; the time it took is counted.
+A drafted token is one node of a draft. It is *accepted* if it was emitted, *rejected* if its rule refused it, and *cut*
+if it would have been accepted but the answer ended before it; each is exactly one of the three. A round that fails
+counts none of its drafted tokens; its time counts.
 
-Time belongs to requests so that their sums are the engine's totals, whatever becomes of a request (`accounts` does the
-sharing).
+Times are attributed to requests so that their sums are the engine's totals, whatever becomes of a request
+(`time_attribution`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from foretoken.kv.prefix import PrefixStats
 
 @dataclass(frozen=True)
 class RoundCounts:
-    """One round of one request: what was guessed, and what of it left the engine.
+    """One round of one request: what was drafted, and what was emitted.
 
-    `depths` [n] and `authors` [n] are those of the n guesses (1 = first place of the draft; None: nobody's account).
-    `path` are the guesses that stand, root to leaf, of which the first `num_emitted` - 1 or fewer were emitted: the
-    answer may end on the way. `inner` counts guesses that a drafter judged itself, and those that it kept. `tie_gaps`
-    are those of near ties among the emitted.
+    `depths` [n] and `authors` [n] belong to the n drafted tokens (1 = first position of the draft; None: no drafter).
+    `path` is the accepted path, root to leaf, of which the first `num_emitted` - 1 or fewer were emitted: the answer
+    may end within it. `inner` counts tokens drafted and accepted inside a drafter. `tie_gaps` are those of near ties
+    among the emitted tokens.
     """
 
     depths: Sequence[int]
@@ -39,23 +40,21 @@ class RoundCounts:
 
 @dataclass
 class Counters:
-    """What one request, or all together, guessed and got; times in seconds.
+    """Counters of one request, or of all together; times in seconds.
 
-    `num_drafts` counts rounds of a request in which something was guessed. `num_probed` counts rows that the target ran
-    for a drafter beside its guesses (`core.Probes`): they cost what a guess costs and can never be accepted. Guesses
-    that a drafter judged itself while it drafted (a cascade's levels among each other) are `num_inner_drafted` and
-    `num_inner_accepted`, and count nowhere else. `drafted_at` and `accepted_at` count by place of the draft,
-    `drafted_by` and `accepted_by` by drafter. `num_near_ties` counts greedy tokens whose two best logits were one
-    rounding unit apart or less: only there can 16-bit arithmetic make a speculative answer differ from a plain one;
-    `near_tie_gap` is the widest such gap. `num_preempted` counts how often a cache was given back to be read again.
-    `draft_failures` counts by drafter the calls that raised, took too long or gave what cannot be verified; they cost
-    guesses only.
+    `num_drafts` counts rounds of a request in which something was drafted. `num_probed` counts rows of probes
+    (`core.Probes`): they cost as much as drafted tokens and are never accepted. Tokens verified inside a drafter (the
+    levels of a cascade) are `num_inner_drafted` and `num_inner_accepted`, and count nowhere else. `drafted_at` and
+    `accepted_at` count by position in the draft, `drafted_by` and `accepted_by` by drafter. `num_near_ties` counts
+    greedy tokens whose two best logits differ by at most one rounding unit: only there can 16-bit arithmetic make a
+    speculative answer differ from a plain one; `near_tie_gap` is the widest such gap. `draft_failures` counts by
+    drafter the calls that raised, exceeded their time or returned an invalid draft.
 
-    `draft_s` went into drafting, `verify_s` into the target's forward and the rule where they decoded, `prompt_s` where
-    they read prompts, and `wasted_s`, a part of `draft_s` + `verify_s`, into guesses that were rejected. `queued_s` is
-    the time from arrival to the first step, `ttft_s` to the first token, `longest_gap_s` the longest wait for a next
-    one. `plain_s` is what decoding without guesses would have taken, and `compared_s` what it took, over the rounds
-    where both are known (`accounts.gain`).
+    `draft_s` is drafting, `verify_s` the target's forward and the rule for decoding rows, `prompt_s` for prompt rows,
+    and `wasted_s`, a part of `draft_s` + `verify_s`, was spent on rejected tokens. `queued_s` is the time from arrival
+    to the first step, `ttft_s` to the first token, `longest_gap_s` the longest time between tokens. `plain_s` is the
+    estimated time of plain decoding, and `compared_s` the actual time, over the rounds where both are known
+    (`time_attribution.gain`).
     """
 
     num_steps: int = 0
@@ -89,7 +88,7 @@ class Counters:
 
     @property
     def num_rejected(self) -> int:
-        """Guesses that the rule did not let stand."""
+        """Drafted tokens that the rule rejected."""
         return self.num_drafted - self.num_accepted - self.num_cut
 
     @property
@@ -99,14 +98,14 @@ class Counters:
 
     @property
     def accepted_per_position(self) -> tuple[tuple[int, int], ...]:
-        """(drafted, accepted) counts at each place of the draft, first place first."""
+        """(drafted, accepted) counts at each position of the draft, first position first."""
         return tuple(zip(self.drafted_at, self.accepted_at, strict=True))
 
     @property
     def estimated_speedup(self) -> float | None:
-        """How many times as long decoding without guesses would have taken for the same tokens in the same company.
+        """Estimated time of plain decoding for the same tokens in the same batches, divided by the actual time.
 
-        From the measured times of steps; None while too little was measured.
+        From the measured times of steps; None until enough was measured.
         """
         return self.plain_s / self.compared_s if self.compared_s > 0 else None
 
@@ -127,7 +126,7 @@ class Counters:
         self.draft_failures[drafter] = self.draft_failures.get(drafter, 0) + 1
 
     def count_gain(self, plain_s: float, compared_s: float) -> None:
-        """Add one round of one request: what its tokens would have taken without guesses, and what it was charged."""
+        """Add one round of one request: the estimated time of plain decoding, and the time charged."""
         self.plain_s += plain_s
         self.compared_s += compared_s
 
@@ -154,7 +153,7 @@ class Counters:
                     account[author] = account.get(author, 0) + 1
 
     def _values(self, *names: str) -> dict[str, Any]:
-        """The values of some fields or properties, for JSON, and those that every kind of counters has."""
+        """Some fields or properties for JSON, and those that all counters share."""
         values = {name: getattr(self, name) for name in (*names, *_PUBLIC)}
         values |= {name: dict(getattr(self, name)) for name in ("drafted_by", "accepted_by", "draft_failures")}
         return values | {"accepted_per_position": [list(pair) for pair in self.accepted_per_position]}
@@ -192,24 +191,23 @@ _PUBLIC = (
 
 @dataclass
 class RequestStats(Counters):
-    """What one request cost and gained.
+    """Statistics of one request.
 
-    `rule` is the rule by its resolved name; where `lossy` is true the answer does not have the target's law.
-    `num_steps` are passes of the target that decoded for it, `num_cached_tokens` the tokens of its prompt that an
-    earlier request had left in the cache. `total_s` is the time from arrival to the last token. `disabled_drafters`
-    names the drafters that were switched off for the request after too many failures, each with the last of its
-    reasons.
+    `rule` is the rule by its resolved name; if `lossy` is true the answer does not have the target's distribution.
+    `num_steps` are forward passes of the target that decoded for it, `num_cached_tokens` the prompt tokens found in the
+    prefix cache. `total_s` is the time from arrival to the last token. `disabled_drafters` names the drafters disabled
+    for the request after too many failures, each with its last reason.
     """
 
     rule: str = "auto"
     lossy: bool = False
-    started: bool = False  # whether it took part in a step
+    started: bool = False  # whether it was part of a step
     total_s: float = 0.0
     disabled_drafters: dict[str, str] = field(default_factory=dict)
 
     @property
     def emitted_per_step(self) -> float:
-        """Tokens per pass of the target, the first one (prompt) included."""
+        """Tokens per forward pass of the target, the first one (prompt) included."""
         return self.num_emitted / self.num_steps if self.num_steps else 0.0
 
     @property
@@ -224,7 +222,7 @@ class RequestStats(Counters):
 
     @property
     def tokens_per_s(self) -> float:
-        """Decode speed: tokens after the first one, by the time after the first one. One token alone: 1 / total
+        """Decoding speed: tokens after the first one, per second after the first one. For a single token: 1 / total
         time.
         """
         if self.num_emitted > 1 and self.decode_s > 0:
@@ -233,12 +231,12 @@ class RequestStats(Counters):
 
     @property
     def accepted_prediction_tokens(self) -> int:
-        """Tokens of `SamplingParams.prediction` that stand in the answer because they were drafted (OpenAI's name)."""
+        """Accepted tokens of `SamplingParams.prediction` (OpenAI's name)."""
         return self.accepted_by.get("predicted", 0)
 
     @property
     def rejected_prediction_tokens(self) -> int:
-        """Tokens of `SamplingParams.prediction` that were drafted and do not stand in the answer."""
+        """Drafted tokens of `SamplingParams.prediction` that were not accepted."""
         return self.drafted_by.get("predicted", 0) - self.accepted_prediction_tokens
 
     def as_dict(self) -> dict[str, Any]:
@@ -256,12 +254,12 @@ class RequestStats(Counters):
 
 @dataclass(frozen=True)
 class ShadowStats:
-    """What the shadow has found.
+    """Results of the shadow checks.
 
-    `num_requests` and `num_tokens` were counted, `num_waiting` are finished or still running. `e_value` grows without
-    bound when sampled tokens leave their laws, and reaches 1/alpha by chance with probability alpha at most, however
-    long it runs. Of `num_greedy_tokens`, `num_greedy_other` were not the argmax; `max_greedy_gap` is how far below it,
-    in logits.
+    `num_requests` and `num_tokens` were evaluated, `num_waiting` are finished or still running. `e_value` grows without
+    bound if sampled tokens do not follow their distributions, and reaches 1/alpha by chance with probability at most
+    alpha, however long it runs. Of `num_greedy_tokens`, `num_greedy_other` were not the argmax; `max_greedy_gap` is the
+    largest difference, in logits.
     """
 
     num_requests: int = 0
@@ -277,15 +275,15 @@ class ShadowStats:
 
 @dataclass
 class EngineStats(Counters):
-    """Totals since the engine started, over all requests: those that run, ended or broke.
+    """Totals since the engine started, over all requests: running, finished, failed or cancelled.
 
     `num_submitted` requests are waiting, running, finished, failed or aborted; `num_aborted_tokens` were emitted by
-    those that were aborted. `num_steps` are the engine's; `schedule_s` to `emit_s` are their phases and add up to them:
-    `target_s` and `rule_s` together are `verify_s` and `prompt_s`; `commit_s` leaves out what drafters took for it,
-    which is drafting. `queued_s` and `ttft_s` are sums over requests that have started and that have a first token.
-    `profile_s` was spent before the first request on measuring what steps cost; `num_recomputed_tokens` were run again
-    after preemptions. `num_faults` counts calls that raised and were contained (`recovery`): 0 unless something is
-    broken. `shadow` is None where no share of the answers is scored again, `prefix` where the target keeps none.
+    aborted ones. `num_steps` are the engine's; `schedule_s` to `emit_s` are their phases and add up to them: `target_s`
+    and `rule_s` together are `verify_s` and `prompt_s`; `commit_s` excludes the drafters' part, which is drafting.
+    `queued_s` and `ttft_s` are sums over requests that have started and that have a first token. `profile_s` was spent
+    on profiling before the first request; `num_recomputed_tokens` were recomputed after preemptions. `num_faults`
+    counts contained exceptions (`recovery`). `shadow` is None without shadow checks, `prefix` if the target has no
+    prefix cache.
     """
 
     num_submitted: int = 0
@@ -324,7 +322,7 @@ class EngineStats(Counters):
         )
 
     def count_end(self, reason: FinishReason | None, num_emitted: int) -> None:
-        """A request left for good, with so many tokens."""
+        """A request ended, after so many tokens."""
         self.num_finished += reason in ("stop", "length")
         self.num_failed += reason == "error"
         if reason == "abort":

@@ -1,11 +1,10 @@
-"""Who pays for a step: its time, shared among the requests that took part.
+"""Attribution of a step's time to its requests.
 
-What a drafter took is shared among its own requests by their guesses (evenly where it made none); what else the
-drafting phase took, routing and merging, evenly among all. The target's forward and the rules are shared by rows:
-pending tokens, guesses and probes. Shares add up to the step. Of a request's share that part is wasted which its
-rejected guesses have in its drafting, and what their rows added to the forward: by the measured times of steps with so
-many rows and so many fewer, and never more than the rows' own share, since most of a small step is reading weights,
-which guesses do not make longer.
+A drafter's time is divided among its requests by their drafted tokens (evenly if it drafted none); the rest of the
+drafting phase, routing and merging, evenly among all. The target's forward and the rules are divided by rows: pending
+tokens, drafted tokens and probes. Shares add up to the step. Wasted is the share of rejected tokens in a request's
+drafting time, and what their rows added to the forward: by the measured times of steps with as many rows and with
+fewer, and at most the rows' share, since a small step mostly reads weights, which drafted tokens do not make slower.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def charge(
     accounts: Sequence[RequestStats],
     totals: EngineStats,
 ) -> None:
-    """Add a step to the accounts of its entries, one each in their order, and the same amounts to `totals`.
+    """Add the time of a step to its entries, one account each in their order, and to `totals`.
 
     `spent_s` is what each drafter took of the clock's `draft_s`, `keys_of` which drafters a request has; `steps` tells
     what a step takes by its rows.
@@ -69,10 +68,10 @@ def charge(
 
 
 def gain(batch: Batch, clock: StepClock, steps: CostTable) -> tuple[float, float] | None:
-    """(seconds per token without guesses, seconds that each request is charged for this step), to compare them.
+    """(seconds per token of plain decoding, seconds charged to each request for this step), for comparison.
 
-    Without guesses the requests of a step would have got a token each in a step of as many rows; each of the B requests
-    is charged a B-th of a step. None where a prompt was read as well, and while steps of so few rows were never
+    With plain decoding the requests of a step would have got one token each in a step of as many rows; each of the B
+    requests is charged a B-th of a step. None if a prompt was read as well, or until steps of so few rows were
     measured.
     """
     count = len(batch.entries)
@@ -82,12 +81,12 @@ def gain(batch: Batch, clock: StepClock, steps: CostTable) -> tuple[float, float
 
 
 def _reads_prompt(entry: BatchEntry) -> bool:
-    """Whether an entry's rows are text that was there before: a prompt, or what is read once more."""
+    """Whether an entry's rows are existing text: a prompt, or text recomputed after preemption."""
     return len(entry.pending) > 1 or not entry.decodes or entry.start < len(entry.request.prompt_ids)
 
 
 def _added_row_s(steps: CostTable, num_rows: int, num_rejected: int, row_s: float) -> float:
-    """What each of the rejected rows made the step longer; 0 while nothing is known."""
+    """Seconds that each rejected row added to the step; 0 while unknown."""
     if not num_rejected:
         return 0.0
     return min(row_s, max(0.0, steps.seconds(num_rows) - steps.seconds(num_rows - num_rejected)) / num_rejected)
@@ -99,7 +98,7 @@ def _drafting_s(
     """Each entry's part of what its drafters took: by the guesses they made, evenly among their requests where they
     made none.
 
-    A grammar's guesses cost nothing, whoever else drafts for the request.
+    Tokens forced by a grammar cost nothing.
     """
     parts = [0.0] * len(entries)
     if not spent_s:

@@ -1,4 +1,4 @@
-"""What happened, line by line, for tools that read it later: `trace.jsonl`. The schema stands in docs/trace.md."""
+"""The event log: one JSON line per event, for other tools to read. The schema is in docs/trace.md."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SCHEMA = 1
 
 
 class Trace:
-    """Appends one JSON object per line to a file: `begin` and `end` of every request, `round` for every round of it.
+    """Appends one JSON object per line to a file: `begin` and `end` of every request, and each `round`.
 
-    When a line cannot be written, that is the `error`; the engine takes the trace off, and it ends there.
+    If a line cannot be written, `error` holds the reason; the engine removes the log, and it ends there.
 
     Raises:
         StorageError: the file cannot be written.
@@ -47,7 +47,7 @@ class Trace:
         )
 
     def round(self, view: RoundView) -> None:
-        """A round of one request: what was guessed, what stood with which probability, what was emitted."""
+        """A round of one request: drafted tokens, their acceptance probabilities, emitted tokens."""
         draft, verdict, output, clock, b = view.draft, view.verdict, view.output, view.clock, view.b
         nodes = slice(draft.offsets[b], draft.offsets[b + 1])
         chances = verdict.probabilities[b] if verdict.probabilities else (None,) * draft.lengths[b]
@@ -77,18 +77,18 @@ class Trace:
         )
 
     def between_steps(self) -> None:
-        """Nothing waits: every line is written at once."""
+        """Nothing to do: every line is written at once."""
 
     def close(self) -> None:
         """Close the file; closing again does nothing.
 
         Raises:
-            StorageError: the end of the trace could not be written.
+            StorageError: the end of the log could not be written.
         """
         try:
             self._file.close()
         except OSError as error:
-            if self.error is None:  # otherwise the same lines fail once more
+            if self.error is None:  # otherwise the same lines fail again
                 raise self._failed(error) from error
 
     def _write(self, event: str, request_id: int, **values: object) -> None:

@@ -1,4 +1,4 @@
-"""Who looks on while the engine works: a trace on disk, the shadow that scores answers again."""
+"""Observer hooks: the event log, the shadow checks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from foretoken.engine.request import RequestState
 
 @dataclass
 class StepClock:
-    """When each phase of the running step ended, in seconds of `time.perf_counter`, and what lies between.
+    """When each phase of the running step ended, in seconds of `time.perf_counter`, and the durations.
 
-    `taught_s` is the part of the commit that drafters took: it counts as drafting.
+    `taught_s` is the part of the commit phase spent in drafters: it counts as drafting.
     """
 
     began: float = 0.0
@@ -29,43 +29,43 @@ class StepClock:
 
     @property
     def schedule_s(self) -> float:
-        """Choosing who takes part, and with how many guesses."""
+        """Choosing requests, drafters and numbers of drafted tokens."""
         return self.scheduled - self.began - self.preview_s
 
     @property
     def draft_s(self) -> float:
-        """Guessing, and telling the drafters what was emitted."""
+        """Drafting: proposing, and committing what was emitted to the drafters."""
         return self.preview_s + self.proposed - self.scheduled + self.taught_s
 
     @property
     def target_s(self) -> float:
-        """The target's forward, and the laws of its rows."""
+        """The target's forward and its probabilities."""
         return self.forwarded - self.proposed
 
     @property
     def rule_s(self) -> float:
-        """Deciding which guesses stand."""
+        """Verification."""
         return self.verified - self.forwarded
 
     @property
     def commit_s(self) -> float:
-        """Keeping what stands in the target's cache."""
+        """Committing accepted tokens to the target's cache."""
         return self.committed - self.verified - self.taught_s
 
     @property
     def observe_s(self) -> float:
-        """Learning from the step and sharing out its time."""
+        """Updating the controller and attributing the time of the step."""
         return self.observed - self.committed
 
     @property
     def emit_s(self) -> float:
-        """Tokens, text and log-probabilities for the caller, and what watchers make of them."""
+        """Tokens, text and log-probabilities for the caller, and observers."""
         return self.emitted - self.observed
 
 
 @dataclass(frozen=True)
 class RoundView:
-    """One request's round, as a watcher sees it: request `b` of the draft and of the verdict, and what was emitted."""
+    """One request's round for observers: request `b` of draft and verdict, and what was emitted."""
 
     entry: BatchEntry
     draft: Draft
@@ -76,7 +76,7 @@ class RoundView:
 
 
 class Watcher(Protocol):
-    """Is told what happened; changes nothing about it."""
+    """Observer of the engine; changes nothing."""
 
     def begin(self, state: RequestState) -> None:
         """A request was queued."""
@@ -85,10 +85,10 @@ class Watcher(Protocol):
         """A request finished a round."""
 
     def end(self, state: RequestState) -> None:
-        """A request finished, failed or was dropped; its memory is already free."""
+        """A request finished, failed or was cancelled; its memory is already free."""
 
     def between_steps(self) -> None:
-        """A step is over: the place for a bounded piece of background work."""
+        """After a step: the place for a bounded amount of background work."""
 
     def close(self) -> None:
         """The engine closes."""

@@ -1,3 +1,1 @@
-"""Arithmetic that the live controller and the offline adviser share: what steps cost, what guesses gain, how many to
-make.
-"""
+"""Arithmetic without tensors for the verb `plan`: memory, roofline, and the format of profiles."""

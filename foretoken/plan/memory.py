@@ -1,8 +1,7 @@
-"""Will it fit? Weights, both caches, the working memory of a step and a reserve, from shapes alone.
+"""Memory of a run: weights, both caches, the working memory of a step and a reserve, from shapes alone.
 
 Sizes are those of foretoken's own layout: a cache in blocks, one flat run of rows per step, logits for decoding rows
-only. What cannot be known from shapes (the interpreter, the allocator's slack, a CUDA context) is what the reserve is
-for.
+only. The reserve covers what shapes do not tell: the interpreter, unused memory of the allocator, a CUDA context.
 """
 
 from __future__ import annotations
@@ -10,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-# Numbers per vocabulary entry of a decoding row while its law is made: logits in float32, scaled, softmax, law, the
-# drafter's law, and for top_p an order (values, 8-byte places) and its sums.
+# Float32 values per vocabulary entry of a decoding row: logits, scaled logits, softmax, target probabilities, draft
+# probabilities, and for top_p the sorted values, 8-byte indices and sums.
 _LAW_BYTES = 5 * 4 + 4 + 8 + 4
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model takes: `weight_bytes` once, `kv_bytes_per_token` for every token of cache, the rest while a step
-    runs.
+    """Memory of a model: `weight_bytes` once, `kv_bytes_per_token` for every token of cache, the rest during a step.
 
-    `row_bytes` is the most that one row of the flat run needs at a time, `mask_bytes` what a row adds for every token
-    it may see, `gather_bytes` what a token of the longest sequence adds: one layer's keys and values (read together
-    when a sequence's blocks lie scattered) and its place in the tables of rotary embeddings.
+    `row_bytes` is the maximum that one row of the flat run needs at a time, `mask_bytes` what a row adds for every
+    token it can attend to, `gather_bytes` what a token of the longest sequence adds: one layer's keys and values
+    (gathered when a sequence's blocks are not contiguous) and its entry in the tables of rotary embeddings.
     """
 
     name: str
@@ -37,15 +35,15 @@ class ModelShape:
     block_tokens: int
 
     def cache_tokens(self, num_tokens: int) -> int:
-        """Cache that one request of `num_tokens`, prompt and answer together, may come to hold; whole blocks."""
+        """Maximum cache of a request of `num_tokens`, prompt and answer together, in whole blocks."""
         return -(-min(num_tokens, self.max_context_tokens) // self.block_tokens) * self.block_tokens
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is to run at once: `batch` requests of at most `context_tokens`, prompt and answer together.
+    """A load: `batch` requests of at most `context_tokens`, prompt and answer together.
 
-    `num_draft` guesses per request and step; `max_prompt_tokens` of prompts are taken per step over all requests.
+    `num_draft` drafted tokens per request and step; `max_prompt_tokens` prompt tokens per step over all requests.
     """
 
     batch: int
@@ -56,7 +54,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Account:
-    """Bytes by purpose; the draft's are 0 where no draft model runs."""
+    """Bytes by purpose; the draft's are 0 without a draft model."""
 
     weight_bytes: int
     draft_weight_bytes: int
@@ -66,20 +64,20 @@ class Account:
 
     @property
     def total_bytes(self) -> int:
-        """All of it, without the reserve."""
+        """Total without the reserve."""
         return self.weight_bytes + self.draft_weight_bytes + self.kv_bytes + self.draft_kv_bytes + self.workspace_bytes
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory of the machine, and the share of it that stays free."""
+    """Memory of the machine, and the share of it that is kept free."""
 
     memory_bytes: int
     reserve: float = 0.2
 
     @property
     def usable_bytes(self) -> int:
-        """What may be planned with."""
+        """Memory that can be planned with."""
         return int(self.memory_bytes * (1 - self.reserve))
 
     def missing_bytes(self, account: Account) -> int:
@@ -88,7 +86,7 @@ class Budget:
 
 
 def account(target: ModelShape, draft: ModelShape | None, load: Load) -> Account:
-    """What `load` takes on `target`, with the draft model `draft` or with guesses that need no model."""
+    """Memory of `load` on `target`, with the draft model `draft` or with a drafter that runs no model."""
     models = [target] if draft is None else [target, draft]
     caches = [load.batch * model.cache_tokens(load.context_tokens) * model.kv_bytes_per_token for model in models]
     return Account(
@@ -96,13 +94,13 @@ def account(target: ModelShape, draft: ModelShape | None, load: Load) -> Account
         draft_weight_bytes=0 if draft is None else draft.weight_bytes,
         kv_bytes=caches[0],
         draft_kv_bytes=0 if draft is None else caches[1],
-        # Target and draft take turns, but an allocator keeps what either of them had.
+        # Target and draft run in turn, but the allocator keeps the memory of both.
         workspace_bytes=sum(_workspace_bytes(model, load) for model in models),
     )
 
 
 def largest_batch(target: ModelShape, draft: ModelShape | None, load: Load, budget: Budget) -> int:
-    """Most requests of `load`'s length that fit at once; 0 when not even one does. `load.batch` is not looked at."""
+    """Maximum number of requests of `load`'s length that fit at once, 0 if none; ignores `load.batch`."""
 
     def fits(batch: int) -> bool:
         return not budget.missing_bytes(account(target, draft, replace(load, batch=batch)))
@@ -120,7 +118,7 @@ def largest_batch(target: ModelShape, draft: ModelShape | None, load: Load, budg
 
 
 def contexts_to_show(target: ModelShape, asked: int) -> tuple[int, ...]:
-    """Lengths for a table: powers of two from 512 to the longest that the model was made for, and the one asked for."""
+    """Lengths for a table: powers of two from 512 to the model's maximum, and the requested one."""
     powers = [1 << exponent for exponent in range(9, 31) if 1 << exponent < target.max_context_tokens]
     return tuple(sorted({*powers, target.max_context_tokens, min(asked, target.max_context_tokens)}))
 
@@ -144,7 +142,7 @@ def fitting(
 
 
 def _workspace_bytes(model: ModelShape, load: Load) -> int:
-    """The dearest step: every request decodes with all its guesses beside a full chunk of prompts."""
+    """The most expensive step: every request decodes with all its drafted tokens beside a full prompt chunk."""
     context = min(load.context_tokens, model.max_context_tokens)
     answer_rows = load.batch * (1 + load.num_draft)
     chunk_rows = min(load.max_prompt_tokens, load.batch * context)

@@ -1,13 +1,12 @@
-"""What a step of a target takes on a machine, as a few measured curves, and what a step that was not measured is taken
-to cost.
+"""The cost of a target step on a machine, as a few measured curves, and the estimate for a step that was not measured.
 
     step = rows(decoding rows)                                       one request, a short text
-         + chunk(decoding rows + prompt rows) - chunk(decoding rows)  where prompts run along (`rows` where `chunk` has
-         not begun) + batch(requests) - rows(requests), each beyond its first    what several requests cost beyond as
-         many rows of one + sum over requests of context(tokens) - context(short)      what a longer past costs to read
+         + chunk(decoding rows + prompt rows) - chunk(decoding rows)  with prompts (`rows` below the start of `chunk`)
+         + batch(requests) - rows(requests), each beyond its first    several requests against as many rows of one
+         + sum over requests of context(tokens) - context(short)      reading a longer context
 
-Between measured points a curve is a straight line, before the first flat, beyond the last it goes on at its last slope.
-Where a profile says nothing of context, its `roofline` does.
+Curves are interpolated linearly, constant before the first point, and extrapolated with their last slope. Without a
+context curve the `roofline` is used.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from foretoken.errors import InputError
 from foretoken.plan.roofline import Roofline
 
 FORMAT = "foretoken-profile-1"
-_MOST_COUNT, _MOST_SECONDS = 1 << 40, 1e6  # beyond these a point is no measurement, and sums of them are no numbers
+_MOST_COUNT, _MOST_SECONDS = 1 << 40, 1e6  # larger values cannot be measurements, and their sums overflow
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Curve:
             raise ValueError("points must ascend, with seconds of at least 0")
 
     def seconds(self, count: float) -> float:
-        """What `count` takes."""
+        """Seconds for `count`."""
         if not self.points:
             return 0.0
         place = bisect_left(self.points, (count,))
@@ -57,16 +56,17 @@ class Curve:
         return above + max(0.0, slope) * (count - high)
 
     def beyond(self, count: float, base: float) -> float:
-        """How much more `count` takes than `base`; never negative."""
+        """Additional seconds of `count` over `base`; never negative."""
         return max(0.0, self.seconds(count) - self.seconds(base))
 
 
 @dataclass(frozen=True)
 class DrafterCost:
-    """Seconds of a drafter in a round, proposing and taking in what was emitted.
+    """Seconds of a drafter in a round, for proposing and for committing what was emitted.
 
-    `guesses` by its longest draft, one request; `batch` by requests, at `batch_num_draft` guesses each; `prompt` what a
-    prompt of so many tokens takes the first time. `about` says what makes this drafter cost what it costs.
+    `guesses` by its longest draft, one request; `batch` by requests, with `batch_num_draft` drafted tokens each;
+    `prompt` by the length of a prompt that is read for the first time. `about` describes what determines this drafter's
+    cost.
     """
 
     guesses: Curve
@@ -76,7 +76,7 @@ class DrafterCost:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def seconds(self, num_draft: int, batch: int = 1, prompt_tokens: int = 0) -> float:
-        """A round in which the longest draft has `num_draft` guesses and `batch` requests draft; 0 for none."""
+        """A round in which the longest draft has `num_draft` drafted tokens and `batch` requests draft; 0 for none."""
         if num_draft < 1 or batch < 1:
             return 0.0
         alone = self.batch.seconds(1)
@@ -88,11 +88,11 @@ class DrafterCost:
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured curves of one target on one machine, with everything needed to judge them.
+    """Measured curves of one target on one machine, with their provenance.
 
-    `rows` by decoding rows, `batch` by requests of one row each, `context` by tokens of the past (one row), `chunk` by
-    prompt tokens; `drafters` by name. `target` describes the model, `caveats` what was left out or looked odd.
-    `roofline` is what the machine could do at best.
+    `rows` by decoding rows, `batch` by requests of one row each, `context` by cached tokens (one row), `chunk` by
+    prompt tokens; `drafters` by name. `target` describes the model, `caveats` what was left out or unusual. `roofline`
+    is the lower bound of this machine.
     """
 
     target: Mapping[str, Any]
@@ -109,13 +109,13 @@ class Profile:
     roofline: Roofline | None = None
 
     def step_s(self, decode_rows: int, contexts: Sequence[int], prompt_tokens: int = 0) -> float:
-        """A step over `decode_rows` rows and `prompt_tokens` of prompts, of requests with so many tokens of past
+        """A step over `decode_rows` rows and `prompt_tokens` of prompts, of requests with `contexts` cached tokens
         each.
         """
         seconds = self.rows.seconds(decode_rows) if decode_rows else 0.0
         if prompt_tokens:
             seconds += self._beside_s(decode_rows, prompt_tokens) if decode_rows else self.chunk.seconds(prompt_tokens)
-        if len(contexts) > 1:  # differences within a curve: a machine's mood changes from one curve to the next
+        if len(contexts) > 1:  # differences within a curve: the speed of the machine changes between curves
             seconds += max(0.0, self.batch.beyond(len(contexts), 1) - self.rows.beyond(len(contexts), 1))
         if self.context.points:
             short, _ = self.context.points[0]
@@ -125,7 +125,7 @@ class Profile:
         return seconds
 
     def _beside_s(self, decode_rows: int, prompt_tokens: int) -> float:
-        """What prompt rows add to decoding rows; up to where the chunk curve begins the curve of rows tells."""
+        """Additional seconds of prompt rows; below the start of the chunk curve, from the curve of rows."""
         total = decode_rows + prompt_tokens
         first = self.chunk.points[0][0] if self.chunk.points else total
         return self.rows.beyond(min(first, total), decode_rows) + self.chunk.beyond(total, max(first, decode_rows))
@@ -143,7 +143,7 @@ class Profile:
 
 
 def profile_from_mapping(raw: object) -> Profile:
-    """The profile that `Profile.as_dict` wrote.
+    """Read what `Profile.as_dict` wrote
 
     Raises:
         InputError: not a profile, or one with a missing or malformed part; names it.
@@ -186,7 +186,7 @@ def fingerprint(
     versions: Mapping[str, str],
     drafters: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> str:
-    """A name for what a profile holds for: equal on the same machine, model, versions and drafters only."""
+    """The fingerprint of a profile: equal on the same machine, model, versions and drafters only."""
     text = json.dumps([machine, target, versions, drafters or {}], sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
 
@@ -226,13 +226,13 @@ def _curve(raw: Mapping[str, Any], name: str, where: str = "") -> Curve:
 
 def _count(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_COUNT:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
 def _number(value: object, most: float = sys.float_info.max) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
-        raise ValueError(f"{value!r} is no number from 0 to {most:g}")
+        raise ValueError(f"{value!r} is not a number from 0 to {most:g}")
     return float(value)
 
 

@@ -1,9 +1,8 @@
-"""What a forward must take at least: the time to read the weights and the past, or the time to compute, whichever is
-longer.
+"""Lower bound of a forward: the time to read weights and cache, or the time to compute, whichever is longer.
 
 Williams et al. 2009, "Roofline: an insightful visual performance model". Real kernels miss it by a factor that hardly
-changes with the number of rows, so measured points say how high the curve lies, and the roofline how it bends where
-nothing was measured.
+changes with the number of rows, so measured points give the height of the curve, and the roofline its shape between
+them.
 """
 
 from __future__ import annotations
@@ -11,22 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_SHARPNESS = 4.0  # of the bend between memory and arithmetic: the norm that is taken of the two
+_SHARPNESS = 4.0  # exponent of the norm that joins memory and compute
 _LEAST_FACTOR, _MOST_FACTOR = (
     0.5,
     4.0,
-)  # how far measured steps may lie from the roofline before it is not trusted with the slope any more
-_MOST_ROWS = 512  # filled up to here; from there on a curve's last slope is the arithmetic alone
+)  # limits of the ratio of measured steps to the roofline that is used for extrapolation
+_MOST_ROWS = 512  # points up to here; beyond, the slope is that of compute
 
 Points = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """A model on a machine: bytes of weights that a step reads, arithmetic of a row, bytes of keys and values of a
-    token of the past.
+    """A model on a machine: bytes of weights per step, operations per row, bytes of keys and values per cached token.
 
-    `bytes_per_s` and `flops_per_s` are what the machine reaches in a copy and in a matrix product.
+    `bytes_per_s` and `flops_per_s` are measured in a copy and in a matrix product.
     """
 
     step_bytes: float
@@ -40,8 +38,8 @@ class Roofline:
             raise ValueError("bytes, arithmetic and speeds must be positive")
 
     def seconds(self, rows: float, past_tokens: float = 0.0) -> float:
-        """A forward over `rows` rows of requests that hold `past_tokens` together; a request's past is read once for
-        all its rows.
+        """Seconds of a forward over `rows` rows of requests with `past_tokens` cached tokens in total; the cache of a
+        request is read once for all its rows.
         """
         memory = (self.step_bytes + past_tokens * self.kv_bytes_per_token) / self.bytes_per_s
         compute = rows * self.row_flops / self.flops_per_s
@@ -49,16 +47,16 @@ class Roofline:
         return float(longer * ((memory / longer) ** _SHARPNESS + (compute / longer) ** _SHARPNESS) ** (1 / _SHARPNESS))
 
     def past_s(self, past_tokens: float) -> float:
-        """What reading so many tokens of the past takes."""
+        """Seconds for reading the keys and values of cached tokens."""
         return past_tokens * self.kv_bytes_per_token / self.bytes_per_s
 
     def fill(self, points: Sequence[tuple[int, float]]) -> Points:
-        """Measured `points` (rows ascending, seconds) with points between and beyond them; what was measured stays as
-        it is.
+        """Measured `points` (rows ascending, seconds) with points between and beyond them; measured points are
+        unchanged.
 
-        Between two points the curve bends as the roofline does. Beyond the last it goes on as the roofline does, times
-        the factor by which the last point lies off it, which is bounded: where calls rather than rows take the time,
-        that factor says nothing. Measured seconds that rise give a curve that rises.
+        Between two points the curve follows the roofline. Beyond the last it is the roofline times the ratio of the
+        last point to it, which is clipped: where calls dominate instead of rows, the ratio is meaningless. Increasing
+        points give an increasing curve.
         """
         assert points
         last_rows, last_s = points[-1]
@@ -77,7 +75,7 @@ class Roofline:
 
 
 def _grid() -> list[int]:
-    """Rows from 1 on, further apart as they grow."""
+    """Row counts from 1 on, with growing distances."""
     rows = [1]
     while rows[-1] < _MOST_ROWS:
         rows.append(rows[-1] + max(1, rows[-1] // 8))

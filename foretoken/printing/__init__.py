@@ -1,1 +1,1 @@
-"""Everything that foretoken prints goes through here: foreign text made visible, lines, tables, bars, Markdown."""
+"""All output of foretoken: escaping of foreign text, lines, tables, bars, Markdown."""

@@ -1,12 +1,11 @@
-"""Standard output and standard error: lines, tables and bars that show every text whole, whatever it holds.
+"""Standard output and standard error: lines, tables and bars that show every text completely.
 
-The rules, for all that is printed:
+Rules for all output:
 
-- Markup means nothing; characters that a terminal would act on, and those that the stream's encoding lacks, are escaped
-  (`printing.text`).
+- Markup is disabled; control characters and what the stream's encoding lacks are escaped (`printing.text`).
 - A line is never wrapped, cut or padded here: a terminal folds it, a pipe gets it whole.
-- A table is drawn where it fits: the width of a terminal, or `_MOST_WIDTH` characters elsewhere. Otherwise each row
-  becomes a record, a line for each cell behind its heading.
+- A table is drawn if it fits: the width of a terminal, or `_MOST_WIDTH` characters elsewhere. Otherwise each row is
+  printed as a record, a line for each cell after its heading.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _GAP = "  "
 
 
 class Console:
-    """One stream; standard output unless told otherwise. `width` is for tests: a terminal knows its own."""
+    """One stream; by default standard output. `width` is for tests: a terminal knows its own."""
 
     def __init__(self, *, stderr: bool = False, file: TextIO | None = None, width: int | None = None) -> None:
         self._stream: TextIO = file if file is not None else sys.stderr if stderr else sys.stdout
@@ -54,28 +53,29 @@ class Console:
         self._rich = rich.console.Console(file=self._stream, width=width, markup=False, emoji=False, highlight=False)
 
     def line(self, *parts: Part, style: str | None = None) -> None:
-        """Print one line, `style` for the parts that have none of their own."""
+        """Print one line, `style` for the parts without a style."""
         self._put(*parts, style=style, block=False)
 
     def block(self, *parts: Part) -> None:
-        """Print text whose line ends and tabs stay what they are."""
+        """Print text, keeping line ends and tabs."""
         self._put(*parts, style=None, block=True)
 
     def message(self, text: str, style: str) -> None:
-        """Print an error or a warning: one line, the middle of a very long one left out."""
+        """Print an error or a warning: one line, without the middle of a very long one."""
         self.line(shortened(text, _MOST_MESSAGE), style=style)
 
     def exact(self, text: str) -> None:
-        """Write `text` as it is, with no line end: JSON, or an answer for another program.
+        """Write `text` unchanged, without a line end: JSON, or an answer for another program.
 
-        What the stream's encoding lacks is escaped all the same: the alternative is half an answer and a traceback.
+        Characters that the stream's encoding lacks are escaped all the same: the alternative is half an answer and a
+        traceback.
         """
         self._stream.write(encodable(text, self._stream.encoding))
         self._stream.flush()
 
     def answer(self, text: str) -> None:
-        """Write a piece of an answer: exactly in a pipe or file; on a terminal control characters other than line ends
-        and tabs are escaped.
+        """Write a piece of an answer: unchanged in a pipe or file; on a terminal control characters other than line
+        ends and tabs are escaped.
         """
         self.exact(visible_block(text) if self.is_terminal else text)
 
@@ -115,7 +115,7 @@ class Console:
                 self.line(_drawn(row, widths, justify), style=style)
 
     def side_by_side(self, left: tuple[str, Sequence[Part]], right: tuple[str, Sequence[Part]]) -> None:
-        """Print two texts of several lines, each under its title: beside each other where that fits, else one after the
+        """Print two texts of several lines, each under its title: side by side if they fit, else one after the
         other.
         """
         columns = [self._lines([(title, "bold"), "\n", *parts]) for title, parts in (left, right)]
@@ -134,7 +134,7 @@ class Console:
 
     @contextmanager
     def spinner(self, message: str) -> Iterator[Spinner | None]:
-        """A spinner while something takes long; without a terminal one plain line, and None."""
+        """A spinner during long work; without a terminal one plain line, and None."""
         if not self.is_terminal:
             self.line(message)
             yield None
@@ -144,11 +144,11 @@ class Console:
 
     @contextmanager
     def bar(self, description: str, total: float | None, *, counts: bool = False, stays: bool = False) -> Iterator[Bar]:
-        """A progress bar on a terminal, nothing elsewhere; `counts` shows pieces instead of a percentage, `stays` keeps
-        the full bar.
+        """A progress bar on a terminal, else nothing; `counts` shows counts instead of a percentage, `stays` keeps the
+        finished bar.
         """
 
-        def cut() -> Column:  # rich's own mark of a cut is a character that not every encoding has
+        def cut() -> Column:  # rich's ellipsis is a character that not every encoding has
             return Column(no_wrap=True, overflow="crop")
 
         amount: ProgressColumn = (
@@ -164,14 +164,14 @@ class Console:
         for part in parts:
             text, own = (part, style) if isinstance(part, str) else part
             segments.append(Segment(self._shown(text, block), None if own is None else self._rich.get_style(own)))
-        # Segments reach the stream as they are; text would have its tabs expanded and some characters dropped.
+        # Segments reach the stream unchanged; in text, tabs would be expanded and some characters dropped.
         self._rich.print(Segments([*segments, Segment("\n")]), soft_wrap=True)
 
     def _shown(self, text: str, block: bool) -> str:
         return encodable(visible_block(text) if block else visible(text), self._stream.encoding)
 
     def _lines(self, parts: Sequence[Part]) -> list[list[Part]]:
-        """The parts of each line, in the form in which they are shown."""
+        """The parts of each line, escaped."""
         lines: list[list[Part]] = [[]]
         for part in parts:
             style = None if isinstance(part, str) else part[1]
@@ -185,7 +185,7 @@ class Console:
         return Text(self._shown(shortened(text, _MOST_DESCRIPTION), block=False), overflow="fold")
 
     def _label(self, text: str) -> str:
-        """What stands beside a bar: half of the line at most."""
+        """The description beside a bar: half of the line at most."""
         most = max(10, self._rich.width // 2)
         return self._shown(text[:most], block=False)[:most]
 
@@ -193,16 +193,16 @@ class Console:
         return self._rich.width if self.is_terminal else _MOST_WIDTH
 
     def _widths(self, rows: Sequence[Sequence[str]]) -> list[int] | None:
-        """How wide each column is; None where the table does not fit."""
+        """The width of each column; None if the table does not fit."""
         most = self._most_width()
-        if any(len(cell) > 4 * most for row in rows for cell in row):  # not worth measuring
+        if any(len(cell) > 4 * most for row in rows for cell in row):  # cannot fit
             return None
         widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
         return widths if sum(widths) + len(_GAP) * (len(widths) - 1) <= most else None
 
 
 class Spinner:
-    """A running spinner, whose message can be changed."""
+    """A running spinner."""
 
     def __init__(self, console: Console, status: Status) -> None:
         self._console, self._status = console, status
@@ -213,7 +213,7 @@ class Spinner:
 
 
 class Bar:
-    """A running bar, or nothing where there is no terminal."""
+    """A running bar, or nothing without a terminal."""
 
     def __init__(self, console: Console, progress: Progress, task: TaskID) -> None:
         self._console, self._progress, self._task = console, progress, task
@@ -226,14 +226,14 @@ class Bar:
         completed: float | None = None,
         total: float | None = None,
     ) -> None:
-        """Move it, by `advance` or to `completed`, and show another description."""
+        """Advance it, by `advance` or to `completed`, and show another description."""
         words = None if description is None else self._console._label(description)
         self._progress.update(self._task, description=words, advance=advance, completed=completed, total=total)
 
 
 def tolerate_encoding() -> None:
-    """Let standard output and error escape what their encoding lacks, for the text that other libraries write to
-    them.
+    """Make standard output and error escape what their encoding lacks, for the text that other libraries write
+    to them.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -241,7 +241,7 @@ def tolerate_encoding() -> None:
 
 
 def _drawn(cells: Sequence[str], widths: Sequence[int], justify: str) -> str:
-    """One line of a table, without spaces at its end."""
+    """One line of a table, without trailing spaces."""
     padded = []
     for place, (cell, width) in enumerate(zip(cells, widths, strict=True)):
         space = " " * (width - cell_len(cell))

@@ -1,4 +1,4 @@
-"""Tables and lines of a Markdown page, with foreign text in them."""
+"""Markdown tables and lines with foreign text in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], justify: str =
 
 
 def page(lines: Sequence[str]) -> str:
-    """The whole page: a foreign line end or control character in a line is escaped, so that a line stays one."""
+    """The page as one text: line ends and control characters within a line are escaped."""
     return "\n".join(map(visible, lines)) + "\n"
 
 

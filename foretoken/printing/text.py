@@ -1,8 +1,7 @@
-"""Text that others wrote (paths, model names, answers, errors of libraries) in a form that a terminal or a page can
-hold.
+"""Escaping of foreign text (paths, model names, answers, errors of libraries) for a terminal or a page.
 
-A character that must not be printed as it is becomes the backslash escape that Python writes for it, as in \\x1b, \\n
-or \\u202e. Backslashes that stand in the text stay single, so the form is for readers; `--json` is the lossless one.
+A character that must not be printed unchanged becomes its Python backslash escape, as in \\x1b, \\n or \\u202e.
+Backslashes in the text are not doubled, so the form is for readers; `--json` is lossless.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ def visible(text: str) -> str:
 
 
 def visible_block(text: str) -> str:
-    """`text` with its line ends and tabs: control characters and lone surrogates are escaped, everything else is left
-    alone.
+    """`text` with its line ends and tabs: control characters and lone surrogates are escaped, everything else is
+    unchanged.
     """
     return _NOT_IN_A_BLOCK.sub(lambda found: _escape(found.group()), text)
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    """`text` with an escape for each character that `encoding` lacks; None holds everything."""
+    """`text` with an escape for each character that `encoding` lacks; None lacks nothing."""
     return text if encoding is None else text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def shortened(text: str, most: int) -> str:
-    """`text` cut in the middle to about `most` characters, saying how many were left out: what ends a message is often
+    """`text` cut in the middle to about `most` characters, with the number left out: the end of a message often holds
     its remedy.
     """
     if len(text) <= most:
@@ -47,7 +46,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def map_texts(value: object, change: Callable[[str], str]) -> object:
-    """`value` with every text in its lists and tables replaced by what `change` makes of it."""
+    """`value` with `change` applied to every text in its lists and tables."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

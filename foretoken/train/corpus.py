@@ -1,7 +1,7 @@
-"""Text to learn from that is present on every machine: the source of Python's own standard library.
+"""Training text that is present on every machine: the source of Python's standard library.
 
-Three kinds of document are made from it: modules as they are, small edits (a function, then the same function with
-a name changed) and JSON (an index of a module). Held-out modules, and their tests, never enter training.
+Three kinds of documents are made from it: modules, small edits (a function, then the same function with a name changed)
+and JSON (an index of a module). Held-out modules, and their tests, are never trained on.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ HELD_OUT_MODULES = frozenset(
         *("shlex", "statistics", "string", "tempfile", "textwrap", "timeit", "wsgiref"),
     ]
 )
-# Character tables, not code: they would teach the tokenizer digits.
+# Character tables, not code: they would distort the tokenizer towards digits.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "encodings", "__pycache__", "pydoc_data"})
-# Edits and indexes repeat what the modules say, so few of them are enough to learn the form.
+# Edits and indexes repeat the modules' content, so a few are enough to learn their form.
 _EDIT_SHARE, _EDIT_LINES = 0.1, (4, 40)
 _INDEX_FUNCTIONS, _INDEX_CLASSES, _INDEX_METHODS = 10, 2, 8
 
@@ -82,7 +82,7 @@ def is_held_out(relative: Path) -> bool:
 
 
 def documents(name: str, text: str) -> Iterator[Document]:
-    """The module itself, and the edit and JSON documents made from it."""
+    """The module, and the edit and JSON documents made from it."""
     yield Document(name, "code", text)
     try:
         tree = ast.parse(text)
@@ -149,7 +149,7 @@ def _signature(node: ast.FunctionDef) -> dict[str, object]:
 
 
 def _read(path: Path) -> str | None:
-    """The file as text; None for the few test files that are not UTF-8 on purpose."""
+    """The file as text; None for the few test files that are deliberately not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError:

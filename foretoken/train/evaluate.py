@@ -1,4 +1,4 @@
-"""How good a model is on text it never saw: bits per byte, and how often a draft would be kept along real text."""
+"""Evaluation on held-out text: bits per byte of a model, acceptance of a draft."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from foretoken.train.losses import acceptance, cross_entropy
 
 @dataclass(frozen=True)
 class Agreement:
-    """A draft against its target along real text: `sampled` is the mean of sum min(p, q), the chance that a sampled
-    guess is kept at temperature 1; `greedy` the share of positions whose two argmaxes are equal."""
+    """A draft against its target along real text: `sampled` is the mean of sum min(p, q), the probability that a
+    sampled token is accepted at temperature 1; `greedy` the share of positions with equal argmax.
+    """
 
     tokens: int
     sampled: float
@@ -34,7 +35,9 @@ def logits_of(model: Decoder, batch: Tensor) -> Tensor:
 
 @torch.no_grad()
 def loss_nats(model: Decoder, ids: Sequence[int], length: int = 1024) -> float:
-    """Summed surprise of `ids` in nats, in consecutive windows of `length` tokens (the first token is given)."""
+    """Summed negative log-likelihood of `ids` in nats, in consecutive windows of `length` tokens (the first token is
+    given).
+    """
     total, length = 0.0, min(length, model.config.max_context_tokens)
     device = next(model.parameters()).device
     with torch.autocast(device.type, torch.bfloat16):
@@ -51,7 +54,7 @@ def bits_per_byte(model: Decoder, ids: Sequence[int], num_bytes: int) -> float:
 
 @torch.no_grad()
 def agreement(target: Decoder, draft: Decoder, ids: Sequence[int], length: int = 1024) -> Agreement:
-    """Compare the two laws at every position of `ids`, in consecutive windows of `length` tokens."""
+    """Compare the two distributions at every position of `ids`, in consecutive windows of `length` tokens."""
     sampled, greedy, count = 0.0, 0, 0
     length = min(length, target.config.max_context_tokens, draft.config.max_context_tokens)
     device = next(target.parameters()).device

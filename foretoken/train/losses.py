@@ -1,7 +1,7 @@
-"""What a model is trained to minimise: next-token cross-entropy, or acceptance by a teacher.
+"""Training losses: next-token cross-entropy, and acceptance by a teacher.
 
-p is the teacher's law, q the student's, alpha = sum min(p, q) the probability that speculative sampling keeps the
-student's token.
+p is the teacher's distribution, q the student's, alpha = sum min(p, q) the probability that speculative sampling
+accepts the student's token.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def acceptance(teacher_logits: Tensor, logits: Tensor) -> Tensor:
 
 
 def distillation(teacher_logits: Tensor, logits: Tensor) -> Tensor:
-    """Forward KL that hands over to total variation as acceptance grows.
+    """Forward KL that approaches total variation as acceptance grows.
 
     lambda * KL(p || q) + (1 - lambda) * (1 - alpha) with lambda = exp(-3 alpha), alpha detached, per row: KL gives a
-    gradient from a cold start, total variation is what the rejection rule pays for (arXiv 2602.23881, LK hybrid).
+    gradient from random weights, total variation is the rejection probability (arXiv 2602.23881, LK hybrid).
     """
     log_q = logits.float().log_softmax(-1)
     log_p = teacher_logits.float().log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Ready-made runs: the language model of the reference family, and a draft distilled from it."""
+"""Recipes: the language model of the reference family, and a draft distilled from it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ DRAFT_SHAPE = Shape(hidden_size=128, intermediate_size=384, num_layers=2, num_he
 
 
 def prepare(folder: Path, vocab_size: int = 4096) -> tuple[Tokenizer, Data]:
-    """Tokenizer and token ids of the standard library, made once and kept in `folder`."""
+    """Tokenizer and token ids of the standard library, computed once and stored in `folder`."""
     corpus_file = folder / "corpus.npz"
     if not corpus_file.exists():
         Console(stderr=True).line("reading the standard library and learning its tokens: about half a minute")
@@ -61,7 +61,7 @@ def prepare(folder: Path, vocab_size: int = 4096) -> tuple[Tokenizer, Data]:
             size = sum(len(d.text.encode()) for d in held_out)
             partial = (
                 folder / "corpus.partial.npz"
-            )  # numpy wants the suffix; an interruption must not leave half a corpus
+            )  # numpy requires the suffix; an interruption must not leave half a corpus
             np.savez(
                 partial,
                 train=encode(tokenizer, corpus.train),
@@ -75,7 +75,7 @@ def prepare(folder: Path, vocab_size: int = 4096) -> tuple[Tokenizer, Data]:
         with np.load(corpus_file) as arrays:
             data = Data(arrays["train"], arrays["held_out"], int(arrays["held_out_bytes"]))
         return Tokenizer.from_file(str(folder / "tokenizer.json")), data
-    except Exception as error:  # a broken file raises whatever numpy or tokenizers make of it
+    except Exception as error:  # numpy and tokenizers raise various types for a broken file
         raise StorageError(
             f"the corpus in {folder} cannot be read ({error}); remove corpus.npz there to make it again"
         ) from error
@@ -106,9 +106,9 @@ def train_lm(
     init: Path | None = None,
     device: str = "cpu",
 ) -> tuple[Result, Path]:
-    """Train a model of `shape`, or go on with the run in `out`; returns what it reached and the folder of the model.
+    """Train a model of `shape`, or resume the run in `out`; returns the result and the folder of the model.
 
-    With `teacher` the model is distilled from that checkpoint, whose tokenizer must be the corpus's own. `corpus` names
+    With `teacher` the model is distilled from that checkpoint, whose tokenizer must be that of the corpus. `corpus` is
     the folder of a run whose tokenizer and tokens are used, `init` a checkpoint of the same shape to start from.
 
     Raises:

@@ -50,9 +50,9 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> npt.NDArray[n
 
 
 def windows(ids: npt.NDArray[np.uint16], step: int, batch_size: int, length: int, seed: int) -> npt.NDArray[np.int64]:
-    """Batch number `step`: `[batch_size, length + 1]` windows at random places.
+    """Batch number `step`: `[batch_size, length + 1]` windows at random positions.
 
-    A function of (seed, step) alone, so a resumed run sees the very same batches.
+    A function of (seed, step) alone, so a resumed run sees the same batches.
     """
     rng = np.random.default_rng((seed, step))
     starts = rng.integers(0, len(ids) - length - 1, size=batch_size)

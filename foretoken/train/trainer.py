@@ -1,7 +1,7 @@
-"""The training loop: resumable to the bit of the data order, with validation loss and a progress line.
+"""The training loop: resumable with the same data order, with validation loss and a progress line.
 
-Matrices are trained with Muon (orthogonalised momentum), embeddings and norms with AdamW; the rate is held and then
-falls to zero over the last part of the run (warm-up, stable, decay).
+Matrices are trained with Muon (orthogonalised momentum), embeddings and norms with AdamW; the learning rate is constant
+and then decays to zero over the last part of the run (warm-up, stable, decay).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Data:
-    """Token ids to learn from and to validate on; `held_out_bytes` is the length of the held-out text."""
+    """Token ids for training and validation; `held_out_bytes` is the length of the held-out text."""
 
     train: npt.NDArray[np.uint16]
     held_out: npt.NDArray[np.uint16]
@@ -94,18 +94,18 @@ class Data:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run reached."""
+    """The result of a run."""
 
     steps: int
     tokens: int
     seconds: float
-    loss_nats: float | None  # of the last step; None when an earlier call had already come to the end
+    loss_nats: float | None  # of the last step; None if an earlier call had already finished
     bits_per_byte: float
     agreement: Agreement | None = None
 
 
 class Trainer:
-    """Trains `model` on `data`, with `teacher` by distillation if one is given, keeping its state in `folder`."""
+    """Trains `model` on `data`, by distillation if `teacher` is given, keeping its state in `folder`."""
 
     def __init__(
         self, model: Decoder, data: Data, config: TrainConfig, folder: Path, teacher: Decoder | None = None
@@ -134,11 +134,11 @@ class Trainer:
         self._resume()
 
     def run(self) -> Result:
-        """Train to the end of the schedule. An interrupted run (Ctrl-C, SIGTERM, SIGHUP) saves its state and goes on
+        """Train to the end of the schedule. An interrupted run (Ctrl-C, SIGTERM, SIGHUP) saves its state and resumes
         when called again.
 
         Raises:
-            KeyboardInterrupt: it was interrupted; the state is saved. A handler of the signal is called before.
+            KeyboardInterrupt: it was interrupted; the state is saved. A handler of the signal is called first.
             StorageError: the state cannot be written.
         """
         started, saved, before = time.monotonic(), time.monotonic(), self.seconds
@@ -158,7 +158,7 @@ class Trainer:
                     self.save()
                     saved = now
         if interrupted:
-            if callable(signal.getsignal(interrupted[0])):  # somebody handles it
+            if callable(signal.getsignal(interrupted[0])):  # it has a handler
                 signal.raise_signal(interrupted[0])
             raise KeyboardInterrupt
         self.save()
@@ -202,15 +202,13 @@ class Trainer:
         return bits_per_byte(self.model, self.data.held_out.tolist(), self.data.held_out_bytes)
 
     def held_out_agreement(self, tokens: int = 65_536) -> Agreement | None:
-        """How often the teacher would keep this model's guesses, along the first held-out tokens; None without a
-        teacher.
-        """
+        """Acceptance of this model's tokens by the teacher, along the first held-out tokens; None without a teacher."""
         return (
             None if self.teacher is None else agreement(self.teacher, self.model, self.data.held_out[:tokens].tolist())
         )
 
     def save(self) -> None:
-        """Write weights, optimiser state and step; the previous state survives an interruption half-way."""
+        """Write weights, optimiser state and step atomically."""
         tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
         for index, optimizer in enumerate(self.optimizers):
             for key, state in optimizer.state_dict()["state"].items():
@@ -237,7 +235,7 @@ class Trainer:
                 meta = json.loads(handle.metadata()["state"])
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{path} is not a whole training state ({error}); remove it to start again"
+                f"{path} is not a complete training state ({error}); remove it to start again"
             ) from error
         for key in ("batch_tokens", "seed", "length"):
             if meta["config"][key] != getattr(self.config, key):
@@ -266,7 +264,7 @@ class Trainer:
 
     @contextmanager
     def _progress(self) -> Iterator[Callable[[float], None]]:
-        """A function to call after every step: a bar on a terminal, elsewhere a line now and then."""
+        """A function to call after every step: a progress bar on a terminal, else a line now and then."""
         if self.config.compile and self.step < self.config.num_steps:
             self._say("compiling the training step: the first one takes a minute or two")
         with self._console.bar("training", self.config.num_steps, counts=True, stays=True) as bar:
@@ -289,8 +287,8 @@ class Trainer:
 
 @contextmanager
 def _interruption() -> Iterator[list[int]]:
-    """The signals that came and would end the process, so that a step is never cut in half. Outside the main thread
-    there are none.
+    """Collects the signals that would end the process, so that a step is never interrupted. Does nothing outside the
+    main thread.
     """
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -308,5 +306,5 @@ def _interruption() -> Iterator[list[int]]:
 
 
 def _ends(number: int) -> bool:
-    """Whether anything would come of a signal: nohup ignores SIGHUP, and a shell's background jobs ignore Ctrl-C."""
+    """Whether a signal has an effect: nohup ignores SIGHUP, and a shell's background jobs ignore Ctrl-C."""
     return signal.getsignal(number) is not signal.SIG_IGN

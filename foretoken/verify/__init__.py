@@ -1,4 +1,4 @@
-"""May this token stand? Pure functions of (draft, target_probs, uniforms) that return a Verdict.
+"""Verification rules: pure functions of (draft, target_probs, uniforms) that return a Verdict
 
 A new rule is one file with a subclass of `Rule` and one line in `dispatch.RULES`.
 """

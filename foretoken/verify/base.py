@@ -1,7 +1,7 @@
-"""What every rule shares: the interface, the draws from weights and from noise, the one residual law.
+"""What all rules share: the interface, sampling from weights and by exponential race, the residual distribution.
 
-A rule is split so that it can be proved. `accept_probabilities` and `next_law` are the probabilities of every branch,
-and `verify` only compares them with uniforms; a test can therefore sum over all branches with their exact weights.
+Probabilities and decisions are separate, so that a rule can be proved by enumeration: `accept_probabilities` and
+`next_law` give the probability of every branch, and `verify` only compares them with uniforms.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _CACHED_NUMBERS = 262_144  # 1 MB of float32
 
 
 class Rule(ABC):
-    """Decides which drafted tokens stand; holds no model, cache, clock or generator.
+    """Decides which drafted tokens are accepted; holds no model, cache, clock or generator.
 
-    Generic in dtype: float32 in production, float64 where the mathematics is tested. A rule that is not `lossless`
-    changes the target's law and must never run unless the user asked for it by name. A rule that does not take trees
-    asserts that every request brings a chain. A rule that needs a race reads `Uniforms.race`; one that does not need
-    uniforms reads neither `accept` nor `next`, which then mean nothing.
+    Generic in dtype: float32 in production, float64 in the proofs. A rule that is not `lossless` changes the target's
+    distribution and runs only if the user asks for it by name. A rule without `takes_trees` asserts that every request
+    has a chain. A rule with `needs_race` reads `Uniforms.race`; one without `needs_uniforms` reads neither `accept` nor
+    `next`.
     """
 
     name: ClassVar[str]
@@ -35,41 +35,36 @@ class Rule(ABC):
 
     @abstractmethod
     def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
-        """Probability that the walk goes on from each node's parent to it, given that it reached the parent: [R, V] ->
-        [N].
+        """Conditional probability of accepting each node given that its parent was accepted: [R, V] -> [N].
 
-        The children of one row sum to at most 1; the rest ends the round at that row.
+        The children of one row sum to at most 1; with the remaining probability the round ends at that row.
         """
 
     @abstractmethod
     def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
-        """Weights (not normalised) of the token that ends the round when the walk stops at `rows`: -> [len(rows),
-        V].
-        """
+        """Unnormalised weights of the next token if the accepted path ends at `rows`: -> [len(rows), V]."""
 
     @abstractmethod
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """Choose the accepted path and the next token of every request.
 
-        `target_probs` [R, V] is the target's law at each row after temperature and filters. The result for a request
-        depends on its own rows and uniforms only.
+        `target_probs` [R, V] is the target's distribution at each row after temperature and filters. The result for a
+        request depends on its own rows and uniforms only.
         """
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """Inverse-CDF draw: weights [B, V] (not normalised) and uniforms [B] in [0, 1) -> token ids [B].
+    """Inverse-CDF sampling: weights [B, V] (not normalised) and uniforms [B] in [0, 1) -> token ids [B].
 
-    A token of weight zero is never drawn. A row without any weight yields an arbitrary valid id.
+    A token of weight zero is never returned. A row of zeros gives an arbitrary valid id.
     """
     cumulative = weights.to(torch.float64).cumsum(-1)  # [B, V]
     # right=True: the first token whose cumulative weight EXCEEDS the point, so u = 0 skips leading zero weights.
     index = torch.searchsorted(cumulative, u.to(torch.float64).unsqueeze(-1) * cumulative[:, -1:], right=True)  # [B, 1]
     found = index.clamp(max=weights.shape[-1] - 1)  # [B, 1]
     if weights.device.type == "cpu" and bool((weights.gather(-1, found) > 0).all()):
-        return found.squeeze(
-            -1
-        )  # a sequential prefix sum is monotone: what follows cannot happen, and costs more than all before
-    # A parallel prefix sum need not be monotone in its last bits, and rounding may point past the end: take the nearest
+        return found.squeeze(-1)  # a sequential prefix sum is monotone: the correction below is not needed
+    # A parallel prefix sum need not be monotone in its last bits, and rounding can exceed the end: take the nearest
     # token at or after the index that has weight, else the last one that has.
     ids = torch.arange(weights.shape[-1], device=weights.device)  # [V]
     usable = weights > 0
@@ -78,10 +73,10 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def first_max(rows: Tensor) -> Tensor:
-    """Place of the largest number of each row, the first of equal ones (a NaN counts as largest): [..., V] -> [...].
+    """Index of the maximum of each row, the first among equals (a NaN counts as largest): [..., V] -> [...].
 
-    `Tensor.argmax`, whose CPU kernel reads number by number: numpy's is ten times as fast in 32 bits, a hundred times
-    in 16.
+    Same as `Tensor.argmax`, whose CPU kernel is not vectorised: numpy's is ten times as fast in 32 bits, a hundred
+    times in 16.
     """
     if rows.device.type != "cpu":
         return rows.argmax(-1)
@@ -90,23 +85,24 @@ def first_max(rows: Tensor) -> Tensor:
 
 
 def race_winner(law: Tensor, noise: Tensor) -> Tensor:
-    """The token that arrives first: law [n, V] (not normalised) and Exp(1) noise [n, V] -> argmin noise / law, ids [n].
+    """Sample by exponential race: weights [n, V] and Exp(1) noise [n, V] -> argmin noise / weights, ids [n].
 
-    Its law over the noise is `law` normalised. Weight zero never arrives; ties go to the lowest id.
+    The result is distributed as the normalised weights. A token of weight zero is never returned; ties go to the lowest
+    id.
     """
-    # The inverse ratio needs no care for a weight of zero, and noise of exactly zero must not make it 0 / 0.
+    # The inverse ratio is safe for a weight of zero; clamping avoids 0 / 0 for noise of exactly zero.
     return first_max(law / noise.clamp(min=torch.finfo(noise.dtype).tiny))
 
 
 def accept_ratio(weight: float, mass: float) -> float:
-    """min(1, weight / mass): how often a token drawn with `mass` may stand for `weight`; 0 where there is no weight."""
+    """min(1, weight / mass): the probability of accepting a token sampled with `mass` for `weight`; 0 if
+    `weight` is 0.
+    """
     return weight / mass if weight < mass else float(weight > 0)
 
 
 def node_terms(draft: Draft, target_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """What the target and the law of its row give to every node's token: p(x) and mu(x), both [N]; mu = 1 for a
-    deterministic guess.
-    """
+    """Target probability p(x) and mass mu(x) of every node's token, both [N]; mu = 1 for a deterministic token."""
     parent_rows = torch.tensor(draft.parent_rows, dtype=torch.int64, device=target_probs.device)
     p = target_probs[parent_rows, draft.tokens]
     if draft.mass is None:
@@ -119,16 +115,14 @@ def node_terms(draft: Draft, target_probs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def host_lists(*parts: Tensor) -> list[Any]:
-    """Vectors as lists on the host, in one transfer; in that numbers of different types take the widest."""
+    """Vectors as lists on the host, in one transfer; mixed dtypes are promoted to the widest."""
     if parts[0].device.type == "cpu":
         return [part.tolist() for part in parts]
     return [part.tolist() for part in torch.split(torch.cat(parts).cpu(), [part.shape[0] for part in parts])]
 
 
 def take(rows_of: Tensor, rows: Sequence[int]) -> Tensor:
-    """Some rows of a matrix, [R, V] -> [len(rows), V]; a view, not a copy, when they follow one another. Do not write
-    to it.
-    """
+    """Some rows of a matrix, [R, V] -> [len(rows), V]; a view if they are consecutive, so it must not be written to."""
     if rows and tuple(rows) == tuple(range(rows[0], rows[0] + len(rows))):
         return rows_of[rows[0] : rows[0] + len(rows)]
     return rows_of[torch.tensor(rows, dtype=torch.int64, device=rows_of.device)]
@@ -141,8 +135,8 @@ def left_over(weights: Tensor, scale: Sequence[float], mass: Tensor) -> Tensor:
 
 
 def pieces(rows: Sequence[int], matrix: Tensor) -> Iterator[Sequence[int]]:
-    """`rows` of a matrix [R, V] in pieces that are worked on together: on a CPU as many as stay in its cache, elsewhere
-    all.
+    """Split `rows` of a matrix [R, V] into pieces that are processed together: on a CPU as many as fit into its cache,
+    elsewhere all.
     """
     size = max(1, _CACHED_NUMBERS // matrix.shape[-1]) if matrix.device.type == "cpu" else len(rows)
     while rows:
@@ -153,11 +147,11 @@ def pieces(rows: Sequence[int], matrix: Tensor) -> Iterator[Sequence[int]]:
 def residual_law(
     draft: Draft, target_probs: Tensor, rows: Sequence[int], reach: Sequence[float] | None = None
 ) -> Tensor:
-    """Weights (P p - mu)_+ left for the target at `rows` where nothing was accepted: -> [len(rows), V].
+    """Weights (P p - mu)_+ of the residual at `rows` where nothing was accepted: -> [len(rows), V].
 
-    mu is the law of the row when a child was, or could have been, sampled there; a point at its deterministic child;
-    zero when nothing could have been proposed. At most one child per row. `reach[i]` is P at rows[i], 1 if not given.
-    Leviathan et al. 2023 (arXiv 2211.17192) for mu = q, P = 1; any sub-probability mu works the same way.
+    mu is the distribution of the row if a child was, or could have been, sampled there; a point mass at its
+    deterministic child; zero if nothing could have been proposed. At most one child per row. `reach[i]` is P at
+    rows[i], default 1. Leviathan et al. 2023 (arXiv 2211.17192) for mu = q, P = 1; valid for any sub-probability mu.
     """
     at_rows = take(target_probs, rows)  # [B, V]
     laws = [draft.mass.law_of_row[row] if draft.mass is not None else -1 for row in rows]
@@ -175,16 +169,16 @@ def residual_law(
 
 
 def or_target(weights: Tensor, at_rows: Tensor) -> Tensor:
-    """`weights` [B, V], or the target's law itself in a row where nothing is left.
+    """`weights` [B, V], or the target's distribution in rows where all weights are zero.
 
-    Nothing left is reachable by rounding only; p itself is then as near as floating point gets.
+    All zero is possible through rounding only; p is then the best approximation.
     """
     return torch.where(weights.amax(-1, keepdim=True) > 0, weights, at_rows)
 
 
 def require_chains(draft: Draft, name: str) -> None:
-    """One mu per row is all that `name` can subtract, so siblings, or a law beside a deterministic child, are
-    refused.
+    """Assert that every request has a chain: `name` subtracts one mu per row, so it takes neither siblings nor a
+    distribution beside a deterministic child.
     """
     for b in range(draft.num_requests):
         assert draft.is_chain(b), f"{name} takes chains: a row has several children"
@@ -192,18 +186,18 @@ def require_chains(draft: Draft, name: str) -> None:
         sampled = draft.sampled or (False,) * draft.num_nodes
         for node, row in enumerate(draft.parent_rows):
             assert (draft.mass.law_of_row[row] >= 0) == sampled[node], (
-                "a row has a law exactly when its child was sampled from it"
+                "a row has a distribution exactly when its child was sampled from it"
             )
 
 
 def open_rows(draft: Draft) -> set[int]:
-    """Rows where something was, or could have been, proposed: those with a child or a law."""
+    """Rows where something was, or could have been, proposed: those with a child or a distribution."""
     laws = draft.mass.law_of_row if draft.mass is not None else ()
     return {*draft.parent_rows, *(row for row, law in enumerate(laws) if law >= 0)}
 
 
 def path_to(draft: Draft, request: int, node: int) -> tuple[int, ...]:
-    """Nodes of `request` from the root to `node`, counted inside the request; () for -1, its anchor."""
+    """Nodes of `request` from the root to `node`, indexed within the request; () for -1, its anchor."""
     path: list[int] = []
     while node >= 0:
         path.append(node)
@@ -212,16 +206,16 @@ def path_to(draft: Draft, request: int, node: int) -> tuple[int, ...]:
 
 
 def deepest_walk(draft: Draft, matches: Sequence[bool]) -> tuple[list[int], list[float]]:
-    """Where a walk stops that follows matching nodes as deep as they go: matches [N] -> (stop rows [B], steps [N]).
+    """The deepest path of matching nodes of each request: matches [N] -> (last rows [B], steps [N]).
 
-    `steps[i]` is 1.0 where the walk, once at node i's parent, goes on to it: a match from which most matches follow;
-    the first of equals.
+    `steps[i]` is 1.0 if the path, at node i's parent, continues with node i: the match with the longest continuation,
+    the first among equals.
     """
-    height = [0] * draft.num_rows  # [R] matches that can follow a row
-    chosen = [-1] * draft.num_rows  # [R] the node a walk goes on to
+    height = [0] * draft.num_rows  # [R] number of matches that can follow a row
+    chosen = [-1] * draft.num_rows  # [R] the node the path continues with
     stops, parent_rows = [], draft.parent_rows
     for b, (start, stop) in enumerate(zip(draft.offsets, draft.offsets[1:], strict=False)):
-        ahead = b + 1  # a node's row is so far behind its place among all nodes
+        ahead = b + 1  # offset between a node's index and its row
         for node in range(stop - 1, start - 1, -1):
             if matches[node] and height[node + ahead] >= height[parent_rows[node]] - 1:
                 height[parent_rows[node]], chosen[parent_rows[node]] = height[node + ahead] + 1, node
@@ -240,8 +234,8 @@ def verdict_at(
     probabilities: Sequence[float] | None,
     proposed: Collection[int] | None = None,
 ) -> Verdict:
-    """The verdict of walks that stop at `rows` [B]: host copies of the draft's tokens [N] and of `probabilities` [N]
-    (None: not known).
+    """The verdict for paths that end at `rows` [B], from host copies of the draft's tokens [N] and of `probabilities`
+    [N] (None: not known)
 
     The kind of the next token is "residual" at the rows in `proposed` (by default the draft's open rows), else "bonus".
     """

@@ -1,4 +1,6 @@
-"""Block verification of chains: whole prefixes are judged, so a guess that came too often can be made up for later."""
+"""Block verification of chains: prefixes are verified as a whole, so an early over-proposed token can be compensated
+later.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,19 @@ from foretoken.verify.base import (
 
 
 class BlockRule(Rule):
-    """The longest prefix i with u_i < h_i stands, and the next token comes from (P_i p - mu)_+ at its row.
+    """Accept the longest prefix i with u_i < h_i; the next token is sampled from (P_i p - mu)_+ at its row.
 
     P_0 = 1, P_i = min(1, P_{i-1} p(x_i) / mu(x_i)); Z_i = sum (P_i p - mu)_+ over the row after x_i; h_i = Z_i / (Z_i +
-    1 - P_i), for every i up to the drawn length. Sun et al. 2024 (arXiv 2403.10444), with any sub-probability mass mu
-    in place of the draft's law: it is their rule on the vocabulary and one more symbol, "nothing", that the target
-    never says. Accepts the most any lossless rule can on one drawn chain.
+    1 - P_i), for every i up to the sampled length. Sun et al. 2024 (arXiv 2403.10444), with any sub-probability mass mu
+    in place of the draft's distribution: their rule on the vocabulary extended by one symbol, "nothing", of target
+    probability 0. No lossless rule accepts more on one sampled chain.
     """
 
     name = "block"
     takes_trees = False
 
     def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
-        """P(at least i stand) / P(at least i - 1 stand) at every node: -> [N]."""
+        """P(at least i accepted) / P(at least i - 1 accepted) at every node: -> [N]."""
         require_chains(draft, self.name)
         _, p, mu = _host_terms(draft, target_probs)
         steps = _steps(draft, _bounds(draft, target_probs, p, _reach(draft, p, mu)))
@@ -49,7 +51,7 @@ class BlockRule(Rule):
         return residual_law(draft, target_probs, rows, [reach[row] for row in rows])
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
-        """Find the longest prefix that passes for every request, then draw from what its row still owes the target."""
+        """Find the longest accepted prefix of every request, then sample from the residual of its row."""
         require_chains(draft, self.name)
         tokens, p, mu = _host_terms(draft, target_probs)
         reach = _reach(draft, p, mu)
@@ -82,15 +84,15 @@ def _reach(draft: Draft, p: Sequence[float], mu: Sequence[float]) -> list[float]
 
 
 def _bounds(draft: Draft, target_probs: Tensor, p: Sequence[float], reach: Sequence[float]) -> list[float]:
-    """h at every row, the chance that the walk stops there when it is asked to: -> [R]; 1 at every anchor."""
-    left = list(reach)  # [R] Z; all of P where nothing could have been proposed
+    """h at every row, the conditional probability that the path ends there: -> [R]; 1 at every anchor."""
+    left = list(reach)  # [R] Z; P where nothing could have been proposed
     for node, row in enumerate(draft.parent_rows):
-        left[row] *= max(0.0, 1.0 - p[node])  # as for a deterministic guess; a row with a law follows
+        left[row] *= max(0.0, 1.0 - p[node])  # as for a deterministic drafted token; a row with a distribution follows
     if draft.mass is not None:
         law_of_row = draft.mass.law_of_row
         rows = sorted(
             (row for row, law in enumerate(law_of_row) if law >= 0), key=law_of_row.__getitem__
-        )  # laws in turn are read without a copy
+        )  # consecutive distributions are read without a copy
         for some in pieces(rows, target_probs):
             owed = left_over(
                 take(target_probs, some),
@@ -99,17 +101,17 @@ def _bounds(draft: Draft, target_probs: Tensor, p: Sequence[float], reach: Seque
             )
             for row, total in zip(some, owed.sum(-1, dtype=torch.float64).tolist(), strict=True):
                 left[row] = total
-    # Z + (1 - P), not Z + 1 - P: nothing is lost where P is nearly 1.
+    # Z + (1 - P), not Z + 1 - P: no cancellation where P is nearly 1.
     return [z / (z + (1.0 - reached)) if reached < 1 else 1.0 for z, reached in zip(left, reach, strict=True)]
 
 
 def _steps(draft: Draft, bounds: Sequence[float]) -> list[float]:
-    """P(at least i stand) / P(at least i - 1 stand) at every node, from the bounds of the rows: -> [N]."""
+    """P(at least i accepted) / P(at least i - 1 accepted) at every node, from the bounds of the rows: -> [N]."""
     steps: list[float] = []
     for b, length in enumerate(draft.lengths):
         anchor, longer, own = draft.anchor_row(b), 0.0, []
         for i in range(length, 0, -1):
-            longer += (1.0 - longer) * bounds[anchor + i]  # at least i stand
+            longer += (1.0 - longer) * bounds[anchor + i]  # at least i are accepted
             shorter = longer + (1.0 - longer) * bounds[anchor + i - 1]
             own.append(longer / shorter if shorter > 0 else 0.0)
         steps += reversed(own)

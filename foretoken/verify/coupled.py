@@ -1,6 +1,4 @@
-"""The rule for repeatable answers: the target's choice is a function of its law and of noise that belongs to the
-position.
-"""
+"""The coupled rule: the target's choice is a function of its distribution and of noise that belongs to the position."""
 
 from __future__ import annotations
 
@@ -14,12 +12,12 @@ from foretoken.verify.base import Rule, deepest_walk, host_lists, race_winner, t
 
 
 class CoupledRule(Rule):
-    """At every row y = argmin noise / p; follow the children that equal y, in any tree, and end with the y that none
-    equals.
+    """At every row y = argmin noise / p; accept the children that equal y, in any tree, and end with the first y
+    without an equal child.
 
-    The text is the one without drafts, whoever drafted, for any tree: what was drafted only decides how much of it a
-    round yields. Maximal coupling by an exponential race (Gumbel-max): Daliri et al. 2025 (arXiv 2408.07978). A drafter
-    that races its own law with the same noise is right most often.
+    The text is that of plain decoding for any drafter and tree: the draft only decides how many tokens a round yields.
+    Maximal coupling by an exponential race (Gumbel-max): Daliri et al. 2025 (arXiv 2408.07978). Acceptance is highest
+    for a drafter that samples its own distribution with the same noise.
     """
 
     name = "coupled"
@@ -27,9 +25,9 @@ class CoupledRule(Rule):
     needs_uniforms = False
 
     def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
-        """p(x) at every node, the law of the race over the noise; of equal siblings the first has it all: -> [N].
+        """p(x) at every node, the probability over the noise; of equal siblings the first has all of it: -> [N].
 
-        Once the noise is known everything is decided, so a verdict of this rule carries no probabilities.
+        Given the noise the outcome is deterministic, so a verdict of this rule has no probabilities.
         """
         tokens, seen = draft.tokens.tolist(), set[tuple[int, int]]()
         first = []
@@ -48,7 +46,7 @@ class CoupledRule(Rule):
         return weights
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
-        """Race at every row; the deepest path of winners stands."""
+        """Sample every row by its noise and accept the deepest path of equal tokens."""
         noise = [own for own in uniforms.race if own is not None]
         assert len(noise) == draft.num_requests, "the coupled rule needs the noise of every row"
         winners = race_winner(target_probs, torch.cat(noise) if noise else target_probs)  # [R]

@@ -1,4 +1,4 @@
-"""Which rule decides for which request: the registry, the choice by name, and batches that mix rules."""
+"""The registry of rules, the choice by name, and batches that mix rules."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ RULES: dict[str, Rule] = {
 def resolve(
     rule_name: str, greedy: bool, seeded: bool = False, allow_lossy: bool = False, shape_follows_draws: bool = False
 ) -> str:
-    """Name of the rule for a request: "auto" becomes "greedy" when the target's law is a point (`greedy`), "coupled"
-    when the user gave a seed (`seeded`), "tree" when the shape of a draft may depend on what was drawn on the way
-    (`shape_follows_draws`: a model's trees, merged ones), since a rule must not. Else it stays "auto": `verify_batch`
-    then chooses by what was drafted.
+    """Resolve the name of the rule for a request.
+
+    "auto" becomes "greedy" if the target's distribution is a point mass (`greedy`), "coupled" if the user gave a seed
+    (`seeded`), "tree" if the shape of a draft can depend on sampled tokens (`shape_follows_draws`: trees of a model,
+    merged drafts), because the choice of a rule must not. Otherwise it stays "auto", and `verify_batch` chooses by the
+    draft.
 
     Raises:
-        ConfigError: an unknown rule, "greedy" where the target's law is not a point, or a lossy rule without
-        `allow_lossy`.
+        ConfigError: an unknown rule, "greedy" where the target's distribution is not a point mass, or a lossy rule
+            without `allow_lossy`.
     """
     if rule_name == "auto":
         return "greedy" if greedy else "coupled" if seeded else "tree" if shape_follows_draws else "auto"
@@ -41,13 +43,15 @@ def resolve(
         raise ConfigError("rule", rule_name, f"choose one of auto, {', '.join(RULES)}")
     if rule_name == "greedy" and not greedy:
         raise ConfigError(
-            "rule", rule_name, "it would change the law at temperature > 0; use rule='auto' or set temperature=0"
+            "rule",
+            rule_name,
+            "it would change the distribution at temperature > 0; use rule='auto' or set temperature=0",
         )
     if not is_lossless(rule_name) and not allow_lossy:
         raise ConfigError(
             "rule",
             rule_name,
-            "changes the target's law (lossy); set allow_lossy=True if that is what you want, or use rule='auto'",
+            "changes the target's distribution (lossy); set allow_lossy=True to accept that, or use rule='auto'",
         )
     return rule_name
 
@@ -63,22 +67,21 @@ def needs_uniforms(rule_name: str) -> bool:
 
 
 def takes_trees(rule_name: str) -> bool:
-    """Whether a rule, by its resolved name, judges drafts that are not chains."""
+    """Whether a rule, by its resolved name, accepts drafts that are not chains."""
     return rule_name == "auto" or RULES[rule_name].takes_trees
 
 
 def is_lossless(rule_name: str) -> bool:
-    """Whether a rule, by its resolved name, keeps the target's law."""
+    """Whether a rule, by its resolved name, keeps the target's distribution."""
     return rule_name == "auto" or RULES[rule_name].lossless
 
 
 def rule_for(draft: Draft, request: int) -> str:
-    """What "auto" means for what was drafted: "block" for a chain with a sampled or missing guess, "rejection" for one
-    without (as good there, and cheaper), else "tree".
+    """What "auto" means for a draft: "block" for a chain with a sampled or missing token, "rejection" for a
+    deterministic chain (equally good there, and cheaper), else "tree".
 
-    Lawful for drafters whose shape is known before anything is drawn, and for all that draw chains only. A drafter that
-    branches here or there depending on what it drew must be given a rule by name: then this choice would look at the
-    draw.
+    Valid for drafters whose shape is fixed before anything is sampled, and for chains. A drafter whose shape depends on
+    sampled tokens needs a rule by name: this choice would depend on the sample.
     """
     if not draft.is_chain(request):
         return "tree"
@@ -89,7 +92,7 @@ def rule_for(draft: Draft, request: int) -> str:
         law_of_row[draft.parent_rows[node]] >= 0 and not sampled[node]
         for node in range(draft.offsets[request], draft.offsets[request + 1])
     ):
-        return "tree"  # a draw came to nothing beside a deterministic guess
+        return "tree"  # a sample of "nothing" beside a deterministic token
     return "block" if any(law_of_row[row] >= 0 for row in draft.rows_of([request])) else "rejection"
 
 

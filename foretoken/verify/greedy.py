@@ -1,4 +1,4 @@
-"""The rule for temperature 0: a guess stands when it is the target's own choice."""
+"""The rule for temperature 0: a drafted token is accepted if it is the argmax of the target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foretoken.verify.base import Rule, deepest_walk, first_max, host_lists, tak
 
 
 class GreedyRule(Rule):
-    """Follow the children that equal the argmax (lowest id on ties), in any tree; uses no uniforms.
+    """Accept the children that equal the argmax (lowest id on ties), in any tree; uses no uniforms
 
     Equal siblings are allowed: the deepest matching path wins.
     """
@@ -28,8 +28,8 @@ class GreedyRule(Rule):
         steps = deepest_walk(draft, [tokens[node] == best[row] for node, row in enumerate(draft.parent_rows)])[1]
         return torch.tensor(steps, dtype=target_probs.dtype, device=target_probs.device)
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:  # noqa: ARG002 - a point whatever was drafted
-        """A point at the argmax of each row: -> [len(rows), V]."""
+    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:  # noqa: ARG002 - the same for any draft
+        """A point mass at the argmax of each row: -> [len(rows), V]."""
         at_rows = take(target_probs, rows)  # [B, V]
         return torch.zeros_like(at_rows).scatter_(-1, first_max(at_rows)[:, None], 1)
 

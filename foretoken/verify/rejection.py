@@ -12,17 +12,17 @@ from foretoken.verify.base import Rule, draw, node_terms, require_chains, residu
 
 
 class RejectionRule(Rule):
-    """Accept x iff u * mu(x) < p(x); where nothing is accepted the next token comes from (p - mu)_+.
+    """Accept x iff u * mu(x) < p(x); after a rejection the next token is sampled from (p - mu)_+.
 
-    Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (arXiv 2302.01318), with mu = q. Exact for every mu
-    with sum <= 1 that is the law the token was really drawn from, given all that was drawn before it.
+    Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (arXiv 2302.01318), with mu = q. Exact for every mu of
+    sum <= 1 that is the distribution the token was sampled from, given everything sampled before it.
     """
 
     name = "rejection"
     takes_trees = False
 
     def accept_terms(self, draft: Draft, target_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """The two sides of the test at every node: p(x) and mu(x), both [N]."""
+        """p(x) and mu(x) of every node, both [N]."""
         require_chains(draft, self.name)
         return node_terms(draft, target_probs)
 
@@ -35,9 +35,9 @@ class RejectionRule(Rule):
         return residual_law(draft, target_probs, rows)
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
-        """Accept until the first failed test of every request, then draw from the law of the row it stopped at."""
+        """Accept up to the first rejection of every request, then sample from the residual of that row."""
         p, mu = self.accept_terms(draft, target_probs)
-        # No division: mu(x) may be tiny. float64 uniforms keep the product exact enough for float32 laws.
+        # No division: mu(x) may be tiny. float64 uniforms keep the product exact enough for float32 distributions.
         passed = uniforms.accept * mu < p
         # float64 holds every token id exactly, so that one transfer brings all three.
         tokens, passes, ratios = torch.stack((draft.tokens.double(), passed, _ratios(p, mu))).tolist()

@@ -1,7 +1,7 @@
-"""Running residuals over the children of a row: what the target still owes after each refused guess.
+"""Residuals of the target over the children of a row, after each rejected drafted token.
 
-The node rule that `tree` (top down) and `traversal` (bottom up) share. Of an ordered list of proposals, each with the
-mass it was drawn from given the earlier ones, guess k is judged by the residual that the guesses before it left.
+Shared by `tree` (top down) and `traversal` (bottom up). Proposals are ordered, each with the mass it was sampled from
+given the earlier ones; each is tested against the residual that the earlier ones left.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from foretoken.verify.base import accept_ratio, host_lists, left_over, node_term
 
 @dataclass(frozen=True)
 class Proposals:
-    """What was proposed at one row, in the order in which it is judged: every draw, then the deterministic guesses."""
+    """The proposals at one row, in the order of testing: sampled ones, then the deterministic ones."""
 
-    laws: tuple[int, ...]  # law of each draw, given the earlier draws from the same row
-    drawn: tuple[int | None, ...]  # the node of each draw, None where it came to nothing
+    laws: tuple[int, ...]  # distribution of each sample, given the earlier samples from the same row
+    drawn: tuple[int | None, ...]  # the node of each sample, None where it gave nothing
     fixed: tuple[int, ...]  # deterministic nodes
 
     @property
     def children(self) -> tuple[int, ...]:
-        """Nodes that a walk can go on to, in the order in which they are judged."""
+        """Child nodes in the order of testing."""
         return (*(node for node in self.drawn if node is not None), *self.fixed)
 
 
 @dataclass(frozen=True)
 class FurtherLaw:
-    """One of the draft's laws without some tokens, scaled back to its own sum: what `node`, a later sibling, was drawn
-    from.
+    """One of the draft's distributions without some tokens, rescaled to its original sum: what `node`, a later sibling,
+    was sampled from.
     """
 
     node: int
@@ -42,16 +42,16 @@ class FurtherLaw:
 
 
 def read_proposals(draft: Draft, tokens: Sequence[int]) -> tuple[list[Proposals], list[FurtherLaw]]:
-    """The proposals at every row [R], from host tokens [N], and the laws they need besides the draft's M: law M + i is
-    further law i.
+    """The proposals at every row [R], from host tokens [N], and the distributions needed besides the draft's M:
+    distribution M + i is further distribution i.
 
-    Deterministic guesses of one row that say the same are one guess: what was proposed after any of them stands at the
-    row of the first. No walk reaches the rows of the others.
+    Equal deterministic siblings are merged: their children are attached to the row of the first. The rows of the others
+    cannot be reached.
     """
     sampled = draft.sampled or (False,) * draft.num_nodes
     law_of_row = draft.mass.law_of_row if draft.mass is not None else ()
-    home = list(range(draft.num_rows))  # where the proposals of a row stand
-    draws: list[list[tuple[int, int | None]]] = [[] for _ in home]  # law and node, by the row they were drawn from
+    home = list(range(draft.num_rows))  # the row that holds the proposals of a row
+    draws: list[list[tuple[int, int | None]]] = [[] for _ in home]  # distribution and node, by row
     fixed: list[dict[int, int]] = [{} for _ in home]  # token -> node
     drawn_tokens: list[tuple[int, ...]] = [() for _ in home]
     further: list[FurtherLaw] = []
@@ -69,7 +69,7 @@ def read_proposals(draft: Draft, tokens: Sequence[int]) -> tuple[list[Proposals]
         drawn_tokens[parent] = (*earlier, tokens[node])
     gathered: list[list[tuple[int, int | None]]] = [[] for _ in home]
     for row, law in enumerate(law_of_row):
-        # In the order of the rows: the place of a draw must not tell whether it came to something.
+        # In the order of the rows: the position of a sample must not depend on whether it gave a token.
         gathered[home[row]] += draws[row] or ([(law, None)] if law >= 0 else [])
     found = [
         Proposals(
@@ -90,13 +90,13 @@ def node_rows(draft: Draft) -> list[int]:
 
 
 class Residuals:
-    """The state of every row while its proposals are refused one by one; P is 1 for a top-down walk.
+    """The state of every row while its proposals are rejected one by one; P is 1 in a top-down walk.
 
-    A row is entered with probability P and owes the law r = weights / total. Refusing a proposal of mass mu leaves
+    A row is reached with probability P and has the residual r = weights / total. Rejecting a proposal of mass mu leaves
     w = (P r - mu)_+ of sum Z, hence r = w / Z and P = Z / (Z + 1 - P). Weng et al. 2025 (arXiv 2505.12398); with P = 1
-    it is the residual of recursive rejection sampling (Miao et al. 2024, arXiv 2305.09781). Several draws from one row
-    are exact when their number was fixed before the first of them, so a law whose sum is below 1 should have one draw
-    only.
+    it is the residual of recursive rejection sampling (Miao et al. 2024, arXiv 2305.09781). Several samples from one
+    row are exact if their number was fixed before the first of them, so a distribution of sum below 1 should be sampled
+    once only.
     """
 
     def __init__(self, draft: Draft, target_probs: Tensor) -> None:
@@ -111,10 +111,10 @@ class Residuals:
             self.laws = self._with_further_laws(draft.mass.laws, further)
         self.reach = [1.0] * draft.num_rows  # P
         self.total = [1.0] * draft.num_rows
-        self.num_refused = [0] * draft.num_rows  # draws, of each row
-        self.step: dict[int, float] = {}  # node -> min(1, P r(x) / mu(x)) when its turn comes
-        self._weights: dict[int, Tensor] = {}  # row -> [V] before its last draw; the target's own row if absent
-        self._last_scale: dict[int, float] = {}  # row -> P / total when its last draw was refused
+        self.num_refused = [0] * draft.num_rows  # samples rejected at each row
+        self.step: dict[int, float] = {}  # node -> min(1, P r(x) / mu(x)) when it is tested
+        self._weights: dict[int, Tensor] = {}  # row -> [V] before its last sample; the target's row if absent
+        self._last_scale: dict[int, float] = {}  # row -> P / total when its last sample was rejected
 
     @property
     def open_rows(self) -> set[int]:
@@ -122,7 +122,7 @@ class Residuals:
         return {row for row, one in enumerate(self.proposals) if one.drawn or one.fixed}
 
     def _with_further_laws(self, laws: Tensor, further: Sequence[FurtherLaw]) -> Tensor:
-        """The draft's `laws` [M, V] and the further ones, [M + len(further), V]; also sets `mass` of the nodes drawn
+        """The draft's `laws` [M, V] and the further ones, [M + len(further), V]; also sets `mass` of the nodes sampled
         from the latter.
         """
         if not further:
@@ -131,8 +131,8 @@ class Residuals:
         rest = whole.clone()
         places = [(k, token) for k, one in enumerate(further) for token in one.without]
         rest[[k for k, _ in places], [token for _, token in places]] = 0
-        # Summed, not subtracted from the whole: after a likely token the rest is small and would be all rounding. If
-        # nothing is left of a law, against the contract, zero times a finite number stays zero.
+        # Summed, not subtracted from the total, which would leave rounding errors after a probable token. If nothing is
+        # left of a distribution, against the contract, zero times a finite number stays zero.
         left = rest.sum(-1, keepdim=True, dtype=torch.float64).clamp_(min=torch.finfo(torch.float64).tiny)
         rest *= whole.sum(-1, keepdim=True, dtype=torch.float64) / left
         masses = rest[list(range(len(further))), [self.tokens[one.node] for one in further]].tolist()
@@ -141,10 +141,10 @@ class Residuals:
         return torch.cat((laws, rest))
 
     def judge(self, bottom_up: bool) -> None:
-        """Set `step` of every node and, bottom up, `reach` of every row to the chance of ending there once its children
-        are refused.
+        """Set `step` of every node and, bottom up, `reach` of every row to the probability of ending there once its
+        children are rejected.
 
-        Top down every row counts as reached and only what some node needs is computed; bottom up a row is entered with
+        Top down every row counts as reached and only what some node needs is computed; bottom up a row is reached with
         its node's step.
         """
         ready = (
@@ -175,7 +175,7 @@ class Residuals:
             ready = waiting
 
     def next_weights(self, rows: Sequence[int]) -> Tensor:
-        """What is owed at `rows` once all their proposals are refused: weights [len(rows), V]."""
+        """Residual weights at `rows` once all their proposals are rejected: [len(rows), V]."""
         at_rows = take(self.target_probs, rows)
         weights = at_rows.clone()  # [B, V]
         with_draw = [i for i, row in enumerate(rows) if self.proposals[row].drawn]
@@ -195,15 +195,15 @@ class Residuals:
         return node
 
     def _refuse_fixed(self, row: int, node: int) -> None:
-        """Refuse a guess of mass 1: its token's weight goes; `_weights` keeps it until `next_weights`."""
+        """Reject a token of mass 1: its weight is removed; `_weights` keeps it until `next_weights`."""
         left = self.total[row] - self.weight[node]
         self._set_reach(row, self.reach[row] * left / self.total[row] if left > 0 else 0.0)
         self.total[row] = left
 
     def _refuse_draw(self, rows: Sequence[int]) -> None:
-        """Refuse the next draw of every given row, whether or not it came to something."""
+        """Reject the next sample of every given row, whether it gave a token or nothing."""
         law_of = {row: self.proposals[row].laws[self.num_refused[row]] for row in rows}
-        ordered = sorted(rows, key=law_of.__getitem__)  # laws that follow one another are read without a copy
+        ordered = sorted(rows, key=law_of.__getitem__)  # consecutive distributions are read without a copy
         for some in pieces(ordered, self.target_probs):
             scales = [self.reach[row] / self.total[row] for row in some]
             left = left_over(self._owed(some), scales, take(self.laws, [law_of[row] for row in some]))
@@ -215,7 +215,9 @@ class Residuals:
             )
 
     def _owed(self, rows: Sequence[int]) -> Tensor:
-        """What `rows` owe before the last refusal that was not kept: weights [len(rows), V]. Do not write to it."""
+        """Residual weights of `rows` before the last rejection that was not stored: [len(rows), V]. Must not be written
+        to.
+        """
         if not any(row in self._weights for row in rows):
             return take(self.target_probs, rows)
         return torch.stack([self._weights.get(row, self.target_probs[row]) for row in rows])
@@ -228,7 +230,7 @@ class Residuals:
         totals: Sequence[float],
         at_nodes: dict[int, float],
     ) -> None:
-        """Take over a refusal at each of `rows` [n] that left the weights `left` [n, V] of sum `totals` [n]."""
+        """Store a rejection at each of `rows` [n] that left the weights `left` [n, V] of sum `totals` [n]."""
         for i, row in enumerate(rows):
             self.num_refused[row] += 1
             self._set_reach(row, totals[i])
@@ -236,9 +238,9 @@ class Residuals:
             if last:
                 self._last_scale[row] = scales[
                     i
-                ]  # most rows never need these weights again: they are made when the walk ends there
+                ]  # most rows never need these weights: they are computed if the path ends there
             if totals[i] <= torch.finfo(left.dtype).tiny:
-                continue  # reachable by rounding only, and 1 / total would overflow: what was owed before stays
+                continue  # possible by rounding only, and 1 / total would overflow: keep the previous residual
             if not last:
                 self._weights[row] = left[i]
             self.total[row] = totals[i]
@@ -246,6 +248,6 @@ class Residuals:
                 self.weight[node] = at_nodes[node]
 
     def _set_reach(self, row: int, left: float) -> None:
-        """P after a refusal that left the sum `left` of P r. Z + (1 - P), not Z + 1 - P: exactly Z at P = 1."""
+        """P after a rejection that left the sum `left` of P r. Z + (1 - P), not Z + 1 - P: exactly Z at P = 1."""
         whole = left + (1.0 - self.reach[row])
         self.reach[row] = left / whole if whole > 0 else 1.0

@@ -1,4 +1,4 @@
-"""Trees from the leaves to the root: a whole path is judged before its beginning is."""
+"""Traversal verification of trees, from the leaves to the root: a path is tested before its prefixes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from foretoken.verify.siblings import Residuals
 
 
 class TraversalRule(Rule):
-    """The first node in post-order with u < P stands with its path, and the next token comes from what is left at it.
+    """Accept the first node in post-order with u < P, with its path; the next token is sampled from the residual at it.
 
-    A node is entered with P = min(1, P r(x) / mu(x)) of its parent's row, after that row's earlier children; every
-    refused child, and every draw that came to nothing, takes its mass off P r. Weng et al. 2025 (arXiv 2505.12398),
-    extended to any ordered proposals of sub-probability mass. On a chain it is block verification, on one level the
+    A node is reached with P = min(1, P r(x) / mu(x)) of its parent's row, after that row's earlier children; every
+    rejected child, and every sample that gave nothing, removes its mass from P r. Weng et al. 2025 (arXiv 2505.12398),
+    extended to any ordered proposals of sub-probability mass. On a chain it equals block verification, on one level the
     rule `tree`.
     """
 
@@ -30,13 +30,13 @@ class TraversalRule(Rule):
         return torch.tensor(_shares(residuals), dtype=target_probs.dtype, device=target_probs.device)
 
     def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
-        """What each row owes when all its children were refused: -> [len(rows), V]."""
+        """Residual weights of each row once all its children are rejected: -> [len(rows), V]."""
         residuals = Residuals(draft, target_probs)
         residuals.judge(bottom_up=True)
         return residuals.next_weights(rows)
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
-        """Find the first node that passes in every request's tree, then draw from what its row still owes."""
+        """Find the first accepted node in every request's tree, then sample from the residual of its row."""
         residuals = Residuals(draft, target_probs)
         residuals.judge(bottom_up=True)
         numbers, rows = uniforms.accept.tolist(), []
@@ -54,7 +54,7 @@ class TraversalRule(Rule):
 
 
 def _post_order(residuals: Residuals, anchor: int) -> list[int]:
-    """Rows below `anchor` in the order of judgement, children before parents, the anchor last."""
+    """Rows below `anchor` in the order of testing, children before parents, the anchor last."""
     order, ahead = [], [anchor]
     while ahead:
         row = ahead.pop()
@@ -64,13 +64,11 @@ def _post_order(residuals: Residuals, anchor: int) -> list[int]:
 
 
 def _shares(residuals: Residuals) -> list[float]:
-    """The probability that the accepted path goes on from every node's parent to it, given that it reached the parent:
-    -> [N].
-    """
+    """Conditional probability of accepting each node given that its parent was accepted: -> [N]."""
     shares = [0.0] * len(residuals.rows)
     stands = [0.0] * len(
         residuals.proposals
-    )  # [R] the chance that something at or below the row does, once the walk is there
+    )  # [R] probability that the row or one below it is accepted, given that the row is reached
     for row in reversed(range(len(residuals.proposals))):
         children = residuals.proposals[row].children
         for node in children:

@@ -1,5 +1,5 @@
-"""The node rule of trees, top down: sampled guesses first, each against what the earlier ones left, then the
-deterministic ones.
+"""Recursive rejection sampling on trees, top down: sampled children first, each against the residual of the earlier
+ones, then the deterministic ones.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from foretoken.verify.siblings import Residuals
 
 class TreeRule(Rule):
     """At a row with residual r = p: accept sampled child x iff u mu(x) < r(x), else r <- norm((r - mu)_+), also where a
-    draw came to nothing; then go on to a deterministic child x with r(x), else end with a token of r.
+    sample gave nothing; then accept a deterministic child x with probability r(x), else end with a token sampled from
+    r.
 
-    One sampled guess and the rest deterministic is greedy+1, several sampled ones are recursive rejection without
+    One sampled child and the rest deterministic is greedy+1, several sampled ones are recursive rejection without
     replacement (Yang et al. 2024, arXiv 2402.14160; Chen et al. 2024, arXiv 2402.12374), none is sample-and-compare; on
-    a chain it is token-level rejection. The deterministic children are tested one by one, each with its own number,
-    against what the ones before left: in law that is one draw y ~ r which they all share.
+    a chain it is token-level rejection. The deterministic children are tested one by one, each with its own uniform,
+    against the residual of the earlier ones: in distribution that is one shared sample y ~ r.
     """
 
     name = "tree"
 
     def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
-        """Of every row's children in the order of judgement: the chance that the earlier ones fail and this one does
-        not: -> [N].
+        """Of every row's children in the order of testing, the probability that the earlier ones are rejected and this
+        one is accepted: -> [N].
         """
         residuals = Residuals(draft, target_probs)
         residuals.judge(bottom_up=False)
@@ -41,7 +42,7 @@ class TreeRule(Rule):
         return residuals.next_weights(rows)
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
-        """Walk down every request's tree, then draw from what the row it stops at still owes."""
+        """Walk down every request's tree, then sample from the residual of the last row."""
         residuals = Residuals(draft, target_probs)
         residuals.judge(bottom_up=False)
         numbers, rows = uniforms.accept.tolist(), []
@@ -55,12 +56,12 @@ class TreeRule(Rule):
 
 
 def _first_passing(residuals: Residuals, row: int, numbers: Sequence[float]) -> int | None:
-    """The first child of `row` whose test passes, None if none does."""
+    """The first accepted child of `row`, None if all are rejected."""
     return next((node for node in residuals.proposals[row].children if numbers[node] < residuals.step[node]), None)
 
 
 def _shares(residuals: Residuals) -> list[float]:
-    """The probability of every node's turn coming and going well, given that its row was reached: -> [N]."""
+    """Conditional probability of accepting each node given that its parent was accepted: -> [N]."""
     shares = [0.0] * len(residuals.rows)
     for proposals in residuals.proposals:
         left = 1.0

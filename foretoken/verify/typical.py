@@ -1,4 +1,4 @@
-"""A lossy rule: accept what the target finds plausible, whether or not it would have said it."""
+"""Typical acceptance, a lossy rule: accept tokens that are plausible under the target."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ from torch import Tensor
 from foretoken.core import Draft, Uniforms, Verdict
 from foretoken.verify.base import Rule, deepest_walk, draw, take, verdict_at
 
-_EPSILON = 0.09  # a token likelier than this always stands
-_DELTA = 0.3  # and where the target is unsure, one likelier than this times exp(-entropy)
+_EPSILON = 0.09  # a more probable token is always accepted
+_DELTA = 0.3  # at high entropy, so is one above this times exp(-entropy)
 
 
 class TypicalRule(Rule):
-    """Accept x where p(x) > min(0.09, 0.3 exp(-H(p))); the longest accepted path stands, the next token comes from p.
+    """Accept x where p(x) > min(0.09, 0.3 exp(-H(p))); the longest accepted path counts, the next token is sampled from
+    p.
 
     Typical acceptance of Cai et al. 2024 (Medusa, arXiv 2401.10774, section 2.3.1), with the constants its code
-    generates with. CHANGES THE LAW: what is emitted is plausible text, not a sample of the target's.
+    generates with. CHANGES THE DISTRIBUTION: the output is plausible text, not a sample of the target.
     """
 
     name = "typical"
     lossless = False
 
     def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
-        """1 where a walk along accepted nodes goes on to the node (of several: to the one that leads deepest), else 0:
-        -> [N].
+        """1 if the accepted path continues with the node (among several, the one with the longest continuation), else
+        0: -> [N].
         """
         steps = deepest_walk(draft, _plausible(draft, target_probs).tolist())[1]
         return torch.tensor(steps, dtype=target_probs.dtype, device=target_probs.device)
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:  # noqa: ARG002 - p whatever was drafted
+    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:  # noqa: ARG002 - p for any draft
         """p at each row: -> [len(rows), V]."""
         return take(target_probs, rows)
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
-        """Choose the deepest path of plausible tokens of every request, then draw from the target's law after it."""
+        """Choose the deepest path of plausible tokens of every request, then draw from the target's distribution after
+        it.
+        """
         tokens, plausible = torch.stack((draft.tokens, _plausible(draft, target_probs))).tolist()
         rows, steps = deepest_walk(draft, plausible)
         next_tokens = draw(take(target_probs, rows), uniforms.next).tolist()

@@ -34,13 +34,13 @@ EXACT = {
     "the same answers as plain decoding",
     "every token is the target's choice",
     "equal seeds, equal answers",
-    "the cache is given back",
+    "all cache is released",
 }
 LAW = {
-    "law: only tokens that may come",
-    "law: as sharp as the target's",
-    "law: ranks of the tokens",
-    "law: no pull towards or from the guesses",
+    "distribution: only possible tokens",
+    "distribution: sharpness",
+    "distribution: ranks",
+    "distribution: no bias by the draft",
 }
 
 
@@ -70,21 +70,21 @@ def failures(report: AuditReport) -> set[str]:
 def test_a_sound_engine_passes(pair: SimpleNamespace, rule: str, drafter: str | None) -> None:
     report = audit(pair, rule, drafter)
     assert report.failed == (), report.verdict
-    speculative = {"law: no pull towards or from the guesses", "the same answers as plain decoding"}
+    speculative = {"distribution: no bias by the draft", "the same answers as plain decoding"}
     assert {check.name for check in report.checks} == (EXACT | LAW | {"logits do not depend on the batch"}) - (
         set() if drafter else speculative
     )
     undecided = {check.name for check in report.checks if check.result == "undecided"}
     assert undecided <= (
-        {"law: no pull towards or from the guesses"} if drafter == "ngram" else set()
+        {"distribution: no bias by the draft"} if drafter == "ngram" else set()
     )  # random text has few repeats to guess from
-    assert all(check.num_tokens == 24 * 32 for check in report.checks if check.name == "law: only tokens that may come")
-    pulls = [check.num_tokens for check in report.checks if check.name == "law: no pull towards or from the guesses"]
+    assert all(
+        check.num_tokens == 24 * 32 for check in report.checks if check.name == "distribution: only possible tokens"
+    )
+    pulls = [check.num_tokens for check in report.checks if check.name == "distribution: no bias by the draft"]
     assert all(0 < count < 24 * 32 for count in pulls)  # places where nothing was guessed say nothing about it
     promised = [
-        check.sees
-        for check in report.checks
-        if check.name in ("law: as sharp as the target's", "law: ranks of the tokens")
+        check.sees for check in report.checks if check.name in ("distribution: sharpness", "distribution: ranks")
     ]
     assert promised
     assert all("total variation" in sees for sees in promised)
@@ -107,13 +107,13 @@ def test_auto_is_audited_with_and_without_a_seed(pair: SimpleNamespace) -> None:
 def test_few_tokens_decide_nothing_and_the_report_says_so(pair: SimpleNamespace) -> None:
     report = audit(pair, num_prompts=1, max_tokens=8)
     assert report.failed == ()
-    assert "undecided for want of tokens" in report.verdict
+    assert "undecided for lack of tokens" in report.verdict
 
 
 def test_temperatures_choose_the_checks(pair: SimpleNamespace) -> None:
     greedy = {check.name for check in audit(pair, temperatures=(0.0,), num_prompts=2).checks}
     sampled = {check.name for check in audit(pair, temperatures=(0.7, 1.0), num_prompts=2).checks}
-    both = {"logits do not depend on the batch", "the cache is given back"}
+    both = {"logits do not depend on the batch", "all cache is released"}
     assert greedy == both | {"the same answers as plain decoding", "every token is the target's choice"}
     assert sampled == both | LAW | {"equal seeds, equal answers"}
 
@@ -123,15 +123,15 @@ def test_near_ties_of_16_bit_numbers_are_told_apart_from_errors(pair: SimpleName
     report = audit(pair, "auto", dtype="bfloat16", num_prompts=6)
     assert report.failed == ()
     demanded = {check.demanded for check in report.checks if check.name in EXACT}
-    assert "all equal but for near ties" in demanded
+    assert "all equal except at near ties" in demanded
 
 
 def test_a_lossy_rule_is_not_judged_by_the_law(pair: SimpleNamespace) -> None:
     report = audit(pair, "typical")
     assert report.failed == ()
     assert {check.result for check in report.checks if check.name in LAW} == {"not claimed"}
-    assert "lossy rule: law not claimed" in report.verdict
-    pull = next(check for check in report.checks if check.name == "law: no pull towards or from the guesses")
+    assert "lossy rule: distribution not claimed" in report.verdict
+    pull = next(check for check in report.checks if check.name == "distribution: no bias by the draft")
     assert "p < 1e-15" in pull.found or float(pull.found.split("p = ")[1]) < 1e-4  # it is measured all the same
 
 
@@ -206,11 +206,11 @@ def another_temperature(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "check"),
     [
-        (residual_is_target, "law: no pull towards or from the guesses"),
-        (accepts_by_q, "law: no pull towards or from the guesses"),
-        (declares(flattened), "law: no pull towards or from the guesses"),
-        (declares(Stale()), "law: no pull towards or from the guesses"),
-        (another_temperature, "law: as sharp as the target's"),
+        (residual_is_target, "distribution: no bias by the draft"),
+        (accepts_by_q, "distribution: no bias by the draft"),
+        (declares(flattened), "distribution: no bias by the draft"),
+        (declares(Stale()), "distribution: no bias by the draft"),
+        (another_temperature, "distribution: sharpness"),
     ],
     ids=["residual is the target", "tested with q", "declares another law", "stale laws", "temperature"],
 )
@@ -235,7 +235,7 @@ def test_a_filter_that_is_not_applied_is_found(pair: SimpleNamespace, monkeypatc
 
     monkeypatch.setattr(rescoring, "target_probs", cut)
     found = {check.name: check for check in audit(pair, temperatures=(0.8,)).failed}
-    assert not found["law: only tokens that may come"].found.startswith("0 ")
+    assert not found["distribution: only possible tokens"].found.startswith("0 ")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -341,7 +341,7 @@ def test_a_lost_block_is_found(pair: SimpleNamespace, monkeypatch: pytest.Monkey
     report = audit(pair, temperatures=(0.0,), num_prompts=4)
     for model, table in lost:  # or the audit after every test would find it too
         model.allocator.free(table)  # type: ignore[arg-type]
-    assert failures(report) == {"the cache is given back"}
+    assert failures(report) == {"all cache is released"}
     assert {check.where for check in report.failed} == {"target", "draft"}
 
 

@@ -24,7 +24,7 @@ from tests.helpers.checkpoints import token_ids
 from tests.helpers.clock import jitter
 
 PROMPTS = [token_ids(4 + i, seed=i) for i in range(4)]
-DRAWN = "in 16-bit numbers rounding moves what this rule compares with"
+DRAWN = "in 16-bit precision rounding changes the probabilities of this rule"
 
 
 def checks_of(pair: SimpleNamespace, spec: SpecConfig, turns: int = 1, **options: object) -> list[Check]:
@@ -76,7 +76,7 @@ def test_w3_the_number_of_guesses_follows_the_clock_and_no_audit_fails(
     assert len(checks) == 12
     assert [check for check in checks if check.result != "pass"] == []
     assert any("differ at near ties" in check.found for check in checks)
-    assert {check.demanded for check in checks} == {"all equal but for near ties"}
+    assert {check.demanded for check in checks} == {"all equal except at near ties"}
 
 
 @pytest.mark.parametrize(

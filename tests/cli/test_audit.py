@@ -121,7 +121,7 @@ def test_what_fails_is_exit_code_5_and_still_reported(
     found = json.loads(done.lines[-1])
     assert (done.code, found["passed"]) == (5, False)
     assert (
-        "error: audit failed: law: no pull towards or from the guesses (temperature 0.5, draft_model, rule rejection)"
+        "error: audit failed: distribution: no bias by the draft (temperature 0.5, draft_model, rule rejection)"
         in done.err
     )
     assert Path("r.md").read_text().startswith("# FAIL: 1 of ")
@@ -133,7 +133,7 @@ def test_a_lossy_rule(foretoken: Run, pair: SimpleNamespace, prompts: Path) -> N
     assert (refused.code, "set allow_lossy=True" in refused.err) == (2, True)
     done = foretoken(*common, "--allow-lossy")
     assert done.code == 0
-    assert "lossy rule: law not claimed" in done.lines[0]
+    assert "lossy rule: distribution not claimed" in done.lines[0]
 
 
 def test_bad_input_is_refused_before_anything_is_loaded(
@@ -165,7 +165,7 @@ def test_bad_settings_of_the_engine(foretoken: Run, pair: SimpleNamespace, promp
         (
             2,
             ["--prompts", prompts, "--drafter", "ngram", "--rule", "greedy"],
-            "it would change the law at temperature > 0",
+            "it would change the distribution at temperature > 0",
         ),
         (2, ["--prompts", prompts, "--numerics", "odd"], "numerics='odd'"),
         (3, ["-t", "nowhere"], "nowhere"),

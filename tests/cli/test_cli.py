@@ -175,7 +175,7 @@ def test_show_marks_every_token_and_explains_the_marks(foretoken: Run, pair: Sim
     )
     assert len(groups) == answer["stats"]["num_steps"]
     for mark, kind, meaning in (
-        ("+", "accepted", "guessed by the drafter"),
+        ("+", "accepted", "proposed by the drafter"),
         ("!", "residual", "in place of"),
         ("*", "bonus", "after every"),
         (".", "plain", "nothing was"),
@@ -184,7 +184,7 @@ def test_show_marks_every_token_and_explains_the_marks(foretoken: Run, pair: Sim
         count = sum(one == kind for _, one, _ in answer["provenance"])
         assert re.search(rf"\b{count} tokens  .*{meaning}", line)
     for place, (drafted, kept) in enumerate(answer["stats"]["accepted_per_position"], start=1):
-        line = next(line for line in shown.lines if line.startswith(f"at place {place}"))
+        line = next(line for line in shown.lines if line.startswith(f"at position {place}"))
         assert line.split()[3:5] == [str(drafted), str(kept)]
 
 

@@ -53,7 +53,7 @@ A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with refe
         (("--drafter", "auto", "--num-draft", "-1"), "num_draft=-1: must be at least 0"),
         (
             ("--drafter", "auto", *DRAFT, "--rule", "greedy", "--temperature", "1"),
-            "rule='greedy': it would change the law at temperature > 0",
+            "rule='greedy': it would change the distribution at temperature > 0",
         ),
         (("--drafter", "auto", "--rule", "typicl"), "rule='typicl': choose one of auto, greedy"),
     ],

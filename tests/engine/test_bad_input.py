@@ -349,7 +349,7 @@ BAD_REQUESTS: list[tuple[object, dict[str, Any], SpecConfig, type[ForetokenError
         {"temperature": 1.0},
         SpecConfig("ngram", rule="greedy"),
         ConfigError,
-        "rule='greedy': it would change the law at temperature > 0",
+        "rule='greedy': it would change the distribution at temperature > 0",
     ),
     (
         [1],

@@ -339,7 +339,7 @@ def test_l1_a_watcher_that_raises_is_taken_off(
     try:
         with pytest.warns(
             UserWarning,
-            match=f"the watcher Broken raised Injected: injected into {named}; it is taken off, and answers go on",
+            match=f"the observer Broken raised Injected: injected into {named}; it is removed, and generation",
         ):
             outputs = run(llm, specs, way)
         assert llm.engine.watchers == [sound]
@@ -357,7 +357,7 @@ def test_a_watcher_that_cannot_even_be_closed(pair: SimpleNamespace) -> None:
             warnings.simplefilter("always")
             assert len(llm.generate([[1, 2]], GREEDY)[0].token_ids) == 9
             llm.close()
-    assert ["watcher Broken" in str(one.message) for one in told] == [True, True, True]
+    assert ["observer Broken" in str(one.message) for one in told] == [True, True, True]
 
 
 def test_a_watcher_may_leave_requests_but_not_run_steps(llm: LLM, undisturbed: list[tuple[int, ...]]) -> None:
@@ -374,7 +374,7 @@ def test_a_watcher_may_leave_requests_but_not_run_steps(llm: LLM, undisturbed: l
     expect("a step in a step")
     try:
         with pytest.warns(
-            UserWarning, match="watcher Stepping raised EngineError: a step was asked for while one runs"
+            UserWarning, match="observer Stepping raised EngineError: a step was asked for while one runs"
         ):
             first, second = llm.generate(PROMPTS[:2], [GREEDY, SEEDED])
         assert len(llm.engine.watchers) == 1

@@ -111,7 +111,7 @@ def test_a_wrong_residual_is_found_while_the_engine_runs(
     found = shadow.stats
     assert len(caught) == 1
     assert str(caught[0].message) == found.message
-    assert "sampled tokens do not follow the target's law: e-value" in found.message
+    assert "sampled tokens do not follow the target's distribution: e-value" in found.message
     assert found.alarm
     assert found.e_value > 1e6
 

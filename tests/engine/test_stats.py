@@ -329,8 +329,8 @@ def test_a_snapshot_stays_as_it_is(pair: SimpleNamespace) -> None:
 
 def test_every_counter_is_documented() -> None:
     """And the other way round: the table names nothing that is not there."""
-    text = (Path(__file__).parents[2] / "docs" / "batching.md").read_text()
-    section = text.split("## What is counted")[1].split("\n## ")[0]
+    text = (Path(__file__).parents[2] / "docs" / "statistics.md").read_text()
+    section = text.split("## Counters")[1].split("\n## ")[0]
     rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
     named = {of.strip(): set() for _, _, _, of, _, _ in rows}
     for _, names, _, of, _, _ in rows:

@@ -178,7 +178,9 @@ def test_loading_a_drafter_in_one_thread_disturbs_no_step_in_another(
 def test_l1_a_trace_on_a_full_disk_costs_no_answer(pair: SimpleNamespace, alone: list[tuple[int, ...]]) -> None:
     with LLM(pair.target, dtype="float32", cache_tokens=1024, profile="off", trace=FULL) as llm:
         expect("the disk is full")
-        with pytest.warns(UserWarning, match="the watcher Trace raised StorageError: cannot write the trace /dev/full"):
+        with pytest.warns(
+            UserWarning, match="the observer Trace raised StorageError: cannot write the trace /dev/full"
+        ):
             outputs = llm.generate(PROMPTS, GREEDY)
         assert [out.token_ids for out in outputs] == alone
         assert isinstance(llm.trace_error, StorageError)

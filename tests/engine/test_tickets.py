@@ -214,7 +214,7 @@ def test_h2_a_trace_on_a_full_disk_ends_and_answers_go_on(pair: SimpleNamespace,
         expect("the disk is full")
         with pytest.warns(
             UserWarning,
-            match="the watcher Trace raised StorageError: cannot write the trace /dev/full: .*it is taken off",
+            match="the observer Trace raised StorageError: cannot write the trace /dev/full: .*it is removed",
         ) as told:
             answers = [ticket.result().token_ids for ticket in [engine.submit(PROMPTS[i], GREEDY) for i in range(3)]]
         assert answers == alone[:3]

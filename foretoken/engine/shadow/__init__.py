@@ -1,1 +1,1 @@
-"""Answers scored again while the engine works, to find drift."""
+"""Shadow checks: a share of the answers is scored again, to detect outputs that do not follow the target."""

@@ -1,7 +1,8 @@
-"""An answer scored once more by the target alone: the law of every output token, without drafts, in pieces of any size.
+"""Scoring an answer again by the target alone: the distribution of every output token, without drafts, in chunks of any
+size.
 
-A private sequence holds the text while it is scored. Private sequences have negative numbers, so they never meet those
-of requests, and what they hold is given back at the end, also after an error.
+A private sequence holds the text meanwhile. Private sequences have negative numbers, so they never collide with those
+of requests, and their cache is released at the end, also after an error.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ from foretoken.model.support import support
 # How far a logit moves with the number of rows computed at once, in rounding units of the row's largest logit. Measured
 # in bfloat16: up to 2. In wide formats sums round too, not only the result.
 _UNITS_16_BIT, _UNITS_WIDE = 4.0, 64.0
-_NOISE = 1 / 16  # of that, the standard deviation of one logit; measured in bfloat16 and float16
-_MOST_BLUR = 0.01  # of a score that rounding may move, in one row; the mean over rows is a tenth of it
+_NOISE = 1 / 16  # standard deviation of one logit as a share of that; measured in bfloat16 and float16
+_MOST_BLUR = 0.01  # bound on the bias of a score by rounding in one row; the mean over rows is a tenth of it
 
 _private_sequences = itertools.count(-(1 << 40), -1)
 
 
 class AnswerProcessors(Processors, Protocol):
-    """Processors of one request that have seen nothing of its answer yet."""
+    """Processors of one request in their initial state."""
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Move on by tokens of the answer."""
+        """Advance by tokens of the answer."""
 
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """The target's own view of `tokens` [n], the output tokens from place `first` on.
+    """The target's logits and probabilities for `tokens` [n], the output tokens from index `first` on.
 
-    `logits` [n, V] come after the request's processors, `laws` [n, V] after all its sampling parameters. `rounding` [n]
-    is how far two logits of a row may move against each other because rows were computed in other company; `dtype` is
-    what the model computes in.
+    `logits` [n, V] are taken after the request's processors, `laws` [n, V] after all its sampling parameters.
+    `rounding` [n] bounds how far two logits of a row can move against each other when the batch differs; `dtype` is
+    that of the model.
     """
 
     first: int
@@ -55,11 +56,11 @@ class ScoredRows:
     params: SamplingParams
 
     def certain(self) -> tuple[Tensor, Tensor]:
-        """What can be said of the tokens whatever rounding did: laws `[n, V]` and edges `[n]` bool.
+        """What holds for the tokens under every rounding: distributions `[n, V]` and edges `[n]` bool.
 
-        A row of the laws is the target's law given that the token is one that the filters keep under every rounding;
-        all 0 where there is no such token, or where rounding moves their probabilities too. Edges are the other tokens
-        that may be kept: they say nothing. A token that is neither has probability 0.
+        A row of the distributions is the target's, restricted to the tokens that the filters keep under every rounding;
+        all 0 if there is no such token, or if rounding moves their probabilities too. Edges are the other tokens that
+        may be kept: they are not evidence. A token that is neither has probability 0.
         """
         laws, params = self.laws, self.params
         if params.greedy or not len(self.tokens):
@@ -71,10 +72,10 @@ class ScoredRows:
         return inside, (found.possible & (~found.certain | blurred)).gather(-1, chosen)[:, 0]
 
     def _blurred(self) -> Tensor:
-        """Rows `[n]` bool whose law hangs on rounding, as at a low temperature where two tokens are nearly as likely.
+        """Rows `[n]` bool whose distribution depends on rounding, as at a low temperature with two nearly equal tokens.
 
-        Noise of deviation s in the logits moves the mean of a bounded score by about (s / temperature)^2 times the
-        share of the tokens that compete with the best one; noise that is larger than the temperature makes more tokens
+        Noise of standard deviation s in the logits moves the mean of a bounded score by about (s / temperature)^2 times
+        the share of the tokens that compete with the best one; noise larger than the temperature makes more tokens
         compete.
         """
         temperature, noise = coldest(self.params.temperature), self.rounding.double() * _NOISE
@@ -87,9 +88,10 @@ class ScoredRows:
 
 
 class Rescoring:
-    """One answer on its way through the target; nothing is held before the first `advance` and nothing after `close`.
+    """Incremental scoring of one answer; holds no cache before the first `advance` and after `close`.
 
-    `processors` must be as new: they are moved along the answer. `output_ids` may end with an end-of-text token.
+    `processors` must be in their initial state: they are advanced along the answer. `output_ids` may end with an
+    end-of-text token.
     """
 
     def __init__(
@@ -108,25 +110,25 @@ class Rescoring:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that still have to go through the target; the last one of the answer never has to."""
+        """Tokens that still have to go through the target; the last one of the answer does not."""
         return len(self._text) - 1 - self._num_run if len(self._text) > self._num_prompt else 0
 
     @property
     def footprint_tokens(self) -> int:
-        """Cache that the text takes while it is scored, rounding included."""
+        """Cache for the text while it is scored, rounded up to blocks."""
         return self._target.footprint_tokens(len(self._text) - 1)
 
     def advance(self, max_tokens: int) -> ScoredRows:
-        """Run the next `max_tokens` tokens; the output rows among them, perhaps none.
+        """Run the next `max_tokens` tokens; returns the output rows among them, perhaps none.
 
         Raises:
-            CapacityError: no room in the cache; everything is given back.
+            CapacityError: not enough cache; everything is released.
             NumericsError: logits that are not finite.
         """
         assert max_tokens > 0
         try:
             if self._sequence is None and self.num_remaining:
-                assert not self._num_run, "closed half-way: what was run is gone"
+                assert not self._num_run, "closed before the end: the cache is released"
                 self._sequence = next(_private_sequences)
                 self._target.open(self._sequence)
             rows = self._run(min(max_tokens, self.num_remaining))
@@ -138,14 +140,14 @@ class Rescoring:
         return rows
 
     def close(self) -> None:
-        """Give back the cache, finished or not; closing again does nothing."""
+        """Release the cache, finished or not; closing again does nothing."""
         if self._sequence is not None:
             sequence, self._sequence = self._sequence, None
             self._target.close(sequence)
 
     def _run(self, count: int) -> ScoredRows:
         start, stop = self._num_run, self._num_run + count
-        first = max(0, start + 1 - self._num_prompt)  # output places whose laws these rows are
+        first = max(0, start + 1 - self._num_prompt)  # output places whose distributions these rows are
         last = max(0, stop + 1 - self._num_prompt)
         logits = self._forward(self._text[start:stop], last - first)  # [n, V]
         self._num_run = stop
@@ -158,7 +160,7 @@ class Rescoring:
         if self._processors is not None and answer:
             logits = self._processors.adjust(logits, [answer[:i] for i in range(len(answer))])
             rounding = _rounding_after(rounding, logits, self._params.repetition_penalty)
-            if self.num_remaining:  # what ends an answer (an end token) is never followed, so nobody has to know it
+            if self.num_remaining:  # an end token has no successor, so processors need not see it
                 self._processors.commit(answer)
         laws = target_probs(logits, [self._params] * len(answer)) if answer else logits.float()
         return ScoredRows(
@@ -205,22 +207,20 @@ def rescore(
 
 
 def _rounding(logits: Tensor) -> Tensor:
-    """Distance `[n]` in logits that rounding may put between two logits of the same row."""
+    """Bound `[n]` on how far rounding can move two logits of a row against each other."""
     units = _UNITS_16_BIT if logits.dtype in (torch.bfloat16, torch.float16) else _UNITS_WIDE
     return units * torch.finfo(logits.dtype).eps * _largest(logits)
 
 
 def _rounding_after(rounding: Tensor, processed: Tensor, repetition_penalty: float) -> Tensor:
-    """The same distance `[n]` behind processors: a repetition penalty multiplies it, and their own sums in float32
-    round too.
-    """
+    """The same bound `[n]` after processors: a repetition penalty multiplies it, and its float32 sums round too."""
     return rounding * max(repetition_penalty, 1 / repetition_penalty) + 4 * torch.finfo(processed.dtype).eps * _largest(
         processed
     )
 
 
 def _largest(logits: Tensor) -> Tensor:
-    """The largest finite size of a logit of each row, `[n]`."""
+    """The largest absolute finite logit of each row, `[n]`."""
     if not logits.shape[0]:
         return torch.zeros(0, device=logits.device)
     return torch.where(torch.isfinite(logits), logits, 0).abs().amax(-1).float()

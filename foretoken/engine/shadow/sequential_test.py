@@ -1,20 +1,18 @@
-"""Does a stream of emitted tokens follow the target's laws? Scores with known moments, and tests with a stated error
-rate.
+"""Do emitted tokens follow the target's distributions? Scores with known moments, and tests with a stated error rate.
 
-A token y comes with the law p that it should have been drawn from, after all sampling parameters. If it was, then given
-all that came before any number g(y) has the mean and variance that p gives it, and what is left after the mean is taken
-off is a martingale, whatever the text was and whoever chose how long it became. Three numbers are looked at:
+A token y comes with the distribution p that it should have been sampled from, after all sampling parameters. Under that
+hypothesis, and given all preceding tokens, any score g(y) has the mean and variance that p gives it, and the centred
+score is a martingale for any text and any stopping rule. Three scores are used:
 
-    surprisal   -log p(y), which moves when the law is too sharp or too flat (temperature, a filter left out)
-    rank        the place of y in p, likeliest first, spread evenly inside p(y): uniform on [0, 1) (randomised PIT,
-    Rosenblatt 1952) guess       (q - p) / max(q, p) at y, for a position where the drafter's law q is known: what a
-    wrong acceptance test, a wrong
-                residual or lost noise moves, since they all mix p with q
+    surprisal   -log p(y), which moves when the distribution is too sharp or too flat (temperature, a missing filter)
+    rank        the rank of y in p, randomised within p(y): uniform on [0, 1) (randomised PIT, Rosenblatt 1952)
+    guess       (q - p) / max(q, p) at y, where the drafter's distribution q is known: moved by a wrong acceptance
+                test, a wrong residual or lost noise, since they all mix p with q
 
-`law_tests` judges a fixed number of tokens. `DriftMonitor` may be looked at after every token, for ever: it bets on
-every score at fixed stakes, its fortune is a martingale that starts at 1, and the chance that it ever reaches 1/alpha
-is at most alpha (Ville 1939; Ramdas et al. 2023, arXiv 2210.01948). At temperature 0 the law is a point and the check
-is exact: `weigh_greedy`.
+`law_tests` tests a fixed number of tokens. `DriftMonitor` is a sequential test that may be read after every token: it
+bets on every score at fixed stakes, its wealth is a martingale that starts at 1, and the probability that it ever
+reaches 1/alpha is at most alpha (Ville 1939; Ramdas et al. 2023, arXiv 2210.01948). At temperature 0 the distribution
+is a point mass and the check is exact: `weigh_greedy`.
 """
 
 from __future__ import annotations
@@ -31,17 +29,17 @@ from torch import Tensor
 
 NUM_BINS = 20
 STAKES = tuple(sign * stake for stake in (0.5, 0.2, 0.08, 0.03, 0.012) for sign in (1, -1))
-_BET_SCORES = 4  # surprisal, guess, first and second cosine of the rank
-_SURPRISAL_CUT = 3.0  # nats around the mean; bets need a bounded score
-_BLOCK = 1 << 22  # numbers of a law [n, V] worked on at once
-_PER_BIN = 20  # tokens that a bin of ranks must expect
-_MAX_SKEW = 1.0  # of the whole sum; above, too few informative tokens for a tail of 1e-6
+_BET_SCORES = 4  # surprisal, drafted token, first and second cosine of the rank
+_SURPRISAL_CUT = 3.0  # nats around the mean; bets require a bounded score
+_BLOCK = 1 << 22  # values of a distribution [n, V] processed at once
+_PER_BIN = 20  # minimum expected tokens in a bin of ranks
+_MAX_SKEW = 1.0  # of the sum; above it, too few informative tokens for a tail of 1e-6
 _POWER = 0.99
 
 
 @dataclass(frozen=True)
 class Guess:
-    """What a drafter thought would come at one position: token ids and the mass it gave them, sum at most 1."""
+    """A drafter's distribution at one position: token ids and their mass, sum at most 1."""
 
     ids: tuple[int, ...]
     mass: tuple[float, ...]
@@ -49,10 +47,10 @@ class Guess:
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over tokens of a score minus its mean, of its variance and of its third central moment.
+    """Sums over tokens of a centred score, of its variance and of its third central moment.
 
-    `shift` is how fast the sum moves along the error that the score looks for, `distance` how fast the total variation
-    of the tokens' laws grows along the same error, summed over tokens.
+    `shift` is the rate at which the sum moves with the error that the score looks for, `distance` the rate at which the
+    total variation of the tokens' distributions grows with that error, summed over tokens.
     """
 
     num_tokens: int = 0
@@ -76,11 +74,11 @@ def _no_bets() -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What some tokens say about their laws; the evidence of two streams is their sum.
+    """Evidence of some tokens about their distributions; the evidence of two streams is the sum.
 
-    `ranks` [NUM_BINS] counts tokens by rank, `bets` [scores, stakes] is the logarithm of what each stake made of 1.
+    `ranks` [NUM_BINS] counts tokens by rank, `bets` [scores, stakes] is the logarithm of the wealth of each stake.
     `num_impossible` counts tokens of probability 0; `num_edges` those so near a filter's border that rounding decides
-    whether it keeps them. Neither says anything else.
+    whether it keeps them. Both contribute nothing else.
     """
 
     num_tokens: int = 0
@@ -103,13 +101,13 @@ def weigh(
     edges: Tensor | None = None,
     slack: float = 0.0,
 ) -> Evidence:
-    """The evidence of `tokens` [n] with their `laws` [n, V]. A row is a probability law, or 0 throughout where nothing
-    is known.
+    """The evidence of `tokens` [n] with their `laws` [n, V]. A row is a probability distribution, or 0 throughout where
+    it is unknown.
 
-    `noise` [n] are uniforms in [0, 1) that had no part in drawing the tokens. `guesses[i]` is what was guessed for
-    token i, None where nobody guessed; () says that nobody knows. `edges` [n] bool marks tokens near a filter's border,
-    whose probability in `laws` is 0. `slack` is how far
-    the mean of a bounded score may lie off because the laws were computed with other rounding; bets allow for it.
+    `noise` [n] are uniforms in [0, 1) independent of the sampling of the tokens. `guesses[i]` is the drafter's
+    distribution for token i, None if nothing was drafted; () if unknown. `edges` [n] bool marks tokens near a filter's
+    border, whose probability in `laws` is 0. `slack` is the allowed bias of the mean of a bounded score, because the
+    distributions were computed with other rounding.
     """
     count, vocab = laws.shape
     assert tokens.shape == noise.shape == (count,)
@@ -134,7 +132,7 @@ def _weigh_block(
 ) -> Evidence:
     tokens = tokens.to(laws.device)
     chance = laws.gather(-1, tokens[:, None])  # [n, 1]
-    mute = chance[:, 0] == 0  # [n] such a token says nothing more than that it was impossible
+    mute = chance[:, 0] == 0  # [n] impossible tokens contribute no other evidence
     edge = torch.zeros_like(mute) if edges is None else mute & edges.to(mute.device)
     surprise = torch.where(laws > 0, -laws.log(), 0.0)  # [n, V]
     entropy = (laws * surprise).sum(-1, keepdim=True)  # [n, 1]
@@ -154,7 +152,7 @@ def _weigh_block(
         tiny = torch.finfo(torch.float64).tiny
         lean = (drafted - law) / torch.maximum(drafted, law).clamp(min=tiny)  # [m, V] in [-1, 1]
         scores[1, rows] = _excess(lean, law, tokens[at], mute[at]).cpu().numpy() / 2
-        mixed = drafted / drafted.sum(-1, keepdim=True).clamp(min=tiny) - law  # the direction of a law that is part q
+        mixed = drafted / drafted.sum(-1, keepdim=True).clamp(min=tiny) - law  # direction towards a mixture with q
         guess = _moments(
             lean, law, tokens[at], mute[at], shift=float((mixed * lean).sum()), distance=float(mixed.abs().sum()) / 2
         )
@@ -178,7 +176,7 @@ def _weigh_block(
 
 
 def _excess(score: Tensor, laws: Tensor, tokens: Tensor, mute: Tensor) -> Tensor:
-    """Score `[n, V]` at the token minus its mean under the law: `[n]`, 0 where the token says nothing."""
+    """Centred score of the tokens from scores `[n, V]`: `[n]`, 0 where the token is not evidence."""
     value = score.gather(-1, tokens[:, None])[:, 0] - (laws * score).sum(-1)
     return torch.where(mute, 0.0, value)
 
@@ -198,9 +196,7 @@ def _moments(
 
 
 def _ranks(laws: Tensor, tokens: Tensor, chance: Tensor, noise: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The mass of everything likelier than the token (lower ids first on ties), plus a random part of its own:
-    `[n]`.
-    """
+    """The mass of all more probable tokens (lower ids first on ties), plus a random part of the token's own: `[n]`."""
     ids = torch.arange(laws.shape[-1], device=laws.device)
     ahead = (laws > chance) | ((laws == chance) & (ids < tokens[:, None]))
     above = (laws * ahead).sum(-1).cpu().numpy()
@@ -221,7 +217,7 @@ def _dense(guesses: Sequence[Guess], vocab: int, device: torch.device) -> Tensor
 
 
 def _bets(scores: NDArray[np.float64], slack: float) -> NDArray[np.float64]:
-    """log of prod(1 + stake * score) over tokens, every score moved against the stake by `slack`: `[scores, n]` ->
+    """log of prod(1 + stake * score) over tokens, every score shifted by `slack` against the stake: `[scores, n]` ->
     `[scores, stakes]`.
     """
     stakes = np.array(STAKES)[:, None]  # [stakes, 1]
@@ -232,11 +228,11 @@ def _bets(scores: NDArray[np.float64], slack: float) -> NDArray[np.float64]:
 
 
 class DriftMonitor:
-    """Watches a stream of evidence for ever: the chance of an alarm while all tokens follow their laws is at most
-    `alpha`.
+    """Sequential test of a stream of evidence: the probability of an alarm while all tokens follow their distributions
+    is at most `alpha`, however long it runs.
 
-    Evidence must come in an order that does not depend on the tokens it is about: whole answers in order of arrival are
-    in order, whole answers as they finish are not (short ones would come first).
+    Evidence must come in an order that does not depend on the tokens: whole answers in order of arrival are valid,
+    whole answers in order of completion are not (short ones would come first).
     """
 
     def __init__(self, alpha: float) -> None:
@@ -246,14 +242,14 @@ class DriftMonitor:
         self._impossible = False
 
     def add(self, evidence: Evidence) -> None:
-        """Take in the next piece of evidence."""
+        """Add the next piece of evidence."""
         self._log_fortunes = self._log_fortunes + evidence.bets
         self._impossible |= evidence.num_impossible > 0
         self.alarm |= self.log_e_value >= -math.log(self.alpha)
 
     @property
     def log_e_value(self) -> float:
-        """Logarithm of the fortune, split evenly over all bets at the start; infinite once an impossible token came."""
+        """Logarithm of the wealth, split evenly over all bets at the start; infinite after an impossible token."""
         if self._impossible:
             return math.inf
         best = float(self._log_fortunes.max())
@@ -261,16 +257,16 @@ class DriftMonitor:
 
     @property
     def e_value(self) -> float:
-        """The fortune that 1 became."""
+        """The wealth; it started at 1."""
         return math.exp(self.log_e_value) if self.log_e_value < 700 else math.inf
 
 
 @dataclass(frozen=True)
 class LawTest:
-    """One test of many tokens at once: it fails when `p_value` is below `level`.
+    """One test of many tokens at once: it fails if `p_value` is below `level`.
 
-    `smallest` is the total variation, on average over tokens, that it misses with probability 0.01 at most; `sees` says
-    the same in the test's own terms. A test without enough tokens is not `conclusive` and never fails.
+    `smallest` is the total variation, averaged over tokens, that it misses with probability 0.01 at most; `sees` states
+    the same in the test's terms. A test without enough tokens is not `conclusive` and never fails.
     """
 
     name: str
@@ -284,15 +280,15 @@ class LawTest:
 
     @property
     def passed(self) -> bool:
-        """Whether the tokens look as the laws say."""
+        """Whether the tokens are consistent with their distributions."""
         return not self.conclusive or self.p_value >= self.level
 
 
 def law_tests(evidence: Evidence, alpha: float) -> tuple[LawTest, ...]:
-    """All tests of a fixed number of tokens; the chance that any of them fails though every law was followed is at most
-    `alpha`.
+    """All tests of a fixed number of tokens; if every distribution was followed, the probability that any of them fails
+    is at most `alpha`.
 
-    One test more, that no token was impossible, never fails by chance: it is `evidence.num_impossible == 0`.
+    One more test, that no token was impossible, has no false alarms: `evidence.num_impossible == 0`.
     """
     level = alpha / (3 if evidence.guess.num_tokens else 2)
     tests = [_mean_test("surprisal", evidence.surprisal, level), _rank_test(evidence.ranks, level)]
@@ -302,10 +298,19 @@ def law_tests(evidence: Evidence, alpha: float) -> tuple[LawTest, ...]:
 
 
 def _mean_test(name: str, moments: Moments, level: float) -> LawTest:
-    """Is the sum of a score what its laws say? Tails are those of the gamma law with the same first three moments."""
+    """Test the sum of a score against its expectation, with the tails of the gamma distribution of the same three
+    moments.
+    """
     if moments.variance <= 0:
         return LawTest(
-            name, moments.num_tokens, "z = 0.0", 1.0, level, math.inf, "nothing: every law is a point", conclusive=False
+            name,
+            moments.num_tokens,
+            "z = 0.0",
+            1.0,
+            level,
+            math.inf,
+            "nothing: every distribution is a point mass",
+            conclusive=False,
         )
     deviation = math.sqrt(moments.variance)
     z, skew = moments.excess / deviation, moments.third / deviation**3
@@ -316,7 +321,7 @@ def _mean_test(name: str, moments: Moments, level: float) -> LawTest:
     what = (
         f"a temperature off by {size:.1%}"
         if name == "surprisal"
-        else f"{size:.1%} of the tokens drawn from the draft's law"
+        else f"{size:.1%} of the tokens sampled from the draft's distribution"
     )
     sees = f"{what} (total variation {smallest:.3g})" if size < 1 else "little: more tokens are needed"
     return LawTest(
@@ -325,7 +330,7 @@ def _mean_test(name: str, moments: Moments, level: float) -> LawTest:
 
 
 def _rank_test(ranks: NDArray[np.int64], level: float) -> LawTest:
-    """Are the ranks uniform? Pearson's chi-square over as many bins as the tokens can fill."""
+    """Test the uniformity of the ranks by Pearson's chi-square, over as many bins as the tokens can fill."""
     count = int(ranks.sum())
     bins = next((n for n in (NUM_BINS, NUM_BINS // 2, NUM_BINS // 4) if count >= n * _PER_BIN), 0)
     if not bins:
@@ -342,7 +347,7 @@ def _rank_test(ranks: NDArray[np.int64], level: float) -> LawTest:
     grouped = ranks.reshape(bins, -1).sum(-1)
     expected = count / bins
     square = float(((grouped - expected) ** 2).sum() / expected)
-    # By Cauchy-Schwarz, a law of bins that is off by d in total variation has a noncentrality of at least 4 n d^2.
+    # By Cauchy-Schwarz, a total variation of d between bin probabilities gives a noncentrality of at least 4 n d^2.
     smallest = math.sqrt(_noncentrality(bins - 1, level) / (4 * count))
     sees = f"ranks off by {smallest:.3g} in total variation"
     return LawTest(
@@ -358,9 +363,10 @@ def _rank_test(ranks: NDArray[np.int64], level: float) -> LawTest:
 
 
 def _upper_tail(z: float, skew: float) -> float:
-    """P(Z > z) for a standardised sum of this skewness: a gamma law on its long side, the normal law on its short one.
+    """P(Z > z) for a standardised sum of this skewness: a gamma distribution on the long tail, the normal distribution
+    on the short one.
 
-    Both err on the safe side for sums of rare events, whose kurtosis lies below the gamma law's.
+    Both are conservative for sums of rare events, whose kurtosis is below the gamma distribution's.
     """
     if skew < 1e-4:
         return math.erfc(z / math.sqrt(2)) / 2
@@ -386,7 +392,7 @@ def _quantile(level: float, skew: float) -> float:
 
 @cache
 def _noncentrality(freedom: int, level: float) -> float:
-    """How far a chi-square law must be from its null for the test at `level` to see it with probability `_POWER`."""
+    """The noncentrality that a chi-square test at `level` detects with probability `_POWER`."""
     border = _solve(lambda x: _chi2_tail(x, freedom) <= level, 1000.0)
     counts = torch.arange(2000, dtype=torch.float64)
     tails = torch.special.gammaincc(freedom / 2 + counts, torch.full_like(counts, border / 2))
@@ -401,7 +407,7 @@ def _noncentrality(freedom: int, level: float) -> float:
 
 
 def _solve(reached: Callable[[float], bool], high: float, low: float = 0.0) -> float:
-    """Smallest number in [low, high] from which on `reached` holds, by bisection."""
+    """The smallest number in [low, high] from which on `reached` holds, by bisection."""
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if reached(middle) else (middle, high)
@@ -410,10 +416,10 @@ def _solve(reached: Callable[[float], bool], high: float, low: float = 0.0) -> f
 
 @dataclass(frozen=True)
 class GreedyEvidence:
-    """Tokens chosen at temperature 0, against the argmax of their rows; the evidence of two streams is their sum.
+    """Tokens chosen at temperature 0, compared with the argmax of their rows; the evidence of two streams is the sum.
 
-    `num_other` counts tokens that are not the argmax, `num_beyond` those of them whose logit lies further below the
-    best one than rounding explains; `max_gap` is the largest such distance seen, in logits.
+    `num_other` counts tokens that are not the argmax, `num_beyond` those among them whose logit is further below the
+    best one than rounding explains; `max_gap` is the largest difference, in logits.
     """
 
     num_tokens: int = 0
@@ -431,7 +437,9 @@ class GreedyEvidence:
 
 
 def weigh_greedy(logits: Tensor, tokens: Tensor, tolerance: Tensor) -> GreedyEvidence:
-    """Compare `tokens` [n] with the best of `logits` [n, V]; `tolerance` [n] is the distance that rounding explains."""
+    """Compare `tokens` [n] with the best of `logits` [n, V]; `tolerance` [n] is the difference that rounding
+    explains.
+    """
     best = logits.max(-1)
     gaps = (best.values - logits.gather(-1, tokens[:, None])[:, 0]).double()  # [n]
     other = best.indices != tokens

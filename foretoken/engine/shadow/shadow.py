@@ -1,9 +1,10 @@
-"""A share of all answers is scored again by the target alone, while the engine runs: do emitted tokens follow its laws?
+"""Shadow checks: a share of all answers is scored again by the target alone, while the engine runs, to test whether
+emitted tokens follow its distributions.
 
-The shadow is a watcher of the engine (`watch.Watcher`). Which requests it follows is decided when they arrive, and
-their evidence is added up in order of arrival, so that neither the length of an answer nor the speed of the engine
-chooses what is counted; see `drift.DriftMonitor` for why that matters. Work is done in small pieces between steps, in
-cache that no request needs just then.
+An observer of the engine (`watch.Watcher`). Requests are selected on arrival, and their evidence is added in order of
+arrival, so that neither the length of an answer nor the speed of the engine selects what is counted (see
+`sequential_test.DriftMonitor`). Work is done in small pieces between steps, in cache that no request needs at that
+time.
 """
 
 from __future__ import annotations
@@ -31,39 +32,39 @@ from foretoken.model.randomness import Purpose, uniforms
 # How far 16-bit rounding may move the mean of a bounded score: half the variance of a logit's noise, and less
 # (DriftMonitor).
 SLACK_16_BIT = 0.002
-_LIKELIEST = 64  # tokens of a drafter's law that are kept; the rest counts as mass 0
+_LIKELIEST = 64  # stored tokens of a drafter's distribution; the rest counts as mass 0
 _MOST_SEEDS = 1 << 16
 
 
 class Room(Protocol):
-    """Lends cache of the target that no request needs just then."""
+    """Lends free cache of the target."""
 
     def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:
-        """Lend `num_tokens` until `give_back`; False if they are not to spare. `reclaim` is called when a request needs
+        """Lend `num_tokens` until `give_back`; False if they are not free. `reclaim` is called when a request needs
         them.
         """
 
     def give_back(self) -> None:
-        """End the loan, if there is one."""
+        """Return the borrowed cache, if any."""
 
 
 class FreeRoom:
-    """A `Room` for a target that nobody else is using: whatever is free may be taken."""
+    """A `Room` for a target that is otherwise unused: all free cache may be borrowed."""
 
     def __init__(self, target: LanguageModel) -> None:
         self._target = target
 
-    def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:  # noqa: ARG002 - nobody comes to reclaim
-        """Whether that much is free now."""
+    def borrow(self, num_tokens: int, reclaim: Callable[[], None]) -> bool:  # noqa: ARG002 - nothing is ever reclaimed
+        """Whether so many tokens are free."""
         return num_tokens <= self._target.num_free_tokens()
 
     def give_back(self) -> None:
-        """Nothing was set aside."""
+        """Nothing was reserved."""
 
 
 @dataclass
 class _Case:
-    """One followed request: what came out, what was guessed, and at last what it says."""
+    """One selected request: its output, its drafts, and finally its evidence."""
 
     request: Request
     guesses: list[Guess | None] = field(default_factory=list)
@@ -75,11 +76,11 @@ class _Case:
 
 
 class Shadow:
-    """Follows a share `rate` of requests, chosen by their own seeds and numbers.
+    """Checks a share `rate` of requests, selected by their seeds and numbers.
 
-    `fresh_processors` makes the processors of a request as new; None says that no request has any. At most
-    `max_waiting` requests are followed at a time. Lossy requests are left out, and so are those whose given seed was
-    seen before: equal seeds make equal choices, which would count twice.
+    `fresh_processors` makes the processors of a request in their initial state; None means that no request has any. At
+    most `max_waiting` requests are followed at a time. Lossy requests are left out, and so are requests whose given
+    seed was seen before: equal seeds give equal choices, which would be counted twice.
     """
 
     def __init__(
@@ -99,37 +100,37 @@ class Shadow:
         self._fresh_processors = fresh_processors
         self._cases: dict[int, _Case] = {}  # in order of arrival
         self._finished: deque[_Case] = deque()  # not scored yet
-        self._running: Rescoring | None = None  # of the first finished one
+        self._running: Rescoring | None = None  # the first finished one
         self._seeds: set[int] = set()
         self._num_requests = self._num_tokens = 0
         self._greedy = GreedyEvidence()
         self._message = ""
 
-    # ---- what the engine tells
+    # ---- observer hooks
 
     def begin(self, state: RequestState) -> None:
-        """Decide whether to follow a new request."""
+        """Decide whether to select a new request."""
         self._follow(state.request)
 
     def round(self, view: RoundView) -> None:
-        """Note what was guessed for the tokens of a round."""
+        """Record the drafts for the tokens of a round."""
         case = self._cases.get(view.entry.request.request_id)
         if case is not None and not case.request.params.greedy:
             case.guesses += guesses_of(view)
 
     def end(self, state: RequestState) -> None:
-        """Take a finished, failed or dropped answer as far as it came: an answer that was dropped for its words must
-        count too.
+        """Queue a finished, failed or cancelled answer as far as it got: cancelled answers must count, because the
+        reason may be their text.
         """
         if state.request_id in self._cases:
             self._take(state.request, state.output_ids)
 
     def between_steps(self) -> None:
-        """A bounded piece of work."""
+        """A bounded amount of work."""
         self.advance(self.tokens_per_step)
 
     def close(self) -> None:
-        """Give back the cache and drop what is not scored; closing again does nothing."""
+        """Release the cache and drop what is not scored; closing again does nothing."""
         self.release()
         self._finished.clear()
         self._cases.clear()
@@ -137,15 +138,17 @@ class Shadow:
     # ---- work
 
     def offer(self, request: Request, output_ids: list[int]) -> bool:
-        """Follow a request that is over already; whether it was chosen. Offer requests in order of arrival."""
+        """Offer a request that has already ended; returns whether it was selected. Offer requests in order of
+        arrival.
+        """
         chosen = self._follow(request)
         if chosen:
             self._take(request, output_ids)
         return chosen
 
     def advance(self, max_tokens: int) -> int:
-        """Run up to `max_tokens` tokens of finished answers through the target; how many were run. 0 when there is no
-        work or no room.
+        """Run up to `max_tokens` tokens of finished answers through the target; returns how many were run, 0 without
+        work or cache.
         """
         run = 0
         while self._finished and run < max_tokens:
@@ -171,13 +174,13 @@ class Shadow:
         return run
 
     def drain(self) -> ShadowStats:
-        """Score everything that is finished, as far as there is room."""
+        """Score everything that is finished, as far as the cache allows."""
         while self.advance(1 << 16):
             pass
         return self.stats
 
     def release(self) -> None:
-        """Give the cache back at once; the answer that was being scored is begun anew later."""
+        """Release the cache at once; the answer being scored is restarted later."""
         if self._running is not None:
             self._running.close()
             self._running = None
@@ -186,7 +189,7 @@ class Shadow:
 
     @property
     def stats(self) -> ShadowStats:
-        """What was found so far."""
+        """The results so far."""
         greedy = self._greedy
         return ShadowStats(
             self._num_requests,
@@ -201,7 +204,7 @@ class Shadow:
         )
 
     def _follow(self, request: Request) -> bool:
-        """Choose before anything is drawn, so that what comes out has no say in it."""
+        """Select before anything is sampled, so that the output cannot influence the selection."""
         if request.spec.rule in LOSSY_RULES or len(self._cases) >= self.max_waiting:
             return False
         if float(uniforms([request.seed], Purpose.SHADOW, [request.request_id], [0])[0]) >= self.rate:
@@ -245,7 +248,7 @@ class Shadow:
         case.evidence += weigh(laws, rows.tokens, noise, guesses, edges, slack)
 
     def _settle(self) -> None:
-        """Count scored answers, in order of arrival: one that is still running holds back those behind it."""
+        """Count scored answers, in order of arrival: one that is still running holds back later ones."""
         while self._cases:
             first = next(iter(self._cases))
             case = self._cases[first]
@@ -278,7 +281,7 @@ class Shadow:
             )
         elif self.monitor.alarm:
             found = (
-                f"sampled tokens do not follow the target's law: e-value {self.monitor.e_value:.3g} "
+                f"sampled tokens do not follow the target's distribution: e-value {self.monitor.e_value:.3g} "
                 f"(by chance it reaches {1 / self.monitor.alpha:.0e} in at most one of as many engines)"
             )
         else:
@@ -288,10 +291,9 @@ class Shadow:
 
 
 def guesses_of(view: RoundView) -> list[Guess | None]:
-    """For every token that a round emitted, what its drafter had proposed at that place; None where it proposed
-    nothing.
+    """For every emitted token of a round, the drafter's distribution at that position; None if nothing was proposed.
 
-    Under the coupled rule a drafted token shares its noise with the target's, so it says nothing beforehand: None.
+    Under the coupled rule draft and target share their noise, so the draft is not independent of the sample: None.
     """
     draft, b, count = view.draft, view.b, len(view.output.token_ids)
     if view.entry.noise is not None:
@@ -313,6 +315,6 @@ def guesses_of(view: RoundView) -> list[Guess | None]:
 
 
 def guess_of_law(law: Tensor) -> Guess:
-    """The likeliest tokens of a drafter's law `[V]`; a score is free to leave the others out."""
+    """The most probable tokens of a drafter's distribution `[V]`; a score may ignore the others."""
     likeliest = law.topk(min(_LIKELIEST, len(law)))
     return Guess(tuple(likeliest.indices.tolist()), tuple(likeliest.values.tolist()))
