@@ -141,15 +141,15 @@ NO_TAPS = TapRequest()
 class Mass:
     """The distributions that drafted tokens were sampled from, as sub-probability mass (`sum(mu) <= 1`).
 
-    `laws` [M, V] float32; `law_of_row[r]` is the index of the distribution from which a child of row r was, or could
-    have been, sampled, -1 if none could. A deterministic child needs no distribution: its mass is 1 at its own token. A
-    row with a distribution and no sampled child had a sample of "nothing". Several sampled children of one row were
-    sampled without replacement, in the order of the nodes: each from the row's distribution without its earlier sampled
-    siblings, rescaled to the original sum.
+    `distributions` [M, V] float32; `distribution_of_row[r]` is the index of the distribution from which a child of row
+    r was, or could have been, sampled, -1 if none could. A deterministic child needs no distribution: its mass is 1 at
+    its own token. A row with a distribution and no sampled child had a sample of "nothing". Several sampled children of
+    one row were sampled without replacement, in the order of the nodes: each from the row's distribution without its
+    earlier sampled siblings, rescaled to the original sum.
     """
 
-    laws: Tensor
-    law_of_row: tuple[int, ...]
+    distributions: Tensor
+    distribution_of_row: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Draft:
 
     `sampled[i]` says that node i was sampled from its parent row's distribution in `mass`; otherwise it is
     deterministic. Parents come before their children. `drafters[b]` names the drafter of request b; if there were
-    several, `sources` [N] names the drafter of every node (None: the request's drafter). `probes` are not nodes.
+    several, `provenance` [N] names the drafter of every node (None: the request's drafter). `probes` are not nodes.
     `inner[b]` counts the tokens that the drafter itself verified while it drafted for request b, and how many of them
     it accepted.
     """
@@ -203,7 +203,7 @@ class Draft:
     drafters: tuple[str | None, ...]
     sampled: tuple[bool, ...] = ()
     mass: Mass | None = None
-    sources: tuple[str | None, ...] = ()
+    provenance: tuple[str | None, ...] = ()
     probes: Probes | None = None
     inner: tuple[tuple[int, int], ...] = ()
 
@@ -212,7 +212,7 @@ class Draft:
         assert self.offsets[-1] == len(self.parents) == self.tokens.shape[0]
         assert len(self.drafters) == self.num_requests
         assert not self.sampled or len(self.sampled) == self.num_nodes
-        assert not self.sources or len(self.sources) == self.num_nodes
+        assert not self.provenance or len(self.provenance) == self.num_nodes
         assert not self.inner or len(self.inner) == self.num_requests
         assert self.mass is not None or not any(self.sampled)
         assert self.probes is None or len(self.probes.offsets) == len(self.offsets)
@@ -281,11 +281,11 @@ class Draft:
             rows += [first + parent for parent in self.parents[start:stop]]
         return tuple(rows)
 
-    def authors(self, request: int) -> list[str | None]:
+    def provenance_of(self, request: int) -> list[str | None]:
         """The drafter of each node of `request`."""
-        if not self.sources:
+        if not self.provenance:
             return [self.drafters[request]] * self.lengths[request]
-        own = self.sources[self.offsets[request] : self.offsets[request + 1]]
+        own = self.provenance[self.offsets[request] : self.offsets[request + 1]]
         return [self.drafters[request] if source is None else source for source in own]
 
     def select(self, requests: Sequence[int]) -> Draft:
@@ -299,7 +299,7 @@ class Draft:
         mass = self.mass
         if mass is not None:
             rows = self.rows_of(requests)
-            mass = Mass(mass.laws, tuple(mass.law_of_row[row] for row in rows))
+            mass = Mass(mass.distributions, tuple(mass.distribution_of_row[row] for row in rows))
         return Draft(
             tokens=self.tokens[torch.tensor(nodes, dtype=torch.int64, device=self.tokens.device)],
             parents=tuple(self.parents[node] for node in nodes),
@@ -307,14 +307,14 @@ class Draft:
             drafters=tuple(self.drafters[b] for b in requests),
             sampled=tuple(self.sampled[node] for node in nodes) if self.sampled else (),
             mass=mass,
-            sources=tuple(self.sources[node] for node in nodes) if self.sources else (),
+            provenance=tuple(self.provenance[node] for node in nodes) if self.provenance else (),
             probes=None if self.probes is None else self.probes.select(requests),
             inner=tuple(self.inner[b] for b in requests) if self.inner else (),
         )
 
     def on(self, device: torch.device | str) -> Draft:
         """The same draft with its tensors on `device`."""
-        mass = None if self.mass is None else replace(self.mass, laws=self.mass.laws.to(device))
+        mass = None if self.mass is None else replace(self.mass, distributions=self.mass.distributions.to(device))
         probes = None if self.probes is None else replace(self.probes, tokens=self.probes.tokens.to(device))
         return replace(self, tokens=self.tokens.to(device), mass=mass, probes=probes)
 
@@ -349,20 +349,20 @@ def merge_drafts(
     offsets: list[int] = [0]
     drafters: list[str | None] = []
     sampled: list[bool] = []
-    sources: list[str | None] = []
+    provenance: list[str | None] = []
     inner: list[tuple[int, int]] = []
-    laws = [draft.mass.laws for _, draft in parts if draft.mass is not None]
+    distributions = [draft.mass.distributions for _, draft in parts if draft.mass is not None]
     law_base, base = [], 0
     for _, draft in parts:
         law_base.append(base)
-        base += draft.mass.laws.shape[0] if draft.mass is not None else 0
-    law_of_row: list[int] = []
+        base += draft.mass.distributions.shape[0] if draft.mass is not None else 0
+    distribution_of_row: list[int] = []
     for b in range(num_requests):
         if b not in owner:
             offsets.append(offsets[-1])
             drafters.append(None)
             inner.append((0, 0))
-            law_of_row.append(-1)
+            distribution_of_row.append(-1)
             continue
         part, local = owner[b]
         draft = parts[part][1]
@@ -370,18 +370,20 @@ def merge_drafts(
         tokens.append(draft.tokens[nodes])
         parents.extend(draft.parents[nodes])
         sampled.extend(draft.sampled[nodes] if draft.sampled else [False] * draft.lengths[local])
-        sources.extend(draft.sources[nodes] if draft.sources else [None] * draft.lengths[local])
+        provenance.extend(draft.provenance[nodes] if draft.provenance else [None] * draft.lengths[local])
         offsets.append(offsets[-1] + draft.lengths[local])
         drafters.append(draft.drafters[local])
         inner.append(draft.inner[local] if draft.inner else (0, 0))
         rows = draft.rows_of([local])
-        law_of_row.extend(
-            -1 if draft.mass is None or draft.mass.law_of_row[r] < 0 else law_base[part] + draft.mass.law_of_row[r]
+        distribution_of_row.extend(
+            -1
+            if draft.mass is None or draft.mass.distribution_of_row[r] < 0
+            else law_base[part] + draft.mass.distribution_of_row[r]
             for r in rows
         )
     flat = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64, device=device)
-    mass = Mass(torch.cat(laws), tuple(law_of_row)) if laws else None
-    mixed = tuple(sources) if any(source is not None for source in sources) else ()
+    mass = Mass(torch.cat(distributions), tuple(distribution_of_row)) if distributions else None
+    mixed = tuple(provenance) if any(source is not None for source in provenance) else ()
     judged = tuple(inner) if any(pair != (0, 0) for pair in inner) else ()
     probes = _merge_probes(num_requests, parts)
     return Draft(
@@ -479,7 +481,7 @@ class StepOutput:
     request_id: int
     token_ids: tuple[int, ...]
     text: str  # text completed in this step; stop strings and half characters are withheld
-    origins: tuple[TokenOrigin, ...]
+    provenance: tuple[TokenOrigin, ...]
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()

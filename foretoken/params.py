@@ -30,9 +30,9 @@ class SamplingParams:
     - Before `min_tokens` no end token is drawn and no stop string ends the answer.
     - `n` answers are drawn for one prompt; answer i > 0 has a seed of its own, derived from `seed`.
     - `logprobs=k` reports the log-probability of every emitted token and of the k likeliest (0: of the token alone).
-      `logprobs_of="law"` means the law the token was drawn from (at temperature 0 that law before the argmax, at
-      temperature 1), `"model"` the model's own softmax before anything above. `prompt_logprobs=k` is always the model's
-      own.
+      `logprobs_of="distribution"` means the distribution the token was drawn from (at temperature 0 that distribution
+      before the argmax, at temperature 1), `"model"` the model's own softmax before anything above. `prompt_logprobs=k`
+      is always the model's own.
     - At most one of `json_schema`, `regex`, `grammar` (Lark syntax) holds the answer to a structure.
     - A smaller `priority` is served earlier. `deadline_s` seconds after its arrival the answer is wanted: among
       requests of like priority and age the earliest goes first; one that is late is served all the same. Neither
@@ -61,7 +61,7 @@ class SamplingParams:
     min_tokens: int = 0
     n: int = 1
     logprobs: int | None = None
-    logprobs_of: Literal["law", "model"] = "law"
+    logprobs_of: Literal["distribution", "model"] = "distribution"
     prompt_logprobs: int | None = None
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
@@ -126,8 +126,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), low=0, high=1024)
-        if self.logprobs_of not in ("law", "model"):
-            raise InputError("logprobs_of", self.logprobs_of, "must be 'law' or 'model'")
+        if self.logprobs_of not in ("distribution", "model"):
+            raise InputError("logprobs_of", self.logprobs_of, "must be 'distribution' or 'model'")
 
     def _check_structure(self) -> None:
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
@@ -170,7 +170,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the target's law is a point: the argmax."""
+        """Whether the target's distribution is a point: the argmax."""
         return self.temperature == 0.0
 
     @property

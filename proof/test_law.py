@@ -1,4 +1,4 @@
-"""Sampled answers follow the exact law when every drafter, rule and sampling parameter shares each batch."""
+"""Sampled answers follow the exact distribution when every drafter, rule and sampling parameter shares each batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.engine.test_law import (
     parameter_answers,
     parameter_law,
 )
-from tests.helpers.law import ALARM, exact_law, p_values
+from tests.helpers.distribution import ALARM, exact_law, p_values
 
 __all__ = ["narrow"]  # a fixture
 NUM_REQUESTS = 1600  # of each group
@@ -21,9 +21,9 @@ def test_every_rule_has_the_law_in_mixed_batches(narrow: SimpleNamespace) -> Non
     """All rules, all drafters and plain: each group by itself is seen when it is off by 0.12 (the test of the power in
     tests/engine/test_law.py).
     """
-    law = exact_law(narrow, BASE)
+    distribution = exact_law(narrow, BASE)
     for name, answers in groups_answers(narrow, NUM_REQUESTS).items():
-        assert min(p_values(answers, law)) > ALARM, name
+        assert min(p_values(answers, distribution)) > ALARM, name
 
 
 def test_every_sampling_parameter_has_the_law_in_mixed_batches(narrow: SimpleNamespace) -> None:

@@ -1,8 +1,8 @@
 """How often the shadow raises a false alarm over many parameters and number formats, and that it finds a planted error
 in each format.
 
-Every stream of tokens has an e-value of its own. If all tokens follow the target's law, it ever reaches 20 in at most
-one stream of twenty, and the alarm's bound of 1e6 in one of a million.
+Every stream of tokens has an e-value of its own. If all tokens follow the target's distribution, it ever reaches 20 in
+at most one stream of twenty, and the alarm's bound of 1e6 in one of a million.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def test_w2_a_filter_that_is_left_out_is_found(dtype: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_w2_another_temperature_is_found_behind_filters(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law among the tokens that are certain is too flat: no token is impossible."""
+    """The distribution among the tokens that are certain is too flat: no token is impossible."""
 
     def warmer(logits: Tensor, params: Sequence[SamplingParams], best: Tensor | None = None) -> Tensor:
         return target_probs(logits, [replace(one, temperature=1.5 * one.temperature) for one in params], best)

@@ -33,7 +33,7 @@ GREEDY = SamplingParams(max_tokens=4)
 class StubState:
     """A request that says a few tokens."""
 
-    origins = logprobs = prompt_logprobs = ()
+    provenance = logprobs = prompt_logprobs = ()
     text = SimpleNamespace(text="")
     stats = RequestStats()
     error = None

@@ -81,7 +81,7 @@ def measure(llm: LLM, setting: str, draft: str, num_requests: int, num_steps: in
         :num_requests
     ]
     states = [llm.submit(prompt, params, spec) for prompt in prompts]
-    while not all(state.origins for state in states):
+    while not all(state.provenance for state in states):
         llm.step()
         for state in states:
             if state.error is not None:

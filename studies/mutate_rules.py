@@ -368,8 +368,8 @@ def _paths(names: Sequence[str]) -> list[str]:
 
 
 def _a_little_of_everything() -> None:
-    """One small exact law and some decisions for every rule and kind of draft, without pytest: what most mutants do not
-    survive.
+    """One small exact distribution and some decisions for every rule and kind of draft, without pytest: what most
+    mutants do not survive.
     """
     from foretoken.verify import RULES
     from tests.helpers.enumeration import (
@@ -383,10 +383,11 @@ def _a_little_of_everything() -> None:
     )
     from tests.verify.drafters import KINDS, TREES, chain_drafter, tree_drafter
 
-    target, laws = RandomTables(3, seed=34, holes=0.3), RandomTables(3, seed=35, holes=0.3)
+    target, distributions = RandomTables(3, seed=34, holes=0.3), RandomTables(3, seed=35, holes=0.3)
     for kind in ("mixed", "dropped", "model", "coin", "point", *TREES, *KINDS):
         cases = cases_of(
-            tree_drafter(kind, 2, laws, 36) if kind in TREES else chain_drafter(kind, 2, laws, 36), {(): 1.0}
+            tree_drafter(kind, 2, distributions, 36) if kind in TREES else chain_drafter(kind, 2, distributions, 36),
+            {(): 1.0},
         )
         for name, rule in RULES.items():
             if (

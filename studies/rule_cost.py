@@ -1,10 +1,11 @@
-"""What deciding costs: each rule's `verify`, and the law of the rows before it, at a given vocabulary and draft length.
+"""What deciding costs: each rule's `verify`, and the distribution of the rows before it, at a given vocabulary and
+draft length.
 
     python -m studies.rule_cost --vocab 32000 --num-draft 8 --step-ms 54 --out benchmarks/rule-cost.json
 
 `--step-ms` is the time of one target step that the figures are compared with (`studies.step_cost` measures it). Timed
-are the laws of one request on a CPU or GPU: peaked ones (logits of standard deviation 4), a draft related to the
-target.
+are the distributions of one request on a CPU or GPU: peaked ones (logits of standard deviation 4), a draft related to
+the target.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ def main() -> None:
     logits = torch.randn(options.num_draft + 1, options.vocab, device=options.device) * 4
     sampled = SamplingParams(temperature=1.0)
     probs = target_probs(logits, [sampled] * len(logits))
-    laws = target_probs(logits[:-1] + torch.randn_like(logits[:-1]), [sampled] * options.num_draft)
+    distributions = target_probs(logits[:-1] + torch.randn_like(logits[:-1]), [sampled] * options.num_draft)
     times = {name: law_times(logits, name, options.repeats) for name in FILTERS}
-    found = {f"law, {name}": value for name, value in times.items()}
+    found = {f"distribution, {name}": value for name, value in times.items()}
     for name in RULES:
-        found[f"verify, {name}"] = rule_times(name, probs, laws, options.repeats)
+        found[f"verify, {name}"] = rule_times(name, probs, distributions, options.repeats)
     for name, value in found.items():
         share = 100 * value["median_ms"] / options.step_ms
         print(
@@ -63,20 +64,20 @@ def main() -> None:
 
 
 def law_times(logits: Tensor, name: str, repeats: int) -> dict[str, float]:
-    """The law of every row, with one filter."""
+    """The distribution of every row, with one filter."""
     params = [SamplingParams(temperature=0.8, **FILTERS[name])] * len(logits)
     return timed(lambda _: target_probs(logits, params), repeats)
 
 
-def rule_times(name: str, probs: Tensor, laws: Tensor, repeats: int) -> dict[str, float]:
+def rule_times(name: str, probs: Tensor, distributions: Tensor, repeats: int) -> dict[str, float]:
     """One rule on fresh drafts; what it draws from, noise included, is made inside the clock."""
-    num_draft = len(laws)
+    num_draft = len(distributions)
     if name == "greedy":
         probs = torch.zeros_like(probs).scatter_(-1, probs.argmax(-1, keepdim=True), 1)
     drafts = []
     for _ in range(repeats + 3):
-        tokens = torch.multinomial(laws, 1).squeeze(1)
-        law_of_row = (*range(num_draft), -1)
+        tokens = torch.multinomial(distributions, 1).squeeze(1)
+        distribution_of_row = (*range(num_draft), -1)
         drafts.append(
             Draft(
                 tokens,
@@ -84,7 +85,7 @@ def rule_times(name: str, probs: Tensor, laws: Tensor, repeats: int) -> dict[str
                 (0, num_draft),
                 ("d",),
                 (True,) * num_draft,
-                Mass(laws, law_of_row),
+                Mass(distributions, distribution_of_row),
             )
         )
     noise = RaceNoise(1, probs.shape[-1], probs.device)

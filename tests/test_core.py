@@ -16,7 +16,7 @@ Part = tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...], list[tuple[floa
 
 
 def random_draft(lengths: list[int], seed: int, with_laws: bool, name: str) -> Draft:
-    """Trees with random parents; some nodes sampled, some rows with a law although nothing was drawn there."""
+    """Trees with random parents; some nodes sampled, some rows with a distribution although nothing was drawn there."""
     dice = random.Random(seed)
     parents = [dice.randrange(-1, node) if node else -1 for length in lengths for node in range(length)]
     offsets = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
@@ -25,27 +25,33 @@ def random_draft(lengths: list[int], seed: int, with_laws: bool, name: str) -> D
     if not with_laws:
         return Draft(tokens, tuple(parents), tuple(offsets), names)
     num_rows = len(parents) + len(lengths)
-    law_of_row = [dice.choice([-1, row]) for row in range(num_rows)]
+    distribution_of_row = [dice.choice([-1, row]) for row in range(num_rows)]
     sampled = tuple(dice.random() < 0.5 for _ in parents)
-    laws = torch.rand(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed))
-    return Draft(tokens, tuple(parents), tuple(offsets), names, sampled, Mass(laws, tuple(law_of_row)))
+    distributions = torch.rand(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+    return Draft(
+        tokens, tuple(parents), tuple(offsets), names, sampled, Mass(distributions, tuple(distribution_of_row))
+    )
 
 
 def parts_of(draft: Draft, b: int) -> Part:
-    """One request's share, independent of where it lies: tokens, parents, which are sampled, the law of every row."""
+    """One request's share, independent of where it lies: tokens, parents, which are sampled, the distribution of
+    every row.
+    """
     nodes = slice(draft.offsets[b], draft.offsets[b + 1])
-    laws = draft.mass.laws if draft.mass is not None else torch.empty(0)
+    distributions = draft.mass.distributions if draft.mass is not None else torch.empty(0)
     rows = draft.rows_of([b])
     held = [
-        None if draft.mass is None or draft.mass.law_of_row[row] < 0 else tuple(law(laws, draft.mass.law_of_row[row]))
+        None
+        if draft.mass is None or draft.mass.distribution_of_row[row] < 0
+        else tuple(distribution(distributions, draft.mass.distribution_of_row[row]))
         for row in rows
     ]
     sampled = draft.sampled[nodes] if draft.sampled else (False,) * draft.lengths[b]
     return tuple(draft.tokens[nodes].tolist()), draft.parents[nodes], sampled, held
 
 
-def law(laws: Tensor, index: int) -> list[float]:
-    return laws[index].tolist()
+def distribution(distributions: Tensor, index: int) -> list[float]:
+    return distributions[index].tolist()
 
 
 def test_rows_and_nodes_line_up() -> None:
@@ -61,7 +67,9 @@ def test_rows_and_nodes_line_up() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_merged_drafts_come_apart_again(seed: int) -> None:
-    """Requests of several drafters interleaved; each keeps its own tokens, tree and laws. Some have no drafter."""
+    """Requests of several drafters interleaved; each keeps its own tokens, tree and distributions. Some have no
+    drafter.
+    """
     dice = random.Random(seed)
     num_requests = 8
     owners = [dice.randrange(4) for _ in range(num_requests)]  # 3 = nobody
@@ -108,7 +116,7 @@ def test_emitted_is_the_path_and_one_more() -> None:
         {"offsets": (1, 3)},
         {"drafters": ("d", "d")},
         {"sampled": (True,), "mass": None},
-        {"sampled": (True, False, False)},  # a sampled node needs a law
+        {"sampled": (True, False, False)},  # a sampled node needs a distribution
     ],
     ids=str,
 )

@@ -59,12 +59,12 @@ class EngineDice:
     def number(self, purpose: Purpose, index: int) -> float:
         return float(uniforms([self.seed], purpose, [self.round_start], [index])[0])
 
-    def pick(self, law: np.ndarray) -> int:
+    def pick(self, distribution: np.ndarray) -> int:
         guessing, place = self.picks < self.num_draft, self.picks
         self.picks += 1
         if guessing:
-            law = law[:-1]  # a draft model always proposes something
-        cumulative = law.cumsum()
+            distribution = distribution[:-1]  # a draft model always proposes something
+        cumulative = distribution.cumsum()
         u = self.number(Purpose.DRAFT, place) if guessing else self.number(Purpose.NEXT, 0)
         return int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
 

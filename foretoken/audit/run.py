@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from foretoken.audit.checks import check_blocks, check_greedy, check_numerics, check_seeds
-from foretoken.audit.laws import check_law, rules_to_check
+from foretoken.audit.distribution import check_distribution, rules_to_check
 from foretoken.audit.plan import AuditOptions, Prompt
 from foretoken.audit.report import AuditReport, Check
 from foretoken.audit.session import Session
@@ -48,7 +48,9 @@ def _checks(session: Session, tell: Callable[[str], None]) -> list[Check]:
         combinations = [(temperature, rule) for temperature in options.sampled for rule in rules]
         for number, (temperature, rule) in enumerate(combinations):
             tell(f"the distribution at temperature {temperature:g}, rule {rule} ({number + 1} of {len(combinations)})")
-            checks += _guarded("law", partial(check_law, session, temperature, rule, number, len(combinations)))
+            checks += _guarded(
+                "distribution", partial(check_distribution, session, temperature, rule, number, len(combinations))
+            )
         tell("answers of equal seeds")
         checks += _guarded("equal seeds", lambda: check_seeds(session))
     tell("logits of one row and of several")

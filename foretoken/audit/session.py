@@ -16,7 +16,7 @@ from foretoken.engine.output import GenerateOutput
 from foretoken.engine.request import RequestState
 from foretoken.engine.shadow.rescoring import ScoredRows, rescore
 from foretoken.engine.shadow.sequential_test import Guess
-from foretoken.engine.shadow.shadow import guess_of_law, guesses_of
+from foretoken.engine.shadow.shadow import guess_of_distribution, guesses_of
 from foretoken.engine.watch import RoundView
 from foretoken.errors import InputError
 from foretoken.model.interface import LanguageModel
@@ -144,7 +144,10 @@ class Session:
         drafted = [origin.kind in ("accepted", "residual") for origin in output.provenance]
         found: list[Guess | None] = []
         for rows in rescore(self.draft, output.prompt_ids, output.token_ids, params, chunk_tokens=_CHUNK_TOKENS):
-            found += [guess_of_law(law) if drafted[rows.first + i] else None for i, law in enumerate(rows.laws)]
+            found += [
+                guess_of_distribution(distribution) if drafted[rows.first + i] else None
+                for i, distribution in enumerate(rows.distributions)
+            ]
         return found
 
     @property

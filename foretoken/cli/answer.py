@@ -45,7 +45,7 @@ def report(llm: LLM, output: GenerateOutput, show: bool, as_json: bool, streamed
     if stats.num_probed:
         line += f"; {stats.num_probed} rows of probes"
     if stats.lossy:
-        line += f"; rule {stats.rule} is lossy: this is not the target's law"
+        line += f"; rule {stats.rule} is lossy: this is not the target's distribution"
     Console(stderr=True).line(line, style="dim")
 
 

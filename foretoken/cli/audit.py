@@ -47,7 +47,9 @@ def audit(
     out: Annotated[Path | None, typer.Option(help="Write the report into this .md or .json file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check greedy equality, the distribution of sampled tokens, seeds, logits and cache; exit code 5 if anything fails."""
+    """Check greedy equality, the distribution of sampled tokens, seeds, logits and cache; exit code 5 if anything
+    fails.
+    """
     given = dict(context.params)
     if target == "reference:target" and named_drafter(given) is None:
         given["draft"] = "reference:draft"

@@ -67,7 +67,7 @@ def generate(
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[
-        float, typer.Option(help="0 takes the most likely token; 1 samples the model's own law.")
+        float, typer.Option(help="0 takes the most likely token; 1 samples the model's own distribution.")
     ] = 0.0,
     top_p: Annotated[
         float, typer.Option(help="Sample from the smallest set of tokens that holds this probability.")
@@ -100,7 +100,7 @@ def generate(
         int | None, typer.Option(help="Report log-probabilities: of each token and of this many likeliest.")
     ] = None,
     prompt_logprobs: Annotated[
-        int | None, typer.Option(help="The same for the prompt's tokens, under the model's own law.")
+        int | None, typer.Option(help="The same for the prompt's tokens, under the model's own distribution.")
     ] = None,
     json_schema: Annotated[
         str | None, typer.Option(help="Hold the answer to this JSON schema: the text, @FILE, or -.")

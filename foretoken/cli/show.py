@@ -18,34 +18,34 @@ _STYLES = {
 _MARKS = {"accepted": "+", "residual": "!", "bonus": "*", "plain": "."}
 
 
-def coloured(pieces: Sequence[str], origins: Sequence[TokenOrigin]) -> list[Part]:
+def coloured(pieces: Sequence[str], provenance: Sequence[TokenOrigin]) -> list[Part]:
     """The pieces of an answer in the style of their provenance; the characters are unchanged."""
-    return [(piece, _STYLES[origin.kind][0]) for piece, origin in zip(pieces, origins, strict=True)]
+    return [(piece, _STYLES[origin.kind][0]) for piece, origin in zip(pieces, provenance, strict=True)]
 
 
-def marks(origins: Sequence[TokenOrigin]) -> str:
+def marks(provenance: Sequence[TokenOrigin]) -> str:
     """One character per token: + accepted, ! residual, * bonus, . plain; a space ends each step."""
     line = ""
-    for origin, following in zip(origins, [*origins[1:], None], strict=False):
+    for origin, following in zip(provenance, [*provenance[1:], None], strict=False):
         line += _MARKS[origin.kind] + (" " if following is None or following.step != origin.step else "")
     return line.rstrip()
 
 
-def legend(origins: Sequence[TokenOrigin]) -> list[Part]:
+def legend(provenance: Sequence[TokenOrigin]) -> list[Part]:
     """The meaning of styles and marks, with how often each occurs, a line each."""
     lines: list[Part] = []
     for kind, (style, meaning) in _STYLES.items():
-        count = sum(origin.kind == kind for origin in origins)
+        count = sum(origin.kind == kind for origin in provenance)
         lines += ["\n" if lines else "", (f"{_MARKS[kind]} {kind:<9}", style), f"{count:5d} tokens  {meaning}"]
     return lines
 
 
-def print_shown(console: Console, pieces: Sequence[str], origins: Sequence[TokenOrigin]) -> None:
+def print_shown(console: Console, pieces: Sequence[str], provenance: Sequence[TokenOrigin]) -> None:
     """The coloured answer, the same as marks, and the legend."""
-    console.block(*coloured(pieces, origins))
+    console.block(*coloured(pieces, provenance))
     console.line()
-    console.line("by token, a group per step: ", marks(origins), style="dim")
-    console.block(*legend(origins))
+    console.line("by token, a group per step: ", marks(provenance), style="dim")
+    console.block(*legend(provenance))
 
 
 def print_counts(console: Console, stats: RequestStats) -> None:

@@ -127,48 +127,55 @@ def _depth(parents: Sequence[int]) -> int:
 
 def _add_mass_faults(draft: Draft, mass: Mass, tokens: Sequence[int], vocab_size: int, faults: dict[int, str]) -> None:
     """Check that distributions are sub-probability mass, and not zero at tokens sampled from them."""
-    laws = mass.laws
-    if laws.dtype not in (torch.float32, torch.float64) or laws.dim() != 2 or laws.shape[1] != vocab_size:
-        raise DraftError(
-            f"distributions of type {laws.dtype} and shape {list(laws.shape)}, not float32 [M, {vocab_size}]"
-        )
-    law_of_row = mass.law_of_row
+    distributions = mass.distributions
     if (
-        len(law_of_row) != draft.num_rows
-        or min(law_of_row, default=-1) < -1
-        or max(law_of_row, default=-1) >= laws.shape[0]
+        distributions.dtype not in (torch.float32, torch.float64)
+        or distributions.dim() != 2
+        or distributions.shape[1] != vocab_size
     ):
-        raise DraftError(f"law_of_row does not lead from {draft.num_rows} rows to {laws.shape[0]} distributions")
+        raise DraftError(
+            f"distributions of type {distributions.dtype} and shape {list(distributions.shape)}, not float32 [M, {vocab_size}]"
+        )
+    distribution_of_row = mass.distribution_of_row
+    if (
+        len(distribution_of_row) != draft.num_rows
+        or min(distribution_of_row, default=-1) < -1
+        or max(distribution_of_row, default=-1) >= distributions.shape[0]
+    ):
+        raise DraftError(
+            f"distribution_of_row does not lead from {draft.num_rows} rows to {distributions.shape[0]} distributions"
+        )
     sampled = [node for node, drawn in enumerate(draft.sampled) if drawn]
-    drawn_from = [law_of_row[draft.parent_rows[node]] if draft.parents[node] >= -1 else -1 for node in sampled]
+    drawn_from = [distribution_of_row[draft.parent_rows[node]] if draft.parents[node] >= -1 else -1 for node in sampled]
     if -1 in drawn_from:
         raise DraftError("a sampled token without its distribution")
-    least, total, at_token = _law_figures(laws, drawn_from, [tokens[node] % vocab_size for node in sampled])
+    least, total, at_token = _law_figures(distributions, drawn_from, [tokens[node] % vocab_size for node in sampled])
     unsound = {
-        law
-        for law, (low, whole) in enumerate(zip(least, total, strict=True))
+        distribution
+        for distribution, (low, whole) in enumerate(zip(least, total, strict=True))
         if not (low >= 0 and whole <= 1 + _SUM_TOLERANCE)
     }
     missed = {node for node, chance in zip(sampled, at_token, strict=True) if not chance > 0}
     if not unsound and not missed:
         return
     for b, (start, stop) in enumerate(pairwise(draft.offsets)):
-        if unsound.intersection(law_of_row[start + b : stop + b + 1]):
+        if unsound.intersection(distribution_of_row[start + b : stop + b + 1]):
             faults.setdefault(b, "a distribution that is not finite, has negative mass, or sums to more than 1")
         elif missed.intersection(range(start, stop)):
             faults.setdefault(b, "a sampled token with mass 0 in its distribution")
 
 
 def _law_figures(
-    laws: torch.Tensor, drawn_from: list[int], tokens: list[int]
+    distributions: torch.Tensor, drawn_from: list[int], tokens: list[int]
 ) -> tuple[list[float], list[float], list[float]]:
     """Minimum [M] and sum [M] of each distribution, and the mass of each sampled token; one transfer from a device."""
-    if not laws.shape[0]:
+    if not distributions.shape[0]:
         return [], [], []
     places = torch.tensor(
-        [law * laws.shape[1] + token for law, token in zip(drawn_from, tokens, strict=True)], dtype=torch.int64
+        [distribution * distributions.shape[1] + token for distribution, token in zip(drawn_from, tokens, strict=True)],
+        dtype=torch.int64,
     )
-    at_token = laws.reshape(-1).index_select(0, places.to(laws.device))
-    figures: list[float] = torch.cat((laws.amin(-1), laws.sum(-1), at_token)).tolist()
-    count = laws.shape[0]
+    at_token = distributions.reshape(-1).index_select(0, places.to(distributions.device))
+    figures: list[float] = torch.cat((distributions.amin(-1), distributions.sum(-1), at_token)).tolist()
+    count = distributions.shape[0]
     return figures[:count], figures[count : 2 * count], figures[2 * count :]

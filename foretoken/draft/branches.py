@@ -22,7 +22,7 @@ from torch import Tensor
 from foretoken.core import BatchEntry, Draft, Mass
 from foretoken.draft.tree import OVERLAP, TreeShape, best_nodes, most_children, sampled_shape, share_level, static_shape
 from foretoken.model.randomness import Purpose, uniforms
-from foretoken.model.sampling import draft_law, sample, without_broken
+from foretoken.model.sampling import draft_probs, sample, without_broken
 
 DEFAULT_BRANCHING = 4
 _SHARPNESS = (
@@ -165,7 +165,7 @@ def extend(growths: Sequence[Growth], logits: Tensor) -> None:
     # A draft that overflows guesses at random from here on: NaN in the mass would reach the target's residual.
     logits = without_broken(logits)
     logits = _processed(growths, logits)
-    probs = draft_law(logits, params, [growth.entry.request.spec.draft_top_k for growth, _ in owners])  # [A, V]
+    probs = draft_probs(logits, params, [growth.entry.request.spec.draft_top_k for growth, _ in owners])  # [A, V]
     width = max(most_children(growth.branching, growth.level) for growth in growths)
     ranked = _ranked(owners, probs, width)
     draws: list[_Draw] = []
@@ -184,13 +184,13 @@ def assemble(name: str, device: torch.device, growths: Sequence[Growth]) -> Draf
     parents: list[int] = []
     offsets, sampled = [0], list[bool]()
     masses: list[Tensor] = []
-    law_of_row: list[int] = []
+    distribution_of_row: list[int] = []
     for growth in growths:
         chosen = growth.chosen()
         place = {-1: -1} | {node: i for i, node in enumerate(chosen)}
         for row in (-1, *chosen):
             mass = growth.masses.get(row)
-            law_of_row.append(-1 if mass is None else len(masses))
+            distribution_of_row.append(-1 if mass is None else len(masses))
             masses += [] if mass is None else [mass]
         tokens += [growth.tokens[node] for node in chosen]
         parents += [place[growth.parents[node]] for node in chosen]
@@ -202,7 +202,7 @@ def assemble(name: str, device: torch.device, growths: Sequence[Growth]) -> Draf
         offsets=tuple(offsets),
         drafters=tuple(name if growth.tokens else None for growth in growths),
         sampled=tuple(sampled) if masses else (),
-        mass=Mass(torch.stack(masses), tuple(law_of_row)) if masses else None,
+        mass=Mass(torch.stack(masses), tuple(distribution_of_row)) if masses else None,
     )
 
 

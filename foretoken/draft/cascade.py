@@ -31,7 +31,7 @@ from foretoken.draft.own_cache import OwnCache
 from foretoken.errors import ConfigError
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.randomness import Purpose, uniforms
-from foretoken.model.sampling import check_finite, draft_law
+from foretoken.model.sampling import check_finite, draft_probs
 from foretoken.verify import first_max, verify_batch
 
 _MOST_INNER = 4  # tokens that a model hands to the level above it at once, unless its part says otherwise
@@ -319,7 +319,7 @@ def _level_probs(
             )
     owners = [b for b, length in enumerate(draft.lengths) for _ in range(1 + length)]  # [R]
     params = [runs[b].course.entry.request.params for b in owners]
-    probs = draft_law(
+    probs = draft_probs(
         logits, params, [parts[b].draft_top_k for b in owners]
     )  # [R, V]; temperature 1 where the request is greedy
     least = torch.tensor([parts[b].min_confidence for b in owners], device=probs.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foretoken.core import BatchEntry, Draft, Mass
 from foretoken.model.randomness import Purpose, uniforms
-from foretoken.model.sampling import draft_law, sample, without_broken
+from foretoken.model.sampling import draft_probs, sample, without_broken
 from foretoken.verify.base import first_max, race_winner
 
 # What `draft_probability="auto"` leaves to choose from in each round.
@@ -51,7 +51,7 @@ def extend(chains: list[Chain], logits: Tensor) -> None:
     if all(p.greedy for p in params) and not any(spec.min_confidence for spec in specs):
         probs, chosen = None, first_max(logits)
     else:
-        probs = draft_law(
+        probs = draft_probs(
             logits, params, [spec.draft_top_k for spec in specs]
         )  # [A, V]; temperature 1 where the request is greedy
         chosen = _draw(chains, probs, position)
@@ -126,13 +126,13 @@ def assemble(name: str, device: torch.device, chains: list[Chain]) -> Draft:
     """One ragged draft of chains; a request drafted greedily has point masses, a sampled one its distributions."""
     offsets: list[int] = [0]
     masses: list[Tensor] = []
-    law_of_row: list[int] = []
+    distribution_of_row: list[int] = []
     sampled: list[bool] = []
     for chain in chains:
         offsets.append(offsets[-1] + len(chain.tokens))
         # The row of the last guess has no distribution, unless a coin was tossed there: the length was fixed before.
         for mass in [*chain.masses, chain.open]:
-            law_of_row.append(-1 if mass is None else len(masses))
+            distribution_of_row.append(-1 if mass is None else len(masses))
             masses += [] if mass is None else [mass]
         sampled += [mass is not None for mass in chain.masses]
     flat = [token for chain in chains for token in chain.tokens]
@@ -142,5 +142,5 @@ def assemble(name: str, device: torch.device, chains: list[Chain]) -> Draft:
         offsets=tuple(offsets),
         drafters=tuple(name if chain.tokens or chain.open is not None else None for chain in chains),
         sampled=tuple(sampled) if masses else (),
-        mass=Mass(torch.stack(masses), tuple(law_of_row)) if masses else None,
+        mass=Mass(torch.stack(masses), tuple(distribution_of_row)) if masses else None,
     )

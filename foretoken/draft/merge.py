@@ -43,17 +43,19 @@ def graft(name: str, base: Draft, found: Sequence[Sequence[TreeNode]], budgets: 
     parents: list[int] = []
     offsets = [0]
     sampled: list[bool] = []
-    law_of_row: list[int] = []
-    sources: list[str | None] = []
+    distribution_of_row: list[int] = []
+    provenance: list[str | None] = []
     for b, (tree, budget) in enumerate(zip(found, budgets, strict=True)):
         own = slice(base.offsets[b], base.offsets[b + 1])
         chosen, above = _additions(host[own], base.parents[own], tree, budget)
         tokens += [*host[own], *(tree[node].token for node in chosen)]
         parents += [*base.parents[own], *above]
         sampled += [*(base.sampled[own] if base.sampled else (False,) * base.lengths[b]), *(False for _ in chosen)]
-        sources += [*base.authors(b), *(tree[node].drafter for node in chosen)]
-        law_of_row += [base.mass.law_of_row[row] if base.mass is not None else -1 for row in base.rows_of([b])]
-        law_of_row += [-1] * len(chosen)
+        provenance += [*base.provenance_of(b), *(tree[node].drafter for node in chosen)]
+        distribution_of_row += [
+            base.mass.distribution_of_row[row] if base.mass is not None else -1 for row in base.rows_of([b])
+        ]
+        distribution_of_row += [-1] * len(chosen)
         offsets.append(len(tokens))
     return Draft(
         tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
@@ -64,8 +66,8 @@ def graft(name: str, base: Draft, found: Sequence[Sequence[TreeNode]], budgets: 
             for b in range(base.num_requests)
         ),
         sampled=tuple(sampled) if base.mass is not None else (),
-        mass=None if base.mass is None else Mass(base.mass.laws, tuple(law_of_row)),
-        sources=tuple(sources),
+        mass=None if base.mass is None else Mass(base.mass.distributions, tuple(distribution_of_row)),
+        provenance=tuple(provenance),
         inner=base.inner,
     )
 
@@ -83,8 +85,10 @@ def first_nodes(draft: Draft, counts: Sequence[int]) -> Draft:
         parents=tuple(draft.parents[node] for node in nodes),
         offsets=tuple(offsets),
         sampled=tuple(draft.sampled[node] for node in nodes) if draft.sampled else (),
-        mass=None if draft.mass is None else Mass(draft.mass.laws, tuple(draft.mass.law_of_row[row] for row in rows)),
-        sources=tuple(draft.sources[node] for node in nodes) if draft.sources else (),
+        mass=None
+        if draft.mass is None
+        else Mass(draft.mass.distributions, tuple(draft.mass.distribution_of_row[row] for row in rows)),
+        provenance=tuple(draft.provenance[node] for node in nodes) if draft.provenance else (),
     )
 
 
@@ -113,7 +117,7 @@ def _additions(
 
 def _with_provenance(name: str, base: Draft) -> Draft:
     """`base` under another drafter's name, its nodes under their own."""
-    own = [drafter for b in range(base.num_requests) for drafter in base.authors(b)]
+    own = [drafter for b in range(base.num_requests) for drafter in base.provenance_of(b)]
     return replace(
-        base, drafters=tuple(None if drafter is None else name for drafter in base.drafters), sources=tuple(own)
+        base, drafters=tuple(None if drafter is None else name for drafter in base.drafters), provenance=tuple(own)
     )

@@ -40,7 +40,7 @@ def _emit(
     error = _error(state, target, b, rows)
     if error is not None:
         return fail(state, error)
-    first = len(state.origins)
+    first = len(state.provenance)
     for token, origin in zip(verdict.emitted(b), _origins(state, draft, verdict, b), strict=True):
         if state.append(token, origin):
             break
@@ -49,7 +49,7 @@ def _emit(
         ):  # the token just appended is the last one
             state.finish_reason, state.error = "error", state.processors.error
             break
-    num_new = len(state.origins) - first
+    num_new = len(state.provenance) - first
     tokens = tuple(state.tokens[-num_new:])
     logprobs = _logprobs(state, target, rows[:num_new], tokens)
     if state.noise is not None:
@@ -63,7 +63,7 @@ def _emit(
     _tell_time(state.stats, totals, now - state.arrived_s, is_first=not first)
     state.num_rounds += 1
     return StepOutput(
-        state.request_id, tokens, text, tuple(state.origins[first:]), state.finish_reason, state.error, logprobs
+        state.request_id, tokens, text, tuple(state.provenance[first:]), state.finish_reason, state.error, logprobs
     )
 
 
@@ -98,7 +98,7 @@ def _counts(draft: Draft, verdict: Verdict, b: int, num_new: int, gaps: Sequence
         return _plain_round(num_new)
     inner = draft.inner[b] if draft.inner else (0, 0)
     return RoundCounts(
-        draft.depths(b), draft.authors(b), verdict.paths[b], num_new, draft.probe_lengths[b], inner, gaps
+        draft.depths(b), draft.provenance_of(b), verdict.paths[b], num_new, draft.probe_lengths[b], inner, gaps
     )
 
 
@@ -142,10 +142,10 @@ def _origins(state: RequestState, draft: Draft, verdict: Verdict, b: int) -> lis
     if not draft.lengths[b]:
         last: TokenKind = "plain" if verdict.next_kinds[b] == "bonus" else verdict.next_kinds[b]
         return [TokenOrigin(None, last, step)]
-    authors, last = draft.authors(b), verdict.next_kinds[b]
+    provenance, last = draft.provenance_of(b), verdict.next_kinds[b]
     chances = verdict.probabilities[b] if verdict.probabilities else (None,) * draft.lengths[b]
     return [
-        *(TokenOrigin(authors[node], "accepted", step, chances[node]) for node in verdict.paths[b]),
+        *(TokenOrigin(provenance[node], "accepted", step, chances[node]) for node in verdict.paths[b]),
         TokenOrigin(None, last, step),
     ]
 
@@ -156,9 +156,9 @@ def _logprobs(
     params = state.request.params
     if params.logprobs is None:
         return ()
-    law = (
+    distribution = (
         log_model(target.logits[rows])
         if params.logprobs_of == "model"
         else log_law(target.processed[rows], [params] * len(rows))
     )
-    return tuple(token_logprobs(law, tokens, params.logprobs))
+    return tuple(token_logprobs(distribution, tokens, params.logprobs))

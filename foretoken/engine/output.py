@@ -63,7 +63,7 @@ def answer_of(state: RequestState) -> GenerateOutput:
         token_ids=tuple(state.output_ids),
         finish_reason=state.finish_reason or "abort",
         stats=state.stats,
-        provenance=tuple(state.origins),
+        provenance=tuple(state.provenance),
         logprobs=None if params.logprobs is None else tuple(state.logprobs),
         prompt_logprobs=None if params.prompt_logprobs is None else tuple(state.prompt_logprobs),
         error=state.error,

@@ -55,4 +55,4 @@ class PrefixSharing:
 
 def _adopts(state: RequestState) -> bool:
     """Whether a request may begin with cached blocks: not one that wants log-probabilities of every prompt token."""
-    return bool(state.origins) or state.request.params.prompt_logprobs is None
+    return bool(state.provenance) or state.request.params.prompt_logprobs is None

@@ -135,7 +135,7 @@ class PreparedRequest:
 class RequestState:
     """Everything the engine keeps for a request; `tokens` is prompt and output, `num_rounds` counts its decode rounds.
 
-    `rule` is a resolved name. `processors` and `noise` are None where the request's law needs neither.
+    `rule` is a resolved name. `processors` and `noise` are None where the request's distribution needs neither.
     """
 
     request: Request
@@ -146,7 +146,7 @@ class RequestState:
     processors: RequestProcessors | None = None
     noise: RaceNoise | None = None
     tokens: list[int] = field(default_factory=list)
-    origins: list[TokenOrigin] = field(default_factory=list)
+    provenance: list[TokenOrigin] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
@@ -171,7 +171,7 @@ class RequestState:
     @property
     def has_emitted(self) -> bool:
         """Whether the answer has begun."""
-        return bool(self.origins)
+        return bool(self.provenance)
 
     @property
     def output_ids(self) -> list[int]:
@@ -192,7 +192,7 @@ class RequestState:
         num_tokens, num_logprobs, text = mark
         del (
             self.tokens[num_tokens:],
-            self.origins[max(0, num_tokens - len(self.request.prompt_ids)) :],
+            self.provenance[max(0, num_tokens - len(self.request.prompt_ids)) :],
             self.logprobs[num_logprobs:],
         )
         self.text.rewind(text)
@@ -206,7 +206,7 @@ class RequestState:
         """
         params = self.request.params
         self.tokens.append(token)
-        self.origins.append(origin)
+        self.provenance.append(origin)
         if token in self.eos_token_ids and not params.ignore_eos:
             self.text.finish(cut=False)
             self.finish_reason = "stop"

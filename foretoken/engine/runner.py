@@ -107,8 +107,8 @@ class Runner:
         broken = frozenset(row for row, (peak,) in enumerate(peaks.tolist()) if not math.isfinite(peak))
         clean = logits
         if broken:
-            # A broken row gets a harmless law; a request that would use it fails when the step emits, its neighbours go
-            # on.
+            # A broken row gets a harmless distribution; a request that would use it fails when the step emits, its
+            # neighbours go on.
             clean, scores = (torch.where(peaks.isfinite(), one, torch.zeros_like(one)) for one in (logits, scores))
             best = first_max(scores)
         faults: dict[int, Exception] = {}

@@ -23,14 +23,14 @@ from foretoken.kv.prefix import PrefixStats
 class RoundCounts:
     """One round of one request: what was drafted, and what was emitted.
 
-    `depths` [n] and `authors` [n] belong to the n drafted tokens (1 = first position of the draft; None: no drafter).
-    `path` is the accepted path, root to leaf, of which the first `num_emitted` - 1 or fewer were emitted: the answer
-    may end within it. `inner` counts tokens drafted and accepted inside a drafter. `tie_gaps` are those of near ties
-    among the emitted tokens.
+    `depths` [n] and `provenance` [n] belong to the n drafted tokens (1 = first position of the draft; None: no
+    drafter). `path` is the accepted path, root to leaf, of which the first `num_emitted` - 1 or fewer were emitted: the
+    answer may end within it. `inner` counts tokens drafted and accepted inside a drafter. `tie_gaps` are those of near
+    ties among the emitted tokens.
     """
 
     depths: Sequence[int]
-    authors: Sequence[str | None]
+    provenance: Sequence[str | None]
     path: Sequence[int]
     num_emitted: int
     num_probed: int = 0
@@ -144,13 +144,13 @@ class Counters:
             self.drafted_at[depth - 1] += 1
         for place in range(len(emitted)):
             self.accepted_at[place] += 1
-        for account, authors in (
-            (self.drafted_by, counts.authors),
-            (self.accepted_by, [counts.authors[node] for node in emitted]),
+        for account, provenance in (
+            (self.drafted_by, counts.provenance),
+            (self.accepted_by, [counts.provenance[node] for node in emitted]),
         ):
-            for author in authors:
-                if author is not None:
-                    account[author] = account.get(author, 0) + 1
+            for drafter in provenance:
+                if drafter is not None:
+                    account[drafter] = account.get(drafter, 0) + 1
 
     def _values(self, *names: str) -> dict[str, Any]:
         """Some fields or properties for JSON, and those that all counters share."""

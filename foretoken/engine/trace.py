@@ -62,7 +62,7 @@ class Trace:
             accepted=list(verdict.paths[b]),
             probabilities=[None if chance is None else round(chance, 6) for chance in chances],
             emitted=list(output.token_ids),
-            kinds=[origin.kind for origin in output.origins],
+            kinds=[origin.kind for origin in output.provenance],
             batch_size=draft.num_requests,
             draft_s=round(clock.draft_s, 6),
             target_s=round(clock.target_s, 6),

@@ -81,7 +81,7 @@ def _round(batch: Batch, draft: Draft, verdict: Verdict, b: int) -> RoundOutcome
     return RoundOutcome(
         request_id=entry.request.request_id,
         budget=DraftBudget(entry.option, entry.num_draft),
-        chances=None if GRAMMAR in draft.authors(b) else _emission_chances(parents, verdict, b),
+        chances=None if GRAMMAR in draft.provenance_of(b) else _emission_chances(parents, verdict, b),
         parents=parents,
         emitted=verdict.emitted(b),
         num_probed=draft.probe_lengths[b],

@@ -3,7 +3,7 @@
 Three choices hold for every grammar:
 
 - `no_forcing`: by default llguidance's mask leaves only its own tokenisation of a text that is forced. Here every token
-  is allowed from which the structure can still be completed, so that the law is the target's own, conditioned.
+  is allowed from which the structure can still be completed, so that the distribution is the target's own, conditioned.
 - The end of the answer is a column of our own behind the model's; llguidance never sees the model's end tokens.
 - Limits are given in full, and a grammar is first compiled in a process that can be ended (`grammar_trial`).
 """

@@ -2,7 +2,7 @@
 
 All of it depends on the text in front of a row, so every row is processed for its own drafted tokens: guesses count in
 penalties, complete bad words and move grammars on as if they had been emitted. One penalty for a whole block of guesses
-would change the law behind the first of them.
+would change the distribution behind the first of them.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class RequestProcessors:
         dead = scores.amax(-1) == -torch.inf  # [n]
         if bool(dead.any()):
             scores[dead] = raw[dead]
-            # A row that was no law to begin with is the model's fault, and found elsewhere.
+            # A row that was no distribution to begin with is the model's fault, and found elsewhere.
             self._remember([paths[row] for row in (dead & raw.amax(-1).isfinite()).nonzero().flatten().tolist()])
         return scores
 
@@ -265,7 +265,7 @@ def make_processors(
     tokenizer: Tokenizer | None = None,
     structure: OutputConstraint | None = None,
 ) -> RequestProcessors | None:
-    """The processors of one request; None when its law depends on the logits, temperature and filters alone.
+    """The processors of one request; None when its distribution depends on the logits, temperature and filters alone.
 
     Raises:
         InputError: a token of logit_bias or bad_words outside the vocabulary, a bad word that is a text where there is

@@ -1,4 +1,4 @@
-"""From logits to the target's law: temperature and filters, and whether a row can be trusted at all."""
+"""From logits to the target's distribution: temperature and filters, and whether a row can be trusted at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLDEST = 1e-20
 
 
 def target_probs(logits: Tensor, params: Sequence[SamplingParams], best: Tensor | None = None) -> Tensor:
-    """The target's law at every row: logits [R, V] and the parameters of each row -> probabilities [R, V].
+    """The target's distribution at every row: logits [R, V] and the parameters of each row -> probabilities [R, V].
 
     Temperature 0 is a point at the argmax (lowest id on ties), `best` [R] where that is known. Otherwise softmax after
     the filters in the order temperature, top_k, top_p, min_p, each as in transformers. float32 (float64 for float64
@@ -37,22 +37,22 @@ def target_probs(logits: Tensor, params: Sequence[SamplingParams], best: Tensor 
     return probs
 
 
-def draft_law(logits: Tensor, params: Sequence[SamplingParams], top_ks: Sequence[int]) -> Tensor:
-    """A draft's law at every row: `target_probs` over the `top_ks[r]` likeliest tokens only (0: all), at temperature 1
-    for greedy rows.
+def draft_probs(logits: Tensor, params: Sequence[SamplingParams], top_ks: Sequence[int]) -> Tensor:
+    """A draft's distribution at every row: `target_probs` over the `top_ks[r]` likeliest tokens only (0: all), at
+    temperature 1 for greedy rows.
 
-    Ties at the border stay in; the law is normalised over what is kept.
+    Ties at the border stay in; the distribution is normalised over what is kept.
     """
     soft = [
         replace(choice, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if choice.greedy else choice
         for choice in params
     ]
-    law = target_probs(logits, soft)
+    distribution = target_probs(logits, soft)
     cut = [row for row, top_k in enumerate(top_ks) if 0 < top_k < logits.shape[-1]]
     for row in cut:
-        kept = torch.where(law[row] >= law[row].topk(top_ks[row]).values[-1], law[row], 0)
-        law[row] = kept / kept.sum()
-    return law
+        kept = torch.where(distribution[row] >= distribution[row].topk(top_ks[row]).values[-1], distribution[row], 0)
+        distribution[row] = kept / kept.sum()
+    return distribution
 
 
 def check_finite(logits: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def near_ties(logits: Tensor, dtype: torch.dtype, best: Tensor | None = None) ->
 
 
 def coldest(temperature: float) -> float:
-    """The temperature that logits are divided by: below 1e-20 the law is the same, and dividing may overflow
+    """The temperature that logits are divided by: below 1e-20 the distribution is the same, and dividing may overflow
     float32.
     """
     return max(temperature, _COLDEST)
@@ -106,7 +106,7 @@ def sample(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def _law(scores: Tensor, best: Tensor | None, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """One law per row for rows that share their parameters: [R, V] -> [R, V]; `best` [R] where it is known."""
+    """One distribution per row for rows that share their parameters: [R, V] -> [R, V]; `best` [R] where it is known."""
     if temperature == 0.0:
         return torch.zeros_like(scores).scatter_(-1, (first_max(scores) if best is None else best).unsqueeze(-1), 1)
     scores = scores / coldest(temperature)
@@ -124,7 +124,7 @@ def _law(scores: Tensor, best: Tensor | None, temperature: float, top_k: int, to
 def _filter_top_p(scores: Tensor, top_p: float) -> Tensor:
     """Keep the smallest set of likeliest tokens that holds `top_p` of the mass, at least one; the rest becomes -inf.
 
-    Of equally likely tokens at the border the lowest ids go, so that the law is a function of the row alone.
+    Of equally likely tokens at the border the lowest ids go, so that the distribution is a function of the row alone.
     """
     if scores.shape[-1] <= _SORT_WHOLE or scores.is_cuda:
         ordered, ids = torch.sort(scores, stable=True)

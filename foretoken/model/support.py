@@ -1,8 +1,8 @@
 """Which tokens survive top_k, top_p and min_p however the logits of a row were rounded, and which may survive.
 
 Two computations of the same row differ by rounding. A token whose logit lies close to the border of a filter can then
-be inside one law and outside the other. The filters keep the most likely tokens, so a border is one number: everything
-above it stays.
+be inside one distribution and outside the other. The filters keep the most likely tokens, so a border is one number:
+everything above it stays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foretoken.model.sampling import coldest
 _LOG_NORMAL, _LOG_ZERO = -87.3, -104.0
 _SUM_ERROR = 2e-6  # of a float32 softmax over a whole vocabulary, and of the sums that top_p makes of it
 _EXP_ERROR = 1e-6
-_FEW = 1024  # tokens that are sorted first; only a flat law has more inside top_p
+_FEW = 1024  # tokens that are sorted first; only a flat distribution has more inside top_p
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Support:
 
 
 def support(logits: Tensor, rounding: Tensor, params: SamplingParams) -> Support:
-    """The support of the laws of `logits` [n, V] (processed) when two logits of row i may move against each other by
-    `rounding[i]`.
+    """The support of the distributions of `logits` [n, V] (processed) when two logits of row i may move against each
+    other by `rounding[i]`.
 
     For a temperature above 0. Bounds, not estimates: `certain` may be too small and `possible` too large, never the
     other way.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 # Float32 values per vocabulary entry of a decoding row: logits, scaled logits, softmax, target probabilities, draft
 # probabilities, and for top_p the sorted values, 8-byte indices and sums.
-_LAW_BYTES = 5 * 4 + 4 + 8 + 4
+_PROBS_BYTES = 5 * 4 + 4 + 8 + 4
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,6 @@ def _workspace_bytes(model: ModelShape, load: Load) -> int:
     answer_rows = load.batch * (1 + load.num_draft)
     chunk_rows = min(load.max_prompt_tokens, load.batch * context)
     rows = answer_rows + chunk_rows
-    laws = answer_rows * model.vocab_size * (model.itemsize + _LAW_BYTES)
+    distributions = answer_rows * model.vocab_size * (model.itemsize + _PROBS_BYTES)
     # Masks are kept for a whole forward, gathered keys and values for one layer and request.
-    return rows * model.row_bytes + rows * context * model.mask_bytes + context * model.gather_bytes + laws
+    return rows * model.row_bytes + rows * context * model.mask_bytes + context * model.gather_bytes + distributions

@@ -158,7 +158,7 @@ class SimEngine:
         seconds = 0.0
         for ask in asks:
             request = by_id[ask.request_id]
-            source = request.sources[ask.option]
+            source = request.recorded[ask.option]
             assert isinstance(source, Record)
             preview = source.preview_at(request.num_emitted - 1, ask.num_draft)
             shown.setdefault(ask.request_id, {})[ask.option] = preview
@@ -211,7 +211,7 @@ class SimEngine:
             users = [part for part in users if option not in previews.of(part.request.index)]  # paid for before
             if not users:
                 continue
-            lookups = [source for part in users if isinstance(source := part.request.sources[option], Record)]
+            lookups = [source for part in users if isinstance(source := part.request.recorded[option], Record)]
             if self.setting.num_draft is None and any(source.previews for source in lookups):
                 draft_s[drafter] = sum(source.preview_s for source in lookups)
                 continue

@@ -25,14 +25,14 @@ Known = Mapping[str, Mapping[str, Chances | Records]]  # by drafter and name: ch
 class SimRequest:
     """One request on its way: `tokens` is prompt and output. Times are None until they come.
 
-    `sources` are what is known of its drafters' guesses, by option. A drafter that guesses for a request for the first
+    `recorded` is what is known of its drafters' guesses, by option. A drafter that guesses for a request for the first
     time, not in `read_by` yet, reads its text first.
     """
 
     index: int
     job: Job
     setting: SimSetting
-    sources: tuple[Chances | Record, ...]
+    recorded: tuple[Chances | Record, ...]
     draws: tuple[float, ...]  # [output tokens] uniforms: whether a guess of this token would be right
     output_tokens: int
     urgency: Urgency
@@ -84,7 +84,7 @@ class SimRequest:
         """The next round with a budget of `num_draft` under an option."""
         if option is None or not num_draft:
             return Round()
-        source = self.sources[option]
+        source = self.recorded[option]
         if isinstance(source, Record):
             return source.at(self.num_emitted - 1, num_draft)
         return chain(num_draft, self.num_kept(source, num_draft))
@@ -98,7 +98,7 @@ class SimRequest:
 
     def emitted(self, count: int) -> tuple[int, ...]:
         """The next `count` tokens where the answer was recorded; stand-ins where it was not."""
-        for source in self.sources:
+        for source in self.recorded:
             if isinstance(source, Record) and source.previews:
                 return source.emitted(self.num_emitted - 1, count)
         return (0,) * count
@@ -131,7 +131,7 @@ def start(index: int, job: Job, setting: SimSetting, limits: Limits, seed: int, 
         index=index,
         job=job,
         setting=setting,
-        sources=sources,
+        recorded=sources,
         draws=draws,
         output_tokens=output_tokens,
         urgency=urgency(index, job.arrival_s, job.priority, job.deadline_s, limits.aging_s),

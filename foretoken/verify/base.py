@@ -1,7 +1,7 @@
 """What all rules share: the interface, sampling from weights and by exponential race, the residual distribution.
 
 Probabilities and decisions are separate, so that a rule can be proved by enumeration: `accept_probabilities` and
-`next_law` give the probability of every branch, and `verify` only compares them with uniforms.
+`next_token_weights` give the probability of every branch, and `verify` only compares them with uniforms.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
         """Unnormalised weights of the next token if the accepted path ends at `rows`: -> [len(rows), V]."""
 
     @abstractmethod
@@ -84,14 +84,14 @@ def first_max(rows: Tensor) -> Tensor:
     return torch.from_numpy(numbers.numpy().argmax(-1))
 
 
-def race_winner(law: Tensor, noise: Tensor) -> Tensor:
+def race_winner(distribution: Tensor, noise: Tensor) -> Tensor:
     """Sample by exponential race: weights [n, V] and Exp(1) noise [n, V] -> argmin noise / weights, ids [n].
 
     The result is distributed as the normalised weights. A token of weight zero is never returned; ties go to the lowest
     id.
     """
     # The inverse ratio is safe for a weight of zero; clamping avoids 0 / 0 for noise of exactly zero.
-    return first_max(law / noise.clamp(min=torch.finfo(noise.dtype).tiny))
+    return first_max(distribution / noise.clamp(min=torch.finfo(noise.dtype).tiny))
 
 
 def accept_ratio(weight: float, mass: float) -> float:
@@ -107,10 +107,10 @@ def node_terms(draft: Draft, target_probs: Tensor) -> tuple[Tensor, Tensor]:
     p = target_probs[parent_rows, draft.tokens]
     if draft.mass is None:
         return p, torch.ones_like(p)
-    mu = torch.ones(draft.num_nodes, dtype=draft.mass.laws.dtype, device=p.device)
+    mu = torch.ones(draft.num_nodes, dtype=draft.mass.distributions.dtype, device=p.device)
     nodes = [node for node, sampled in enumerate(draft.sampled) if sampled]
-    laws = [draft.mass.law_of_row[draft.parent_rows[node]] for node in nodes]
-    mu[nodes] = draft.mass.laws[laws, draft.tokens[nodes]]
+    distributions = [draft.mass.distribution_of_row[draft.parent_rows[node]] for node in nodes]
+    mu[nodes] = draft.mass.distributions[distributions, draft.tokens[nodes]]
     return p, mu
 
 
@@ -144,7 +144,7 @@ def pieces(rows: Sequence[int], matrix: Tensor) -> Iterator[Sequence[int]]:
         rows = rows[size:]
 
 
-def residual_law(
+def residual_weights(
     draft: Draft, target_probs: Tensor, rows: Sequence[int], reach: Sequence[float] | None = None
 ) -> Tensor:
     """Weights (P p - mu)_+ of the residual at `rows` where nothing was accepted: -> [len(rows), V].
@@ -154,16 +154,18 @@ def residual_law(
     rows[i], default 1. Leviathan et al. 2023 (arXiv 2211.17192) for mu = q, P = 1; valid for any sub-probability mu.
     """
     at_rows = take(target_probs, rows)  # [B, V]
-    laws = [draft.mass.law_of_row[row] if draft.mass is not None else -1 for row in rows]
+    distributions = [draft.mass.distribution_of_row[row] if draft.mass is not None else -1 for row in rows]
     child_of_row = {row: node for node, row in enumerate(draft.parent_rows)}
     weights = at_rows.clone()
-    with_law = [b for b, law in enumerate(laws) if law >= 0]
+    with_distribution = [b for b, distribution in enumerate(distributions) if distribution >= 0]
     if draft.mass is not None:
-        scale = [1.0 if reach is None else reach[b] for b in with_law]
-        weights[with_law] = left_over(
-            take(at_rows, with_law), scale, take(draft.mass.laws, [laws[b] for b in with_law])
+        scale = [1.0 if reach is None else reach[b] for b in with_distribution]
+        weights[with_distribution] = left_over(
+            take(at_rows, with_distribution),
+            scale,
+            take(draft.mass.distributions, [distributions[b] for b in with_distribution]),
         )
-    fixed = [b for b, row in enumerate(rows) if laws[b] < 0 and row in child_of_row]
+    fixed = [b for b, row in enumerate(rows) if distributions[b] < 0 and row in child_of_row]
     weights[fixed, draft.tokens[[child_of_row[rows[b]] for b in fixed]]] = 0
     return or_target(weights, at_rows)
 
@@ -185,15 +187,15 @@ def require_chains(draft: Draft, name: str) -> None:
     if draft.mass is not None:
         sampled = draft.sampled or (False,) * draft.num_nodes
         for node, row in enumerate(draft.parent_rows):
-            assert (draft.mass.law_of_row[row] >= 0) == sampled[node], (
+            assert (draft.mass.distribution_of_row[row] >= 0) == sampled[node], (
                 "a row has a distribution exactly when its child was sampled from it"
             )
 
 
 def open_rows(draft: Draft) -> set[int]:
     """Rows where something was, or could have been, proposed: those with a child or a distribution."""
-    laws = draft.mass.law_of_row if draft.mass is not None else ()
-    return {*draft.parent_rows, *(row for row, law in enumerate(laws) if law >= 0)}
+    distributions = draft.mass.distribution_of_row if draft.mass is not None else ()
+    return {*draft.parent_rows, *(row for row, distribution in enumerate(distributions) if distribution >= 0)}
 
 
 def path_to(draft: Draft, request: int, node: int) -> tuple[int, ...]:

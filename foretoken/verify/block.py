@@ -18,7 +18,7 @@ from foretoken.verify.base import (
     node_terms,
     pieces,
     require_chains,
-    residual_law,
+    residual_weights,
     take,
     verdict_at,
 )
@@ -43,12 +43,12 @@ class BlockRule(Rule):
         steps = _steps(draft, _bounds(draft, target_probs, p, _reach(draft, p, mu)))
         return torch.tensor(steps, dtype=target_probs.dtype, device=target_probs.device)
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
         """(P p - mu)_+ at each row: -> [len(rows), V]."""
         require_chains(draft, self.name)
         _, p, mu = _host_terms(draft, target_probs)
         reach = _reach(draft, p, mu)
-        return residual_law(draft, target_probs, rows, [reach[row] for row in rows])
+        return residual_weights(draft, target_probs, rows, [reach[row] for row in rows])
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """Find the longest accepted prefix of every request, then sample from the residual of its row."""
@@ -62,7 +62,7 @@ class BlockRule(Rule):
             start, anchor = draft.offsets[b], draft.anchor_row(b)
             passing = (i for i in range(length, 0, -1) if numbers[start + i - 1] < bounds[anchor + i])
             rows.append(anchor + next(passing, 0))
-        weights = residual_law(draft, target_probs, rows, [reach[row] for row in rows])
+        weights = residual_weights(draft, target_probs, rows, [reach[row] for row in rows])
         return verdict_at(draft, tokens, rows, draw(weights, uniforms.next).tolist(), _steps(draft, bounds))
 
 
@@ -89,15 +89,16 @@ def _bounds(draft: Draft, target_probs: Tensor, p: Sequence[float], reach: Seque
     for node, row in enumerate(draft.parent_rows):
         left[row] *= max(0.0, 1.0 - p[node])  # as for a deterministic drafted token; a row with a distribution follows
     if draft.mass is not None:
-        law_of_row = draft.mass.law_of_row
+        distribution_of_row = draft.mass.distribution_of_row
         rows = sorted(
-            (row for row, law in enumerate(law_of_row) if law >= 0), key=law_of_row.__getitem__
+            (row for row, distribution in enumerate(distribution_of_row) if distribution >= 0),
+            key=distribution_of_row.__getitem__,
         )  # consecutive distributions are read without a copy
         for some in pieces(rows, target_probs):
             owed = left_over(
                 take(target_probs, some),
                 [reach[row] for row in some],
-                take(draft.mass.laws, [law_of_row[row] for row in some]),
+                take(draft.mass.distributions, [distribution_of_row[row] for row in some]),
             )
             for row, total in zip(some, owed.sum(-1, dtype=torch.float64).tolist(), strict=True):
                 left[row] = total

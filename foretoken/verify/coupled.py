@@ -37,7 +37,7 @@ class CoupledRule(Rule):
         parent_rows = torch.tensor(draft.parent_rows, dtype=torch.int64, device=target_probs.device)
         return target_probs[parent_rows, draft.tokens] * torch.tensor(first, device=target_probs.device)
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
         """p without the row's children: -> [len(rows), V]."""
         weights = take(target_probs, rows).clone()  # [B, V]
         place = {row: b for b, row in enumerate(rows)}

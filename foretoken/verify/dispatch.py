@@ -87,13 +87,13 @@ def rule_for(draft: Draft, request: int) -> str:
         return "tree"
     if draft.mass is None:
         return "rejection"
-    sampled, law_of_row = draft.sampled or (False,) * draft.num_nodes, draft.mass.law_of_row
+    sampled, distribution_of_row = draft.sampled or (False,) * draft.num_nodes, draft.mass.distribution_of_row
     if any(
-        law_of_row[draft.parent_rows[node]] >= 0 and not sampled[node]
+        distribution_of_row[draft.parent_rows[node]] >= 0 and not sampled[node]
         for node in range(draft.offsets[request], draft.offsets[request + 1])
     ):
         return "tree"  # a sample of "nothing" beside a deterministic token
-    return "block" if any(law_of_row[row] >= 0 for row in draft.rows_of([request])) else "rejection"
+    return "block" if any(distribution_of_row[row] >= 0 for row in draft.rows_of([request])) else "rejection"
 
 
 def verify_batch(draft: Draft, target_probs: Tensor, uniforms: Uniforms, rules: Sequence[str]) -> Verdict:

@@ -28,7 +28,7 @@ class GreedyRule(Rule):
         steps = deepest_walk(draft, [tokens[node] == best[row] for node, row in enumerate(draft.parent_rows)])[1]
         return torch.tensor(steps, dtype=target_probs.dtype, device=target_probs.device)
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:  # noqa: ARG002 - the same for any draft
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:  # noqa: ARG002 - the same for any draft
         """A point mass at the argmax of each row: -> [len(rows), V]."""
         at_rows = take(target_probs, rows)  # [B, V]
         return torch.zeros_like(at_rows).scatter_(-1, first_max(at_rows)[:, None], 1)

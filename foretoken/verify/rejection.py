@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
-from foretoken.verify.base import Rule, draw, node_terms, require_chains, residual_law, verdict_at
+from foretoken.verify.base import Rule, draw, node_terms, require_chains, residual_weights, verdict_at
 
 
 class RejectionRule(Rule):
@@ -30,9 +30,9 @@ class RejectionRule(Rule):
         """min(1, p(x) / mu(x)) at every node: -> [N]."""
         return _ratios(*self.accept_terms(draft, target_probs))
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
         """(p - mu)_+ at each row; p where nothing could have been proposed: -> [len(rows), V]."""
-        return residual_law(draft, target_probs, rows)
+        return residual_weights(draft, target_probs, rows)
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """Accept up to the first rejection of every request, then sample from the residual of that row."""
@@ -47,7 +47,7 @@ class RejectionRule(Rule):
             rows.append(
                 draft.anchor_row(b) + next((node for node in range(length) if not passes[start + node]), length)
             )
-        next_tokens = draw(self.next_law(draft, target_probs, rows), uniforms.next).tolist()
+        next_tokens = draw(self.next_token_weights(draft, target_probs, rows), uniforms.next).tolist()
         return verdict_at(draft, [int(token) for token in tokens], rows, next_tokens, ratios)
 
 

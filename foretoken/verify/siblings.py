@@ -20,7 +20,7 @@ from foretoken.verify.base import accept_ratio, host_lists, left_over, node_term
 class Proposals:
     """The proposals at one row, in the order of testing: sampled ones, then the deterministic ones."""
 
-    laws: tuple[int, ...]  # distribution of each sample, given the earlier samples from the same row
+    distributions: tuple[int, ...]  # distribution of each sample, given the earlier samples from the same row
     drawn: tuple[int | None, ...]  # the node of each sample, None where it gave nothing
     fixed: tuple[int, ...]  # deterministic nodes
 
@@ -31,17 +31,17 @@ class Proposals:
 
 
 @dataclass(frozen=True)
-class FurtherLaw:
+class FurtherDistribution:
     """One of the draft's distributions without some tokens, rescaled to its original sum: what `node`, a later sibling,
     was sampled from.
     """
 
     node: int
-    law: int
+    distribution: int
     without: tuple[int, ...]
 
 
-def read_proposals(draft: Draft, tokens: Sequence[int]) -> tuple[list[Proposals], list[FurtherLaw]]:
+def read_proposals(draft: Draft, tokens: Sequence[int]) -> tuple[list[Proposals], list[FurtherDistribution]]:
     """The proposals at every row [R], from host tokens [N], and the distributions needed besides the draft's M:
     distribution M + i is further distribution i.
 
@@ -49,31 +49,33 @@ def read_proposals(draft: Draft, tokens: Sequence[int]) -> tuple[list[Proposals]
     cannot be reached.
     """
     sampled = draft.sampled or (False,) * draft.num_nodes
-    law_of_row = draft.mass.law_of_row if draft.mass is not None else ()
+    distribution_of_row = draft.mass.distribution_of_row if draft.mass is not None else ()
     home = list(range(draft.num_rows))  # the row that holds the proposals of a row
     draws: list[list[tuple[int, int | None]]] = [[] for _ in home]  # distribution and node, by row
     fixed: list[dict[int, int]] = [{} for _ in home]  # token -> node
     drawn_tokens: list[tuple[int, ...]] = [() for _ in home]
-    further: list[FurtherLaw] = []
+    further: list[FurtherDistribution] = []
     for node, (row, parent) in enumerate(zip(node_rows(draft), draft.parent_rows, strict=True)):
         if not sampled[node]:
             first = fixed[home[parent]].setdefault(tokens[node], node)
             home[row] = home[row + first - node]
             continue
         assert draft.mass is not None
-        law, earlier = law_of_row[parent], drawn_tokens[parent]
+        distribution, earlier = distribution_of_row[parent], drawn_tokens[parent]
         if earlier:
-            further.append(FurtherLaw(node, law, earlier))
-            law = draft.mass.laws.shape[0] + len(further) - 1
-        draws[parent].append((law, node))
+            further.append(FurtherDistribution(node, distribution, earlier))
+            distribution = draft.mass.distributions.shape[0] + len(further) - 1
+        draws[parent].append((distribution, node))
         drawn_tokens[parent] = (*earlier, tokens[node])
     gathered: list[list[tuple[int, int | None]]] = [[] for _ in home]
-    for row, law in enumerate(law_of_row):
+    for row, distribution in enumerate(distribution_of_row):
         # In the order of the rows: the position of a sample must not depend on whether it gave a token.
-        gathered[home[row]] += draws[row] or ([(law, None)] if law >= 0 else [])
+        gathered[home[row]] += draws[row] or ([(distribution, None)] if distribution >= 0 else [])
     found = [
         Proposals(
-            tuple(law for law, _ in gathered[row]), tuple(node for _, node in gathered[row]), tuple(fixed[row].values())
+            tuple(distribution for distribution, _ in gathered[row]),
+            tuple(node for _, node in gathered[row]),
+            tuple(fixed[row].values()),
         )
         for row in range(draft.num_rows)
     ]
@@ -108,7 +110,7 @@ class Residuals:
         self.proposals, further = read_proposals(draft, self.tokens)
         self.rows = node_rows(draft)
         if draft.mass is not None:
-            self.laws = self._with_further_laws(draft.mass.laws, further)
+            self.distributions = self._with_further_distributions(draft.mass.distributions, further)
         self.reach = [1.0] * draft.num_rows  # P
         self.total = [1.0] * draft.num_rows
         self.num_refused = [0] * draft.num_rows  # samples rejected at each row
@@ -121,13 +123,13 @@ class Residuals:
         """Rows where something was, or could have been, proposed."""
         return {row for row, one in enumerate(self.proposals) if one.drawn or one.fixed}
 
-    def _with_further_laws(self, laws: Tensor, further: Sequence[FurtherLaw]) -> Tensor:
-        """The draft's `laws` [M, V] and the further ones, [M + len(further), V]; also sets `mass` of the nodes sampled
-        from the latter.
+    def _with_further_distributions(self, distributions: Tensor, further: Sequence[FurtherDistribution]) -> Tensor:
+        """The draft's `distributions` [M, V] and the further ones, [M + len(further), V]; also sets `mass` of the nodes
+        sampled from the latter.
         """
         if not further:
-            return laws
-        whole = laws[[one.law for one in further]]  # [K, V]
+            return distributions
+        whole = distributions[[one.distribution for one in further]]  # [K, V]
         rest = whole.clone()
         places = [(k, token) for k, one in enumerate(further) for token in one.without]
         rest[[k for k, _ in places], [token for _, token in places]] = 0
@@ -138,7 +140,7 @@ class Residuals:
         masses = rest[list(range(len(further))), [self.tokens[one.node] for one in further]].tolist()
         for one, mass in zip(further, masses, strict=True):
             self.mass[one.node] = mass
-        return torch.cat((laws, rest))
+        return torch.cat((distributions, rest))
 
     def judge(self, bottom_up: bool) -> None:
         """Set `step` of every node and, bottom up, `reach` of every row to the probability of ending there once its
@@ -184,8 +186,8 @@ class Residuals:
             scales = [
                 self._last_scale[row] if row in self._last_scale else 1.0 / self.total[row] for row in chosen
             ]  # P is 1 top down
-            laws = take(self.laws, [self.proposals[row].laws[-1] for row in chosen])
-            weights[with_draw] = left_over(self._owed(chosen), scales, laws)
+            distributions = take(self.distributions, [self.proposals[row].distributions[-1] for row in chosen])
+            weights[with_draw] = left_over(self._owed(chosen), scales, distributions)
         places = [(i, self.tokens[node]) for i, row in enumerate(rows) for node in self.proposals[row].fixed]
         weights[[i for i, _ in places], [token for _, token in places]] = 0
         return or_target(weights, at_rows)
@@ -202,11 +204,11 @@ class Residuals:
 
     def _refuse_draw(self, rows: Sequence[int]) -> None:
         """Reject the next sample of every given row, whether it gave a token or nothing."""
-        law_of = {row: self.proposals[row].laws[self.num_refused[row]] for row in rows}
+        law_of = {row: self.proposals[row].distributions[self.num_refused[row]] for row in rows}
         ordered = sorted(rows, key=law_of.__getitem__)  # consecutive distributions are read without a copy
         for some in pieces(ordered, self.target_probs):
             scales = [self.reach[row] / self.total[row] for row in some]
-            left = left_over(self._owed(some), scales, take(self.laws, [law_of[row] for row in some]))
+            left = left_over(self._owed(some), scales, take(self.distributions, [law_of[row] for row in some]))
             nodes = [(i, node) for i, row in enumerate(some) for node in self.proposals[row].children]
             at_nodes = left[[i for i, _ in nodes], [self.tokens[node] for _, node in nodes]]
             totals, found = host_lists(left.sum(-1, dtype=torch.float64), at_nodes)

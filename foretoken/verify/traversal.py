@@ -29,7 +29,7 @@ class TraversalRule(Rule):
         residuals.judge(bottom_up=True)
         return torch.tensor(_shares(residuals), dtype=target_probs.dtype, device=target_probs.device)
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
         """Residual weights of each row once all its children are rejected: -> [len(rows), V]."""
         residuals = Residuals(draft, target_probs)
         residuals.judge(bottom_up=True)

@@ -35,7 +35,7 @@ class TreeRule(Rule):
         residuals.judge(bottom_up=False)
         return torch.tensor(_shares(residuals), dtype=target_probs.dtype, device=target_probs.device)
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
         """The residual of each row without its deterministic children: -> [len(rows), V]."""
         residuals = Residuals(draft, target_probs)
         residuals.judge(bottom_up=False)

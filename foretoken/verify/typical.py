@@ -32,7 +32,7 @@ class TypicalRule(Rule):
         steps = deepest_walk(draft, _plausible(draft, target_probs).tolist())[1]
         return torch.tensor(steps, dtype=target_probs.dtype, device=target_probs.device)
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:  # noqa: ARG002 - p for any draft
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:  # noqa: ARG002 - p for any draft
         """p at each row: -> [len(rows), V]."""
         return take(target_probs, rows)
 

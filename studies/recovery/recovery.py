@@ -250,7 +250,7 @@ def _run(stage: Stage, script: ScriptedDrafter, setting: BatchSetting, batch: in
     ]
     seconds: list[float] = []
     try:
-        while not all(state.origins for state in states):
+        while not all(state.provenance for state in states):
             engine.step()
             _check_alive(states)
         for chosen in script.chosen.values():

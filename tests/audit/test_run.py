@@ -91,8 +91,8 @@ def test_a_sound_engine_passes(pair: SimpleNamespace, rule: str, drafter: str | 
 
 
 def test_auto_is_audited_with_and_without_a_seed(pair: SimpleNamespace) -> None:
-    """A request with a seed is coupled, one without takes the block rule for sampled chains: both laws are looked
-    at.
+    """A request with a seed is coupled, one without takes the block rule for sampled chains: both distributions are
+    looked at.
     """
     checks = [check for check in audit(pair, "auto", num_prompts=2).checks if check.name in LAW]
     assert {check.where for check in checks} == {
@@ -152,7 +152,7 @@ def test_long_prompts_are_cut_to_their_end(pair: SimpleNamespace) -> None:
 
 
 def residual_is_target(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RejectionRule, "next_law", lambda self, draft, probs, rows: probs[list(rows)])
+    patch.setattr(RejectionRule, "next_token_weights", lambda self, draft, probs, rows: probs[list(rows)])
 
 
 def accepts_by_q(patch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def accepts_by_q(patch: pytest.MonkeyPatch) -> None:
 
 
 def declares(laws_of: Callable[[Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
-    """A drafter whose mass is not the law that it drew from."""
+    """A drafter whose mass is not the distribution that it drew from."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         propose = DraftModelDrafter.propose
@@ -171,7 +171,7 @@ def declares(laws_of: Callable[[Tensor], Tensor]) -> Callable[[pytest.MonkeyPatc
             return (
                 draft
                 if draft.mass is None
-                else replace(draft, mass=Mass(laws_of(draft.mass.laws), draft.mass.law_of_row))
+                else replace(draft, mass=Mass(laws_of(draft.mass.distributions), draft.mass.distribution_of_row))
             )
 
         patch.setattr(DraftModelDrafter, "propose", lying)
@@ -179,19 +179,19 @@ def declares(laws_of: Callable[[Tensor], Tensor]) -> Callable[[pytest.MonkeyPatc
     return plant
 
 
-def flattened(laws: Tensor) -> Tensor:
-    return laws.sqrt() / laws.sqrt().sum(-1, keepdim=True)
+def flattened(distributions: Tensor) -> Tensor:
+    return distributions.sqrt() / distributions.sqrt().sum(-1, keepdim=True)
 
 
 class Stale:
-    """The laws of the round before, where it had as many."""
+    """The distributions of the round before, where it had as many."""
 
     def __init__(self) -> None:
         self.before: Tensor | None = None
 
-    def __call__(self, laws: Tensor) -> Tensor:
-        before, self.before = self.before, laws
-        return before if before is not None and before.shape == laws.shape else laws
+    def __call__(self, distributions: Tensor) -> Tensor:
+        before, self.before = self.before, distributions
+        return before if before is not None and before.shape == distributions.shape else distributions
 
 
 def another_temperature(patch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,13 @@ def another_temperature(patch: pytest.MonkeyPatch) -> None:
         (declares(Stale()), "distribution: no bias by the draft"),
         (another_temperature, "distribution: sharpness"),
     ],
-    ids=["residual is the target", "tested with q", "declares another law", "stale laws", "temperature"],
+    ids=[
+        "residual is the target",
+        "tested with q",
+        "declares another distribution",
+        "stale distributions",
+        "temperature",
+    ],
 )
 def test_a_wrong_law_is_found(
     pair: SimpleNamespace, plant: Callable[[pytest.MonkeyPatch], None], check: str, monkeypatch: pytest.MonkeyPatch
@@ -312,7 +318,7 @@ def test_seeds_that_do_not_repeat_are_found(pair: SimpleNamespace, monkeypatch: 
 def test_coupled_noise_that_belongs_to_the_round_is_found(
     pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The law stays right and a run repeats itself, but another number of guesses gives another answer."""
+    """The distribution stays right and a run repeats itself, but another number of guesses gives another answer."""
     at = RaceNoise.at
 
     def of_the_round(self: RaceNoise, positions: Sequence[int]) -> Tensor:

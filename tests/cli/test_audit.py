@@ -88,7 +88,7 @@ def test_a_model_with_a_tokenizer_needs_no_file(foretoken: Run, text_pair: Simpl
 def test_what_fails_is_exit_code_5_and_still_reported(
     foretoken: Run, pair: SimpleNamespace, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RejectionRule, "next_law", lambda self, draft, probs, rows: probs[list(rows)])
+    monkeypatch.setattr(RejectionRule, "next_token_weights", lambda self, draft, probs, rows: probs[list(rows)])
     common = [
         "audit",
         "-t",

@@ -57,9 +57,9 @@ def point(tokens: Sequence[int], parents: Sequence[int] | None = None, lengths: 
     return Draft(torch.tensor(tokens, dtype=torch.int64), tuple(parents), tuple(offsets), ("x",) * len(lengths))
 
 
-def drawn(law: Sequence[float], token: int = 2, rows: Sequence[int] = (0, -1)) -> Draft:
-    """One guess, drawn from `law`."""
-    return replace(point([token]), sampled=(True,), mass=Mass(torch.tensor([law]), tuple(rows)))
+def drawn(distribution: Sequence[float], token: int = 2, rows: Sequence[int] = (0, -1)) -> Draft:
+    """One guess, drawn from `distribution`."""
+    return replace(point([token]), sampled=(True,), mass=Mass(torch.tensor([distribution]), tuple(rows)))
 
 
 FAIR = [1 / V] * V
@@ -90,10 +90,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: replace(point([2]), sampled=(True,), mass=Mass(torch.tensor([FAIR]).half(), (0, -1))),
         "float16",
     ),
-    "no law": (lambda: drawn(FAIR, rows=(-1, -1)), "without its distribution"),
-    "a law that is not there": (lambda: drawn(FAIR, rows=(1, -1)), "law_of_row"),
-    "law -2": (lambda: drawn(FAIR, rows=(-2, -1)), "law_of_row"),
-    "too few rows": (lambda: drawn(FAIR, rows=(0,)), "law_of_row"),
+    "no distribution": (lambda: drawn(FAIR, rows=(-1, -1)), "without its distribution"),
+    "a distribution that is not there": (lambda: drawn(FAIR, rows=(1, -1)), "distribution_of_row"),
+    "distribution -2": (lambda: drawn(FAIR, rows=(-2, -1)), "distribution_of_row"),
+    "too few rows": (lambda: drawn(FAIR, rows=(0,)), "distribution_of_row"),
     "drawn outside": (lambda: drawn(FAIR, token=V), f"token id {V}"),
     "drawn, and a parent far away": (lambda: replace(drawn(FAIR), parents=(-9,)), "."),
     "probes beyond the grant": (

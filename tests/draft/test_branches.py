@@ -1,4 +1,4 @@
-"""Trees that a model drafts: the best ones, the law of the sampled ones, and what may decide their shape."""
+"""Trees that a model drafts: the best ones, the distribution of the sampled ones, and what may decide their shape."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def growth_of(
     return Growth(BatchEntry(request, 0, (0,), True, budget, None, noise), budget, budget)
 
 
-def grow(growth: Growth, laws: Tables, context: Tokens = ()) -> Growth:
+def grow(growth: Growth, distributions: Tables, context: Tokens = ()) -> Growth:
     while growth.frontier:
-        rows = np.array([laws[context + growth.path(node)] for node in growth.frontier])
+        rows = np.array([distributions[context + growth.path(node)] for node in growth.frontier])
         with np.errstate(divide="ignore"):
             extend([growth], torch.tensor(np.log(rows)))
     return growth
@@ -69,12 +69,12 @@ def grow(growth: Growth, laws: Tables, context: Tokens = ()) -> Growth:
 def spot_of(growth: Growth, node: int = -1) -> Spot:
     """The tree as the enumeration wants it."""
     kids = [n for n, parent in enumerate(growth.parents) if parent == node]
-    law = growth.masses.get(node)
+    distribution = growth.masses.get(node)
     children = [
         Child(growth.tokens[n], growth.sampled[n], spot_of(growth, n))
         for n in sorted(kids, key=lambda n: not growth.sampled[n])
     ]
-    return Spot(None if law is None else law.numpy(), tuple(children))
+    return Spot(None if distribution is None else distribution.numpy(), tuple(children))
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def drafter_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Drafter]:
         tree: str,
         budget: int,
         branching: object,
-        laws: Tables = LAWS,
+        distributions: Tables = LAWS,
         edit: Callable[[Growth], Growth] = lambda growth: growth,
         **options: object,
     ) -> Drafter:
@@ -93,7 +93,7 @@ def drafter_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Drafter]:
             monkeypatch.setattr(
                 branches, "sample", lambda rest, u: torch.tensor([choice.pick(row) for row in rest.tolist()])
             )
-            return spot_of(edit(grow(growth_of(tree, budget, branching, **options), laws, context)))
+            return spot_of(edit(grow(growth_of(tree, budget, branching, **options), distributions, context)))
 
         return propose
 
@@ -109,8 +109,8 @@ def error(rule: str, drafter: Drafter) -> float:
 @pytest.mark.parametrize("rule", ["tree", "traversal"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_one_round_has_the_law_of_the_target(drafter_of: Callable[..., Drafter], rule: str, shape: tuple) -> None:
-    for laws in (LAWS, RandomTables(VOCAB, seed=83, holes=0.4)):
-        assert error(rule, drafter_of(*shape, laws)) < EXACT
+    for distributions in (LAWS, RandomTables(VOCAB, seed=83, holes=0.4)):
+        assert error(rule, drafter_of(*shape, distributions)) < EXACT
     assert (len(drafter_of(*shape)(Choice(), ()).children) > 1) == (shape[2] is not None), "the test means something"
     for options in ({"min_confidence": 0.6}, {"draft_top_k": 2}):
         assert error(rule, drafter_of(*shape, **options)) < EXACT
@@ -136,8 +136,8 @@ def ranked_by_value(growth: Growth) -> Growth:
     kept = branches.best_nodes(growth.parents, values, growth.budget - 2)
     place = {-1: -1} | {node: i for i, node in enumerate(kept)}
     fields = {name: [getattr(growth, name)[node] for node in kept] for name in ("tokens", "sampled", "estimates")}
-    laws = {place[row]: law for row, law in growth.masses.items() if row in place}
-    return replace(growth, parents=[place[growth.parents[node]] for node in kept], masses=laws, **fields)
+    distributions = {place[row]: distribution for row, distribution in growth.masses.items() if row in place}
+    return replace(growth, parents=[place[growth.parents[node]] for node in kept], masses=distributions, **fields)
 
 
 @pytest.mark.parametrize("rule", ["tree", "traversal"])
@@ -176,18 +176,19 @@ def _pick(rest: Tensor, which: int) -> Tensor:
 @pytest.mark.parametrize("branching", [3, 2, (3, 2, 1)])
 @pytest.mark.parametrize("budget", [1, 3, 6])
 def test_a_greedy_tree_holds_the_likeliest_paths(seed: int, branching: object, budget: int) -> None:
-    """Against all paths of the draft's law that the branching allows."""
-    laws = RandomTables(VOCAB, seed=seed)
-    growth = grow(growth_of("best_first", budget, branching, temperature=0.0), laws)
+    """Against all paths of the draft's distribution that the branching allows."""
+    distributions = RandomTables(VOCAB, seed=seed)
+    growth = grow(growth_of("best_first", budget, branching, temperature=0.0), distributions)
     depth = len(branching) if isinstance(branching, tuple) else budget
     every = []
     for path in itertools.chain.from_iterable(itertools.product(range(VOCAB), repeat=d) for d in range(1, depth + 1)):
-        steps = [laws[path[:i]] for i in range(len(path))]
+        steps = [distributions[path[:i]] for i in range(len(path))]
         allowed = [branching[i] if isinstance(branching, tuple) else branching for i in range(len(path))]
         if all(
-            np.argsort(-law).tolist().index(token) < most for law, token, most in zip(steps, path, allowed, strict=True)
+            np.argsort(-distribution).tolist().index(token) < most
+            for distribution, token, most in zip(steps, path, allowed, strict=True)
         ):
-            every.append(float(np.prod([law[token] for law, token in zip(steps, path, strict=True)])))
+            every.append(float(np.prod([distribution[token] for distribution, token in zip(steps, path, strict=True)])))
     chosen = growth.chosen()
     assert sorted((growth.estimates[node] for node in chosen), reverse=True) == pytest.approx(
         sorted(every, reverse=True)[:budget]
@@ -201,10 +202,10 @@ def test_guesses_come_likeliest_first(tree: str, temperature: float) -> None:
     """So that what is learnt about the k-th place holds for every budget; a smaller greedy tree is the beginning of a
     larger one.
     """
-    laws = RandomTables(VOCAB, seed=9)
+    distributions = RandomTables(VOCAB, seed=9)
     drafts = []
     for budget in (3, 6):
-        growth = grow(growth_of(tree, budget, 3, temperature), laws)
+        growth = grow(growth_of(tree, budget, 3, temperature), distributions)
         chosen = growth.chosen()
         assert [growth.estimates[node] for node in chosen] == sorted(
             (growth.estimates[node] for node in chosen), reverse=True
@@ -218,22 +219,22 @@ def test_guesses_come_likeliest_first(tree: str, temperature: float) -> None:
 
 @pytest.mark.parametrize("tree", ["static", "best_first"])
 def test_a_coupled_tree_holds_the_leaders_of_the_race(tree: str) -> None:
-    """The children of a guess are those that arrive first of the draft's law with the noise of their position, the
-    winner among them.
+    """The children of a guess are those that arrive first of the draft's distribution with the noise of their position,
+    the winner among them.
     """
-    laws = RandomTables(6, seed=5)
+    distributions = RandomTables(6, seed=5)
     for seed in range(10):
         noise = RaceNoise(seed, 6)
-        growth = grow(growth_of(tree, 8, 3, noise=noise), laws)
+        growth = grow(growth_of(tree, 8, 3, noise=noise), distributions)
         chosen = growth.chosen()
         assert not growth.masses
         for node in (-1, *chosen):
             children = [growth.tokens[n] for n in chosen if growth.parents[n] == node]
             path = growth.path(node)
-            arrival = noise.at([1 + len(path)])[0].numpy() / laws[path]
+            arrival = noise.at([1 + len(path)])[0].numpy() / distributions[path]
             assert set(children) == set(np.argsort(arrival)[: len(children)].tolist())
             if children:
-                assert int(race_winner(torch.tensor(laws[path])[None], noise.at([1 + len(path)]))) in children
+                assert int(race_winner(torch.tensor(distributions[path])[None], noise.at([1 + len(path)]))) in children
 
 
 def test_a_static_tree_has_its_shape_whatever_the_laws() -> None:

@@ -1,5 +1,5 @@
-"""The cascade: its tokens have the law of the last level, the mass handed over is that law, and no level keeps what was
-refused.
+"""The cascade: its tokens have the distribution of the last level, the mass handed over is that distribution, and no
+level keeps what was refused.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ TWO = SpecConfig("cascade", parts=(SpecConfig("draft_model", draft="a"), SpecCon
 ONE = SpecConfig("cascade", "b")
 
 
-# --- the law ---
+# --- the distribution ---
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "tree"])
 @pytest.mark.parametrize("inner", ["model", "point", "coin", "stopped"])
 def test_the_mass_to_hand_over_is_the_law_of_the_middle(rule: str, inner: str) -> None:
     """Inner rounds of any drafter under any rule, until two tokens are there; the outer rule is exact with the middle's
-    law and no other.
+    distribution and no other.
     """
     wrong = []
     for seed in range(4):
@@ -51,20 +51,20 @@ def test_the_mass_to_hand_over_is_the_law_of_the_middle(rule: str, inner: str) -
         drafters = [chain_drafter(inner, 2, small, seed), chain_drafter(inner, 1, small, seed)]
         made = chained(RULES[rule], drafters, middle, 2)
 
-        def outer(laws: RandomTables, made: dict = made, target: RandomTables = target) -> float:
+        def outer(distributions: RandomTables, made: dict = made, target: RandomTables = target) -> float:
             cases = [
-                Case((), tuple(Guess(token, laws[text[:k]]) for k, token in enumerate(text)), weight)
+                Case((), tuple(Guess(token, distributions[text[:k]]) for k, token in enumerate(text)), weight)
                 for text, weight in made.items()
             ]
             return max_error(complete(emitted_law(RULES["block"], cases, target), target, 3), joint(target, 3))
 
         assert outer(middle) < EXACT
         wrong.append(outer(small))
-    assert max(wrong) > 0.05, "the law of the inner drafter bends the answer"
+    assert max(wrong) > 0.05, "the distribution of the inner drafter bends the answer"
 
 
 def tables(seed: int) -> ScriptedModel:
-    """A model whose law is a table of random logits by the last two tokens."""
+    """A model whose distribution is a table of random logits by the last two tokens."""
 
     logits = (1.5 * np.random.default_rng(seed).standard_normal((VOCAB, VOCAB, VOCAB))).tolist()
     return ScriptedModel(lambda context: logits[context[-2] if len(context) > 1 else 0][context[-1]], VOCAB)
@@ -90,7 +90,7 @@ def draft_once(drafter: CascadeDrafter | DraftModelDrafter, entries: list[BatchE
 
 
 def law_p_value(drafter: CascadeDrafter, spec: SpecConfig, count: int = 2500) -> float:
-    """Chi-square of three drafted tokens against the law of the last level."""
+    """Chi-square of three drafted tokens against the distribution of the last level."""
     draft = draft_once(drafter, entries_of(count, 3, spec, SamplingParams(temperature=1.0)))
     assert draft.lengths == (3,) * count
     found = draft.tokens.reshape(count, 3)
@@ -153,14 +153,14 @@ def test_the_mass_is_the_law_of_the_last_level(levels: int, top_k: int) -> None:
     assert all(draft.sampled)
     for b in range(40):
         for row, path in zip(draft.rows_of([b]), draft.paths(b), strict=True):
-            law = draft.mass.law_of_row[row]
+            distribution = draft.mass.distribution_of_row[row]
             if len(path) == 4:
-                assert law == -1
+                assert distribution == -1
                 continue
             expected = (torch.tensor(drafter.levels[-1].model.script(PROMPT + path)) / 0.7).softmax(-1)
             if top_k:
                 expected = torch.where(expected >= expected.topk(top_k).values[-1], expected, 0)
-            torch.testing.assert_close(draft.mass.laws[law], expected / expected.sum())
+            torch.testing.assert_close(draft.mass.distributions[distribution], expected / expected.sum())
 
 
 @pytest.mark.parametrize("coupled", [False, True])
@@ -245,8 +245,8 @@ def test_a_part_hands_over_at_most_its_own_number() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_level_that_is_unsure_stops_before_the_draw(temperature: float) -> None:
-    """Where, its law alone decides: the tokens before are the same, and the place after the last guess leaves no
-    mass.
+    """Where, its distribution alone decides: the tokens before are the same, and the place after the last guess leaves
+    no mass.
     """
     params = SamplingParams(temperature=temperature)
     drafter = CascadeDrafter([tables(2)], NgramDrafter())
@@ -260,7 +260,7 @@ def test_a_level_that_is_unsure_stops_before_the_draw(temperature: float) -> Non
             torch.tensor(drafter.levels[-1].model.script(PROMPT + full[:k])).softmax(-1).max().item() for k in range(5)
         ]
         assert len(own) == next((k for k in range(5) if confidence[k] < 0.6), 5)
-        assert sure.mass is None or sure.mass.law_of_row[sure.rows_of([b])[-1]] == -1
+        assert sure.mass is None or sure.mass.distribution_of_row[sure.rows_of([b])[-1]] == -1
 
 
 @pytest.mark.parametrize("slots", [4, 40, 80])

@@ -146,7 +146,7 @@ def test_trees_where_the_rule_takes_them_and_chains_elsewhere(
 def test_sampled_drafts_keep_the_contract(
     llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], plain: Outputs, temperature: float
 ) -> None:
-    """The laws sum to one, drawn tokens lie in their support, the drafter's state follows the text: checked by
+    """The distributions sum to one, drawn tokens lie in their support, the drafter's state follows the text: checked by
     `Watched`.
     """
     params = [
@@ -172,7 +172,7 @@ def test_laws_of_a_draft_model_are_whole(
     def record(batch: Batch) -> object:
         draft = original(batch)
         if draft.mass is not None:
-            sums.append(draft.mass.laws.double().sum(-1))
+            sums.append(draft.mass.distributions.double().sum(-1))
         return draft
 
     monkeypatch.setattr(watched.inner, "propose", record)
@@ -219,9 +219,9 @@ def test_eos_inside_an_accepted_run(name: str) -> None:
         run(engine)
         assert state.output_ids == list(range(3, eos + 1))
         assert state.finish_reason == "stop"
-        assert state.stats.num_emitted == len(state.output_ids) == len(state.origins)
-        assert state.stats.num_accepted == sum(origin.kind == "accepted" for origin in state.origins)
-        cut_runs += state.origins[-1].kind == "accepted"  # a whole round ends with a token of the target's own
+        assert state.stats.num_emitted == len(state.output_ids) == len(state.provenance)
+        assert state.stats.num_accepted == sum(origin.kind == "accepted" for origin in state.provenance)
+        cut_runs += state.provenance[-1].kind == "accepted"  # a whole round ends with a token of the target's own
     assert cut_runs > 5  # the test means something
 
 

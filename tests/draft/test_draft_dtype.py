@@ -1,5 +1,5 @@
-"""`draft_dtype`: a draft in another format than its checkpoint, also the target's own copy, and the law it hands
-over.
+"""`draft_dtype`: a draft in another format than its checkpoint, also the target's own copy, and the distribution it
+hands over.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def spec_of(draft: Path, dtype: str, rule: str = "block") -> SpecConfig:
 
 
 def law_after(folder: Path, ids: list[int], quant: str | None) -> Tensor:
-    """Law of the token that follows `ids`, from a decoder of its own."""
+    """Distribution of the token that follows `ids`, from a decoder of its own."""
     decoder = load_decoder(folder, dtype="float32", quant=quant)
     with torch.no_grad():
         hidden = decoder(torch.tensor(ids), torch.arange(len(ids)), PackedAttention(decoder.config, 1, len(ids)))
@@ -64,7 +64,7 @@ def test_the_mass_is_the_law_of_the_low_bit_model(
         text = [*out.prompt_ids, *out.token_ids][:start]
         assert all(draft.sampled)
         for place in range(draft.num_nodes):
-            given = draft.mass.laws[draft.mass.law_of_row[place]]
+            given = draft.mass.distributions[draft.mass.distribution_of_row[place]]
             before = [*text, *draft.tokens[:place].tolist()]
             torch.testing.assert_close(given, law_after(pair.draft, before, kind), atol=1e-5, rtol=0)
             assert (given - law_after(pair.draft, before, None)).abs().max() > 1e-4
@@ -72,7 +72,7 @@ def test_the_mass_is_the_law_of_the_low_bit_model(
 
 
 def test_one_drafter_per_draft_and_format(llm: LLM, pair: SimpleNamespace) -> None:
-    """Side by side in one batch each request is judged by the laws of its own draft."""
+    """Side by side in one batch each request is judged by the distributions of its own draft."""
     specs = [spec_of(pair.draft, dtype) for dtype in ("auto", *QUANTISED, "float16")]
     models = [drafter_of(llm, spec).model for spec in specs]
     assert len({id(model) for model in models}) == 4

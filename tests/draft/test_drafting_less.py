@@ -1,5 +1,5 @@
-"""Ways to draft less hand over the mass they really drew from; that the law survives is shown in tests/verify and
-tests/engine/test_law.py.
+"""Ways to draft less hand over the mass they really drew from; that the distribution survives is shown in tests/verify
+and tests/engine/test_law.py.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ def test_a_coin_scales_the_mass_also_where_it_said_no(drafter: DraftModelDrafter
     stopped = 0
     for b, length in enumerate(scaled.lengths):
         rows = scaled.rows_of([b])
-        laws = [scaled.mass.law_of_row[row] for row in rows]
-        full = whole.mass.laws[[whole.mass.law_of_row[row] for row in whole.rows_of([b])[:NUM_DRAFT]]]
+        distributions = [scaled.mass.distribution_of_row[row] for row in rows]
+        full = whole.mass.distributions[[whole.mass.distribution_of_row[row] for row in whole.rows_of([b])[:NUM_DRAFT]]]
         assert (
             scaled.tokens[scaled.offsets[b] : scaled.offsets[b + 1]].tolist()
             == whole.tokens[whole.offsets[b] :][:length].tolist()
         )
         for place in range(length):
-            torch.testing.assert_close(scaled.mass.laws[laws[place]], probability * full[place])
+            torch.testing.assert_close(scaled.mass.distributions[distributions[place]], probability * full[place])
         if length < NUM_DRAFT:
-            torch.testing.assert_close(scaled.mass.laws[laws[length]], probability * full[length])
+            torch.testing.assert_close(scaled.mass.distributions[distributions[length]], probability * full[length])
             stopped += 1
         else:
-            assert laws[length] == -1
+            assert distributions[length] == -1
     drafted = sum(scaled.lengths)
     assert (
         abs(drafted / (drafted + stopped) - probability)
@@ -81,10 +81,12 @@ def test_confidence_stops_before_the_draw_and_leaves_no_mass(drafter: DraftModel
     sure = propose(drafter, 30, min_confidence=0.08)
     assert 0 < sum(sure.lengths) < sum(whole.lengths)
     for b, length in enumerate(sure.lengths):
-        confidence = whole.mass.laws[[whole.mass.law_of_row[row] for row in whole.rows_of([b])[:NUM_DRAFT]]].amax(-1)
+        confidence = whole.mass.distributions[
+            [whole.mass.distribution_of_row[row] for row in whole.rows_of([b])[:NUM_DRAFT]]
+        ].amax(-1)
         assert (confidence[:length] >= 0.08).all()
         assert length == NUM_DRAFT or confidence[length] < 0.08
-        assert sure.mass is None or sure.mass.law_of_row[sure.rows_of([b])[-1]] == -1
+        assert sure.mass is None or sure.mass.distribution_of_row[sure.rows_of([b])[-1]] == -1
 
 
 def test_confidence_of_a_greedy_request_is_that_of_its_law_at_temperature_1(drafter: DraftModelDrafter) -> None:
@@ -97,10 +99,10 @@ def test_confidence_of_a_greedy_request_is_that_of_its_law_at_temperature_1(draf
 
 def test_a_cut_vocabulary_is_drawn_from_and_declared(drafter: DraftModelDrafter) -> None:
     cut = propose(drafter, 30, draft_top_k=3)
-    assert ((cut.mass.laws > 0).sum(-1) == 3).all()
-    torch.testing.assert_close(cut.mass.laws.sum(-1), torch.ones(len(cut.mass.laws)))
-    laws = cut.mass.laws[[cut.mass.law_of_row[row] for row in cut.parent_rows]]
-    assert (laws.gather(1, cut.tokens[:, None]) > 0).all()
+    assert ((cut.mass.distributions > 0).sum(-1) == 3).all()
+    torch.testing.assert_close(cut.mass.distributions.sum(-1), torch.ones(len(cut.mass.distributions)))
+    distributions = cut.mass.distributions[[cut.mass.distribution_of_row[row] for row in cut.parent_rows]]
+    assert (distributions.gather(1, cut.tokens[:, None]) > 0).all()
 
 
 def test_a_coupled_draft_ships_no_laws(drafter: DraftModelDrafter) -> None:
@@ -134,8 +136,8 @@ def test_the_best_draft_probability() -> None:
 
 
 def test_auto_learns_from_finished_rounds(llm: LLM, pair: SimpleNamespace) -> None:
-    """The estimates are those of the laws: after some rounds the controller knows them, and forgets a request that
-    ended.
+    """The estimates are those of the distributions: after some rounds the controller knows them, and forgets a request
+    that ended.
     """
     spec = SpecConfig("draft_model", str(pair.draft), num_draft=4, draft_probability="auto", rule="block")
     llm.generate([PROMPT], SamplingParams(max_tokens=1), spec)  # loads the draft

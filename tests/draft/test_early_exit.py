@@ -213,11 +213,13 @@ def test_the_mass_is_the_law_of_the_layers_that_drafted(folder: Path) -> None:
             hidden = decoder(
                 text, torch.arange(len(text)), PackedAttention(decoder.config, 1, len(text)), num_layers=3
             ).last
-            laws = 0.5 * (decoder.logits(hidden) / 0.7).softmax(-1)[batch.entries[0].round_start - 1 :]
+            distributions = 0.5 * (decoder.logits(hidden) / 0.7).softmax(-1)[batch.entries[0].round_start - 1 :]
         if draft.mass is not None:
-            for row, law in enumerate(draft.mass.law_of_row):
-                if law >= 0:
-                    torch.testing.assert_close(draft.mass.laws[law], laws[row], atol=1e-5, rtol=0)
+            for row, distribution in enumerate(draft.mass.distribution_of_row):
+                if distribution >= 0:
+                    torch.testing.assert_close(
+                        draft.mass.distributions[distribution], distributions[row], atol=1e-5, rtol=0
+                    )
                     checked += 1
     assert checked > 10
 

@@ -1,4 +1,6 @@
-"""Merged guesses: what stands in the tree, and that no law is bent by it, by enumeration of every draw in float64."""
+"""Merged guesses: what stands in the tree, and that no distribution is bent by it, by enumeration of every draw in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,8 @@ def lookups(text: Tokens, seed: int) -> list[TreeNode]:
 
 def spot_of(draft: Draft, row: int = 0) -> Spot:
     """One request's draft as the enumeration knows trees."""
-    law = draft.mass.law_of_row[row] if draft.mass is not None else -1
-    mu = draft.mass.laws[law].numpy() if law >= 0 else None
+    distribution = draft.mass.distribution_of_row[row] if draft.mass is not None else -1
+    mu = draft.mass.distributions[distribution].numpy() if distribution >= 0 else None
     nodes = [node for node, parent in enumerate(draft.parents) if parent == row - 1]
     return Spot(
         mu,
@@ -63,10 +65,10 @@ def spot_of(draft: Draft, row: int = 0) -> Spot:
 
 
 def merged(
-    kind: str, laws: Tables, seed: int, length: int = 2, budget: int = 4, said: list[TreeNode] | None = None
+    kind: str, distributions: Tables, seed: int, length: int = 2, budget: int = 4, said: list[TreeNode] | None = None
 ) -> Callable[[Choice, Tokens], Spot]:
     """A drafter that draws a chain and adds what the lookups say (`said`, if given), as `MixDrafter` does."""
-    draw = chain_drafter(kind, length, laws, seed)
+    draw = chain_drafter(kind, length, distributions, seed)
 
     def propose(choice: Choice, context: Tokens) -> Spot:
         base = draft_of([draw(choice, context)], VOCAB)
@@ -81,9 +83,11 @@ def merged(
 def test_a_merged_tree_has_the_law_of_the_target(rule: str, kind: str, budget: int) -> None:
     """Also where guesses of the lookups say what was drawn, and where room that this leaves goes to others."""
     for seed, holes in itertools.product(range(5), (0.0, 0.4)):
-        target, laws = RandomTables(VOCAB, seed, holes=holes), RandomTables(VOCAB, seed + 10, holes=holes)
-        law = emitted_law(RULES[rule], cases_of(merged(kind, laws, seed, budget=budget), {(): 1.0}), target)
-        assert max_error(complete(law, target, 4), joint(target, 4)) < EXACT
+        target, distributions = RandomTables(VOCAB, seed, holes=holes), RandomTables(VOCAB, seed + 10, holes=holes)
+        distribution = emitted_law(
+            RULES[rule], cases_of(merged(kind, distributions, seed, budget=budget), {(): 1.0}), target
+        )
+        assert max_error(complete(distribution, target, 4), joint(target, 4)) < EXACT
 
 
 @pytest.mark.parametrize("rule", ["tree", "traversal"])
@@ -97,16 +101,16 @@ def _error_by_shape(choose: Callable[[Case], str], seed: int) -> float:
     """With the rule that `choose` takes for each draft, where a lookup says one chain: a draw that agrees with it
     leaves a chain.
     """
-    target, laws = RandomTables(VOCAB, seed), RandomTables(VOCAB, seed + 10)
+    target, distributions = RandomTables(VOCAB, seed), RandomTables(VOCAB, seed + 10)
     said = [TreeNode(0, -1, 0.5), TreeNode(1, 0, 0.4)]
     groups: dict[str, list[Case]] = {}
-    for case in cases_of(merged("model", laws, seed, said=said), {(): 1.0}):
+    for case in cases_of(merged("model", distributions, seed, said=said), {(): 1.0}):
         groups.setdefault(choose(case), []).append(case)
-    law: dict[Tokens, float] = {}
+    distribution: dict[Tokens, float] = {}
     for rule, cases in groups.items():
         for text, weight in emitted_law(RULES[rule], cases, target).items():
-            law[text] = law.get(text, 0.0) + weight
-    return max_error(complete(law, target, 4), joint(target, 4))
+            distribution[text] = distribution.get(text, 0.0) + weight
+    return max_error(complete(distribution, target, 4), joint(target, 4))
 
 
 def test_a_rule_chosen_by_the_shape_of_a_merged_draft_would_bend_the_law() -> None:
@@ -127,7 +131,7 @@ def test_a_rule_chosen_by_the_shape_of_a_merged_draft_would_bend_the_law() -> No
 @pytest.mark.parametrize("wrong", ["the drawn token gives way", "the drawn token is dropped for room"])
 def test_wrong_ways_to_merge_are_seen(wrong: str) -> None:
     def propose(choice: Choice, context: Tokens) -> Spot:
-        chain = chain_drafter("model", 1, laws, seed)(choice, context)
+        chain = chain_drafter("model", 1, distributions, seed)(choice, context)
         said = lookups(context, seed)
         if wrong == "the drawn token gives way":
             fixed = dict.fromkeys(node.token for node in said if node.parent < 0)
@@ -141,9 +145,9 @@ def test_wrong_ways_to_merge_are_seen(wrong: str) -> None:
 
     errors = []
     for seed in range(6):
-        target, laws = RandomTables(VOCAB, seed), RandomTables(VOCAB, seed + 10)
-        law = emitted_law(RULES["tree"], cases_of(propose, {(): 1.0}), target)
-        errors.append(max_error(complete(law, target, 3), joint(target, 3)))
+        target, distributions = RandomTables(VOCAB, seed), RandomTables(VOCAB, seed + 10)
+        distribution = emitted_law(RULES["tree"], cases_of(propose, {(): 1.0}), target)
+        errors.append(max_error(complete(distribution, target, 3), joint(target, 3)))
     assert max(errors) > 0.02
 
 
@@ -155,15 +159,15 @@ def test_how_many_are_drawn_is_settled_by_chances_alone() -> None:
 
 
 def drawn(tokens: tuple[int, ...], offsets: tuple[int, ...]) -> Draft:
-    """Chains of a model, all under laws of their own."""
+    """Chains of a model, all under distributions of their own."""
     rows = len(tokens) + len(offsets) - 1
     parents = tuple(node - start for start, stop in itertools.pairwise(offsets) for node in range(start, stop))
     ends = {stop + b for b, stop in enumerate(offsets[1:])}
-    law_of_row, count = [], 0
+    distribution_of_row, count = [], 0
     for row in range(rows):
-        law_of_row.append(-1 if row in ends else count)
+        distribution_of_row.append(-1 if row in ends else count)
         count += row not in ends
-    laws = torch.full((count, 10), 0.1)
+    distributions = torch.full((count, 10), 0.1)
     names = tuple("draft_model" if stop > start else None for start, stop in itertools.pairwise(offsets))
     return Draft(
         torch.tensor(tokens),
@@ -171,7 +175,7 @@ def drawn(tokens: tuple[int, ...], offsets: tuple[int, ...]) -> Draft:
         offsets,
         names,
         (True,) * len(tokens),
-        Mass(laws, tuple(law_of_row)),
+        Mass(distributions, tuple(distribution_of_row)),
     )
 
 
@@ -196,10 +200,10 @@ def test_graft_keeps_what_was_drawn_and_the_provenance_of_every_node() -> None:
     )  # 1 and 2 were drawn: what follows them in the lookup follows them here
     assert draft.offsets == (0, 4, 5, 6)
     assert draft.drafters == ("mix",) * 3
-    assert draft.sources == ("draft_model", "draft_model", "ngram", "ngram", "suffix", "draft_model")
+    assert draft.provenance == ("draft_model", "draft_model", "ngram", "ngram", "suffix", "draft_model")
     assert draft.sampled == (True, True, False, False, False, True)
     assert draft.mass is not None
-    assert draft.mass.law_of_row == (0, 1, -1, -1, -1, -1, -1, 2, -1)
+    assert draft.mass.distribution_of_row == (0, 1, -1, -1, -1, -1, -1, 2, -1)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -222,7 +226,7 @@ def test_first_nodes_undo_a_graft(seed: int) -> None:
     assert (back.parents, back.offsets, back.sampled) == (base.parents, base.offsets, base.sampled)
     assert back.mass is not None
     assert base.mass is not None
-    assert back.mass.law_of_row == base.mass.law_of_row
+    assert back.mass.distribution_of_row == base.mass.distribution_of_row
 
 
 def _path(tree: list[TreeNode], node: int) -> Tokens:

@@ -55,7 +55,7 @@ def test_the_choice_does_not_depend_on_what_is_drawn(prompt: list[int], takes_tr
         request = Request(seed, tuple(prompt), SamplingParams(temperature=1.0), MIXED, seed)
         mix.start(request)
         draft = mix.propose(Batch((BatchEntry(request, len(prompt) - 1, (2,), True, 4, takes_trees=takes_trees),)))
-        shapes.add((model.asked, draft.authors(0).count("draft_model"), draft.sampled[:2]))
+        shapes.add((model.asked, draft.provenance_of(0).count("draft_model"), draft.sampled[:2]))
         texts.add(tuple(draft.tokens.tolist()))
         assert takes_trees or draft.is_chain(0)
         mix.finish(seed)
@@ -76,9 +76,9 @@ def proposed(prompt: Sequence[int], takes_trees: bool, num_draft: int = 4) -> tu
 def test_a_rule_for_chains_gets_the_likelier_chain() -> None:
     """A long match is likelier than the model's constant chances, nothing found is not."""
     draft, model = proposed(list(range(1, 12)) * 3, takes_trees=False)
-    assert (draft.authors(0), model.asked) == (["ngram"] * 4, 0)
+    assert (draft.provenance_of(0), model.asked) == (["ngram"] * 4, 0)
     draft, model = proposed([1, 3, 5, 7, 2], takes_trees=False)
-    assert (draft.authors(0), model.asked) == (["draft_model"] * 4, 1)
+    assert (draft.provenance_of(0), model.asked) == (["draft_model"] * 4, 1)
 
 
 def test_a_tree_holds_what_is_likeliest() -> None:
@@ -86,7 +86,7 @@ def test_a_tree_holds_what_is_likeliest() -> None:
     sure, _ = proposed(list(range(1, 12)) * 3, takes_trees=True)
     found, _ = proposed([1, 2, 3, 4, 9, 1, 2, 5, 6, 8, 1, 2], takes_trees=True)
     alone, _ = proposed([1, 3, 5, 7, 2], takes_trees=True)
-    drawn = [draft.authors(0).count("draft_model") for draft in (sure, found, alone)]
+    drawn = [draft.provenance_of(0).count("draft_model") for draft in (sure, found, alone)]
     assert drawn[0] < drawn[1] < drawn[2] == 4
     assert all(draft.lengths == (4,) for draft in (sure, found, alone))
 
@@ -191,7 +191,7 @@ def test_a_model_in_company_keeps_the_cache_of_the_text(
     commit = watched[0].inner.commit
 
     def note(batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
-        drawn = [draft.authors(b).count("draft_model") for b in range(draft.num_requests)]
+        drawn = [draft.provenance_of(b).count("draft_model") for b in range(draft.num_requests)]
         elsewhere.extend(node for b, path in enumerate(verdict.paths) for node in path if drawn[b] and node >= drawn[b])
         commit(batch, draft, verdict, feedback)
 
@@ -233,11 +233,11 @@ def test_auto_does_not_depend_on_the_shape_of_a_merged_draft(llm: LLM, pair: Sim
 
 
 def test_a_race_keeps_the_model_in_step_with_the_target() -> None:
-    """Under the coupled rule a merged draft has no laws at all."""
+    """Under the coupled rule a merged draft has no distributions at all."""
     mix = MixDrafter([NgramDrafter(), DraftModelDrafter(says([7] * 99, 0))])
     prompt = [1, 2, 3, 1, 2]
     request = Request(0, tuple(prompt), SamplingParams(temperature=1.0), MIXED, 0)
     mix.start(request)
     draft = mix.propose(Batch((BatchEntry(request, len(prompt) - 1, (2,), True, 4, noise=RaceNoise(0, VOCAB)),)))
     assert draft.mass is None
-    assert set(draft.authors(0)) == {"ngram", "draft_model"}
+    assert set(draft.provenance_of(0)) == {"ngram", "draft_model"}

@@ -29,7 +29,7 @@ from foretoken.engine.startup.start_profile import describe_drafter, model_draft
 from foretoken.model.paged import PagedModel
 from foretoken.registry import DRAFTERS, Traits
 from tests.draft.toy_model_drafter import ToyDrafter
-from tests.helpers import audit, law, watch
+from tests.helpers import audit, distribution, watch
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.specs import spec_of
 
@@ -82,20 +82,23 @@ def test_seeded_answers_are_those_without_it(llm: LLM, toy: SpecConfig) -> None:
 
 
 def test_sampled_answers_have_the_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow = law.narrow_models(tmp_path)
-    params = SamplingParams(max_tokens=law.LENGTH + 3, temperature=1.0, ignore_eos=True)
+    narrow = distribution.narrow_models(tmp_path)
+    params = SamplingParams(max_tokens=distribution.LENGTH + 3, temperature=1.0, ignore_eos=True)
     spec = SpecConfig("toy", draft="d", num_draft=3, rule="block")
-    engine_of = law.narrow_engine
+    engine_of = distribution.narrow_engine
 
     def with_toy(models: SimpleNamespace) -> Any:
         engine, width = engine_of(models), 2
         model = PagedModel(models.reverse, 20_000, 16)
-        engine.drafters.drafters[drafter_key(spec)] = watch.Watched(ToyDrafter(model, width), law.VOCAB)
+        engine.drafters.drafters[drafter_key(spec)] = watch.Watched(ToyDrafter(model, width), distribution.VOCAB)
         return engine
 
-    monkeypatch.setattr(law, "narrow_engine", with_toy)
+    monkeypatch.setattr(distribution, "narrow_engine", with_toy)
     asked = [(params.__class__(**{**vars(params), "seed": seed}), spec) for seed in range(1600)]
-    assert min(law.p_values(law.sample_answers(narrow, asked), law.exact_law(narrow, params))) > law.ALARM
+    assert (
+        min(distribution.p_values(distribution.sample_answers(narrow, asked), distribution.exact_law(narrow, params)))
+        > distribution.ALARM
+    )
 
 
 def test_it_is_profiled_at_the_start(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

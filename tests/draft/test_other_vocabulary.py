@@ -1,5 +1,5 @@
-"""A draft model with another tokenizer changes nothing but the speed: exact laws, equal texts, and guesses that are
-kept.
+"""A draft model with another tokenizer changes nothing but the speed: exact distributions, equal texts, and guesses
+that are kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from foretoken.model.processors import RequestProcessors
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
 from foretoken.model.vocabulary import Side, spellings
 from foretoken.verify import RULES
-from tests.helpers import law
+from tests.helpers import distribution
 from tests.helpers.checkpoints import PROSE, foreign_tokenizer, tiny_checkpoint, tiny_tokenizer, token_ids
 from tests.helpers.enumeration import (
     EXACT,
@@ -201,7 +201,7 @@ def test_a_draft_without_room_or_context_drafts_less(
         assert (drafter.num_drafted > 0) == (slots > 4)
 
 
-# ---- laws
+# ---- distributions
 
 
 def letters(folder: Path, tokens: Sequence[str], merges: Sequence[tuple[str, str]] = ()) -> Tokenizer:
@@ -224,7 +224,8 @@ class Float64Model(ScriptedModel):
     "options", [{}, {"draft_probability": 0.6}, {"min_confidence": 0.4}, {"draft_top_k": 2}], ids=str
 )
 def test_exact_law_by_enumeration(rule: str, options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every draft of two tokens, with the real drafter asked for its choices: the emitted law is the target's to 1e-12.
+    """Every draft of two tokens, with the real drafter asked for its choices: the emitted distribution is the target's
+    to 1e-12.
 
     Target tokens a b c d; the draft has a b c, too, in another order, merges ab, and one token that the target lacks.
     """
@@ -238,7 +239,8 @@ def test_exact_law_by_enumeration(rule: str, options: dict, tmp_path: Path, monk
 
     def draw(choice: Choice, context: tuple[int, ...]) -> tuple[Guess, ...]:
         monkeypatch.setattr(
-            "foretoken.draft.chain.sample", lambda laws, u: torch.tensor([choice.pick(laws[0].tolist())])
+            "foretoken.draft.chain.sample",
+            lambda distributions, u: torch.tensor([choice.pick(distributions[0].tolist())]),
         )
         coin = lambda *_: np.array([0.0 if choice.coin(0.6) else 0.9])  # noqa: E731
         monkeypatch.setattr(
@@ -256,7 +258,7 @@ def test_exact_law_by_enumeration(rule: str, options: dict, tmp_path: Path, monk
         rows = (
             []
             if found.mass is None
-            else [found.mass.laws[r].numpy() if r >= 0 else None for r in found.mass.law_of_row]
+            else [found.mass.distributions[r].numpy() if r >= 0 else None for r in found.mass.distribution_of_row]
         )
         guesses = [Guess(token, mu) for token, mu in zip(found.tokens.tolist(), rows, strict=False)]
         open_mass = rows[len(guesses)] if len(rows) > len(guesses) else None
@@ -303,7 +305,9 @@ def test_moved_laws_are_the_drafts_own_over_the_shared_tokens(tmp_path: Path) ->
         found = drafter.propose(Batch((BatchEntry(request, 0, (0,), True, 1, processors),)))
         drafter.finish(1)
         assert found.mass is not None
-        np.testing.assert_allclose(found.mass.laws[0].numpy(), np.array(expected) / np.sum(expected), atol=1e-12)
+        np.testing.assert_allclose(
+            found.mass.distributions[0].numpy(), np.array(expected) / np.sum(expected), atol=1e-12
+        )
         processors.commit((3,))
         assert processors.error is None
 
@@ -312,10 +316,10 @@ def test_moved_laws_are_the_drafts_own_over_the_shared_tokens(tmp_path: Path) ->
 def test_sampled_answers_have_the_law(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed_drafters: list[str]
 ) -> None:
-    """By chi-square through the engine: both ways, all rules, mixed batches; and the test sees a law that was not moved
-    rightly.
+    """By chi-square through the engine: both ways, all rules, mixed batches; and the test sees a distribution that was
+    not moved rightly.
     """
-    narrow = law.narrow_models(tmp_path / "target")
+    narrow = distribution.narrow_models(tmp_path / "target")
     shape = {
         "vocab_size": 6,
         "hidden_size": 16,
@@ -326,7 +330,7 @@ def test_sampled_answers_have_the_law(
     model = load_decoder(tiny_checkpoint(tmp_path / "draft", "llama", 5, **shape, num_key_value_heads=1))
     target = letters(tmp_path / "t", "abcde")
     draft = letters(tmp_path / "d", ["x", "c", "a", "ab", "b", "d"], [("a", "b")])
-    made = law.narrow_engine
+    made = distribution.narrow_engine
 
     def engine(*_: object) -> Engine:
         one = made(narrow)
@@ -335,8 +339,8 @@ def test_sampled_answers_have_the_law(
             one.drafters.drafters[drafter_key(SpecConfig("draft_model", "d", draft_vocabulary=how))] = drafter
         return one
 
-    monkeypatch.setattr(law, "narrow_engine", engine)
-    base, count = SamplingParams(max_tokens=law.LENGTH + 3, temperature=1.0, ignore_eos=True), 800
+    monkeypatch.setattr(distribution, "narrow_engine", engine)
+    base, count = SamplingParams(max_tokens=distribution.LENGTH + 3, temperature=1.0, ignore_eos=True), 800
     rules = ("block", "rejection", "tree", "traversal", "coupled")
     penal = {"frequency_penalty": 0.6, "logit_bias": {2: 0.5}, "top_p": 0.9}
     groups = [(how, values) for how in ("intersection", "strings") for values in ({}, penal)]
@@ -348,10 +352,13 @@ def test_sampled_answers_have_the_law(
         ]
         asked += [(replace(base, seed=seed, **values), spec) for seed, spec in enumerate(specs)]
     order = np.random.default_rng(0).permutation(len(asked))
-    answers = np.empty((len(asked), law.LENGTH), dtype=np.int64)
-    answers[order] = law.sample_answers(narrow, [asked[i] for i in order])
+    answers = np.empty((len(asked), distribution.LENGTH), dtype=np.int64)
+    answers[order] = distribution.sample_answers(narrow, [asked[i] for i in order])
     for (how, values), part in zip(groups, np.split(answers, len(groups)), strict=True):
-        assert min(law.p_values(part, law.exact_law(narrow, replace(base, **values)))) > law.ALARM, (how, values)
+        assert (
+            min(distribution.p_values(part, distribution.exact_law(narrow, replace(base, **values))))
+            > distribution.ALARM
+        ), (how, values)
 
     monkeypatch.setattr(OtherVocabularyDrafter, "_moved", lambda self, logits: logits[:, [1, 2, 4, 5, 3]])
     broken = [
@@ -363,7 +370,7 @@ def test_sampled_answers_have_the_law(
     ]
     assert not failed_drafters
     with pytest.warns(DrafterWarning, match="KeyError"):  # a guess outside the shared tokens cannot be fed back
-        law.sample_answers(narrow, broken)
+        distribution.sample_answers(narrow, broken)
     assert set(failed_drafters) == {"draft_model: KeyError: 4"}
 
 

@@ -19,7 +19,7 @@ from foretoken.core import Batch, Draft, Mass
 from foretoken.draft.base import Drafter
 from foretoken.draft.group import drafter_key
 from foretoken.draft.ngram import NgramDrafter
-from tests.helpers import audit, law, watch
+from tests.helpers import audit, distribution, watch
 from tests.helpers.checkpoints import tiny_checkpoint, token_ids
 from tests.helpers.watch import Watched
 
@@ -106,19 +106,21 @@ def test_context_end(toy: Callable[[], Any], tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    return law.narrow_models(tmp_path_factory.mktemp("narrow"))
+    return distribution.narrow_models(tmp_path_factory.mktemp("narrow"))
 
 
 def answers(narrow: SimpleNamespace, drafter: Drafter, rules: tuple[str, ...]) -> Any:
     """Sampled answers of requests that all go to `drafter`, under the rules in turn."""
-    params = SamplingParams(max_tokens=law.LENGTH + 3, temperature=1.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=distribution.LENGTH + 3, temperature=1.0, ignore_eos=True)
     specs = [SpecConfig("bigram", num_draft=1 + i % 4, rule=rules[i % len(rules)]) for i in range(NUM_REQUESTS)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            law, "narrow_engine", lambda models, engine_of=law.narrow_engine: with_drafter(engine_of(models), drafter)
+            distribution,
+            "narrow_engine",
+            lambda models, engine_of=distribution.narrow_engine: with_drafter(engine_of(models), drafter),
         )
         asked = [(replace(params, seed=seed), spec) for seed, spec in enumerate(specs)]
-        return law.p_values(law.sample_answers(narrow, asked), law.exact_law(narrow, params))
+        return distribution.p_values(distribution.sample_answers(narrow, asked), distribution.exact_law(narrow, params))
 
 
 def with_drafter(engine: Any, drafter: Drafter) -> Any:
@@ -128,12 +130,12 @@ def with_drafter(engine: Any, drafter: Drafter) -> Any:
 
 @pytest.mark.repeated
 def test_sampled_answers_have_the_law(narrow: SimpleNamespace, toy: Callable[[], Any]) -> None:
-    assert min(answers(narrow, Watched(toy(), law.VOCAB), RULES)) > law.ALARM
+    assert min(answers(narrow, Watched(toy(), distribution.VOCAB), RULES)) > distribution.ALARM
 
 
 @pytest.mark.repeated
 def test_a_drafter_that_lies_about_its_mass_is_seen(narrow: SimpleNamespace, toy: Callable[[], Any]) -> None:
-    """The same guesses, said to be drawn from a uniform law."""
+    """The same guesses, said to be drawn from a uniform distribution."""
     honest = toy()
 
     class Liar:
@@ -142,13 +144,13 @@ def test_a_drafter_that_lies_about_its_mass_is_seen(narrow: SimpleNamespace, toy
 
         def propose(self, batch: Batch) -> Draft:
             draft = honest.propose(batch)
-            uniform = torch.full((1, law.VOCAB), 1 / law.VOCAB)
+            uniform = torch.full((1, distribution.VOCAB), 1 / distribution.VOCAB)
             leaves = {draft.anchor_row(b) + draft.lengths[b] for b in range(draft.num_requests)}
             rows = tuple(-1 if row in leaves else 0 for row in range(draft.num_rows))
             return replace(draft, sampled=(True,) * draft.num_nodes, mass=Mass(uniform, rows))
 
     audit.KEPT_BY_DRAFTER[Liar] = lambda drafter: honest.followers
-    assert min(answers(narrow, Liar(), ("rejection",))) < law.ALARM / 1000
+    assert min(answers(narrow, Liar(), ("rejection",))) < distribution.ALARM / 1000
 
 
 def test_only_what_was_added_is_known(clean: None) -> None:

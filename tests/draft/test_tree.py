@@ -35,13 +35,13 @@ def tree_of(estimates: dict[Path, float], drafter: str | None = None) -> list[Tr
 
 
 def chance_tables(seed: int, width: int = 3, depth: int = 3) -> dict[Path, list[float]]:
-    """A law of the next token after every path; some tokens are impossible, some laws are a point."""
+    """A distribution of the next token after every path; some tokens are impossible, some distributions are a point."""
     rng = np.random.default_rng(seed)
     tables = {}
     for length in range(depth):
         for path in itertools.product(range(width), repeat=length):
-            law = rng.dirichlet(np.full(width, 0.7)) * (rng.random(width) > 0.2)
-            tables[path] = [1.0, 0.0, 0.0] if rng.random() < 0.15 else law.tolist()
+            distribution = rng.dirichlet(np.full(width, 0.7)) * (rng.random(width) > 0.2)
+            tables[path] = [1.0, 0.0, 0.0] if rng.random() < 0.15 else distribution.tolist()
     return tables
 
 
@@ -65,7 +65,7 @@ def grown(tables: dict[Path, list[float]], budget: int, least: float = 0.0) -> l
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(SEEDS, st.integers(0, 9))
 def test_best_first_finds_the_likeliest_paths(seed: int, budget: int) -> None:
-    """Against every path of the law, whose best `budget` are the best tree of that size."""
+    """Against every path of the distribution, whose best `budget` are the best tree of that size."""
     tables = chance_tables(seed)
     every = []
     for length in range(1, 4):

@@ -204,7 +204,7 @@ class Crowd:
 
     def place(self, state: RequestState) -> str:
         """How far a request has come."""
-        if state.origins:
+        if state.provenance:
             return "decoding"
         return "reading" if state.request_id in self.engine.scheduler.running else "waiting"
 

@@ -1,5 +1,5 @@
-"""Speculative answers are the plain answers: token for token when greedy, in law when sampled, whoever the neighbours
-are.
+"""Speculative answers are the plain answers: token for token when greedy, in distribution when sampled, whoever the
+neighbours are.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_greedy_equals_transformers(
 def test_every_lossless_rule_is_greedy_at_temperature_0(
     llm: LLM, pair: SimpleNamespace, reference: Answers, rule: str
 ) -> None:
-    """The target's law is a point there, and so are the guesses."""
+    """The target's distribution is a point there, and so are the guesses."""
     specs = [SpecConfig("draft_model", str(pair.draft), num_draft=3, rule=rule), SpecConfig("ngram", rule=rule)]
     outputs = llm.generate(PROMPTS[:8], LONG, [specs[i % 2] for i in range(8)])
     assert [out.token_ids for out in outputs] == reference[:8]
@@ -220,7 +220,7 @@ def test_a_neighbour_that_leaves_early_changes_nothing(llm: LLM, pair: SimpleNam
 
 @pytest.mark.filterwarnings("ignore:the draft has")
 def test_two_draft_models_in_one_batch(llm: LLM, pair: SimpleNamespace) -> None:
-    """Each request is judged by the laws of its own draft."""
+    """Each request is judged by the distributions of its own draft."""
     specs = [SpecConfig("draft_model", str((pair.draft, pair.target)[i % 2]), num_draft=3) for i in range(8)]
     expected = [llm.generate([PROMPTS[i]], SAMPLED[i], specs[i])[0].token_ids for i in range(8)]
     assert [out.token_ids for out in llm.generate(PROMPTS[:8], SAMPLED[:8], specs)] == expected

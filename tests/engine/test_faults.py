@@ -146,7 +146,7 @@ def test_one_fault_of_a_drafter_changes_no_greedy_or_coupled_answer(
     name: str,
     when: str,
 ) -> None:
-    """Under another rule a seed draws something else, of the same law, where guesses are lost."""
+    """Under another rule a seed draws something else, of the same distribution, where guesses are lost."""
     (drafter,) = (one for one in llm.engine.drafters.drafters.values() if one.name == name)
     fault = Fault(getattr(drafter, when), nth=2)
     monkeypatch.setattr(drafter, when, fault)

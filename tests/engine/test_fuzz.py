@@ -34,7 +34,7 @@ sampling = st.fixed_dictionaries(
         "min_tokens": st.integers(0, 14),
         "n": st.integers(1, 3),
         "logprobs": st.integers(0, 200),
-        "logprobs_of": st.sampled_from(["law", "model"]),
+        "logprobs_of": st.sampled_from(["distribution", "model"]),
         "prompt_logprobs": st.integers(0, 3),
     },
 )

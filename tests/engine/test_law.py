@@ -1,4 +1,6 @@
-"""Sampled answers follow the exact law: by rule, by drafter, by sampling parameter, through the whole engine."""
+"""Sampled answers follow the exact distribution: by rule, by drafter, by sampling parameter, through the whole
+engine.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ from foretoken.model.processors import RequestProcessors
 from foretoken.model.randomness import Purpose, round_uniforms, uniforms
 from foretoken.verify.base import verdict_at
 from foretoken.verify.rejection import RejectionRule
-from tests.helpers.law import ALARM, LENGTH, TWO_LEVELS, exact_law, narrow_models, p_values, power, sample_answers
+from tests.helpers.distribution import (
+    ALARM,
+    LENGTH,
+    TWO_LEVELS,
+    exact_law,
+    narrow_models,
+    p_values,
+    power,
+    sample_answers,
+)
 
 NUM_REQUESTS, NUM_BROKEN = 800, 1600
 NUM_MIXED = 104  # of each group in a mixed batch; with all groups together more than NUM_BROKEN
@@ -132,8 +143,8 @@ def shuffled_answers(narrow: SimpleNamespace, asked: Sequence[tuple[SamplingPara
 
 
 def test_the_power_of_these_tests() -> None:
-    """800 requests see a law of two neighbouring tokens that is off by 0.17 in total variation with probability >
-    0.99, and 1600, as in proof/test_law.py and in the mixed batches, one that is off by 0.12.
+    """800 requests see a distribution of two neighbouring tokens that is off by 0.17 in total variation with
+    probability > 0.99, and 1600, as in proof/test_law.py and in the mixed batches, one that is off by 0.12.
 
     The broken rules below are off by 0.14 to 0.49. False alarms: at 1e-5 a window, about 110 windows: one set of seeds
     in 900; the seeds are fixed.
@@ -222,17 +233,17 @@ def test_a_target_that_drafts_for_itself_has_the_law(tmp_path: Path, monkeypatch
         for i in range(NUM_REQUESTS // 2)
     ]
     asked = [pair for some in (specs, automatic) for pair in zip(seeded(BASE, len(some)), some, strict=True)]
-    law = exact_law(deep, BASE)
+    distribution = exact_law(deep, BASE)
     for part in np.split(shuffled_answers(deep, asked), [NUM_REQUESTS]):
-        assert min(p_values(part, law)) > ALARM
+        assert min(p_values(part, distribution)) > ALARM
     assert {1, 2} <= exits
 
 
 def _whole_law_as_mass(patch: pytest.MonkeyPatch) -> None:
-    def drawn(draws: Sequence[branches._Draw], laws: torch.Tensor) -> None:
-        draw(draws, laws)
+    def drawn(draws: Sequence[branches._Draw], distributions: torch.Tensor) -> None:
+        draw(draws, distributions)
         for one in draws:
-            one.growth.masses[one.growth.parents[one.node]] = laws[one.row]
+            one.growth.masses[one.growth.parents[one.node]] = distributions[one.row]
 
     draw = branches._draw
     patch.setattr(branches, "_draw", drawn)
@@ -242,7 +253,7 @@ def _whole_law_as_mass(patch: pytest.MonkeyPatch) -> None:
 def test_trees_of_another_mass_than_they_were_drawn_from_are_seen(
     narrow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The draft's whole law in place of what the deterministic guesses left of it."""
+    """The draft's whole distribution in place of what the deterministic guesses left of it."""
     _whole_law_as_mass(monkeypatch)
     spec = SpecConfig("draft_model", "reverse", num_draft=8, rule="tree", tree="best_first", branching=(2, 2, 2))
     asked = [(params, spec) for params in seeded(BASE, NUM_BROKEN)]
@@ -280,17 +291,18 @@ def test_every_sampling_parameter_has_the_law(narrow: SimpleNamespace, name: str
 
 
 def test_mixed_sampling_parameters_have_the_law(narrow: SimpleNamespace) -> None:
-    """All parameters in every batch, counted together: the expected law is the mean of theirs, and counts drawn from
-    several laws vary less than counts drawn from their mean, so the test errs on the side of passing.
+    """All parameters in every batch, counted together: the expected distribution is the mean of theirs, and counts
+    drawn from several distributions vary less than counts drawn from their mean, so the test errs on the side of
+    passing.
     """
     answers = np.concatenate(list(parameter_answers(narrow, NUM_MIXED + 24).values()))
     assert len(answers) >= NUM_BROKEN
-    law = np.mean([parameter_law(narrow, name) for name in PARAMETERS], axis=0)
-    assert min(p_values(answers, law)) > ALARM
+    distribution = np.mean([parameter_law(narrow, name) for name in PARAMETERS], axis=0)
+    assert min(p_values(answers, distribution)) > ALARM
 
 
 def _residual_is_target(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RejectionRule, "next_law", lambda self, draft, probs, rows: probs[list(rows)])
+    patch.setattr(RejectionRule, "next_token_weights", lambda self, draft, probs, rows: probs[list(rows)])
 
 
 def _test_with_q(patch: pytest.MonkeyPatch) -> None:
@@ -299,7 +311,7 @@ def _test_with_q(patch: pytest.MonkeyPatch) -> None:
 
 
 def _cascade_without_a_middle(patch: pytest.MonkeyPatch) -> None:
-    """Every inner guess is kept: tokens of the first level under the law of the second."""
+    """Every inner guess is kept: tokens of the first level under the distribution of the second."""
     judge = cascade._judge
 
     def keep_all(runs: Sequence[object], draft: Draft, probs: torch.Tensor) -> Verdict:

@@ -1,4 +1,6 @@
-"""Log-probabilities: of the law a token was drawn from, or of the model; the same in plain and speculative decoding."""
+"""Log-probabilities: of the distribution a token was drawn from, or of the model; the same in plain and speculative
+decoding.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,9 @@ def test_model_logprobs_are_transformers(
     spec = SpecConfig(drafter, str(pair.draft) if drafter == "draft_model" else None)
     out = llm.generate([PROMPT], params, spec)[0]
     with torch.no_grad():
-        law = oracle(torch.tensor([[*PROMPT, *out.token_ids]])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+        distribution = oracle(torch.tensor([[*PROMPT, *out.token_ids]])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
     assert len(out.logprobs) == len(out.token_ids)
-    for entry, token, row in zip(out.logprobs, out.token_ids, law, strict=True):
+    for entry, token, row in zip(out.logprobs, out.token_ids, distribution, strict=True):
         assert entry.token_id == token
         assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
         assert entry.rank == int((row > row[token]).sum()) + 1
@@ -49,7 +51,7 @@ def test_model_logprobs_are_transformers(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_law_logprobs_are_the_same_with_and_without_drafts(llm: LLM, pair: SimpleNamespace, temperature: float) -> None:
-    """Through residual, bonus and accepted tokens alike; at a temperature they are those of the warped law."""
+    """Through residual, bonus and accepted tokens alike; at a temperature they are those of the warped distribution."""
     params = SamplingParams(
         max_tokens=16, temperature=temperature, top_p=0.9, seed=8, logprobs=2, ignore_eos=True, presence_penalty=0.7
     )
@@ -93,10 +95,10 @@ def test_prompt_logprobs(llm: LLM, oracle, chunk: int, monkeypatch: pytest.Monke
     assert none.prompt_logprobs is None
     assert single.prompt_logprobs == (None,)
     with torch.no_grad():
-        law = oracle(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+        distribution = oracle(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
     assert first.prompt_logprobs[0] is None
     assert len(first.prompt_logprobs) == len(PROMPT)
-    for entry, token, row in zip(first.prompt_logprobs[1:], PROMPT[1:], law, strict=True):
+    for entry, token, row in zip(first.prompt_logprobs[1:], PROMPT[1:], distribution, strict=True):
         assert entry.token_id == token
         assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
         assert [t for t, _ in entry.top] == row.topk(2).indices.tolist()

@@ -82,9 +82,9 @@ class Bench:
         check_idle(self.engine)
         for state in states:
             assert state.error is None
-            assert state.stats.num_emitted == len(state.output_ids) == len(state.origins)
-            assert {origin.step for origin in state.origins} == set(range(state.stats.num_steps))
-            assert state.stats.num_accepted == sum(origin.kind == "accepted" for origin in state.origins)
+            assert state.stats.num_emitted == len(state.output_ids) == len(state.provenance)
+            assert {origin.step for origin in state.provenance} == set(range(state.stats.num_steps))
+            assert state.stats.num_accepted == sum(origin.kind == "accepted" for origin in state.provenance)
         assert self.engine.stats.num_preempted == sum(watched.stats.num_preempted for watched in states) + self.before
         self.before = self.engine.stats.num_preempted
         return states
@@ -141,8 +141,8 @@ def test_a_seed_draws_the_same_in_any_company(pair: SimpleNamespace, rule: str) 
     assert bench.engine.stats.num_preempted > 5
     for state, other in zip(states, expected, strict=True):
         assert state.output_ids == other.output_ids
-        assert [(o.drafter, o.kind, o.step) for o in state.origins] == [
-            (o.drafter, o.kind, o.step) for o in other.origins
+        assert [(o.drafter, o.kind, o.step) for o in state.provenance] == [
+            (o.drafter, o.kind, o.step) for o in other.provenance
         ]
         assert (state.stats.num_drafted, state.stats.num_probed, state.stats.num_steps) == (
             *(other.stats.num_drafted, other.stats.num_probed, other.stats.num_steps),
@@ -161,7 +161,7 @@ def test_log_probabilities_are_told_once(pair: SimpleNamespace, roomy: Bench) ->
     half_read, preempt = [], bench.engine.scheduler.preempt
 
     def watched(state: RequestState) -> None:
-        half_read.append(not state.origins and len(state.prompt_logprobs) > 1)
+        half_read.append(not state.provenance and len(state.prompt_logprobs) > 1)
         preempt(state)
 
     bench.engine.scheduler.preempt = watched  # type: ignore[method-assign]
@@ -241,7 +241,7 @@ def test_a_drafts_cache_is_given_back_too(pair: SimpleNamespace, name: str) -> N
     while bench.engine.has_work:
         bench.step()
         for state in bench.engine.scheduler.waiting:
-            if state.origins:
+            if state.provenance:
                 assert [model.length(state.request_id) for model in models] == [0] * len(models)
                 assert [model.tables[state.request_id].blocks for model in models] == [[]] * len(models)
                 waited.add((state.request_id, state.stats.num_accepted))

@@ -76,9 +76,9 @@ def test_broken_logits_fail_their_request_only(bad: float, temperature: float) -
                 steps[output.request_id].append(output)
         check_idle(engine)
         for state in states:
-            assert state.stats.num_emitted == len(state.output_ids) == len(state.origins)
+            assert state.stats.num_emitted == len(state.output_ids) == len(state.provenance)
             assert state.stats.num_accepted == sum(
-                origin.kind == "accepted" for origin in state.origins
+                origin.kind == "accepted" for origin in state.provenance
             )  # none of the broken round
         assert engine.stats.num_failed == sum(state.finish_reason == "error" for state in states)
         return steps
@@ -361,7 +361,7 @@ def test_provenance_by_hand() -> None:
     while engine.has_work:
         engine.step()
     assert state.output_ids == said
-    assert [(origin.kind, origin.step) for origin in state.origins] == [
+    assert [(origin.kind, origin.step) for origin in state.provenance] == [
         ("plain", 0),
         ("accepted", 1),
         ("accepted", 1),

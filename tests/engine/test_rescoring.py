@@ -1,4 +1,4 @@
-"""An answer scored again: the same laws as a whole pass over the text, in pieces of any size, and nothing left
+"""An answer scored again: the same distributions as a whole pass over the text, in pieces of any size, and nothing left
 behind.
 """
 
@@ -45,7 +45,10 @@ def test_any_size_of_pieces_gives_the_same_rows(llm: LLM, chunk: int) -> None:
     expected = whole(llm.target, PROMPT, OUTPUT)
     torch.testing.assert_close(torch.cat([part.logits for part in parts]), expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(
-        torch.cat([part.laws for part in parts]), target_probs(expected, [SAMPLED] * len(OUTPUT)), atol=1e-4, rtol=0
+        torch.cat([part.distributions for part in parts]),
+        target_probs(expected, [SAMPLED] * len(OUTPUT)),
+        atol=1e-4,
+        rtol=0,
     )
 
 
@@ -62,14 +65,14 @@ def test_the_log_probabilities_are_those_the_engine_reported(llm: LLM, pair: Sim
         presence_penalty=0.5,
     )
     answer = llm.generate([PROMPT], params, SpecConfig("draft_model", str(pair.draft), num_draft=3, rule=rule))[0]
-    law = (
+    distribution = (
         SamplingParams(temperature=1.0) if rule == "greedy" else params
-    )  # reported at temperature 1 where the law is a point
+    )  # reported at temperature 1 where the distribution is a point
     processors = make_processors(params, PROMPT, 97, ())
     found = [
         float(row[token].log())
-        for part in rescore(llm.target, PROMPT, answer.token_ids, law, processors, chunk_tokens=7)
-        for row, token in zip(part.laws, part.tokens, strict=True)
+        for part in rescore(llm.target, PROMPT, answer.token_ids, distribution, processors, chunk_tokens=7)
+        for row, token in zip(part.distributions, part.tokens, strict=True)
     ]
     assert found == pytest.approx([entry.logprob for entry in answer.logprobs], abs=1e-4)
 
@@ -84,7 +87,7 @@ def test_processors_see_the_answer_before_each_row(llm: LLM, chunk: int) -> None
     found = torch.cat([part.logits for part in parts])
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert found[:6, 3].max() == -torch.inf < found[6:, 3].min()
-    assert torch.cat([part.laws for part in parts])[4, OUTPUT[4]] == 0
+    assert torch.cat([part.distributions for part in parts])[4, OUTPUT[4]] == 0
 
 
 def test_an_answer_without_tokens_costs_nothing(llm: LLM) -> None:
@@ -97,12 +100,12 @@ def test_pieces_between_the_steps_of_other_requests(llm: LLM) -> None:
     """Neither the requests nor the scores notice each other."""
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=1, ignore_eos=True)
     expected = llm.generate([PROMPT, OUTPUT], params)
-    rows = torch.cat([part.laws for part in rescore(llm.target, PROMPT, OUTPUT, SAMPLED)])
+    rows = torch.cat([part.distributions for part in rescore(llm.target, PROMPT, OUTPUT, SAMPLED)])
     scoring, found = Rescoring(llm.target, PROMPT, OUTPUT, SAMPLED), []
 
     def piece(_: object) -> None:
         if scoring.num_remaining:
-            found.append(scoring.advance(2).laws)
+            found.append(scoring.advance(2).distributions)
 
     again = llm.generate([PROMPT, OUTPUT], params, on_step=piece)
     assert scoring.num_remaining == 0
@@ -147,9 +150,15 @@ def test_broken_logits_are_an_error_that_holds_nothing() -> None:
 
 
 def rows_of(logits: list[float], token: int, rounding: float, **params: float) -> ScoredRows:
-    row, law = torch.tensor([logits]), SamplingParams(temperature=1.0, **params)
+    row, distribution = torch.tensor([logits]), SamplingParams(temperature=1.0, **params)
     return ScoredRows(
-        0, torch.tensor([token]), row, target_probs(row, [law]), torch.tensor([rounding]), torch.float32, law
+        0,
+        torch.tensor([token]),
+        row,
+        target_probs(row, [distribution]),
+        torch.tensor([rounding]),
+        torch.float32,
+        distribution,
     )
 
 
@@ -167,7 +176,7 @@ def test_tokens_at_the_edge_of_a_filter(
     logits: list[float], token: int, params: dict[str, float], least: float
 ) -> None:
     """`least` is the rounding from which on the token may have been inside."""
-    assert rows_of(logits, token, 0.0, **params).laws[0, token] == 0
+    assert rows_of(logits, token, 0.0, **params).distributions[0, token] == 0
     assert not is_edge(rows_of(logits, token, min(0.9 * least, 100.0), **params))
     if least < torch.inf:
         assert is_edge(rows_of(logits, token, 1.02 * least + 1e-3, **params))
@@ -184,8 +193,8 @@ def test_w2_a_tie_with_the_last_token_that_is_kept_is_an_edge() -> None:
     """
     logits, params = [4.0, 2.0, 2.0, 0.0], {"top_k": 3, "top_p": 0.85}
     rows = rows_of(logits, 1, 1e-4, **params)
-    assert (rows.laws[0, 1], is_edge(rows)) == (0, True)
-    assert is_edge(rows_of(logits, 2, 1e-4, **params))  # in this law, but it might as well be out
+    assert (rows.distributions[0, 1], is_edge(rows)) == (0, True)
+    assert is_edge(rows_of(logits, 2, 1e-4, **params))  # in this distribution, but it might as well be out
     assert not is_edge(rows_of(logits, 0, 1e-4, **params))
     assert not is_edge(rows_of(logits, 3, 1e-4, **params))  # outside under every rounding
 
@@ -204,10 +213,18 @@ def test_laws_speak_of_what_is_certain_only() -> None:
 )
 def test_w2_a_law_that_hangs_on_rounding_says_nothing(temperature: float, gap: float, known: bool) -> None:
     """In 16-bit numbers at a low temperature rounding, not chance, decides between two close tokens."""
-    row, law = torch.tensor([[12.0, 12.0 - gap, 3.0]]), SamplingParams(temperature=temperature)
-    rows = ScoredRows(0, torch.tensor([1]), row, target_probs(row, [law]), torch.tensor([0.375]), torch.bfloat16, law)
-    laws, edges = rows.certain()
-    assert bool(laws.sum() > 0) == known
+    row, distribution = torch.tensor([[12.0, 12.0 - gap, 3.0]]), SamplingParams(temperature=temperature)
+    rows = ScoredRows(
+        0,
+        torch.tensor([1]),
+        row,
+        target_probs(row, [distribution]),
+        torch.tensor([0.375]),
+        torch.bfloat16,
+        distribution,
+    )
+    distributions, edges = rows.certain()
+    assert bool(distributions.sum() > 0) == known
     assert bool(edges[0]) == (not known)
 
 

@@ -199,7 +199,7 @@ def test_answers_go_on_at_a_bounded_pace_while_prompts_are_read() -> None:
     answering = [watch.submit(3, 60, SpecConfig("ngram", num_draft=12)) for _ in range(3)]
     watch.step(2)
     long = watch.submit(200, 4)
-    while not long.origins:
+    while not long.provenance:
         (rows,) = watch.step()
         batch = watch.batches[-1]
         assert {entry.request.request_id for entry in batch.decoding} >= {

@@ -1,4 +1,4 @@
-"""Tokens against their laws: error rates as stated, planted errors seen, and the power that is promised."""
+"""Tokens against their distributions: error rates as stated, planted errors seen, and the power that is promised."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from foretoken.engine.shadow import sequential_test
 from foretoken.engine.shadow.sequential_test import (
-    DriftMonitor,
     Evidence,
     GreedyEvidence,
     Guess,
-    law_tests,
+    SequentialTest,
+    distribution_tests,
     weigh,
     weigh_greedy,
 )
@@ -25,38 +25,40 @@ VOCAB = 24
 
 
 def pairs(count: int, rng: np.random.Generator, scale: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of a target, its laws, and laws of a draft that is right in about six cases of ten: each `[count,
-    VOCAB]`.
+    """Logits of a target, its distributions, and distributions of a draft that is right in about six cases of ten: each
+    `[count, VOCAB]`.
     """
     logits = torch.from_numpy(rng.standard_normal((count, VOCAB)) * scale)
     other = logits + torch.from_numpy(rng.standard_normal((count, VOCAB)) * scale * 0.7)
     return logits, logits.softmax(-1), other.softmax(-1)
 
 
-def drawn(laws: Tensor, rng: np.random.Generator) -> Tensor:
-    sums = laws.cumsum(-1)
-    points = torch.from_numpy(rng.random((len(laws), 1))) * sums[:, -1:]
-    return torch.searchsorted(sums, points, right=True)[:, 0].clamp(max=laws.shape[-1] - 1)
+def drawn(distributions: Tensor, rng: np.random.Generator) -> Tensor:
+    sums = distributions.cumsum(-1)
+    points = torch.from_numpy(rng.random((len(distributions), 1))) * sums[:, -1:]
+    return torch.searchsorted(sums, points, right=True)[:, 0].clamp(max=distributions.shape[-1] - 1)
 
 
-def as_guesses(laws: Tensor, likeliest: int = VOCAB) -> list[Guess]:
-    best = laws.topk(likeliest)
+def as_guesses(distributions: Tensor, likeliest: int = VOCAB) -> list[Guess]:
+    best = distributions.topk(likeliest)
     return [
         Guess(tuple(ids), tuple(mass)) for ids, mass in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     ]
 
 
-def judge(laws: Tensor, draft: Tensor | None, emitted: Tensor, rng: np.random.Generator) -> Evidence:
+def judge(distributions: Tensor, draft: Tensor | None, emitted: Tensor, rng: np.random.Generator) -> Evidence:
     """Evidence of one token per row, drawn from `emitted`."""
-    return weigh(laws, drawn(emitted, rng), rng.random(len(laws)), () if draft is None else as_guesses(draft))
+    return weigh(
+        distributions, drawn(emitted, rng), rng.random(len(distributions)), () if draft is None else as_guesses(draft)
+    )
 
 
 # ---- the scores
 
 
 def test_moments_by_hand() -> None:
-    law = torch.tensor([[0.5, 0.25, 0.25, 0.0]], dtype=torch.float64)
-    found = weigh(law, torch.tensor([2]), np.array([0.5]), [Guess((2, 3), (0.5, 0.5))])
+    distribution = torch.tensor([[0.5, 0.25, 0.25, 0.0]], dtype=torch.float64)
+    found = weigh(distribution, torch.tensor([2]), np.array([0.5]), [Guess((2, 3), (0.5, 0.5))])
     two = math.log(2)  # surprisals: two / 2 below and above their mean of 1.5 two
     assert found.surprisal.excess == pytest.approx(0.5 * two)
     assert found.surprisal.variance == pytest.approx((0.5 * two) ** 2)
@@ -73,40 +75,44 @@ def test_moments_by_hand() -> None:
 
 def test_ranks_are_uniform_whatever_the_law() -> None:
     """Every token with its weight and noise at the middle of 100 steps: exactly flat."""
-    law = torch.tensor([[0.15, 0.4, 0.15, 0.3]], dtype=torch.float64)
+    distribution = torch.tensor([[0.15, 0.4, 0.15, 0.3]], dtype=torch.float64)
     counts = np.zeros(sequential_test.NUM_BINS)
     for token in range(4):
         for step in range(100):
             counts += (
-                float(law[0, token]) / 100 * weigh(law, torch.tensor([token]), np.array([(step + 0.5) / 100])).ranks
+                float(distribution[0, token])
+                / 100
+                * weigh(distribution, torch.tensor([token]), np.array([(step + 0.5) / 100])).ranks
             )
     np.testing.assert_allclose(counts, 1 / sequential_test.NUM_BINS, atol=0.004)
 
 
 def test_evidence_adds_up_and_does_not_depend_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
-    _, laws, draft = pairs(40, rng)
+    _, distributions, draft = pairs(40, rng)
     tokens, noise, guesses = (
-        drawn(laws, rng),
+        drawn(distributions, rng),
         rng.random(40),
         [g if i % 3 else None for i, g in enumerate(as_guesses(draft))],
     )
-    whole = weigh(laws, tokens, noise, guesses)
-    parts = weigh(laws[:7], tokens[:7], noise[:7], guesses[:7]) + weigh(laws[7:], tokens[7:], noise[7:], guesses[7:])
+    whole = weigh(distributions, tokens, noise, guesses)
+    parts = weigh(distributions[:7], tokens[:7], noise[:7], guesses[:7]) + weigh(
+        distributions[7:], tokens[7:], noise[7:], guesses[7:]
+    )
     monkeypatch.setattr(sequential_test, "_BLOCK", 3 * VOCAB)
-    for other in (parts, weigh(laws, tokens, noise, guesses)):
+    for other in (parts, weigh(distributions, tokens, noise, guesses)):
         assert (other.num_tokens, other.guess.num_tokens) == (40, 26)
         np.testing.assert_array_equal(other.ranks, whole.ranks)
         np.testing.assert_allclose(other.bets, whole.bets)
-        assert law_tests(other, 0.01)[2].p_value == pytest.approx(law_tests(whole, 0.01)[2].p_value)
+        assert distribution_tests(other, 0.01)[2].p_value == pytest.approx(distribution_tests(whole, 0.01)[2].p_value)
 
 
 def test_an_impossible_token_is_seen_at_once_and_one_at_the_edge_is_not_held_against_anybody() -> None:
-    laws = torch.tensor([[0.6, 0.4, 0.0]] * 2, dtype=torch.float64)
-    found = weigh(laws, torch.tensor([2, 2]), np.array([0.1, 0.9]), edges=torch.tensor([False, True]))
+    distributions = torch.tensor([[0.6, 0.4, 0.0]] * 2, dtype=torch.float64)
+    found = weigh(distributions, torch.tensor([2, 2]), np.array([0.1, 0.9]), edges=torch.tensor([False, True]))
     assert (found.num_impossible, found.num_edges, found.surprisal.excess) == (1, 1, 0)
-    monitor = DriftMonitor(1e-6)
-    monitor.add(weigh(laws, torch.tensor([2, 0]), np.array([0.1, 0.9]), edges=torch.tensor([True, True])))
+    monitor = SequentialTest(1e-6)
+    monitor.add(weigh(distributions, torch.tensor([2, 0]), np.array([0.1, 0.9]), edges=torch.tensor([True, True])))
     assert not monitor.alarm
     monitor.add(found)
     assert monitor.alarm
@@ -128,20 +134,25 @@ CASES = [
     (2.0, 400),
     (6.0, 400),
     (10.0, 800),
-]  # spread of the logits: from nearly flat laws to nearly points
+]  # spread of the logits: from nearly flat distributions to nearly points
 
 
 @pytest.mark.parametrize(("scale", "count"), CASES)
 def test_false_alarms_are_as_rare_as_stated(scale: float, count: int) -> None:
-    """150 streams that follow their laws: p-values below 0.1 and 0.02 are as frequent as that, also where laws are
-    nearly points.
+    """150 streams that follow their distributions: p-values below 0.1 and 0.02 are as frequent as that, also where
+    distributions are nearly points.
     """
     rng = np.random.default_rng(int(10 * scale))
-    _, laws, draft = pairs(count, rng, scale)
+    _, distributions, draft = pairs(count, rng, scale)
     guesses, runs = as_guesses(draft, 4), 150
     p_values = np.array(
         [
-            [test.p_value for test in law_tests(weigh(laws, drawn(laws, rng), rng.random(count), guesses), 1e-4)]
+            [
+                test.p_value
+                for test in distribution_tests(
+                    weigh(distributions, drawn(distributions, rng), rng.random(count), guesses), 1e-4
+                )
+            ]
             for _ in range(runs)
         ]
     )
@@ -153,8 +164,8 @@ def test_false_alarms_are_as_rare_as_stated(scale: float, count: int) -> None:
 
 @pytest.mark.parametrize("mean", [2, 4, 8, 30, 200])
 def test_tails_of_rare_events_are_never_too_short(mean: float) -> None:
-    """A sum of rare events is skewed: the normal law would raise many times the false alarms at 1e-5. Exact, by the
-    binomial law.
+    """A sum of rare events is skewed: the normal distribution would raise many times the false alarms at 1e-5. Exact,
+    by the binomial distribution.
     """
     count = 100_000
     chance = mean / count
@@ -182,23 +193,26 @@ def test_tails_equal_scipys() -> None:
 
 
 def test_the_monitor_may_be_looked_at_for_ever() -> None:
-    """250 streams of 400 tokens that follow their laws, looked at after every second token: at most one in ten ever
-    reaches 10.
+    """250 streams of 400 tokens that follow their distributions, looked at after every second token: at most one in ten
+    ever reaches 10.
     """
     rng = np.random.default_rng(3)
     count, runs, reached, ends = 200, 250, 0, []
-    _, laws, draft = pairs(2, rng, 4.0)
+    _, distributions, draft = pairs(2, rng, 4.0)
     guesses = as_guesses(draft)
     kinds = {
-        (a, b): weigh(laws, torch.tensor([a, b]), np.array([(step + 0.5) / 5] * 2), guesses).bets
+        (a, b): weigh(distributions, torch.tensor([a, b]), np.array([(step + 0.5) / 5] * 2), guesses).bets
         for a in range(VOCAB)
         for b in range(VOCAB)
         for step in range(5)
         if step == 2
     }
     for _ in range(runs):
-        monitor = DriftMonitor(0.1)
-        first, second = drawn(laws[:1].expand(count, -1), rng).tolist(), drawn(laws[1:].expand(count, -1), rng).tolist()
+        monitor = SequentialTest(0.1)
+        first, second = (
+            drawn(distributions[:1].expand(count, -1), rng).tolist(),
+            drawn(distributions[1:].expand(count, -1), rng).tolist(),
+        )
         for pair in zip(first, second, strict=True):
             monitor.add(Evidence(2, bets=kinds[pair] * np.array([[1], [1], [0], [0]])))
         reached += monitor.alarm
@@ -209,20 +223,20 @@ def test_the_monitor_may_be_looked_at_for_ever() -> None:
 
 def test_bets_on_ranks_are_fair() -> None:
     """Over all noise the cosines are worth nothing on average."""
-    law = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    distribution = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
     noise = (np.arange(1000) + 0.5) / 1000
-    worth = np.mean([np.exp(weigh(law, torch.tensor([0]), np.array([x])).bets) for x in noise], axis=0)
+    worth = np.mean([np.exp(weigh(distribution, torch.tensor([0]), np.array([x])).bets) for x in noise], axis=0)
     np.testing.assert_allclose(worth, 1, atol=1e-9)
 
 
 def test_slack_makes_rounding_harmless() -> None:
-    """Laws computed with other rounding: noise of 0.3 in every logit leads the plain monitor astray, not the one that
-    allows for it.
+    """Distributions computed with other rounding: noise of 0.3 in every logit leads the plain monitor astray, not the
+    one that allows for it.
     """
     rng = np.random.default_rng(5)
-    logits, laws, _ = pairs(60_000, rng)
+    logits, distributions, _ = pairs(60_000, rng)
     rounded = (logits + 0.3 * torch.from_numpy(rng.standard_normal(logits.shape))).softmax(-1)
-    tokens, noise = drawn(laws, rng), rng.random(len(laws))
+    tokens, noise = drawn(distributions, rng), rng.random(len(distributions))
     plain, allowing = (weigh(rounded, tokens, noise, slack=slack).bets for slack in (0.0, 0.03))
     assert allowing.max() < 0 < 10 < plain.max()
 
@@ -249,7 +263,7 @@ ERRORS = {
     "residual is the target": lambda logits, p, q: emitted_law(p, q, residual_is_target=True),
     "tested with 0.8 q": lambda logits, p, q: emitted_law(p, q, factor=0.8),
     "tested with 1.25 q": lambda logits, p, q: emitted_law(p, q, factor=1.25),
-    "tested with another law than drawn from": lambda logits, p, q: emitted_law(p, q, declared=q.roll(1, 0)),
+    "tested with another distribution than drawn from": lambda logits, p, q: emitted_law(p, q, declared=q.roll(1, 0)),
     "every guess accepted": lambda logits, p, q: q,
     "temperature off by 5 %": lambda logits, p, q: (logits / 1.05).softmax(-1),
     "temperature off by 10 %": lambda logits, p, q: (logits / 1.1).softmax(-1),
@@ -270,9 +284,9 @@ def test_planted_errors_are_seen(error: str) -> None:
     logits, p, q = pairs(many, rng)
     tokens, noise, guesses = drawn(ERRORS[error](logits, p, q), rng), rng.random(many), as_guesses(q)
     first, rest = (weigh(p[part], tokens[part], noise[part], guesses[part]) for part in (slice(few), slice(few, many)))
-    failed = {test.name for test in law_tests(first, 1e-4) if not test.passed}
+    failed = {test.name for test in distribution_tests(first, 1e-4) if not test.passed}
     assert ("surprisal" if "temperature" in error else "guess") in failed
-    monitor = DriftMonitor(1e-6)
+    monitor = SequentialTest(1e-6)
     monitor.add(first)
     monitor.add(rest)
     assert monitor.alarm
@@ -284,7 +298,7 @@ def test_only_the_guess_shows_a_wrong_residual() -> None:
     _, p, q = pairs(4_000, rng)
     wrong = emitted_law(p, q, residual_is_target=True)
     assert float((wrong - p).abs().sum(-1).mean()) / 2 > 0.1
-    surprisal, rank, guess = law_tests(judge(p, q, wrong, rng), 1e-4)
+    surprisal, rank, guess = distribution_tests(judge(p, q, wrong, rng), 1e-4)
     assert (surprisal.passed, rank.passed, guess.passed) == (True, True, False)
 
 
@@ -306,13 +320,13 @@ def test_the_smallest_error_that_is_promised_is_really_seen(name: str) -> None:
     logits, p, q = pairs(800, rng)
     guesses = as_guesses(q)
     level = 1e-3
-    promised = next(test for test in law_tests(judge(p, q, p, rng), level) if test.name == name)
+    promised = next(test for test in distribution_tests(judge(p, q, p, rng), level) if test.name == name)
     size = float(promised.sees.split("%")[0].split()[-1]) / 100
 
     def share_found(size: float) -> float:
         wrong = (logits / (1 + size)).softmax(-1) if name == "surprisal" else (1 - size) * p + size * q
         assert float((wrong - p).abs().sum(-1).mean()) / 2 == pytest.approx(promised.smallest * size / full, rel=0.1)
-        tests = [law_tests(weigh(p, drawn(wrong, rng), rng.random(len(p)), guesses), level) for _ in range(80)]
+        tests = [distribution_tests(weigh(p, drawn(wrong, rng), rng.random(len(p)), guesses), level) for _ in range(80)]
         return float(np.mean([not test.passed for found in tests for test in found if test.name == name]))
 
     full = size
@@ -343,19 +357,19 @@ def test_the_rank_test_sees_what_it_promises() -> None:
 def test_too_few_tokens_are_no_verdict() -> None:
     rng = np.random.default_rng(0)
     _, p, _ = pairs(20, rng)
-    tests = law_tests(judge(p, None, p, rng), 1e-4)
+    tests = distribution_tests(judge(p, None, p, rng), 1e-4)
     assert [test.name for test in tests if not test.conclusive] == ["rank"]
     point = torch.eye(4, dtype=torch.float64)
-    nothing = law_tests(weigh(point, torch.arange(4), rng.random(4)), 1e-4)
+    nothing = distribution_tests(weigh(point, torch.arange(4), rng.random(4)), 1e-4)
     assert not any(test.conclusive for test in nothing)
     assert all(test.passed for test in nothing)
     rare = torch.tensor([[0.999, 0.001]], dtype=torch.float64)
-    surprisal = law_tests(weigh(rare, torch.tensor([1]), np.array([0.3])), 1e-4)[0]
+    surprisal = distribution_tests(weigh(rare, torch.tensor([1]), np.array([0.3])), 1e-4)[0]
     assert (surprisal.conclusive, surprisal.passed) == (False, True)
 
 
 def test_one_level_for_all_tests() -> None:
     rng = np.random.default_rng(0)
     _, p, q = pairs(30, rng)
-    assert [test.level for test in law_tests(judge(p, q, p, rng), 3e-4)] == pytest.approx([1e-4] * 3)
-    assert [test.level for test in law_tests(judge(p, None, p, rng), 3e-4)] == [1.5e-4] * 2
+    assert [test.level for test in distribution_tests(judge(p, q, p, rng), 3e-4)] == pytest.approx([1e-4] * 3)
+    assert [test.level for test in distribution_tests(judge(p, None, p, rng), 3e-4)] == [1.5e-4] * 2

@@ -92,8 +92,8 @@ def broken(self: RejectionRule, draft: object, probs: torch.Tensor, rows: Sequen
 def test_a_wrong_residual_is_found_while_the_engine_runs(
     llm: LLM, pair: SimpleNamespace, watched: Callable[..., Shadow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bug of a residual that is the target's law: the alarm comes once, as a warning and as a flag."""
-    monkeypatch.setattr(RejectionRule, "next_law", broken)
+    """The bug of a residual that is the target's distribution: the alarm comes once, as a warning and as a flag."""
+    monkeypatch.setattr(RejectionRule, "next_token_weights", broken)
     shadow, spec = (
         watched(tokens_per_step=10_000),
         SpecConfig("draft_model", str(pair.draft), num_draft=4, rule="rejection"),
@@ -123,13 +123,15 @@ def requests(count: int, **params: object) -> list[Request]:
     ]
 
 
-def answers(rng: np.random.Generator, law: Sequence[float], length: int = 8) -> list[int]:
-    return [int(token) for token in rng.choice(len(law), size=length, p=law)]
+def answers(rng: np.random.Generator, distribution: Sequence[float], length: int = 8) -> list[int]:
+    return [int(token) for token in rng.choice(len(distribution), size=length, p=distribution)]
 
 
-def scripted(law: Sequence[float]) -> ScriptedModel:
-    """Every next token has the same law."""
-    return ScriptedModel(lambda context: [math.log(p) if p else -math.inf for p in law], vocab_size=len(law))
+def scripted(distribution: Sequence[float]) -> ScriptedModel:
+    """Every next token has the same distribution."""
+    return ScriptedModel(
+        lambda context: [math.log(p) if p else -math.inf for p in distribution], vocab_size=len(distribution)
+    )
 
 
 LAW = (0.5, 0.3, 0.2, 0.0)
@@ -156,7 +158,7 @@ def test_which_requests_are_followed() -> None:
 
 
 def test_what_is_left_out() -> None:
-    """A lossy rule claims no law; a seed that was given twice would count twice; too many waiting answers cost
+    """A lossy rule claims no distribution; a seed that was given twice would count twice; too many waiting answers cost
     memory.
     """
     shadow = Shadow(scripted(LAW), 1.0, max_waiting=2)
@@ -218,11 +220,14 @@ def test_short_answers_that_finish_first_do_not_fool_it() -> None:
     """Half of all answers end at once, the others go on. Counted as they finish, the first hundred would all say
     'end'.
     """
-    rng, law = np.random.default_rng(0), (0.5, 0.5)
-    texts = [answers(rng, law, 40) for _ in range(300)]
+    rng, distribution = np.random.default_rng(0), (0.5, 0.5)
+    texts = [answers(rng, distribution, 40) for _ in range(300)]
     texts = [text[: text.index(0) + 1] if 0 in text else text for text in texts]  # 0 ends an answer
     by_finish = sorted(range(300), key=lambda i: len(texts[i]))
-    shadow, naive = Shadow(scripted(law), 1.0, alpha=1e-3, max_waiting=300), Shadow(scripted(law), 1.0, alpha=1e-3)
+    shadow, naive = (
+        Shadow(scripted(distribution), 1.0, alpha=1e-3, max_waiting=300),
+        Shadow(scripted(distribution), 1.0, alpha=1e-3),
+    )
     states, largest = begun(shadow, 300), 0.0
     for i in by_finish:
         states[i].tokens += texts[i]

@@ -56,11 +56,13 @@ def test_a_healthy_engine_raises_no_alarm(pair: SimpleNamespace, drafter: str | 
 @pytest.mark.parametrize("rule", [RejectionRule, BlockRule])
 @pytest.mark.repeated
 def test_a_broken_rule_raises_the_alarm(pair: SimpleNamespace, rule: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's own law in place of the residual."""
+    """The target's own distribution in place of the residual."""
     if rule is RejectionRule:
-        monkeypatch.setattr(rule, "next_law", lambda self, draft, probs, rows: probs[list(rows)])
+        monkeypatch.setattr(rule, "next_token_weights", lambda self, draft, probs, rows: probs[list(rows)])
     else:
-        monkeypatch.setattr("foretoken.verify.block.residual_law", lambda draft, probs, rows, reach: probs[list(rows)])
+        monkeypatch.setattr(
+            "foretoken.verify.block.residual_weights", lambda draft, probs, rows, reach: probs[list(rows)]
+        )
     with LLM(pair.target, dtype="float32", cache_tokens=4096, shadow_rate=1.0) as llm:
         with pytest.warns(UserWarning, match="shadow check"):
             run(llm, SpecConfig("draft_model", str(pair.draft), num_draft=4, rule=rule.name), 1.0, rounds=16)

@@ -36,7 +36,7 @@ SUMS = [field.name for field in fields(Counters) if field.name not in ("num_step
 
 
 def counting(context: tuple[int, ...]) -> list[float]:
-    """Counts upwards; a context that holds a 9 and is 15 tokens long has no law."""
+    """Counts upwards; a context that holds a 9 and is 15 tokens long has no distribution."""
     if 9 in context and len(context) >= 15:
         return [float("nan")] * 20
     return [30.0 * (token == (context[-1] + 1) % 7) for token in range(20)]

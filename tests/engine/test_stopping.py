@@ -76,7 +76,7 @@ def check(answer: Answer, params: SamplingParams) -> None:
     state, steps = answer.state, answer.steps
     assert "".join(step.text for step in steps) == "".join(map(str, steps)) == state.text.text
     assert [token for step in steps for token in step.token_ids] == state.output_ids
-    assert [origin for step in steps for origin in step.origins] == state.origins
+    assert [origin for step in steps for origin in step.provenance] == state.provenance
     assert [step.finish_reason for step in steps] == [None] * (len(steps) - 1) + [state.finish_reason]
     assert len(state.output_ids) <= params.max_tokens
     assert not any(stop in state.text.text for stop in params.stop_strings)
@@ -179,10 +179,10 @@ def test_tokens_after_the_cut_leave_no_trace(tokenizer: Tokenizer) -> None:
     ids = [tokenizer.vocabulary[c] for c in "abcdefghij"]
     state = speak(tokenizer, ids, SamplingParams(max_tokens=50, stop="d"), num_draft=8).state
     assert state.output_ids == ids[:4]
-    assert state.stats.num_emitted == len(state.origins) == 4
+    assert state.stats.num_emitted == len(state.provenance) == 4
     assert (state.stats.num_drafted, state.stats.num_accepted) == (8, 3)  # the rule took all eight; three guesses left
     assert state.stats.accepted_per_position == ((1, 1),) * 3 + ((1, 0),) * 5
-    assert [origin.kind for origin in state.origins] == ["plain", *["accepted"] * 3]
+    assert [origin.kind for origin in state.provenance] == ["plain", *["accepted"] * 3]
 
 
 @pytest.mark.parametrize("num_draft", [0, 4])

@@ -1,5 +1,5 @@
-"""Exact laws of random programs and of verification rules: every branch with its weight, no sampling, no tolerance to
-tune.
+"""Exact distributions of random programs and of verification rules: every branch with its weight, no sampling, no
+tolerance to tune.
 
 A drafter is ordinary code that asks a `Choice` for its random decisions. `branches` runs it once per possible sequence
 of answers. The rule under test then gives the weight of everything that can happen to each draft.
@@ -18,8 +18,8 @@ from foretoken.verify import Rule
 
 EXACT = 1e-12
 Tokens = tuple[int, ...]
-Law = dict[Tokens, float]
-Tables = dict[Tokens, np.ndarray]  # context -> law of the next token
+Distribution = dict[Tokens, float]
+Tables = dict[Tokens, np.ndarray]  # context -> distribution of the next token
 
 
 class Choice:
@@ -28,12 +28,12 @@ class Choice:
     def __init__(self, script=()):
         self.script, self.taken, self.weight = list(script), [], 1.0
 
-    def pick(self, law) -> int:
-        options = [k for k, w in enumerate(law) if w > 0]
+    def pick(self, distribution) -> int:
+        options = [k for k, w in enumerate(distribution) if w > 0]
         at = len(self.taken)
         k = self.script[at] if at < len(self.script) else 0
         self.taken.append((k, len(options)))
-        self.weight *= float(law[options[k]])
+        self.weight *= float(distribution[options[k]])
         return options[k]
 
     def coin(self, probability: float) -> bool:
@@ -67,7 +67,9 @@ Chain = tuple[Guess, ...]
 
 @dataclass(frozen=True)
 class Spot:
-    """One row of a tree: the law of its draws (None = no draw was made) and its children, drawn or deterministic."""
+    """One row of a tree: the distribution of its draws (None = no draw was made) and its children, drawn or
+    deterministic.
+    """
 
     mu: np.ndarray | None = None
     children: "tuple[Child, ...]" = ()
@@ -84,7 +86,7 @@ Drafter = Callable[[Choice, Tokens], Chain | Spot]
 
 
 def spot_of(guessed: Chain | Spot) -> Spot:
-    """A chain as the tree that it is; a guess without a token leaves its law at the row where it stood."""
+    """A chain as the tree that it is; a guess without a token leaves its distribution at the row where it stood."""
     if isinstance(guessed, Spot):
         return guessed
     if not guessed:
@@ -115,7 +117,8 @@ class Layout:
     def _join_equal_guesses(self) -> None:
         """`home` is the row that stands for each row: that of the first of equal deterministic guesses after one text.
 
-        `children` are the nodes after each home in the order of judgement, `drew` whether a law was used there.
+        `children` are the nodes after each home in the order of judgement, `drew` whether a distribution was used
+        there.
         """
         self.home = list(range(len(self.spots)))
         drawn, fixed = [[] for _ in self.spots], [{} for _ in self.spots]
@@ -148,7 +151,7 @@ class Case:
         return Layout(spot_of(self.guessed))
 
 
-def cases_of(drafter: Drafter, contexts: Law) -> list[Case]:
+def cases_of(drafter: Drafter, contexts: Distribution) -> list[Case]:
     """Every draft the drafter can produce after every context."""
     return [
         Case(s, guessed, w * v)
@@ -159,16 +162,20 @@ def cases_of(drafter: Drafter, contexts: Law) -> list[Case]:
 
 def draft_of(guesses: Sequence[Chain | Spot], vocab: int, layouts: Sequence[Layout] | None = None) -> Draft:
     """The ragged draft of several chains or trees, in float64."""
-    tokens, parents, offsets, sampled, laws, law_of_row = [], [], [0], [], [], []
+    tokens, parents, offsets, sampled, distributions, distribution_of_row = [], [], [0], [], [], []
     for layout in layouts or [Layout(spot_of(guessed)) for guessed in guesses]:
         for spot in layout.spots:
-            laws += [] if spot.mu is None else [spot.mu]
-            law_of_row.append(-1 if spot.mu is None else len(laws) - 1)
+            distributions += [] if spot.mu is None else [spot.mu]
+            distribution_of_row.append(-1 if spot.mu is None else len(distributions) - 1)
         tokens += layout.tokens
         parents += layout.parents
         sampled += layout.sampled
         offsets.append(len(tokens))
-    mass = Mass(torch.tensor(np.array(laws), dtype=torch.float64), tuple(law_of_row)) if laws else None
+    mass = (
+        Mass(torch.tensor(np.array(distributions), dtype=torch.float64), tuple(distribution_of_row))
+        if distributions
+        else None
+    )
     names = ("toy",) * len(guesses)
     return Draft(
         torch.tensor(tokens, dtype=torch.int64),
@@ -181,7 +188,7 @@ def draft_of(guesses: Sequence[Chain | Spot], vocab: int, layouts: Sequence[Layo
 
 
 def target_rows(cases: Sequence[Case], target: Tables) -> torch.Tensor:
-    """The target's law at every row of the batch of cases."""
+    """The target's distribution at every row of the batch of cases."""
     return torch.tensor(
         np.array([target[c.context + text] for c in cases for text in c.layout.texts]), dtype=torch.float64
     )
@@ -206,21 +213,26 @@ class Branch:
 
 
 def rule_branches(rule: Rule, cases: Sequence[Case], target: Tables) -> tuple[list[Branch], np.ndarray]:
-    """Every branch of the rule on every case, from `accept_probabilities` and `next_law` only; and the former."""
+    """Every branch of the rule on every case, from `accept_probabilities` and `next_token_weights` only; and the
+    former.
+    """
     draft, probs = batch_of(cases, target)
     accept = rule.accept_probabilities(draft, probs).numpy()
     assert not np.isnan(accept).any()
     assert ((accept >= 0) & (accept <= 1)).all(), "an accept probability outside [0, 1]"
-    laws = rule.next_law(draft, probs, range(draft.num_rows)).numpy()
-    assert (laws >= 0).all(), "negative weights are not a law"
+    distributions = rule.next_token_weights(draft, probs, range(draft.num_rows)).numpy()
+    assert (distributions >= 0).all(), "negative weights are not a distribution"
     found = []
     for c, case in enumerate(cases):
         stops = stop_law(case.layout, accept[draft.offsets[c] : draft.offsets[c + 1]])
         for row in np.flatnonzero(stops > 1e-14):
-            law = laws[draft.anchor_row(c) + row]
-            edges = np.concatenate([[0.0], np.cumsum(law)]) / law.sum()
-            weight = case.weight * stops[row] / law.sum()
-            found += [Branch(c, int(row), int(y), weight * law[y], edges[y], edges[y + 1]) for y in np.flatnonzero(law)]
+            distribution = distributions[draft.anchor_row(c) + row]
+            edges = np.concatenate([[0.0], np.cumsum(distribution)]) / distribution.sum()
+            weight = case.weight * stops[row] / distribution.sum()
+            found += [
+                Branch(c, int(row), int(y), weight * distribution[y], edges[y], edges[y + 1])
+                for y in np.flatnonzero(distribution)
+            ]
     return found, accept
 
 
@@ -240,14 +252,14 @@ def stop_law(layout: Layout, accept: np.ndarray) -> np.ndarray:
     return stops
 
 
-def emitted_law(rule: Rule, cases: Sequence[Case], target: Tables) -> Law:
-    """Exact law of the text after one round: context, accepted tokens, next token."""
-    law: Law = {}
+def emitted_law(rule: Rule, cases: Sequence[Case], target: Tables) -> Distribution:
+    """Exact distribution of the text after one round: context, accepted tokens, next token."""
+    distribution: Distribution = {}
     for branch in rule_branches(rule, cases, target)[0]:
         case = cases[branch.case]
         text = (*case.context, *case.layout.texts[branch.row], branch.next_token)
-        law[text] = law.get(text, 0.0) + branch.weight
-    return law
+        distribution[text] = distribution.get(text, 0.0) + branch.weight
+    return distribution
 
 
 def check_decisions(rule: Rule, cases: Sequence[Case], target: Tables) -> int:
@@ -335,10 +347,10 @@ def judge_upwards(layout: Layout, accept: np.ndarray, stop: int, unjudged: float
     return None if None in numbers else numbers
 
 
-def complete(law: Law, target: Tables, length: int) -> Law:
+def complete(distribution: Distribution, target: Tables, length: int) -> Distribution:
     """Continue every text with the target itself up to `length` tokens (rounds are independent given the text)."""
-    out: Law = {}
-    todo = list(law.items())
+    out: Distribution = {}
+    todo = list(distribution.items())
     while todo:
         text, w = todo.pop()
         if len(text) >= length:
@@ -348,20 +360,24 @@ def complete(law: Law, target: Tables, length: int) -> Law:
     return out
 
 
-def chained(rule: Rule, drafters: Sequence[Drafter], target: Tables, length: int) -> Law:
-    """Law of the first `length` tokens when round r is drafted by `drafters[r]` and the target finishes alone."""
-    law: Law = {(): 1.0}
+def chained(rule: Rule, drafters: Sequence[Drafter], target: Tables, length: int) -> Distribution:
+    """Distribution of the first `length` tokens when round r is drafted by `drafters[r]` and the target finishes
+    alone.
+    """
+    distribution: Distribution = {(): 1.0}
     for drafter in drafters:
-        done = {s: w for s, w in law.items() if len(s) >= length}
-        law = emitted_law(rule, cases_of(drafter, {s: w for s, w in law.items() if len(s) < length}), target)
+        done = {s: w for s, w in distribution.items() if len(s) >= length}
+        distribution = emitted_law(
+            rule, cases_of(drafter, {s: w for s, w in distribution.items() if len(s) < length}), target
+        )
         for s, w in done.items():
-            law[s] = law.get(s, 0.0) + w
-    return complete(law, target, length)
+            distribution[s] = distribution.get(s, 0.0) + w
+    return complete(distribution, target, length)
 
 
 class RandomTables(dict):
-    """A random law for every context, made when it is asked for; `holes` is the chance that a token has probability
-    0.
+    """A random distribution for every context, made when it is asked for; `holes` is the chance that a token has
+    probability 0.
     """
 
     def __init__(self, vocab: int, seed: int, concentration: float = 0.7, holes: float = 0.0):
@@ -370,24 +386,28 @@ class RandomTables(dict):
 
     def __missing__(self, context: Tokens) -> np.ndarray:
         rng = np.random.default_rng([self.seed, len(context), *context])
-        law = rng.dirichlet(np.full(self.vocab, self.concentration))
-        law *= rng.random(self.vocab) >= self.holes
-        self[context] = law / law.sum() if law.sum() > 0 else point(self.vocab, int(rng.integers(self.vocab)))
+        distribution = rng.dirichlet(np.full(self.vocab, self.concentration))
+        distribution *= rng.random(self.vocab) >= self.holes
+        self[context] = (
+            distribution / distribution.sum()
+            if distribution.sum() > 0
+            else point(self.vocab, int(rng.integers(self.vocab)))
+        )
         return self[context]
 
 
-def joint(target: Tables, length: int) -> Law:
-    """Exact law of the first `length` tokens of the target."""
+def joint(target: Tables, length: int) -> Distribution:
+    """Exact distribution of the first `length` tokens of the target."""
     texts = itertools.product(range(len(target[()])), repeat=length)
     return {s: float(np.prod([target[s[:i]][s[i]] for i in range(length)])) for s in texts}
 
 
-def max_error(law: Law, other: Law) -> float:
-    """Largest difference of two laws; not blind to NaN."""
-    return float(np.max([abs(law.get(s, 0.0) - other.get(s, 0.0)) for s in set(law) | set(other)]))
+def max_error(distribution: Distribution, other: Distribution) -> float:
+    """Largest difference of two distributions; not blind to NaN."""
+    return float(np.max([abs(distribution.get(s, 0.0) - other.get(s, 0.0)) for s in set(distribution) | set(other)]))
 
 
 def point(vocab: int, token: int) -> np.ndarray:
-    law = np.zeros(vocab)
-    law[token] = 1.0
-    return law
+    distribution = np.zeros(vocab)
+    distribution[token] = 1.0
+    return distribution

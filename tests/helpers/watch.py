@@ -86,14 +86,14 @@ def goes_on(draft: Draft, request: int, path: tuple[int, ...]) -> bool:
 
 
 def check_draft(draft: Draft, batch: Batch, name: str, vocab_size: int) -> None:
-    """Shape, limits, names and laws of a draft."""
+    """Shape, limits, names and distributions of a draft."""
     entries = batch.decoding
     assert draft.num_requests == len(entries)
     assert all(0 <= token < vocab_size for token in draft.tokens.tolist())
     for b, entry in enumerate(entries):
         assert draft.lengths[b] <= entry.num_draft, "more than was asked for"
         tossed = (
-            draft.mass is not None and draft.mass.law_of_row[draft.anchor_row(b)] >= 0
+            draft.mass is not None and draft.mass.distribution_of_row[draft.anchor_row(b)] >= 0
         )  # a coin may have said no at once
         assert draft.drafters[b] == (name if draft.lengths[b] or tossed else None)
         own = draft.parents[draft.offsets[b] : draft.offsets[b + 1]]
@@ -104,16 +104,18 @@ def check_draft(draft: Draft, batch: Batch, name: str, vocab_size: int) -> None:
         check_probes(draft, b, entry.num_probe, entry.probe_depth, vocab_size)
     if draft.mass is None:
         return
-    laws = draft.mass.laws
-    assert laws.dtype in (torch.float32, torch.float64)
-    assert bool((laws >= 0).all())
-    assert bool((laws.sum(-1) <= 1 + 1e-5).all())
-    assert len(draft.mass.law_of_row) == draft.num_rows
+    distributions = draft.mass.distributions
+    assert distributions.dtype in (torch.float32, torch.float64)
+    assert bool((distributions >= 0).all())
+    assert bool((distributions.sum(-1) <= 1 + 1e-5).all())
+    assert len(draft.mass.distribution_of_row) == draft.num_rows
     for node, sampled in enumerate(draft.sampled):
         if sampled:
-            law = draft.mass.law_of_row[draft.parent_rows[node]]
-            assert law >= 0
-            assert laws[law, draft.tokens[node]] > 0, "a token outside the law it was drawn from"
+            distribution = draft.mass.distribution_of_row[draft.parent_rows[node]]
+            assert distribution >= 0
+            assert distributions[distribution, draft.tokens[node]] > 0, (
+                "a token outside the distribution it was drawn from"
+            )
 
 
 def check_probes(draft: Draft, b: int, num_probe: int, probe_depth: int, vocab_size: int) -> None:

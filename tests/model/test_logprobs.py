@@ -1,4 +1,6 @@
-"""Reported log-probabilities are those of the law the token came from, in an order that leaves nothing open."""
+"""Reported log-probabilities are those of the distribution the token came from, in an order that leaves nothing
+open.
+"""
 
 import itertools
 import math
@@ -40,11 +42,11 @@ def test_the_law_is_that_of_transformers_warpers(dtype: torch.dtype) -> None:
         scores = TopKLogitsWarper(k)(None, scores) if k else scores
         scores = TopPLogitsWarper(p)(None, scores) if p < 1 else scores
         scores = MinPLogitsWarper(m)(None, scores) if m else scores
-        law = log_law(logits, params)
-        assert law.dtype == wide.dtype
-        assert torch.equal(law > -torch.inf, target_probs(logits, params) > 0)
+        distribution = log_law(logits, params)
+        assert distribution.dtype == wide.dtype
+        assert torch.equal(distribution > -torch.inf, target_probs(logits, params) > 0)
         torch.testing.assert_close(
-            law,
+            distribution,
             scores.log_softmax(-1),
             rtol=1e-12 if dtype == torch.float64 else 1e-5,
             atol=1e-12 if dtype == torch.float64 else 1e-6,
@@ -61,7 +63,9 @@ def test_at_temperature_zero_the_law_before_the_argmax() -> None:
     torch.testing.assert_close(mixed[::2], logits[::2].log_softmax(-1), rtol=1e-12, atol=0)
     assert torch.equal(mixed[1], log_law(logits[1:2], [warm])[0])
     assert int((mixed[1] > -torch.inf).sum()) == 3
-    far = torch.tensor([[0.0, -150.0]])  # beyond float32's smallest probability, but no law of its own at temperature 0
+    far = torch.tensor(
+        [[0.0, -150.0]]
+    )  # beyond float32's smallest probability, but no distribution of its own at temperature 0
     assert log_law(far, [greedy]).tolist() == [[0.0, -150.0]]
 
 
@@ -83,9 +87,11 @@ def test_lists_and_ranks_follow_the_definition(kind: str, top: int) -> None:
     elif kind == "filtered":
         logits = logits.round().masked_fill(noise(n, vocab, seed=1) < 2, -torch.inf)
         logits[:, 0] = 0
-    law = log_model(logits)
+    distribution = log_model(logits)
     tokens = [row % vocab for row in range(n)]
-    assert token_logprobs(law, tokens, top) == [slow(law[row].tolist(), token, top) for row, token in enumerate(tokens)]
+    assert token_logprobs(distribution, tokens, top) == [
+        slow(distribution[row].tolist(), token, top) for row, token in enumerate(tokens)
+    ]
 
 
 def test_the_token_of_the_argmax_has_rank_one_and_leads_the_list() -> None:

@@ -127,7 +127,7 @@ def reachable(params: SamplingParams, output: list[int], path: tuple[int, ...]) 
 
 
 def rounds(params: SamplingParams, seed: int, adjust=RequestProcessors.adjust, num_rounds: int = 5) -> None:
-    """Random trees and commits; every row against the oracle, then the laws behind temperature and filters."""
+    """Random trees and commits; every row against the oracle, then the distributions behind temperature and filters."""
     rng = random.Random(seed)
     prompt, output = [rng.randrange(LETTERS) for _ in range(rng.randrange(1, 12))], []
     processors = make(params, prompt)
@@ -141,8 +141,10 @@ def rounds(params: SamplingParams, seed: int, adjust=RequestProcessors.adjust, n
         warped = LogitsProcessorList(
             [TemperatureLogitsWarper(0.8), TopKLogitsWarper(6), TopPLogitsWarper(0.9), MinPLogitsWarper(0.05)]
         )
-        law = target_probs(ours[kept], [replace(params, temperature=0.8, top_k=6, top_p=0.9, min_p=0.05)] * len(kept))
-        torch.testing.assert_close(law, warped(None, expected).softmax(-1), rtol=1e-12, atol=0)
+        distribution = target_probs(
+            ours[kept], [replace(params, temperature=0.8, top_k=6, top_p=0.9, min_p=0.05)] * len(kept)
+        )
+        torch.testing.assert_close(distribution, warped(None, expected).softmax(-1), rtol=1e-12, atol=0)
         emitted = [*rng.choice(paths), rng.randrange(LETTERS)]
         processors.commit(emitted)
         output += emitted
@@ -511,8 +513,10 @@ class TestMaking:
         with pytest.raises(InputError, match="repetition_penalty"):
             SamplingParams(repetition_penalty=1e-40)
         processors = make_processors(SamplingParams(repetition_penalty=1e-3, temperature=1e-9), (1,), 3, ())
-        law = target_probs(processors.adjust(torch.tensor([[1.0, 2.0, 3.0]]), [()]), [SamplingParams(temperature=1e-9)])
-        assert law.tolist() == [[0, 1, 0]]
+        distribution = target_probs(
+            processors.adjust(torch.tensor([[1.0, 2.0, 3.0]]), [()]), [SamplingParams(temperature=1e-9)]
+        )
+        assert distribution.tolist() == [[0, 1, 0]]
 
     def test_prompt_tokens_beyond_the_models_columns_are_passed_over(self) -> None:
         """As in transformers, whose embedding may be larger than its output."""

@@ -1,4 +1,4 @@
-"""Laws equal to transformers' own filters, and a random source with published answers."""
+"""Distributions equal to transformers' own filters, and a random source with published answers."""
 
 import itertools
 from dataclasses import replace
@@ -26,7 +26,7 @@ GRID = [
 
 
 def theirs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The law by transformers' warpers in sequence."""
+    """The distribution by transformers' warpers in sequence."""
     scores = TemperatureLogitsWarper(params.temperature)(None, logits)
     if params.top_k > 0:
         scores = TopKLogitsWarper(params.top_k)(None, scores)
@@ -60,10 +60,10 @@ def test_as_many_ties_are_kept_as_in_transformers(vocab: int) -> None:
             params = replace(params, top_p=0.8731)  # no whole number of tied tokens has exactly this mass
         ours, reference = target_probs(logits, [params] * 4), theirs(logits, params)
         torch.testing.assert_close(ours.sort().values, reference.sort().values, rtol=1e-5, atol=0)
-        for row, law in zip(logits, ours, strict=True):
-            least = row[law > 0].min()
-            kept = law[row == least] > 0
-            assert not (law[row > least] == 0).any()
+        for row, distribution in zip(logits, ours, strict=True):
+            least = row[distribution > 0].min()
+            kept = distribution[row == least] > 0
+            assert not (distribution[row > least] == 0).any()
             assert torch.equal(kept, kept.sort().values), params
 
 
@@ -77,25 +77,25 @@ def test_rows_with_different_parameters_do_not_touch_each_other() -> None:
 
 def test_temperature_zero_is_a_point_at_the_lowest_of_the_best() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0], [-torch.inf, -5.0, -7.0]], dtype=torch.bfloat16)
-    law = target_probs(logits, [SamplingParams(top_p=0.5), SamplingParams(top_k=3)])
-    assert law.dtype == torch.float32
-    assert law.tolist() == [[0, 1, 0], [0, 1, 0]]
+    distribution = target_probs(logits, [SamplingParams(top_p=0.5), SamplingParams(top_k=3)])
+    assert distribution.dtype == torch.float32
+    assert distribution.tolist() == [[0, 1, 0], [0, 1, 0]]
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-38, 1e-12, 1e-7])
 def test_a_nearly_zero_temperature_is_the_argmax(temperature: float) -> None:
-    law = target_probs(
+    distribution = target_probs(
         torch.tensor([[3.0, 40.0, 39.9, -torch.inf]]), [SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1)]
     )
-    assert law.tolist() == [[0, 1, 0, 0]]
+    assert distribution.tolist() == [[0, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("vocab", [1, 50, 3000])
 def test_top_p_keeps_at_least_one_token(vocab: int) -> None:
     for logits in (torch.zeros(1, vocab), torch.randn(1, vocab, generator=torch.Generator().manual_seed(3))):
-        law = target_probs(logits, [SamplingParams(temperature=1.0, top_p=1e-20)])
-        assert abs(float(law.sum()) - 1) < 1e-6
-        assert float(law[0, logits[0] == logits.max()].sum()) > 0
+        distribution = target_probs(logits, [SamplingParams(temperature=1.0, top_p=1e-20)])
+        assert abs(float(distribution.sum()) - 1) < 1e-6
+        assert float(distribution[0, logits[0] == logits.max()].sum()) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -229,14 +229,15 @@ def test_round_uniforms_use_the_index_inside_the_request() -> None:
 
 def test_sample_follows_the_law() -> None:
     """Chi-square with 4 degrees of freedom over 20000 draws; chance fails 1 in 1e6."""
-    law = torch.tensor([0.05, 0.0, 0.4, 0.15, 0.3, 0.1])
+    distribution = torch.tensor([0.05, 0.0, 0.4, 0.15, 0.3, 0.1])
     u = torch.from_numpy(uniforms([1] * N, Purpose.NEXT, [1] * N, range(N)))
-    counts = np.bincount(sample(law.expand(N, -1), u).numpy(), minlength=6)
+    counts = np.bincount(sample(distribution.expand(N, -1), u).numpy(), minlength=6)
     assert counts[1] == 0
-    kept = law.numpy() > 0
+    kept = distribution.numpy() > 0
     assert (
         stats.chisquare(
-            counts[kept], N * law.numpy()[kept].astype(np.float64) / law.numpy()[kept].astype(np.float64).sum()
+            counts[kept],
+            N * distribution.numpy()[kept].astype(np.float64) / distribution.numpy()[kept].astype(np.float64).sum(),
         ).pvalue
         > 1e-6
     )

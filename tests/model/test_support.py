@@ -87,7 +87,9 @@ def test_without_filters_all_that_is_not_banned_is_certain() -> None:
 
 
 def test_a_tie_with_the_last_token_that_is_kept_is_in_doubt() -> None:
-    """W2: of equally likely tokens at the border of top_p the lowest ids go, so the law keeps one of the two here."""
+    """W2: of equally likely tokens at the border of top_p the lowest ids go, so the distribution keeps one of the
+    two here.
+    """
     logits, params = torch.tensor([[4.0, 2.0, 2.0, 0.0]]), SamplingParams(temperature=1.5, top_p=0.75)
     assert (target_probs(logits, [params]) > 0).tolist() == [[True, False, True, False]]
     found = support(logits, torch.tensor([1e-4]), params)

@@ -89,7 +89,9 @@ def peak_bytes(llm: LLM, path: Path, batch: int, context: int, params: SamplingP
     ("batch", "context", "vocab", "hidden"), [(1, 200, 97, 32), (8, 60, 97, 32), (4, 100, 2000, 32), (2, 200, 97, 128)]
 )
 def test_a_step_stays_within_its_account(tmp_path: Path, batch: int, context: int, vocab: int, hidden: int) -> None:
-    """Dominated by masks, rows, laws and width in turn: never more than planned, and not planned many times over."""
+    """Dominated by masks, rows, distributions and width in turn: never more than planned, and not planned many
+    times over.
+    """
     shape = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "vocab_size": vocab, "eos_token_id": None}
     target = tiny_checkpoint(tmp_path / "target", "llama", **shape)
     draft = tiny_checkpoint(tmp_path / "draft", "llama", num_hidden_layers=1, **shape)
@@ -105,8 +107,8 @@ def test_a_step_stays_within_its_account(tmp_path: Path, batch: int, context: in
 def test_the_parts_by_hand() -> None:
     draft = ModelShape("d", 100, 3, 1, 0, 0, 5, 4, 64, 32)
     found = account(SHAPE, draft, Load(batch=2, context_tokens=100, num_draft=3, max_prompt_tokens=10))
-    # Two requests of four blocks; the draft's own context holds two. 8 decoding rows and 10 of prompts, laws of 5
-    # entries.
+    # Two requests of four blocks; the draft's own context holds two. 8 decoding rows and 10 of prompts, distributions
+    # of 5 entries.
     assert (found.kv_bytes, found.draft_kv_bytes) == (2 * 128 * 10, 2 * 64 * 3)
     assert found.workspace_bytes == 18 * (2 + 1) + 2 * 8 * 5 * (4 + 36)
     assert found.total_bytes == 1000 + 100 + 2560 + 384 + found.workspace_bytes

@@ -1,4 +1,4 @@
-"""The simulator against the real engine, step by step, and against laws that any queue obeys."""
+"""The simulator against the real engine, step by step, and against distributions that any queue obeys."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ def test_whole_blocks_count() -> None:
     assert [c.num_preempted for c in apart.courses] == [0, 1]
 
 
-# ---- laws of queues
+# ---- distributions of queues
 
 
 SETTINGS = [SimSetting(), SimSetting("ngram", 4), SimSetting("ngram", None)]

@@ -17,8 +17,8 @@ def test_loss_is_the_sum_over_windows() -> None:
     for start in (0, 4, 8):
         window = torch.tensor(ids[start : start + 5])
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-            law = logits_of(model, window[None, :-1]).float().log_softmax(-1)
-        by_hand -= float(law[torch.arange(len(window) - 1), window[1:]].sum())
+            distribution = logits_of(model, window[None, :-1]).float().log_softmax(-1)
+        by_hand -= float(distribution[torch.arange(len(window) - 1), window[1:]].sum())
     assert loss_nats(model, ids, length=4) == pytest.approx(by_hand, rel=1e-5)
     assert bits_per_byte(model, ids, 20) == pytest.approx(loss_nats(model, ids) / math.log(2) / 20)
 

@@ -13,14 +13,14 @@ QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def random_law(rng: np.random.Generator, vocab: int, mass: float = 1.0) -> np.ndarray:
-    """A law with holes, sometimes a point, sometimes flat, sometimes with weights that only just exist."""
+    """A distribution with holes, sometimes a point, sometimes flat, sometimes with weights that only just exist."""
     shape = rng.integers(5)
-    law = np.full(vocab, 1.0) if shape == 0 else rng.dirichlet(np.full(vocab, 0.3)) * (rng.random(vocab) > 0.4)
-    if shape == 1 or law.sum() == 0:
-        law = point(vocab, int(rng.integers(vocab)))
+    distribution = np.full(vocab, 1.0) if shape == 0 else rng.dirichlet(np.full(vocab, 0.3)) * (rng.random(vocab) > 0.4)
+    if shape == 1 or distribution.sum() == 0:
+        distribution = point(vocab, int(rng.integers(vocab)))
     if shape == 2:
-        law = law + 10.0 ** -rng.uniform(5, 44, vocab)
-    return mass * law / law.sum()
+        distribution = distribution + 10.0 ** -rng.uniform(5, 44, vocab)
+    return mass * distribution / distribution.sum()
 
 
 def random_parents(rng: np.random.Generator, tree: bool) -> list[int]:
@@ -29,48 +29,54 @@ def random_parents(rng: np.random.Generator, tree: bool) -> list[int]:
 
 
 def random_batch(seed: int, tree: bool = False) -> tuple[Draft, torch.Tensor, Uniforms]:
-    """Chains or trees of different sizes, kinds and masses, some with a law where nothing was proposed; and all the
-    numbers a rule may need.
+    """Chains or trees of different sizes, kinds and masses, some with a distribution where nothing was proposed; and
+    all the numbers a rule may need.
     """
     rng = np.random.default_rng(seed)
     vocab = int(rng.integers(1, 7))
-    tokens, parents, offsets, sampled, laws, law_of_row = [], [], [0], [], [], []
+    tokens, parents, offsets, sampled, distributions, distribution_of_row = [], [], [0], [], [], []
     for _ in range(rng.integers(1, 6)):
         own = random_parents(rng, tree)
         rows: list[int] = []
         for row in range(len(own) + 1):
             has_law = rng.random() < (0.7 if row - 1 in own else 0.2)
-            laws += [random_law(rng, vocab, float(rng.choice([1.0, 0.6])))] if has_law else []
-            rows.append(len(laws) - 1 if has_law else -1)
+            distributions += [random_law(rng, vocab, float(rng.choice([1.0, 0.6])))] if has_law else []
+            rows.append(len(distributions) - 1 if has_law else -1)
         drawn: dict[int, set[int]] = {}
         for parent in own:
-            law = laws[rows[parent + 1]].copy() if rows[parent + 1] >= 0 else np.zeros(vocab)
-            law[list(drawn.get(parent, ()))] = 0
-            from_law = law.sum() > 0 and (not tree or rng.random() < 0.6)
+            distribution = distributions[rows[parent + 1]].copy() if rows[parent + 1] >= 0 else np.zeros(vocab)
+            distribution[list(drawn.get(parent, ()))] = 0
+            from_law = distribution.sum() > 0 and (not tree or rng.random() < 0.6)
             sampled.append(bool(from_law))
-            tokens.append(int(rng.choice(vocab, p=law / law.sum())) if from_law else int(rng.integers(vocab)))
+            tokens.append(
+                int(rng.choice(vocab, p=distribution / distribution.sum())) if from_law else int(rng.integers(vocab))
+            )
             if from_law:
                 drawn.setdefault(parent, set()).add(tokens[-1])
         parents += own
-        law_of_row += rows
+        distribution_of_row += rows
         offsets.append(len(tokens))
-    num_rows = len(law_of_row)
+    num_rows = len(distribution_of_row)
     target = np.array([random_law(rng, vocab) for _ in range(num_rows)])
     if rng.random() < 0.4:
         off = float(rng.choice([0.0, 1e-7, 1e-12]))
-        for row, law in enumerate(law_of_row):
-            if law >= 0:  # the drafter is the target, or nearly: nothing is left after a rejection but rounding
-                near = laws[law] * (1 + off * rng.standard_normal(vocab))
+        for row, distribution in enumerate(distribution_of_row):
+            if (
+                distribution >= 0
+            ):  # the drafter is the target, or nearly: nothing is left after a rejection but rounding
+                near = distributions[distribution] * (1 + off * rng.standard_normal(vocab))
                 target[row] = near / near.sum()
     edge = rng.choice([0.0, 1 - 2.0**-53, 0.5], size=len(tokens))
     accept = np.where(rng.random(len(tokens)) < 0.3, edge, rng.random(len(tokens)))
     following = np.where(rng.random(len(offsets) - 1) < 0.3, 1 - 2.0**-53, rng.random(len(offsets) - 1))
     dtype = torch.float32 if rng.random() < 0.5 else torch.float64
-    mass = Mass(torch.tensor(np.array(laws), dtype=dtype), tuple(law_of_row)) if laws else None
-    marks = tuple(sampled) if any(sampled) or (laws and rng.random() < 0.5) else ()
+    mass = (
+        Mass(torch.tensor(np.array(distributions), dtype=dtype), tuple(distribution_of_row)) if distributions else None
+    )
+    marks = tuple(sampled) if any(sampled) or (distributions and rng.random() < 0.5) else ()
     names = ("toy",) * (len(offsets) - 1)
     draft = Draft(torch.tensor(tokens, dtype=torch.int64), tuple(parents), tuple(offsets), names, marks, mass)
-    for b in range(draft.num_requests):  # what follows one text has one law
+    for b in range(draft.num_requests):  # what follows one text has one distribution
         first: dict[tuple[int, ...], int] = {}
         for row, text in enumerate(draft.paths(b), start=draft.anchor_row(b)):
             target[row] = target[first.setdefault(text, row)]
@@ -124,7 +130,11 @@ def renumbered(
         for b, o in enumerate(orders)
         for n in o
     )
-    mass = None if draft.mass is None else Mass(draft.mass.laws, tuple(draft.mass.law_of_row[row] for row in rows))
+    mass = (
+        None
+        if draft.mass is None
+        else Mass(draft.mass.distributions, tuple(draft.mass.distribution_of_row[row] for row in rows))
+    )
     sampled = tuple(draft.sampled[node] for node in nodes) if draft.sampled else ()
     twin = Draft(draft.tokens[nodes], parents, draft.offsets, draft.drafters, sampled, mass)
     race = tuple(noise[[0, *(1 + node for node in order)]] for noise, order in zip(uniforms.race, orders, strict=True))
@@ -132,7 +142,7 @@ def renumbered(
 
 
 class Extreme(RandomTables):
-    """Laws with holes, points, weights down to 1e-40, and some that nearly equal those of `near`."""
+    """Distributions with holes, points, weights down to 1e-40, and some that nearly equal those of `near`."""
 
     def __init__(self, vocab: int, seed: int, near: RandomTables | None = None):
         super().__init__(vocab, seed)
@@ -140,8 +150,10 @@ class Extreme(RandomTables):
 
     def __missing__(self, text: tuple[int, ...]) -> np.ndarray:
         rng = np.random.default_rng([self.seed, 1, *text])
-        law = random_law(rng, self.vocab)
+        distribution = random_law(rng, self.vocab)
         if self.near is not None and rng.random() < 0.5:
-            law = self.near[text] * (1 + float(rng.choice([0.0, 1e-6, 1e-13])) * rng.standard_normal(self.vocab))
-        self[text] = law / law.sum()
+            distribution = self.near[text] * (
+                1 + float(rng.choice([0.0, 1e-6, 1e-13])) * rng.standard_normal(self.vocab)
+            )
+        self[text] = distribution / distribution.sum()
         return self[text]

@@ -36,8 +36,8 @@ def guess(choice: Choice, kind: str, q: np.ndarray, rng: np.random.Generator, de
         return _sampled(choice, point(vocab, best), np.full(vocab, 0.6))
     if kind == "cut":
         kept = np.where(np.arange(vocab) % 2 == 0, q, 0.0)
-        law = kept / kept.sum() if kept.sum() > 0 else point(vocab, 0)
-        return Guess(choice.pick(law), law)
+        distribution = kept / kept.sum() if kept.sum() > 0 else point(vocab, 0)
+        return Guess(choice.pick(distribution), distribution)
     return Guess(choice.pick(q), q)
 
 
@@ -69,13 +69,13 @@ def tree_drafter(kind: str, depth: int, draft_laws: Tables, seed: int) -> Drafte
     return propose
 
 
-def _grow(choice: Choice, kind: str, depth: int, levels: int, laws: Tables, text: Tokens, seed: int) -> Spot:
+def _grow(choice: Choice, kind: str, depth: int, levels: int, distributions: Tables, text: Tokens, seed: int) -> Spot:
     def below(token: int, same: str = kind, deeper: int = depth - 1) -> Spot:
-        return _grow(choice, same, deeper, levels, laws, (*text, token), seed)
+        return _grow(choice, same, deeper, levels, distributions, (*text, token), seed)
 
     if depth <= 0:
         return Spot()
-    q, rng = laws[text], np.random.default_rng([seed, 9, *text])
+    q, rng = distributions[text], np.random.default_rng([seed, 9, *text])
     best = int(np.argmax(q))
     top = depth == levels
     if kind == "fixed":
@@ -93,7 +93,7 @@ def _grow(choice: Choice, kind: str, depth: int, levels: int, laws: Tables, text
     if kind == "two_and_one":
         return row(choice, q, below, fixed=1, drawn=2) if top else Spot(None, (Child(best),))
     if kind == "twice":  # one guess given twice, each time with something else below
-        again = Child(best, False, _grow(choice, "thinned", depth - 1, levels, laws, (*text, best), seed))
+        again = Child(best, False, _grow(choice, "thinned", depth - 1, levels, distributions, (*text, best), seed))
         return Spot(None, (Child(best), Child((best + 1) % len(q)), again, Child(best, False, below(best, "model"))))
     if kind == "model":
         return row(choice, q, below, drawn=1)
@@ -118,21 +118,21 @@ def row(
     from all of q).
 
     One draw may be thinned: it stays with probability keep(x). The drawn children come first; `declared` replaces the
-    true law.
+    true distribution.
     """
     best = [int(x) for x in np.argsort(-q, kind="stable")[:fixed] if q[x] > 0]
     rest = q.copy()
     if apart:
         rest[best] = 0
     children: list[Child] = []
-    law = None
+    distribution = None
     if drawn and rest.sum() > 0:
-        law = rest / rest.sum() * (1.0 if keep is None else keep)
+        distribution = rest / rest.sum() * (1.0 if keep is None else keep)
         while len(children) < drawn and rest.sum() > 0:
             x = choice.pick(rest / rest.sum())
             rest[x] = 0
             if keep is not None and not choice.coin(float(keep[x])):
                 break
             children.append(Child(x, True, below(x)))
-        law = law if declared is None else declared
-    return Spot(law, (*children, *(Child(x, False, below(x)) for x in best)))
+        distribution = distribution if declared is None else declared
+    return Spot(distribution, (*children, *(Child(x, False, below(x)) for x in best)))

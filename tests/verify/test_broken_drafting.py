@@ -17,9 +17,9 @@ from tests.helpers.enumeration import (
     Chain,
     Child,
     Choice,
+    Distribution,
     Drafter,
     Guess,
-    Law,
     RandomTables,
     Spot,
     Tables,
@@ -39,11 +39,11 @@ TARGET, LAWS = RandomTables(VOCAB, seed=61), RandomTables(VOCAB, seed=62)
 COIN = 0.6
 
 
-def error(law: Law, target: Tables = TARGET, length: int = LENGTH + 1) -> float:
-    return max_error(complete(law, target, length), joint(target, length))
+def error(distribution: Distribution, target: Tables = TARGET, length: int = LENGTH + 1) -> float:
+    return max_error(complete(distribution, target, length), joint(target, length))
 
 
-def law_of(rule: Rule | str, drafter: Drafter, target: Tables = TARGET) -> Law:
+def law_of(rule: Rule | str, drafter: Drafter, target: Tables = TARGET) -> Distribution:
     return emitted_law(RULES[rule] if isinstance(rule, str) else rule, cases_of(drafter, {(): 1.0}), target)
 
 
@@ -96,8 +96,8 @@ class Planted(Rule):
     def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
         return self.rule.accept_probabilities(self.tests(draft), target_probs)
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
-        return self.rule.next_law(self.residual(draft), target_probs, rows)
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+        return self.rule.next_token_weights(self.residual(draft), target_probs, rows)
 
     verify = None  # type: ignore[assignment]
 
@@ -107,13 +107,17 @@ def _as_is(draft: Draft) -> Draft:
 
 
 def _plain_where_nothing_came(draft: Draft) -> Draft:
-    """Forgets the law of every row where no guess was sampled: the next token there comes from p."""
+    """Forgets the distribution of every row where no guess was sampled: the next token there comes from p."""
     assert draft.mass is not None
     with_sample = {r for r, sampled in zip(draft.parent_rows, draft.sampled, strict=True) if sampled}
     return replace(
         draft,
         mass=Mass(
-            draft.mass.laws, tuple(law if r in with_sample else -1 for r, law in enumerate(draft.mass.law_of_row))
+            draft.mass.distributions,
+            tuple(
+                distribution if r in with_sample else -1
+                for r, distribution in enumerate(draft.mass.distribution_of_row)
+            ),
         ),
     )
 
@@ -121,7 +125,7 @@ def _plain_where_nothing_came(draft: Draft) -> Draft:
 def _not_scaled(draft: Draft) -> Draft:
     """q in place of a q."""
     assert draft.mass is not None
-    return replace(draft, mass=Mass(draft.mass.laws / COIN, draft.mass.law_of_row))
+    return replace(draft, mass=Mass(draft.mass.distributions / COIN, draft.mass.distribution_of_row))
 
 
 @pytest.mark.parametrize("rule", RATIO)
@@ -210,8 +214,8 @@ def test_the_example_of_a_dropped_guess() -> None:
         x = choice.pick(q)
         return (Guess(x, q),) if keep[x] else ()
 
-    law = complete(law_of("rejection", propose, target), target, 1)
-    assert abs(law[(0,)] - 0.85) < EXACT
+    distribution = complete(law_of("rejection", propose, target), target, 1)
+    assert abs(distribution[(0,)] - 0.85) < EXACT
 
 
 # ---- how many guesses are handed over
@@ -319,19 +323,19 @@ def test_a_rule_chosen_by_a_shape_that_depends_on_draws_is_biased() -> None:
     assert names == {"block", "tree"}
     for rule in ("tree", "traversal"):
         assert error(emitted_law(RULES[rule], cases, TARGET)) < EXACT
-    law: Law = {}
+    distribution: Distribution = {}
     for name in names:
         own = [case for case in cases if rule_for(draft_of([case.guessed], VOCAB), 0) == name]
         for text, weight in emitted_law(RULES[name], own, TARGET).items():
-            law[text] = law.get(text, 0.0) + weight
-    assert error(law) > 0.001
+            distribution[text] = distribution.get(text, 0.0) + weight
+    assert error(distribution) > 0.001
 
 
 # ---- drafts of drafts
 
 
 def test_a_cascade_is_tested_with_the_law_of_its_last_model() -> None:
-    """A middle model verifies an inner one; what comes out has the middle model's law, not the inner one's."""
+    """A middle model verifies an inner one; what comes out has the middle model's distribution, not the inner one's."""
     middle, inner = RandomTables(VOCAB, 71), RandomTables(VOCAB, 72)
     p, q = middle[()], inner[()]
 
@@ -357,9 +361,9 @@ def test_a_sampled_guess_handed_over_as_a_point_is_exact_and_slower() -> None:
         return lambda choice, text: Spot(None if as_point else LAWS[()], (Child(choice.pick(LAWS[()]), not as_point),))
 
     for rule in RATIO:
-        law = law_of(rule, sampled(True))
-        assert error(law, length=2) < EXACT
-        assert abs(sum(w for text, w in law.items() if len(text) == 2) - (TARGET[()] * LAWS[()]).sum()) < EXACT
+        distribution = law_of(rule, sampled(True))
+        assert error(distribution, length=2) < EXACT
+        assert abs(sum(w for text, w in distribution.items() if len(text) == 2) - (TARGET[()] * LAWS[()]).sum()) < EXACT
         assert (
             sum(len(text) * w for text, w in law_of(rule, sampled(False)).items()) > 1 + (TARGET[()] * LAWS[()]).sum()
         )

@@ -1,7 +1,8 @@
-"""The enumeration sees bugs in block, tree and traversal: each known mistake is planted, and the law error must be
-large.
+"""The enumeration sees bugs in block, tree and traversal: each known mistake is planted, and the distribution error
+must be large.
 
-Every variant states the least error it must show on fixed laws (about two thirds of what it is), far above EXACT.
+Every variant states the least error it must show on fixed distributions (about two thirds of what it is), far above
+EXACT.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from foretoken.core import Draft, Mass
 from foretoken.verify import RULES, Rule, block, siblings
-from foretoken.verify.base import residual_law
+from foretoken.verify.base import residual_weights
 from foretoken.verify.block import BlockRule
 from foretoken.verify.siblings import Residuals
 from tests.helpers.enumeration import (
@@ -36,8 +37,8 @@ MODEL, DROPPED, COIN = (chain_drafter(kind, LENGTH, LAWS, 3) for kind in ("model
 
 
 def error(rule: Rule, drafter: Drafter, target: Tables = TARGET, length: int = LENGTH + 1) -> float:
-    law = emitted_law(rule, cases_of(drafter, {(): 1.0}), target)
-    return max_error(complete(law, target, length), joint(target, length))
+    distribution = emitted_law(rule, cases_of(drafter, {(): 1.0}), target)
+    return max_error(complete(distribution, target, length), joint(target, length))
 
 
 # ---- block
@@ -55,8 +56,8 @@ class BreakAtFirstFailure(BlockRule):
 class ResidualWithoutReach(BlockRule):
     """(p - mu)_+ in place of (P p - mu)_+."""
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
-        return residual_law(draft, target_probs, rows)
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+        return residual_weights(draft, target_probs, rows)
 
 
 class PlainEnd(BlockRule):
@@ -65,15 +66,17 @@ class PlainEnd(BlockRule):
     def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
         return super().accept_probabilities(_without_missing(draft), target_probs)
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
-        return super().next_law(_without_missing(draft), target_probs, rows)
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+        return super().next_token_weights(_without_missing(draft), target_probs, rows)
 
 
 def _without_missing(draft: Draft) -> Draft:
     assert draft.mass is not None
     with_child = set(draft.parent_rows)
-    laws = tuple(law if r in with_child else -1 for r, law in enumerate(draft.mass.law_of_row))
-    return replace(draft, mass=Mass(draft.mass.laws, laws))
+    distributions = tuple(
+        distribution if r in with_child else -1 for r, distribution in enumerate(draft.mass.distribution_of_row)
+    )
+    return replace(draft, mass=Mass(draft.mass.distributions, distributions))
 
 
 @pytest.mark.parametrize(
@@ -192,20 +195,22 @@ def _missing_draw_skipped(patch: pytest.MonkeyPatch) -> None:
 
     def skipping(draft: Draft, tokens: Sequence[int]) -> object:
         proposals, further = read(draft, tokens)
-        return [replace(one, laws=(), drawn=()) if set(one.drawn) == {None} else one for one in proposals], further
+        return [
+            replace(one, distributions=(), drawn=()) if set(one.drawn) == {None} else one for one in proposals
+        ], further
 
     patch.setattr(siblings, "read_proposals", skipping)
 
 
 def _law_unconditional(patch: pytest.MonkeyPatch) -> None:
-    """Drawn without replacement, tested with the law of the first draw."""
+    """Drawn without replacement, tested with the distribution of the first draw."""
 
-    def whole(self: Residuals, laws: Tensor, further: Sequence[siblings.FurtherLaw]) -> Tensor:
+    def whole(self: Residuals, distributions: Tensor, further: Sequence[siblings.FurtherDistribution]) -> Tensor:
         for one in further:
-            self.mass[one.node] = float(laws[one.law, self.tokens[one.node]])
-        return torch.cat((laws, laws[[one.law for one in further]]))
+            self.mass[one.node] = float(distributions[one.distribution, self.tokens[one.node]])
+        return torch.cat((distributions, distributions[[one.distribution for one in further]]))
 
-    patch.setattr(Residuals, "_with_further_laws", whole)
+    patch.setattr(Residuals, "_with_further_distributions", whole)
 
 
 def _reach_not_updated(patch: pytest.MonkeyPatch) -> None:

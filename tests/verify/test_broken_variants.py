@@ -1,6 +1,8 @@
-"""The enumeration sees bugs: every formula of the rejection rule is broken once, and the law error must be large.
+"""The enumeration sees bugs: every formula of the rejection rule is broken once, and the distribution error must be
+large.
 
-Each variant states the least error it must show on fixed laws (about two thirds of what it is), far above EXACT.
+Each variant states the least error it must show on fixed distributions (about two thirds of what it is), far above
+EXACT.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from foretoken.core import Draft, Mass, Uniforms, Verdict
 from foretoken.verify import Rule, draw
-from foretoken.verify.base import residual_law
+from foretoken.verify.base import residual_weights
 from foretoken.verify.rejection import RejectionRule
 from tests.helpers.enumeration import (
     EXACT,
@@ -71,63 +73,76 @@ POINT = _chain(lambda choice, q: Guess(int(np.argmax(q))))
 
 
 def _error(rule: Rule, drafter: Drafter, target: Tables = TARGET) -> float:
-    law = emitted_law(rule, cases_of(drafter, {(): 1.0}), target)
-    return max_error(complete(law, target, LENGTH + 1), joint(target, LENGTH + 1))
+    distribution = emitted_law(rule, cases_of(drafter, {(): 1.0}), target)
+    return max_error(complete(distribution, target, LENGTH + 1), joint(target, LENGTH + 1))
 
 
 class ResidualIsTarget(RejectionRule):
     """No subtraction."""
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
         return target_probs[list(rows)]
 
 
 class ResidualIsDraft(RejectionRule):
-    """The draft's law in place of the residual."""
+    """The draft's distribution in place of the residual."""
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
-        law = [draft.mass.law_of_row[row] for row in rows]
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+        distribution = [draft.mass.distribution_of_row[row] for row in rows]
         return torch.stack(
-            [target_probs[row] if k < 0 else draft.mass.laws[k] for row, k in zip(rows, law, strict=True)]
+            [
+                target_probs[row] if k < 0 else draft.mass.distributions[k]
+                for row, k in zip(rows, distribution, strict=True)
+            ]
         )
 
 
 class ResidualAbsolute(RejectionRule):
     """|p - mu| in place of (p - mu)_+."""
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
-        law = [draft.mass.law_of_row[row] for row in rows]
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+        distribution = [draft.mass.distribution_of_row[row] for row in rows]
         return torch.stack(
-            [target_probs[row] - (0 if k < 0 else draft.mass.laws[k]) for row, k in zip(rows, law, strict=True)]
+            [
+                target_probs[row] - (0 if k < 0 else draft.mass.distributions[k])
+                for row, k in zip(rows, distribution, strict=True)
+            ]
         ).abs()
 
 
 class ResidualUnclamped(RejectionRule):
-    """p - mu without the clamp: not a law at all."""
+    """p - mu without the clamp: not a distribution at all."""
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
-        law = [draft.mass.law_of_row[row] for row in rows]
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+        distribution = [draft.mass.distribution_of_row[row] for row in rows]
         return torch.stack(
-            [target_probs[row] - (0 if k < 0 else draft.mass.laws[k]) for row, k in zip(rows, law, strict=True)]
+            [
+                target_probs[row] - (0 if k < 0 else draft.mass.distributions[k])
+                for row, k in zip(rows, distribution, strict=True)
+            ]
         )
 
 
 class ResidualScaled(RejectionRule):
     """The mass scaled by .98 in the residual only."""
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
-        return residual_law(
-            replace(draft, mass=Mass(draft.mass.laws * 0.98, draft.mass.law_of_row)), target_probs, rows
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+        return residual_weights(
+            replace(draft, mass=Mass(draft.mass.distributions * 0.98, draft.mass.distribution_of_row)),
+            target_probs,
+            rows,
         )
 
 
 class NothingIsBonus(RejectionRule):
     """A row where a token could have been proposed, but was not, treated as the end of the draft."""
 
-    def next_law(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
+    def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
         with_child = set(draft.parent_rows)
-        laws = tuple(law if row in with_child else -1 for row, law in enumerate(draft.mass.law_of_row))
-        return residual_law(replace(draft, mass=Mass(draft.mass.laws, laws)), target_probs, rows)
+        distributions = tuple(
+            distribution if row in with_child else -1 for row, distribution in enumerate(draft.mass.distribution_of_row)
+        )
+        return residual_weights(replace(draft, mass=Mass(draft.mass.distributions, distributions)), target_probs, rows)
 
 
 class RatioInverted(RejectionRule):
@@ -155,7 +170,7 @@ class DraftProbabilitiesLost(ResidualIsTarget):
 
 
 class RowShifted(RejectionRule):
-    """The target's law taken one row too late."""
+    """The target's distribution taken one row too late."""
 
     def accept_terms(self, draft: Draft, target_probs: Tensor) -> tuple[Tensor, Tensor]:
         return super().accept_terms(draft, torch.cat((target_probs[1:], target_probs[:1])))
@@ -193,11 +208,16 @@ def test_a_residual_without_the_clamp_is_refused() -> None:
     [
         (_sharpened, 0.014),
         (lambda choice, q: _coin(choice, q, declared=1.0), 0.055),
-        (lambda choice, q: _drop(choice, q, declared=lambda law, keep: law), 0.012),
-        (lambda choice, q: _drop(choice, q, declared=lambda law, keep: law * keep / (law * keep).sum()), 0.023),
+        (lambda choice, q: _drop(choice, q, declared=lambda distribution, keep: distribution), 0.012),
+        (
+            lambda choice, q: _drop(
+                choice, q, declared=lambda distribution, keep: distribution * keep / (distribution * keep).sum()
+            ),
+            0.023,
+        ),
     ],
     ids=[
-        "another law than the one drawn from",
+        "another distribution than the one drawn from",
         "coin left out of the mass",
         "dropping left out of the mass",
         "dropping declared as renormalised",
@@ -210,21 +230,23 @@ def test_a_drafter_that_declares_another_mass_shows(
 
 
 def _law_over_one_uniform(rule: RejectionRule, p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Exact law of one position when the uniform that drew x also tests it: constant between its breakpoints."""
+    """Exact distribution of one position when the uniform that drew x also tests it: constant between its
+    breakpoints.
+    """
     edges = np.unique(np.clip(np.concatenate([[0.0, 1.0], np.cumsum(q), p / q]), 0.0, 1.0))
     middle = torch.tensor((edges[1:] + edges[:-1]) / 2)
     xs = draw(torch.tensor(q).expand(len(middle), -1), middle)
     draft = draft_of([(Guess(int(x), q),) for x in xs], len(p))
     probs = torch.tensor(p).expand(draft.num_rows, -1)
     verdict = rule.verify(draft, probs, Uniforms(middle, torch.full((len(middle),), 0.5, dtype=torch.float64)))
-    law = np.zeros(len(p))
+    distribution = np.zeros(len(p))
     for b, width in enumerate(np.diff(edges)):
         if verdict.paths[b]:
-            law[int(xs[b])] += width
+            distribution[int(xs[b])] += width
         else:
-            rest = rule.next_law(draft, probs, [draft.anchor_row(b)])[0].numpy()
-            law += width * rest / rest.sum()
-    return law
+            rest = rule.next_token_weights(draft, probs, [draft.anchor_row(b)])[0].numpy()
+            distribution += width * rest / rest.sum()
+    return distribution
 
 
 def test_the_uniform_that_drew_the_token_must_not_test_it() -> None:

@@ -1,5 +1,5 @@
 """The coupled rule: the text is a function of the target and of the noise, whoever drafted, and the noise has the
-target's law.
+target's distribution.
 """
 
 from collections.abc import Callable
@@ -92,7 +92,7 @@ def generate(plan: str, noise: Noise, length: int = LENGTH) -> tuple[list[Tokens
 
 
 class _Contexts(dict):
-    """The target's law by whole text, of which only the last three tokens count."""
+    """The target's distribution by whole text, of which only the last three tokens count."""
 
     def __missing__(self, text: Tokens) -> np.ndarray:
         return law_at(TARGET, text)
@@ -119,26 +119,28 @@ def test_noise_keyed_by_the_round_makes_the_text_depend_on_the_drafter() -> None
 
 
 def test_noise_shared_by_two_positions_correlates_them() -> None:
-    """P(Y1 = Y2) for two laws of one noise vector is far from the sum p q of independent draws."""
+    """P(Y1 = Y2) for two distributions of one noise vector is far from the sum p q of independent draws."""
     p, q = law_at(TARGET, ()), law_at(DRAFTERS[0], ())
     noise = [by_pair(seed, 0, 0, 0) for seed in range(2000)], [by_pair(seed, 0, 1, 0) for seed in range(2000)]
     winners = [
-        race_winner(torch.tensor(law).expand(2000, -1), torch.tensor(np.array(own)))
-        for law, own in zip((p, q), noise, strict=True)
+        race_winner(torch.tensor(distribution).expand(2000, -1), torch.tensor(np.array(own)))
+        for distribution, own in zip((p, q), noise, strict=True)
     ]
     assert float((winners[0] == winners[1]).double().mean()) > (p * q).sum() + 0.2
     independent = [
         race_winner(
-            torch.tensor(law).expand(2000, -1),
+            torch.tensor(distribution).expand(2000, -1),
             torch.tensor(np.array([by_position(seed, 0, place, 0) for seed in range(2000)])),
         )
-        for place, law in enumerate((p, q))
+        for place, distribution in enumerate((p, q))
     ]
     assert abs(float((independent[0] == independent[1]).double().mean()) - (p * q).sum()) < 0.06
 
 
 def grid(vocab: int, cells: int) -> torch.Tensor:
-    """Exp(1) noise of `vocab` tokens at the midpoints of a grid of equally likely cells: a law without sampling."""
+    """Exp(1) noise of `vocab` tokens at the midpoints of a grid of equally likely cells: a distribution without
+    sampling.
+    """
     noise = -torch.log1p(-(torch.arange(cells, dtype=torch.float64) + 0.5) / cells)
     return torch.cartesian_prod(*[noise] * vocab)
 
@@ -165,7 +167,7 @@ def test_how_often_two_races_of_one_noise_agree(vocab: int, cells: int) -> None:
     noise = grid(vocab, cells)
     for seed in range(3):
         p, q = (RandomTables(vocab, seed + k, concentration=1.0)[()] for k in (10, 20))
-        won = [race_winner(torch.tensor(law).expand(len(noise), -1), noise) for law in (p, q)]
+        won = [race_winner(torch.tensor(distribution).expand(len(noise), -1), noise) for distribution in (p, q)]
         expected, distance = match_probability(p, q), 0.5 * np.abs(p - q).sum()
         assert abs(float((won[0] == won[1]).double().mean()) - expected) < 2 / cells
         assert (1 - distance) / (1 + distance) - 1e-12 <= expected <= 1 - distance + 1e-12
@@ -181,10 +183,10 @@ def test_a_race_over_a_wide_law() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_edges_of_a_race(dtype: torch.dtype) -> None:
-    law = torch.tensor([[0.0, 0.5, 0.5, 0.0], [0.0, 1e-30, 0.0, 0.0], [0.3, 0.3, 0.4, 0.0]], dtype=dtype)
+    distribution = torch.tensor([[0.0, 0.5, 0.5, 0.0], [0.0, 1e-30, 0.0, 0.0], [0.3, 0.3, 0.4, 0.0]], dtype=dtype)
     noise = torch.tensor([[0.0, 2.0, 2.0, 1e-30], [1e-9, 50.0, 1e-9, 1e-9], [0.1, 0.1, 5.0, 0.0]], dtype=dtype)
-    assert race_winner(law, noise).tolist() == [1, 1, 0]  # weight zero never, ties the lowest id
-    assert race_winner(law[:1], torch.tensor([[0.0, 1.0, 0.0, 0.0]], dtype=dtype)).tolist() == [
+    assert race_winner(distribution, noise).tolist() == [1, 1, 0]  # weight zero never, ties the lowest id
+    assert race_winner(distribution[:1], torch.tensor([[0.0, 1.0, 0.0, 0.0]], dtype=dtype)).tolist() == [
         2
     ]  # noise zero is the earliest
 

@@ -17,7 +17,7 @@ def test_every_rule_on_a_gpu(rule: str, tree: bool) -> None:
     for seed in range(60):
         draft, probs, uniforms = random_batch(seed, tree)
         if draft.mass is not None:
-            draft = replace(draft, mass=replace(draft.mass, laws=draft.mass.laws.double()))
+            draft = replace(draft, mass=replace(draft.mass, distributions=draft.mass.distributions.double()))
         probs = probs.double()
         there = Uniforms(uniforms.accept.cuda(), uniforms.next.cuda(), tuple(noise.cuda() for noise in uniforms.race))
         expected, verdict = (
@@ -25,7 +25,7 @@ def test_every_rule_on_a_gpu(rule: str, tree: bool) -> None:
             RULES[rule].verify(draft.on("cuda"), probs.cuda(), there),
         )
         assert replace(verdict, probabilities=()) == replace(expected, probabilities=())
-        accept, weights = (getattr(RULES[rule], name) for name in ("accept_probabilities", "next_law"))
+        accept, weights = (getattr(RULES[rule], name) for name in ("accept_probabilities", "next_token_weights"))
         rows = range(draft.num_rows)
         assert torch.allclose(accept(draft.on("cuda"), probs.cuda()).cpu(), accept(draft, probs))
         assert torch.allclose(weights(draft.on("cuda"), probs.cuda(), rows).cpu(), weights(draft, probs, rows))

@@ -96,11 +96,15 @@ def test_the_first_of_the_largest() -> None:
 
 
 def test_auto_is_settled_by_what_was_drafted() -> None:
-    laws = torch.full((1, 4), 0.25)
+    distributions = torch.full((1, 4), 0.25)
 
-    def draft(parents: tuple[int, ...], sampled: tuple[bool, ...], law_of_row: tuple[int, ...]) -> Draft:
+    def draft(parents: tuple[int, ...], sampled: tuple[bool, ...], distribution_of_row: tuple[int, ...]) -> Draft:
         """Behind a request without guesses, so that its rows do not start at 0."""
-        mass = Mass(laws, (-1, *law_of_row)) if any(law >= 0 for law in law_of_row) else None
+        mass = (
+            Mass(distributions, (-1, *distribution_of_row))
+            if any(distribution >= 0 for distribution in distribution_of_row)
+            else None
+        )
         return Draft(
             torch.zeros(len(parents), dtype=torch.int64),
             parents,
@@ -122,7 +126,7 @@ def test_auto_is_settled_by_what_was_drafted() -> None:
     )  # a missing draw beside a deterministic child
     assert rule_for(draft((-1, 0), (False, True), (-1, 0, -1)), 0) == "rejection"
     unmarked = Draft(
-        torch.zeros(2, dtype=torch.int64), (-1, 0), (0, 2), ("toy",), (), Mass(laws, (-1, 0, -1))
+        torch.zeros(2, dtype=torch.int64), (-1, 0), (0, 2), ("toy",), (), Mass(distributions, (-1, 0, -1))
     )  # all deterministic
     assert rule_for(unmarked, 0) == "tree"
     unequal = Draft(torch.zeros(2, dtype=torch.int64), (-1, -1), (0, 2), ("toy",))

@@ -6,17 +6,26 @@ import numpy as np
 import pytest
 
 from foretoken.verify import RULES
-from tests.helpers.enumeration import EXACT, Drafter, Law, RandomTables, Tables, cases_of, emitted_law, max_error
+from tests.helpers.enumeration import (
+    EXACT,
+    Distribution,
+    Drafter,
+    RandomTables,
+    Tables,
+    cases_of,
+    emitted_law,
+    max_error,
+)
 from tests.verify.drafters import KINDS, TREES, chain_drafter, row, tree_drafter
 
 
-def _law(rule: str, drafter: Drafter, target: Tables) -> Law:
+def _law(rule: str, drafter: Drafter, target: Tables) -> Distribution:
     return emitted_law(RULES[rule], cases_of(drafter, {(): 1.0}), target)
 
 
-def _tokens(law: Law) -> float:
+def _tokens(distribution: Distribution) -> float:
     """Expected number of emitted tokens."""
-    return sum(weight * len(text) for text, weight in law.items())
+    return sum(weight * len(text) for text, weight in distribution.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -44,10 +53,10 @@ def test_the_toy_of_the_block_paper() -> None:
     """p = (1/3, 2/3), q = (2/3, 1/3), two guesses: 10/9 accepted token by token, 11/9 as a block (arXiv 2403.10444,
     section 2).
     """
-    target, laws = RandomTables(2, 0), RandomTables(2, 0)
+    target, distributions = RandomTables(2, 0), RandomTables(2, 0)
     for text in ((), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)):
-        target[text], laws[text] = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
-    drafter = chain_drafter("model", 2, laws, 0)
+        target[text], distributions[text] = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
+    drafter = chain_drafter("model", 2, distributions, 0)
     for rule, accepted in (("rejection", 10 / 9), ("tree", 10 / 9), ("block", 11 / 9), ("traversal", 11 / 9)):
         assert abs(_tokens(_law(rule, drafter, target)) - 1 - accepted) < EXACT
 
@@ -85,22 +94,33 @@ def test_greedy_plus_one_accepts_what_optimal_transport_allows(seed: int) -> Non
     for case in cases:
         tokens = frozenset(case.layout.tokens)
         drafts[tokens] = drafts.get(tokens, 0.0) + case.weight
-    law = emitted_law(RULES["tree"], cases, target)
+    distribution = emitted_law(RULES["tree"], cases, target)
     assert (
-        abs(sum(weight for text, weight in law.items() if len(text) == 2) - _transport_value(target[()], drafts))
+        abs(
+            sum(weight for text, weight in distribution.items() if len(text) == 2)
+            - _transport_value(target[()], drafts)
+        )
         < EXACT
     )
 
 
 def test_acceptance_is_the_overlap_of_the_laws() -> None:
-    target, laws = RandomTables(4, seed=15), RandomTables(4, seed=16)
+    target, distributions = RandomTables(4, seed=15), RandomTables(4, seed=16)
     for rule in ("rejection", "block", "tree", "traversal"):
-        law = _law(rule, chain_drafter("model", 1, laws, 0), target)
-        assert abs(sum(w for text, w in law.items() if len(text) == 2) - np.minimum(target[()], laws[()]).sum()) < EXACT
+        distribution = _law(rule, chain_drafter("model", 1, distributions, 0), target)
+        assert (
+            abs(
+                sum(w for text, w in distribution.items() if len(text) == 2)
+                - np.minimum(target[()], distributions[()]).sum()
+            )
+            < EXACT
+        )
 
 
 def test_several_draws_accept_more_than_one() -> None:
-    """Mean acceptance of one level over random laws: one draw < two draws < one deterministic and one drawn."""
+    """Mean acceptance of one level over random distributions: one draw < two draws < one deterministic and one
+    drawn.
+    """
     accepted = {"one": 0.0, "two": 0.0, "plus_one": 0.0}
     for seed in range(40):
         rng = np.random.default_rng([seed, 5])
@@ -110,8 +130,8 @@ def test_several_draws_accept_more_than_one() -> None:
         target[()] = p
         for name, (fixed, drawn) in (("one", (0, 1)), ("two", (0, 2)), ("plus_one", (1, 1))):
 
-            def grow(choice, text, f=fixed, d=drawn, law=q):
-                return row(choice, law, lambda token: row(choice, law, None), f, d)
+            def grow(choice, text, f=fixed, d=drawn, distribution=q):
+                return row(choice, distribution, lambda token: row(choice, distribution, None), f, d)
 
             accepted[name] += sum(w for text, w in _law("tree", grow, target).items() if len(text) == 2) / 40
     assert accepted["one"] + 0.05 < accepted["two"] < accepted["plus_one"] - 0.005

@@ -1,5 +1,5 @@
-"""The law of what a round emits equals the target's law, to rounding, for every rule and every way of producing a
-draft.
+"""The distribution of what a round emits equals the target's distribution, to rounding, for every rule and every way of
+producing a draft.
 """
 
 import itertools
@@ -24,13 +24,13 @@ from tests.helpers.enumeration import (
 from tests.verify.drafters import KINDS, TREES, chain_drafter, tree_drafter
 
 RATIO = ("rejection", "block", "tree", "traversal")  # rules that take uniforms
-SAMPLED = (*RATIO, "coupled")  # coupled: the law of its race, for drafts that do not know the noise
+SAMPLED = (*RATIO, "coupled")  # coupled: the distribution of its race, for drafts that do not know the noise
 ON_TREES = ("tree", "traversal")
 
 
 def _error(rule: str, drafter, target: Tables, length: int) -> float:
-    law = emitted_law(RULES[rule], cases_of(drafter, {(): 1.0}), target)
-    return max_error(complete(law, target, length), joint(target, length))
+    distribution = emitted_law(RULES[rule], cases_of(drafter, {(): 1.0}), target)
+    return max_error(complete(distribution, target, length), joint(target, length))
 
 
 @pytest.mark.parametrize("rule", SAMPLED)
@@ -39,8 +39,8 @@ def _error(rule: str, drafter, target: Tables, length: int) -> float:
 @pytest.mark.parametrize("holes", [0.0, 0.4])
 def test_one_round_has_the_law_of_the_target(rule: str, kind: str, vocab: int, holes: float) -> None:
     for length, draft_holes in itertools.product(range(4), (0.0, 0.4)):
-        target, laws = RandomTables(vocab, seed=1, holes=holes), RandomTables(vocab, seed=2, holes=draft_holes)
-        assert _error(rule, chain_drafter(kind, length, laws, seed=3), target, length + 1) < EXACT
+        target, distributions = RandomTables(vocab, seed=1, holes=holes), RandomTables(vocab, seed=2, holes=draft_holes)
+        assert _error(rule, chain_drafter(kind, length, distributions, seed=3), target, length + 1) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -53,15 +53,18 @@ def test_one_round_has_the_law_of_the_target(rule: str, kind: str, vocab: int, h
 def test_one_round_on_a_tree_has_the_law_of_the_target(rule: str, kind: str, vocab: int, holes: float) -> None:
     depth = 1 if (vocab, kind) == (4, "siblings") else 2  # two levels of these would be 1728 drafts
     for seed, draft_holes in ((1, 0.0), (2, 0.4)):
-        target, laws = RandomTables(vocab, seed, holes=holes), RandomTables(vocab, seed + 10, holes=draft_holes)
-        assert _error(rule, tree_drafter(kind, depth, laws, seed), target, 3) < EXACT
+        target, distributions = (
+            RandomTables(vocab, seed, holes=holes),
+            RandomTables(vocab, seed + 10, holes=draft_holes),
+        )
+        assert _error(rule, tree_drafter(kind, depth, distributions, seed), target, 3) < EXACT
 
 
 @pytest.mark.parametrize("rule", ON_TREES)
 @pytest.mark.parametrize("kind", ["fixed", "plus_one", "uneven", "twice"])
 def test_deeper_trees(rule: str, kind: str) -> None:
-    target, laws = RandomTables(2, seed=31), RandomTables(2, seed=32)
-    assert _error(rule, tree_drafter(kind, 3, laws, 33), target, 4) < EXACT
+    target, distributions = RandomTables(2, seed=31), RandomTables(2, seed=32)
+    assert _error(rule, tree_drafter(kind, 3, distributions, 33), target, 4) < EXACT
 
 
 @pytest.mark.parametrize("rule", RATIO)
@@ -69,16 +72,18 @@ def test_deeper_trees(rule: str, kind: str) -> None:
 @pytest.mark.parametrize("vocab", [2, 3, 4])
 def test_decisions_agree_with_the_probabilities(rule: str, kind: str, vocab: int) -> None:
     for length, holes in itertools.product((0, 1, 2), (0.0, 0.3)):
-        target, laws = RandomTables(vocab, seed=4, holes=holes), RandomTables(vocab, seed=5, holes=holes)
-        assert check_decisions(RULES[rule], cases_of(chain_drafter(kind, length, laws, 6), {(): 1.0}), target) > 0
+        target, distributions = RandomTables(vocab, seed=4, holes=holes), RandomTables(vocab, seed=5, holes=holes)
+        assert (
+            check_decisions(RULES[rule], cases_of(chain_drafter(kind, length, distributions, 6), {(): 1.0}), target) > 0
+        )
 
 
 @pytest.mark.parametrize("rule", ON_TREES)
 @pytest.mark.parametrize("kind", TREES)
 def test_decisions_on_trees_agree_with_the_probabilities(rule: str, kind: str) -> None:
     for vocab, holes in itertools.product((2, 3), (0.0, 0.3)):
-        target, laws = RandomTables(vocab, seed=34, holes=holes), RandomTables(vocab, seed=35, holes=holes)
-        assert check_decisions(RULES[rule], cases_of(tree_drafter(kind, 2, laws, 36), {(): 1.0}), target) > 0
+        target, distributions = RandomTables(vocab, seed=34, holes=holes), RandomTables(vocab, seed=35, holes=holes)
+        assert check_decisions(RULES[rule], cases_of(tree_drafter(kind, 2, distributions, 36), {(): 1.0}), target) > 0
 
 
 @pytest.mark.parametrize("rule", SAMPLED)
@@ -113,8 +118,8 @@ def test_a_point_target_is_followed_to_the_letter(rule: str, kind: str) -> None:
     vocab, length = 3, 3
     target = _Points(RandomTables(vocab, seed=12))
     cases = cases_of(chain_drafter(kind, length, RandomTables(vocab, seed=13), 14), {(): 1.0})
-    law = emitted_law(RULES[rule], cases, target)
-    assert max_error(complete(law, target, length + 1), joint(target, length + 1)) < EXACT
+    distribution = emitted_law(RULES[rule], cases, target)
+    assert max_error(complete(distribution, target, length + 1), joint(target, length + 1)) < EXACT
     if rule != "coupled":
         assert check_decisions(RULES[rule], cases, target) > 0
 
@@ -124,14 +129,14 @@ def test_a_point_target_is_followed_to_the_letter(rule: str, kind: str) -> None:
 def test_a_point_target_is_followed_through_a_tree(rule: str, kind: str) -> None:
     target = _Points(RandomTables(3, seed=42))
     cases = cases_of(tree_drafter(kind, 2, RandomTables(3, seed=43), 44), {(): 1.0})
-    law = emitted_law(RULES[rule], cases, target)
-    assert max_error(complete(law, target, 3), joint(target, 3)) < EXACT
+    distribution = emitted_law(RULES[rule], cases, target)
+    assert max_error(complete(distribution, target, 3), joint(target, 3)) < EXACT
     if kind != "overlap" or rule != "greedy":  # greedy may follow either of two equal guesses
         assert check_decisions(RULES[rule], cases, target) > 0
 
 
 class _Points(dict):
-    """The law at temperature 0 of another family of laws."""
+    """The distribution at temperature 0 of another family of distributions."""
 
     def __init__(self, soft: Tables):
         super().__init__()

@@ -1,5 +1,5 @@
-"""What holds for every rule on every batch: possible tokens, laws, no neighbours, no order, no rule but the own; and
-exactness at extremes.
+"""What holds for every rule on every batch: possible tokens, distributions, no neighbours, no order, no rule but the
+own; and exactness at extremes.
 """
 
 from dataclasses import replace
@@ -48,7 +48,7 @@ def test_branch_weights_are_laws(rule: str, tree: bool, seed: int) -> None:
     )
     assert (total < 1 + 1e-5).all()
     if rule != "coupled":  # where every token of a row was guessed nothing can end the round there, and nothing is left
-        weights = RULES[rule].next_law(draft, probs, range(draft.num_rows))
+        weights = RULES[rule].next_token_weights(draft, probs, range(draft.num_rows))
         assert (weights >= 0).all()
         assert (weights.sum(-1) > 0).all()
 
@@ -58,16 +58,18 @@ def test_branch_weights_are_laws(rule: str, tree: bool, seed: int) -> None:
 @pytest.mark.parametrize(("rule", "tree"), ANY)
 def test_nothing_is_written_to_and_rows_may_be_asked_for_in_any_order(rule: str, tree: bool, seed: int) -> None:
     draft, probs, uniforms = random_batch(seed, tree)
-    laws, race = () if draft.mass is None else (draft.mass.laws,), uniforms.race
-    before = [part.clone() for part in (probs, draft.tokens, uniforms.accept, uniforms.next, *laws, *race)]
+    distributions, race = () if draft.mass is None else (draft.mass.distributions,), uniforms.race
+    before = [part.clone() for part in (probs, draft.tokens, uniforms.accept, uniforms.next, *distributions, *race)]
     RULES[rule].verify(draft, probs, uniforms)
     RULES[rule].accept_probabilities(draft, probs)
-    whole = RULES[rule].next_law(draft, probs, range(draft.num_rows))
+    whole = RULES[rule].next_token_weights(draft, probs, range(draft.num_rows))
     rows = [int(row) for row in np.random.default_rng(seed).permutation(draft.num_rows)[: 1 + seed % draft.num_rows]]
-    assert torch.equal(RULES[rule].next_law(draft, probs, rows), whole[rows])
+    assert torch.equal(RULES[rule].next_token_weights(draft, probs, rows), whole[rows])
     assert all(
         torch.equal(part, old)
-        for part, old in zip((probs, draft.tokens, uniforms.accept, uniforms.next, *laws, *race), before, strict=True)
+        for part, old in zip(
+            (probs, draft.tokens, uniforms.accept, uniforms.next, *distributions, *race), before, strict=True
+        )
     )
 
 
@@ -135,7 +137,7 @@ def test_at_temperature_zero_every_rule_is_greedy(rule: str, seed: int) -> None:
 @given(st.integers(0, 2**32))
 @pytest.mark.parametrize(("on_trees", "on_chains"), [("tree", "rejection"), ("traversal", "block")])
 def test_on_chains_the_tree_rules_decide_like_the_chain_rules(on_trees: str, on_chains: str, seed: int) -> None:
-    """The same numbers give the same verdict, not only the same law."""
+    """The same numbers give the same verdict, not only the same distribution."""
     draft, probs, uniforms = random_batch(seed)
     verdict, expected = RULES[on_trees].verify(draft, probs, uniforms), RULES[on_chains].verify(draft, probs, uniforms)
     assert replace(verdict, probabilities=()) == replace(expected, probabilities=())
@@ -151,10 +153,10 @@ def test_on_chains_the_tree_rules_decide_like_the_chain_rules(on_trees: str, on_
 @pytest.mark.parametrize("rule", ["rejection", "block", "tree", "traversal", "coupled"])
 def test_the_law_is_exact_for_extreme_laws(rule: str, seed: int, kind: str, vocab: int) -> None:
     target = Extreme(vocab, seed)
-    law = emitted_law(
+    distribution = emitted_law(
         RULES[rule], cases_of(chain_drafter(kind, 2, Extreme(vocab, seed + 1, target), seed), {(): 1.0}), target
     )
-    assert max_error(complete(law, target, 3), joint(target, 3)) < 1e-12
+    assert max_error(complete(distribution, target, 3), joint(target, 3)) < 1e-12
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -162,10 +164,10 @@ def test_the_law_is_exact_for_extreme_laws(rule: str, seed: int, kind: str, voca
 @pytest.mark.parametrize("rule", ["tree", "traversal"])
 def test_the_law_is_exact_for_extreme_laws_on_trees(rule: str, seed: int, kind: str, vocab: int) -> None:
     target = Extreme(vocab, seed)
-    law = emitted_law(
+    distribution = emitted_law(
         RULES[rule], cases_of(tree_drafter(kind, 2, Extreme(vocab, seed + 1, target), seed), {(): 1.0}), target
     )
-    assert max_error(complete(law, target, 3), joint(target, 3)) < 1e-12
+    assert max_error(complete(distribution, target, 3), joint(target, 3)) < 1e-12
 
 
 @QUICK

@@ -20,7 +20,7 @@ REJECTION, GREEDY = RULES["rejection"], RULES["greedy"]
     ("rule", "tree"), [("rejection", False), ("block", False), ("tree", False), ("tree", True), ("traversal", True)]
 )
 def test_float32_is_as_good_as_float64_on_a_wide_vocabulary(rule: str, tree: bool) -> None:
-    """Probabilities of every branch to 1e-5, laws from a softmax over 8000 tokens."""
+    """Probabilities of every branch to 1e-5, distributions from a softmax over 8000 tokens."""
     rng = np.random.default_rng(7)
     logits = rng.normal(size=(9, 8000)) * 3
     q = np.exp(logits + rng.normal(size=logits.shape))
@@ -29,14 +29,19 @@ def test_float32_is_as_good_as_float64_on_a_wide_vocabulary(rule: str, tree: boo
     tokens = [int(rng.choice(8000, p=q[i])) for i in range(8)]
     parents = (-1, -1, 0, 0, 2, 2, 4, 4) if tree else tuple(range(-1, 7))
     sampled = (True, False, True, True, True, False, True, True) if tree else (True,) * 8
-    law_of_row = tuple(i if i - 1 in parents else -1 for i in range(9))
+    distribution_of_row = tuple(i if i - 1 in parents else -1 for i in range(9))
     found = []
     for dtype in (torch.float64, torch.float32):
         draft = Draft(
-            torch.tensor(tokens), parents, (0, 8), ("toy",), sampled, Mass(torch.tensor(q, dtype=dtype), law_of_row)
+            torch.tensor(tokens),
+            parents,
+            (0, 8),
+            ("toy",),
+            sampled,
+            Mass(torch.tensor(q, dtype=dtype), distribution_of_row),
         )
         probs = torch.tensor(p, dtype=dtype)
-        weights = RULES[rule].next_law(draft, probs, range(9)).double()
+        weights = RULES[rule].next_token_weights(draft, probs, range(9)).double()
         found.append((RULES[rule].accept_probabilities(draft, probs).double(), weights / weights.sum(-1, keepdim=True)))
     assert torch.allclose(found[0][0], found[1][0], rtol=0, atol=1e-5)
     assert (found[0][1] - found[1][1]).abs().sum(-1).max() < 1e-4
@@ -59,21 +64,24 @@ def test_the_law_of_a_later_sibling_is_exact_to_the_last_bit() -> None:
     """Of 100 001 tokens in float32, without the first draw, scaled back by a ratio of float64 sums."""
     rng = np.random.default_rng(12)
     for _ in range(4):
-        law = rng.dirichlet(np.full(100_001, 0.5)).astype(np.float32)
-        first, second = (int(token) for token in np.argsort(-law)[:2])
-        mass = Mass(torch.tensor(law[None]), (0, -1, -1))
+        distribution = rng.dirichlet(np.full(100_001, 0.5)).astype(np.float32)
+        first, second = (int(token) for token in np.argsort(-distribution)[:2])
+        mass = Mass(torch.tensor(distribution[None]), (0, -1, -1))
         draft = Draft(torch.tensor([first, second]), (-1, -1), (0, 2), ("toy",), (True, True), mass)
-        rest = law.astype(np.float64)
+        rest = distribution.astype(np.float64)
         rest[first] = 0
-        expected = np.float32(law[second] * (law.astype(np.float64).sum() / rest.sum()))
-        assert Residuals(draft, torch.tensor(law).expand(3, -1)).mass == [float(law[first]), float(expected)]
+        expected = np.float32(distribution[second] * (distribution.astype(np.float64).sum() / rest.sum()))
+        assert Residuals(draft, torch.tensor(distribution).expand(3, -1)).mass == [
+            float(distribution[first]),
+            float(expected),
+        ]
 
 
 def test_what_follows_equal_guesses_is_judged_together() -> None:
     """Both draws below a guess given twice are judged, the second one against what the first left; the walk reports its
     own nodes.
     """
-    p, laws = (
+    p, distributions = (
         torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64),
         torch.tensor([[0.1, 0.8, 0.1], [0.2, 0.2, 0.6]], dtype=torch.float64),
     )
@@ -83,11 +91,11 @@ def test_what_follows_equal_guesses_is_judged_together() -> None:
         (0, 4),
         ("toy",),
         (False, False, True, True),
-        Mass(laws, (-1, 0, 1, -1, -1)),
+        Mass(distributions, (-1, 0, 1, -1, -1)),
     )
     probs = p.expand(5, -1)
-    left = (p - laws[0]).clamp(min=0) / (p - laws[0]).clamp(min=0).sum()
-    expected = [0.5, 0.0, 0.375, 0.625 * float(left[2] / laws[1, 2])]
+    left = (p - distributions[0]).clamp(min=0) / (p - distributions[0]).clamp(min=0).sum()
+    expected = [0.5, 0.0, 0.375, 0.625 * float(left[2] / distributions[1, 2])]
     assert RULES["tree"].accept_probabilities(draft, probs).tolist() == pytest.approx(expected)
     verdict = RULES["tree"].verify(draft, probs, Uniforms(torch.tensor([0.4, 0.4, 0.9, 0.0]), torch.tensor([0.5])))
     assert verdict.paths == ((1, 3),)
@@ -99,7 +107,7 @@ def test_what_follows_equal_guesses_is_judged_together() -> None:
 
 @pytest.mark.parametrize("rule", ["block", "traversal"])
 def test_sums_over_the_vocabulary_are_taken_in_float64(rule: str) -> None:
-    """What is left of float32 laws over 100 001 tokens is summed without a rounding error of its own."""
+    """What is left of float32 distributions over 100 001 tokens is summed without a rounding error of its own."""
     rng = np.random.default_rng(11)
     p, mu = (rng.dirichlet(np.full(100_001, 0.5)).astype(np.float32) for _ in range(2))
     mu *= np.float32(0.7)
@@ -121,13 +129,21 @@ def test_a_residual_too_small_to_divide_by_is_nothing(rest: float) -> None:
     """After the first of two draws next to nothing is left, and its inverse is no float32: what was owed before
     stays.
     """
-    law, p = torch.tensor([[0.5, 0.25, 0.25, 0.0]]), torch.tensor([[0.5, 0.25, 0.25, rest]]).expand(4, -1).contiguous()
+    distribution, p = (
+        torch.tensor([[0.5, 0.25, 0.25, 0.0]]),
+        torch.tensor([[0.5, 0.25, 0.25, rest]]).expand(4, -1).contiguous(),
+    )
     draft = Draft(
-        torch.tensor([0, 1, 3]), (-1, -1, -1), (0, 3), ("toy",), (True, True, False), Mass(law, (0, -1, -1, -1))
+        torch.tensor([0, 1, 3]),
+        (-1, -1, -1),
+        (0, 3),
+        ("toy",),
+        (True, True, False),
+        Mass(distribution, (0, -1, -1, -1)),
     )
     for rule in (RULES["tree"], RULES["traversal"]):
         assert rule.accept_probabilities(draft, p).tolist() == [1.0, 0.0, 0.0]
-        assert bool(torch.isfinite(rule.next_law(draft, p, [0, 1, 2])).all())
+        assert bool(torch.isfinite(rule.next_token_weights(draft, p, [0, 1, 2])).all())
     for bottom_up in (False, True):
         residuals = Residuals(draft, p)
         residuals.judge(bottom_up)
@@ -135,12 +151,14 @@ def test_a_residual_too_small_to_divide_by_is_nothing(rest: float) -> None:
 
 
 def test_a_later_sibling_outside_its_law_is_decided_by_the_target_alone() -> None:
-    """Against the contract: the first draw took all of the law."""
-    law, p = torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[0.25, 0.5, 0.25]]).expand(3, -1).contiguous()
-    draft = Draft(torch.tensor([0, 1]), (-1, -1), (0, 2), ("toy",), (True, True), Mass(law, (0, -1, -1)))
+    """Against the contract: the first draw took all of the distribution."""
+    distribution, p = torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[0.25, 0.5, 0.25]]).expand(3, -1).contiguous()
+    draft = Draft(torch.tensor([0, 1]), (-1, -1), (0, 2), ("toy",), (True, True), Mass(distribution, (0, -1, -1)))
     for rule in (RULES["tree"], RULES["traversal"]):
         assert rule.accept_probabilities(draft, p).tolist() == [0.25, 0.75]
-        weights = rule.next_law(draft, p, [0])[0]  # what the first draw left; the second one takes nothing off it
+        weights = rule.next_token_weights(draft, p, [0])[
+            0
+        ]  # what the first draw left; the second one takes nothing off it
         assert (weights / weights.sum()).tolist() == pytest.approx([0, 2 / 3, 1 / 3])
 
 
@@ -152,7 +170,7 @@ def test_the_whole_batch_has_a_rule_each() -> None:
 def test_zero_residual_mass_falls_back_to_the_target() -> None:
     p = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])
     draft = Draft(torch.tensor([0]), (-1,), (0, 1), ("toy",), (True,), Mass(p[:1].clone(), (0, -1)))
-    assert torch.equal(REJECTION.next_law(draft, p, [0]), p[:1])
+    assert torch.equal(REJECTION.next_token_weights(draft, p, [0]), p[:1])
 
 
 def test_a_drafter_that_is_the_target_is_never_rejected() -> None:
@@ -194,7 +212,7 @@ def test_a_chain_rule_refuses_what_it_cannot_verify_exactly(name: str) -> None:
             rule.accept_probabilities(draft, torch.full((5, 4), 0.25))
         if name == "block":
             with pytest.raises(AssertionError, match="several children"):
-                rule.next_law(draft, torch.full((5, 4), 0.25), [0])
+                rule.next_token_weights(draft, torch.full((5, 4), 0.25), [0])
     law_beside_point = Draft(torch.tensor([0]), (-1,), (0, 1), ("toy",), (False,), Mass(p[:1], (0, -1)))
     law_missing = Draft(torch.tensor([0]), (-1,), (0, 1), ("toy",), (True,), Mass(p[:1], (-1, -1)))
     for draft in (law_beside_point, law_missing):
@@ -230,10 +248,10 @@ def test_greedy_walks_any_tree(seed: int) -> None:
         for node in range(-1, length):
             if node >= 0:
                 texts[node] = (*texts[parents[offsets[b] + node]], int(tokens[offsets[b] + node]))
-            law = np.random.default_rng([seed, b, *texts[node]]).integers(
+            distribution = np.random.default_rng([seed, b, *texts[node]]).integers(
                 0, 3, size=2
             )  # ties are common: the lowest id counts
-            probs[draft.anchor_row(b) + 1 + node] = torch.tensor(law)
+            probs[draft.anchor_row(b) + 1 + node] = torch.tensor(distribution)
     verdict = GREEDY.verify(draft, probs, Uniforms(torch.zeros(draft.num_nodes), torch.zeros(draft.num_requests)))
     accept = GREEDY.accept_probabilities(draft, probs)
     for b, length in enumerate(lengths):
@@ -246,7 +264,7 @@ def test_greedy_walks_any_tree(seed: int) -> None:
         tip = verdict.paths[b][-1] if path else -1
         assert verdict.next_tokens[b] == best[1 + tip]
         assert verdict.next_kinds[b] == ("residual" if tip in parents[start : start + length] else "bonus")
-        assert GREEDY.next_law(draft, probs, [anchor + 1 + tip])[0, best[1 + tip]] == 1
+        assert GREEDY.next_token_weights(draft, probs, [anchor + 1 + tip])[0, best[1 + tip]] == 1
 
 
 @QUICK
@@ -287,10 +305,10 @@ def test_draw_survives_a_prefix_sum_that_is_not_monotone(monkeypatch: pytest.Mon
 
 
 def test_a_token_without_mass_is_decided_by_the_target_alone() -> None:
-    laws = torch.tensor([[0.0, 0.0, 1.0]])
+    distributions = torch.tensor([[0.0, 0.0, 1.0]])
     p = torch.tensor([[0.5, 0.0, 0.5], [1.0, 0.0, 0.0]])
     for token, expected in ((0, 1.0), (1, 0.0)):
-        draft = Draft(torch.tensor([token]), (-1,), (0, 1), ("toy",), (True,), Mass(laws, (0, -1)))
+        draft = Draft(torch.tensor([token]), (-1,), (0, 1), ("toy",), (True,), Mass(distributions, (0, -1)))
         assert REJECTION.accept_probabilities(draft, p).tolist() == [expected]
 
 

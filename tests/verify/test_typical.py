@@ -14,11 +14,11 @@ from tests.verify.drafters import tree_drafter
 
 def test_typical_accepts_what_is_plausible() -> None:
     """Sure target: 0.09 is the most that is ever asked for; unsure target: 0.3 exp(-H) is less."""
-    law = torch.tensor([0.8, 0.1, 0.08, 0.02], dtype=torch.float64)
+    distribution = torch.tensor([0.8, 0.1, 0.08, 0.02], dtype=torch.float64)
     flat = torch.full((4,), 0.25, dtype=torch.float64)
-    entropy = -(law * law.log()).sum()
+    entropy = -(distribution * distribution.log()).sum()
     assert 0.3 * torch.exp(-entropy) > 0.09
-    for p, token, expected in ((law, 1, 1.0), (law, 2, 0.0), (flat, 2, 1.0)):
+    for p, token, expected in ((distribution, 1, 1.0), (distribution, 2, 0.0), (flat, 2, 1.0)):
         draft = Draft(torch.tensor([token]), (-1,), (0, 1), ("toy",))
         assert RULES["typical"].accept_probabilities(draft, torch.stack((p, p))).tolist() == [expected]
     edge = torch.tensor([0.91, 0.09], dtype=torch.float64)  # as likely as it must be exceeded
@@ -38,10 +38,10 @@ def test_typical_takes_the_deepest_plausible_path(kind: str) -> None:
     assert check_decisions(RULES["typical"], cases, target) > 0
     for case in cases:
         deepest = max((len(text) for text in case.layout.texts if _plausible(target, text)), default=0)
-        law = emitted_law(RULES["typical"], [replace(case, weight=1.0)], target)
-        assert {len(text) - 1 for text in law} == {deepest}
-    law = emitted_law(RULES["typical"], cases, target)
-    assert max_error(complete(law, target, 3), joint(target, 3)) > 0.05
+        distribution = emitted_law(RULES["typical"], [replace(case, weight=1.0)], target)
+        assert {len(text) - 1 for text in distribution} == {deepest}
+    distribution = emitted_law(RULES["typical"], cases, target)
+    assert max_error(complete(distribution, target, 3), joint(target, 3)) > 0.05
 
 
 def _plausible(target: RandomTables, text: tuple[int, ...]) -> bool:

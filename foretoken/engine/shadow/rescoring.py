@@ -42,7 +42,7 @@ class AnswerProcessors(Processors, Protocol):
 class ScoredRows:
     """The target's logits and probabilities for `tokens` [n], the output tokens from index `first` on.
 
-    `logits` [n, V] are taken after the request's processors, `laws` [n, V] after all its sampling parameters.
+    `logits` [n, V] are taken after the request's processors, `distributions` [n, V] after all its sampling parameters.
     `rounding` [n] bounds how far two logits of a row can move against each other when the batch differs; `dtype` is
     that of the model.
     """
@@ -50,7 +50,7 @@ class ScoredRows:
     first: int
     tokens: Tensor
     logits: Tensor
-    laws: Tensor
+    distributions: Tensor
     rounding: Tensor
     dtype: torch.dtype
     params: SamplingParams
@@ -62,12 +62,12 @@ class ScoredRows:
         all 0 if there is no such token, or if rounding moves their probabilities too. Edges are the other tokens that
         may be kept: they are not evidence. A token that is neither has probability 0.
         """
-        laws, params = self.laws, self.params
+        distributions, params = self.distributions, self.params
         if params.greedy or not len(self.tokens):
-            return laws, torch.zeros(len(self.tokens), dtype=torch.bool, device=laws.device)
+            return distributions, torch.zeros(len(self.tokens), dtype=torch.bool, device=distributions.device)
         chosen = self.tokens[:, None]
         found, blurred = support(self.logits, self.rounding, params), self._blurred()[:, None]
-        inside = laws * (found.certain & ~blurred)
+        inside = distributions * (found.certain & ~blurred)
         inside = inside / inside.sum(-1, keepdim=True).clamp(min=torch.finfo(inside.dtype).tiny)
         return inside, (found.possible & (~found.certain | blurred)).gather(-1, chosen)[:, 0]
 
@@ -162,12 +162,12 @@ class Rescoring:
             rounding = _rounding_after(rounding, logits, self._params.repetition_penalty)
             if self.num_remaining:  # an end token has no successor, so processors need not see it
                 self._processors.commit(answer)
-        laws = target_probs(logits, [self._params] * len(answer)) if answer else logits.float()
+        distributions = target_probs(logits, [self._params] * len(answer)) if answer else logits.float()
         return ScoredRows(
             first,
             torch.tensor(answer, dtype=torch.int64, device=logits.device),
             logits,
-            laws,
+            distributions,
             rounding,
             dtype,
             self._params,

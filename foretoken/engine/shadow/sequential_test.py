@@ -9,10 +9,10 @@ score is a martingale for any text and any stopping rule. Three scores are used:
     guess       (q - p) / max(q, p) at y, where the drafter's distribution q is known: moved by a wrong acceptance
                 test, a wrong residual or lost noise, since they all mix p with q
 
-`law_tests` tests a fixed number of tokens. `DriftMonitor` is a sequential test that may be read after every token: it
-bets on every score at fixed stakes, its wealth is a martingale that starts at 1, and the probability that it ever
-reaches 1/alpha is at most alpha (Ville 1939; Ramdas et al. 2023, arXiv 2210.01948). At temperature 0 the distribution
-is a point mass and the check is exact: `weigh_greedy`.
+`distribution_tests` tests a fixed number of tokens. `SequentialTest` is a sequential test that may be read after every
+token: it bets on every score at fixed stakes, its wealth is a martingale that starts at 1, and the probability that it
+ever reaches 1/alpha is at most alpha (Ville 1939; Ramdas et al. 2023, arXiv 2210.01948). At temperature 0 the
+distribution is a point mass and the check is exact: `weigh_greedy`.
 """
 
 from __future__ import annotations
@@ -94,22 +94,22 @@ class Evidence:
 
 
 def weigh(
-    laws: Tensor,
+    distributions: Tensor,
     tokens: Tensor,
     noise: NDArray[np.float64],
     guesses: Sequence[Guess | None] = (),
     edges: Tensor | None = None,
     slack: float = 0.0,
 ) -> Evidence:
-    """The evidence of `tokens` [n] with their `laws` [n, V]. A row is a probability distribution, or 0 throughout where
-    it is unknown.
+    """The evidence of `tokens` [n] with their `distributions` [n, V]. A row is a probability distribution, or 0
+    throughout where it is unknown.
 
     `noise` [n] are uniforms in [0, 1) independent of the sampling of the tokens. `guesses[i]` is the drafter's
     distribution for token i, None if nothing was drafted; () if unknown. `edges` [n] bool marks tokens near a filter's
-    border, whose probability in `laws` is 0. `slack` is the allowed bias of the mean of a bounded score, because the
-    distributions were computed with other rounding.
+    border, whose probability in `distributions` is 0. `slack` is the allowed bias of the mean of a bounded score,
+    because the distributions were computed with other rounding.
     """
-    count, vocab = laws.shape
+    count, vocab = distributions.shape
     assert tokens.shape == noise.shape == (count,)
     assert not guesses or len(guesses) == count
     step = max(1, _BLOCK // vocab)
@@ -117,44 +117,58 @@ def weigh(
     for start in range(0, count, step):
         part = slice(start, start + step)
         total += _weigh_block(
-            laws[part].double(), tokens[part], noise[part], guesses[part], None if edges is None else edges[part], slack
+            distributions[part].double(),
+            tokens[part],
+            noise[part],
+            guesses[part],
+            None if edges is None else edges[part],
+            slack,
         )
     return total
 
 
 def _weigh_block(
-    laws: Tensor,
+    distributions: Tensor,
     tokens: Tensor,
     noise: NDArray[np.float64],
     guesses: Sequence[Guess | None],
     edges: Tensor | None,
     slack: float,
 ) -> Evidence:
-    tokens = tokens.to(laws.device)
-    chance = laws.gather(-1, tokens[:, None])  # [n, 1]
+    tokens = tokens.to(distributions.device)
+    chance = distributions.gather(-1, tokens[:, None])  # [n, 1]
     mute = chance[:, 0] == 0  # [n] impossible tokens contribute no other evidence
     edge = torch.zeros_like(mute) if edges is None else mute & edges.to(mute.device)
-    surprise = torch.where(laws > 0, -laws.log(), 0.0)  # [n, V]
-    entropy = (laws * surprise).sum(-1, keepdim=True)  # [n, 1]
+    surprise = torch.where(distributions > 0, -distributions.log(), 0.0)  # [n, V]
+    entropy = (distributions * surprise).sum(-1, keepdim=True)  # [n, 1]
     off = surprise - entropy
-    surprisal = _moments(surprise, laws, tokens, mute)
-    ranks = np.where(mute.cpu().numpy(), noise, _ranks(laws, tokens, chance, noise))
+    surprisal = _moments(surprise, distributions, tokens, mute)
+    ranks = np.where(mute.cpu().numpy(), noise, _ranks(distributions, tokens, chance, noise))
     bounded = (off / _SURPRISAL_CUT).clamp(-1, 1)
     scores = np.zeros((_BET_SCORES, len(noise)))
-    scores[0] = _excess(bounded, laws, tokens, mute).cpu().numpy() / 2
+    scores[0] = _excess(bounded, distributions, tokens, mute).cpu().numpy() / 2
     scores[2:] = np.cos(np.pi * ranks), np.cos(2 * np.pi * ranks)
     guess = Moments()
     rows = [row for row, one in enumerate(guesses) if one is not None]
     if rows:
-        at = torch.tensor(rows, device=laws.device)
-        drafted = _dense([one for one in guesses if one is not None], laws.shape[-1], laws.device)  # [m, V]
-        law = laws[at]
+        at = torch.tensor(rows, device=distributions.device)
+        drafted = _dense(
+            [one for one in guesses if one is not None], distributions.shape[-1], distributions.device
+        )  # [m, V]
+        distribution = distributions[at]
         tiny = torch.finfo(torch.float64).tiny
-        lean = (drafted - law) / torch.maximum(drafted, law).clamp(min=tiny)  # [m, V] in [-1, 1]
-        scores[1, rows] = _excess(lean, law, tokens[at], mute[at]).cpu().numpy() / 2
-        mixed = drafted / drafted.sum(-1, keepdim=True).clamp(min=tiny) - law  # direction towards a mixture with q
+        lean = (drafted - distribution) / torch.maximum(drafted, distribution).clamp(min=tiny)  # [m, V] in [-1, 1]
+        scores[1, rows] = _excess(lean, distribution, tokens[at], mute[at]).cpu().numpy() / 2
+        mixed = (
+            drafted / drafted.sum(-1, keepdim=True).clamp(min=tiny) - distribution
+        )  # direction towards a mixture with q
         guess = _moments(
-            lean, law, tokens[at], mute[at], shift=float((mixed * lean).sum()), distance=float(mixed.abs().sum()) / 2
+            lean,
+            distribution,
+            tokens[at],
+            mute[at],
+            shift=float((mixed * lean).sum()),
+            distance=float(mixed.abs().sum()) / 2,
         )
     return Evidence(
         num_tokens=len(noise),
@@ -167,7 +181,7 @@ def _weigh_block(
             surprisal.variance,
             surprisal.third,
             surprisal.variance,
-            float((laws * off.abs()).sum()) / 2,
+            float((distributions * off.abs()).sum()) / 2,
         ),
         guess=guess,
         ranks=np.bincount((ranks * NUM_BINS).astype(np.int64).clip(0, NUM_BINS - 1), minlength=NUM_BINS),
@@ -175,31 +189,31 @@ def _weigh_block(
     )
 
 
-def _excess(score: Tensor, laws: Tensor, tokens: Tensor, mute: Tensor) -> Tensor:
+def _excess(score: Tensor, distributions: Tensor, tokens: Tensor, mute: Tensor) -> Tensor:
     """Centred score of the tokens from scores `[n, V]`: `[n]`, 0 where the token is not evidence."""
-    value = score.gather(-1, tokens[:, None])[:, 0] - (laws * score).sum(-1)
+    value = score.gather(-1, tokens[:, None])[:, 0] - (distributions * score).sum(-1)
     return torch.where(mute, 0.0, value)
 
 
 def _moments(
-    score: Tensor, laws: Tensor, tokens: Tensor, mute: Tensor, shift: float = 0.0, distance: float = 0.0
+    score: Tensor, distributions: Tensor, tokens: Tensor, mute: Tensor, shift: float = 0.0, distance: float = 0.0
 ) -> Moments:
-    off = score - (laws * score).sum(-1, keepdim=True)  # [n, V]
+    off = score - (distributions * score).sum(-1, keepdim=True)  # [n, V]
     return Moments(
         len(tokens),
-        float(_excess(score, laws, tokens, mute).sum()),
-        float((laws * off**2).sum()),
-        float((laws * off**3).sum()),
+        float(_excess(score, distributions, tokens, mute).sum()),
+        float((distributions * off**2).sum()),
+        float((distributions * off**3).sum()),
         shift,
         distance,
     )
 
 
-def _ranks(laws: Tensor, tokens: Tensor, chance: Tensor, noise: NDArray[np.float64]) -> NDArray[np.float64]:
+def _ranks(distributions: Tensor, tokens: Tensor, chance: Tensor, noise: NDArray[np.float64]) -> NDArray[np.float64]:
     """The mass of all more probable tokens (lower ids first on ties), plus a random part of the token's own: `[n]`."""
-    ids = torch.arange(laws.shape[-1], device=laws.device)
-    ahead = (laws > chance) | ((laws == chance) & (ids < tokens[:, None]))
-    above = (laws * ahead).sum(-1).cpu().numpy()
+    ids = torch.arange(distributions.shape[-1], device=distributions.device)
+    ahead = (distributions > chance) | ((distributions == chance) & (ids < tokens[:, None]))
+    above = (distributions * ahead).sum(-1).cpu().numpy()
     found: NDArray[np.float64] = above + noise * chance[:, 0].cpu().numpy()
     return found
 
@@ -227,7 +241,7 @@ def _bets(scores: NDArray[np.float64], slack: float) -> NDArray[np.float64]:
     return grown
 
 
-class DriftMonitor:
+class SequentialTest:
     """Sequential test of a stream of evidence: the probability of an alarm while all tokens follow their distributions
     is at most `alpha`, however long it runs.
 
@@ -262,7 +276,7 @@ class DriftMonitor:
 
 
 @dataclass(frozen=True)
-class LawTest:
+class DistributionTest:
     """One test of many tokens at once: it fails if `p_value` is below `level`.
 
     `smallest` is the total variation, averaged over tokens, that it misses with probability 0.01 at most; `sees` states
@@ -284,7 +298,7 @@ class LawTest:
         return not self.conclusive or self.p_value >= self.level
 
 
-def law_tests(evidence: Evidence, alpha: float) -> tuple[LawTest, ...]:
+def distribution_tests(evidence: Evidence, alpha: float) -> tuple[DistributionTest, ...]:
     """All tests of a fixed number of tokens; if every distribution was followed, the probability that any of them fails
     is at most `alpha`.
 
@@ -297,12 +311,12 @@ def law_tests(evidence: Evidence, alpha: float) -> tuple[LawTest, ...]:
     return tuple(tests)
 
 
-def _mean_test(name: str, moments: Moments, level: float) -> LawTest:
+def _mean_test(name: str, moments: Moments, level: float) -> DistributionTest:
     """Test the sum of a score against its expectation, with the tails of the gamma distribution of the same three
     moments.
     """
     if moments.variance <= 0:
-        return LawTest(
+        return DistributionTest(
             name,
             moments.num_tokens,
             "z = 0.0",
@@ -324,17 +338,17 @@ def _mean_test(name: str, moments: Moments, level: float) -> LawTest:
         else f"{size:.1%} of the tokens sampled from the draft's distribution"
     )
     sees = f"{what} (total variation {smallest:.3g})" if size < 1 else "little: more tokens are needed"
-    return LawTest(
+    return DistributionTest(
         name, moments.num_tokens, f"z = {z:.2f}", p_value, level, smallest, sees, conclusive=abs(skew) <= _MAX_SKEW
     )
 
 
-def _rank_test(ranks: NDArray[np.int64], level: float) -> LawTest:
+def _rank_test(ranks: NDArray[np.int64], level: float) -> DistributionTest:
     """Test the uniformity of the ranks by Pearson's chi-square, over as many bins as the tokens can fill."""
     count = int(ranks.sum())
     bins = next((n for n in (NUM_BINS, NUM_BINS // 2, NUM_BINS // 4) if count >= n * _PER_BIN), 0)
     if not bins:
-        return LawTest(
+        return DistributionTest(
             "rank",
             count,
             "",
@@ -350,7 +364,7 @@ def _rank_test(ranks: NDArray[np.int64], level: float) -> LawTest:
     # By Cauchy-Schwarz, a total variation of d between bin probabilities gives a noncentrality of at least 4 n d^2.
     smallest = math.sqrt(_noncentrality(bins - 1, level) / (4 * count))
     sees = f"ranks off by {smallest:.3g} in total variation"
-    return LawTest(
+    return DistributionTest(
         "rank",
         count,
         f"chi2({bins - 1}) = {square:.1f}",

@@ -3,7 +3,7 @@ emitted tokens follow its distributions.
 
 An observer of the engine (`watch.Watcher`). Requests are selected on arrival, and their evidence is added in order of
 arrival, so that neither the length of an answer nor the speed of the engine selects what is counted (see
-`sequential_test.DriftMonitor`). Work is done in small pieces between steps, in cache that no request needs at that
+`sequential_test.SequentialTest`). Work is done in small pieces between steps, in cache that no request needs at that
 time.
 """
 
@@ -22,7 +22,7 @@ from foretoken.config import LOSSY_RULES
 from foretoken.core import Request
 from foretoken.engine.request import RequestState
 from foretoken.engine.shadow.rescoring import AnswerProcessors, Rescoring, ScoredRows
-from foretoken.engine.shadow.sequential_test import DriftMonitor, Evidence, GreedyEvidence, Guess, weigh, weigh_greedy
+from foretoken.engine.shadow.sequential_test import Evidence, GreedyEvidence, Guess, SequentialTest, weigh, weigh_greedy
 from foretoken.engine.stats import ShadowStats
 from foretoken.engine.watch import RoundView
 from foretoken.errors import CapacityError, NumericsError
@@ -30,7 +30,7 @@ from foretoken.model.interface import LanguageModel
 from foretoken.model.randomness import Purpose, uniforms
 
 # How far 16-bit rounding may move the mean of a bounded score: half the variance of a logit's noise, and less
-# (DriftMonitor).
+# (SequentialTest).
 SLACK_16_BIT = 0.002
 _LIKELIEST = 64  # stored tokens of a drafter's distribution; the rest counts as mass 0
 _MOST_SEEDS = 1 << 16
@@ -95,7 +95,7 @@ class Shadow:
     ) -> None:
         assert 0 <= rate <= 1
         self.target, self.rate, self.tokens_per_step, self.max_waiting = target, rate, tokens_per_step, max_waiting
-        self.monitor = DriftMonitor(alpha)
+        self.monitor = SequentialTest(alpha)
         self._room = room or FreeRoom(target)
         self._fresh_processors = fresh_processors
         self._cases: dict[int, _Case] = {}  # in order of arrival
@@ -244,8 +244,8 @@ class Shadow:
         noise = uniforms([case.request.seed] * len(places), Purpose.SHADOW, places, [1] * len(places))
         guesses = case.guesses[places.start : places.stop]
         slack = SLACK_16_BIT if rows.dtype in (torch.bfloat16, torch.float16) else 0.0
-        laws, edges = rows.certain()
-        case.evidence += weigh(laws, rows.tokens, noise, guesses, edges, slack)
+        distributions, edges = rows.certain()
+        case.evidence += weigh(distributions, rows.tokens, noise, guesses, edges, slack)
 
     def _settle(self) -> None:
         """Count scored answers, in order of arrival: one that is still running holds back later ones."""
@@ -304,17 +304,17 @@ def guesses_of(view: RoundView) -> list[Guess | None]:
     parent_rows = draft.parent_rows[draft.offsets[b] : draft.offsets[b + 1]]
     found: list[Guess | None] = []
     for row in rows:
-        law = -1 if draft.mass is None else draft.mass.law_of_row[row]
-        if law >= 0:
+        distribution = -1 if draft.mass is None else draft.mass.distribution_of_row[row]
+        if distribution >= 0:
             assert draft.mass is not None
-            found.append(guess_of_law(draft.mass.laws[law]))
+            found.append(guess_of_distribution(draft.mass.distributions[distribution]))
             continue
         children = sorted({token for token, parent in zip(tokens, parent_rows, strict=True) if parent == row})
         found.append(Guess(tuple(children), (1 / len(children),) * len(children)) if children else None)
     return found
 
 
-def guess_of_law(law: Tensor) -> Guess:
+def guess_of_distribution(distribution: Tensor) -> Guess:
     """The most probable tokens of a drafter's distribution `[V]`; a score may ignore the others."""
-    likeliest = law.topk(min(_LIKELIEST, len(law)))
+    likeliest = distribution.topk(min(_LIKELIEST, len(distribution)))
     return Guess(tuple(likeliest.indices.tolist()), tuple(likeliest.values.tolist()))

@@ -192,7 +192,7 @@ class StepBench:
         step_s: list[float] = []
         draft_s: list[float] = []
         try:
-            while not all(state.origins for state in states):
+            while not all(state.provenance for state in states):
                 prompt_s.append(timed(engine)[0])
             began = time.perf_counter()
             while len(step_s) < _FEWEST_STEPS or (len(step_s) < _MOST_STEPS and time.perf_counter() - began < _POINT_S):

@@ -1,5 +1,5 @@
-"""The exact law of a tiny engine's answers, by enumeration of every text with transformers, and how to test answers
-against it.
+"""The exact distribution of a tiny engine's answers, by enumeration of every text with transformers, and how to test
+answers against it.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ def narrow_models(folder: Path, num_layers: int = 1) -> SimpleNamespace:
 def exact_law(narrow: SimpleNamespace, params: SamplingParams) -> NDArray[np.float64]:
     """Probability of every five-token answer, `[V] * 5`, with transformers' processors at every position."""
     texts = narrow.contexts[:, len(PROMPT) :]
-    law = torch.ones(len(texts), VOCAB, dtype=torch.float64)
+    distribution = torch.ones(len(texts), VOCAB, dtype=torch.float64)
     for place in range(LENGTH):
         now = _warped(narrow.contexts[:, : len(PROMPT) + place], narrow.logits[:, place].clone(), params).softmax(
             -1
         )  # [625, V]
-        law = law * (now[range(len(texts)), texts[:, place], None] if place < LENGTH - 1 else now)
-    return law.reshape([VOCAB] * LENGTH).numpy()
+        distribution = distribution * (now[range(len(texts)), texts[:, place], None] if place < LENGTH - 1 else now)
+    return distribution.reshape([VOCAB] * LENGTH).numpy()
 
 
 def _warped(contexts: torch.Tensor, scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -159,15 +159,17 @@ def sample_answers(narrow: SimpleNamespace, asked: Sequence[tuple[SamplingParams
     return np.array([state.output_ids[:LENGTH] for state in states])
 
 
-def p_values(answers: NDArray[np.int64], law: NDArray[np.float64]) -> list[float]:
-    """Pearson's chi-square of each window's pair of tokens against the exact law; cells too rare for it are put
-    together.
+def p_values(answers: NDArray[np.int64], distribution: NDArray[np.float64]) -> list[float]:
+    """Pearson's chi-square of each window's pair of tokens against the exact distribution; cells too rare for it are
+    put together.
     """
     found = []
     for window in WINDOWS:
-        expected = law.sum(tuple(place for place in range(LENGTH) if place not in window)).ravel() * len(answers)
+        expected = distribution.sum(tuple(place for place in range(LENGTH) if place not in window)).ravel() * len(
+            answers
+        )
         counts = np.bincount(answers[:, window[0]] * VOCAB + answers[:, window[1]], minlength=VOCAB**2).astype(float)
-        assert not counts[expected == 0].any(), "a token that the law forbids"
+        assert not counts[expected == 0].any(), "a token that the distribution forbids"
         rare = expected < 5
         expected, counts = (np.append(cells[~rare], cells[rare].sum()) for cells in (expected, counts))
         if expected[-1] < 1:
@@ -177,7 +179,7 @@ def p_values(answers: NDArray[np.int64], law: NDArray[np.float64]) -> list[float
 
 
 def power(bias: float, count: int, cells: int = VOCAB**2) -> float:
-    """Least probability that one window raises the alarm when its law is off by `bias` in total variation.
+    """Least probability that one window raises the alarm when its distribution is off by `bias` in total variation.
 
     The noncentrality is count * sum(d^2 / p) >= count * (sum |d|)^2 = 4 * count * bias^2 by Cauchy-Schwarz.
     """

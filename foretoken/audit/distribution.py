@@ -9,7 +9,7 @@ import numpy as np
 from foretoken.audit.report import Check, Result
 from foretoken.audit.session import Session
 from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig
-from foretoken.engine.shadow.sequential_test import Evidence, LawTest, law_tests, weigh
+from foretoken.engine.shadow.sequential_test import DistributionTest, Evidence, distribution_tests, weigh
 from foretoken.model.randomness import Purpose, uniforms
 
 _PROBE_TOKENS = 16
@@ -41,7 +41,7 @@ def rules_to_check(session: Session) -> list[str]:
     return ["coupled", unseeded]
 
 
-def check_law(session: Session, temperature: float, rule: str, number: int, count: int) -> list[Check]:
+def check_distribution(session: Session, temperature: float, rule: str, number: int, count: int) -> list[Check]:
     """Sampled answers of one temperature and rule, check `number` of `count`; the false-alarm rate is divided
     evenly.
     """
@@ -63,10 +63,10 @@ def check_law(session: Session, temperature: float, rule: str, number: int, coun
             "0 impossible",
         )
     ]
-    return checks + [_check(test, where, lossy) for test in law_tests(evidence, options.alpha / count)]
+    return checks + [_check(test, where, lossy) for test in distribution_tests(evidence, options.alpha / count)]
 
 
-def _check(test: LawTest, where: str, lossy: bool) -> Check:
+def _check(test: DistributionTest, where: str, lossy: bool) -> Check:
     result: Result = (
         "not claimed" if lossy else "undecided" if not test.conclusive else "pass" if test.passed else "fail"
     )
@@ -97,6 +97,6 @@ def _evidence(session: Session, temperature: float, spec: SpecConfig, seed: int)
             assert choice.seed is not None
             # A purpose of its own: independent of the random numbers that sampled the tokens.
             noise = uniforms([choice.seed] * len(places), Purpose.SHADOW, places, [1] * len(places))
-            laws, edges = rows.certain()
-            total += weigh(laws, rows.tokens, np.asarray(noise), guesses[places.start : places.stop], edges)
+            distributions, edges = rows.certain()
+            total += weigh(distributions, rows.tokens, np.asarray(noise), guesses[places.start : places.stop], edges)
     return total
