@@ -177,7 +177,7 @@ def test_show_marks_every_token_and_explains_the_marks(foretoken: Run, pair: Sim
     for mark, kind, meaning in (
         ("+", "accepted", "proposed by the drafter"),
         ("!", "residual", "in place of"),
-        ("*", "bonus", "after every"),
+        ("*", "bonus", "after a fully accepted draft"),
         (".", "plain", "nothing was"),
     ):
         line = next(line for line in shown.lines if line.startswith(f"{mark} {kind}"))
