@@ -134,7 +134,8 @@ def _add_mass_faults(draft: Draft, mass: Mass, tokens: Sequence[int], vocab_size
         or distributions.shape[1] != vocab_size
     ):
         raise DraftError(
-            f"distributions of type {distributions.dtype} and shape {list(distributions.shape)}, not float32 [M, {vocab_size}]"
+            f"distributions of type {distributions.dtype} and shape {list(distributions.shape)}, "
+            f"not float32 [M, {vocab_size}]"
         )
     distribution_of_row = mass.distribution_of_row
     if (

@@ -46,7 +46,7 @@ def test_markdown() -> None:
     assert lines[0] == "# FAIL: 1 of 2 checks failed"
     assert "    foretoken audit -t x" in lines
     assert (
-        "| pass | the distribution | temperature 0.8 | 640 | z = 0.51, p = 0.6 | p >= 2e-05 | a temperature off by 14% |"
+        "| pass | the distribution | temperature 0.8 | 640 | z = 0.51, p = 0.6 | p >= 2e-05 | a temperature off by 14% |"  # noqa: E501
         in lines
     )
     assert r"| fail | equal \| seeds | num_draft 1 | 96 | 1 of 4 equal | all equal |  |" in lines
