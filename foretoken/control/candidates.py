@@ -104,7 +104,9 @@ class StepOutcome:
     """What came of a step: its rounds, and where its time went.
 
     `only_decodes`: no prompt was read in it, so that its time is that of decoding. `num_rows` rows of which `num_nodes`
-    are guesses or probes. `draft_s` and `num_read_tokens` are by drafter: seconds, and tokens that were new to it.
+    are guesses or probes. `draft_s` and `num_read_tokens` are those of drafters that guessed and show no previews:
+    seconds, and tokens that were new to them. What drafters take that only follow the text is no part of it: nobody
+    chose it.
     """
 
     rounds: Sequence[RoundOutcome]

@@ -186,13 +186,13 @@ class BudgetPolicy:
             num_tokens = sum(len(round_.emitted) for round_ in step.rounds)
             if self._token_s:
                 keep = self.config.rate_memory**num_requests
-                self._rate.observe(num_tokens * self._token_s, step.target_s + draft_s + decision_s, keep)
+                self._rate.observe(num_tokens * self._token_s, step.target_s + draft_s + preview_s + decision_s, keep)
             load, due = load_of(num_requests), self.config.plain_every - self.config.first_plain
             self._since_plain[load] = self._since_plain.get(load, due) + 1 if step.num_nodes else 0
         self._credit_s = min(
             self._credit_s + self.config.trial_share * step.target_s, _MOST_CREDIT_STEPS * step.target_s
         )
-        self._charge(step, draft_s + decision_s)
+        self._charge(step, draft_s + preview_s + decision_s)
 
     def observe_draft(
         self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0
@@ -235,12 +235,15 @@ class BudgetPolicy:
         self._requests.pop(request_id, None)
 
     def _charge(self, step: StepOutcome, beside_s: float) -> None:
-        """Charge what open guesses and deciding made the step longer, and credit the tokens that they brought."""
+        """Charge what open guesses and deciding made the step longer, and credit the tokens that they brought.
+
+        A step without guesses that nothing was decided for is charged nothing.
+        """
         cost = self.step_costs.at(len(step.rounds))
         drafted = [one for one in step.rounds if one.request_id in self._open and one.budget.num_draft]
         rows = step.num_nodes + len(step.rounds)
         base_s = cost.seconds(rows - sum(len(one.parents) + one.num_probed for one in drafted))
-        more_s = max(0.0, cost.seconds(rows) - base_s) + beside_s
+        more_s = max(0.0, cost.seconds(rows) - base_s) + beside_s if self._mode != "plain" else 0.0
         gained = sum(len(one.emitted) - 1 for one in drafted) / len(step.rounds)
         slack_s = self._slack_s + (self.config.slack_share + gained) * base_s - more_s
         least_s, most_s = self.config.least_slack_steps * base_s, self.config.most_slack_steps * base_s

@@ -51,19 +51,16 @@ def fixed_plan(state: RequestState, drafters: DrafterGroup) -> DraftPlan:
 def outcome_of(batch: Batch, draft: Draft, verdict: Verdict, drafters: DrafterGroup, target_s: float) -> StepOutcome:
     """What came of a step; `target_s` is what the target's forward and the rules took."""
     num_probed = sum(draft.probe_lengths)
-    by_key = dict(drafters.spent_s)
-    read_tokens = drafters.num_read_tokens
     rounds = [_round(batch, draft, verdict, b) for b in range(draft.num_requests)]
     draft_s: dict[Hashable, float] = {}
     num_read: dict[Hashable, int] = {}
     for round_ in rounds:
         if round_.budget.option is not None and round_.budget.num_draft:
             key = drafters.keys(round_.request_id)[round_.budget.option]
-            kind = drafters.traits(round_.request_id)[round_.budget.option].drafter
-            if key in by_key:
-                draft_s[kind], num_read[kind] = by_key.pop(key), read_tokens.get(key, 0)
-    for key, seconds in by_key.items():  # of drafters that only followed the text
-        draft_s[key] = draft_s.get(key, 0.0) + seconds
+            traits = drafters.traits(round_.request_id)[round_.budget.option]
+            if not traits.previews:
+                draft_s[traits.drafter] = drafters.spent_s.get(key, 0.0)
+                num_read[traits.drafter] = drafters.num_read_tokens.get(key, 0)
     return StepOutcome(
         rounds=rounds,
         only_decodes=all(entry.decodes and len(entry.pending) == 1 for entry in batch.entries),

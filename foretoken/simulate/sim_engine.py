@@ -137,7 +137,7 @@ class SimEngine:
             request.num_preempted += 1
             request.read_by.clear()
         outcome, target_s = self._run(parts, previews)
-        draft_s = sum(outcome.draft_s.values())
+        draft_s = sum(outcome.draft_s.values()) + previews.seconds
         self.chooser.observe(outcome)
         start_s, seconds = self.clock_s, draft_s + target_s
         self.clock_s += seconds
@@ -186,8 +186,6 @@ class SimEngine:
         contexts = [self.cache.held[part.request.index] for part in (*decode, *read)]
         target_s = self.profile.step_s(rows, contexts, sum(part.num_read for part in read))
         draft_s, num_read = self._draft(decode, previews)
-        if previews.seconds:
-            draft_s["previews"] = previews.seconds
         lasts = [part for part in read if self._reads_last(part)]
         return (
             StepOutcome(
