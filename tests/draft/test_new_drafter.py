@@ -31,6 +31,7 @@ from foretoken.registry import DRAFTERS, Traits
 from tests.draft.toy_model_drafter import ToyDrafter
 from tests.helpers import audit, distribution, watch
 from tests.helpers.checkpoints import token_ids
+from tests.helpers.heads import RecordingHead
 from tests.helpers.specs import spec_of
 
 LINE = Traits("tests.draft.toy_model_drafter:ToyDrafter", samples=True, fields=("draft",))
@@ -243,6 +244,14 @@ def test_a_drafter_cannot_hide_a_model(llm: LLM, pair: SimpleNamespace) -> None:
     add_drafter("hiding", Hiding)
     with pytest.raises(ConfigError, match=r"drafter='hiding': opened a draft model, but its cost cannot be measured"):
         llm._loader.factory.make(SpecConfig("hiding"))
+
+
+def test_a_mix_refuses_a_part_that_reads_hidden_states(llm: LLM) -> None:
+    """The part would draft without them."""
+    add_drafter("head", lambda factory, spec: RecordingHead(NgramDrafter(), [1]))
+    assert llm._loader.factory.make(SpecConfig("head")).name == "ngram"
+    with pytest.raises(ConfigError, match="parts='ngram': reads the target's hidden states"):
+        llm._loader.factory.make(SpecConfig("mix", parts=("ngram", "head")))
 
 
 def test_parts_are_measured_by_themselves(llm: LLM, pair: SimpleNamespace) -> None:
