@@ -161,7 +161,7 @@ def test_every_guess_is_counted_for_one_part(
 def watch_all(llm: LLM, specs: Sequence[SpecConfig], monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
     """New drafters, which have learnt nothing from other tests, one for each kind of `specs`."""
     found = {drafter_key(spec): spec for spec in specs}
-    watched = {key: Watched(llm._factory.make(spec), llm.target.vocab_size) for key, spec in found.items()}
+    watched = {key: Watched(llm._loader.factory.make(spec), llm.target.vocab_size) for key, spec in found.items()}
     for key, one in watched.items():
         monkeypatch.setitem(llm._drafters.drafters, key, one)
     return list(watched.values())
