@@ -140,7 +140,14 @@ def test_every_guess_is_counted_for_one_part(
     watch_all(llm, specs, monkeypatch)
     prompts = [token_ids(4 + i, seed=i) * 2 for i in range(len(specs))]
     params = [
-        SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature, seed=i) for i in range(len(specs))
+        SamplingParams(
+            max_tokens=24,
+            ignore_eos=True,
+            temperature=temperature,
+            seed=i,
+            prediction=token_ids(12, seed=3) if "predicted" in spec.leaves else None,
+        )
+        for i, spec in enumerate(specs)
     ]
     seen: set[str] = set()
     for _ in range(2):
