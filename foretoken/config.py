@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
+from foretoken.composite_checks import A_DRAFT, check_nesting, check_parts, is_lookup
 from foretoken.errors import ConfigError
 from foretoken.params import SamplingParams as SamplingParams
 from foretoken.params import check_flag, check_number, check_text, check_whole
@@ -34,9 +35,6 @@ SAMPLERS: tuple[str, ...] = tuple(name for name, traits in DRAFTERS.items() if t
 _Config = TypeVar("_Config")
 
 
-A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with reference:target)"
-
-
 def _help(text: str) -> dict[str, str]:
     """Metadata of a field that has a flag on the command line: the flag's help."""
     return {"help": text}
@@ -51,7 +49,7 @@ class SpecConfig:
     the format of its weights: "auto" takes the target's option; "int8" and "int4" (CPU) read a half and a quarter of
     the bytes. `num_draft="auto"` leaves the number to the engine. `rule="auto"` is greedy at
     temperature 0, coupled when the request has a seed, otherwise block for sampled chains and tree for trees. Three
-    ways to draft less, each exact because the mass handed over accounts for it:
+    ways to draft less, each exact because the mass of the draft accounts for it:
 
     - `draft_probability` a: at each position draft only with probability a (mass a * q, also where nothing was
       drafted); "auto" lets the engine choose among 0.25, 0.5, 0.75 and 1 in each round.
@@ -81,7 +79,7 @@ class SpecConfig:
     `options` are a drafter's own options, checked by its dataclass `Options`.
 
     `parts` are the drafters that a composite drafter works with: names, or configurations of their own; a name takes
-    over what is set here (`draft`, `corpus`, ...). A part's `num_draft` is the most it hands over at once. Without
+    over what is set here (`draft`, `corpus`, ...). A part's `num_draft` is its maximum per round. Without
     `parts` a composite drafter works with its usual ones, and `predicted` is among them for requests that have a
     prediction (`for_request`).
 
@@ -154,7 +152,7 @@ class SpecConfig:
         if self.draft is not None and (not isinstance(self.draft, str) or not self.draft):
             raise ConfigError("draft", self.draft, f"must be {A_DRAFT}")
         self._check_given_parts()
-        self._check_nesting()
+        check_nesting(self)
         if self.rule not in RULES:
             raise ConfigError("rule", self.rule, f"choose one of {', '.join(RULES)}")
         check_flag("allow_lossy", self.allow_lossy)
@@ -178,7 +176,7 @@ class SpecConfig:
         self._check_lookahead()
         self._check_options()
         if self.is_composite:
-            self._check_parts()
+            check_parts(self)
 
     @property
     def is_composite(self) -> bool:
@@ -190,7 +188,7 @@ class SpecConfig:
         """Whether the shape of a draft may depend on tokens drawn in the same round: a model's trees, and what `mix`
         merges with drawn tokens.
         """
-        merges = self.drafter == "mix" and not all(_is_lookup(part) for part in self.configs)
+        merges = self.drafter == "mix" and not all(is_lookup(part) for part in self.configs)
         return self.tree != "chain" or merges or any(part.shape_follows_draws for part in self.configs)
 
     @cached_property
@@ -293,101 +291,12 @@ class SpecConfig:
         taken = traits_of(name).fields if name in known_drafters() else ()
         return SpecConfig(name, **{one: getattr(self, one) for one in taken})
 
-    def _check_nesting(self) -> None:
-        """Only a cascade may be a part."""
-        for part in self.configs:
-            if part.drafter in (self.drafter, "mix", "auto"):
-                nests = self.drafter == "cascade" and part.drafter != "cascade"
-                remedy = f"put the cascade into the {part.drafter}" if nests else "name its parts here"
-                raise ConfigError(
-                    "parts", part.drafter, f"cannot be a part of drafter={self.drafter!r}; {remedy} instead"
-                )
-
     def _usual_parts(self) -> tuple[str, ...]:
         """What a composite drafter works with unless told otherwise; nothing for a simple one."""
         if self.drafter == "cascade":
             return ("ngram", "draft_model")
         usual = {"auto": ("ngram", "suffix"), "mix": ("ngram", "suffix", "recycling")}.get(str(self.drafter), ())
         return (*usual, "draft_model") if usual and self.draft is not None else usual
-
-    def _check_parts(self) -> None:
-        """What parts may be, and that nothing set here or there is left without effect."""
-        for part in self.configs:
-            if part.rule != "auto":
-                raise ConfigError(
-                    "rule", part.rule, f"one rule decides for all parts; set it beside drafter={self.drafter!r}"
-                )
-            if part.drafter == "draft_model" and part.draft is None:
-                raise ConfigError("draft", None, f"part 'draft_model' of drafter={self.drafter!r} needs {A_DRAFT}")
-            if part.draft_probability != self.draft_probability and part.samples:
-                raise ConfigError(
-                    "draft_probability",
-                    part.draft_probability,
-                    f"must be the same beside drafter={self.drafter!r} and in its parts",
-                )
-        taken = {name for traits in DRAFTERS.values() for name in traits.fields}
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name in taken and value != one.default and all(getattr(p, one.name) != value for p in self.configs):
-                raise ConfigError(
-                    one.name,
-                    value,
-                    "no part takes it over, because each that could is a configuration of its own; set it there",
-                )
-        if self.drafter == "cascade":
-            self._check_levels()
-        probing = next((part for part in self.configs if part.num_probe), None)
-        if probing is not None:
-            raise ConfigError(
-                "parts",
-                str(probing.drafter),
-                "its probes run beside its own guesses only: use drafter='lookahead' alone, or lookahead_window=0",
-            )
-        if self.drafter == "mix":
-            self._check_merged()
-
-    def _check_merged(self) -> None:
-        """Only one part may ask a model: tokens drawn from two distributions at one place cannot be merged exactly."""
-        others = [part for part in self.configs if not _is_lookup(part)]
-        if len(others) > 1:
-            names = ", ".join(str(part.drafter) for part in others)
-            raise ConfigError(
-                "parts", names, "one part of a mix at most may ask a model; choose among several with drafter='auto'"
-            )
-        if any(part.tree != "chain" for part in others):
-            raise ConfigError(
-                "tree",
-                others[0].tree,
-                "a mix merges other guesses with chains only; use the draft model alone, or drafter='auto'",
-            )
-
-    def _check_levels(self) -> None:
-        names = [part.drafter for part in self.configs]
-        if len(names) < 2:
-            raise ConfigError(
-                "parts", names, "a cascade has two levels at least, cheapest first, such as ('ngram', 'draft_model')"
-            )
-        for name in names[1:]:
-            if name != "draft_model":
-                raise ConfigError(
-                    "parts", name, "every level of a cascade above the first verifies, so it must be a draft_model"
-                )
-        if names[0] != "draft_model" and not _is_lookup(self.configs[0]):
-            lookups = ", ".join(name for name, traits in DRAFTERS.items() if traits.is_lookup)
-            raise ConfigError("parts", names[0], f"the first level of a cascade must be one of draft_model, {lookups}")
-        for part in self.configs:
-            if part.tree != "chain":
-                raise ConfigError("tree", part.tree, "a cascade drafts chains; leave it at 'chain'")
-            if part.draft_vocabulary not in ("auto", "same"):
-                raise ConfigError(
-                    "draft_vocabulary",
-                    part.draft_vocabulary,
-                    "all levels of a cascade share the target's tokens; leave it at 'auto'",
-                )
-        if self.draft_probability != 1:
-            raise ConfigError(
-                "draft_probability", self.draft_probability, "a cascade drafts every position; leave it at 1"
-            )
 
     def _check_texts(self) -> None:
         for name in ("draft", "corpus"):
@@ -491,10 +400,6 @@ class SpecConfig:
         for layer in self.skip_layers:
             check_whole("skip_layers", layer, low=0)
         object.__setattr__(self, "skip_layers", tuple(sorted(set(self.skip_layers))))
-
-
-def _is_lookup(spec: SpecConfig) -> bool:
-    return spec.drafter is not None and traits_of(spec.drafter).is_lookup
 
 
 def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:

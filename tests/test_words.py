@@ -41,88 +41,6 @@ RETIRED = {
 _RETIRED = re.compile(rf"\b({'|'.join(RETIRED)})\b", re.IGNORECASE)
 _PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "foretoken/reference/README.md")
 
-# Files and class names that the redesign has not reached yet; to be emptied.
-TEMPORARY_FILES: frozenset[str] = frozenset(
-    {
-        "foretoken/bench/batch_settings.py",
-        "foretoken/bench/drafting.py",
-        "foretoken/bench/layouts.py",
-        "foretoken/bench/measure.py",
-        "foretoken/bench/padded_draft.py",
-        "foretoken/bench/peers.py",
-        "foretoken/bench/recovery.py",
-        "foretoken/bench/replay.py",
-        "foretoken/bench/report.py",
-        "foretoken/bench/rival_policies.py",
-        "foretoken/bench/validate.py",
-        "foretoken/cli/answer.py",
-        "foretoken/cli/common.py",
-        "foretoken/cli/generate.py",
-        "foretoken/cli/simulate.py",
-        "foretoken/cli/simulate_requests.py",
-        "foretoken/config.py",
-        "foretoken/control/__init__.py",
-        "foretoken/control/acceptance_shift.py",
-        "foretoken/control/budget.py",
-        "foretoken/control/candidates.py",
-        "foretoken/control/cost.py",
-        "foretoken/control/policy.py",
-        "foretoken/control/previews.py",
-        "foretoken/draft/__init__.py",
-        "foretoken/draft/branches.py",
-        "foretoken/draft/cascade.py",
-        "foretoken/draft/chain.py",
-        "foretoken/draft/early_exit.py",
-        "foretoken/draft/group.py",
-        "foretoken/draft/layer_choice.py",
-        "foretoken/draft/matches.py",
-        "foretoken/draft/merge.py",
-        "foretoken/draft/mix.py",
-        "foretoken/draft/other_vocabulary.py",
-        "foretoken/draft/predicted.py",
-        "foretoken/draft/tree.py",
-        "foretoken/draft/worth.py",
-        "foretoken/engine/admission.py",
-        "foretoken/engine/controller.py",
-        "foretoken/engine/engine.py",
-        "foretoken/engine/llm.py",
-        "foretoken/engine/request.py",
-        "foretoken/engine/runner.py",
-        "foretoken/engine/startup/profiling.py",
-        "foretoken/engine/ticket.py",
-        "foretoken/model/chat_template.py",
-        "foretoken/model/early.py",
-        "foretoken/model/grammar.py",
-        "foretoken/model/logprobs.py",
-        "foretoken/model/processors.py",
-        "foretoken/model/quant.py",
-        "foretoken/model/sampling.py",
-        "foretoken/model/support.py",
-        "foretoken/params.py",
-        "foretoken/simulate/arrivals.py",
-        "foretoken/simulate/chooser.py",
-        "foretoken/simulate/setting.py",
-        "foretoken/simulate/sim_request.py",
-        "docs/adding-a-drafter.md",
-        "docs/drafters.md",
-    }
-)
-TEMPORARY_CLASSES: frozenset[str] = frozenset(
-    {
-        "Agreement",
-        "Answer",
-        "Clock",
-        "Job",
-        "Phase",
-        "Plan",
-        "Record",
-        "Row",
-        "Shape",
-        "Structure",
-        "Trial",
-    }
-)
-
 
 def pages() -> list[Path]:
     return sorted(path for pattern in _PAGES for path in ROOT.glob(pattern))
@@ -151,8 +69,6 @@ def text_of(path: Path) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("path", [*modules(), *pages()], ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_retired_word_is_used(path: Path) -> None:
-    if str(path.relative_to(ROOT)) in TEMPORARY_FILES:
-        return
     found = [
         f"{path.name}:{start + text[: match.start()].count(chr(10))}: {match.group()!r}"
         for start, text in (prose_of if path.suffix == ".py" else text_of)(path)
@@ -194,5 +110,5 @@ def test_class_names_are_unique() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path.relative_to(ROOT)))
-    repeated = {name: where for name, where in places.items() if len(where) > 1 and name not in TEMPORARY_CLASSES}
+    repeated = {name: where for name, where in places.items() if len(where) > 1}
     assert not repeated

@@ -1,5 +1,5 @@
-"""Drafters as the bench is told of them: `name` or `name:field=value;field=value`, where the fields are those of
-`SpecConfig` and the drafter's own options.
+"""The drafters of a bench run, as they are written on the command line: `name` or `name:field=value;field=value`, where
+the fields are those of `SpecConfig` and the drafter's own options.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class HuggingFace:
 
 
 class _Clock:
-    """A streamer that notes when how many tokens came; the prompt, which `generate` hands over first, is skipped."""
+    """A streamer that records the time and the tokens of every call; the first call, with the prompt, is skipped."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[float, list[int]]] | None = None

@@ -40,7 +40,7 @@ _HELP = "/clear begins a new conversation, /exit ends; Ctrl-C stops an answer."
 def chat(
     context: typer.Context,
     target: TargetOption = "reference:target",
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message, before the conversation.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[
         float, typer.Option(help="0 takes the most likely token; 1 samples the model's own distribution.")

@@ -14,7 +14,7 @@ from foretoken.cli.verb import Verb
 from foretoken.errors import ConfigError
 from foretoken.model.open import model_folder
 from foretoken.printing.console import Console
-from foretoken.train.recipes import DRAFT_SHAPE, TARGET_SHAPE, Shape, train_lm
+from foretoken.train.recipes import DRAFT_SHAPE, TARGET_SHAPE, ModelSize, train_lm
 from foretoken.train.trainer import TrainConfig
 
 app = typer.Typer(
@@ -80,7 +80,7 @@ def lm(
         )
 
 
-def _shape(text: str) -> Shape:
+def _shape(text: str) -> ModelSize:
     named = {"target": TARGET_SHAPE, "draft": DRAFT_SHAPE}
     if text in named:
         return named[text]
@@ -90,4 +90,4 @@ def _shape(text: str) -> Shape:
         raise ConfigError(
             "shape", text, "use target, draft, or five numbers: hidden,intermediate,layers,heads,kv_heads"
         ) from None
-    return Shape(hidden, intermediate, layers, heads, kv_heads)
+    return ModelSize(hidden, intermediate, layers, heads, kv_heads)

@@ -1,1 +1,1 @@
-"""Who drafts, how much, and who runs: pure arithmetic that the engine and the simulator both drive."""
+"""Draft budgets, the choice of drafters, and the queue: plain arithmetic, used by the engine and by the simulator."""

@@ -185,7 +185,7 @@ class _Rates:
 
 
 @dataclass
-class _Request:
+class _RequestAcceptance:
     slice: str
     shifts: dict[Hashable, OddsShift] = field(default_factory=dict)
 
@@ -199,12 +199,12 @@ class Acceptance:
     def __init__(self) -> None:
         self._every = _Rates()
         self._slices: OrderedDict[str, _Rates] = OrderedDict()  # used last at the end
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _RequestAcceptance] = {}
 
     def begin(self, request_id: int, slice_: str) -> None:
         """Keep estimates for a request; nothing happens if they are kept already."""
         if request_id not in self._requests:
-            self._requests[request_id] = _Request(slice_)
+            self._requests[request_id] = _RequestAcceptance(slice_)
 
     def of_places(self, request_id: int, drafter: Hashable, num_places: int) -> tuple[list[float], list[float]]:
         """For each of the first places: the share of rounds in which a guess is made, and in which it is emitted."""

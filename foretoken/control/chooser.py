@@ -1,7 +1,7 @@
 """The one place where numbers of guesses are decided: the engine and the simulator drive the same object.
 
-A round is `begin` (which drafters should show their guesses), `plan` (who guesses, and how much) and `observe` (what
-came of it). Rules in plain words come first (`routing`), then the policy.
+A round is `begin` (which previews are computed), `plan` (drafter and number of draft tokens of each request) and
+`observe` (the outcome). Routing rules (`routing`) come first, then the policy.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from foretoken.plan.profile import Curve, Profile
 
-_EXACT_COUNTS = 16  # counts up to here are told apart, larger ones in steps of about an eighth
+_EXACT_COUNTS = 16  # counts up to here have a bucket each, larger ones share buckets about an eighth wide
 _SPEED_VARIANCE, _SPEED_DRIFT = 1.0, 7e-5  # relative: of the speed factor before anything ran, and added by each step
 _SHAPE_VARIANCE, _LEAST_SHAPE_VARIANCE = 0.15**2, 2e-4  # of a count's place on a measured prior, at first and at least
 _GUESS_VARIANCE = 1.0  # of a count's place on a prior that is only the first observation

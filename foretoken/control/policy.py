@@ -103,7 +103,7 @@ class Policy(Protocol):
 
 
 @dataclass
-class _Request:
+class _RequestHistory:
     """What is kept of one request: its last budget, and its drafters' rounds."""
 
     budget: DraftBudget | None = None  # of its last round
@@ -118,7 +118,7 @@ class BudgetPolicy:
         self.config = config or PolicyConfig()
         self.step_costs, self.draft_costs = StepCosts(), DraftCosts()
         self.acceptance = Acceptance()
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _RequestHistory] = {}
         self._num_requests = 1  # of the round that is planned or was last
         self._open: set[int] = set()  # requests of this round whose number of guesses is left open
         self._num_users: dict[Hashable, int] = {}  # requests that may use a drafter in this round
@@ -162,7 +162,7 @@ class BudgetPolicy:
         self._open = {request.request_id for request in requests if request.is_open}
         for request in requests:
             self.acceptance.begin(request.request_id, request.slice)
-            known = self._requests.setdefault(request.request_id, _Request())
+            known = self._requests.setdefault(request.request_id, _RequestHistory())
             known.trial_tokens = None
         budgets = self._weigh(requests) if self._mode == "decide" else [self._repeated(one) for one in requests]
         if self._mode != "plain":

@@ -85,7 +85,7 @@ class Growth:
         return tuple(reversed(tokens))
 
     def chosen(self) -> list[int]:
-        """The nodes that are handed over, likeliest first."""
+        """The nodes of the draft, likeliest first."""
         chosen = best_nodes(self.parents, self.estimates, self.budget)
         assert not self.draws or len(chosen) == len(self.tokens), "what was drawn stays"
         return chosen

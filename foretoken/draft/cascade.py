@@ -3,7 +3,7 @@ to the target.
 
 After CS-Drafting (Chen et al. 2023, arXiv 2312.11462) and TriForce (Sun et al. 2024, arXiv 2404.11912). Every level
 verifies the one below it exactly, so what leaves a level has that level's own distribution: the mass handed to the
-target is the distribution of the LAST level, whatever guessed below. How many tokens a level hands over is fixed before
+target is the distribution of the LAST level, whatever guessed below. How many tokens a level returns is fixed before
 any is drawn; it never makes more.
 
 A level's cache runs ahead of the committed text. What it ran is remembered, and cut back to what stands before it is

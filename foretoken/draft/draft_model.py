@@ -14,7 +14,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from foretoken.config import A_DRAFT, SpecConfig
+from foretoken.composite_checks import A_DRAFT
+from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, merge_drafts
 from foretoken.draft import branches
 from foretoken.draft.base import Drafter, Factory, Feedback, product_of

@@ -80,7 +80,7 @@ class DrafterGroup:
     """Routes requests to drafters by `drafter_key`; where a request may choose among several, all of them follow its
     text.
 
-    What a drafter hands over is checked (`boundary`), and a drafter that fails costs its guesses alone (`failures`).
+    Every draft is checked (`boundary`); when a drafter fails, only its draft tokens are lost (`failures`).
     """
 
     def __init__(self, target: LanguageModel) -> None:

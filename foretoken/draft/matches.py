@@ -2,7 +2,7 @@
 
 Tokens that stand together lead to their latest place, and every place to the one before it. How far a place's past
 agrees with the text's end, and what came after it, is read off the text itself. Adding a token costs two dictionary
-entries at most, a look costs the same however long the text is.
+entries at most, the cost of a query does not depend on the length of the text.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def _commit_in_turns(
     """Tell a part that guessed only the first `counts[b]` nodes of each request: a round over those nodes, then a
     round for every further token.
 
-    So no part is told that it guessed what it did not guess.
+    No part receives a verdict on tokens that it did not guess.
     """
     emitted = [verdict.emitted(b) for b in range(draft.num_requests)]
     kept = [tuple(node for node in path if node < count) for path, count in zip(verdict.paths, counts, strict=True)]

@@ -18,7 +18,7 @@ from foretoken.draft.base import Factory, Feedback
 from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble
 
 _ANCHOR_TOKENS = (4, 3, 2)  # lengths of agreement that take the cursor up again, best first
-_SURE_TOKENS = 6  # agreement that a chance hit does not reach: from there on the prediction is trusted wholly
+_SURE_TOKENS = 6  # longer than a chance match: from here on the prediction is drafted in full
 _LOST = -1
 
 

@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 from foretoken.config import QUANTISED, SpecConfig
 from foretoken.draft.base import Drafter, ModelDrafter, parts_of
+from foretoken.draft.hidden_states import reads_hidden_states
 from foretoken.errors import ConfigError, InputError
 from foretoken.files import read_text
 from foretoken.model.interface import LanguageModel, OpenModel
@@ -43,7 +44,7 @@ class DrafterFactory:
 
         Raises:
             ConfigError: something that the drafter needs is missing, or it opened a model without being a
-                `ModelDrafter`, so that its cost would not be measured.
+                `ModelDrafter`, so that its cost would not be measured, or a part of it is a `HiddenStateReader`.
             CheckpointError, UnsupportedModelError, MismatchError: the draft model cannot be loaded, or is not made for
                 this target.
             StorageError: a file cannot be read.
@@ -58,6 +59,14 @@ class DrafterFactory:
                 spec.drafter,
                 "opened a draft model, but its cost cannot be measured: give it the methods models() and fresh() of "
                 "draft.base.ModelDrafter",
+            )
+        reader = next((part for part in members if part is not drafter and reads_hidden_states(type(part))), None)
+        if reader is not None:
+            raise ConfigError(
+                "parts",
+                reader.name,
+                f"reads the target's hidden states, which drafter={spec.drafter!r} does not pass on: use it "
+                "alone, or as a part of drafter='auto'",
             )
         return drafter
 

@@ -64,7 +64,7 @@ class Engine:
         self.watchers: list[Watcher] = []
         self._ids = itertools.count()
         self.clock = StepClock()
-        self._outputs: list[StepOutput] = []  # emitted and not handed over yet
+        self._outputs: list[StepOutput] = []  # emitted and not returned yet
         self._is_stepping = False
         self._leaving: list[int] = []  # requests that were aborted while a step ran
 
@@ -151,7 +151,7 @@ class Engine:
         self.release(state)
 
     def take_outputs(self) -> list[StepOutput]:
-        """What was emitted and not handed over: after an interrupted step more than nothing."""
+        """What was emitted and not returned yet: not empty after an interrupted step."""
         outputs, self._outputs = self._outputs, []
         return outputs
 

@@ -124,13 +124,11 @@ class Ticket:
     # ---- for the engine's thread
 
     def put(self, piece: StepOutput) -> None:
-        """Hand over a piece."""
+        """Append a piece of the answer."""
         self._tell(lambda: self._pieces.append(piece))
 
     def end(self, answer: GenerateOutput | None, error: Exception | None = None) -> None:
-        """Hand over the whole answer, or None for a request that never was one, and what went wrong. Only the first end
-        counts.
-        """
+        """Set the whole answer, or None and the error of a request that was refused. Only the first call counts."""
 
         def close() -> None:
             if not self._has_ended:

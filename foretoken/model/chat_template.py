@@ -72,7 +72,7 @@ def _fail(reply: Mapping[str, str], messages: Sequence[Mapping[str, Any]], where
         raise CheckpointError(f"the chat template in {where} is broken: {reply['broken']}")
     if "failed" in reply:
         raise CheckpointError(f"the chat template in {where} failed: {reply['failed']}")
-    remedy = "shorten the messages, or replace the template if it is not to be trusted"
+    remedy = "shorten the messages, or replace the template if its source is unknown"
     if "too_large" in reply:
         raise CheckpointError(
             f"the chat template in {where} takes more than {MEMORY_BYTES >> 20} MB or writes too long a text; {remedy}"

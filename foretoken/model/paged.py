@@ -24,7 +24,7 @@ DEFAULT_BLOCK_SIZE = 32
 
 
 @dataclass(frozen=True)
-class Admission:
+class ForwardInputs:
     """The rows of one forward: position and slot of each, who wants logits and taps, and what each segment reads."""
 
     positions: list[int] = field(default_factory=list)
@@ -188,14 +188,14 @@ class PagedModel:
     @torch.inference_mode()
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
         """Run the flat `tokens` [T]; logits and taps of the rows each segment asks for."""
-        admission = self._admit(segments)
-        taps = taps if admission.tapped else ()
+        inputs = self._admit(segments)
+        taps = taps if inputs.tapped else ()
         early = [self._early.pop(segment.sequence, None) for segment in segments]
-        hidden = self._through(tokens, admission, joins_of(tokens, admission.readers, early, taps), taps)
-        logits = self.decoder.logits(hidden.last[self._rows(admission, admission.wanted)])
+        hidden = self._through(tokens, inputs, joins_of(tokens, inputs.readers, early, taps), taps)
+        logits = self.decoder.logits(hidden.last[self._rows(inputs, inputs.wanted)])
         if not taps:
             return ForwardOutput(logits, {})
-        tapped = self._rows(admission, admission.tapped)
+        tapped = self._rows(inputs, inputs.tapped)
         return ForwardOutput(logits, {layer: tap[tapped] for layer, tap in hidden.taps.items()})
 
     @torch.inference_mode()
@@ -203,24 +203,24 @@ class PagedModel:
         """See `interface.EarlyExitModel`."""
         depth = first_missing(layers)
         assert depth < self.num_layers
-        admission = self._admit(
+        inputs = self._admit(
             [Segment(early.sequence, early.num_rows, (), early.num_logits) for early in segments],
             [e.offset for e in segments],
         )
-        positions = torch.tensor(admission.positions, device=self._device)
+        positions = torch.tensor(inputs.positions, device=self._device)
         attention = PagedAttention(
-            self.local, self.pool, torch.tensor(admission.slots, device=self._device), admission.readers
+            self.local, self.pool, torch.tensor(inputs.slots, device=self._device), inputs.readers
         )
         shared = self.decoder(
             tokens, positions, attention, num_layers=depth
         ).last  # [T, D]: what a full pass computes too
-        for early, reader in zip(segments, admission.readers, strict=True):
+        for early, reader in zip(segments, inputs.readers, strict=True):
             before = self._early.get(early.sequence) if early.offset else None
             self._early[early.sequence] = EarlyRows.following(
                 before, early.offset, depth, tokens[reader.rows], shared[reader.rows]
             )
         last = self.decoder.run(shared, positions, attention, layers[depth:]).last
-        return self.decoder.logits(last[self._rows(admission, admission.wanted)])
+        return self.decoder.logits(last[self._rows(inputs, inputs.wanted)])
 
     def exit_logits(self, hidden: Tensor) -> Tensor:
         """See `interface.EarlyExitModel`."""
@@ -231,41 +231,39 @@ class PagedModel:
         """See `interface.EarlyExitModel`."""
         return self.config.vocab_size * self.config.hidden_size / self.config.num_layer_parameters
 
-    def _through(self, tokens: Tensor, admission: Admission, joins: Sequence[Join], taps: Sequence[int]) -> Hidden:
+    def _through(self, tokens: Tensor, inputs: ForwardInputs, joins: Sequence[Join], taps: Sequence[int]) -> Hidden:
         """All layers over all rows `tokens` [T]; rows that ran early begin where they stopped."""
-        positions, slots = (
-            torch.tensor(numbers, device=self._device) for numbers in (admission.positions, admission.slots)
-        )
+        positions, slots = (torch.tensor(numbers, device=self._device) for numbers in (inputs.positions, inputs.slots))
         x = self.decoder.embed(tokens)  # [T, D]
         for join in joins:
             x[join.rows] = join.hidden
         depths = sorted({0, *(join.depth for join in joins)})
         for first, last in pairwise(depths):
-            rows, readers = without(admission.readers, waiting_rows(joins, first))
+            rows, readers = without(inputs.readers, waiting_rows(joins, first))
             if rows:
                 active = torch.tensor(rows, device=self._device)
                 attention = PagedAttention(self.local, self.pool, slots[active], readers)
                 x = x.index_copy(
                     0, active, self.decoder.run(x[active], positions[active], attention, range(first, last)).last
                 )
-        attention = PagedAttention(self.local, self.pool, slots, admission.readers)
+        attention = PagedAttention(self.local, self.pool, slots, inputs.readers)
         return self.decoder.run(x, positions, attention, range(depths[-1], self.num_layers), taps)
 
-    def _rows(self, admission: Admission, rows: Sequence[int]) -> slice | Tensor:
+    def _rows(self, inputs: ForwardInputs, rows: Sequence[int]) -> slice | Tensor:
         """An index of `rows`, which are some rows of the forward, in order."""
-        if len(rows) == len(admission.positions):
+        if len(rows) == len(inputs.positions):
             return slice(None)
         return torch.tensor(rows, dtype=torch.int64, device=self._device)
 
-    def _admit(self, segments: Sequence[Segment], offsets: Sequence[int] | None = None) -> Admission:
+    def _admit(self, segments: Sequence[Segment], offsets: Sequence[int] | None = None) -> ForwardInputs:
         """Make room for the rows of all segments, each `offsets` rows behind what is committed.
 
         Raises:
             CapacityError: no room for them.
         """
-        admission = Admission()
+        inputs = ForwardInputs()
         for segment, offset in zip(segments, offsets or [0] * len(segments), strict=True):
-            table, first = self.tables[segment.sequence], len(admission.positions)
+            table, first = self.tables[segment.sequence], len(inputs.positions)
             before = offset + segment.num_held  # rows of earlier forwards that stay
             if not self.reserve(segment.sequence, before + segment.num_rows):
                 raise CapacityError(
@@ -273,14 +271,14 @@ class PagedModel:
                 )
             past = table.length + offset
             start, stop = past + segment.num_held, past + segment.num_held + segment.num_rows
-            admission.positions.extend(row_positions(segment, past))
-            admission.slots.extend(slots_of(table, start, stop, self.block_size))
-            last = len(admission.positions)
-            admission.readers.append(Reader(slice(first, last), self._slots_to_read(table, stop), past, segment))
-            admission.wanted.extend(range(last - segment.num_logits, last))
-            admission.tapped.extend(range(last - segment.num_taps, last))
-        self.decoder.rotary.cover(max(admission.positions, default=-1) + 1)
-        return admission
+            inputs.positions.extend(row_positions(segment, past))
+            inputs.slots.extend(slots_of(table, start, stop, self.block_size))
+            last = len(inputs.positions)
+            inputs.readers.append(Reader(slice(first, last), self._slots_to_read(table, stop), past, segment))
+            inputs.wanted.extend(range(last - segment.num_logits, last))
+            inputs.tapped.extend(range(last - segment.num_taps, last))
+        self.decoder.rotary.cover(max(inputs.positions, default=-1) + 1)
+        return inputs
 
     def _slots_to_read(self, table: BlockTable, stop: int) -> range | Tensor:
         """Slots of the first `stop` tokens: a range when the blocks are neighbours, else gathered block by block."""

@@ -2,7 +2,7 @@
 
 Weight-only: activations, norms, biases and the cache keep their 16 or 32 bits, so that a row's result depends on no
 other row. Both forms are symmetric, which keeps an exact zero exact. A draft that rounds its weights draws from another
-distribution than the full model; that distribution is the one it hands over as mass, so nothing else has to know.
+distribution than the full model; that distribution is the mass of its draft, so verification stays exact.
 
 - int8: one scale per output row, max|w| / 127. The embedding table is kept this way too, in both formats, and shared
   with a tied head.

@@ -1,4 +1,4 @@
-"""From logits to the target's distribution: temperature and filters, and whether a row can be trusted at all."""
+"""From logits to the target's distribution: temperature and filters, and a check that every row is finite."""
 
 from __future__ import annotations
 

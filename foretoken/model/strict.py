@@ -28,7 +28,7 @@ from foretoken.model.attention.strict import (
 from foretoken.model.decoder import Decoder
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.layers import Linear
-from foretoken.model.paged import DEFAULT_BLOCK_SIZE, Admission, PagedModel
+from foretoken.model.paged import DEFAULT_BLOCK_SIZE, ForwardInputs, PagedModel
 
 # Row counts to try, smallest first; the smallest is what a single row pays for. A CPU reads the weights once for up to
 # about 8 rows at no extra cost, a GPU for far more. All are multiples of the smallest: CPU kernels treat odd remainders
@@ -74,22 +74,22 @@ class StrictModel(PagedModel):
     @torch.inference_mode()
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
         """See `interface.LanguageModel`."""
-        admission = self._admit(segments)
-        taps = taps if admission.tapped else ()
-        out = self._run(tokens, admission, taps)
+        inputs = self._admit(segments)
+        taps = taps if inputs.tapped else ()
+        out = self._run(tokens, inputs, taps)
         if not bool(torch.isfinite(out.logits).all()):
             # A masked key still counts 0 * NaN: a guess that overflows must not reach the rows before it, which share
             # its call.
-            out = self._run(tokens, admission, taps, alone=True)
+            out = self._run(tokens, inputs, taps, alone=True)
         return out
 
-    def _run(self, tokens: Tensor, admission: Admission, taps: Sequence[int], alone: bool = False) -> ForwardOutput:
+    def _run(self, tokens: Tensor, inputs: ForwardInputs, taps: Sequence[int], alone: bool = False) -> ForwardOutput:
         proven, device = self.proven, self.device
         positions, slots = (
-            torch.tensor(admission.positions, device=device),
-            torch.tensor(admission.slots, device=device),
+            torch.tensor(inputs.positions, device=device),
+            torch.tensor(inputs.slots, device=device),
         )
-        texts = [text for reader in admission.readers for text in texts_of(reader, device, alone)]
+        texts = [text for reader in inputs.readers for text in texts_of(reader, device, alone)]
         last: list[Tensor] = []
         tapped: dict[int, list[Tensor]] = {layer: [] for layer in taps}
         for start, stop, size in cut(len(tokens), proven.sizes):  # a row's past is in its own tile or an earlier one
@@ -102,12 +102,12 @@ class StrictModel(PagedModel):
             last.append(hidden.last)  # padding and all: it stands behind the last row
             for layer, parts in tapped.items():
                 parts.append(hidden.taps[layer])
-        rows = torch.tensor(admission.wanted, dtype=torch.int64, device=device)
+        rows = torch.tensor(inputs.wanted, dtype=torch.int64, device=device)
         logits = by_tiles(self.decoder.logits, torch.cat(last)[rows], proven.sizes)
         if not taps:
             return ForwardOutput(logits, {})
         # Every tile but the last is full, so the padding of the parts stands behind the last row.
-        kept = torch.tensor(admission.tapped, dtype=torch.int64, device=device)
+        kept = torch.tensor(inputs.tapped, dtype=torch.int64, device=device)
         return ForwardOutput(logits, {layer: torch.cat(parts)[kept] for layer, parts in tapped.items()})
 
 

@@ -18,8 +18,8 @@ _LEAST_RATE = 1e-9  # of arrivals per second
 
 @dataclass(frozen=True)
 class Job:
-    """One request: `acceptance` is the chance that a guess stands once all before it stood, by place (the last goes
-    on), or a name.
+    """One request: `acceptance` is the probability that a draft token is accepted given that all before it were, by
+    place (the last value holds for all later places), or a name.
 
     A name stands for chances that were measured, a different one for each drafter (`chances_from_bench`). `priority`
     and `deadline_s` are `SamplingParams`'.

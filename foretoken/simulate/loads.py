@@ -37,7 +37,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Shape:
+class LoadShape:
     """What a built-in trace is made of: phases one after the other, `times` over; slices that take turns at random;
     lengths.
     """
@@ -49,17 +49,17 @@ class Shape:
     times: int = 1
 
 
-SHAPES: dict[str, Shape] = {
-    "steady": Shape((Phase(1.0, 0.6, 0.6),), ("code",), Lengths(32, 96), Lengths(32, 64)),
-    "bursts": Shape(
+SHAPES: dict[str, LoadShape] = {
+    "steady": LoadShape((Phase(1.0, 0.6, 0.6),), ("code",), Lengths(32, 96), Lengths(32, 64)),
+    "bursts": LoadShape(
         (Phase(0.2, 1.2, 1.2), Phase(0.8, 0.4, 0.4)),
         ("code", "docstring", "edit", "json", "text"),
         Lengths(16, 160),
         Lengths(16, 80),
         6,
     ),
-    "ramp": Shape((Phase(1.0, 0.2, 0.9),), ("code", "docstring"), Lengths(32, 96), Lengths(24, 48)),
-    "overload": Shape(
+    "ramp": LoadShape((Phase(1.0, 0.2, 0.9),), ("code", "docstring"), Lengths(32, 96), Lengths(24, 48)),
+    "overload": LoadShape(
         (Phase(0.5, 0.2, 2.0), Phase(0.5, 0.1, 0.1)), ("code", "docstring"), Lengths(32, 96), Lengths(24, 48)
     ),
 }
@@ -117,11 +117,11 @@ def built_in(name: str, server: Server, seed: int, seconds: float | None = None)
     ]
 
 
-def _request(shape: Shape, rng: random.Random) -> Job:
+def _request(shape: LoadShape, rng: random.Random) -> Job:
     return Job(0.0, shape.prompts.draw(rng), shape.outputs.draw(rng), rng.choice(shape.slices))
 
 
-def _arrivals(shape: Shape, rate: float, seconds: float, rng: random.Random) -> list[float]:
+def _arrivals(shape: LoadShape, rate: float, seconds: float, rng: random.Random) -> list[float]:
     """Times of a Poisson process whose rate follows the phases; at least one."""
     phases = [replace(phase, share=phase.share / shape.times) for _ in range(shape.times) for phase in shape.phases]
     highest = max(max(phase.begin, phase.end) for phase in phases) * rate

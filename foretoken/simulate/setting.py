@@ -1,4 +1,4 @@
-"""What is simulated: who guesses and how much, and under which limits."""
+"""What is simulated: drafters, draft budgets and limits."""
 
 from __future__ import annotations
 

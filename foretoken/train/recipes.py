@@ -24,7 +24,7 @@ from foretoken.train.trainer import Data, Result, TrainConfig, Trainer
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelSize:
     """Size of a Llama-architecture model to train from scratch."""
 
     hidden_size: int
@@ -43,8 +43,8 @@ class Shape:
 
 
 CONTEXT_TOKENS = 2048
-TARGET_SHAPE = Shape(hidden_size=256, intermediate_size=640, num_layers=8, num_heads=4, num_kv_heads=2)
-DRAFT_SHAPE = Shape(hidden_size=128, intermediate_size=384, num_layers=2, num_heads=2, num_kv_heads=1)
+TARGET_SHAPE = ModelSize(hidden_size=256, intermediate_size=640, num_layers=8, num_heads=4, num_kv_heads=2)
+DRAFT_SHAPE = ModelSize(hidden_size=128, intermediate_size=384, num_layers=2, num_heads=2, num_kv_heads=1)
 
 
 def prepare(folder: Path, vocab_size: int = 4096) -> tuple[Tokenizer, Data]:
@@ -81,7 +81,7 @@ def prepare(folder: Path, vocab_size: int = 4096) -> tuple[Tokenizer, Data]:
         ) from error
 
 
-def model_config(shape: Shape, tokenizer: Tokenizer, max_context_tokens: int = CONTEXT_TOKENS) -> ModelConfig:
+def model_config(shape: ModelSize, tokenizer: Tokenizer, max_context_tokens: int = CONTEXT_TOKENS) -> ModelConfig:
     """Llama configuration of `shape` for `tokenizer`."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     assert end is not None
@@ -99,7 +99,7 @@ def model_config(shape: Shape, tokenizer: Tokenizer, max_context_tokens: int = C
 
 def train_lm(
     out: Path,
-    shape: Shape,
+    shape: ModelSize,
     config: TrainConfig,
     teacher: Path | None = None,
     corpus: Path | None = None,

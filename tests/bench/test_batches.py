@@ -177,17 +177,17 @@ def test_a_policy_learns_in_its_own_turns_only(stage: Stage) -> None:
     )
     ask = Ask("a", (5, 6, 7))
     stage.answer(own, [ask], 12)
-    policy = stage.llm.engine.controller.policy
+    policy = stage.llm.engine.chooser.policy
     assert type(policy) is BudgetPolicy
     stage.answer(always, [ask] * 3, 12)
-    assert isinstance(stage.llm.engine.controller.policy, Always)
+    assert isinstance(stage.llm.engine.chooser.policy, Always)
     stage.enter(never)
-    assert isinstance(stage.llm.engine.controller.policy, Never)
+    assert isinstance(stage.llm.engine.chooser.policy, Never)
     stage.enter(own)
-    assert stage.llm.engine.controller.policy is policy
+    assert stage.llm.engine.chooser.policy is policy
     stage.forget()
     stage.enter(own)
-    fresh = stage.llm.engine.controller.policy
+    fresh = stage.llm.engine.chooser.policy
     assert isinstance(fresh, BudgetPolicy)
     assert fresh is not policy
 
@@ -391,7 +391,7 @@ def test_the_engine_has_the_limits_that_were_asked_for(text_pair: SimpleNamespac
     for name, values in (("usual", {}), ("asked", {**limits, **rules})):
         with opened(options(text_pair, **values), ("chat",), most_batch=3, count=3, answer_tokens=8) as (stage, asks):
             engine = stage.llm.engine
-            config, routing = engine.scheduler.config, engine.controller.routing
+            config, routing = engine.scheduler.config, engine.chooser.routing
             if name == "usual":
                 assert (
                     config.max_batch_size,

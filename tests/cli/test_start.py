@@ -139,7 +139,7 @@ def test_c4_whoever_prints(
     assert err.removeprefix("loading reference:target\n") == message
 
 
-@pytest.mark.filterwarnings("ignore:the watcher Trace raised StorageError")
+@pytest.mark.filterwarnings("ignore:the observer Trace raised StorageError")
 def test_c4_a_full_disk_under_the_trace_is_4(foretoken: Run) -> None:
     """The answer is given, and then what is missing of the trace."""
     expect("a trace that cannot be written")

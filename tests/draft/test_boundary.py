@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from foretoken import LLM, ConfigError, InputError, SamplingParams, SpecConfig, add_drafter, registry
+from foretoken.control.policy import BudgetPolicy, PolicyConfig
 from foretoken.core import Batch, BatchEntry, Draft, Mass, Probes, Request, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.boundary import check_tree, draft_faults
@@ -183,6 +184,10 @@ def registered(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> Iterator[None]:
         llm._drafters.failures._warned.discard(key)
 
 
+# Budgets are chosen in every round: deciding is never too slow for steps that take less than a millisecond.
+EVERY_ROUND = PolicyConfig(slack_share=1000.0, decision_share=1000.0)
+
+
 class Faulty(NgramDrafter):
     """Like `ngram`, and at one of its calls, from the `first` on, something goes wrong."""
 
@@ -254,8 +259,14 @@ def generate(
 @pytest.mark.parametrize("params", [LONG, SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0, seed=5)])
 @pytest.mark.parametrize("at", ["start", "propose", "guess", "commit", "finish", "taps"])
 def test_h3_what_a_drafter_raises_costs_its_guesses(
-    llm: LLM, registered: None, failed_drafters: list[str], at: str, params: SamplingParams
+    llm: LLM,
+    registered: None,
+    failed_drafters: list[str],
+    at: str,
+    params: SamplingParams,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(llm.engine.chooser, "policy", BudgetPolicy(EVERY_ROUND))
     plain = [out.token_ids for out in llm.generate(PROMPTS, params)]
     num_draft = "auto" if at == "guess" else 3  # guesses are shown where the number is open
     with pytest.warns(DrafterWarning, match="'bad' failed"):
@@ -403,6 +414,7 @@ def test_an_interrupt_is_no_failure(llm: LLM, registered: None) -> None:
 def test_a_shared_engine_of_scripted_parts_is_checked_once(pair: SimpleNamespace) -> None:
     """What is shown and then guessed passes the boundary without being changed."""
     with LLM(pair.target, dtype="float32", cache_tokens=1024, spec=SpecConfig("ngram")) as llm:
+        llm.engine.chooser.policy = BudgetPolicy(EVERY_ROUND)
         outs = llm.generate(PROMPTS, LONG)
         assert sum(out.stats.num_drafted for out in outs) > 0
         assert llm.stats.draft_failures == {}

@@ -1,16 +1,18 @@
-"""Ways to draft less hand over the mass they really drew from; that the distribution survives is shown in tests/verify
-and tests/engine/test_law.py.
+"""Ways to draft less return the mass they really drew from; that the distribution survives is shown in tests/verify
+and tests/engine/test_distribution.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
-from foretoken.engine.controller import best_draft_probability
 
 from foretoken import LLM, ConfigError, SamplingParams, SpecConfig
+from foretoken.control.candidates import DraftBudget, RequestView
+from foretoken.control.previews import Previews
 from foretoken.core import Batch, BatchEntry, Draft, Request
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.model.loader import load_decoder
@@ -125,28 +127,55 @@ def test_bad_draft_probabilities(value: object) -> None:
         SpecConfig("draft_model", "d", draft_probability=value)
 
 
-def test_the_best_draft_probability() -> None:
-    """Free drafting: always draft. Dear and useless: draft as little as the candidates allow. Over-confident drafts: in
-    between.
-    """
-    rising = {0.25: 0.2, 0.5: 0.4, 0.75: 0.6, 1.0: 0.8}
-    assert best_draft_probability(rising, 4, 0.0, 1.0) == 1.0
-    assert best_draft_probability(dict.fromkeys(rising, 0.01), 4, 0.5, 1.0) == 0.25
-    assert best_draft_probability({0.25: 0.24, 0.5: 0.4, 0.75: 0.42, 1.0: 0.43}, 6, 0.3, 1.0) == 0.5
+def test_auto_offers_four_options_that_are_weighed_apart(llm: LLM, pair: SimpleNamespace) -> None:
+    """One option for each probability: one drafter runs them all, each has an acceptance of its own."""
+    llm.prepare(spec := SpecConfig("draft_model", str(pair.draft), num_draft=4, draft_probability="auto"))
+    state = llm.submit(PROMPT, SamplingParams(max_tokens=1), spec)
+    drafters = llm.engine.drafters
+    assert [one.draft_probability for one in drafters.specs(state.request_id)] == [0.25, 0.5, 0.75, 1.0]
+    assert len(set(drafters.keys(state.request_id))) == 1
+    assert len({one.drafter for one in drafters.traits(state.request_id)}) == 4
+    llm.engine.abort(state.request_id)
+
+
+@pytest.mark.parametrize("option", range(4))
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
+def test_every_option_of_auto_is_exact(
+    llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, option: int, params: dict
+) -> None:
+    """The answer is plain decoding's under each of the four, and the round drafts with the option's probability."""
+    spec = SpecConfig("draft_model", str(pair.draft), num_draft=4, draft_probability="auto")
+    sampling = SamplingParams(max_tokens=30, ignore_eos=True, **{"temperature": 0.0, **params})
+    (plain,) = llm.generate([PROMPT], sampling, SpecConfig())
+    seen: list[float] = []
+
+    def choose(requests: Sequence[RequestView], previews: Previews) -> list[DraftBudget]:
+        return [DraftBudget(option, 4) if request.options else DraftBudget(None, 0) for request in requests]
+
+    propose = DraftModelDrafter.propose
+
+    def watched(self: DraftModelDrafter, batch: Batch) -> Draft:
+        seen.extend(entry.draft_probability for entry in batch.decoding)
+        return propose(self, batch)
+
+    monkeypatch.setattr(llm.engine.chooser, "plan", choose)
+    monkeypatch.setattr(llm.engine.chooser, "observe", lambda step: None)
+    monkeypatch.setattr(DraftModelDrafter, "propose", watched)
+    (drafted,) = llm.generate([PROMPT], sampling, spec)
+    assert drafted.token_ids == plain.token_ids
+    assert set(seen) == {(0.25, 0.5, 0.75, 1.0)[option]}
 
 
 def test_auto_learns_from_finished_rounds(llm: LLM, pair: SimpleNamespace) -> None:
-    """The estimates are those of the distributions: after some rounds the controller knows them, and forgets a request
-    that ended.
-    """
+    """After some rounds the policy has an estimate of the request, and forgets it when the request ends."""
     spec = SpecConfig("draft_model", str(pair.draft), num_draft=4, draft_probability="auto", rule="block")
-    llm.generate([PROMPT], SamplingParams(max_tokens=1), spec)  # loads the draft
-    state = llm.submit(PROMPT, SamplingParams(max_tokens=60, temperature=1.0, ignore_eos=True, seed=1), spec)
-    for _ in range(10):
+    llm.prepare(spec)
+    sampling = SamplingParams(max_tokens=60, temperature=1.0, ignore_eos=True, seed=1)
+    state = llm.submit(PROMPT, sampling, spec)
+    policy = llm.engine.chooser.policy
+    for _ in range(20):
         llm.engine.step()
-    accepted = llm.engine.controller._estimates[state.request_id].accepted
-    values = [accepted[a] for a in sorted(accepted)]
-    assert values == sorted(values)
-    assert all(0 < b <= a + 1e-6 for a, b in accepted.items())
+    names = [one.drafter for one in llm.engine.drafters.traits(state.request_id)]
+    assert not all(policy.acceptance.is_new(state.request_id, name) for name in names)
     llm.engine.abort(state.request_id)
-    assert state.request_id not in llm.engine.controller._estimates
+    assert all(policy.acceptance.is_new(state.request_id, name) for name in names)

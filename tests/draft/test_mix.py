@@ -140,7 +140,14 @@ def test_every_guess_is_counted_for_one_part(
     watch_all(llm, specs, monkeypatch)
     prompts = [token_ids(4 + i, seed=i) * 2 for i in range(len(specs))]
     params = [
-        SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature, seed=i) for i in range(len(specs))
+        SamplingParams(
+            max_tokens=24,
+            ignore_eos=True,
+            temperature=temperature,
+            seed=i,
+            prediction=token_ids(12, seed=3) if "predicted" in spec.leaves else None,
+        )
+        for i, spec in enumerate(specs)
     ]
     seen: set[str] = set()
     for _ in range(2):
@@ -161,7 +168,7 @@ def test_every_guess_is_counted_for_one_part(
 def watch_all(llm: LLM, specs: Sequence[SpecConfig], monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
     """New drafters, which have learnt nothing from other tests, one for each kind of `specs`."""
     found = {drafter_key(spec): spec for spec in specs}
-    watched = {key: Watched(llm._factory.make(spec), llm.target.vocab_size) for key, spec in found.items()}
+    watched = {key: Watched(llm._loader.factory.make(spec), llm.target.vocab_size) for key, spec in found.items()}
     for key, one in watched.items():
         monkeypatch.setitem(llm._drafters.drafters, key, one)
     return list(watched.values())

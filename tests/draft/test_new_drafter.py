@@ -31,6 +31,7 @@ from foretoken.registry import DRAFTERS, Traits
 from tests.draft.toy_model_drafter import ToyDrafter
 from tests.helpers import audit, distribution, watch
 from tests.helpers.checkpoints import token_ids
+from tests.helpers.heads import RecordingHead
 from tests.helpers.specs import spec_of
 
 LINE = Traits("tests.draft.toy_model_drafter:ToyDrafter", samples=True, fields=("draft",))
@@ -193,7 +194,7 @@ def test_options_are_frozen_checked_and_part_of_the_identity() -> None:
 def test_a_drafter_from_outside_has_the_same_abilities(llm: LLM, pair: SimpleNamespace) -> None:
     add_drafter("mine", ToyDrafter, samples=True, fields=("draft",))
     spec = SpecConfig("mine", draft=str(pair.draft), num_draft=3, draft_probability=0.5, options={"width": 1})
-    assert llm._factory.make(spec).width == 1  # type: ignore[attr-defined]
+    assert llm._loader.factory.make(spec).width == 1  # type: ignore[attr-defined]
     assert spec_from({"drafter": "mine", "draft": "d", "drafter_option": ["width=2"]}).options == {"width": 2}
     add_drafter("lookup", lambda factory, spec: NgramDrafter(), options=ToyDrafter.Options)
     assert SpecConfig("lookup", options={"width": 2}).options == {"width": 2}
@@ -242,20 +243,28 @@ def test_a_drafter_cannot_hide_a_model(llm: LLM, pair: SimpleNamespace) -> None:
 
     add_drafter("hiding", Hiding)
     with pytest.raises(ConfigError, match=r"drafter='hiding': opened a draft model, but its cost cannot be measured"):
-        llm._factory.make(SpecConfig("hiding"))
+        llm._loader.factory.make(SpecConfig("hiding"))
+
+
+def test_a_mix_refuses_a_part_that_reads_hidden_states(llm: LLM) -> None:
+    """The part would draft without them."""
+    add_drafter("head", lambda factory, spec: RecordingHead(NgramDrafter(), [1]))
+    assert llm._loader.factory.make(SpecConfig("head")).name == "ngram"
+    with pytest.raises(ConfigError, match="parts='ngram': reads the target's hidden states"):
+        llm._loader.factory.make(SpecConfig("mix", parts=("ngram", "head")))
 
 
 def test_parts_are_measured_by_themselves(llm: LLM, pair: SimpleNamespace) -> None:
     spec = SpecConfig("mix", draft=str(pair.draft), parts=("ngram", "toy"))
     assert spec.shape_follows_draws
-    drafter = llm._factory.make(spec)
+    drafter = llm._loader.factory.make(spec)
     assert [part.name for _, part in parts_of(spec, drafter)] == ["ngram", "toy"]
     assert list(model_drafters([(spec, drafter)])) == ["toy"]
 
 
 def test_an_open_exit_is_measured_at_every_exit(llm: LLM) -> None:
     spec = SpecConfig("early_exit", draft_probability="auto")
-    drafter = llm._factory.make(spec)
+    drafter = llm._loader.factory.make(spec)
     found = model_drafters([(spec, drafter)])
     exits = {own.exit_layer for own, _ in found.values()}
     assert len(found) == len(exits) == len(drafter.exits)  # type: ignore[attr-defined]

@@ -246,19 +246,6 @@ def test_the_group_tells_what_each_drafter_read(pair: SimpleNamespace, name: str
     drafters.finish(one.request)
 
 
-def test_a_mix_takes_no_price_from_a_round_that_read(pair: SimpleNamespace) -> None:
-    mix = drafter_of("mix", Counting(pair))
-    one = alone("mix", mix.parts[0].model, PROMPT, drafter=mix)
-    guesses(one)
-    assert mix.prices.parts[0].is_empty
-    one.emit(*token_ids(30, seed=1))
-    guesses(one)
-    assert mix.prices.parts[0].is_empty
-    guesses(one)
-    assert not mix.prices.parts[0].is_empty
-    one.finish()
-
-
 class Rounds:
     """A cache of three sequences of 40 tokens in 128 places: 0 drafted last, 1 before it, 2 wants to; all of them
     rested since.

@@ -122,7 +122,7 @@ def test_accounts_in_openais_words(llm: LLM) -> None:
     right, wrong = llm.generate(
         [prompt] * 2,
         [replace(params, prediction=text) for text in (plain.token_ids, [3, 3, 3])],
-        SpecConfig("predicted"),
+        SpecConfig("predicted", num_draft=12),
     )
     assert right.token_ids == wrong.token_ids == plain.token_ids
     assert right.stats.num_steps <= 1 + 4  # twelve guesses and one of the target's own a step
@@ -138,7 +138,7 @@ def test_a_prediction_may_be_text(text_pair: SimpleNamespace) -> None:
         params = SamplingParams(max_tokens=30, ignore_eos=True)
         plain = llm.generate(["ab ab"], params)[0]
         expected = plain.text[0] + " some text that is not the answer"
-        out = llm.generate(["ab ab"], replace(params, prediction=expected), SpecConfig("predicted"))[0]
+        out = llm.generate(["ab ab"], replace(params, prediction=expected), SpecConfig("predicted", num_draft=4))[0]
         assert out.token_ids == plain.token_ids
         assert out.stats.num_drafted > 0
 

@@ -171,7 +171,9 @@ def test_corpus_and_tenants_through_the_engine(text_pair: SimpleNamespace, tmp_p
 
 def test_two_answers_of_one_prompt_through_the_shared_engine(llm: LLM) -> None:
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3, tenant="twice")
-    first, second = (llm.generate([token_ids(8, seed=5)], params, SpecConfig("suffix"))[0] for _ in range(2))
+    first, second = (
+        llm.generate([token_ids(8, seed=5)], params, SpecConfig("suffix", num_draft=4))[0] for _ in range(2)
+    )
     assert first.token_ids == second.token_ids
     assert second.stats.num_steps < first.stats.num_steps
 

@@ -35,7 +35,11 @@ class Alone:
     def batch(self, num_draft: int) -> Batch:
         start = len(self.text) - 1
         return Batch(
-            (BatchEntry(self.request, start, (self.text[-1],), True, num_draft, takes_trees=self.takes_trees),)
+            (
+                BatchEntry(
+                    self.request, start, (self.text[-1],), True, num_draft, takes_trees=self.takes_trees, option=0
+                ),
+            )
         )
 
     def guess(self, num_draft: int) -> Draft:

@@ -238,7 +238,7 @@ class StepBench:
 
 
 def room(work: Work) -> int:
-    """Tokens of an answer that no number of timed steps can come to the end of, however many guesses stand."""
+    """An answer length that the timed steps cannot reach, even if every draft token is accepted."""
     return (_MOST_STEPS + 2) * (1 + work.num_draft)
 
 

@@ -1,0 +1,108 @@
+"""What the parts of a composite drafter may be."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from foretoken.errors import ConfigError
+from foretoken.registry import DRAFTERS, traits_of
+
+if TYPE_CHECKING:
+    from foretoken.config import SpecConfig
+
+A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with reference:target)"
+
+
+def is_lookup(spec: SpecConfig) -> bool:
+    """Whether the drafter is a lookup: its guesses are deterministic and its own."""
+    return spec.drafter is not None and traits_of(spec.drafter).is_lookup
+
+
+def check_nesting(spec: SpecConfig) -> None:
+    """Only a cascade may be a part."""
+    for part in spec.configs:
+        if part.drafter in (spec.drafter, "mix", "auto"):
+            nests = spec.drafter == "cascade" and part.drafter != "cascade"
+            remedy = f"put the cascade into the {part.drafter}" if nests else "name its parts here"
+            raise ConfigError("parts", part.drafter, f"cannot be a part of drafter={spec.drafter!r}; {remedy} instead")
+
+
+def check_parts(spec: SpecConfig) -> None:
+    """What parts may be, and that nothing set here or there is left without effect."""
+    for part in spec.configs:
+        if part.rule != "auto":
+            raise ConfigError(
+                "rule", part.rule, f"one rule decides for all parts; set it beside drafter={spec.drafter!r}"
+            )
+        if part.drafter == "draft_model" and part.draft is None:
+            raise ConfigError("draft", None, f"part 'draft_model' of drafter={spec.drafter!r} needs {A_DRAFT}")
+        if part.draft_probability != spec.draft_probability and part.samples:
+            raise ConfigError(
+                "draft_probability",
+                part.draft_probability,
+                f"must be the same beside drafter={spec.drafter!r} and in its parts",
+            )
+    taken = {name for traits in DRAFTERS.values() for name in traits.fields}
+    for one in fields(spec):
+        value = getattr(spec, one.name)
+        if one.name in taken and value != one.default and all(getattr(p, one.name) != value for p in spec.configs):
+            raise ConfigError(
+                one.name,
+                value,
+                "no part takes it over, because each that could is a configuration of its own; set it there",
+            )
+    if spec.drafter == "cascade":
+        _check_levels(spec)
+    probing = next((part for part in spec.configs if part.num_probe), None)
+    if probing is not None:
+        raise ConfigError(
+            "parts",
+            str(probing.drafter),
+            "its probes run beside its own guesses only: use drafter='lookahead' alone, or lookahead_window=0",
+        )
+    if spec.drafter == "mix":
+        _check_merged(spec)
+
+
+def _check_merged(spec: SpecConfig) -> None:
+    """Only one part may ask a model: tokens drawn from two distributions at one place cannot be merged exactly."""
+    others = [part for part in spec.configs if not is_lookup(part)]
+    if len(others) > 1:
+        names = ", ".join(str(part.drafter) for part in others)
+        raise ConfigError(
+            "parts", names, "one part of a mix at most may ask a model; choose among several with drafter='auto'"
+        )
+    if any(part.tree != "chain" for part in others):
+        raise ConfigError(
+            "tree",
+            others[0].tree,
+            "a mix merges other guesses with chains only; use the draft model alone, or drafter='auto'",
+        )
+
+
+def _check_levels(spec: SpecConfig) -> None:
+    names = [part.drafter for part in spec.configs]
+    if len(names) < 2:
+        raise ConfigError(
+            "parts", names, "a cascade has two levels at least, cheapest first, such as ('ngram', 'draft_model')"
+        )
+    for name in names[1:]:
+        if name != "draft_model":
+            raise ConfigError(
+                "parts", name, "every level of a cascade above the first verifies, so it must be a draft_model"
+            )
+    if names[0] != "draft_model" and not is_lookup(spec.configs[0]):
+        lookups = ", ".join(name for name, traits in DRAFTERS.items() if traits.is_lookup)
+        raise ConfigError("parts", names[0], f"the first level of a cascade must be one of draft_model, {lookups}")
+    for part in spec.configs:
+        if part.tree != "chain":
+            raise ConfigError("tree", part.tree, "a cascade drafts chains; leave it at 'chain'")
+        if part.draft_vocabulary not in ("auto", "same"):
+            raise ConfigError(
+                "draft_vocabulary",
+                part.draft_vocabulary,
+                "all levels of a cascade share the target's tokens; leave it at 'auto'",
+            )
+    if spec.draft_probability != 1:
+        raise ConfigError("draft_probability", spec.draft_probability, "a cascade drafts every position; leave it at 1")
