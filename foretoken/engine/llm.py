@@ -97,7 +97,7 @@ class LLM:
                 eos_token_ids=self._eos_token_ids(),
                 routing=config.routing,
             )
-            self._driver: Driver | None = Driver(engine, self._turns)
+            self._driver: Driver | None = Driver(engine, self._turns, self._check_open)
             self._shadow = Shadow(
                 target,
                 config.shadow_rate,

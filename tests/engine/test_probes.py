@@ -14,7 +14,7 @@ from torch import Tensor
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Feedback
-from foretoken.draft.group import DrafterGroup
+from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.draft.lookahead import LookaheadDrafter
 from foretoken.engine.engine import Engine
 from foretoken.model.attention.paged import row_positions
@@ -281,15 +281,23 @@ def test_every_drafter_gets_its_own_probes() -> None:
 
     group = DrafterGroup(ScriptedModel(lambda context: 1, 100))
     first, second = Probing(), Probing()
-    group.drafters = {key_of("ngram"): first, key_of("suffix"): second}
-    requests = [
-        Request(i, (1, 2, 3 + i), SamplingParams(), SpecConfig(("ngram", "suffix", None)[i % 3]), i) for i in range(5)
-    ]
+    specs = [SpecConfig("lookahead", lookahead_window=4), SpecConfig("lookahead", lookahead_window=5), SpecConfig()]
+    group.drafters = {drafter_key(specs[0]): first, drafter_key(specs[1]): second}
+    requests = [Request(i, (1, 2, 3 + i), SamplingParams(), specs[i % 3], i) for i in range(5)]
     for request in requests:
         group.start(request)
     batch = Batch(
         tuple(
-            BatchEntry(r, 2, r.prompt_ids[-1:], True, 3, num_probe=(8, 4, 8, 2, 8)[i], probe_depth=9)
+            BatchEntry(
+                r,
+                2,
+                r.prompt_ids[-1:],
+                True,
+                3,
+                num_probe=(8, 4, 8, 2, 8)[i],
+                probe_depth=9,
+                option=(0, 0, None)[i % 3],
+            )
             for i, r in enumerate(requests)
         )
     )
