@@ -262,7 +262,7 @@ class LLM:
             self._driver.engine.close()
             self._drafters.drafters.clear()
             self._driver = self._target = self._loader = None
-            del self._shadow  # all that holds weights
+            del self._shadow, self._drafters  # all that holds weights
 
     def __enter__(self) -> LLM:
         return self

@@ -14,7 +14,7 @@ from torch import Tensor
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Feedback
-from foretoken.draft.group import DrafterGroup, drafter_key
+from foretoken.draft.group import DrafterGroup
 from foretoken.draft.lookahead import LookaheadDrafter
 from foretoken.engine.engine import Engine
 from foretoken.model.attention.paged import row_positions
@@ -275,14 +275,17 @@ def test_every_drafter_gets_its_own_probes() -> None:
     class Probing(LookaheadDrafter):
         seen: Tensor | None = None
 
+        def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
+            return (spec,)
+
         def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
             self.seen = feedback.after_probes()
             super().commit(batch, draft, verdict, feedback)
 
     group = DrafterGroup(ScriptedModel(lambda context: 1, 100))
     first, second = Probing(), Probing()
-    specs = [SpecConfig("lookahead", lookahead_window=4), SpecConfig("lookahead", lookahead_window=5), SpecConfig()]
-    group.drafters = {drafter_key(specs[0]): first, drafter_key(specs[1]): second}
+    specs = [SpecConfig("ngram"), SpecConfig("suffix"), SpecConfig()]
+    group.drafters = {key_of("ngram"): first, key_of("suffix"): second}
     requests = [Request(i, (1, 2, 3 + i), SamplingParams(), specs[i % 3], i) for i in range(5)]
     for request in requests:
         group.start(request)
