@@ -27,6 +27,7 @@ from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.engine.stats import Counters, EngineStats, RequestStats, RoundCounts
 from foretoken.engine.time_attribution import charge, gain
 from foretoken.engine.watch import StepClock
+from foretoken.plan.profile import Curve
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.scripted import ScriptedModel, recite
 from tests.helpers.specs import key_of
@@ -127,7 +128,8 @@ def test_the_phases_are_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def entry(number: int, spec: SpecConfig, pending: int = 1, decodes: bool = True) -> BatchEntry:
     request = Request(number, (0,) * 9, SamplingParams(), spec, 0)
-    return BatchEntry(request, 10 if pending == 1 else 0, (0,) * pending, decodes, 5)
+    option = 0 if decodes and spec.drafter else None
+    return BatchEntry(request, 10 if pending == 1 else 0, (0,) * pending, decodes, 5, option=option)
 
 
 def charged(
@@ -172,9 +174,7 @@ def test_who_pays_for_a_step() -> None:
         )
     )
     draft = draft_of([4, 1, 0, 0], ["draft_model", "draft_model", None, None], (0, 0, 0, 3))
-    steps = CostTable()
-    steps.observe(14, 20.0)
-    steps.observe(18, 22.0)  # half a second a row: less than the rows' share
+    steps = CostTable(Curve(((14, 20.0), (18, 22.0))))  # half a second a row: less than the rows' share
     accounts = charged(batch, draft, verdict_of(1, 1, 0, 0), steps, {drafter_key(DRAFT): 2.0, drafter_key(NGRAM): 0.5})
     shared = 0.5 / 5  # of 3 s that drafting took, what no drafter took
     assert [account.draft_s for account in accounts] == pytest.approx(
@@ -190,9 +190,7 @@ def test_who_pays_for_a_step() -> None:
 @pytest.mark.parametrize(("slope", "wasted"), [(0.0, 0.0), (0.25, 1.0), (100.0, 4 * 24.0 / 5)])
 def test_waste_is_what_the_rows_added_and_never_more_than_their_share(slope: float, wasted: float) -> None:
     """A table without slope: guesses came for nothing."""
-    steps = CostTable()
-    for rows in (1, 5):
-        steps.observe(rows, 20.0 + slope * rows)
+    steps = CostTable(Curve(tuple((rows, 20.0 + slope * rows) for rows in (1, 5))))
     (account,) = charged(Batch((entry(0, NGRAM),)), draft_of([4], [GRAMMAR]), verdict_of(0), steps, {})
     assert account.wasted_s == pytest.approx(wasted)
 
