@@ -85,12 +85,13 @@ class DrafterFailures:
                 f"drafter {key[0]!r} failed ({reason}): its draft is dropped, answers are not affected; "
                 f"after {MOST_FAILURES}"
             )
-            warnings.warn(
-                f"{message} failures it is disabled for the request (stats.draft_failures)",
-                DrafterWarning,
-                stacklevel=2,
-            )
             self._warned.add(key)
+            with contextlib.suppress(Warning):  # filters that turn it into an error must not fail the request
+                warnings.warn(
+                    f"{message} failures it is disabled for the request (stats.draft_failures)",
+                    DrafterWarning,
+                    stacklevel=2,
+                )
 
     def take(self) -> list[DrafterFailure]:
         """The failures since the last call."""

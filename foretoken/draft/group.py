@@ -46,8 +46,12 @@ def drafter_key(spec: SpecConfig) -> DrafterKey | None:
 
 def own_drafters(spec: SpecConfig) -> dict[DrafterKey, SpecConfig]:
     """The drafters that follow a request's text: one, or for `auto` all that may guess, each with a configuration."""
-    keys = [(drafter_key(option), option) for option in spec.drafter_options]
-    return {key: option for key, option in reversed(keys) if key is not None}
+    own: dict[DrafterKey, SpecConfig] = {}
+    for option in spec.drafter_options:
+        key = drafter_key(option)
+        if key is not None:
+            own.setdefault(key, option)
+    return own
 
 
 def option_kind(spec: SpecConfig) -> Hashable:

@@ -18,25 +18,31 @@ OnStep = Callable[[list[StepOutput]], None]
 
 
 class Driver:
-    """One engine and the threads that use it: every use of the engine is made under `turns.lock`."""
+    """One engine and the threads that use it: every use of the engine is made under `turns.lock`.
 
-    def __init__(self, engine: Engine, turns: Turns) -> None:
-        self.engine, self._turns = engine, turns
+    `check_open` raises when the engine was closed, maybe while a caller prepared its requests.
+    """
+
+    def __init__(self, engine: Engine, turns: Turns, check_open: Callable[[], object]) -> None:
+        self.engine, self._turns, self._check_open = engine, turns, check_open
         self._inboxes: dict[int, deque[StepOutput]] = {}  # by request, for callers that want the outputs
 
     def enqueue(self, prepared: PreparedRequest) -> RequestState:
         """Queue one request, for callers that run the steps themselves.
 
         Raises:
+            InputError: the engine was closed.
             EngineError: see `Engine.enqueue`.
         """
         with self._turns.lock:
+            self._check_open()
             return self.engine.enqueue(prepared)
 
     def answer(self, prepared: Sequence[PreparedRequest], on_step: OnStep | None) -> list[RequestState]:
         """Run steps until every request has ended; `on_step` gets what each step emitted for them.
 
         Raises:
+            InputError: the engine was closed before the requests were queued.
             EngineError: a request could not be queued; none was.
         """
         states, inbox = list[RequestState](), deque[StepOutput]()
@@ -92,6 +98,7 @@ class Driver:
         """Queue all requests or none, appending to `states`."""
         engine = self.engine
         with self._turns.lock:
+            self._check_open()
             known = set(engine.states)
             try:
                 for one in prepared:

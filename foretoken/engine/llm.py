@@ -97,7 +97,7 @@ class LLM:
                 eos_token_ids=self._eos_token_ids(),
                 routing=config.routing,
             )
-            self._driver: Driver | None = Driver(engine, self._turns)
+            self._driver: Driver | None = Driver(engine, self._turns, self._check_open)
             self._shadow = Shadow(
                 target,
                 config.shadow_rate,
@@ -262,7 +262,7 @@ class LLM:
             self._driver.engine.close()
             self._drafters.drafters.clear()
             self._driver = self._target = self._loader = None
-            del self._shadow  # all that holds weights
+            del self._shadow, self._drafters  # all that holds weights
 
     def __enter__(self) -> LLM:
         return self

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -30,9 +30,13 @@ class Faults:
         self._stats = stats
 
     def tell(self, what: str, error: Exception, consequence: str) -> None:
-        """Count a fault and warn: the place, the error, and the consequence."""
+        """Count a fault and warn: the place, the error, and the consequence.
+
+        Where the caller's filters turn warnings into errors, the fault is only counted: generation continues.
+        """
         self._stats.num_faults += 1
-        warnings.warn(f"{what} raised {type(error).__name__}: {error}; {consequence}", stacklevel=3)
+        with suppress(Warning):
+            warnings.warn(f"{what} raised {type(error).__name__}: {error}; {consequence}", stacklevel=3)
 
     @contextmanager
     def contained(self, what: str, consequence: str) -> Iterator[None]:

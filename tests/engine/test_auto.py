@@ -11,8 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken import LLM, RoutingRules, SamplingParams, SpecConfig
-from foretoken.control.candidates import DraftBudget, RequestOptions
+from foretoken.control.candidates import NO_DRAFT, DraftBudget, RequestOptions
+from foretoken.control.policy import BudgetPolicy
 from foretoken.draft.group import own_drafters
+from foretoken.engine.views import view_of
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import token_ids
 
@@ -20,26 +22,48 @@ PROMPTS = [token_ids(3 + 2 * i, seed=20 + i) if i % 2 else token_ids(5 + i, seed
 
 
 class Whim:
-    """Chooses any arm and any number, anew in every round."""
+    """A policy that chooses any option and any number of guesses, anew in every round."""
 
-    def __init__(self, llm: LLM, seed: int) -> None:
-        self.rng, self.chosen, self.policy = random.Random(seed), set(), llm.engine.chooser.policy
-        self.observe = self.policy.observe_round
+    def __init__(self, llm: LLM, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rng, self.chosen, self.policy = random.Random(seed), set[int | None](), llm.engine.chooser.policy
+        self.plan_anew = self.policy.plan
+        monkeypatch.setattr(self.policy, "decides", lambda request_ids: True)
+        monkeypatch.setattr(self.policy, "plan", self.plan)
 
-    def plan(self, wishes: Sequence[RequestOptions]) -> list[DraftBudget]:
-        grants = []
-        for wish in wishes:
-            self.policy.experience.of(wish.request_id)
-            arm = self.rng.choice([None, *wish.arms])
-            grants.append(
-                DraftBudget(None, 0) if arm is None else DraftBudget(arm.number, self.rng.randint(0, arm.most))
-            )
-            self.chosen.add(grants[-1].arm)
-        return grants
+    def plan(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
+        self.plan_anew(requests)  # registers the requests
+        budgets = []
+        for request in requests:
+            option = self.rng.choice([None, *request.options])
+            budgets.append(NO_DRAFT if option is None else DraftBudget(option.number, self.rng.randint(0, option.most)))
+            self.chosen.add(budgets[-1].option)
+        return budgets
+
+
+def fresh_policy(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> BudgetPolicy:
+    """A policy that has learnt nothing, for one test."""
+    policy = BudgetPolicy()
+    monkeypatch.setattr(llm.engine.chooser, "policy", policy)
+    return policy
+
+
+def eager_policy(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> BudgetPolicy:
+    """A fresh policy that always chooses the longest draft, whatever the steps of this machine take."""
+    policy = fresh_policy(llm, monkeypatch)
+    plan_anew = policy.plan
+
+    def plan(requests: Sequence[RequestOptions]) -> list[DraftBudget]:
+        plan_anew(requests)  # registers the requests
+        longest = [max(request.options, key=lambda option: option.most, default=None) for request in requests]
+        return [NO_DRAFT if one is None else DraftBudget(one.number, one.most) for one in longest]
+
+    monkeypatch.setattr(policy, "decides", lambda request_ids: True)
+    monkeypatch.setattr(policy, "plan", plan)
+    return policy
 
 
 def auto(pair: SimpleNamespace, **values: object) -> SpecConfig:
-    """Lookups, a draft model's chains and its trees, an exit: one drafter stands for two arms."""
+    """Lookups, a draft model's chains and its trees, an exit: one drafter stands for two options."""
     draft = str(pair.draft)
     tree = SpecConfig("draft_model", draft, tree="best_first", branching=2)
     return SpecConfig(
@@ -55,15 +79,14 @@ def auto(pair: SimpleNamespace, **values: object) -> SpecConfig:
 def test_any_choice_gives_the_plain_answer(
     llm: LLM, pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
-    """Arms change from round to round: those that did not guess keep up with the text, and no cache is left behind."""
+    """Options change from round to round: those that did not draft follow the text, and no cache is left behind."""
     each = [
         SamplingParams(max_tokens=40, temperature=temperature, seed=i, ignore_eos=True) for i in range(len(PROMPTS))
     ]
     plain = [llm.generate([p], one)[0].token_ids for p, one in zip(PROMPTS, each, strict=True)]
     chosen: set[int | None] = set()
     for turn in range(4):
-        whim = Whim(llm, turn)
-        monkeypatch.setattr(llm.engine.chooser.policy, "plan", whim.plan)
+        whim = Whim(llm, turn, monkeypatch)
         outputs = llm.generate(PROMPTS, each, auto(pair))
         assert [out.token_ids for out in outputs] == plain
         chosen |= whim.chosen
@@ -75,7 +98,7 @@ def test_any_choice_gives_the_plain_answer(
     check_idle(llm.engine)
 
 
-def test_all_arms_of_one_model_share_it(llm: LLM, pair: SimpleNamespace) -> None:
+def test_all_options_of_one_model_share_it(llm: LLM, pair: SimpleNamespace) -> None:
     """Chains, trees and a request that names the draft model itself: one instance."""
     mixed = [auto(pair), SpecConfig("draft_model", str(pair.draft), num_draft=3)]
     keys = set(own_drafters(mixed[0])) | set(own_drafters(mixed[1]))
@@ -108,23 +131,24 @@ def test_what_the_caller_set_stands(llm: LLM, pair: SimpleNamespace) -> None:
     assert set(outputs[3].stats.drafted_by) <= {"draft_model"}
 
 
-def test_a_look_that_was_shown_is_not_made_twice(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preview_is_not_made_twice(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager_policy(llm, monkeypatch)
     spec = SpecConfig("auto", parts=("ngram",))
     llm.prepare(spec)
     (key,) = own_drafters(spec)
-    drafter, looks = llm._drafters.drafters[key], []
+    drafter, previews = llm._drafters.drafters[key], []
     guess = drafter.guess
-    monkeypatch.setattr(drafter, "guess", lambda entry: looks.append(entry.round_start) or guess(entry))
+    monkeypatch.setattr(drafter, "guess", lambda entry: previews.append(entry.round_start) or guess(entry))
     (out,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=40, ignore_eos=True), spec)
-    assert len(looks) == len(set(looks))
-    assert out.stats.num_accepted
+    assert len(previews) == len(set(previews))
+    assert out.stats.num_drafted
 
 
-def test_a_look_is_judged_by_its_own_round_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preview_is_judged_by_its_own_round_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a round for each drafter that showed something, and for nothing more: what it took was spent before it was
     chosen.
     """
-    policy, judged, priced = llm.engine.chooser.policy, [], []
+    policy, judged, priced = eager_policy(llm, monkeypatch), [], []
     observe = policy.observe_preview
     monkeypatch.setattr(policy, "observe_preview", lambda *told: judged.append((told[0], told[1])) or observe(*told))
     monkeypatch.setattr(policy, "observe_draft", lambda *told: priced.append(told))
@@ -134,7 +158,8 @@ def test_a_look_is_judged_by_its_own_round_alone(llm: LLM, monkeypatch: pytest.M
         judged.clear()
         for state in states:
             if state.finish_reason is None and len(state.output_ids) > 1:
-                llm.engine.controller.plan([state])  # comes to nothing, as where a request is preempted
+                previews = llm.engine._preview([state])  # comes to nothing, as where a request is preempted
+                llm.engine.chooser.plan(llm.engine._views, previews)
         llm.engine.step()
         assert len(judged) == len(set(judged))
         num_judged += len(judged)
@@ -145,20 +170,26 @@ def test_a_look_is_judged_by_its_own_round_alone(llm: LLM, monkeypatch: pytest.M
 
 
 def test_who_is_about_to_miss_a_deadline_counts_twice(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the time since the arrival, on the clock that told it."""
-    controller, weights = llm.engine.controller, []
+    """By the time since the arrival."""
+    policy, weights = fresh_policy(llm, monkeypatch), []
     llm.generate(PROMPTS[:1], SamplingParams(max_tokens=8, ignore_eos=True))  # what a step takes is known
-    plan = controller.policy.plan
-    monkeypatch.setattr(controller.policy, "plan", lambda wishes: weights.append(wishes[0].weight) or plan(wishes))
+    plan = policy.plan
+    monkeypatch.setattr(policy, "plan", lambda requests: weights.append(requests[0].weight) or plan(requests))
     state = llm.submit(
         PROMPTS[0], SamplingParams(max_tokens=8, ignore_eos=True, deadline_s=9000.0), SpecConfig("ngram")
     )
+    seen = set()
     while llm.engine.has_work:
         late = 3 < len(state.output_ids) < 6
-        monkeypatch.setattr(controller, "clock", lambda late=late: state.arrived_s + (9001.0 if late else 1.0))
+        now_s = state.arrived_s + (9001.0 if late else 1.0)
+        monkeypatch.setattr(
+            "foretoken.engine.engine.view_of", lambda state, drafters, _, now_s=now_s: view_of(state, drafters, now_s)
+        )
         weights.clear()
         llm.engine.step()
         assert weights in ([], [2.0 if late else 1.0])
+        seen.update(weights)
+    assert seen == {1.0, 2.0}
     assert state.finish_reason == "length"
 
 

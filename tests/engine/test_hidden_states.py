@@ -6,6 +6,7 @@ The oracle is one plain forward over the whole text in float32: transformers' `o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,8 +72,11 @@ def engine_of(
     return Engine(target, group, limits=limits)
 
 
-def run(engine: Engine, prompts: Sequence[list[int]], specs: Sequence[SpecConfig]) -> list[RequestState]:
-    states = [engine.submit(prompt, GREEDY, spec) for prompt, spec in zip(prompts, specs, strict=True)]
+def run(
+    engine: Engine, prompts: Sequence[list[int]], specs: Sequence[SpecConfig], tenant: str = ""
+) -> list[RequestState]:
+    params = replace(GREEDY, tenant=tenant)
+    states = [engine.submit(prompt, params, spec) for prompt, spec in zip(prompts, specs, strict=True)]
     while engine.has_work:
         engine.step()
     assert all(state.error is None and not state.stats.draft_failures for state in states)
@@ -161,9 +165,8 @@ def test_a_request_that_wants_hidden_states_adopts_only_what_its_drafter_can_ado
     engine = engine_of(target, {"ngram": plain, "recycling": sharing}, pair.draft)
 
     def ask(name: str | None, text: list[int] = prompt, tenant: str = "") -> int:
-        options = {"tenant": tenant}
-        spec = SpecConfig(**options) if name is None else SpecConfig(name, num_draft=4, **options)
-        (state,) = run(engine, [text], [spec])
+        spec = SpecConfig() if name is None else SpecConfig(name, num_draft=4)
+        (state,) = run(engine, [text], [spec], tenant=tenant)
         if name is not None:
             head = {"ngram": plain, "recycling": sharing}[name]
             check(head.finished[state.request_id], state.tokens, oracle(state.tokens))

@@ -20,7 +20,6 @@ import torch
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.bench.drafting import parse_drafters
 from foretoken.bench.profile import ProfileOptions, run_profile, write_profile
-from foretoken.control.cost import SeededCost
 from foretoken.draft.group import option_kind
 from foretoken.engine.startup import known_costs, profiling, start_profile
 from foretoken.engine.startup.known_costs import cache_folder
@@ -92,7 +91,7 @@ def everything(llm: LLM) -> object:
     """
     engine = llm.engine
     numbers = (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
-    own = (engine.scheduler, engine.chooser, engine.states, engine.stats, repr(engine._ids), llm._inboxes)
+    own = (engine.scheduler, engine.chooser, engine.states, engine.stats, repr(engine._ids), llm._driver._inboxes)
     return plain([own, llm.target, llm._drafters.drafters, numbers])
 
 
@@ -164,10 +163,9 @@ def test_a_start_measures_once_and_seeds_the_controller(open_llm: Callable[..., 
         policy, profile = first.engine.chooser.policy, first.costs.profile
         assert profile is not None
         assert policy.target_cost.seconds(4) == profile.rows.seconds(4)
-        assert policy.draft_cost[option_kind(first.spec)][0].seconds(2) == profile.drafters[
-            "draft_model"
-        ].guesses.seconds(2)
-        assert isinstance(policy.target_cost, SeededCost)
+        (kind,) = (option_kind(option) for option in first.spec.drafter_options)
+        assert policy.draft_costs.seconds(kind, 2) == profile.drafters["draft_model"].guesses.seconds(2)
+        assert policy.target_cost.as_dict() == {}
         first.generate(PROMPT, ANSWER)
         assert policy.target_cost.as_dict()
     with open_llm() as second:

@@ -275,21 +275,32 @@ def test_every_drafter_gets_its_own_probes() -> None:
     class Probing(LookaheadDrafter):
         seen: Tensor | None = None
 
+        def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
+            return (spec,)
+
         def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
             self.seen = feedback.after_probes()
             super().commit(batch, draft, verdict, feedback)
 
     group = DrafterGroup(ScriptedModel(lambda context: 1, 100))
     first, second = Probing(), Probing()
+    specs = [SpecConfig("ngram"), SpecConfig("suffix"), SpecConfig()]
     group.drafters = {key_of("ngram"): first, key_of("suffix"): second}
-    requests = [
-        Request(i, (1, 2, 3 + i), SamplingParams(), SpecConfig(("ngram", "suffix", None)[i % 3]), i) for i in range(5)
-    ]
+    requests = [Request(i, (1, 2, 3 + i), SamplingParams(), specs[i % 3], i) for i in range(5)]
     for request in requests:
         group.start(request)
     batch = Batch(
         tuple(
-            BatchEntry(r, 2, r.prompt_ids[-1:], True, 3, num_probe=(8, 4, 8, 2, 8)[i], probe_depth=9)
+            BatchEntry(
+                r,
+                2,
+                r.prompt_ids[-1:],
+                True,
+                3,
+                num_probe=(8, 4, 8, 2, 8)[i],
+                probe_depth=9,
+                option=(0, 0, None)[i % 3],
+            )
             for i, r in enumerate(requests)
         )
     )
@@ -323,22 +334,24 @@ def test_log_probabilities_are_those_of_plain_decoding(llm: LLM) -> None:
             assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
 
 
-def test_the_controller_counts_probes_as_rows(pair: SimpleNamespace) -> None:
+def test_the_controller_counts_probes_as_rows(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step costs is told by all its rows; probes weigh on the first guess, since they come with it."""
     engine, _ = engine_of(PagedModel(load_decoder(pair.target), 1024, 4))
-    seen, observe = [], engine.controller.policy.target_cost.observe
-    engine.controller.policy.target_cost.observe = lambda rows, seconds: (seen.append(rows), observe(rows, seconds))
+    policy, seen, planned = engine.chooser.policy, [], []
+    observe, plan = policy.step_costs.observe, policy.plan
+    monkeypatch.setattr(policy.step_costs, "observe", lambda *told: seen.append(told[1]) or observe(*told))
+    monkeypatch.setattr(policy, "plan", lambda requests: planned.append(requests) or plan(requests))
     state = engine.submit(
         PROMPTS[1], SamplingParams(max_tokens=8, ignore_eos=True), SpecConfig("lookahead", num_draft=2)
     )
     engine.step()
     engine.step()
     assert seen[0] >= 9
-    wish = engine.controller._wish(state, 1)
-    drafted = engine.controller.policy._option(wish, wish.arms[0]).drafted
+    (request,) = planned[-1]
+    drafted = policy._candidate(request, request.options[0]).drafted
     assert drafted[0] >= 8 > 1 >= drafted[1]
     engine.abort(state.request_id)
-    assert not engine.controller._num_probed
+    assert not engine.chooser._num_probed
 
 
 def test_a_share_of_the_verify_time_is_the_probes(monkeypatch: pytest.MonkeyPatch) -> None:
