@@ -448,7 +448,7 @@ def test_what_cannot_run_is_refused() -> None:
     cases = [
         (
             ConfigError,
-            "the profile has no cost of this drafter; it knows ngram",
+            "the profile has no cost of eagle; it knows ngram",
             lambda: simulate(UNIT, [Job(0, 1, 1)], SimSetting(("eagle",), 3), Limits()),
         ),
         (
