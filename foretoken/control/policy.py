@@ -126,6 +126,7 @@ class BudgetPolicy:
         self._repeats_left = 0
         self._overhead_s = 0.0  # of one decision, of late
         self._slack_s = 0.0  # by which decoding is ahead of plain decoding, with what it may fall behind
+        self._unpaid_s = 0.0  # of reading texts for new drafters, charged later
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
         self._token_s = 0.0  # what a token takes without guesses
         self._worth_s = 0.0  # what a token takes of late, guesses and all
@@ -235,16 +236,27 @@ class BudgetPolicy:
         self._requests.pop(request_id, None)
 
     def _charge(self, step: StepOutcome, beside_s: float) -> None:
-        """Charge what open guesses and deciding made the step longer, and credit the tokens that they brought."""
-        cost = self.step_costs.at(len(step.rounds))
+        """Charge what open guesses and deciding made the step longer, and credit the tokens that they brought.
+
+        What drafters took to read texts that are new to them is charged later, from gains first: it is spent once, and
+        guesses must go on to gain it back.
+        """
+        cost, share = self.step_costs.at(len(step.rounds)), self.config.slack_share
         drafted = [one for one in step.rounds if one.request_id in self._open and one.budget.num_draft]
         rows = step.num_nodes + len(step.rounds)
         base_s = cost.seconds(rows - sum(len(one.parents) + one.num_probed for one in drafted))
-        more_s = max(0.0, cost.seconds(rows) - base_s) + beside_s
-        gained = sum(len(one.emitted) - 1 for one in drafted) / len(step.rounds)
-        slack_s = self._slack_s + (self.config.slack_share + gained) * base_s - more_s
-        least_s, most_s = self.config.least_slack_steps * base_s, self.config.most_slack_steps * base_s
-        self._slack_s = max(least_s, min(most_s, slack_s))
+        most_s = self.config.most_slack_steps * base_s
+        gained_s = base_s * sum(len(one.emitted) - 1 for one in drafted) / len(step.rounds)
+        read_s = sum(
+            min(step.draft_s.get(drafter, 0.0), self.draft_costs.read_s(drafter, num_tokens))
+            for drafter, num_tokens in step.num_read_tokens.items()
+        )
+        self._unpaid_s = min(most_s, self._unpaid_s + read_s)
+        paid_s = min(self._unpaid_s, share / 2 * base_s + gained_s)
+        self._unpaid_s -= paid_s
+        more_s = max(0.0, cost.seconds(rows) - base_s) + beside_s - read_s + paid_s
+        slack_s = self._slack_s + share * base_s + gained_s - more_s
+        self._slack_s = max(self.config.least_slack_steps * base_s, min(most_s, slack_s))
 
     def _repeated(self, request: RequestOptions) -> DraftBudget:
         """The request's last budget again, as far as its option is there; a number that was set stands in any case."""
