@@ -77,7 +77,9 @@ class _RivalPolicy:
         if self._granted.get(request_id):
             self._saw(request_id, len(chances), sum(chances))
 
-    def observe_preview(self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]) -> None:
+    def observe_preview(
+        self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]
+    ) -> None:
         """Count accepted tokens of a preview, as far as it was drafted."""
         used = found[: self._granted.get(request_id, 0)]
         if used:

@@ -13,9 +13,7 @@ from foretoken.control.previews import Preview
 Observe = Callable[[int, Sequence[float]], None]  # guesses offered, and the chance with which each was emitted
 
 
-def simulate(
-    observe: Observe, chance: float, budget: int, rounds: int, rng: random.Random, match: float = 1.0
-) -> None:
+def simulate(observe: Observe, chance: float, budget: int, rounds: int, rng: random.Random, match: float = 1.0) -> None:
     """Rounds of chains with `chance` per guess; a lookup that finds something in a share `match` of the rounds."""
     for _ in range(rounds):
         if rng.random() >= match:

@@ -60,9 +60,7 @@ def test_as_good_as_brute_force(seed: int) -> None:
     # A sequential drafter's price hangs on its longest draft, which the order of admission does not see: a few percent
     # at most.
     assert tokens_per_s(choice) >= (1 if all(p < 1e-9 for p in price.values()) else 0.96) * best - 1e-12
-    assert (
-        tokens_per_s(choice) >= goodput(options, (0,) * len(options), step_s, draft_s) - 1e-12
-    )  # zero is a candidate
+    assert tokens_per_s(choice) >= goodput(options, (0,) * len(options), step_s, draft_s) - 1e-12  # zero is a candidate
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -82,15 +80,15 @@ def test_a_drafter_that_gains_less_than_it_takes_is_left_out() -> None:
     expensive = choose([[chain("d", 0.5, 4)]], lambda _: 1.0, lambda *_: 2.0)
     assert expensive == Allocation((None,), (0,), 1.0, 1.0)
     both = choose(
-        [[chain("expensive", 0.5, 4)], [chain("free", 0.5, 4)]], lambda _: 1.0, lambda d, _: 2.0 if d == "expensive" else 0.0
+        [[chain("expensive", 0.5, 4)], [chain("free", 0.5, 4)]],
+        lambda _: 1.0,
+        lambda d, _: 2.0 if d == "expensive" else 0.0,
     )
     assert both.budgets == (0, 4)
 
 
 def test_what_the_caller_set_stands() -> None:
-    choice = choose(
-        [[chain("d", 0.01, 5, at_least=5)], [chain("d", 0.9, 5)]], lambda rows: rows, lambda *_: 1.0
-    )
+    choice = choose([[chain("d", 0.01, 5, at_least=5)], [chain("d", 0.9, 5)]], lambda rows: rows, lambda *_: 1.0)
     assert choice.budgets[0] == 5
     assert choice.seconds == pytest.approx(2 + 5 + choice.budgets[1] + 1.0)
 

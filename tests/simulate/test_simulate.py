@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
+
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.control.candidates import StepOutcome
 from foretoken.control.previews import PreviewAsk, Previews
@@ -68,7 +69,10 @@ class Guesser:
     def propose(self, batch: Batch) -> Draft:
         trees = []
         for entry in batch.decoding:
-            request, emitted = self.requests[entry.request.request_id], entry.round_start - len(entry.request.prompt_ids)
+            request, emitted = (
+                self.requests[entry.request.request_id],
+                entry.round_start - len(entry.request.prompt_ids),
+            )
             (chances,) = request.recorded
             tokens = []
             for place in range(entry.num_draft):
@@ -365,7 +369,9 @@ def test_work_is_conserved_and_littles_law_holds(setting: SimSetting, fleet: Fle
             gap = after.start_s - end
             assert gap >= -1e-9
             assert gap < 1e-9 or not [
-                c for c in ended.requests if c.index in mine and c.job.arrival_s < end - 1e-9 and c.finish_s > end + 1e-9
+                c
+                for c in ended.requests
+                if c.index in mine and c.job.arrival_s < end - 1e-9 and c.finish_s > end + 1e-9
             ]
     assert 0 < found.utilisation <= 1
     assert found.utilisation * found.makespan_s * fleet.replicas == pytest.approx(sum(step.seconds for step in steps))

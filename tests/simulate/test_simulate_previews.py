@@ -43,9 +43,7 @@ def asked(jobs: Sequence[Job]) -> tuple[list[list[int]], list[Answer]]:
     return prompts, answers
 
 
-def compare(
-    drafter: Lookup, jobs: Sequence[Job], setting: SimSetting, limits: Limits, preview_s: float
-) -> list[Step]:
+def compare(drafter: Lookup, jobs: Sequence[Job], setting: SimSetting, limits: Limits, preview_s: float) -> list[Step]:
     """Simulated steps, after they were found equal to the engine's, whose previews take `preview_s` each."""
     prompts, answers = asked(jobs)
     jobs = [replace(job, acceptance=answer.name) for job, answer in zip(jobs, answers, strict=True)]
@@ -75,9 +73,7 @@ def compare(
     ],
     ids=["wide", "narrow", "cache", "few_rows"],
 )
-def test_every_step_is_the_engines(
-    setting: SimSetting, limits: Limits, preview_s: float
-) -> None:
+def test_every_step_is_the_engines(setting: SimSetting, limits: Limits, preview_s: float) -> None:
     """What the engine sees before it chooses the simulator finds in its records: trees of real guesses, judged used or
     not.
     """

@@ -60,7 +60,16 @@ def test_a_number_that_the_caller_set_stands(make: Callable[[], Policy]) -> None
 
 def test_a_table_goes_by_the_size_of_the_batch() -> None:
     rule = BatchTable({4: 3, 1: 5, 16: 1, 32: 0})
-    assert [numbers(rule, requests_of(batch))[0] for batch in (1, 3, 4, 15, 16, 31, 32, 100)] == [5, 5, 3, 3, 1, 1, 0, 0]
+    assert [numbers(rule, requests_of(batch))[0] for batch in (1, 3, 4, 15, 16, 31, 32, 100)] == [
+        5,
+        5,
+        3,
+        3,
+        1,
+        1,
+        0,
+        0,
+    ]
     assert numbers(rule, requests_of(2, most=2)) == [2, 2]
     assert numbers(BatchTable({8: 2}), requests_of(1)) == [2]
 

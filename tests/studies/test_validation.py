@@ -323,7 +323,12 @@ def test_settings_are_compared_on_traces(text_pair: SimpleNamespace) -> None:
     """The whole way on a tiny checkpoint: calibrated, simulated, run; what both count alike is equal."""
     jobs = [Job(0.002 * i, 8 + i, 6, ("code", "text")[i % 2]) for i in range(8)]
     words: list[str] = []
-    settings = (SimSetting(), SimSetting(("ngram",), 3), SimSetting(("ngram",), None), SimSetting(("draft_model",), None))
+    settings = (
+        SimSetting(),
+        SimSetting(("ngram",), 3),
+        SimSetting(("ngram",), None),
+        SimSetting(("draft_model",), None),
+    )
     specs = {"ngram": SpecConfig("ngram"), "draft_model": SpecConfig("draft_model", str(text_pair.draft))}
     with LLM(text_pair.target, dtype="float32") as llm:
         for spec in specs.values():
