@@ -189,11 +189,12 @@ class BudgetPolicy:
                 keep = self.config.rate_memory**num_requests
                 self._rate.observe(num_tokens * self._token_s, step.target_s + draft_s + decision_s, keep)
             load, due = load_of(num_requests), self.config.plain_every - self.config.first_plain
-            self._since_plain[load] = self._since_plain.get(load, due) + 1 if step.num_nodes else 0
+            was_plain = self._mode == "plain" or not step.num_nodes  # but for numbers that were set
+            self._since_plain[load] = 0 if was_plain else self._since_plain.get(load, due) + 1
         self._credit_s = min(
             self._credit_s + self.config.trial_share * step.target_s, _MOST_CREDIT_STEPS * step.target_s
         )
-        self._charge(step, draft_s + decision_s)
+        self._charge(step, decision_s)
 
     def observe_draft(
         self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0
@@ -235,26 +236,30 @@ class BudgetPolicy:
         self.acceptance.finish(request_id)
         self._requests.pop(request_id, None)
 
-    def _charge(self, step: StepOutcome, beside_s: float) -> None:
+    def _charge(self, step: StepOutcome, decision_s: float) -> None:
         """Charge what open guesses and deciding made the step longer, and credit the tokens that they brought.
 
-        What drafters took to read texts that are new to them is charged later, from gains first: it is spent once, and
-        guesses must go on to gain it back.
+        Of the drafters' time the share of requests whose number was set is not charged. What they took to read texts that are new
+        to them is charged later, from gains first: it is spent once, and guesses must go on to gain it back.
         """
         cost, share = self.step_costs.at(len(step.rounds)), self.config.slack_share
-        drafted = [one for one in step.rounds if one.request_id in self._open and one.budget.num_draft]
+        drafting = [one for one in step.rounds if one.budget.num_draft]
+        drafted = [one for one in drafting if one.request_id in self._open]
+        charged = len(drafted) / len(drafting) if drafting else 1.0
         rows = step.num_nodes + len(step.rounds)
         base_s = cost.seconds(rows - sum(len(one.parents) + one.num_probed for one in drafted))
         most_s = self.config.most_slack_steps * base_s
         gained_s = base_s * sum(len(one.emitted) - 1 for one in drafted) / len(step.rounds)
-        read_s = sum(
+        read_s = charged * sum(
             min(step.draft_s.get(drafter, 0.0), self.draft_costs.read_s(drafter, num_tokens))
             for drafter, num_tokens in step.num_read_tokens.items()
         )
         self._unpaid_s = min(most_s, self._unpaid_s + read_s)
         paid_s = min(self._unpaid_s, share / 2 * base_s + gained_s)
         self._unpaid_s -= paid_s
-        more_s = max(0.0, cost.seconds(rows) - base_s) + beside_s - read_s + paid_s
+        more_s = (
+            max(0.0, cost.seconds(rows) - base_s) + charged * sum(step.draft_s.values()) + decision_s - read_s + paid_s
+        )
         slack_s = self._slack_s + share * base_s + gained_s - more_s
         self._slack_s = max(self.config.least_slack_steps * base_s, min(most_s, slack_s))
 
