@@ -239,8 +239,9 @@ class BudgetPolicy:
     def _charge(self, step: StepOutcome, decision_s: float) -> None:
         """Charge what open guesses and deciding made the step longer, and credit the tokens that they brought.
 
-        Of the drafters' time the share of requests whose number was set is not charged. What they took to read texts that are new
-        to them is charged later, from gains first: it is spent once, and guesses must go on to gain it back.
+        Of the drafters' time the share of requests whose number was set is not charged. What they took to read texts
+        that are new to them is charged later, from gains first: it is spent once, and guesses must go on to gain it
+        back.
         """
         cost, share = self.step_costs.at(len(step.rounds)), self.config.slack_share
         drafting = [one for one in step.rounds if one.budget.num_draft]
