@@ -70,6 +70,11 @@ class CostTable:
         return max(self._counts[-1] if self._counts else 0, self._prior.points[-1][0] if self._prior else 0)
 
     @property
+    def counts(self) -> set[int]:
+        """The counts of which something is known, run or measured beforehand."""
+        return {*self._counts, *(count for count, _ in (self._prior.points if self._prior else ()))}
+
+    @property
     def speed_factor(self) -> float:
         """By what factor the machine is slower now than the prior says."""
         return self._speed
@@ -150,7 +155,7 @@ class StepCosts:
             self._tables = {load: CostTable()}
         elif load not in self._tables:
             extra_s = seconds - nearest.seconds(num_rows)
-            counts = sorted({*nearest.as_dict(), num_rows})
+            counts = sorted({*nearest.counts, num_rows})
             points = tuple((count, max(_LEAST_S, nearest.seconds(count) + extra_s)) for count in counts)
             self._tables[load] = CostTable(Curve(points))
         self._tables[load].observe(num_rows, seconds)

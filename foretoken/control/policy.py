@@ -31,8 +31,9 @@ class PolicyConfig:
     """Every constant of the policy.
 
     - `most_num_draft`: guesses per request and round that are considered where the caller leaves the number open.
-    - `slack_share`, `most_slack_steps`, `least_slack_steps`: by how much decoding may fall behind plain decoding, as a
-      share of the time; gains are kept for later losses, and losses for later gains, up to so many plain steps.
+    - `slack_share`, `first_slack_steps`: by how much decoding may fall behind plain decoding, as a share of the time, and
+      in plain steps at the start; `most_slack_steps`, `least_slack_steps`: gains are kept for later losses, and losses
+      for later gains, up to so many plain steps.
     - `decision_share`, `most_repeats`: share of the time that deciding may take; budgets are repeated until it is kept,
       for at most so many rounds.
     - `trial_share`, `most_trials`: share of the time that goes into trying again what did not pay, and requests at most
@@ -49,6 +50,7 @@ class PolicyConfig:
 
     most_num_draft: int = 24
     slack_share: float = 0.02
+    first_slack_steps: float = 1.0
     most_slack_steps: float = 8.0
     least_slack_steps: float = -1.0
     decision_share: float = 0.02
@@ -125,7 +127,7 @@ class BudgetPolicy:
         self._mode: Literal["decide", "repeat", "plain"] = "decide"
         self._repeats_left = 0
         self._overhead_s = 0.0  # of one decision, of late
-        self._slack_s = 0.0  # by which decoding is ahead of plain decoding, with what it may fall behind
+        self._slack_s: float | None = None  # by which decoding is ahead, with what it may fall behind; None at first
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
         self._token_s = 0.0  # what a token takes without guesses
         self._worth_s = 0.0  # what a token takes of late, guesses and all
@@ -147,7 +149,10 @@ class BudgetPolicy:
         self._num_requests = len(request_ids)
         known = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
         due = self.config.plain_every
-        if self._since_plain.get(load_of(len(request_ids)), due - self.config.first_plain) >= due or self._slack_s < 0:
+        if (
+            self._since_plain.get(load_of(len(request_ids)), due - self.config.first_plain) >= due
+            or (self._slack_s or 0.0) < 0
+        ):
             self._mode = "plain"
         elif self._repeats_left > 0 and 4 * sum(one.budget is not None for one in known) >= 3 * len(request_ids):
             self._repeats_left -= 1
@@ -188,11 +193,12 @@ class BudgetPolicy:
                 keep = self.config.rate_memory**num_requests
                 self._rate.observe(num_tokens * self._token_s, step.target_s + draft_s + preview_s + decision_s, keep)
             load, due = load_of(num_requests), self.config.plain_every - self.config.first_plain
-            self._since_plain[load] = self._since_plain.get(load, due) + 1 if step.num_nodes else 0
+            was_plain = self._mode == "plain" or not step.num_nodes  # but for numbers that were set
+            self._since_plain[load] = 0 if was_plain else self._since_plain.get(load, due) + 1
         self._credit_s = min(
             self._credit_s + self.config.trial_share * step.target_s, _MOST_CREDIT_STEPS * step.target_s
         )
-        self._charge(step, draft_s + preview_s + decision_s)
+        self._charge(step, decision_s, preview_s)
 
     def observe_draft(
         self, drafter: Hashable, longest: int, draft_s: float, num_requests: int = 1, num_read_tokens: int = 0
@@ -234,17 +240,27 @@ class BudgetPolicy:
         self.acceptance.finish(request_id)
         self._requests.pop(request_id, None)
 
-    def _charge(self, step: StepOutcome, beside_s: float) -> None:
+    def _charge(self, step: StepOutcome, decision_s: float, preview_s: float) -> None:
         """Charge what open guesses and deciding made the step longer, and credit the tokens that they brought.
 
-        A step without guesses that nothing was decided for is charged nothing.
+        Of the drafters' time the share of requests whose number was set is not charged, nor what reading a new text took:
+        that is weighed against all that the request may still gain (`_entry_s`). A step in which nothing was left open,
+        or nothing decided, is charged nothing.
         """
         cost = self.step_costs.at(len(step.rounds))
-        drafted = [one for one in step.rounds if one.request_id in self._open and one.budget.num_draft]
+        drafting = [one for one in step.rounds if one.budget.num_draft]
+        drafted = [one for one in drafting if one.request_id in self._open]
         rows = step.num_nodes + len(step.rounds)
         base_s = cost.seconds(rows - sum(len(one.parents) + one.num_probed for one in drafted))
-        more_s = max(0.0, cost.seconds(rows) - base_s) + beside_s if self._mode != "plain" else 0.0
+        more_s = 0.0
+        if self._open and self._mode != "plain":
+            more_s = max(0.0, cost.seconds(rows) - base_s) + decision_s + preview_s
+        for drafter, draft_s in step.draft_s.items() if drafted else ():
+            read_s = self.draft_costs.read_s(drafter, step.num_read_tokens.get(drafter, 0))
+            more_s += max(0.0, draft_s - read_s) * len(drafted) / len(drafting)
         gained = sum(len(one.emitted) - 1 for one in drafted) / len(step.rounds)
+        if self._slack_s is None:
+            self._slack_s = self.config.first_slack_steps * base_s
         slack_s = self._slack_s + (self.config.slack_share + gained) * base_s - more_s
         least_s, most_s = self.config.least_slack_steps * base_s, self.config.most_slack_steps * base_s
         self._slack_s = max(least_s, min(most_s, slack_s))
@@ -361,7 +377,7 @@ class BudgetPolicy:
             for request, pick in zip(requests, found.picks, strict=True)
             if pick is not None
         }
-        room_s = min(self._credit_s, self._slack_s)
+        room_s = min(self._credit_s, self._slack_s or 0.0)
         trials: dict[int, int] = {}
         num_tried: dict[Hashable, int] = {}
         for _, b, place in sorted(self._passed_over(requests, found), reverse=True):

@@ -199,7 +199,7 @@ class Engine:
 
     def _preview(self, decoding: Sequence[RequestState]) -> Previews | None:
         """What drafters have ready that show their guesses before anything is chosen; None if the chooser raised."""
-        now_s, asks, failed = time.perf_counter(), list[PreviewAsk](), False
+        now_s, asks, failed = self.chooser.clock(), list[PreviewAsk](), False
         self._views = [view_of(state, self.drafters, now_s) for state in decoding]
         try:
             asks = self.chooser.begin(self._views)

@@ -1,1 +1,1 @@
-"""The scheduler and the controller on a virtual clock, without a model."""
+"""The queue and the chooser on a virtual clock, without a model."""

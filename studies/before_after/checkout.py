@@ -99,6 +99,8 @@ class Checkout:
         except (OSError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         self._cache.cleanup()
 
 

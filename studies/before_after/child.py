@@ -130,9 +130,11 @@ class Child:
         if all(name in taken for name in wanted):
             return self._api.LLM(self.options["target"], **wanted)
         known = {field.name for field in dataclasses.fields(self._api.EngineConfig)}
-        config = self._api.EngineConfig(**{name: value for name, value in wanted.items() if name in known})
+        given = {name: value for name, value in wanted.items() if name in known}
         direct = {name: value for name, value in wanted.items() if name not in known}
-        return self._api.LLM(self.options["target"], config=config, **direct)
+        if "model" in known:
+            return self._api.LLM(self._api.EngineConfig(self.options["target"], **given), **direct)
+        return self._api.LLM(self.options["target"], config=self._api.EngineConfig(**given), **direct)
 
     def _spec(self, setting: str, tenant: str) -> tuple[Message, Any]:
         """Values for `SamplingParams` and a `SpecConfig`; the tenant goes to whichever of them takes it."""

@@ -32,7 +32,7 @@ _HEURISTIC_FIRST, _HEURISTIC_MORE, _HEURISTIC_LESS = 5, 2, 1
 class _RivalPolicy:
     """What these policies share: a request uses its first drafter, and accepted draft tokens are counted in one way.
 
-    Step costs are recorded for the controller, and not used.
+    Step costs are recorded for the weights of late requests, and not used.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,9 @@ class _RivalPolicy:
         if self._granted.get(request_id):
             self._saw(request_id, len(chances), sum(chances))
 
-    def observe_preview(self, request_id: int, drafter: Hashable, look: Preview, found: Sequence[bool | None]) -> None:
+    def observe_preview(
+        self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]
+    ) -> None:
         """Count accepted tokens of a preview, as far as it was drafted."""
         used = found[: self._granted.get(request_id, 0)]
         if used:

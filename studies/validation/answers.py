@@ -39,7 +39,7 @@ class Answer:
 def look_through(drafter: Lookup, spec: SpecConfig, answer: Answer) -> Record | None:
     """The record of an answer; None of one that is too short to guess for.
 
-    A chain or tree of the most guesses that the controller considers is asked for at each place, and fewer are its
+    A chain or tree of the most guesses that the policy considers is asked for at each place, and fewer are its
     first ones. That is exact of a drafter which guesses the same for every budget, as far as it goes (ngram).
     """
     if len(answer.token_ids) < 2:

@@ -196,7 +196,7 @@ def replay(
     """Run `jobs`, in order of arrival, to their end, greedily; `prompts` and `specs` are one for each. `tell` hears how
     many finished. With a `tenant` each request has one of its own, under that name and its number.
 
-    The controller begins knowing nothing, as a simulation's does: what earlier runs taught it would be forgotten in no
+    The policy begins knowing nothing, as a simulation's does: what earlier runs taught it would be forgotten in no
     other way.
 
     Raises:

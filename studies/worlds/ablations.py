@@ -34,7 +34,7 @@ ABLATIONS: tuple[Ablation, ...] = (
     Ablation(
         "no_slack",
         "no bound on how far a request falls behind plain decoding",
-        {"slack_share": _ENDLESS, "first_slack_steps": _ENDLESS, "most_slack_steps": _ENDLESS},
+        {"slack_share": _ENDLESS, "least_slack_steps": -_ENDLESS, "most_slack_steps": _ENDLESS},
     ),
     Ablation("no_kept_gains", "gains are not kept for later losses", {"most_slack_steps": 0.25}),
     Ablation("no_repeats", "budgets are decided anew in every round", {"most_repeats": 0}),

@@ -7,12 +7,21 @@ import random
 
 import pytest
 
-from foretoken.control.budget import Allocation, Candidate, choose_budgets
+from foretoken.control.budget import Allocation, Candidate, Demand, DraftSeconds, StepSeconds, allocate
 
 
-def goodput(options: list[Candidate], budgets: tuple[int, ...], other: int, step_s, draft_s) -> float:
+def choose(candidates: list[list[Candidate]], step_s: StepSeconds, draft_s: DraftSeconds) -> Allocation:
+    """The allocation for requests with these candidates, a long-run rate not known."""
+    return allocate([Demand(tuple(own)) for own in candidates], step_s, draft_s)
+
+
+def tokens_per_s(found: Allocation) -> float:
+    return found.tokens / found.seconds
+
+
+def goodput(options: list[Candidate], budgets: tuple[int, ...], step_s, draft_s) -> float:
     """Expected tokens per second of given budgets, term by term."""
-    rows = other + len(options) + sum(sum(o.drafted[:n]) for o, n in zip(options, budgets, strict=True))
+    rows = len(options) + sum(sum(o.drafted[:n]) for o, n in zip(options, budgets, strict=True))
     tokens = len(options) + sum(sum(o.emitted[:n]) for o, n in zip(options, budgets, strict=True))
     longest: dict[object, int] = {}
     for option, n in zip(options, budgets, strict=True):
@@ -21,21 +30,21 @@ def goodput(options: list[Candidate], budgets: tuple[int, ...], other: int, step
     return tokens / (step_s(rows) + sum(draft_s(drafter, n) for drafter, n in longest.items()))
 
 
-def chain(drafter: str, chance: float, places: int, **more: int) -> Candidate:
+def chain(drafter: str, chance: float, places: int, **more: float) -> Candidate:
     """A chain whose every guess stands with `chance` once the one before it stood."""
     return Candidate(drafter, (1.0,) * places, tuple(chance ** (i + 1) for i in range(places)), **more)
 
 
-def best_by_brute_force(options: list[Candidate], other: int, step_s, draft_s) -> float:
+def best_by_brute_force(options: list[Candidate], step_s, draft_s) -> float:
     spaces = [range(o.at_least, len(o.emitted) + 1) for o in options]
-    return max(goodput(options, budgets, other, step_s, draft_s) for budgets in itertools.product(*spaces))
+    return max(goodput(options, budgets, step_s, draft_s) for budgets in itertools.product(*spaces))
 
 
 def test_the_known_optimum_of_one_chain() -> None:
     """METHODS: acceptance 0.8, a draft step of 5 % of a target step, rows free: 8 guesses, 3.09 times plain."""
-    choice = choose_budgets([[chain("d", 0.8, 16)]], 0, lambda _: 1.0, lambda _, n: 0.05 * n)
+    choice = choose([[chain("d", 0.8, 16)]], lambda _: 1.0, lambda _, n: 0.05 * n)
     assert choice.budgets == (8,)
-    assert choice.tokens_per_s == pytest.approx(3.09, abs=0.005)
+    assert tokens_per_s(choice) == pytest.approx(3.09, abs=0.005)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -45,15 +54,13 @@ def test_as_good_as_brute_force(seed: int) -> None:
     options = [chain(rng.choice("ab"), rng.uniform(0.1, 0.95), rng.randint(0, 4)) for _ in range(rng.randint(1, 4))]
     slope, price = rng.uniform(0.0, 0.3), {d: rng.uniform(0.0, 0.2) for d in "ab"}
     step_s, draft_s = (lambda rows: 1.0 + slope * rows), (lambda drafter, n: price[drafter] * n)
-    choice = choose_budgets([[option] for option in options], 2, step_s, draft_s)
-    assert choice.tokens_per_s == pytest.approx(goodput(options, choice.budgets, 2, step_s, draft_s))
-    best = best_by_brute_force(options, 2, step_s, draft_s)
+    choice = choose([[option] for option in options], step_s, draft_s)
+    assert tokens_per_s(choice) == pytest.approx(goodput(options, choice.budgets, step_s, draft_s))
+    best = best_by_brute_force(options, step_s, draft_s)
     # A sequential drafter's price hangs on its longest draft, which the order of admission does not see: a few percent
     # at most.
-    assert choice.tokens_per_s >= (1 if all(p < 1e-9 for p in price.values()) else 0.96) * best - 1e-12
-    assert (
-        choice.tokens_per_s >= goodput(options, (0,) * len(options), 2, step_s, draft_s) - 1e-12
-    )  # zero is a candidate
+    assert tokens_per_s(choice) >= (1 if all(p < 1e-9 for p in price.values()) else 0.96) * best - 1e-12
+    assert tokens_per_s(choice) >= goodput(options, (0,) * len(options), step_s, draft_s) - 1e-12  # zero is a candidate
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -62,26 +69,26 @@ def test_exact_where_drafting_is_free(seed: int) -> None:
     rng = random.Random(seed)
     options = [chain("a", rng.uniform(0.05, 0.95), rng.randint(0, 4)) for _ in range(4)]
     slope = rng.uniform(0.0, 0.5)
-    choice = choose_budgets([[option] for option in options], 0, lambda rows: 1.0 + slope * rows, lambda *_: 0.0)
-    assert choice.tokens_per_s == pytest.approx(
-        best_by_brute_force(options, 0, lambda rows: 1.0 + slope * rows, lambda *_: 0.0)
+    choice = choose([[option] for option in options], lambda rows: 1.0 + slope * rows, lambda *_: 0.0)
+    assert tokens_per_s(choice) == pytest.approx(
+        best_by_brute_force(options, lambda rows: 1.0 + slope * rows, lambda *_: 0.0)
     )
 
 
-def test_a_drafter_that_does_not_earn_its_price_is_left_out() -> None:
-    """Each guess alone would gain, all together do not pay what the drafter takes to start."""
-    dear = choose_budgets([[chain("d", 0.5, 4)]], 0, lambda _: 1.0, lambda *_: 2.0)
-    assert dear == Allocation((None,), (0,), 1.0, 1.0)
-    both = choose_budgets(
-        [[chain("dear", 0.5, 4)], [chain("free", 0.5, 4)]], 0, lambda _: 1.0, lambda d, _: 2.0 if d == "dear" else 0.0
+def test_a_drafter_that_gains_less_than_it_takes_is_left_out() -> None:
+    """Each guess alone would gain; all together do not gain what the drafter takes to start."""
+    expensive = choose([[chain("d", 0.5, 4)]], lambda _: 1.0, lambda *_: 2.0)
+    assert expensive == Allocation((None,), (0,), 1.0, 1.0)
+    both = choose(
+        [[chain("expensive", 0.5, 4)], [chain("free", 0.5, 4)]],
+        lambda _: 1.0,
+        lambda d, _: 2.0 if d == "expensive" else 0.0,
     )
     assert both.budgets == (0, 4)
 
 
 def test_what_the_caller_set_stands() -> None:
-    choice = choose_budgets(
-        [[chain("d", 0.01, 5, at_least=5)], [chain("d", 0.9, 5)]], 0, lambda rows: rows, lambda *_: 1.0
-    )
+    choice = choose([[chain("d", 0.01, 5, at_least=5)], [chain("d", 0.9, 5)]], lambda rows: rows, lambda *_: 1.0)
     assert choice.budgets[0] == 5
     assert choice.seconds == pytest.approx(2 + 5 + choice.budgets[1] + 1.0)
 
@@ -92,11 +99,11 @@ def test_load_takes_guesses_away() -> None:
     def step_s(rows: float) -> float:
         return max(1.0, rows / 12)
 
-    alone = choose_budgets([[chain("d", 0.7, 16)]], 0, step_s, lambda *_: 0.0)
-    crowd = choose_budgets([[chain("d", 0.7, 16)]] * 16, 0, step_s, lambda *_: 0.0)
+    alone = choose([[chain("d", 0.7, 16)]], step_s, lambda *_: 0.0)
+    together = choose([[chain("d", 0.7, 16)]] * 16, step_s, lambda *_: 0.0)
     assert alone.budgets[0] >= 8
-    assert max(crowd.budgets) == 0
-    assert choose_budgets([], 3, step_s, lambda *_: 0.0).budgets == ()
+    assert max(together.budgets) == 0
+    assert choose([], step_s, lambda *_: 0.0).budgets == ()
 
 
 def test_equal_drafters_are_told_apart_by_their_order() -> None:
@@ -118,6 +125,38 @@ def test_equal_drafters_are_told_apart_by_their_order() -> None:
         one, other = (
             chain(name, 0.6, 3) for name in names
         )  # each request begins with another one; to pay for one of them is best
-        found.append(choose_budgets([[one, other], [other, one]], 0, lambda _: 1.0, lambda *_: 0.3))
+        found.append(choose([[one, other], [other, one]], lambda _: 1.0, lambda *_: 0.3))
     assert found[0] == found[1]
     assert found[0].picks in ((0, 1), (1, 0))
+
+
+def test_guesses_are_valued_at_the_long_run_rate() -> None:
+    """A step that is better than the others takes fewer guesses than by its own ratio of tokens and seconds."""
+    demands = [Demand((chain("d", 0.8, 16),))]
+    alone, late = (allocate(demands, lambda _: 1.0, lambda _, n: 0.05 * n, rate) for rate in (0.0, 6.0))
+    # The k-th guess adds 0.8^k tokens and 0.05 s: worth 0.3 tokens at 6 tokens a second.
+    assert alone.budgets == (8,)
+    assert late.budgets == (5,)
+
+
+def test_a_request_that_counts_more_is_given_more() -> None:
+    def step_s(rows: float) -> float:
+        return max(1.0, rows / 8)
+
+    own = (chain("d", 0.7, 8),)
+    found = allocate([Demand(own, 3.0), Demand(own), Demand(own)], step_s, lambda *_: 0.0)
+    assert found.budgets[0] > max(found.budgets[1:])
+
+
+def test_each_request_takes_the_candidate_that_pays_best_for_it() -> None:
+    demands = [
+        Demand((chain("a", 0.9, 8), chain("b", 0.3, 8))),
+        Demand((chain("a", 0.2, 8), chain("b", 0.8, 8))),
+        Demand((chain("a", 0.01, 8), chain("b", 0.01, 8))),
+    ]
+    assert allocate(demands, lambda rows: 1.0 + 0.05 * rows, lambda *_: 0.01).picks == (0, 1, None)
+
+
+def test_what_a_new_drafter_reads_first_is_counted() -> None:
+    cheap, late = (Demand((chain("d", 0.6, 4, entry_s=entry_s),)) for entry_s in (0.0, 5.0))
+    assert [allocate([one], lambda _: 1.0, lambda *_: 0.0).budgets for one in (cheap, late)] == [(4,), (0,)]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from foretoken.control import policy as module
-from foretoken.control.candidates import DraftBudget, RequestOptions
+from foretoken.control.candidates import DraftBudget, DrafterOption, RequestOptions
 from foretoken.control.policy import BudgetPolicy
 from foretoken.control.previews import Preview
 from tests.helpers.control import observe, options_of, plan
@@ -113,3 +113,18 @@ def test_a_clock_that_stands_still_breaks_nothing() -> None:
             given = plan(policy, requests)
             assert budgets(given) == [4] * batch
             observe(policy, requests, given, [1] * batch, step_s, {"d": 1e-3})
+
+
+def test_numbers_that_were_set_are_not_charged_to_those_left_open() -> None:
+    """Guesses that the caller set gain nothing; which of two drafters makes them is decided in every round all the
+    same.
+    """
+    policy = BudgetPolicy()
+    options = tuple(DrafterOption(number, drafter, 4) for number, drafter in enumerate("ab"))
+    requests = [RequestOptions(0, options, is_open=False)]
+    for turn in range(60):
+        policy.decides([0])
+        assert turn < 8 or policy._mode == "decide"  # but for the first step without open guesses
+        (given,) = policy.plan(requests)
+        assert given.num_draft == 4
+        observe(policy, requests, [given], [0], 1.0, {"ab"[given.option or 0]: 0.3})

@@ -53,11 +53,11 @@ def test_each_setting_has_its_own_capacity_and_the_slowest_counts() -> None:
     """
     lost, won = ({"ngram": dict.fromkeys(SHAPES["bursts"].slices, (chance,))} for chance in (0.0, 1.0))
     jobs = sample("steady", 200, 0)
-    plain, losing = PLAIN.capacity(jobs), Server(UNIT, LIMITS, (SimSetting("ngram", 1),), lost).capacity(jobs)
+    plain, losing = PLAIN.capacity(jobs), Server(UNIT, LIMITS, (SimSetting(("ngram",), 1),), lost).capacity(jobs)
     assert losing == pytest.approx(plain / 1.5, rel=0.05)
-    assert Server(UNIT, LIMITS, (SimSetting("ngram", 4),), won).capacity(jobs) > 2 * plain
-    assert Server(UNIT, LIMITS, (SimSetting("ngram", 1), SimSetting()), lost).capacity(jobs) == losing
-    both = Server(UNIT, LIMITS, (SimSetting(), SimSetting("ngram", 1)), lost)
+    assert Server(UNIT, LIMITS, (SimSetting(("ngram",), 4),), won).capacity(jobs) > 2 * plain
+    assert Server(UNIT, LIMITS, (SimSetting(("ngram",), 1), SimSetting()), lost).capacity(jobs) == losing
+    both = Server(UNIT, LIMITS, (SimSetting(), SimSetting(("ngram",), 1)), lost)
     assert [job.arrival_s for job in built_in("ramp", both, 0, 90.0)] != [
         job.arrival_s for job in built_in("ramp", PLAIN, 0, 90.0)
     ]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.core import Batch, Draft, Request, Verdict
+from foretoken.control.candidates import StepOutcome
+from foretoken.control.previews import PreviewAsk, Previews
+from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Drafter, Feedback
-from foretoken.draft.group import DrafterGroup, drafter_key
+from foretoken.draft.group import DrafterGroup, drafter_key, option_kind
 from foretoken.draft.lookup_tree import LookupTree, assemble
 from foretoken.engine.engine import Engine
-from foretoken.engine.scheduler import SchedulerConfig
+from foretoken.engine.scheduler import DraftPlan, SchedulerConfig
 from foretoken.errors import CapacityError, ConfigError, InputError
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.simulate.arrivals import Job, Lengths, poisson
@@ -59,8 +60,8 @@ class Guesser:
 
     name = "ngram"
 
-    def __init__(self, courses: Sequence[SimRequest]) -> None:
-        self.courses = courses
+    def __init__(self, requests: Sequence[SimRequest]) -> None:
+        self.requests = requests
 
     def start(self, request: Request) -> None:
         pass
@@ -68,10 +69,14 @@ class Guesser:
     def propose(self, batch: Batch) -> Draft:
         trees = []
         for entry in batch.decoding:
-            course, emitted = self.courses[entry.request.request_id], entry.round_start - len(entry.request.prompt_ids)
+            request, emitted = (
+                self.requests[entry.request.request_id],
+                entry.round_start - len(entry.request.prompt_ids),
+            )
+            (chances,) = request.recorded
             tokens = []
             for place in range(entry.num_draft):
-                stands = course.draws[emitted + place] < course.chances[min(place, len(course.chances) - 1)]
+                stands = request.draws[emitted + place] < chances[min(place, len(chances) - 1)]
                 tokens.append(says(entry.round_start + place) if stands else WRONG)
             trees.append(LookupTree(tuple(tokens), tuple(range(-1, len(tokens) - 1))))
         return assemble(self.name, trees)
@@ -100,6 +105,7 @@ class Real:
         drafter: Drafter,
         script: Script = lambda context: says(len(context)),
         prompts: Sequence[Sequence[int]] = (),
+        preview_s: float = 0.0,
     ) -> None:
         self.profile, self.setting, self.jobs, self.prompts = (
             profile,
@@ -110,49 +116,57 @@ class Real:
         capacity = limits.cache_tokens or 10**6
         target = ScriptedModel(script, VOCAB, max_context=limits.max_context_tokens or 10**6, capacity=capacity)
         num_draft = "auto" if setting.num_draft is None else setting.num_draft
-        self.spec = SpecConfig() if setting.drafter is None else SpecConfig("ngram", num_draft=num_draft)
+        self.spec = SpecConfig() if not setting.drafters else SpecConfig("ngram", num_draft=num_draft)
         group = DrafterGroup(target)
-        if setting.drafter is not None:
+        if setting.drafters:
             group.drafters[drafter_key(self.spec)] = drafter
         own = {field.name: getattr(limits, field.name) for field in fields(SchedulerConfig)}
         self.engine = Engine(target, group, limits=SchedulerConfig(**own))
         self.drafted: set[int] = set()
+        self.preview_s = preview_s
         self.clock, self.steps, self.finished = 0.0, [], []
-        self.observe, self.engine.controller.observe = self.engine.controller.observe, self.timed
-        self.engine.controller.clock = lambda: self.clock
+        self.observe, self.engine.chooser.observe = self.engine.chooser.observe, self.timed
+        self.engine.chooser.clock = lambda: self.clock
+        self.schedule, self.engine.scheduler.schedule = self.engine.scheduler.schedule, self.scheduled
+        self.preview, group.preview = group.preview, self.previewed
         self.rows = self.prompt_tokens = 0
 
-    def timed(
-        self,
-        batch: Batch,
-        draft: Draft,
-        probs: torch.Tensor,
-        verdict: Verdict,
-        draft_s: object,
-        target_s: float,
-        num_read_tokens: object = None,
-    ) -> None:
-        """The controller learns the profile's times instead of this machine's."""
-        whole = [e for e in batch.entries if not (e.decodes and len(e.pending) == 1)]
-        anchors = [(b, e) for b, e in enumerate(batch.decoding) if len(e.pending) == 1]
-        self.prompt_tokens = sum(len(e.pending) for e in whole)
-        self.rows = sum(1 + draft.lengths[b] for b, _ in anchors)
-        self.target_s = self.profile.step_s(self.rows, [e.start for e in batch.entries], self.prompt_tokens)
+    def scheduled(self, plans: Mapping[int, DraftPlan]) -> Batch:
+        """Keep what was scheduled: an outcome does not say what was read, nor behind how much context."""
+        self.batch = self.schedule(plans)
+        return self.batch
+
+    def previewed(self, asks: Sequence[PreviewAsk], entries: Mapping[int, BatchEntry]) -> Previews:
+        """Previews that take `preview_s` each instead of this machine's time."""
+        self.previews = Previews(self.preview(asks, entries).shown, self.preview_s * len(asks))
+        return self.previews
+
+    def timed(self, step: StepOutcome) -> None:
+        """The chooser learns the profile's times instead of this machine's."""
+        entries = self.batch.entries
+        anchors = {e.request.request_id: e for e in entries if e.decodes and len(e.pending) == 1}
+        self.prompt_tokens = sum(len(e.pending) for e in entries if e.request.request_id not in anchors)
+        self.rows = sum(1 + len(one.parents) for one in step.rounds if one.request_id in anchors)
+        self.target_s = self.profile.step_s(self.rows, [e.start for e in entries], self.prompt_tokens)
         self.drafted -= {state.request_id for state in self.engine.scheduler.preempted}
-        given = {e.request.request_id: e for b, e in anchors if e.num_draft}
-        unread = sum(e.round_start for r, e in given.items() if r not in self.drafted)
-        self.drafted |= set(given)
-        cost = self.profile.drafters["ngram"]
-        self.draft_s = cost.seconds(max(e.num_draft for e in given.values()), len(given), unread) if given else 0.0
-        self.observe(
-            batch,
-            draft,
-            probs,
-            verdict,
-            {drafter_key(self.spec): self.draft_s},
-            self.target_s,
-            {drafter_key(self.spec): unread},
-        )
+        drafts, num_read = self.drafting([e for e in anchors.values() if e.num_draft])
+        self.draft_s = sum(drafts.values())
+        self.observe(replace(step, target_s=self.target_s, draft_s=drafts, num_read_tokens=num_read))
+
+    def drafting(self, users: Sequence[BatchEntry]) -> tuple[dict[object, float], dict[object, int]]:
+        """Seconds by drafter, and tokens that were new to it: a text that it has not seen is read first."""
+        drafts: dict[object, float] = {"previews": self.previews.seconds} if self.previews.seconds else {}
+        users = [e for e in users if not self.previews.of(e.request.request_id)]  # the others' time is spent already
+        if not users:
+            return drafts, {}
+        kind = option_kind(self.spec)
+        (traits,) = self.engine.drafters.traits(users[0].request.request_id)
+        if traits.previews and self.setting.num_draft is None:  # budgets were repeated without a preview
+            return drafts | {kind: self.preview_s * len(users)}, {}
+        unread = sum(e.round_start for e in users if e.request.request_id not in self.drafted)
+        self.drafted |= {e.request.request_id for e in users}
+        seconds = self.profile.drafters["ngram"].seconds(max(e.num_draft for e in users), len(users), unread)
+        return drafts | {kind: seconds}, {kind: unread}
 
     def submit(self, job: Job, prompt: Sequence[int]) -> None:
         """Queue a request as if it had come at the time the trace says."""
@@ -188,7 +202,7 @@ def compare(profile: Profile, jobs: Sequence[Job], setting: SimSetting, limits: 
     """
     steps: list[Step] = []
     ended = simulate(profile, jobs, setting, limits, seed=3, watch=steps.append)
-    real = Real(profile, setting, limits, jobs, Guesser(ended.courses))
+    real = Real(profile, setting, limits, jobs, Guesser(ended.requests))
     real.run()
     assert_alike(steps, ended, real)
     return steps
@@ -202,9 +216,9 @@ def assert_alike(steps: Sequence[Step], ended: Ended, real: Real) -> None:
         assert (ours.start_s, ours.seconds, ours.draft_s) == pytest.approx(
             (theirs.start_s, theirs.seconds, theirs.draft_s)
         )
-    assert dict(real.finished) == pytest.approx({c.index: c.finish_s for c in ended.courses})
+    assert dict(real.finished) == pytest.approx({c.index: c.finish_s for c in ended.requests})
     assert [r for r, _ in real.finished] == [
-        c.index for c in sorted(ended.courses, key=lambda c: (c.finish_s, ranks(steps)[c.index]))
+        c.index for c in sorted(ended.requests, key=lambda c: (c.finish_s, ranks(steps)[c.index]))
     ]
 
 
@@ -230,8 +244,8 @@ def mixed_jobs(count: int, seed: int, rate: float = 0.4, urgent: bool = False) -
 def test_all_or_nothing_at_one_second_a_step(chance: float, num_draft: int) -> None:
     """Every step costs a second; every guess stands or none does."""
     jobs = [Job(float(i), 5, 13, (chance,)) for i in range(6)]
-    steps = compare(UNIT, jobs, SimSetting("ngram", num_draft), Limits(max_batch_size=4))
-    alone = compare(UNIT, jobs[:1], SimSetting("ngram", num_draft), Limits())
+    steps = compare(UNIT, jobs, SimSetting(("ngram",), num_draft), Limits(max_batch_size=4))
+    alone = compare(UNIT, jobs[:1], SimSetting(("ngram",), num_draft), Limits())
     # The prompt's own step emits one token; then 12 remain, four or one at a time.
     assert len(alone) == 1 + (3 if chance and num_draft else 12)
     assert all(step.seconds == 1.0 for step in steps)
@@ -240,7 +254,7 @@ def test_all_or_nothing_at_one_second_a_step(chance: float, num_draft: int) -> N
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "setting",
-    [SimSetting(), SimSetting("ngram", 1), SimSetting("ngram", 6), SimSetting("ngram", None)],
+    [SimSetting(), SimSetting(("ngram",), 1), SimSetting(("ngram",), 6), SimSetting(("ngram",), None)],
     ids=lambda s: s.name,
 )
 @pytest.mark.parametrize(
@@ -249,14 +263,14 @@ def test_all_or_nothing_at_one_second_a_step(chance: float, num_draft: int) -> N
     ids=["wide", "narrow", "cache", "context"],
 )
 def test_every_step_is_the_engines(seed: int, setting: SimSetting, limits: Limits) -> None:
-    """Mixed lengths and chances, prompts in chunks, full batches and caches, the controller's own choices: no step
+    """Mixed lengths and chances, prompts in chunks, full batches and caches, the policy's own choices: no step
     differs.
     """
     compare(CURVED, mixed_jobs(12, seed), setting, limits)
 
 
 @pytest.mark.parametrize(
-    "setting", [SimSetting(), SimSetting("ngram", 6), SimSetting("ngram", None)], ids=lambda s: s.name
+    "setting", [SimSetting(), SimSetting(("ngram",), 6), SimSetting(("ngram",), None)], ids=lambda s: s.name
 )
 @pytest.mark.parametrize(
     "limits",
@@ -288,7 +302,7 @@ def test_a_real_model_that_drafts_for_itself(pair: SimpleNamespace, num_draft: i
     """
     jobs = [Job(float(i // 2), 3 + 9 * i, 6 + i, (1.0,)) for i in range(8)]
     steps: list[Step] = []
-    simulate(UNIT, jobs, SimSetting("ngram", num_draft), Limits(4, 40, cache_tokens=256), watch=steps.append)
+    simulate(UNIT, jobs, SimSetting(("ngram",), num_draft), Limits(4, 40, cache_tokens=256), watch=steps.append)
     spec = SpecConfig("draft_model", str(pair.target), num_draft=num_draft) if num_draft else SpecConfig()
     with LLM(pair.target, spec, dtype="float32", cache_tokens=256, max_batch_size=4, max_prompt_tokens=40) as llm:
         coming, emitted = list(jobs), []
@@ -321,17 +335,17 @@ def test_whole_blocks_count() -> None:
     jobs = [Job(0.0, 30, 5), Job(0.0, 30, 5)]
     together = simulate(UNIT, jobs, SimSetting(), Limits(cache_tokens=128))
     apart = simulate(UNIT, jobs, SimSetting(), Limits(cache_tokens=127))
-    assert [c.finish_s for c in together.courses] == [5.0, 5.0]
+    assert [c.finish_s for c in together.requests] == [5.0, 5.0]
     # In the fourth step the one block that is free goes to the first; the second is read again in step 6, and goes on
     # in 7 and 8.
-    assert [c.finish_s for c in apart.courses] == [5.0, 8.0]
-    assert [c.num_preempted for c in apart.courses] == [0, 1]
+    assert [c.finish_s for c in apart.requests] == [5.0, 8.0]
+    assert [c.num_preempted for c in apart.requests] == [0, 1]
 
 
 # ---- distributions of queues
 
 
-SETTINGS = [SimSetting(), SimSetting("ngram", 4), SimSetting("ngram", None)]
+SETTINGS = [SimSetting(), SimSetting(("ngram",), 4), SimSetting(("ngram",), None)]
 FLEETS = [Fleet(), Fleet(3), Fleet(3, "least_loaded")]
 
 
@@ -341,21 +355,23 @@ def test_work_is_conserved_and_littles_law_holds(setting: SimSetting, fleet: Fle
     """Every token comes out once; no engine idles while it has a request; requests there = rate x time there."""
     jobs, steps = mixed_jobs(60, 5, rate=1.0), []
     ended = simulate(CURVED, jobs, setting, Limits(max_batch_size=4), fleet=fleet, watch=steps.append)
-    assert [c.num_emitted for c in ended.courses] == [job.output_tokens for job in jobs]
+    assert [c.num_emitted for c in ended.requests] == [job.output_tokens for job in jobs]
     assert sum(count for step in steps for _, count in step.emitted) == sum(job.output_tokens for job in jobs)
-    assert all(c.finish_s >= c.first_s > c.job.arrival_s for c in ended.courses)
+    assert all(c.finish_s >= c.first_s > c.job.arrival_s for c in ended.requests)
     found = outcome(ended)
-    rate, mean_s = len(jobs) / found.makespan_s, sum(c.finish_s - c.job.arrival_s for c in ended.courses) / len(jobs)
+    rate, mean_s = len(jobs) / found.makespan_s, sum(c.finish_s - c.job.arrival_s for c in ended.requests) / len(jobs)
     assert found.mean_in_system == pytest.approx(rate * mean_s)
-    for replica in ended.replicas:
-        own = [step for step in steps if step.replica == replica.number]
+    for engine in ended.engines:
+        own = [step for step in steps if step.replica == engine.number]
         mine = {index for step in own for index, _ in step.emitted}
         for before, after in itertools.pairwise(own):
             end = before.start_s + before.seconds
             gap = after.start_s - end
             assert gap >= -1e-9
             assert gap < 1e-9 or not [
-                c for c in ended.courses if c.index in mine and c.job.arrival_s < end - 1e-9 and c.finish_s > end + 1e-9
+                c
+                for c in ended.requests
+                if c.index in mine and c.job.arrival_s < end - 1e-9 and c.finish_s > end + 1e-9
             ]
     assert 0 < found.utilisation <= 1
     assert found.utilisation * found.makespan_s * fleet.replicas == pytest.approx(sum(step.seconds for step in steps))
@@ -372,10 +388,10 @@ def test_more_acceptance_is_never_slower(num_draft: int) -> None:
         ended = simulate(
             UNIT,
             [replace(job, acceptance=(chance,)) for job in jobs],
-            SimSetting("ngram", num_draft),
+            SimSetting(("ngram",), num_draft),
             Limits(max_batch_size=4),
         )
-        finishes.append([c.finish_s for c in ended.courses])
+        finishes.append([c.finish_s for c in ended.requests])
     for worse, better in itertools.pairwise(finishes):
         assert all(b <= a for a, b in zip(worse, better, strict=True))
     assert sum(finishes[-1]) < sum(finishes[0])
@@ -384,12 +400,12 @@ def test_more_acceptance_is_never_slower(num_draft: int) -> None:
 def test_same_seed_same_result() -> None:
     jobs = poisson(0.5, 40, Lengths(4, 30), Lengths(5, 20), (0.6,), seed=1)
     first, again, other = (
-        outcome(simulate(CURVED, jobs, SimSetting("ngram", None), Limits(), seed=seed)) for seed in (1, 1, 2)
+        outcome(simulate(CURVED, jobs, SimSetting(("ngram",), None), Limits(), seed=seed)) for seed in (1, 1, 2)
     )
     assert first == again != other
 
 
-def test_the_controller_follows_acceptance_and_load() -> None:
+def test_the_policy_follows_acceptance_and_load() -> None:
     """Where guesses always stand it comes close to the best fixed number, where none does to plain decoding, under load
     it holds back.
     """
@@ -398,10 +414,10 @@ def test_the_controller_follows_acceptance_and_load() -> None:
         jobs = [Job(0.0, 8, 300, (chance,)) for _ in range(batch)]
         return outcome(simulate(CURVED, jobs, setting, Limits(max_batch_size=batch))).tokens_per_s
 
-    auto, plain = SimSetting("ngram", None), SimSetting()
-    assert rate(auto, 1.0, 1) > 0.85 * max(rate(SimSetting("ngram", n), 1.0, 1) for n in (4, 8, 16, 24))
-    assert rate(auto, 0.0, 1) > 0.95 * rate(plain, 0.0, 1) > rate(SimSetting("ngram", 8), 0.0, 1)
-    assert rate(auto, 0.1, 16) > 0.95 * rate(plain, 0.1, 16) > rate(SimSetting("ngram", 4), 0.1, 16)
+    auto, plain = SimSetting(("ngram",), None), SimSetting()
+    assert rate(auto, 1.0, 1) > 0.85 * max(rate(SimSetting(("ngram",), n), 1.0, 1) for n in (4, 8, 16, 24))
+    assert rate(auto, 0.0, 1) > 0.95 * rate(plain, 0.0, 1) > rate(SimSetting(("ngram",), 8), 0.0, 1)
+    assert rate(auto, 0.1, 16) > 0.95 * rate(plain, 0.1, 16) > rate(SimSetting(("ngram",), 4), 0.1, 16)
 
 
 def test_a_fleet_shares_the_work() -> None:
@@ -409,18 +425,18 @@ def test_a_fleet_shares_the_work() -> None:
     jobs = [Job(0.0, 5, 10), Job(0.0, 5, 2), Job(4.0, 5, 2)]
     turns = simulate(UNIT, jobs, SimSetting(), Limits(max_batch_size=1), fleet=Fleet(2))
     least = simulate(UNIT, jobs, SimSetting(), Limits(max_batch_size=1), fleet=Fleet(2, "least_loaded"))
-    assert [c.finish_s for c in turns.courses] == [10.0, 2.0, 12.0]
-    assert [c.finish_s for c in least.courses] == [10.0, 2.0, 6.0]
+    assert [c.finish_s for c in turns.requests] == [10.0, 2.0, 12.0]
+    assert [c.finish_s for c in least.requests] == [10.0, 2.0, 6.0]
     assert outcome(least, price_per_hour=36.0).price_per_million_tokens == pytest.approx(
         36.0 * 2 * 10 / 3600 / 14 * 1e6
     )
 
 
 def test_figures_by_hand() -> None:
-    ended = simulate(UNIT, [Job(1.0, 5, 4, (1.0,)), Job(2.0, 5, 1, (1.0,))], SimSetting("ngram", 1), Limits())
+    ended = simulate(UNIT, [Job(1.0, 5, 4, (1.0,)), Job(2.0, 5, 1, (1.0,))], SimSetting(("ngram",), 1), Limits())
     # Steps at 1 (prompt), 2 (two tokens; the other's prompt and only token), 3 (the last).
     found = outcome(ended)
-    assert [(c.first_s, c.finish_s) for c in ended.courses] == [(2.0, 4.0), (3.0, 3.0)]
+    assert [(c.first_s, c.finish_s) for c in ended.requests] == [(2.0, 4.0), (3.0, 3.0)]
     assert (found.num_tokens, found.num_steps, found.makespan_s, found.tokens_per_s) == (
         5,
         3,
@@ -438,8 +454,8 @@ def test_what_cannot_run_is_refused() -> None:
     cases = [
         (
             ConfigError,
-            "the profile has no cost of this drafter; it knows ngram",
-            lambda: simulate(UNIT, [Job(0, 1, 1)], SimSetting("eagle", 3), Limits()),
+            "the profile has no cost of eagle; it knows ngram",
+            lambda: simulate(UNIT, [Job(0, 1, 1)], SimSetting(("eagle",), 3), Limits()),
         ),
         (
             InputError,
@@ -454,7 +470,7 @@ def test_what_cannot_run_is_refused() -> None:
         (
             InputError,
             "acceptance='code': no chances",
-            lambda: simulate(UNIT, [Job(0, 1, 1, "code")], SimSetting("ngram", 1), Limits()),
+            lambda: simulate(UNIT, [Job(0, 1, 1, "code")], SimSetting(("ngram",), 1), Limits()),
         ),
         (ConfigError, "max_batch_size=0", lambda: Limits(max_batch_size=0)),
         (ConfigError, "replicas=0", lambda: Fleet(0)),
@@ -465,14 +481,14 @@ def test_what_cannot_run_is_refused() -> None:
         with pytest.raises(kind, match=message):
             call()
     assert (
-        simulate(UNIT, [Job(0, 1, 2, "code")], SimSetting(), Limits()).courses[0].num_emitted == 2
+        simulate(UNIT, [Job(0, 1, 2, "code")], SimSetting(), Limits()).requests[0].num_emitted == 2
     )  # nobody guesses: no chance is asked for
     assert [parse_setting(text) for text in ("plain", "ngram-5", "draft_model-auto")] == [
         SimSetting(),
-        SimSetting("ngram", 5),
-        SimSetting("draft_model", None),
+        SimSetting(("ngram",), 5),
+        SimSetting(("draft_model",), None),
     ]
-    assert [SimSetting("ngram", 5).name, SimSetting("draft_model", None).name, SimSetting().name] == [
+    assert [SimSetting(("ngram",), 5).name, SimSetting(("draft_model",), None).name, SimSetting().name] == [
         "ngram-5",
         "draft_model-auto",
         "plain",

@@ -1,4 +1,4 @@
-"""The simulator against the real engine where a lookup shows its guesses and the controller chooses: from records, step
+"""The simulator against the real engine where a lookup shows its guesses and the policy chooses: from records, step
 by step.
 """
 
@@ -7,15 +7,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from foretoken.config import SpecConfig
-from foretoken.control.previews import PreviewThrottle
 from foretoken.draft.lookup_tree import Lookup
 from foretoken.draft.ngram import NgramDrafter
-from foretoken.engine import controller
 from foretoken.simulate.arrivals import Job
 from foretoken.simulate.records import Records
 from foretoken.simulate.setting import Limits, SimSetting
@@ -46,30 +43,26 @@ def asked(jobs: Sequence[Job]) -> tuple[list[list[int]], list[Answer]]:
     return prompts, answers
 
 
-def compare(
-    drafter: Lookup, jobs: Sequence[Job], setting: SimSetting, limits: Limits, look_s: float, patch: pytest.MonkeyPatch
-) -> list[Step]:
-    """Simulated steps, after they were found equal to the engine's, whose looks take `look_s` each."""
+def compare(drafter: Lookup, jobs: Sequence[Job], setting: SimSetting, limits: Limits, preview_s: float) -> list[Step]:
+    """Simulated steps, after they were found equal to the engine's, whose previews take `preview_s` each."""
     prompts, answers = asked(jobs)
     jobs = [replace(job, acceptance=answer.name) for job, answer in zip(jobs, answers, strict=True)]
     records = {}
     for answer in answers:
         record = look_through(drafter, SpecConfig("ngram"), answer)
         if record is not None:
-            records[answer.name] = Records((replace(record, look_s=look_s),))
+            records[answer.name] = Records((replace(record, preview_s=preview_s),))
     known = {"ngram": {answer.name: records.get(answer.name, (0.0,)) for answer in answers}}
     steps: list[Step] = []
     ended = simulate(CURVED, jobs, setting, limits, watch=steps.append, known=known)
-    ticks = iter(range(1 << 30))
-    patch.setattr(controller, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * look_s))
-    real = Real(CURVED, setting, limits, jobs, drafter, babbles, prompts)
+    real = Real(CURVED, setting, limits, jobs, drafter, babbles, prompts, preview_s)
     real.run()
     assert_alike(steps, ended, real)
     return steps
 
 
-@pytest.mark.parametrize("look_s", [0.0, 2.0**-6, 2.0**-3], ids=["free", "cheap", "dear"])
-@pytest.mark.parametrize("setting", [SimSetting("ngram", None), SimSetting("ngram", 5)], ids=lambda s: s.name)
+@pytest.mark.parametrize("preview_s", [0.0, 2.0**-6, 2.0**-3], ids=["free", "cheap", "expensive"])
+@pytest.mark.parametrize("setting", [SimSetting(("ngram",), None), SimSetting(("ngram",), 5)], ids=lambda s: s.name)
 @pytest.mark.parametrize(
     "limits",
     [
@@ -80,33 +73,21 @@ def compare(
     ],
     ids=["wide", "narrow", "cache", "few_rows"],
 )
-def test_every_step_is_the_engines(
-    setting: SimSetting, limits: Limits, look_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_step_is_the_engines(setting: SimSetting, limits: Limits, preview_s: float) -> None:
     """What the engine sees before it chooses the simulator finds in its records: trees of real guesses, judged used or
     not.
     """
     for seed in range(3):
-        compare(NgramDrafter(), mixed_jobs(14, seed), setting, limits, look_s, monkeypatch)
+        compare(NgramDrafter(), mixed_jobs(14, seed), setting, limits, preview_s)
 
 
-def test_looks_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses are made and stand, looks are left out where they are dear, and one request at a time has what two have
-    together.
-    """
-    shut: list[bool] = []
-    opens = PreviewThrottle.opens
-
-    def noted(self: PreviewThrottle, token_s: float) -> bool:
-        found = opens(self, token_s)
-        shut.append(not found)
-        return found
-
-    monkeypatch.setattr(PreviewThrottle, "opens", noted)
+def test_previews_decide() -> None:
+    """Guesses are made and accepted; where previews are expensive budgets are repeated without one."""
     jobs = [replace(job, output_tokens=60) for job in mixed_jobs(10, 1)]
-    cheap = compare(NgramDrafter(), jobs, SimSetting("ngram", None), Limits(), 2.0**-12, monkeypatch)
-    assert sum(count for step in cheap for _, count in step.emitted) == 600
-    assert max(count for step in cheap for _, count in step.emitted) > 3
-    seen, shut[:] = sum(shut), []
-    compare(NgramDrafter(), jobs, SimSetting("ngram", None), Limits(), 2.0**-2, monkeypatch)
-    assert sum(shut) > 4 * seen
+    num_free = []
+    for preview_s in (2.0**-12, 2.0**-2):
+        steps = compare(NgramDrafter(), jobs, SimSetting(("ngram",), None), Limits(), preview_s)
+        assert sum(count for step in steps for _, count in step.emitted) == 600
+        assert max(count for step in steps for _, count in step.emitted) > 3
+        num_free.append(sum(not step.draft_s for step in steps) / len(steps))
+    assert num_free[1] > 0.2 + num_free[0]

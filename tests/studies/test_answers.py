@@ -10,25 +10,25 @@ from foretoken import LLM, SpecConfig
 from foretoken.control.previews import Preview
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.simulate.arrivals import Job
-from foretoken.simulate.records import Ready, Round, told
+from foretoken.simulate.records import Round, told
 from studies.validation.answers import Answer, look_through, looked_through
 from studies.validation.calibrate import calibrate
 from tests.helpers.checkpoints import token_ids
 
-#   The answer is 5 6 7 8 9. At its first place 6 or 4 were ready, behind 6 a 7, behind that a 9.
-READY = Ready(Preview((-1, -1, 0, 2), (0.6, 0.3, 0.5, 0.4)), (6, 4, 7, 9))
+#   The answer is 5 6 7 8 9. At its first place 6 or 4 were shown, behind 6 a 7, behind that a 9.
+SHOWN = Preview((-1, -1, 0, 2), (0.6, 0.3, 0.5, 0.4), (6, 4, 7, 9))
 
 
-def test_a_record_of_what_was_ready_by_hand() -> None:
+def test_a_record_of_what_was_shown_by_hand() -> None:
     """The path is the answer's own; fewer guesses are the first ones; what a round emits ends with the answer."""
-    nothing = Ready(Preview((), ()), ())
-    record = told((5, 6, 7, 8, 9), (READY, nothing, nothing, nothing), 0.5)
+    nothing = Preview()
+    record = told((5, 6, 7, 8, 9), (SHOWN, nothing, nothing, nothing), 0.5)
     assert record.rounds == (Round((-1, -1, 0, 2), (0, 2)), Round(), Round(), Round())
     assert record.at(0, 2) == Round((-1, -1), (0,))
-    assert record.ready_at(0, 3) == Ready(Preview((-1, -1, 0), (0.6, 0.3, 0.5)), (6, 4, 7))
-    assert record.ready_at(4, 9) == READY  # beyond its end the answer begins anew
+    assert record.preview_at(0, 3) == Preview((-1, -1, 0), (0.6, 0.3, 0.5), (6, 4, 7))
+    assert record.preview_at(4, 9) == SHOWN  # beyond its end the answer begins anew
     assert [record.emitted(place, 3) for place in (0, 2, 4)] == [(6, 7, 8), (8, 9), (6, 7, 8)]
-    assert record.look_s == 0.5
+    assert record.preview_s == 0.5
 
 
 @pytest.mark.parametrize("num_draft", [1, 4, 9])

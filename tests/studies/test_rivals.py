@@ -13,39 +13,35 @@ import pytest
 
 from foretoken.bench.batches import run_batches
 from foretoken.bench.load_options import LoadOptions, LoadPhase
-from foretoken.control.candidates import DrafterOption, RequestOptions, options_of
+from foretoken.control.candidates import DrafterOption, RequestOptions
 from foretoken.control.policy import BudgetPolicy, Policy
 from foretoken.control.previews import Preview
 from foretoken.errors import InputError
 from studies.rivals import __main__ as study_module
 from studies.rivals.__main__ import main, measure_table
 from studies.rivals.policies import BatchTable, EmaPolicy, HeuristicPolicy, measured_table, parse_table, rival_policies
+from tests.helpers.control import observe, options_of, plan
 
 MAKERS: list[Callable[[], Policy]] = [BatchTable, EmaPolicy, HeuristicPolicy, BudgetPolicy]
 
 
-def wishes(batch: int, most: int = 24, is_open: bool = True) -> list[RequestOptions]:
+def requests_of(batch: int, most: int = 24, is_open: bool = True) -> list[RequestOptions]:
     return [options_of(request, "d", most, is_open) for request in range(batch)]
 
 
 def numbers(policy: Policy, asked: list[RequestOptions]) -> list[int]:
-    return [grant.num_draft for grant in policy.plan(asked)]
+    return [budget.num_draft for budget in plan(policy, asked)]
 
 
 def run(policy: Policy, batch: int, rounds: int, accepted: Callable[[int, int], int]) -> list[list[int]]:
     """Plans of some rounds in which `accepted(round, guesses)` guesses of every request stand."""
     plans = []
     for turn in range(rounds):
-        budgets = numbers(policy, wishes(batch))
-        plans.append(budgets)
-        policy.observe_step(batch + sum(budgets), sum(budgets), 1.0)
-        for request, budget in enumerate(budgets):
-            if budget:
-                count = min(budget, accepted(turn, budget))
-                policy.observe_round(request, "d", budget, [float(place < count) for place in range(budget)])
-            else:
-                policy.observe_rest(request)
-        policy.observe_draft("d", max(budgets), 0.1)
+        requests = requests_of(batch)
+        given = plan(policy, requests)
+        plans.append([budget.num_draft for budget in given])
+        kept = [min(budget.num_draft, accepted(turn, budget.num_draft)) for budget in given]
+        observe(policy, requests, given, kept, 1.0, {"d": 0.1})
     return plans
 
 
@@ -64,9 +60,18 @@ def test_a_number_that_the_caller_set_stands(make: Callable[[], Policy]) -> None
 
 def test_a_table_goes_by_the_size_of_the_batch() -> None:
     rule = BatchTable({4: 3, 1: 5, 16: 1, 32: 0})
-    assert [numbers(rule, wishes(batch))[0] for batch in (1, 3, 4, 15, 16, 31, 32, 100)] == [5, 5, 3, 3, 1, 1, 0, 0]
-    assert numbers(rule, wishes(2, most=2)) == [2, 2]
-    assert numbers(BatchTable({8: 2}), wishes(1)) == [2]
+    assert [numbers(rule, requests_of(batch))[0] for batch in (1, 3, 4, 15, 16, 31, 32, 100)] == [
+        5,
+        5,
+        3,
+        3,
+        1,
+        1,
+        0,
+        0,
+    ]
+    assert numbers(rule, requests_of(2, most=2)) == [2, 2]
+    assert numbers(BatchTable({8: 2}), requests_of(1)) == [2]
 
 
 @pytest.mark.parametrize("table", [{}, {0: 1}, {1: -1}])
@@ -90,7 +95,7 @@ def test_the_mean_moves_the_number_of_guesses_after_warm_up_every_fifth_round() 
 
 def test_the_mean_brings_the_number_down_to_the_least_of_its_set() -> None:
     assert run(EmaPolicy(), 1, 60, lambda turn, budget: 0)[-1] == [1]
-    assert numbers(EmaPolicy({1: (2,)}), wishes(1)) == [2]
+    assert numbers(EmaPolicy({1: (2,)}), requests_of(1)) == [2]
 
 
 def test_after_an_interval_without_guesses_the_least_number_is_tried() -> None:
@@ -104,8 +109,8 @@ def test_after_an_interval_without_guesses_the_least_number_is_tried() -> None:
 def test_every_size_of_the_batch_has_a_mean_of_its_own() -> None:
     rule = EmaPolicy()
     run(rule, 1, 60, lambda turn, budget: budget)
-    assert numbers(rule, wishes(8)) == [3] * 8
-    assert numbers(rule, wishes(1)) == [7]
+    assert numbers(rule, requests_of(8)) == [3] * 8
+    assert numbers(rule, requests_of(1)) == [7]
 
 
 def test_an_empty_step_set_is_refused() -> None:
@@ -118,10 +123,10 @@ def test_two_more_after_full_acceptance_and_one_less_otherwise() -> None:
     results = iter([5, 7, 0, 3, 8])
     assert [budgets[0] for budgets in run(rule, 1, 5, lambda turn, budget: next(results))] == [5, 7, 9, 8, 7]
     assert run(rule, 1, 20, lambda turn, budget: 0)[-1] == [1]
-    rule.observe_round(0, "d", 1, [])  # the drafter found nothing: no news
-    assert numbers(rule, wishes(1)) == [1]
+    rule.observe_round(0, "d", 1, [], [])  # the drafter found nothing: no news
+    assert numbers(rule, requests_of(1)) == [1]
     rule.finish(0)
-    assert numbers(rule, wishes(1)) == [5]
+    assert numbers(rule, requests_of(1)) == [5]
     with pytest.raises(InputError, match="first"):
         HeuristicPolicy(0)
 
@@ -143,17 +148,17 @@ def test_a_plan_does_not_depend_on_what_its_round_brings(make: Callable[[], Poli
 
 def test_guesses_that_a_drafter_shows_count_as_far_as_they_were_used() -> None:
     """Five are shown, three used: the fourth one, right too, is no news."""
-    look = Preview((-1, 0, 1, 2, 3), (0.9,) * 5)
-    wish = [RequestOptions(0, (DrafterOption(1, "d", 5, look=look), DrafterOption(0, "other", 9)))]
+    preview = Preview((-1, 0, 1, 2, 3), (0.9,) * 5, (7,) * 5)
+    asked = [RequestOptions(0, (DrafterOption(1, "d", 5, preview=preview), DrafterOption(0, "other", 9)))]
     heuristic, ema = HeuristicPolicy(3), EmaPolicy({1: (3,)})
     for rule in (heuristic, ema):
-        (grant,) = rule.plan(wish)
-        assert grant == (1, 3)
-        rule.observe_preview(0, "d", look, [True, True, True, True, False])
-    assert numbers(heuristic, wishes(1)) == [5]
+        (budget,) = plan(rule, asked)
+        assert budget == (1, 3)
+        rule.observe_preview(0, "d", preview, [True, True, True, True, False])
+    assert numbers(heuristic, requests_of(1)) == [5]
     assert ema._accepted == [3]
-    heuristic.observe_preview(0, "d", look, [False, None, None, None, None])
-    assert numbers(heuristic, wishes(1)) == [4]
+    heuristic.observe_preview(0, "d", preview, [False, None, None, None, None])
+    assert numbers(heuristic, requests_of(1)) == [4]
 
 
 def test_a_table_as_text() -> None:

@@ -70,7 +70,7 @@ def replayed(
 ) -> tuple[Replayed, list[Step], object]:
     steps: list[Step] = []
     ended = simulate(profile, jobs, setting, limits, seed=3, watch=steps.append)
-    scripted = Scripted(Real(profile, setting, limits, jobs, Guesser(ended.courses)))
+    scripted = Scripted(Real(profile, setting, limits, jobs, Guesser(ended.requests)))
     specs = [scripted.real.spec] * len(jobs)
     return (
         replay(scripted, jobs, [[1] * job.prompt_tokens for job in jobs], specs, setting.name, scripted),
@@ -80,7 +80,7 @@ def replayed(
 
 
 @pytest.mark.parametrize(
-    "setting", [SimSetting(), SimSetting("ngram", 3), SimSetting("ngram", None)], ids=lambda s: s.name
+    "setting", [SimSetting(), SimSetting(("ngram",), 3), SimSetting(("ngram",), None)], ids=lambda s: s.name
 )
 @pytest.mark.parametrize("limits", [Limits(), Limits(max_batch_size=3, max_prompt_tokens=16)], ids=["wide", "narrow"])
 def test_on_a_scripted_clock_a_replay_is_the_simulation(setting: SimSetting, limits: Limits) -> None:
@@ -150,8 +150,8 @@ def test_priorities_and_deadlines_of_a_trace_are_the_requests(pair: SimpleNamesp
             llm.engine.scheduler.config, aging_s=1e9
         )  # no period ends while they come
         done = replay(llm, jobs, prompts, [SpecConfig()] * len(jobs), "plain")
-    told = simulate(UNIT, jobs, SimSetting(), limits).courses
-    assert order(one.finish_s for one in done.served) == order(course.finish_s for course in told) == [4, 2, 1, 0, 3]
+    told = simulate(UNIT, jobs, SimSetting(), limits).requests
+    assert order(one.finish_s for one in done.served) == order(request.finish_s for request in told) == [4, 2, 1, 0, 3]
 
 
 def order(times: Iterable[float]) -> list[int]:
@@ -227,10 +227,10 @@ def test_a_record_gives_back_the_run_it_is_of(pair: SimpleNamespace, drafter: st
         known = {drafter: records_from(llm, spec, found, found.answers)}
     profile = replace(UNIT, drafters={drafter: DrafterCost(Curve())})
     steps: list[Step] = []
-    ended = simulate(profile, [job], SimSetting(drafter, 4), Limits(), known=known, watch=steps.append)
+    ended = simulate(profile, [job], SimSetting((drafter,), 4), Limits(), known=known, watch=steps.append)
     assert [(s.num_rows, s.emitted) for s in steps] == [(s.step.num_rows, s.step.emitted) for s in found.run.steps]
-    assert ended.courses[0].num_accepted == found.run.outcome.num_accepted > 0
-    predicted, _ = predict(profile, [job], SimSetting(drafter, 4), known, ValidationPlan((), {}, Limits()))
+    assert ended.requests[0].num_accepted == found.run.outcome.num_accepted > 0
+    predicted, _ = predict(profile, [job], SimSetting((drafter,), 4), known, ValidationPlan((), {}, Limits()))
     assert predicted.emitted_per_step == found.run.outcome.emitted_per_step
 
 
@@ -251,13 +251,13 @@ def test_the_pace_is_the_median_of_steps(pair: SimpleNamespace) -> None:
         assert not llm.engine.has_work
 
 
-def test_a_replay_begins_with_a_controller_that_knows_nothing(pair: SimpleNamespace) -> None:
+def test_a_replay_begins_with_a_policy_that_knows_nothing(pair: SimpleNamespace) -> None:
     with LLM(pair.target, dtype="float32", profile="off") as llm:
         replay(llm, [Job(0.0, 4, 9)], [[1, 2, 3, 4]], [SpecConfig("ngram")], "before")
-        learnt = llm.engine.controller.policy
+        learnt = llm.engine.chooser.policy
         assert not learnt.target_cost.is_empty
         done = replay(llm, [Job(0.0, 1, 1)], [[1]], [SpecConfig()], "after")
-        assert llm.engine.controller.policy is not learnt
+        assert llm.engine.chooser.policy is not learnt
         assert len(done.steps) == 1
 
 
@@ -323,7 +323,12 @@ def test_settings_are_compared_on_traces(text_pair: SimpleNamespace) -> None:
     """The whole way on a tiny checkpoint: calibrated, simulated, run; what both count alike is equal."""
     jobs = [Job(0.002 * i, 8 + i, 6, ("code", "text")[i % 2]) for i in range(8)]
     words: list[str] = []
-    settings = (SimSetting(), SimSetting("ngram", 3), SimSetting("ngram", None), SimSetting("draft_model", None))
+    settings = (
+        SimSetting(),
+        SimSetting(("ngram",), 3),
+        SimSetting(("ngram",), None),
+        SimSetting(("draft_model",), None),
+    )
     specs = {"ngram": SpecConfig("ngram"), "draft_model": SpecConfig("draft_model", str(text_pair.draft))}
     with LLM(text_pair.target, dtype="float32") as llm:
         for spec in specs.values():
@@ -368,8 +373,8 @@ def test_records_of_a_slice_are_drawn_from() -> None:
     """Several answers under one name: each job goes the way of one, and all of them are met."""
     jobs = [Job(float(50 * i), 3, 30, "code") for i in range(20)]
     known = {"ngram": {"code": Records(tuple(Record((chain(2, kept),)) for kept in (0, 2)))}}
-    ended = simulate(UNIT, jobs, SimSetting("ngram", 2), Limits(), known=known)
-    assert {course.num_accepted for course in ended.courses} == {0, 20 - 1}
+    ended = simulate(UNIT, jobs, SimSetting(("ngram",), 2), Limits(), known=known)
+    assert {course.num_accepted for course in ended.requests} == {0, 20 - 1}
 
 
 def test_the_study_from_its_command_line(
