@@ -31,9 +31,9 @@ class PolicyConfig:
     """Every constant of the policy.
 
     - `most_num_draft`: guesses per request and round that are considered where the caller leaves the number open.
-    - `slack_share`, `first_slack_steps`: by how much decoding may fall behind plain decoding, as a share of the time, and
-      in plain steps at the start; `most_slack_steps`, `least_slack_steps`: gains are kept for later losses, and losses
-      for later gains, up to so many plain steps.
+    - `slack_share`, `first_slack_steps`: by how much decoding may fall behind plain decoding, as a share of the time,
+      and in plain steps at the start; `most_slack_steps`, `least_slack_steps`: gains are kept for later losses, and
+      losses for later gains, up to so many plain steps.
     - `decision_share`, `most_repeats`: share of the time that deciding may take; budgets are repeated until it is kept,
       for at most so many rounds.
     - `trial_share`, `most_trials`: share of the time that goes into trying again what did not pay, and requests at most
@@ -243,7 +243,8 @@ class BudgetPolicy:
     def _charge(self, step: StepOutcome, decision_s: float, preview_s: float) -> None:
         """Charge what open guesses and deciding made the step longer, and credit the tokens that they brought.
 
-        Of the drafters' time the share of requests whose number was set is not charged, nor what reading a new text took:
+        Of the drafters' time the share of requests whose number was set is not charged, nor what reading a new text
+        took:
         that is weighed against all that the request may still gain (`_entry_s`). A step in which nothing was left open,
         or nothing decided, is charged nothing.
         """
