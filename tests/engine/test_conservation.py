@@ -272,10 +272,10 @@ def check_many_requests(folders: dict[str, Path], tmp_path: Path, num_requests: 
     engine = engine_of(folders)
     with contextlib.closing(Trace(tmp_path / "trace.jsonl")) as trace:
         engine.watchers.append(trace)
-        _check_crowd(engine, num_requests)
+        _check_crowd(engine, folders, num_requests)
 
 
-def _check_crowd(engine: Engine, num_requests: int) -> None:
+def _check_crowd(engine: Engine, folders: dict[str, Path], num_requests: int) -> None:
     crowd = Crowd(engine, random.Random(7))
     models = [thing for thing in reachable(engine) if isinstance(thing, PagedModel)]
     assert len(models) == 8
