@@ -239,6 +239,7 @@ class BudgetPolicy:
         """Forget a request."""
         self.acceptance.finish(request_id)
         self._requests.pop(request_id, None)
+        self._open.discard(request_id)
 
     def _charge(self, step: StepOutcome, decision_s: float, preview_s: float) -> None:
         """Charge what open guesses and deciding made the step longer, and credit the tokens that they brought.

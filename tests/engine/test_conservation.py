@@ -4,6 +4,7 @@ on the crowd. proof/test_conservation.py sends ten thousand.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections import Counter, deque
@@ -269,7 +270,12 @@ def test_thousands_of_requests(folders: dict[str, Path], tmp_path: Path) -> None
 def check_many_requests(folders: dict[str, Path], tmp_path: Path, num_requests: int) -> None:
     """Blocks, leftovers and answers of `num_requests` requests that come, wait, leave and end in every way."""
     engine = engine_of(folders)
-    engine.watchers.append(Trace(tmp_path / "trace.jsonl"))
+    with contextlib.closing(Trace(tmp_path / "trace.jsonl")) as trace:
+        engine.watchers.append(trace)
+        _check_crowd(engine, folders, num_requests)
+
+
+def _check_crowd(engine: Engine, folders: dict[str, Path], num_requests: int) -> None:
     crowd = Crowd(engine, random.Random(7))
     models = [thing for thing in reachable(engine) if isinstance(thing, PagedModel)]
     assert len(models) == 8
