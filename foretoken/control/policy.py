@@ -34,7 +34,8 @@ class PolicyConfig:
     - `slack_share`, `first_slack_steps`: by how much decoding may fall behind plain decoding, as a share of the time,
       and in plain steps at the start; `most_slack_steps`, `least_slack_steps`: gains are kept for later losses, and
       losses for later gains, up to so many plain steps.
-    - `decision_share`, `most_repeats`: share of the time that deciding may take; budgets are repeated until it is kept,
+    - `decision_share`, `most_repeats`: share of the time that deciding may take (previews are paid from the account);
+      budgets are repeated until it is kept,
       for at most so many rounds.
     - `trial_share`, `most_trials`: share of the time that goes into trying again what did not pay, and requests at most
       that try one drafter in one round.
@@ -50,10 +51,10 @@ class PolicyConfig:
 
     most_num_draft: int = 24
     slack_share: float = 0.02
-    first_slack_steps: float = 1.0
+    first_slack_steps: float = 0.5
     most_slack_steps: float = 8.0
     least_slack_steps: float = -1.0
-    decision_share: float = 0.02
+    decision_share: float = 0.03
     most_repeats: int = 16
     trial_share: float = 0.01
     most_trials: int = 8
@@ -179,9 +180,8 @@ class BudgetPolicy:
         """See `Policy.observe_step`."""
         num_requests, draft_s = len(step.rounds), sum(step.draft_s.values())
         if self._mode == "decide":
-            took_s = decision_s + preview_s
-            known_s = self._overhead_s or took_s
-            self._overhead_s = _OVERHEAD_MEMORY * known_s + (1 - _OVERHEAD_MEMORY) * min(took_s, 2 * known_s)
+            known_s = self._overhead_s or decision_s
+            self._overhead_s = _OVERHEAD_MEMORY * known_s + (1 - _OVERHEAD_MEMORY) * min(decision_s, 2 * known_s)
             allowed_s = self.config.decision_share * (step.target_s + draft_s)
             self._repeats_left = min(self.config.most_repeats, int(self._overhead_s / max(allowed_s, 1e-9)))
         if not num_requests:
@@ -245,9 +245,8 @@ class BudgetPolicy:
         """Charge what open guesses and deciding made the step longer, and credit the tokens that they brought.
 
         Of the drafters' time the share of requests whose number was set is not charged, nor what reading a new text
-        took:
-        that is weighed against all that the request may still gain (`_entry_s`). A step in which nothing was left open,
-        or nothing decided, is charged nothing.
+        took: that is weighed against all that the request may still gain (`_entry_s`). A step in which nothing was left
+        open, or nothing decided, is charged nothing.
         """
         cost = self.step_costs.at(len(step.rounds))
         drafting = [one for one in step.rounds if one.budget.num_draft]
