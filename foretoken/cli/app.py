@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from foretoken.cli import audit, bench, chat, demo, generate, models, origins, plan, settings, simulate, train, widen
-from foretoken.cli.start import CLOSED_PIPE, INTERRUPTED, io_failure, print_version
+from foretoken.cli.exits import CLOSED_PIPE, INTERRUPTED, io_failure, print_version
 from foretoken.cli.usage import USAGE_ERROR, Group, show_usage_error
 from foretoken.cli.verb import Verb
 from foretoken.errors import ForetokenError

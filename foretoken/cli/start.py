@@ -13,11 +13,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-import foretoken
-
-INTERRUPTED = 130
-CLOSED_PIPE = 141  # the exit code of a program ended by SIGPIPE, as in `yes | head`
-_IO_FAILED = 4
+from foretoken.cli.exits import INTERRUPTED, io_failure, print_version, say
 
 
 class Terminated(SystemExit):
@@ -59,34 +55,12 @@ def main() -> None:
     sys.exit(_finish(code))
 
 
-def print_version() -> None:
-    """The program's name and version."""
-    print(f"foretoken {foretoken.__version__}")
-
-
 def _version_alone() -> int:
     try:
         print_version()
     except OSError as error:
         return io_failure(error)
     return 0
-
-
-def io_failure(error: OSError) -> int:
-    """Report what could not be read or written, and return the exit code; a closed pipe is not reported."""
-    if isinstance(error, BrokenPipeError):
-        return CLOSED_PIPE
-    if error.filename is None and error.strerror is not None:  # files have names
-        say(f"error: cannot write the output: {error.strerror}")
-    else:
-        say(f"error: input or output failed: {error}")
-    return _IO_FAILED
-
-
-def say(words: str) -> None:
-    """Write a line to standard error, if possible."""
-    with suppress(OSError):
-        print(words, file=sys.stderr, flush=True)
 
 
 def _finish(code: int) -> int:

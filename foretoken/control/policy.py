@@ -32,8 +32,8 @@ class PolicyConfig:
 
     - `most_num_draft`: guesses per request and round that are considered where the caller leaves the number open.
     - `slack_share`, `first_slack_steps`: by how much decoding may fall behind plain decoding, as a share of the time,
-      and in plain steps at the start; `most_slack_steps`, `least_slack_steps`: gains are kept for later losses, and
-      losses for later gains, up to so many plain steps.
+      and in plain steps when a request is new; `most_slack_steps`, `least_slack_steps`: gains are kept for later
+      losses, and losses for later gains, up to so many plain steps.
     - `decision_share`, `most_repeats`: share of the time that deciding may take (previews are paid from the account);
       budgets are repeated until it is kept,
       for at most so many rounds.
@@ -53,7 +53,7 @@ class PolicyConfig:
     slack_share: float = 0.02
     first_slack_steps: float = 0.5
     most_slack_steps: float = 8.0
-    least_slack_steps: float = -1.0
+    least_slack_steps: float = -0.5
     decision_share: float = 0.03
     most_repeats: int = 16
     trial_share: float = 0.01
@@ -128,7 +128,8 @@ class BudgetPolicy:
         self._mode: Literal["decide", "repeat", "plain"] = "decide"
         self._repeats_left = 0
         self._overhead_s = 0.0  # of one decision, of late
-        self._slack_s: float | None = None  # by which decoding is ahead, with what it may fall behind; None at first
+        self._slack_s = 0.0  # by which decoding is ahead of plain decoding, with what it may fall behind
+        self._joined = 0.0  # share of this round's requests that are new
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
         self._token_s = 0.0  # what a token takes without guesses
         self._worth_s = 0.0  # what a token takes of late, guesses and all
@@ -150,10 +151,7 @@ class BudgetPolicy:
         self._num_requests = len(request_ids)
         known = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
         due = self.config.plain_every
-        if (
-            self._since_plain.get(load_of(len(request_ids)), due - self.config.first_plain) >= due
-            or (self._slack_s or 0.0) < 0
-        ):
+        if self._since_plain.get(load_of(len(request_ids)), due - self.config.first_plain) >= due or self._slack_s < 0:
             self._mode = "plain"
         elif self._repeats_left > 0 and 4 * sum(one.budget is not None for one in known) >= 3 * len(request_ids):
             self._repeats_left -= 1
@@ -166,6 +164,7 @@ class BudgetPolicy:
         """What each request of the round may do."""
         self._num_requests = len(requests)
         self._open = {request.request_id for request in requests if request.is_open}
+        self._joined = sum(one.request_id not in self._requests for one in requests) / max(1, len(requests))
         for request in requests:
             self.acceptance.begin(request.request_id, request.slice)
             known = self._requests.setdefault(request.request_id, _RequestHistory())
@@ -260,9 +259,8 @@ class BudgetPolicy:
             read_s = self.draft_costs.read_s(drafter, step.num_read_tokens.get(drafter, 0))
             more_s += max(0.0, draft_s - read_s) * len(drafted) / len(drafting)
         gained = sum(len(one.emitted) - 1 for one in drafted) / len(step.rounds)
-        if self._slack_s is None:
-            self._slack_s = self.config.first_slack_steps * base_s
-        slack_s = self._slack_s + (self.config.slack_share + gained) * base_s - more_s
+        share = self.config.slack_share + self._joined * self.config.first_slack_steps
+        slack_s = self._slack_s + (share + gained) * base_s - more_s
         least_s, most_s = self.config.least_slack_steps * base_s, self.config.most_slack_steps * base_s
         self._slack_s = max(least_s, min(most_s, slack_s))
 
@@ -378,7 +376,7 @@ class BudgetPolicy:
             for request, pick in zip(requests, found.picks, strict=True)
             if pick is not None
         }
-        room_s = min(self._credit_s, self._slack_s or 0.0)
+        room_s = min(self._credit_s, self._slack_s)
         trials: dict[int, int] = {}
         num_tried: dict[Hashable, int] = {}
         for _, b, place in sorted(self._passed_over(requests, found), reverse=True):

@@ -27,10 +27,10 @@ from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.engine.admission import check_types
 from foretoken.engine.engine import Engine
+from foretoken.engine.faults import engine_error
 from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput, answer_of, unanswered
 from foretoken.engine.prompts import Prompt, as_prompt
-from foretoken.engine.recovery import engine_error
 from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.ticket import Ticket
 from foretoken.engine_config import EngineConfig

@@ -8,65 +8,32 @@ again while alone ends with an `EngineError`; the others continue together.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from foretoken.draft.group import DrafterGroup
+from foretoken.engine.faults import Faults, engine_error
 from foretoken.engine.request import RequestState
-from foretoken.engine.watch import Watcher
-from foretoken.errors import EngineError
-
-if TYPE_CHECKING:
-    from foretoken.engine.engine import Engine
-    from foretoken.engine.stats import EngineStats
+from foretoken.engine.scheduler import Scheduler
+from foretoken.engine.stats import EngineStats
 
 
-class Faults:
-    """Counts contained exceptions (`EngineStats.num_faults`) and warns about them."""
+class Recoverable(Protocol):
+    """What recovery needs of an engine."""
 
-    def __init__(self, stats: EngineStats) -> None:
-        self._stats = stats
+    scheduler: Scheduler
+    drafters: DrafterGroup
+    faults: Faults
+    stats: EngineStats
 
-    def tell(self, what: str, error: Exception, consequence: str) -> None:
-        """Count a fault and warn: the place, the error, and the consequence.
+    def release(self, state: RequestState) -> None:
+        """Forget a request."""
 
-        Where the caller's filters turn warnings into errors, the fault is only counted: generation continues.
-        """
-        self._stats.num_faults += 1
-        with suppress(Warning):
-            warnings.warn(f"{what} raised {type(error).__name__}: {error}; {consequence}", stacklevel=3)
-
-    @contextmanager
-    def contained(self, what: str, consequence: str) -> Iterator[None]:
-        """Run the body; an exception is counted and suppressed."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - contains any error
-            self.tell(what, error, consequence)
-
-    def watch(self, watchers: list[Watcher], call: Callable[[Watcher], None]) -> None:
-        """Call every observer; one that raises is removed and closed."""
-        for watcher in tuple(watchers):
-            try:
-                call(watcher)
-            except Exception as error:  # noqa: BLE001 - an observer must not fail a request
-                watchers[:] = [other for other in watchers if other is not watcher]
-                name = type(watcher).__name__
-                with self.contained(f"closing the observer {name}", "it is left open"):
-                    watcher.close()
-                self.tell(f"the observer {name}", error, "it is removed, and generation continues")
+    def fail(self, state: RequestState, error: Exception) -> None:
+        """End a request with an error."""
 
 
-def engine_error(what: str, error: BaseException) -> EngineError:
-    """The error of a request that cannot continue, with its cause attached."""
-    broken = EngineError(f"{what}: {type(error).__name__}: {error}")
-    broken.__cause__ = error
-    return broken
-
-
-def recover(engine: Engine, error: BaseException) -> None:
+def recover(engine: Recoverable, error: BaseException) -> None:
     """Restore the engine after a step that raised `error` in any phase.
 
     A `BaseException` that is not an `Exception` (an interrupt) is not the fault of a request: all continue together.
@@ -85,7 +52,7 @@ def recover(engine: Engine, error: BaseException) -> None:
         engine.faults.tell("a step of the engine", error, ends)
 
 
-def _run_again(engine: Engine, state: RequestState, alone: bool) -> None:
+def _run_again(engine: Recoverable, state: RequestState, alone: bool) -> None:
     """Queue a request again as it was before the step; its drafters restart from its text."""
     try:
         engine.scheduler.set_back(state, alone)

@@ -311,7 +311,7 @@ def test_a_name_that_no_file_can_have_is_an_error_like_any_other(foretoken: Run,
 
 # Programs of their own that answer in JSON, and what must speak before anything is imported: plain words, no text of
 # others.
-PROGRAMS = ("model/grammar_trial.py", "model/template_worker.py", "cli/start.py")
+PROGRAMS = ("model/grammar_trial.py", "model/template_worker.py", "cli/exits.py")
 
 
 def test_c1_all_printing_goes_through_one_package() -> None:

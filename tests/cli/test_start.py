@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import foretoken as package
-from foretoken.cli import start
+from foretoken.cli import exits, start
 from foretoken.cli.app import run
 from foretoken.engine.llm import LLM
 from tests.cli.conftest import Run
@@ -89,7 +89,7 @@ def test_c4_a_closed_pipe_is_quiet() -> None:
     os.close(reader)
     done = process("-m", "foretoken", "models", stdout=writer)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (start.CLOSED_PIPE, b"")
+    assert (done.returncode, done.stderr) == (exits.CLOSED_PIPE, b"")
 
 
 def test_c4_a_full_disk_is_4() -> None:
