@@ -177,7 +177,9 @@ class Crowd:
         """One request of one or more answers."""
         rng, params = self.rng, self.params()
         if len(self.kinds) == 0 or rng.random() < 1 / SEASON:
-            drawn = rng.sample(range(len(DRAFTING)), KINDS)
+            unseen = sorted(set(range(len(DRAFTING))) - self.drawn)
+            drawn = rng.sample(unseen if len(unseen) >= KINDS else range(len(DRAFTING)), KINDS)
+            drawn += unseen if len(unseen) < KINDS else []
             self.drawn.update(drawn)
             self.kinds = (SpecConfig(), *(DRAFTING[i] for i in drawn))
         spec = rng.choice(self.kinds)
@@ -300,7 +302,9 @@ def compare_with_alone(crowd: Crowd, folders: dict[str, Path]) -> None:
         request = state.request
         if state.rule not in ("greedy", "coupled") and not request.params.greedy:
             continue
-        other = alone.submit(request.prompt_ids, replace(request.params, seed=request.seed), SpecConfig())
+        other = alone.submit(
+            request.prompt_ids, replace(request.params, seed=request.seed, prediction=None), SpecConfig()
+        )
         while alone.has_work:
             alone.step()
         assert state.output_ids == other.output_ids[: len(state.output_ids)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,7 @@ def test_a_long_prompt_is_read_once_per_tenant(
             before = [cache.model.prefix_stats.num_found_tokens for cache, _ in each]
             for _, rows in each:
                 rows.clear()
-            told = llm.generate([prompt], params, spec_for(name, folders, tenant))[0].token_ids
+            told = llm.generate([prompt], replace(params, tenant=tenant), spec_for(name, folders))[0].token_ids
             assert told == expected or prompt != PROMPT
             return [
                 (sum(rows), cache.model.prefix_stats.num_found_tokens - was)

@@ -150,12 +150,12 @@ class Real:
         self.target_s = self.profile.step_s(self.rows, [e.start for e in entries], self.prompt_tokens)
         self.drafted -= {state.request_id for state in self.engine.scheduler.preempted}
         drafts, num_read = self.drafting([e for e in anchors.values() if e.num_draft])
-        self.draft_s = sum(drafts.values())
+        self.draft_s = sum(drafts.values()) + self.previews.seconds
         self.observe(replace(step, target_s=self.target_s, draft_s=drafts, num_read_tokens=num_read))
 
     def drafting(self, users: Sequence[BatchEntry]) -> tuple[dict[object, float], dict[object, int]]:
         """Seconds by drafter, and tokens that were new to it: a text that it has not seen is read first."""
-        drafts: dict[object, float] = {"previews": self.previews.seconds} if self.previews.seconds else {}
+        drafts: dict[object, float] = {}
         users = [e for e in users if not self.previews.of(e.request.request_id)]  # the others' time is spent already
         if not users:
             return drafts, {}
