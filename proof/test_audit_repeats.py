@@ -9,6 +9,7 @@ from foretoken.audit.checks import check_greedy, check_seeds
 from foretoken.audit.plan import AuditOptions
 from foretoken.audit.report import Check
 from foretoken.audit.session import Session
+from foretoken.control.policy import BudgetPolicy, PolicyConfig
 from tests.helpers.clock import jitter
 
 TURNS = 50
@@ -30,6 +31,8 @@ def test_w3_fifty_checks_of_equal_seeds_and_greedy_answers(monkeypatch: pytest.M
     checks: list[Check] = []
     session = Session(options, PROMPTS)
     with session.llm:
+        # By such a clock decoding would soon seem to fall behind plain decoding, and nothing would be guessed.
+        session.llm.engine.chooser.policy = BudgetPolicy(PolicyConfig(slack_share=1000.0, decision_share=1000.0))
         for turn in range(TURNS):
             jitter(monkeypatch, seed=turn)
             checks += check_seeds(session) + (check_greedy(session) if turn % 5 == 0 else [])
