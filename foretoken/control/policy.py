@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Literal, Protocol
 
 from foretoken.control.acceptance import Acceptance
@@ -37,14 +38,11 @@ class PolicyConfig:
     - `decision_share`, `most_repeats`: share of the time that deciding may take (previews are paid from the account);
       budgets are repeated until it is kept,
       for at most so many rounds.
-    - `trial_share`, `most_trials`: share of the time that goes into trying again what did not pay, and requests at most
-      that try one drafter in one round.
+    - `trial_share`: share of the time that goes into trying again what did not pay, one request in a round.
     - `first_guesses`: at most so many for a drafter whose cost is not known, by one request.
     - `first_plain`, `plain_every`: after so many steps with guesses one without is run, so that its cost is known;
       later after every so many.
     - `rate_memory`: weight of the past in the long-run token rate, per request and step.
-    - `free_rows`, `free_rows_each`: so many rows, and so many for each request, take as long as another step at least:
-      a low measurement by chance must not make rows free.
     - `first_rows`: rows beside the requests' own that may be run before anything is known; later twice the largest
       step.
     """
@@ -57,13 +55,10 @@ class PolicyConfig:
     decision_share: float = 0.03
     most_repeats: int = 16
     trial_share: float = 0.01
-    most_trials: int = 8
     first_guesses: int = 2
     first_plain: int = 4
     plain_every: int = 128
     rate_memory: float = 0.96
-    free_rows: int = 48
-    free_rows_each: int = 8
     first_rows: int = 8
 
 
@@ -292,10 +287,10 @@ class BudgetPolicy:
         self._worth_s = 1 / rate if rate else self._token_s
         step_s = self._step_times()
         found = allocate(demands, step_s, self._draft_s, rate)
-        trials = self._trials(requests, demands, found, step_s)
+        trial = self._trial(requests, demands, found, step_s)
         budgets = []
         for b, (request, pick, budget) in enumerate(zip(requests, found.picks, found.budgets, strict=True)):
-            place, count = (trials[b], 1) if b in trials else (pick, budget)
+            place, count = (trial[1], 1) if trial is not None and trial[0] == b else (pick, budget)
             budgets.append(NO_DRAFT if place is None else DraftBudget(request.options[place].number, count))
         return budgets
 
@@ -347,28 +342,24 @@ class BudgetPolicy:
 
     def _step_times(self) -> StepSeconds:
         """What a step takes by rows; rows far beyond what was ever run are tried in steps of twice as many."""
-        config, table, known, own_rows = self.config, self.target_cost, dict[float, float](), self._num_requests
-        own_s = table.seconds(own_rows)
-        least_s = own_s / (config.free_rows + config.free_rows_each * own_rows)
-        most_rows = 2 * max(table.largest, own_rows) + config.first_rows
+        table = self.target_cost
+        most_rows = 2 * max(table.largest, self._num_requests) + self.config.first_rows
 
+        @cache
         def step_s(num_rows: float) -> float:
-            if num_rows not in known:
-                least = own_s + least_s * (num_rows - own_rows)
-                known[num_rows] = max(table.seconds(num_rows), least) if num_rows <= most_rows else math.inf
-            return known[num_rows]
+            return table.seconds(num_rows) if num_rows <= most_rows else math.inf
 
         return step_s
 
     def _draft_s(self, drafter: Hashable, num_draft: int) -> float:
         return self.draft_costs.seconds(drafter, num_draft, self._num_users.get(drafter, 1))
 
-    def _trials(
+    def _trial(
         self, requests: Sequence[RequestOptions], demands: Sequence[Demand], found: Allocation, step_s: StepSeconds
-    ) -> dict[int, int]:
-        """Requests that give a guess to a drafter that was passed over, by its place: as many as there is time for.
+    ) -> tuple[int, int] | None:
+        """The request that tries a drafter which was passed over, and the place of its option: the one untried longest.
 
-        Most of what a drafter takes it takes once for all of them, and every one of them tells how good it is.
+        None while the seconds that trials may lose are spent.
         """
         rows = len(requests) + sum(found.budgets)
         running = {
@@ -376,30 +367,20 @@ class BudgetPolicy:
             for request, pick in zip(requests, found.picks, strict=True)
             if pick is not None
         }
-        room_s = min(self._credit_s, self._slack_s)
-        trials: dict[int, int] = {}
-        num_tried: dict[Hashable, int] = {}
         for _, b, place in sorted(self._passed_over(requests, found), reverse=True):
             request, option, pick = requests[b], requests[b].options[place], found.picks[b]
-            if b in trials or num_tried.get(option.drafter, 0) >= self.config.most_trials:
-                continue
-            candidates, budget = demands[b].candidates, found.budgets[b]
+            candidates = demands[b].candidates
             expected = candidates[place].emitted[0]
-            gain = expected - (sum(candidates[pick].emitted[:budget]) if pick is not None else 0.0)
+            gain = expected - (sum(candidates[pick].emitted[: found.budgets[b]]) if pick is not None else 0.0)
             more_s = max(0.0, step_s(rows + 1 + option.num_probe) - step_s(rows)) + self._entry_s(request, option)
             if option.drafter not in running:
                 more_s += self._draft_s(option.drafter, 1)
             loss_s = more_s - gain * self._worth_s
-            if loss_s > max(0.0, room_s):
-                continue
-            self._credit_s -= loss_s
-            room_s -= max(0.0, loss_s)
-            self._requests[request.request_id].trial_tokens = expected
-            trials[b] = place
-            rows += 1 + option.num_probe - budget
-            running.add(option.drafter)
-            num_tried[option.drafter] = num_tried.get(option.drafter, 0) + 1
-        return trials
+            if loss_s <= max(0.0, min(self._credit_s, self._slack_s)):
+                self._credit_s -= loss_s
+                self._requests[request.request_id].trial_tokens = expected
+                return b, place
+        return None
 
     def _passed_over(self, requests: Sequence[RequestOptions], found: Allocation) -> list[tuple[int, int, int]]:
         """Rounds since the last guess, request and place of the option, of those passed over that show no guesses."""

@@ -184,6 +184,18 @@ class Reads(Protocol):
 
 
 @runtime_checkable
+class FollowsText(Protocol):
+    """A drafter that needs nothing but the emitted tokens of rounds in which it did not draft.
+
+    Its `commit` is called for rounds in which it drafted only. What the other rounds emitted is handed over in one
+    piece before its next call, so that a drafter that is not asked takes no time.
+    """
+
+    def follow(self, request_id: int, tokens: Sequence[int]) -> None:
+        """Append tokens that rounds without a draft of this drafter emitted."""
+
+
+@runtime_checkable
 class Releases(Protocol):
     """A drafter that can free the cache of a request without forgetting the request."""
 

@@ -121,6 +121,10 @@ class DraftModelDrafter:
             self.model.rollback(sequence, entry.round_start + held)
         self._cache.publish_read()
 
+    def follow(self, request_id: int, tokens: Sequence[int]) -> None:
+        """See `base.FollowsText`: the tokens are run when something is drafted again."""
+        self._texts[request_id].extend(tokens)
+
     def release(self, request_id: int) -> None:
         """See `base.Releases`."""
         self._cache.release(request_id)

@@ -14,7 +14,7 @@ from foretoken.config import SpecConfig
 from foretoken.control.candidates import OptionTraits
 from foretoken.control.previews import Preview, PreviewAsk, Previews
 from foretoken.core import Batch, BatchEntry, Draft, Request, TapRequest, Verdict, empty_draft, merge_drafts
-from foretoken.draft.base import Drafter, DrafterKey, Feedback, Releases, Taps, variants_of
+from foretoken.draft.base import Drafter, DrafterKey, Feedback, FollowsText, Releases, Taps, variants_of
 from foretoken.draft.boundary import check_tree, draft_faults
 from foretoken.draft.deadline import Deadline
 from foretoken.draft.failures import DrafterFailures
@@ -72,12 +72,18 @@ def _wants_taps(kind: type) -> bool:
 
 @dataclass(frozen=True)
 class _Routed:
-    """The options of one request: the drafter of each, its configuration, the request under it, and its traits."""
+    """The options of one request: the drafter of each, its configuration, the request under it, and its traits.
+
+    `emitted` are all of the request's tokens so far; of them each drafter that only follows the text has been told the
+    first `num_told`.
+    """
 
     keys: tuple[DrafterKey, ...]
     specs: tuple[SpecConfig, ...]
     requests: tuple[Request, ...]
     traits: tuple[OptionTraits, ...]
+    emitted: list[int]
+    num_told: dict[DrafterKey, int]
 
 
 class DrafterGroup:
@@ -121,6 +127,8 @@ class DrafterGroup:
             specs=tuple(specs),
             requests=tuple(request if spec is request.spec else replace(request, spec=spec) for spec in specs),
             traits=tuple(self._traits(key, spec) for key, spec in zip(keys, specs, strict=True)),
+            emitted=[],
+            num_told={key: 0 for key in base if isinstance(self.drafters[key], FollowsText)},
         )
         for key, spec in base.items():
             drafter, own = self.drafters[key], replace(request, spec=spec)
@@ -155,6 +163,8 @@ class DrafterGroup:
             began = time.perf_counter()
             key = self._requests[ask.request_id].keys[ask.option]
             drafter = self.drafters[key]
+            if not self._tell(key, ask.request_id):
+                continue
             own = replace(self._under(entries[ask.request_id], ask.option), num_draft=ask.num_draft)
             call = partial(self._checked_tree, cast(Lookup, drafter), own)
             tree = self.failures.attempt(key, drafter, [ask.request_id], call) or EMPTY
@@ -173,11 +183,12 @@ class DrafterGroup:
         parts: list[tuple[Sequence[int], Draft]] = [([b], _chain(tokens)) for b, tokens in forced.items()]
         self.num_read_tokens = {}
         for key, routed in self._proposers(entries).items():
-            free = {b: entry for b, entry in routed.items() if b not in forced}
-            if any(entry.num_draft for entry in free.values()):
-                began = time.perf_counter()
+            began = time.perf_counter()
+            told = {b: entry for b, entry in routed.items() if self._tell(key, entry.request.request_id)}
+            free = {b: entry for b, entry in told.items() if b not in forced}
+            if free:
                 parts += self._sound_guesses(key, free)
-                self.spent_s[key] = self.spent_s.get(key, 0.0) + time.perf_counter() - began
+            self.spent_s[key] = self.spent_s.get(key, 0.0) + time.perf_counter() - began
         return merge_drafts(len(entries), parts, self.device) if parts else empty_draft(len(entries), self.device)
 
     def taps(self) -> TapRequest:
@@ -204,6 +215,8 @@ class DrafterGroup:
         for key, (seconds, num_tokens) in self.hidden_states.deliver(batch, draft, verdict, feedback).items():
             self.spent_s[key] = self.spent_s.get(key, 0.0) + seconds
             self.num_read_tokens[key] = self.num_read_tokens.get(key, 0) + num_tokens
+        for b, entry in enumerate(entries):
+            self._requests[entry.request.request_id].emitted.extend(verdict.emitted(b))
         for key, routed in self._followers(entries).items():
             began, drafter = time.perf_counter(), self.drafters[key]
             if len(routed) == len(entries):
@@ -212,6 +225,9 @@ class DrafterGroup:
                 call = partial(self._commit_some, drafter, routed, draft, verdict, feedback)
             users = [entry.request.request_id for entry in routed.values()]
             self.failures.attempt(key, drafter, users, call, must_succeed=True)
+            for own in (self._requests[request_id] for request_id in users):
+                if key in own.num_told:
+                    own.num_told[key] = len(own.emitted)
             self.spent_s[key] = self.spent_s.get(key, 0.0) + time.perf_counter() - began
 
     def _commit_some(
@@ -245,11 +261,22 @@ class DrafterGroup:
         request_id = request.request_id
         self._shown.pop(request_id, None)
         self.hidden_states.finish(request_id)
-        for key in dict.fromkeys(self._requests.pop(request_id).keys):
+        for key in dict.fromkeys(self._requests[request_id].keys):
             drafter = self.drafters[key]
-            if not self.failures.is_off(request_id, key):
+            if self._tell(key, request_id):
                 self.failures.attempt(key, drafter, [request_id], partial(drafter.finish, request_id))
+        del self._requests[request_id]
         self.failures.finish(request_id)
+
+    def _tell(self, key: DrafterKey, request_id: int) -> bool:
+        """Hand over what was emitted while the drafter only followed the text; False if it is off for the request."""
+        routed, drafter = self._requests[request_id], self.drafters[key]
+        told, count = routed.num_told.get(key, -1), len(routed.emitted)
+        if 0 <= told < count and not self.failures.is_off(request_id, key):
+            routed.num_told[key] = count
+            call = partial(cast(FollowsText, drafter).follow, request_id, routed.emitted[told:])
+            self.failures.attempt(key, drafter, [request_id], call, must_succeed=True)
+        return not self.failures.is_off(request_id, key)
 
     def _sound_guesses(self, key: DrafterKey, routed: Mapping[int, BatchEntry]) -> list[tuple[Sequence[int], Draft]]:
         """What one drafter guesses, as (places in the batch, draft), without requests whose guesses cannot be used."""
@@ -314,16 +341,19 @@ class DrafterGroup:
         return routes
 
     def _followers(self, entries: Sequence[BatchEntry]) -> dict[DrafterKey, dict[int, BatchEntry]]:
-        """Which drafters must hear what was emitted; one that guessed hears it under the configuration it guessed
-        with.
+        """Which drafters must hear at once what was emitted: those that guessed, under the configuration they guessed
+        with, and of the others those that need more than the text.
         """
         routes: dict[DrafterKey, dict[int, BatchEntry]] = {}
         for b, entry in enumerate(entries):
             request_id = entry.request.request_id
-            for option, key in enumerate(self._requests[request_id].keys):
-                if (option == entry.option or b not in routes.get(key, {})) and not self.failures.is_off(
-                    request_id, key
-                ):
+            routed = self._requests[request_id]
+            for option, key in enumerate(routed.keys):
+                if key in routed.num_told:
+                    hears = option == entry.option and entry.num_draft > 0
+                else:
+                    hears = option == entry.option or b not in routes.get(key, {})
+                if hears and not self.failures.is_off(request_id, key):
                     routes.setdefault(key, {})[b] = self._under(entry, option)
         return routes
 

@@ -46,6 +46,10 @@ class NgramDrafter:
         for b, entry in enumerate(batch.decoding):
             self._indexes[entry.request.request_id].extend(verdict.emitted(b))
 
+    def follow(self, request_id: int, tokens: Sequence[int]) -> None:
+        """See `base.FollowsText`."""
+        self._indexes[request_id].extend(tokens)
+
     def finish(self, request_id: int) -> None:
         """Drop the index."""
         del self._indexes[request_id]

@@ -93,6 +93,10 @@ class PredictedDrafter:
         for b, entry in enumerate(batch.decoding):
             self._cursors[entry.request.request_id].advance(verdict.emitted(b))
 
+    def follow(self, request_id: int, tokens: Sequence[int]) -> None:
+        """See `base.FollowsText`."""
+        self._cursors[request_id].advance(tokens)
+
     def finish(self, request_id: int) -> None:
         """Drop the prediction."""
         del self._cursors[request_id]

@@ -110,6 +110,10 @@ class SuffixDrafter:
         for b, entry in enumerate(batch.decoding):
             self._indexes[entry.request.request_id].extend(verdict.emitted(b))
 
+    def follow(self, request_id: int, tokens: Sequence[int]) -> None:
+        """See `base.FollowsText`."""
+        self._indexes[request_id].extend(tokens)
+
     def finish(self, request_id: int) -> None:
         """Move the answer, with the words before it, into the store of its tenant."""
         index, request = self._indexes.pop(request_id), self._requests.pop(request_id)

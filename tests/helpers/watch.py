@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from foretoken.core import Batch, Draft, Request, Verdict
-from foretoken.draft.base import Drafter, Feedback, Reads, Releases, Taps
+from foretoken.draft.base import Drafter, Feedback, FollowsText, Reads, Releases, Taps
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
@@ -34,6 +34,15 @@ class Watched:
         self.num_drafted = self.num_full_rounds = self.num_trees = self.num_probed = self.num_walks = (
             self.num_walks_to_a_leaf
         ) = 0
+        if isinstance(inner, FollowsText):
+            self.follow = self._follow  # on the instance: the engine asks each drafter whether it follows
+
+    def _follow(self, request_id: int, tokens: Sequence[int]) -> None:
+        assert isinstance(self.inner, FollowsText)
+        assert tokens, "nothing to follow"
+        self.texts[request_id] += tokens
+        self.inner.follow(request_id, tokens)
+        STATE_CHECKS[type(self.inner)](self.inner, request_id, self.texts[request_id], 0, 0)
 
     def start(self, request: Request) -> None:
         self.texts[request.request_id] = list(request.prompt_ids)
