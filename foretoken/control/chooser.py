@@ -18,7 +18,7 @@ from foretoken.control.candidates import (
     StepOutcome,
     weight_of,
 )
-from foretoken.control.policy import BudgetPolicy, Policy, PolicyConfig
+from foretoken.control.policy import BudgetPolicy, Mode, Policy, PolicyConfig
 from foretoken.control.previews import PreviewAsk, Previews
 from foretoken.control.routing import Routing, RoutingRules
 
@@ -42,12 +42,14 @@ class Chooser:
         self._last_num_draft: dict[int, int] = {}
         self._num_probed: dict[int, int] = {}  # probes that came with a request's last guesses
         self._overhead_s = 0.0
+        self._mode: Mode = "decide"
 
     def begin(self, requests: Sequence[RequestView]) -> list[PreviewAsk]:
         """What drafters should show for `requests`, which decode next: nothing where the last budgets are repeated."""
         began = self.clock()
         asks: list[PreviewAsk] = []
-        if self.policy.decides([request.request_id for request in requests]):
+        self._mode = self.policy.begin([request.request_id for request in requests])
+        if self._mode == "decide":
             for request in requests:
                 asks += self._asks(request, len(requests))
         self._overhead_s = self.clock() - began
@@ -114,7 +116,7 @@ class Chooser:
         """What a request may do."""
         most, is_open = self._most(request), request.num_draft is None
         options: list[DrafterOption] = []
-        if most and not (is_open and self._is_routed_away(request, num_running)):
+        if most and not (is_open and (self._mode == "plain" or self._is_routed_away(request, num_running))):
             shown = self._previews.of(request.request_id)
             for number, traits in enumerate(request.options):
                 if number in request.disabled:

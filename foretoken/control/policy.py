@@ -62,6 +62,9 @@ class PolicyConfig:
     first_rows: int = 8
 
 
+Mode = Literal["decide", "repeat", "plain"]
+
+
 class Policy(Protocol):
     """Decides numbers of guesses before a round, and learns from finished rounds."""
 
@@ -69,8 +72,8 @@ class Policy(Protocol):
     def target_cost(self) -> CostTable:
         """Seconds of a step of the target by rows."""
 
-    def decides(self, request_ids: Sequence[int]) -> bool:
-        """Asked first in every round: whether previews are wanted because budgets are chosen anew."""
+    def begin(self, request_ids: Sequence[int]) -> Mode:
+        """Called first in every round: whether budgets that are open are chosen anew, repeated, or zero."""
 
     def plan(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
         """What each request of the round may do."""
@@ -120,7 +123,7 @@ class BudgetPolicy:
         self._num_requests = 1  # of the round that is planned or was last
         self._open: set[int] = set()  # requests of this round whose number of guesses is left open
         self._num_users: dict[Hashable, int] = {}  # requests that may use a drafter in this round
-        self._mode: Literal["decide", "repeat", "plain"] = "decide"
+        self._mode: Mode = "decide"
         self._repeats_left = 0
         self._overhead_s = 0.0  # of one decision, of late
         self._slack_s = 0.0  # by which decoding is ahead of plain decoding, with what it may fall behind
@@ -141,8 +144,8 @@ class BudgetPolicy:
         """Seconds of a step of the target by rows, at the present number of requests."""
         return self.step_costs.at(self._num_requests)
 
-    def decides(self, request_ids: Sequence[int]) -> bool:
-        """See `Policy.decides`."""
+    def begin(self, request_ids: Sequence[int]) -> Mode:
+        """See `Policy.begin`."""
         self._num_requests = len(request_ids)
         known = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
         due = self.config.plain_every
@@ -153,7 +156,7 @@ class BudgetPolicy:
             self._mode = "repeat"
         else:
             self._mode = "decide"
-        return self._mode == "decide"
+        return self._mode
 
     def plan(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
         """What each request of the round may do."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from foretoken.control.candidates import NO_DRAFT, DraftBudget, RequestOptions, StepOutcome
 from foretoken.control.cost import CostTable
-from foretoken.control.policy import Policy
+from foretoken.control.policy import Mode, Policy
 from foretoken.control.previews import Preview
 from foretoken.errors import InputError
 from foretoken.params import is_count
@@ -51,9 +51,9 @@ class _RivalPolicy:
         }
         return grants
 
-    def decides(self, request_ids: Sequence[int]) -> bool:
+    def begin(self, request_ids: Sequence[int]) -> Mode:
         """In every round."""
-        return True
+        return "decide"
 
     def observe_step(self, step: StepOutcome, decision_s: float, preview_s: float) -> None:
         """Record the step's cost."""

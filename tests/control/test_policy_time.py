@@ -123,7 +123,7 @@ def test_numbers_that_were_set_are_not_charged_to_those_left_open() -> None:
     options = tuple(DrafterOption(number, drafter, 4) for number, drafter in enumerate("ab"))
     requests = [RequestOptions(0, options, is_open=False)]
     for turn in range(60):
-        policy.decides([0])
+        policy.begin([0])
         assert turn < 8 or policy._mode == "decide"  # but for the first step without open guesses
         (given,) = policy.plan(requests)
         assert given.num_draft == 4

@@ -19,7 +19,7 @@ def options_of(
 
 def plan(policy: Policy, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
     """What each may do."""
-    policy.decides([request.request_id for request in requests])
+    policy.begin([request.request_id for request in requests])
     return policy.plan(requests)
 
 
