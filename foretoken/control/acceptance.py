@@ -1,8 +1,9 @@
 """How likely guesses are to be emitted, learnt from finished rounds: by drafter, slice of text, place and request.
 
 What is estimated is the chance of each guess given that the one before it on its path was emitted: a guess behind a
-rejected one was not judged. How that chance depends on the place in the draft (`PlaceRates`), or on the chance that a
-lookup names (`ChanceRates`), belongs to the drafter and the slice and is learnt from all their requests.
+rejected one was not judged. It depends on the place in the draft (`PlaceRates`), or on the chance that a lookup names
+(`ChanceRates`). Both are counted for each request, each slice and all texts; the wider count is the prior of the
+narrower one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from foretoken.control.previews import Preview
 
 _KEEP = 0.98  # weight of the past per observation of a place: about the last fifty count
 _KEEP_CHANCES = 0.995  # weight of the past per guess of a class
+_KEEP_UNSEEN = 0.995  # per round, of places beyond the budget: one that failed by chance is tried again some day
+_KEEP_REQUEST = 0.9  # per observation of one request: its text may change
 _PRIOR_ROUNDS = 3.0  # observations that the prior of a place counts as
 _PRIOR_GUESSES = 6.0  # guesses that the prior of a class counts as
 _FIRST_CHANCE = 0.6  # of any guess, before anything is known
@@ -36,21 +39,27 @@ class _Place:
     judged: float = 0.0
     emitted: float = 0.0
 
-    def fade(self) -> None:
-        self.offered, self.drafted = _KEEP * self.offered, _KEEP * self.drafted
-        self.judged, self.emitted = _KEEP * self.judged, _KEEP * self.emitted
+    def fade(self, keep: float) -> None:
+        self.offered, self.drafted = keep * self.offered, keep * self.drafted
+        self.judged, self.emitted = keep * self.judged, keep * self.emitted
 
 
 @dataclass(eq=False)
 class PlaceRates:
-    """Acceptance by place, over many requests; `prior` is the same over more of them.
+    """Acceptance by place; `prior` is the same over more texts. The past has the weight `keep` per observation.
 
     Place k is the k-th node in the drafter's own order, best first: a smaller budget is a prefix of a larger one, for
     chains and for trees alike.
     """
 
     prior: PlaceRates | None = None
+    keep: float = _KEEP
     _places: list[_Place] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no round was seen."""
+        return not self._places
 
     def observe(self, num_offered: int, chances: Sequence[float], parents: Sequence[int]) -> None:
         """Take in a round with a budget of `num_offered` guesses; those made were emitted with `chances`, in order.
@@ -59,12 +68,13 @@ class PlaceRates:
         """
         while len(self._places) < num_offered:
             self._places.append(_Place(len(self._places) - 1))
-        for k, place in enumerate(self._places[:num_offered]):
-            place.fade()
-            place.offered += 1
-            if k < len(chances):
-                place.drafted += 1
-                place.parent = parents[k]
+        for k, place in enumerate(self._places):
+            place.fade(self.keep if k < num_offered else _KEEP_UNSEEN)
+            if k < num_offered:
+                place.offered += 1
+                if k < len(chances):
+                    place.drafted += 1
+                    place.parent = parents[k]
         for k, chance in judged(num_offered, chances, self.parents(num_offered)):
             self._places[k].judged += 1
             self._places[k].emitted += chance
@@ -104,6 +114,7 @@ class ChanceRates:
     """
 
     prior: ChanceRates | None = None
+    keep: float = _KEEP_CHANCES
     _right: list[float] = field(default_factory=lambda: [0.0] * (2 * _CLASSES))
     _judged: list[float] = field(default_factory=lambda: [0.0] * (2 * _CLASSES))
 
@@ -116,26 +127,36 @@ class ChanceRates:
         for parent, step, right in zip(preview.parents, preview.steps, found, strict=True):
             if right is not None:
                 place = _class_of(parent, step)
-                self._right[place] = _KEEP_CHANCES * self._right[place] + right
-                self._judged[place] = _KEEP_CHANCES * self._judged[place] + 1
+                self._right[place] = self.keep * self._right[place] + right
+                self._judged[place] = self.keep * self._judged[place] + 1
 
     def _rate(self, place: int) -> float:
         before = _MIDDLES[place % _CLASSES] if self.prior is None else self.prior._rate(place)
         return (self._right[place] + _PRIOR_GUESSES * before) / (self._judged[place] + _PRIOR_GUESSES)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Rates:
-    """What is known of many requests together, by drafter."""
+    """What is known of one request, one slice or all texts, by drafter."""
 
+    prior: _Rates | None = None
+    is_request: bool = False
     places: dict[Hashable, PlaceRates] = field(default_factory=dict)
     chances: dict[Hashable, ChanceRates] = field(default_factory=dict)
 
+    def places_of(self, drafter: Hashable) -> PlaceRates:
+        """Begun when they are asked for the first time."""
+        if drafter not in self.places:
+            prior = None if self.prior is None else self.prior.places_of(drafter)
+            self.places[drafter] = PlaceRates(prior, _KEEP_REQUEST if self.is_request else _KEEP)
+        return self.places[drafter]
 
-@dataclass
-class _RequestAcceptance:
-    slice: str
-    seen: set[Hashable] = field(default_factory=set)  # drafters that guessed for it
+    def chances_of(self, drafter: Hashable) -> ChanceRates:
+        """Begun when they are asked for the first time."""
+        if drafter not in self.chances:
+            prior = None if self.prior is None else self.prior.chances_of(drafter)
+            self.chances[drafter] = ChanceRates(prior, _KEEP_REQUEST if self.is_request else _KEEP_CHANCES)
+        return self.chances[drafter]
 
 
 class Acceptance:
@@ -147,16 +168,16 @@ class Acceptance:
     def __init__(self) -> None:
         self._every = _Rates()
         self._slices: OrderedDict[str, _Rates] = OrderedDict()  # used last at the end
-        self._requests: dict[int, _RequestAcceptance] = {}
+        self._requests: dict[int, _Rates] = {}
 
     def begin(self, request_id: int, slice_: str) -> None:
         """Keep estimates for a request; nothing happens if they are kept already."""
         if request_id not in self._requests:
-            self._requests[request_id] = _RequestAcceptance(slice_)
+            self._requests[request_id] = _Rates(self._of_slice(slice_), is_request=True)
 
     def of_places(self, request_id: int, drafter: Hashable, num_places: int) -> tuple[list[float], list[float]]:
         """For each of the first places: the share of rounds in which a guess is made, and in which it is emitted."""
-        rates = self._places(request_id, drafter)
+        rates = self._requests[request_id].places_of(drafter)
         drafted, once = rates.estimates(num_places)
         emitted: list[float] = []
         for k, parent in enumerate(rates.parents(num_places)):
@@ -167,7 +188,8 @@ class Acceptance:
     def of_preview(self, request_id: int, drafter: Hashable, preview: Preview) -> list[float]:
         """The chance of each guess that is shown to be emitted."""
         emitted: list[float] = []
-        for parent, rate in zip(preview.parents, self._chances(request_id, drafter).rates(preview), strict=True):
+        rates = self._requests[request_id].chances_of(drafter).rates(preview)
+        for parent, rate in zip(preview.parents, rates, strict=True):
             emitted.append(rate * (emitted[parent] if parent >= 0 else 1.0))
         return emitted
 
@@ -176,11 +198,10 @@ class Acceptance:
     ) -> None:
         """Take in a round without a preview: for each guess the chance with which it was emitted."""
         num_offered = min(max(num_offered, len(chances)), _MOST_PLACES)
-        rates: PlaceRates | None = self._places(request_id, drafter)
+        rates: PlaceRates | None = self._requests[request_id].places_of(drafter)
         assert rates is not None
         own_parents = rates.parents(num_offered)
         own_parents[: len(parents)] = parents
-        self._requests[request_id].seen.add(drafter)
         while rates is not None:
             rates.observe(num_offered, chances, own_parents)
             rates = rates.prior
@@ -189,29 +210,18 @@ class Acceptance:
         self, request_id: int, drafter: Hashable, preview: Preview, found: Sequence[bool | None]
     ) -> None:
         """Take in what became of guesses that were shown, used or not: True right, None not judged."""
-        rates: ChanceRates | None = self._chances(request_id, drafter)
-        assert rates is not None
+        rates: ChanceRates | None = self._requests[request_id].chances_of(drafter)
         while rates is not None:
             rates.observe(preview, found)
             rates = rates.prior
 
     def is_new(self, request_id: int, drafter: Hashable) -> bool:
         """Whether no round of this drafter was seen for the request."""
-        return request_id not in self._requests or drafter not in self._requests[request_id].seen
+        return request_id not in self._requests or self._requests[request_id].places_of(drafter).is_empty
 
     def finish(self, request_id: int) -> None:
         """Forget a request."""
         self._requests.pop(request_id, None)
-
-    def _places(self, request_id: int, drafter: Hashable) -> PlaceRates:
-        every = self._every.places.setdefault(drafter, PlaceRates())
-        own = self._of_slice(self._requests[request_id].slice)
-        return every if own is self._every else own.places.setdefault(drafter, PlaceRates(every))
-
-    def _chances(self, request_id: int, drafter: Hashable) -> ChanceRates:
-        every = self._every.chances.setdefault(drafter, ChanceRates())
-        own = self._of_slice(self._requests[request_id].slice)
-        return every if own is self._every else own.chances.setdefault(drafter, ChanceRates(every))
 
     def _of_slice(self, slice_: str) -> _Rates:
         """What is known of texts of one slice; the empty name is all texts. The slice unused longest goes first."""

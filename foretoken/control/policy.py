@@ -54,7 +54,7 @@ class PolicyConfig:
     least_slack_steps: float = -0.5
     decision_share: float = 0.03
     most_repeats: int = 16
-    trial_share: float = 0.01
+    trial_share: float = 0.005
     first_guesses: int = 2
     first_plain: int = 4
     plain_every: int = 128

@@ -105,7 +105,12 @@ def _write(study: Study, outcomes: list[Outcome], command: str, interrupted: boo
             for name, one in study.profiles.items()
         },
         "ablations": {
-            one.name: {"about": one.about, "config": one.config, "constants": one.constants} for one in study.ablations
+            one.name: {
+                "about": one.about,
+                "config": one.config,
+                "constants": {name: "changed" if callable(value) else value for name, value in one.constants.items()},
+            }
+            for one in study.ablations
         },
     }
     raw, page = folder / f"{stem}.json", folder / f"{stem}.md"

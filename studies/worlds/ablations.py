@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
+from foretoken.control.acceptance import _KEEP_REQUEST, ChanceRates, PlaceRates
 from foretoken.control.policy import PolicyConfig
 
 _NEVER = 1 << 40
@@ -29,6 +30,11 @@ class Ablation:
         return replace(PolicyConfig(), **self.config)
 
 
+def _shared(kind: type[PlaceRates] | type[ChanceRates]) -> Callable[..., Any]:
+    """Makes rates of `kind`, but for a request it gives those of its slice."""
+    return lambda prior=None, keep=0.0: prior if keep == _KEEP_REQUEST and prior is not None else kind(prior, keep)
+
+
 FULL = Ablation("full", "the policy as it is")
 ABLATIONS: tuple[Ablation, ...] = (
     Ablation(
@@ -38,7 +44,8 @@ ABLATIONS: tuple[Ablation, ...] = (
     ),
     Ablation("no_kept_gains", "gains are not kept for later losses", {"most_slack_steps": 0.25}),
     Ablation("no_repeats", "budgets are decided anew in every round", {"most_repeats": 0}),
-    Ablation("no_trials", "drafters that were passed over are not tried again", {"trial_share": 0.0, "most_trials": 0}),
+    Ablation("no_trials", "drafters that were passed over are not tried again", {"trial_share": 0.0}),
+    Ablation("more_trials", "twice the time for trials", {"trial_share": 0.01}),
     Ablation("no_first_guesses", "a drafter of unknown cost may guess as much as any", {"first_guesses": 24}),
     Ablation(
         "no_plain_steps",
@@ -46,15 +53,15 @@ ABLATIONS: tuple[Ablation, ...] = (
         {"first_plain": _NEVER, "plain_every": _NEVER},
     ),
     Ablation("no_rate_memory", "the token rate is that of the last step", {"rate_memory": 0.0}),
-    Ablation("free_rows", "rows that measured as free are free", {"free_rows": _NEVER}),
     Ablation("no_first_rows", "any number of rows may be run at once", {"first_rows": 1 << 20}),
     Ablation(
-        "no_odds_shift",
+        "no_request_rates",
         "requests are taken to be like all others of their slice",
-        constants={"acceptance._SHIFT_VARIANCE": 1e-9, "acceptance._DRIFTS": (1e-12, 1e-12)},
+        constants={"acceptance.PlaceRates": _shared(PlaceRates), "acceptance.ChanceRates": _shared(ChanceRates)},
     ),
-    Ablation("slow_odds_shift", "one filter, slow", constants={"acceptance._DRIFTS": (0.0005, 0.0005)}),
-    Ablation("fast_odds_shift", "one filter, fast", constants={"acceptance._DRIFTS": (0.3, 0.3)}),
+    Ablation(
+        "slow_request_rates", "a request's counts have a long memory", constants={"acceptance._KEEP_REQUEST": 0.98}
+    ),
     Ablation(
         "no_chance_rates",
         "the chances that lookups name are not corrected by class",

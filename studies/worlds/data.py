@@ -12,7 +12,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,25 @@ class Recording:
         return tuple(dict.fromkeys(one.slice for one in self.answers))
 
     def of(self, name: str) -> list[RecordedAnswer]:
-        """The answers of a slice."""
-        return [one for one in self.answers if one.slice == name]
+        """The answers of a slice; of "A>B" answers of A that go on as answers of B."""
+        first, *rest = ([one for one in self.answers if one.slice == part] for part in name.split(">"))
+        for others in rest:
+            first = [joined(one, other) for one, other in zip(first, others, strict=True)]
+        return first
+
+
+def joined(one: RecordedAnswer, other: RecordedAnswer) -> RecordedAnswer:
+    """An answer that goes on as another one; at the joint nothing is guessed."""
+    looks = {
+        name: Looks(
+            max(own.look_s, other.looks[name].look_s), (*own.places, Look((), (), ()), *other.looks[name].places)
+        )
+        for name, own in one.looks.items()
+    }
+    chains = {name: (*own, (), *other.chains[name]) for name, own in one.chains.items()}
+    return replace(
+        one, slice=f"{one.slice}>{other.slice}", tokens=(*one.tokens, *other.tokens), looks=looks, chains=chains
+    )
 
 
 def save(recording: Recording, path: Path = ANSWERS) -> None:

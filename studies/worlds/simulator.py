@@ -16,7 +16,7 @@ from foretoken.simulate.records import Record, Records, chain, told
 from foretoken.simulate.setting import Limits, parse_setting
 from foretoken.simulate.sim_request import Known
 from foretoken.simulate.simulate import simulate
-from studies.worlds.data import RecordedAnswer, Recording
+from studies.worlds.data import Look, RecordedAnswer, Recording
 from studies.worlds.record import PROMPT_TOKENS
 from studies.worlds.worlds import World
 
@@ -25,6 +25,8 @@ FIXED = tuple(f"{drafter}-{number}" for drafter in DRAFTERS for number in (2, 3,
 PLAIN = "plain"
 _MAX_PROMPT_TOKENS = 4096
 _PAUSE_SHARE, _PAUSE = 0.004, 3.0  # of the steps take so many times as long: machines pause
+_DISTURBED_NOISE, _DISTURBED_PAUSE_SHARE, _DISTURBED_PAUSE = 0.15, 0.02, 8.0
+_SLOW, _PERIOD = 1.8, 100  # a disturbed machine is so much slower in every second period of so many calls
 _WAVES, _LEAST_JOBS = 2, 8
 
 
@@ -47,12 +49,31 @@ class Machine:
     config: PolicyConfig | None = None
 
 
+@dataclass
+class Scatter:
+    """By what factor a call takes longer than the profile says; `disturbance` is shared by target and drafters."""
+
+    rng: random.Random
+    noise: float
+    disturbance: list[int] | None = None  # calls so far, where other work disturbs the machine
+
+    def factor(self) -> float:
+        """Of the next call."""
+        if self.disturbance is None:
+            pauses = self.rng.random() < _PAUSE_SHARE
+            return max(0.5, self.rng.gauss(1.0, self.noise)) * (_PAUSE if pauses else 1.0)
+        self.disturbance[0] += 1
+        pauses = self.rng.random() < _DISTURBED_PAUSE_SHARE
+        slow = _SLOW if self.disturbance[0] // _PERIOD % 2 else 1.0
+        return slow * max(0.5, self.rng.gauss(1.0, _DISTURBED_NOISE)) * (_DISTURBED_PAUSE if pauses else 1.0)
+
+
 def run(world: World, setting: str, machine: Machine, known: Known, answer_tokens: int, seed: int) -> Result:
     """Simulate a world under a setting; steps scatter alike in all settings of a seed."""
     count = max(_WAVES * world.num_requests, _LEAST_JOBS)
     jobs = [Job(0.0, PROMPT_TOKENS, answer_tokens, world.slices[place % len(world.slices)]) for place in range(count)]
     ended = simulate(
-        noisy(machine.profile, machine.noise, seed),
+        noisy(machine.profile, machine.noise, seed, world.condition == "disturbed machine"),
         jobs,
         parse_setting(setting, DRAFTERS),
         Limits(world.num_requests, _MAX_PROMPT_TOKENS),
@@ -64,24 +85,31 @@ def run(world: World, setting: str, machine: Machine, known: Known, answer_token
     return Result(found.tokens_per_s, found.num_drafted, found.num_accepted, found.num_steps)
 
 
-def known_of(recording: Recording) -> Known:
-    """The records of every drafter, by slice."""
+def known_of(recording: Recording, world: World) -> Known:
+    """The records of every drafter, by slice of a world."""
     made = {"ngram": _from_looks, "suffix": _from_looks, "draft_model": _from_chains}
     return {
         drafter: {
-            name: Records(tuple(make(answer, drafter) for answer in recording.of(name))) for name in recording.slices
+            name: Records(tuple(make(answer, drafter, world) for answer in recording.of(name))) for name in world.slices
         }
         for drafter, make in made.items()
     }
 
 
-def _from_looks(answer: RecordedAnswer, drafter: str) -> Record:
+def _from_looks(answer: RecordedAnswer, drafter: str, world: World) -> Record:
     looks = answer.looks[drafter]
-    previews = [Preview(one.parents, one.chances, one.tokens) for one in looks.places]
+    previews = [Preview(one.parents, _named(one, world), one.tokens) for one in looks.places]
     return told(answer.tokens, previews, looks.look_s)
 
 
-def _from_chains(answer: RecordedAnswer, drafter: str) -> Record:
+def _named(look: Look, world: World) -> tuple[float, ...]:
+    """The chances that a lookup names, all of them wrong where the world says so."""
+    if world.condition == "chances too high":
+        return tuple(chance**0.25 for chance in look.chances)
+    return tuple(0.3 * chance for chance in look.chances) if world.condition == "chances too low" else look.chances
+
+
+def _from_chains(answer: RecordedAnswer, drafter: str, world: World) -> Record:  # noqa: ARG001 - as `_from_looks`
     rounds = []
     for place, guesses in enumerate(answer.chains[drafter]):
         rest = answer.tokens[place + 1 :]
@@ -94,41 +122,37 @@ def _from_chains(answer: RecordedAnswer, drafter: str) -> Record:
 class NoisyCost(DrafterCost):
     """A drafter's cost that scatters."""
 
-    rng: random.Random = field(default_factory=random.Random, compare=False)
-    noise: float = 0.0
+    scatter: Scatter | None = field(default=None, compare=False)
 
     def seconds(self, num_draft: int, batch: int = 1, prompt_tokens: int = 0) -> float:
         """See `DrafterCost.seconds`."""
-        return super().seconds(num_draft, batch, prompt_tokens) * _factor(self.rng, self.noise)
+        assert self.scatter is not None
+        return super().seconds(num_draft, batch, prompt_tokens) * self.scatter.factor()
 
 
 @dataclass(frozen=True)
 class NoisyProfile(Profile):
     """A profile whose steps scatter, and now and then take several times as long."""
 
-    rng: random.Random = field(default_factory=random.Random, compare=False)
-    noise: float = 0.0
+    scatter: Scatter | None = field(default=None, compare=False)
 
     def step_s(self, decode_rows: int, contexts: Any, prompt_tokens: int = 0) -> float:  # noqa: ANN401 - as in Profile
         """See `Profile.step_s`."""
-        return super().step_s(decode_rows, contexts, prompt_tokens) * _factor(self.rng, self.noise)
+        assert self.scatter is not None
+        return super().step_s(decode_rows, contexts, prompt_tokens) * self.scatter.factor()
 
 
-def noisy(profile: Profile, noise: float, seed: int) -> Profile:
+def noisy(profile: Profile, noise: float, seed: int, is_disturbed: bool = False) -> Profile:
     """The profile with scatter; itself without."""
-    if noise == 0:
+    if noise == 0 and not is_disturbed:
         return profile
+    calls = [0] if is_disturbed else None
     drafters: Mapping[str, DrafterCost] = {
-        name: NoisyCost(**_values(cost), rng=random.Random(f"{name} {seed}"), noise=noise)
+        name: NoisyCost(**_values(cost), scatter=Scatter(random.Random(f"{name} {seed}"), noise, calls))
         for name, cost in profile.drafters.items()
     }
     values = _values(replace(profile, drafters=drafters))
-    return NoisyProfile(**values, rng=random.Random(f"steps {seed}"), noise=noise)
-
-
-def _factor(rng: random.Random, noise: float) -> float:
-    pauses = rng.random() < _PAUSE_SHARE
-    return max(0.5, rng.gauss(1.0, noise)) * (_PAUSE if pauses else 1.0)
+    return NoisyProfile(**values, scatter=Scatter(random.Random(f"steps {seed}"), noise, calls))
 
 
 def _values(value: Profile | DrafterCost) -> dict[str, Any]:

@@ -70,8 +70,8 @@ class Study:
 
     def outcomes_of(self, world: World) -> list[Outcome]:
         """Every setting and ablation in one world."""
-        known = known_of(self.recording)
-        answer_tokens = max(len(answer.tokens) for answer in self.recording.answers)
+        known = known_of(self.recording, world)
+        answer_tokens = max(len(answer.tokens) for name in world.slices for answer in self.recording.of(name))
         plans = [(setting, FULL) for setting in (PLAIN, *FIXED, *self.settings)]
         plans += [(setting, ablation) for ablation in self.ablations for setting in self.settings]
         outcomes = []

@@ -163,10 +163,8 @@ def test_a_finished_request_is_forgotten() -> None:
     assert not policy.acceptance._requests
 
 
-def test_trials_ask_many_requests_at_once_and_cost_little() -> None:
-    """What a drafter takes it takes once for all of them: one that is too dear, though its guesses earn their rows, is
-    asked by several at once.
-    """
+def test_trials_ask_one_request_at_a_time_and_cost_little() -> None:
+    """A drafter that costs more than it brings, though its guesses would pay for their rows, is tried now and then."""
     policy, world, asked = BudgetPolicy(), World(free=24, price_s=1.5), list[int]()
     for turn in range(400):
         requests = [options_of(b, "d", 8) for b in range(8)]
@@ -179,5 +177,5 @@ def test_trials_ask_many_requests_at_once_and_cost_little() -> None:
         elif turn > 100 and any(budgets):
             asked.append(sum(map(bool, budgets)))
     assert 2 <= len(asked) < 60
-    assert max(asked) > 4
+    assert max(asked) == 1
     assert world.tokens_per_s > 0.97 * 8 / 1.35  # of plain: one row each

@@ -62,7 +62,9 @@ def rare(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> CountingDrafter:
 
     def rarely(decoding: Sequence[RequestState], previews) -> dict[int, DraftPlan]:
         wanted = plans(decoding, previews)
-        return wanted if next(rounds) % EVERY == EVERY - 1 else {key: replace(p, num_draft=0) for key, p in wanted.items()}
+        return (
+            wanted if next(rounds) % EVERY == EVERY - 1 else {key: replace(p, num_draft=0) for key, p in wanted.items()}
+        )
 
     monkeypatch.setattr(llm.engine, "_plans", rarely)
     return drafter
@@ -79,7 +81,9 @@ def test_tokens_come_in_one_piece_before_the_next_draft(llm: LLM, rare: Counting
     assert text == [*prompt, *plain], "the end of the answer is told before the request ends"
 
 
-def test_a_drafter_that_cannot_follow_is_off_and_the_answer_stands(llm: LLM, rare: CountingDrafter, monkeypatch) -> None:
+def test_a_drafter_that_cannot_follow_is_off_and_the_answer_stands(
+    llm: LLM, rare: CountingDrafter, monkeypatch
+) -> None:
     def broken(request_id: int, tokens: Sequence[int]) -> None:
         raise Injected("no")
 
