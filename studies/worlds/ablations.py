@@ -6,8 +6,9 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from foretoken.control.acceptance import _KEEP_REQUEST, ChanceRates, PlaceRates
 from foretoken.control.policy import PolicyConfig
@@ -30,9 +31,12 @@ class Ablation:
         return replace(PolicyConfig(), **self.config)
 
 
-def _shared(kind: type[PlaceRates] | type[ChanceRates]) -> Callable[..., Any]:
-    """Makes rates of `kind`, but for a request it gives those of its slice."""
-    return lambda prior=None, keep=0.0: prior if keep == _KEEP_REQUEST and prior is not None else kind(prior, keep)
+Rates = TypeVar("Rates", PlaceRates, ChanceRates)
+
+
+def _without_requests(kind: Callable[..., Rates], prior: Rates | None = None, keep: float = 0.0) -> Rates:
+    """Rates of `kind`, but for a request those of its slice."""
+    return prior if keep == _KEEP_REQUEST and prior is not None else kind(prior, keep)
 
 
 FULL = Ablation("full", "the policy as it is")
@@ -57,7 +61,10 @@ ABLATIONS: tuple[Ablation, ...] = (
     Ablation(
         "no_request_rates",
         "requests are taken to be like all others of their slice",
-        constants={"acceptance.PlaceRates": _shared(PlaceRates), "acceptance.ChanceRates": _shared(ChanceRates)},
+        constants={
+            "acceptance.PlaceRates": partial(_without_requests, PlaceRates),
+            "acceptance.ChanceRates": partial(_without_requests, ChanceRates),
+        },
     ),
     Ablation(
         "slow_request_rates", "a request's counts have a long memory", constants={"acceptance._KEEP_REQUEST": 0.98}
