@@ -17,7 +17,6 @@ from foretoken.control.previews import Preview
 
 _KEEP = 0.98  # weight of the past per observation of a place: about the last fifty count
 _KEEP_CHANCES = 0.995  # weight of the past per guess of a class
-_KEEP_UNSEEN = 0.995  # per round, of places beyond the budget: one that failed by chance is tried again some day
 _KEEP_REQUEST = 0.9  # per observation of one request: its text may change
 _PRIOR_ROUNDS = 3.0  # observations that the prior of a place counts as
 _PRIOR_GUESSES = 6.0  # guesses that the prior of a class counts as
@@ -68,13 +67,12 @@ class PlaceRates:
         """
         while len(self._places) < num_offered:
             self._places.append(_Place(len(self._places) - 1))
-        for k, place in enumerate(self._places):
-            place.fade(self.keep if k < num_offered else _KEEP_UNSEEN)
-            if k < num_offered:
-                place.offered += 1
-                if k < len(chances):
-                    place.drafted += 1
-                    place.parent = parents[k]
+        for k, place in enumerate(self._places[:num_offered]):
+            place.fade(self.keep)
+            place.offered += 1
+            if k < len(chances):
+                place.drafted += 1
+                place.parent = parents[k]
         for k, chance in judged(num_offered, chances, self.parents(num_offered)):
             self._places[k].judged += 1
             self._places[k].emitted += chance
@@ -228,7 +226,7 @@ class Acceptance:
         if not slice_:
             return self._every
         if slice_ not in self._slices:
-            self._slices[slice_] = _Rates()
+            self._slices[slice_] = _Rates(self._every)
             if len(self._slices) > _MOST_SLICES:
                 self._slices.popitem(last=False)
         self._slices.move_to_end(slice_)

@@ -79,9 +79,6 @@ ABLATIONS: tuple[Ablation, ...] = (
         "places of a draft are not told apart by what was seen there",
         constants={"acceptance._PRIOR_ROUNDS": float(_NEVER)},
     ),
-    Ablation(
-        "no_unseen_places", "places beyond the budget keep their rates", constants={"acceptance._KEEP_UNSEEN": 1.0}
-    ),
     Ablation("no_cheap_share", "every drafter is weighed as a whole", constants={"budget._CHEAP_SHARE": 0.0}),
     Ablation(
         "no_speed_factor",

@@ -67,7 +67,8 @@ def test_the_recording_in_the_tree_is_whole_small_and_names_no_folder() -> None:
 
 
 def test_guesses_stand_where_they_equal_the_answer() -> None:
-    known = known_of(Recording({}, (replace(ANSWER, looks=dict.fromkeys(("ngram", "suffix"), ANSWER.looks["ngram"])),)))
+    recording = Recording({}, (replace(ANSWER, looks=dict.fromkeys(("ngram", "suffix"), ANSWER.looks["ngram"])),))
+    known = known_of(recording, World("p", ("code",), 1))
     lookups, models = known["ngram"]["code"], known["draft_model"]["code"]
     assert isinstance(lookups, Records)
     assert isinstance(models, Records)
@@ -108,9 +109,31 @@ def test_there_are_worlds_enough() -> None:
     assert len({world.name for world in worlds}) == len(worlds) >= 30
 
 
+def test_texts_that_change_go_on_as_another_answer() -> None:
+    recording = data.load()
+    for one, first, second in zip(*(recording.of(name) for name in ("edit>random", "edit", "random")), strict=True):
+        assert one.tokens == (*first.tokens, *second.tokens)
+        assert len(one.looks["ngram"].places) == len(one.chains["draft_model"]) == len(one.tokens) - 1
+        assert one.looks["ngram"].places[-len(second.tokens) + 1 :] == second.looks["ngram"].places
+
+
+def test_conditions_change_what_lookups_name_and_how_steps_scatter() -> None:
+    recording = data.load()
+    usual, high, low = (
+        known_of(recording, World("p", ("edit",), 2, condition))["ngram"]["edit"].answers[0].previews[5].chances
+        for condition in ("usual", "chances too high", "chances too low")
+    )
+    assert len(usual) > 1
+    assert all(a > b > c for a, b, c in zip(high, usual, low, strict=True) if b < 1)
+    quiet, disturbed = (
+        [noisy(PROFILE, 0.05, 0, is_disturbed).step_s(1, ()) for _ in range(3)] for is_disturbed in (False, True)
+    )
+    assert quiet != disturbed
+
+
 def test_guesses_that_stand_make_a_world_faster() -> None:
-    known = known_of(data.load())
     world, machine = World("p", ("edit",), 2), Machine(PROFILE, 0.05)
+    known = known_of(data.load(), world)
     plain, guessed = (run(world, name, machine, known, 64, 0) for name in ("plain", "ngram-5"))
     assert guessed.tokens_per_s > 1.5 * plain.tokens_per_s
     assert run(world, "auto", machine, known, 64, 0).tokens_per_s > 1.5 * plain.tokens_per_s
