@@ -133,7 +133,7 @@ def test_rows_go_to_those_in_a_hurry() -> None:
     """Four texts of a kind and room for few guesses: the one that counts more is given more; alone its weight changes
     nothing.
     """
-    policy = run(World(free=10), lambda *_: 0.7, 100, 4)
+    policy = run(World(free=10), lambda *_: 0.9, 100, 4)
     wishes = [replace(options_of(b, "d", 8, True), weight=3.0 if b == 2 else 1.0) for b in range(4)]
     budgets = [grant.num_draft for grant in plan(policy, wishes)]
     assert budgets[2] > max(budgets[0], budgets[1], budgets[3])
@@ -166,7 +166,7 @@ def test_a_finished_request_is_forgotten() -> None:
 def test_trials_ask_one_request_at_a_time_and_cost_little() -> None:
     """A drafter that costs more than it brings, though its guesses would pay for their rows, is tried now and then."""
     policy, world, asked = BudgetPolicy(), World(free=24, price_s=1.5), list[int]()
-    for turn in range(400):
+    for turn in range(1000):
         requests = [options_of(b, "d", 8) for b in range(8)]
         given = plan(policy, requests)
         budgets = [budget.num_draft for budget in given]
