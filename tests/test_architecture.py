@@ -197,6 +197,7 @@ def test_cli_options_are_those_on_the_list() -> None:
         "demo",
         "generate",
         "chat",
+        "eval",
         "bench speed",
         "bench load",
         "bench profile",

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from foretoken.cli import audit, bench, chat, demo, generate, models, origins, plan, settings, simulate, train, widen
+from foretoken.cli.eval import evaluate
 from foretoken.cli.exits import CLOSED_PIPE, INTERRUPTED, io_failure, print_version
 from foretoken.cli.usage import USAGE_ERROR, Group, show_usage_error
 from foretoken.cli.verb import Verb
@@ -35,6 +36,7 @@ app.command("demo", cls=Verb)(demo.demo)
 app.command("generate", cls=Verb)(generate.generate)
 app.command("chat", cls=Verb)(chat.chat)
 app.command("audit", cls=Verb)(audit.audit)
+app.command("eval", cls=Verb)(evaluate)
 app.command("plan", cls=Verb)(plan.plan)
 app.command("simulate", cls=Verb)(simulate.simulate)
 app.command("widen", cls=Verb)(widen.widen)
