@@ -47,7 +47,7 @@ def test_the_file_holds_what_a_later_run_compares(foretoken: Run, pair: SimpleNa
     assert row["acceptance_interval"][0] <= row["acceptance_rate"] <= row["acceptance_interval"][1]
     assert row["num_emitted"] == row["num_accepted"] + row["num_rounds"]
     assert [one["position"] for one in row["positions"]] == [1, 2, 3]
-    again = foretoken(*common, "--drafters", "recycling,ngram", "--against", "first.json", "--json")
+    again = foretoken(*common, "--drafters", "recycling,ngram", "--slices", "b", "--against", "first.json", "--json")
     assert again.code == 0, again.err
     compared = json.loads(again.lines[-1])["comparison"]
     losses = {one["loss"] for one in compared["cells"] if one["cell"]["drafter"] == "recycling-3"}
