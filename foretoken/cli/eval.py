@@ -28,7 +28,7 @@ from foretoken.cli.common import (
 )
 from foretoken.cli.lists import number, words
 from foretoken.config import RULES
-from foretoken.errors import GateError
+from foretoken.errors import GateError, InputError
 from foretoken.evaluate.compare import EvalComparison, check_comparable, compare
 from foretoken.evaluate.options import EvalOptions
 from foretoken.evaluate.prompts import ALL, own_prompts, prompts_of
@@ -99,6 +99,8 @@ def evaluate(
     earlier = None if against is None else read_result(against)
     if out is not None:
         check_file("out", out)
+        if against is not None and out.exists() and out.samefile(against):
+            raise InputError("out", str(out), "is the earlier result itself; name another file")
     names = words("slices", slices)
     texts = own_prompts(names, prompts_per_slice) if prompts is None else prompts_of(prompts, names, prompts_per_slice)
     if earlier is not None:

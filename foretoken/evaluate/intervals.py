@@ -91,6 +91,7 @@ def _percentiles(values: NDArray[np.float64], num_prompts: int, tail: float) -> 
     return Interval(float(low), float(high))
 
 
+@lru_cache
 def expanded_tail(num_prompts: int, tail: float) -> float:
     """The share of a bootstrap distribution to leave out at either end, so that about `tail` of the sampling
     distribution is.

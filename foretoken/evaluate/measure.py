@@ -29,7 +29,7 @@ def open_llm(options: EvalOptions) -> LLM:
     """
     return LLM(
         options.target,
-        SpecConfig(),
+        SpecConfig(drafter=None),
         dtype=options.dtype,
         device=options.device,
         numerics=options.numerics,
