@@ -54,7 +54,7 @@ def default_map(root: TyperGroup) -> dict[str, Any]:
         StorageError: the file is not readable TOML.
     """
     found: dict[str, Any] = {}
-    if not _path().exists() and "FORETOKEN_TOML" not in os.environ and not _variables():
+    if not _read_file() and not _variables():
         return found  # without looking at every option of every verb, which imports them all
     for verb, name, value, source in resolved(root):
         if source != "default":
