@@ -23,8 +23,8 @@ def draws(generator: np.random.Generator, count: int, rate: float = 0.6) -> np.n
 
 
 def test_the_interval_covers_and_an_interval_on_tokens_would_not() -> None:
-    """400 samples of 10 prompts. Binomial(400, 0.95) is below 365 with probability 0.001; percentiles that are not
-    expanded cover about 0.90.
+    """400 samples of 10 prompts. Binomial(400, 0.95) is below 368 with probability 0.005; percentiles that are not
+    expanded cover 364 of these samples.
     """
     generator = np.random.default_rng(7)
     hits, token_hits = 0, 0
@@ -36,7 +36,7 @@ def test_the_interval_covers_and_an_interval_on_tokens_would_not() -> None:
         rate = ratio(counts)
         assert rate is not None
         token_hits += abs(rate - 0.6) <= 1.96 * (rate * (1 - rate) / 400) ** 0.5
-    assert hits >= 365
+    assert hits >= 368
     assert token_hits < 250
 
 
