@@ -76,7 +76,7 @@ def evaluate(
     stop_at_eos: Annotated[
         bool, typer.Option("--stop-at-eos", help="Let answers end early; by default all have the same length.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="First seed of the sampled answers.")] = 0,
+    seed: Annotated[int, typer.Option(help="Another number gives other sampled answers.")] = 0,
     numerics: NumericsOption = "default",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",

@@ -8,6 +8,7 @@ in Hesterberg, What Teachers Should Know about the Bootstrap (2015), section 4.1
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
@@ -42,6 +43,24 @@ def ratio_interval(counts: Counts, tail: float = (1 - CONFIDENCE) / 2) -> Interv
     if len(counts) < 2:
         return None
     return _percentiles(_ratios(counts, _weights(len(counts))), len(counts), tail)
+
+
+def expected_interval(positions: Sequence[Counts]) -> Interval | None:
+    """The interval of the expected number of accepted tokens of a draft with these positions (`expected_accepted`).
+
+    `positions[k]` holds (passed, reached) of every prompt, all in the same order; None for fewer than two prompts.
+    """
+    num_prompts = int((positions[0][:, 1] > 0).sum())
+    if num_prompts < 2:
+        return None
+    weights = _weights(len(positions[0]))
+    chances = np.stack([_ratios(counts, weights) for counts in positions])
+    return _percentiles(np.cumprod(chances, axis=0).sum(axis=0), num_prompts, (1 - CONFIDENCE) / 2)
+
+
+def expected_accepted(chances: Sequence[float]) -> float:
+    """E[accepted] of a draft with one position for each chance: the sum of their products."""
+    return float(np.cumprod(chances).sum())
 
 
 def loss_interval(before: Counts, after: Counts, paired: bool, tail: float) -> Interval | None:

@@ -70,17 +70,16 @@ def measure(
     counter = AcceptanceCounter()
     llm.engine.watchers.append(counter)
     try:
-        numbers: dict[str, int] = {}
         for prompt, drafter, temperature in jobs:
-            number = numbers.setdefault(prompt.key, len(numbers))
+            key = prompt.key
             tell(drafter.name)
             _forget(llm, drafter.spec)
             params = SamplingParams(
                 max_tokens=options.max_tokens,
                 temperature=temperature,
-                seed=options.seed + number if temperature > 0 else None,
+                seed=options.seed + int(key[:8], 16) if temperature > 0 else None,  # whatever else is run
                 ignore_eos=not options.stop_at_eos,
-                tenant=f"{drafter.name} {temperature:g} {number}",
+                tenant=f"{drafter.name} {temperature:g} {key}",
                 slice=prompt.slice,
                 prediction=prompt.prediction if drafter.takes_prediction else None,
             )
@@ -88,7 +87,7 @@ def measure(
             if output.error is not None:
                 raise output.error
             rule = "+".join(sorted(counter.rules)) or output.stats.rule
-            yield EvalSample(drafter.name, prompt.slice, temperature, prompt.key, rule, counter.counts)
+            yield EvalSample(drafter.name, prompt.slice, temperature, key, rule, counter.counts)
     finally:
         llm.engine.watchers.remove(counter)
 

@@ -33,8 +33,8 @@ class EvalOptions:
 
     `drafters` are written as for `foretoken bench`. Every draft has `num_draft` tokens at most, a fixed number:
     acceptance rates at different lengths are not comparable. `rule="auto"` is greedy at temperature 0 and coupled
-    above, because every answer has a seed. With `chat` a text becomes a user's message. `seed` is the first seed of the
-    sampled answers.
+    above, because every answer has a seed. With `chat` a text becomes a user's message. `seed` is added
+    to the seeds of the sampled answers, which follow from their prompts.
     """
 
     target: str

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from foretoken.evaluate.intervals import Counts, ratio, ratio_interval
+from foretoken.evaluate.intervals import Counts, Interval, expected_accepted, expected_interval, ratio, ratio_interval
 from foretoken.evaluate.result import Cell, EvalResult, EvalSample
 
 
@@ -16,7 +16,7 @@ def rows_of(result: EvalResult) -> list[dict[str, Any]]:
     """One row for each drafter, slice and temperature.
 
     `positions` holds for each position of the draft the chance that its token is accepted given that the one before it
-    was (`rate`), and `accepted_at_length[n - 1]` what follows from these for drafts of exactly n tokens: the expected
+    was (`rate`). `accepted_at_length` is what follows from these for drafts of exactly 1, 2, ... tokens: the expected
     number of accepted ones. A lookup's drafts are often shorter than asked for; then `accepted_per_draft`, measured
     over the drafts as they were, is smaller.
     """
@@ -67,14 +67,23 @@ def _row(cell: Cell, samples: Sequence[EvalSample]) -> dict[str, Any]:
         "accepted_per_draft_interval": _ends(per_draft),
         "emitted_per_step": ratio(per_step),
         "emitted_per_step_interval": _ends(per_step),
-        "accepted_at_length": _accepted_at_length([one["rate"] for one in positions]),
+        "accepted_at_length": _accepted_at_length(samples),
         "positions": positions,
     }
 
 
-def _accepted_at_length(chances: Sequence[float]) -> list[float]:
-    """E[accepted] of drafts of 1, 2, ... tokens: the sum of the products of the chances."""
-    return np.cumsum(np.cumprod(chances)).tolist() if chances else []
+def _accepted_at_length(samples: Sequence[EvalSample]) -> list[dict[str, Any]]:
+    """E[accepted] of drafts of 1, 2, ... tokens."""
+    places = [at_position(samples, place) for place in range(num_positions(samples))]
+    chances = [chance for counts in places if (chance := ratio(counts)) is not None]
+    return [
+        {
+            "length": length,
+            "expected": expected_accepted(chances[:length]),
+            "interval": _pair(expected_interval(places[:length])),
+        }
+        for length in range(1, len(chances) + 1)
+    ]
 
 
 def _counted(counts: Counts) -> dict[str, Any]:
@@ -83,7 +92,10 @@ def _counted(counts: Counts) -> dict[str, Any]:
 
 
 def _ends(counts: Counts) -> list[float] | None:
-    found = ratio_interval(counts)
+    return _pair(ratio_interval(counts))
+
+
+def _pair(found: Interval | None) -> list[float] | None:
     return None if found is None else [found.low, found.high]
 
 

@@ -50,8 +50,8 @@ def test_the_file_holds_what_a_later_run_compares(foretoken: Run, pair: SimpleNa
     again = foretoken(*common, "--drafters", "recycling,ngram", "--slices", "b", "--against", "first.json", "--json")
     assert again.code == 0, again.err
     compared = json.loads(again.lines[-1])["comparison"]
-    losses = {one["loss"] for one in compared["cells"] if one["cell"]["drafter"] == "recycling-3"}
-    assert losses == {0.0}  # the same answers, whatever ran before
+    assert len(compared["cells"]) == 4
+    assert {one["loss"] for one in compared["cells"]} <= {0.0, None}  # the same answers, whatever else is run
     assert compared["changed"] == []
 
 

@@ -30,7 +30,9 @@ def test_what_follows_from_the_chances_for_a_fixed_length() -> None:
     counts = AnswerCounts(4, 4, 10, 5, 9, reached=[4, 3, 2], passed=[3, 2, 0])
     sample = EvalSample("ngram-3", "code", 0.0, "p", "greedy", counts)
     (row,) = rows_of(EvalResult([sample], {}, {}, {}, "", {}, {}, ""))
-    assert row["accepted_at_length"] == pytest.approx([3 / 4, 3 / 4 + 1 / 2, 3 / 4 + 1 / 2])
+    expected = [one["expected"] for one in row["accepted_at_length"]]
+    assert expected == pytest.approx([3 / 4, 3 / 4 + 1 / 2, 3 / 4 + 1 / 2])
+    assert [one["interval"] for one in row["accepted_at_length"]] == [None, None, None]
     assert (row["acceptance_rate"], row["accepted_per_draft"], row["emitted_per_step"]) == (0.5, 1.25, 2.25)
     assert row["acceptance_interval"] is None  # of one prompt
     assert [one["num_reached"] for one in row["positions"]] == [4, 3, 2]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from foretoken.evaluate.intervals import loss_interval, ratio, ratio_interval, student_quantile
+from foretoken.evaluate.intervals import expected_interval, loss_interval, ratio, ratio_interval, student_quantile
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 4, 9, 99])
@@ -48,6 +48,17 @@ def test_pairs_make_the_interval_of_a_difference_narrow() -> None:
     assert unpaired is not None
     assert (paired.low, paired.high) == (pytest.approx(0.05), pytest.approx(0.05))
     assert unpaired.low < 0 < 0.1 < unpaired.high
+
+
+def test_what_is_expected_of_several_positions() -> None:
+    """With one position it is the rate; prompts that are alike leave nothing open."""
+    counts = draws(np.random.default_rng(5), 8)
+    assert expected_interval([counts]) == ratio_interval(counts)
+    alike = [np.array([[8.0, 10.0]] * 6), np.array([[4.0, 8.0]] * 6)]
+    found = expected_interval(alike)
+    assert found is not None
+    assert (found.low, found.high) == (pytest.approx(1.2), pytest.approx(1.2))
+    assert expected_interval([counts[:1]]) is None
 
 
 def test_what_has_no_ratio() -> None:

@@ -322,12 +322,12 @@ def _plan(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
 
 
 def _evaluated(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
-    """The drafter, the slice, the rule; the slice again in a note about its number of prompts."""
+    """Drafter and slice in two tables, the rule; the slice again in a note about its number of prompts."""
     counts = AnswerCounts(2, 1, 2, 1, 3, [1, 1], [1, 0])
     samples = [EvalSample(text, text, 0.0, "p", text, counts)]
     patched.setattr(evaluation, "own_prompts", lambda _names, _count: [EvalPrompt("n", text, "x")])
     patched.setattr(evaluation.EvalRun, "run", lambda run, _tell: run.samples.extend(samples))
-    return Scene(["eval"], out=4)
+    return Scene(["eval"], out=6)
 
 
 def _bench(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
