@@ -8,6 +8,7 @@ as of any program under `| head`.
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from contextlib import suppress
 from typing import Annotated
@@ -15,15 +16,17 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from foretoken.cli import audit, bench, chat, demo, generate, models, origins, plan, settings, simulate, train, widen
+from foretoken.cli import origins
 from foretoken.cli.exits import CLOSED_PIPE, INTERRUPTED, io_failure, print_version
-from foretoken.cli.usage import USAGE_ERROR, Group, show_usage_error
-from foretoken.cli.verb import Verb
+from foretoken.cli.usage import USAGE_ERROR, show_usage_error
+from foretoken.cli.verbs import Root
 from foretoken.errors import ForetokenError
 from foretoken.printing.console import Console, tolerate_encoding
 
+_COMPLETION = "_FORETOKEN_COMPLETE"  # set by the shell while it asks for completions
+
 app = typer.Typer(
-    cls=Group,
+    cls=Root,
     name="foretoken",
     help="Answers of a language model, faster and unchanged: guess cheaply, check exactly.",
     no_args_is_help=True,
@@ -31,17 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-app.command("demo", cls=Verb)(demo.demo)
-app.command("generate", cls=Verb)(generate.generate)
-app.command("chat", cls=Verb)(chat.chat)
-app.command("audit", cls=Verb)(audit.audit)
-app.command("plan", cls=Verb)(plan.plan)
-app.command("simulate", cls=Verb)(simulate.simulate)
-app.command("widen", cls=Verb)(widen.widen)
-app.command("models", cls=Verb)(models.models)
-app.add_typer(bench.app, name="bench")
-app.add_typer(train.app, name="train")
-app.add_typer(settings.app, name="config")
 
 
 def _show_version(wanted: bool) -> None:
@@ -78,10 +70,11 @@ def run(arguments: list[str]) -> int:
     warnings.showwarning = show_warning
     command = _command()
     try:
-        origins.check_environment(command)
-        code = command.main(
-            args=arguments, prog_name="foretoken", standalone_mode=False, default_map=origins.default_map(command)
-        )
+        defaults = {}
+        if _COMPLETION not in os.environ:  # settings change nothing about it, and a mistake in them is shown later
+            origins.check_environment(command)
+            defaults = origins.default_map(command)
+        code = command.main(args=arguments, prog_name="foretoken", standalone_mode=False, default_map=defaults)
         if code == INTERRUPTED:  # typer makes an exit of Ctrl-C
             raise KeyboardInterrupt
         return int(code or 0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import suppress
+from types import FrameType
+from typing import NoReturn
 
 import foretoken
 
@@ -32,3 +35,10 @@ def say(words: str) -> None:
     """Write a line to standard error, if possible."""
     with suppress(OSError):
         print(words, file=sys.stderr, flush=True)
+
+
+def quit_at_once(_number: int, _frame: FrameType | None) -> NoReturn:
+    """Handler of Ctrl-C while nothing is open: during imports, and after the verb."""
+    with suppress(OSError):
+        os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)

@@ -54,6 +54,8 @@ def default_map(root: TyperGroup) -> dict[str, Any]:
         StorageError: the file is not readable TOML.
     """
     found: dict[str, Any] = {}
+    if not _read_file() and not _variables():
+        return found  # without looking at every option of every verb, which imports them all
     for verb, name, value, source in resolved(root):
         if source != "default":
             place = found
@@ -86,7 +88,9 @@ def check_environment(root: TyperGroup) -> None:
     Raises:
         ConfigError: names the variable and the nearest known one.
     """
-    known = _OTHER_VARIABLES | {_variable(verb, name) for verb, name, *_ in _options(root)}
+    known = _OTHER_VARIABLES
+    if _variables():
+        known |= {_variable(verb, name) for verb, name, *_ in _options(root)}
     for variable, value in os.environ.items():
         if variable.startswith(_PREFIX) and variable not in known:
             near = difflib.get_close_matches(variable, known, n=1)
@@ -97,6 +101,11 @@ def check_environment(root: TyperGroup) -> None:
             )
         if variable in _OTHER_VARIABLES:
             check_text(variable, value)
+
+
+def _variables() -> list[str]:
+    """The variables that settings may read."""
+    return [name for name in os.environ if name.startswith(_PREFIX) and name not in _OTHER_VARIABLES]
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-from foretoken.cli.exits import INTERRUPTED, io_failure, print_version, say
+from foretoken.cli.exits import INTERRUPTED, io_failure, print_version, quit_at_once, say
 
 
 class Terminated(SystemExit):
@@ -32,7 +31,7 @@ def main() -> None:
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )  # a shell has background jobs ignore them
     if takes_interrupts:
-        signal.signal(signal.SIGINT, _quit)
+        signal.signal(signal.SIGINT, quit_at_once)
     if arguments == ["--version"]:  # the usual form, without importing torch
         sys.exit(_finish(_version_alone()))
     from foretoken.cli.app import run
@@ -51,7 +50,7 @@ def main() -> None:
     except KeyboardInterrupt:  # a second one, during the cleanup after the first
         code = INTERRUPTED
     if takes_interrupts:
-        signal.signal(signal.SIGINT, _quit)
+        signal.signal(signal.SIGINT, quit_at_once)
     sys.exit(_finish(code))
 
 
@@ -74,13 +73,6 @@ def _finish(code: int) -> int:
             code = code or io_failure(error)
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return code
-
-
-def _quit(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Ctrl-C while nothing is open: before the imports are done, and after the verb."""
-    with suppress(OSError):
-        os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED)
 
 
 def _terminate(number: int, _frame: FrameType | None) -> NoReturn:

@@ -59,7 +59,7 @@ def _emit(
     gaps = [target.near_ties[row] for row in rows[:num_new] if row in target.near_ties] if target.near_ties else ()
     counts = _counts(draft, verdict, b, num_new, gaps)
     state.stats.count_round(counts)
-    totals.count_round(counts)
+    totals.count_round_of(state.request.params.slice, counts)
     _tell_time(state.stats, totals, now - state.arrived_s, is_first=not first)
     state.num_rounds += 1
     return StepOutput(

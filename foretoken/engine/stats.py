@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from foretoken.core import FinishReason
+from foretoken.engine.slice_acceptance import SliceAcceptance
 from foretoken.kv.prefix import PrefixStats
 
 
@@ -282,8 +283,8 @@ class EngineStats(Counters):
     and `rule_s` together are `verify_s` and `prompt_s`; `commit_s` excludes the drafters' part, which is drafting.
     `queued_s` and `ttft_s` are sums over requests that have started and that have a first token. `profile_s` was spent
     on profiling before the first request; `num_recomputed_tokens` were recomputed after preemptions. `num_faults`
-    counts contained exceptions (`recovery`). `shadow` is None without shadow checks, `prefix` if the target has no
-    prefix cache.
+    counts contained exceptions (`recovery`). `acceptance` counts by slice, drafter and position. `shadow` is None
+    without shadow checks, `prefix` if the target has no prefix cache.
     """
 
     num_submitted: int = 0
@@ -305,6 +306,7 @@ class EngineStats(Counters):
     observe_s: float = 0.0
     emit_s: float = 0.0
     profile_s: float = 0.0
+    acceptance: SliceAcceptance = field(default_factory=SliceAcceptance)
     shadow: ShadowStats | None = None
     prefix: PrefixStats | None = None
 
@@ -321,6 +323,13 @@ class EngineStats(Counters):
             self.schedule_s + self.draft_s + self.target_s + self.rule_s + self.commit_s + self.observe_s + self.emit_s
         )
 
+    def count_round_of(self, slice_: str, counts: RoundCounts) -> None:
+        """Add one round of one request of a slice."""
+        self.count_round(counts)
+        if counts.depths:
+            emitted = counts.path[: counts.num_emitted]
+            self.acceptance.count(slice_, counts.depths, counts.provenance, emitted)
+
     def count_end(self, reason: FinishReason | None, num_emitted: int) -> None:
         """A request ended, after so many tokens."""
         self.num_finished += reason in ("stop", "length")
@@ -332,7 +341,7 @@ class EngineStats(Counters):
     def snapshot(self, shadow: ShadowStats | None, prefix: PrefixStats | None) -> EngineStats:
         """A copy that later steps do not change."""
         containers = {name: getattr(self, name).copy() for name in _CONTAINERS}
-        return replace(self, shadow=shadow, prefix=prefix, **containers)
+        return replace(self, shadow=shadow, prefix=prefix, acceptance=self.acceptance.copy(), **containers)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values under the public names, for JSON; `shadow` and `prefix` are objects, or null."""
@@ -350,4 +359,6 @@ class EngineStats(Counters):
         for name in ("shadow", "prefix"):
             inner = getattr(self, name)
             values[name] = None if inner is None else asdict(inner)
+        values["acceptance_by_slice"] = self.acceptance.as_dict()
+        values["num_dropped_slices"] = self.acceptance.num_dropped
         return values

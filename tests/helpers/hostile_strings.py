@@ -41,11 +41,15 @@ from foretoken.cli import (
     train,
     widen,
 )
+from foretoken.cli import eval as evaluation
 from foretoken.cli.app import run
 from foretoken.core import StepOutput, TokenLogprobs, TokenOrigin
 from foretoken.engine.output import GenerateOutput
 from foretoken.engine.stats import RequestStats
 from foretoken.errors import EngineError
+from foretoken.evaluate.counts import AnswerCounts
+from foretoken.evaluate.prompts import EvalPrompt
+from foretoken.evaluate.result import EvalSample
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.train.trainer import Result
 from tests.bench.fakes import rows as bench_rows
@@ -317,6 +321,15 @@ def _plan(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
     return Scene(["plan", "--target", text, "--draft", text, "--memory", "1MB"], out=2, err=1, code=1)
 
 
+def _evaluated(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
+    """Drafter and slice in two tables, the rule; the slice again in a note about its number of prompts."""
+    counts = AnswerCounts(2, 1, 2, 1, 3, [1, 1], [1, 0])
+    samples = [EvalSample(text, text, 0.0, "p", text, counts)]
+    patched.setattr(evaluation, "own_prompts", lambda _names, _count: [EvalPrompt("n", text, "x")])
+    patched.setattr(evaluation.EvalRun, "run", lambda run, _tell: run.samples.extend(samples))
+    return Scene(["eval"], out=6)
+
+
 def _bench(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
     patched.setattr(bench, "run_speed", lambda _options, command: speed_report_of(text))
     return Scene(["bench"], out=6)
@@ -425,6 +438,7 @@ SCENES: Mapping[str, Callable[[pytest.MonkeyPatch, Path, str], Scene]] = {
     "models": _models,
     "models, not there": _no_model,
     "plan": _plan,
+    "eval": _evaluated,
     "bench": _bench,
     "bench load": _load,
     "bench profile": _profiled,

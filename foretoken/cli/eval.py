@@ -1,0 +1,181 @@
+"""`foretoken eval`: acceptance by drafter, position and slice, written to a file and compared with an earlier one."""
+
+# ruff: noqa: ARG001 - most options are read from the context
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from foretoken.cli.bench_options import DraftersOption, check_common, command_line, default_draft
+from foretoken.cli.common import (
+    AllowLossyOption,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    JsonOption,
+    NumericsOption,
+    TargetOption,
+    ThreadsOption,
+    print_json,
+)
+from foretoken.cli.lists import number, words
+from foretoken.config import RULES
+from foretoken.errors import GateError, InputError
+from foretoken.evaluate.compare import EvalComparison, check_comparable, compare
+from foretoken.evaluate.options import EvalOptions
+from foretoken.evaluate.prompts import ALL, own_prompts, prompts_of
+from foretoken.evaluate.result import EvalResult, read_result, write_result
+from foretoken.evaluate.rows import rows_of
+from foretoken.evaluate.run import EvalRun, settings_of
+from foretoken.evaluate.tables import print_comparison, print_rows
+from foretoken.files import check_file
+from foretoken.params import check_number
+from foretoken.printing.console import Console
+
+_DEFAULT = EvalOptions("reference:target", "reference:draft")
+_LINE_EVERY_S = 10.0  # without a terminal
+
+
+def evaluate(
+    context: typer.Context,
+    target: TargetOption = "reference:target",
+    draft: DraftOption = None,
+    drafters: DraftersOption = "draft_model,ngram",
+    num_draft: Annotated[int, typer.Option(help="Draft tokens of each round: a fixed number.")] = _DEFAULT.num_draft,
+    rule: Annotated[
+        str,
+        typer.Option(help=f"Verification rule: {', '.join(RULES)}; auto is greedy, and coupled above temperature 0."),
+    ] = _DEFAULT.rule,
+    allow_lossy: AllowLossyOption = False,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help=(
+                "File or folder of prompts: JSON lines with `prompt`, `messages` or `prompt_ids` and optional `slice`, "
+                "or public evaluation sets."
+            )
+        ),
+    ] = None,
+    slices: Annotated[str, typer.Option(help="Kinds of text, separated by commas; or all.")] = ALL,
+    prompts_per_slice: Annotated[
+        int, typer.Option(help="Prompts of each slice; ten or more for an interval.")
+    ] = _DEFAULT.prompts_per_slice,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send texts as a user's message, through the target's chat template.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = _DEFAULT.max_tokens,
+    temperatures: Annotated[str, typer.Option(help="Temperatures, separated by commas; 0 is greedy.")] = "0,0.8",
+    stop_at_eos: Annotated[
+        bool, typer.Option("--stop-at-eos", help="Let answers end early; by default all have the same length.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Another number gives other sampled answers.")] = 0,
+    numerics: NumericsOption = "default",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    out: Annotated[Path | None, typer.Option(help="Write the result into this JSON file.")] = None,
+    against: Annotated[Path | None, typer.Option(help="Compare with this earlier result.")] = None,
+    most_lost: Annotated[
+        float,
+        typer.Option(
+            help="With --against: exit code 5 where the acceptance rate fell by more than this, not by chance."
+        ),
+    ] = 0.05,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure acceptance by drafter, position and slice; compare it with an earlier result."""
+    given = context.params
+    check_common(given)
+    check_number("most_lost", most_lost, low=0, high=1)
+    options = _options(given)
+    earlier = None if against is None else read_result(against)
+    if out is not None:
+        check_file("out", out)
+        if against is not None and out.exists() and out.samefile(against):
+            raise InputError("out", str(out), "is the earlier result itself; name another file")
+    names = words("slices", slices)
+    texts = own_prompts(names, prompts_per_slice) if prompts is None else prompts_of(prompts, names, prompts_per_slice)
+    if earlier is not None:
+        drafters_here = [one.name for one in options.settings]
+        check_comparable(earlier, settings_of(options), drafters_here, [one.slice for one in texts])
+    if threads is not None:
+        torch.set_num_threads(threads)
+    run = EvalRun(options, texts, command_line())
+    try:
+        with _progress(len(run.jobs)) as tell:
+            run.run(tell)
+    except BaseException:
+        if run.samples:  # what is finished is not lost, whatever ended the run
+            _report(run.result(), None, out, as_json)
+        raise
+    result = run.result()
+    found = None if earlier is None else compare(earlier, result, most_lost)
+    _report(result, found, out, as_json)
+    if found is not None and found.lost:
+        changed = f" (changed: {'; '.join(found.changed)})" if found.changed else ""
+        raise GateError(f"acceptance fell: {'; '.join(map(str, found.lost))}{changed}")
+
+
+def _options(given: Mapping[str, Any]) -> EvalOptions:
+    """`EvalOptions` from the options by name."""
+    as_given = {field.name: given[field.name] for field in fields(EvalOptions) if field.name in given}
+    read = {
+        "draft": default_draft(given),
+        "drafters": words("drafters", given["drafters"]),
+        "temperatures": tuple(number("temperatures", word) for word in words("temperatures", given["temperatures"])),
+    }
+    return EvalOptions(**as_given | read)
+
+
+def _report(result: EvalResult, found: EvalComparison | None, out: Path | None, as_json: bool) -> None:
+    """Write the file and print the tables, or the object of the file."""
+    rows = rows_of(result)
+    written = result.as_dict(rows)
+    if found is not None:
+        written["comparison"] = asdict(found) | {"verdict": found.verdict}
+    if out is not None:
+        write_result(written, out)
+    if as_json:
+        print_json(written)
+        return
+    console = Console()
+    print_rows(rows, result.notes, result.complete, console)
+    if found is not None:
+        print_comparison(found, console)
+    if out is not None:
+        console.line(f"written: {out}" + ("" if result.complete else " (incomplete)"))
+
+
+@contextmanager
+def _progress(num_answers: int) -> Iterator[Callable[[str], None]]:
+    """A function to call before each answer: a bar on a terminal, elsewhere a line on standard error now and then."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.bar("evaluating", num_answers, counts=True) as bar:
+            yield lambda name: bar.update(name, advance=1)
+        return
+    yield _Lines(console, num_answers)
+
+
+class _Lines:
+    """Prints a line for the first answer, and then one every `_LINE_EVERY_S` seconds: a log shows that it goes on."""
+
+    def __init__(self, console: Console, num_answers: int) -> None:
+        self._console, self._num_answers = console, num_answers
+        self._num_begun, self._next_s = 0, 0.0
+
+    def __call__(self, name: str) -> None:
+        """The next answer begins."""
+        self._num_begun += 1
+        now_s = time.monotonic()
+        if now_s >= self._next_s or self._num_begun == self._num_answers:
+            self._console.line(f"evaluating: answer {self._num_begun} of {self._num_answers} ({name})")
+            self._next_s = now_s + _LINE_EVERY_S

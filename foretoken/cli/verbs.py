@@ -1,0 +1,197 @@
+"""The verbs, each imported when it is first needed: torch takes seconds, and the help of the command, a wrong verb and
+the completion of verbs need none of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from foretoken.cli.exits import quit_at_once
+from foretoken.cli.usage import Group
+from foretoken.cli.verb import Verb
+
+
+@dataclass(frozen=True)
+class VerbSource:
+    """Where a verb is: a function, or a `typer.Typer` of several, in a module of this package. `summary` is the first
+    paragraph of its help.
+    """
+
+    module: str
+    name: str
+    summary: str
+
+
+VERBS: Mapping[str, VerbSource] = {
+    "demo": VerbSource(
+        "demo",
+        "demo",
+        ("Answer the same prompts plainly and speculatively, and compare tokens and time on this machine."),
+    ),
+    "generate": VerbSource(
+        "generate",
+        "generate",
+        "Continue a text, plainly or with a drafter, and say what it cost.",
+    ),
+    "chat": VerbSource(
+        "chat",
+        "chat",
+        "Talk to a model: each line is a message, and the conversation is kept.",
+    ),
+    "audit": VerbSource(
+        "audit",
+        "audit",
+        (
+            "Check greedy equality, the distribution of sampled tokens, seeds, logits and cache; "
+            "exit code 5 if anything fails."
+        ),
+    ),
+    "eval": VerbSource(
+        "eval",
+        "evaluate",
+        "Measure acceptance by drafter, position and slice; compare it with an earlier result.",
+    ),
+    "plan": VerbSource(
+        "plan",
+        "plan",
+        (
+            "Print the memory of weights, caches and a step, and which batch and context fit; exit "
+            "code 1 if the requested ones do not."
+        ),
+    ),
+    "simulate": VerbSource(
+        "simulate",
+        "simulate",
+        (
+            "Run the scheduler and the controller on a virtual clock, once per setting, with the "
+            "same requests and random numbers."
+        ),
+    ),
+    "widen": VerbSource(
+        "widen",
+        "widen",
+        ("Enlarge a small checkpoint without changing its function, to measure real acceptance at a realistic cost."),
+    ),
+    "models": VerbSource(
+        "models",
+        "models",
+        ("List the models on this machine: the reference family, the hub's cache, or the folders given."),
+    ),
+    "bench": VerbSource(
+        "bench",
+        "app",
+        "Measure speed, throughput under load, or the cost of steps; without a command, speed.",
+    ),
+    "train": VerbSource(
+        "train",
+        "app",
+        ("Train a language model from scratch, or distil a draft from one. Interrupted runs resume."),
+    ),
+    "config": VerbSource(
+        "settings",
+        "app",
+        "Settings: what is in force, and where it comes from.",
+    ),
+}
+
+
+class LazyVerbs(Mapping[str, Any]):
+    """The commands of the root by name, made when they are asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, TyperCommand | TyperGroup] = {}
+
+    def __getitem__(self, name: str) -> TyperCommand | TyperGroup:
+        if name not in self._made:
+            self._made[name] = _load(name)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(VERBS)
+
+    def __len__(self) -> int:
+        return len(VERBS)
+
+    def __contains__(self, name: object) -> bool:
+        return name in VERBS
+
+
+class Root(Group):
+    """The command itself. Its help and the completion of its verbs import none of them."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - typer's own
+        super().__init__(*arguments, **options)
+        self.commands: Any = LazyVerbs()
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ANN401, ARG002, D102
+        return list(VERBS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
+        """Write the verbs."""
+        with self._summaries():
+            super().format_commands(ctx, formatter)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:  # noqa: ANN401
+        """The verbs and options that begin with `incomplete`."""
+        with self._summaries():
+            return super().shell_complete(ctx, incomplete)
+
+    @contextmanager
+    def _summaries(self) -> Iterator[None]:
+        """Verbs that have a name and a help, and nothing else."""
+        verbs = self.commands
+        self.commands = {name: TyperCommand(name, help=source.summary) for name, source in VERBS.items()}
+        try:
+            yield
+        finally:
+            self.commands = verbs
+
+
+def _load(name: str) -> TyperCommand | TyperGroup:
+    """Import a verb.
+
+    Raises:
+        KeyError: there is none of this name.
+    """
+    source = VERBS[name]
+    with _ctrl_c_ends():
+        found: typer.Typer | Callable[..., None] = getattr(
+            importlib.import_module(f"foretoken.cli.{source.module}"), source.name
+        )
+    holder = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    holder.callback()(lambda: None)
+    if isinstance(found, typer.Typer):
+        holder.add_typer(found, name=name)
+    else:
+        holder.command(name, cls=Verb)(found)
+    group = typer.main.get_command(holder)
+    assert isinstance(group, TyperGroup)
+    command = group.commands[name]
+    assert isinstance(command, TyperCommand | TyperGroup)
+    return command
+
+
+@contextmanager
+def _ctrl_c_ends() -> Iterator[None]:
+    """During an import Ctrl-C ends the process at once: an exception inside of torch's import would show in many ways.
+
+    Signals that are ignored, or handled by somebody else, are left alone.
+    """
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, quit_at_once)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

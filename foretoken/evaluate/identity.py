@@ -1,0 +1,86 @@
+"""What was evaluated, as hashes of content: weights, configuration, tokenizer, chat template.
+
+Acceptance belongs to these and to nothing else by name: a hub id may hold other weights tomorrow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import StorageError
+from foretoken.files import to_json
+from foretoken.model.loader import read_raw_config
+from foretoken.model.tokenizer import load_tokenizer
+
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
+_CHUNK_BYTES = 1 << 22
+# Keys of config.json that differ between copies of the same model.
+_NO_IDENTITY = ("_name_or_path", "transformers_version")
+
+PARTS = ("weights", "config", "tokenizer", "template")
+
+
+def identity_of(name: str, folder: Path) -> dict[str, str | None]:
+    """Name and SHA-256 hashes of a checkpoint's weights, configuration, tokenizer and chat template; None for what it
+    does not have.
+
+    Reads every byte of the weights: about a second for each gigabyte.
+
+    Raises:
+        StorageError: a file cannot be read.
+        CheckpointError: a configuration or tokenizer that is broken.
+    """
+    raw = read_raw_config(folder)
+    config = {key: value for key, value in raw.items() if key not in _NO_IDENTITY}
+    tokenizer = load_tokenizer(folder)
+    return {
+        "name": name,
+        "weights": _of_files([path for path in sorted(folder.iterdir()) if path.suffix in _WEIGHTS]),
+        "config": _of_text(to_json(_sorted(config))),
+        "tokenizer": _of_files([folder / file for file in _TOKENIZER_FILES if (folder / file).is_file()]),
+        "template": None if tokenizer is None or tokenizer.chat_template is None else _of_text(tokenizer.chat_template),
+    }
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The parts whose hashes differ, with the beginning of both hashes."""
+    found = []
+    for part in PARTS:
+        old, new = before.get(part), after.get(part)
+        if old != new:
+            found.append(f"{part} ({_short(old)} -> {_short(new)})")
+    return found
+
+
+def _short(value: object) -> str:
+    return "none" if value is None else str(value)[:8]
+
+
+def _sorted(value: object) -> object:
+    return dict(sorted(value.items())) if isinstance(value, dict) else value
+
+
+def _of_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _of_files(files: list[Path]) -> str | None:
+    """One hash of names and contents; None for no files."""
+    if not files:
+        return None
+    whole = hashlib.sha256()
+    for path in files:
+        whole.update(f"{path.name}\0".encode())
+        one = hashlib.sha256()
+        try:
+            with path.open("rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    one.update(chunk)
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error}") from error
+        whole.update(one.digest())
+    return whole.hexdigest()

@@ -1,0 +1,166 @@
+"""The result of an evaluation: a JSON file with a versioned schema, replaced as a whole and read with checks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import InputError, StorageError
+from foretoken.evaluate.counts import AnswerCounts
+from foretoken.evaluate.intervals import CONFIDENCE
+from foretoken.files import read_json, to_json
+
+SCHEMA = "foretoken.acceptance/1"
+_METHOD = "bootstrap over prompts, percentiles expanded for few prompts"
+
+
+@dataclass(frozen=True)
+class EvalSample:
+    """The counts of one answer: `prompt` is the key of its prompt, `rule` what judged its drafts."""
+
+    drafter: str
+    slice: str
+    temperature: float
+    prompt: str
+    rule: str
+    counts: AnswerCounts
+
+    @property
+    def cell(self) -> Cell:
+        """Where it belongs."""
+        return Cell(self.drafter, self.slice, self.temperature)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is compared: one drafter on one slice at one temperature."""
+
+    drafter: str
+    slice: str
+    temperature: float
+
+    def __str__(self) -> str:
+        return f"{self.drafter} on {self.slice or 'no slice'} at temperature {self.temperature:g}"
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """All answers, with what they are of and what is needed to repeat them.
+
+    `identity` holds under `target` the hashes of the target, under `drafts` those of each drafter's draft models.
+    `settings` are the values that must be equal for two results to be compared. `complete` is False if the run was
+    stopped.
+    """
+
+    samples: Sequence[EvalSample]
+    identity: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    options: Mapping[str, Any]
+    command: str
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+    date: str
+    complete: bool = True
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def cells(self) -> dict[Cell, list[EvalSample]]:
+        """The answers by drafter, slice and temperature, in the order of the run."""
+        found: dict[Cell, list[EvalSample]] = {}
+        for sample in sorted(self.samples, key=lambda one: (self._drafters.index(one.drafter), one.temperature)):
+            found.setdefault(sample.cell, []).append(sample)
+        return found
+
+    @property
+    def _drafters(self) -> list[str]:
+        return list(dict.fromkeys(sample.drafter for sample in self.samples))
+
+    def as_dict(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The object of the file, with `rows`, which summarise the answers."""
+        emitted: dict[str, float] = {}
+        for drafter in self._drafters:
+            own = [sample.counts for sample in self.samples if sample.drafter == drafter]
+            emitted[drafter] = sum(one.num_emitted for one in own) / max(1, sum(one.num_rounds for one in own))
+        head = {"schema": SCHEMA, "complete": self.complete}
+        names = ("date", "command", "machine", "versions", "identity", "settings", "options", "notes")
+        interval = {"method": _METHOD, "confidence": CONFIDENCE}
+        return (
+            head
+            | {name: getattr(self, name) for name in names}
+            | {"interval": interval, "emitted_per_step": emitted, "rows": list(rows)}
+            | {"answers": [asdict(sample) for sample in self.samples]}
+        )
+
+
+def write_result(found: Mapping[str, Any], path: Path) -> None:
+    """Write the object of a result, replacing the file at once.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(to_json(found, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise StorageError(f"out: cannot write the result to {path}: {error}") from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def read_result(path: Path) -> EvalResult:
+    """The result in a file that `write_result` wrote.
+
+    Raises:
+        StorageError: the file cannot be read, or is not JSON.
+        InputError: it is no result of `foretoken eval`, has another schema, or is damaged.
+    """
+    found = read_json("against", path)
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if not isinstance(schema, str) or schema.partition("/")[0] != SCHEMA.partition("/")[0]:
+        raise InputError("against", str(path), f"is no result of foretoken eval: it must say schema {SCHEMA!r}")
+    if schema != SCHEMA:
+        raise InputError(
+            "against", str(path), f"has schema {schema!r}, and this version reads {SCHEMA!r}; measure it again"
+        )
+    try:
+        return _result(found)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError("against", str(path), f"is damaged ({error!r}); measure it again") from error
+
+
+def _result(found: Mapping[str, Any]) -> EvalResult:
+    for name in ("identity", "settings", "options", "machine", "versions"):
+        _check(found[name], dict, name)
+    _check(found["complete"], bool, "complete")
+    samples = [_sample(one) for one in _check(found["answers"], list, "answers")]
+    if not samples:
+        raise ValueError("it holds no answer")
+    names = [one.name for one in fields(EvalResult) if one.name != "samples"]
+    return EvalResult(samples=samples, **{name: found[name] for name in names})
+
+
+def _sample(found: Mapping[str, Any]) -> EvalSample:
+    for name in ("drafter", "slice", "prompt", "rule"):
+        _check(found[name], str, name)
+    _check(found["temperature"], float, "temperature")
+    counts = AnswerCounts(**found["counts"])
+    for one in fields(counts):
+        value = getattr(counts, one.name)
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise ValueError(f"{one.name} must be a count")
+    if len(counts.reached) != len(counts.passed) or counts.num_accepted > counts.num_drafted:
+        raise ValueError("its counts contradict each other")
+    return EvalSample(**{**found, "counts": counts})
+
+
+def _check(value: Any, kind: type, name: str) -> Any:  # noqa: ANN401 - whatever the file holds
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be of type {kind.__name__}")
+    return value

@@ -1,0 +1,188 @@
+"""`foretoken eval`: the file, the comparison, prompts of every kind, interrupts, wrong input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from foretoken.cli import eval as module
+from foretoken.evaluate import run as run_module
+from foretoken.evaluate.result import SCHEMA
+from tests.cli.conftest import Run
+from tests.helpers.checkpoints import tiny_tokenizer, token_ids
+
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+SHORT = ["--max-tokens", 12, "--num-draft", 3, "--dtype", "float32"]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "ids.jsonl"
+    lines = [{"prompt_ids": token_ids(4 + i, seed=i) * 2, "slice": "ab"[i % 2]} for i in range(10)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_file_holds_what_a_later_run_compares(foretoken: Run, pair: SimpleNamespace, prompts: Path) -> None:
+    common = ["eval", "-t", pair.target, "--draft", pair.draft, "--prompts", prompts, *SHORT]
+    done = foretoken(*common, "--drafters", "draft_model,ngram,recycling", "--out", "first.json")
+    assert (done.code, "Traceback" in done.err) == (0, False), done.err
+    assert done.lines[-1] == "written: first.json"
+    assert done.err.startswith("evaluating: answer 1 of 60 (draft_model-3)\n")
+    assert "evaluating: answer 60 of 60" in done.err
+    found = json.loads(Path("first.json").read_text())
+    assert (found["schema"], found["complete"], len(found["answers"])) == (SCHEMA, True, 60)
+    assert set(found["emitted_per_step"]) == {"draft_model-3", "ngram-3", "recycling-3"}
+    assert {len(found["identity"]["target"][part]) for part in ("weights", "config")} == {64}
+    assert list(found["identity"]["drafts"]) == ["draft_model-3"]
+    row = found["rows"][0]
+    assert (row["drafter"], row["slice"], row["rules"], row["num_prompts"]) == ("draft_model-3", "a", ["greedy"], 5)
+    assert row["acceptance_interval"][0] <= row["acceptance_rate"] <= row["acceptance_interval"][1]
+    assert row["num_emitted"] == row["num_accepted"] + row["num_rounds"]
+    assert [one["position"] for one in row["positions"]] == [1, 2, 3]
+    again = foretoken(*common, "--drafters", "recycling,ngram", "--slices", "b", "--against", "first.json", "--json")
+    assert again.code == 0, again.err
+    compared = json.loads(again.lines[-1])["comparison"]
+    assert len(compared["cells"]) == 4
+    assert {one["loss"] for one in compared["cells"]} <= {0.0, None}  # the same answers, whatever else is run
+    assert compared["changed"] == []
+
+
+def test_a_worse_draft_is_exit_code_5_and_named(
+    foretoken: Run, pair: SimpleNamespace, prompts: Path, tmp_path: Path
+) -> None:
+    worse = shutil.copytree(pair.draft, tmp_path / "worse")
+    weights = load_file(worse / "model.safetensors")
+    torch.manual_seed(0)
+    for tensor in weights.values():
+        tensor += torch.randn_like(tensor) * tensor.std() if tensor.dim() == 2 else 0
+    save_file(weights, worse / "model.safetensors", {"format": "pt"})
+    common = ["eval", "-t", pair.target, "--prompts", prompts, *SHORT, "--temperatures", "0"]
+    assert foretoken(*common, "--draft", pair.draft, "--out", "first.json").code == 0
+    done = foretoken(*common, "--draft", worse, "--against", "first.json", "--out", "second.json")
+    assert done.code == 5, done.out
+    assert "error: acceptance fell: draft_model-3 on a at temperature 0: " in done.err
+    assert "(changed: draft of draft_model-3: weights (" in done.err
+    assert "ngram" not in done.err.split("error: ")[1]
+    assert "2 of 4 lost more than 0.05 of acceptance rate" in done.out
+    assert json.loads(Path("second.json").read_text())["comparison"]["cells"][0]["outcome"] == "lost"
+    assert foretoken(*common, "--draft", worse, "--against", "first.json", "--most-lost", 1).code == 0
+
+
+def test_chat_prompts_and_texts(foretoken: Run, text_pair: SimpleNamespace, tmp_path: Path) -> None:
+    target = shutil.copytree(text_pair.target, tmp_path / "target")
+    tiny_tokenizer(target, 300, chat_template=TEMPLATE)
+    messages = [{"role": "user", "content": "the list of a class"}]
+    lines = [{"messages": messages, "slice": "talk"}, {"prompt": "def the return", "slice": "code"}]
+    Path("p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    common = ["eval", "-t", target, "--draft", text_pair.draft, "--prompts", "p.jsonl", *SHORT]
+    common += ["--drafters", "draft_model", "--temperatures", "0.7"]
+    done = foretoken(*common, "--json", "--out", "a.json")
+    assert done.code == 0, done.err
+    found = json.loads(done.lines[-1])
+    assert found == json.loads(Path("a.json").read_text())
+    assert [(row["slice"], row["rules"]) for row in found["rows"]] == [("talk", ["coupled"]), ("code", ["coupled"])]
+    refused = foretoken(*common, "--chat", "--against", "a.json")
+    assert (refused.code, refused.out) == (2, "")
+    assert "acceptance depends on chat, which is True here" in refused.err
+    assert foretoken(*common, "--chat").code == 0
+    tiny_tokenizer(target, 300, chat_template=TEMPLATE.replace("<", "["))
+    other = foretoken(*common, "--against", "a.json")
+    assert other.code == 0  # one prompt a slice decides nothing
+    assert "changed: target: template (" in other.out
+    assert "undecided" in other.out
+    plain = foretoken("eval", "-t", text_pair.target, "--drafters", "ngram", "--prompts", "p.jsonl", *SHORT)
+    assert (plain.code, "has no chat template" in plain.err) == (2, True)
+
+
+def test_an_interrupt_writes_what_is_there(
+    foretoken: Run, pair: SimpleNamespace, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = run_module.measure
+
+    def interrupted(*given: object) -> Iterator[object]:
+        for number, sample in enumerate(measure(*given)):  # type: ignore[arg-type]
+            if number == 3:
+                raise KeyboardInterrupt
+            yield sample
+
+    monkeypatch.setattr(run_module, "measure", interrupted)
+    common = ["eval", "-t", pair.target, "--drafters", "ngram", "--prompts", prompts, *SHORT]
+    done = foretoken(*common, "--out", "part.json")
+    assert (done.code, done.lines[-1]) == (130, "written: part.json (incomplete)")
+    assert "note: incomplete, the run was interrupted" in done.out
+    found = json.loads(Path("part.json").read_text())
+    assert (found["complete"], len(found["answers"])) == (False, 3)
+    monkeypatch.setattr(run_module, "measure", measure)
+    again = foretoken(*common, "--against", "part.json")
+    assert "note: the earlier file is incomplete" in again.out
+
+
+def test_progress_lines_come_from_time_to_time(
+    foretoken: Run, pair: SimpleNamespace, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter(range(0, 1000, 4))  # between two answers
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    arguments = ["--drafters", "ngram", "--temperatures", "0", "--prompts-per-slice", 4]
+    done = foretoken("eval", "-t", pair.target, "--prompts", prompts, *SHORT, *arguments)
+    numbers = [line.split()[2] for line in done.err.splitlines() if line.startswith("evaluating")]
+    assert numbers == ["1", "4", "7", "8"]
+
+
+def test_wrong_input_is_refused_before_anything_is_loaded(
+    foretoken: Run, pair: SimpleNamespace, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = ["eval", "-t", pair.target, "--drafters", "ngram", "--prompts", prompts]
+    assert foretoken(*ready, *SHORT, "--temperatures", "0", "--slices", "a", "--out", "a.json").code == 0
+    Path("other.json").write_text('{"schema": "foretoken.acceptance/9"}')
+    Path("foreign.json").write_text('{"rows": []}')
+    monkeypatch.setattr(run_module, "open_llm", None)
+    cases = [
+        (4, ["--against", "nowhere.json"], "against: cannot read nowhere.json"),
+        (4, ["--against", prompts], "against: cannot read"),
+        (2, ["--against", "other.json"], "has schema 'foretoken.acceptance/9'"),
+        (2, ["--against", "foreign.json"], "is no result of foretoken eval"),
+        (2, [*SHORT, "--against", "a.json", "--drafters", "suffix"], "no drafter in common with this run (suffix-3)"),
+        (2, [*SHORT, "--against", "a.json", "--slices", "b"], "no slice in common with this run (b)"),
+        (2, ["--against", "a.json"], "acceptance depends on max_tokens, which is 64 here"),
+        (4, ["--out", "no/folder/a.json"], "out: cannot write"),
+        (2, ["--against", "a.json", "--out", "./a.json"], "is the earlier result itself; name another file"),
+        (2, ["--most-lost", 2], "most_lost=2.0: must lie in [0, 1]"),
+        (2, ["--drafters", "auto"], "evaluate drafters by name"),
+        (2, ["--drafters", "ngram:num_draft=auto"], "evaluate drafters by name"),
+        (2, ["--drafters", "draft_model"], "needs a draft model: give --draft"),
+        (2, ["--drafters", "predicted"], "no prompt has a prediction"),
+        (2, ["--num-draft", 0], "num_draft=0: must be at least 1"),
+        (2, ["--slices", "c"], "slices='c': the prompts have a, b; or take all"),
+        (3, ["--draft", "nowhere"], "nowhere"),
+    ]
+    for code, arguments, message in cases:
+        done = foretoken(*ready, *arguments)
+        assert (done.code, done.out) == (code, ""), (arguments, done.err)
+        assert message in done.err, (arguments, done.err)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"messages": []}', '"messages": give a list of messages'),
+        ('{"messages": [{"content": "a"}]}', "each must be a mapping"),
+        ('{"prompt_ids": [1, "a"]}', "must hold messages"),
+        ('{"prompt_ids": [1], "slice": 3}', '"slice" must be a text'),
+        ('{"prompt_ids": [1]}\n[]', "every line must be an object"),
+        ('{"odd": 1}', "known formats"),
+        ("", "holds no prompt"),
+    ],
+)
+def test_broken_prompts(foretoken: Run, pair: SimpleNamespace, line: str, message: str) -> None:
+    Path("p.jsonl").write_text(line)
+    done = foretoken("eval", "-t", pair.target, "--drafters", "ngram", "--prompts", "p.jsonl")
+    assert done.code == 2
+    assert message in done.err
