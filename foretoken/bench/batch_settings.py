@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Literal
 from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.measure import PLAIN
+from foretoken.bench.renewal import renew_drafters
 from foretoken.config import SamplingParams, SpecConfig, known_drafters
 from foretoken.control.policy import Policy
 from foretoken.core import StepOutput
-from foretoken.draft.base import DrafterKey
 from foretoken.errors import ConfigError
 from foretoken.params import is_count
 
@@ -161,16 +161,13 @@ class Stage:
         self._policies.clear()
 
     def enter(self, setting: BatchSetting) -> None:
-        """Install this setting's policy in the engine, and discard drafters that keep earlier answers of any tenant."""
+        """Install this setting's policy in the engine, and replace its drafters by new ones without state."""
         if setting.name not in self._policies:
             self._policies[setting.name] = (
                 copy.deepcopy(self._pristine) if setting.policy is None else self.policies[setting.policy]()
             )
         self.llm.engine.chooser.policy = self._policies[setting.name]
-        drafters = self.llm.engine.drafters.drafters
-        for key in [key for key in drafters if _keeps_answers(key)]:
-            del drafters[key]
-        self.llm.prepare(setting.spec(self.draft))
+        renew_drafters(self.llm, setting.spec(self.draft))
 
     def spec(self, setting: BatchSetting) -> SpecConfig:
         """The configuration of a setting's requests."""
@@ -231,11 +228,6 @@ class Stage:
             sum(one.num_accepted for one in stats),
             tuple(one.tokens_per_s for one in stats),
         )
-
-
-def _keeps_answers(key: DrafterKey) -> bool:
-    """Whether a drafter, or a part of it, keeps tokens of answers from earlier turns."""
-    return key[0] == "recycling" or any(isinstance(part, tuple) and _keeps_answers(part) for part in key)
 
 
 def together(turns: Sequence[Turn]) -> Turn:

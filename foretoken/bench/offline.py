@@ -24,13 +24,18 @@ from foretoken.printing.console import Console
 
 # Caveats of a drafter's numbers, alone or as a part of another.
 _CAVEATS = {
-    "recycling": "recycling keeps its matrix from answer to answer: repeats draft from what earlier ones stored.",
-    "early_exit": "early_exit keeps its choice of layers from answer to answer, where it is auto.",
     "lookahead": (
         "lookahead has the target run probes beside its draft tokens: their cost is in its times, and they are not "
         "counted as draft tokens."
     ),
 }
+
+_COLD = "Drafters are emptied before every answer: nothing is drafted from earlier ones."
+_WARM = (
+    "Drafters keep what they remember from prompt to prompt (`warm`); they are emptied before a prompt comes again, so "
+    "that no answer is drafted from an earlier one to the same prompt."
+)
+_POLICIES = "Each adaptive setting has a policy of its own, which keeps what it measured from answer to answer."
 
 
 def run_speed(options: SpeedOptions, generator: Generator | None = None, command: str = "foretoken bench") -> Report:
@@ -52,6 +57,9 @@ def run_speed(options: SpeedOptions, generator: Generator | None = None, command
     caveats = source_caveats(target, draft, load_average())
     caveats.extend(notes)
     caveats.extend(text for name, text in _CAVEATS.items() if any(name in choice.leaves for choice in options.choices))
+    caveats.append(_WARM if options.warm else _COLD)
+    if "auto" in options.num_drafts or any(choice.own("num_draft") == "auto" for choice in options.choices):
+        caveats.append(_POLICIES)
     with ExitStack() as stack:
         generator = generator or _open(options, stack)
         prompts, notes = fit(

@@ -28,7 +28,8 @@ class SpeedOptions:
     Plain decoding is always measured, as the baseline. `drafters` are names, optionally with options behind a colon
     (`drafting`), or `all`. `prompts` is a file or folder that replaces the library's texts; `slices` selects from them.
     `peer_drafters` are the drafting methods to run in other engines, `peer_num_drafts` their numbers of
-    draft tokens. `out` is a folder for a dated result, `name` the end of its file name, `plot` a .png or .svg file.
+    draft tokens. `warm`: drafters keep what they remember from prompt to prompt, but never to a repeat of it; otherwise
+    they are emptied before every answer. `out` is a folder for a dated result, `name` the end of its file name, `plot` a .png or .svg file.
     `threads=None` keeps torch's number.
     """
 
@@ -44,6 +45,7 @@ class SpeedOptions:
     max_tokens: int = 128
     repeats: int = 3
     warmup: int = 1
+    warm: bool = False
     temperatures: tuple[float, ...] = (0.0, 0.8)
     ignore_eos: bool = True
     dtype: str = "auto"

@@ -83,6 +83,12 @@ def speed(
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = _DEFAULT.max_tokens,
     repeats: RepeatsOption = _DEFAULT.repeats,
     warmup: Annotated[int, typer.Option(help="Warm-up answers of each setting.")] = _DEFAULT.warmup,
+    warm: Annotated[
+        bool,
+        typer.Option(
+            "--warm", help="Let drafters remember earlier prompts of a repeat; otherwise each answer is cold."
+        ),
+    ] = False,
     temperatures: Annotated[str, typer.Option(help="Temperatures, separated by commas.")] = "0,0.8",
     stop_at_eos: Annotated[
         bool, typer.Option("--stop-at-eos", help="Let answers end early; by default all have the same length.")

@@ -151,15 +151,17 @@ Tell = Callable[[str, float], None]  # called with what runs next, and the share
 
 
 class Layouts:
-    """Open models, and all ways to run prompts through them."""
+    """Open models, and all ways to run prompts through them; `make_drafter` gives a drafter without state."""
 
-    def __init__(self, options: LayoutOptions, target: LanguageModel, drafter: Drafter) -> None:
-        self.options, self.target, self.drafter = options, target, drafter
+    def __init__(self, options: LayoutOptions, target: LanguageModel, make_drafter: Callable[[], Drafter]) -> None:
+        self.options, self.target, self.make_drafter = options, target, make_drafter
+        self.drafter = make_drafter()
         self.params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
         self._tenants = itertools.count()
 
     def run(self, mode: str, prompts: Sequence[Sequence[int]], batch_size: int) -> LayoutSample:
-        """Answer every prompt in one of `MODES`."""
+        """Answer every prompt in one of `MODES`, with a new drafter: it keeps nothing of earlier runs."""
+        self.drafter = self.make_drafter()
         if mode.startswith(RAGGED):
             spec = SpecConfig() if mode == RAGGED_PLAIN else self.options.spec
             return self._ragged(prompts, batch_size, spec, len(prompts) if mode == RAGGED_POOL else batch_size)

@@ -27,6 +27,8 @@ class FakeOutput:
 @dataclass
 class FakeEngine:
     stats: EngineStats = field(default_factory=EngineStats)
+    chooser: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(policy=None))
+    drafters: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(drafters={}))
 
 
 @dataclass
@@ -44,6 +46,9 @@ class FakeLLM:
     target: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(max_context_tokens=4096))
     engine: FakeEngine = field(default_factory=FakeEngine)
     calls: list[tuple[str, SamplingParams, SpecConfig]] = field(default_factory=list)
+
+    def prepare(self, spec: SpecConfig) -> None:
+        pass
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]

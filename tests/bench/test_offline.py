@@ -121,7 +121,7 @@ def test_predicted_runs_where_every_prompt_has_a_prediction():
     assert {row.slice for row in report.rows if row.setting == "predicted-3"} == {"edit"}
     assert {row.slice for row in report.rows if row.setting == "recycling-3"} == {"edit", "code", "all"}
     assert "predicted was not measured on code: these prompts carry no prediction." in report.caveats
-    assert any("recycling keeps its matrix" in caveat for caveat in report.caveats)
+    assert any("emptied before every answer" in caveat for caveat in report.caveats)
     with pytest.raises(ConfigError, match="carry no prediction"):
         run_speed(options(drafters=("predicted",), slices=("code",)), FakeLLM())
     some = [*PROMPTS, Prompt("d", "code", "x", prediction="y")]  # one prompt of a slice is not enough

@@ -51,7 +51,7 @@ def test_all_ways_answer_alike(llm: LLM, pair: SimpleNamespace, name: str):
     """In float32, token for token; the same guesses are made, and the layout alone tells the ways apart."""
     options = replace(OPTIONS, drafter=name, draft=str(pair.draft) if name == "draft_model" else None)
     drafter = NgramDrafter() if name == "ngram" else DraftModelDrafter(open_model(pair.draft, "float32", "cpu", 4096))
-    rows = measure_layouts(Layouts(options, llm.target, drafter), prompts())
+    rows = measure_layouts(Layouts(options, llm.target, lambda: drafter), prompts())
     assert [(row.batch_size, row.mode) for row in rows] == [(size, mode) for size in (2, 3) for mode in MODES]
     for row in rows:
         assert (row.num_identical, row.num_answers) == (2 * row.batch_size,) * 2
@@ -76,17 +76,17 @@ def test_the_engine_counts_no_round_in_which_a_prompt_was_read(llm: LLM, pair: S
     """One batch, plain: 11 tokens each after the first one. A draft model reads the prompt a round later, and that
     round is left out too.
     """
-    plain = Layouts(OPTIONS, llm.target, NgramDrafter()).run(RAGGED_PLAIN, prompts()[:3], 3)
+    plain = Layouts(OPTIONS, llm.target, NgramDrafter).run(RAGGED_PLAIN, prompts()[:3], 3)
     assert (plain.num_rounds, plain.num_emitted) == (11, 33)
     drafter = DraftModelDrafter(open_model(pair.draft, "float32", "cpu", 4096))
     options = replace(OPTIONS, drafter="draft_model", draft=str(pair.draft))
-    drafted = Layouts(options, llm.target, drafter).run(RAGGED, prompts()[:1], 1)
+    drafted = Layouts(options, llm.target, lambda: drafter).run(RAGGED, prompts()[:1], 1)
     assert drafted.num_emitted + 2 <= len(drafted.answers[0]) == 12
 
 
 def test_runs_do_not_help_one_another(llm: LLM):
     """A second run finds nothing of its prompts in the cache of prefixes."""
-    layouts, longer = Layouts(OPTIONS, llm.target, NgramDrafter()), [prompt * 6 for prompt in prompts()]
+    layouts, longer = Layouts(OPTIONS, llm.target, NgramDrafter), [prompt * 6 for prompt in prompts()]
     before = llm.target.prefix_stats.num_found_tokens
     for _ in range(2):
         layouts.run(RAGGED, longer, 3)
@@ -162,7 +162,7 @@ def test_options_that_make_no_sense_are_refused(changed: dict[str, object], fiel
 def test_ratios_are_of_decoding_speeds(llm: LLM):
     """The engine's over its counterpart's, by batch size."""
     options = replace(OPTIONS, batch_sizes=(2,), repeats=1)
-    rows = measure_layouts(Layouts(options, llm.target, NgramDrafter()), prompts())
+    rows = measure_layouts(Layouts(options, llm.target, NgramDrafter), prompts())
     speed = {row.mode: row.tokens_per_s for row in rows}
     found = ratios(rows)
     assert found == {
