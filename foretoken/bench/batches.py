@@ -23,8 +23,9 @@ from foretoken.bench.batch_settings import (
     together,
 )
 from foretoken.bench.batch_tables import choice_tables, request_tables, slice_tables, summary_table
-from foretoken.bench.load_options import LoadOptions, Tell, announce, make_report, opened, progress
+from foretoken.bench.load_options import LoadOptions, announce, make_report, opened
 from foretoken.bench.measure import PLAIN
+from foretoken.bench.progress import Tell, progress
 from foretoken.bench.report import Report, load_average
 
 EXPLAINED = (

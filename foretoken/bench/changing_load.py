@@ -16,8 +16,9 @@ from statistics import median
 
 from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Policies, Stage, parse_batch_settings
-from foretoken.bench.load_options import LoadOptions, LoadPhase, Tell, announce, make_report, opened, progress
+from foretoken.bench.load_options import LoadOptions, LoadPhase, announce, make_report, opened
 from foretoken.bench.measure import PLAIN
+from foretoken.bench.progress import Tell, progress
 from foretoken.bench.report import Report, Table, load_average
 
 EXPLAINED = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from foretoken.bench.measure import ALL_SLICES, ENGINE, PLAIN, SpeedRow
+from foretoken.bench.measure import ALL_SLICES, DEFAULT_NUMERICS, ENGINE, PLAIN
+from foretoken.bench.speed_rows import SpeedRow
 from foretoken.printing import markdown
 
 _LLAMA_CPP = "llama.cpp"
@@ -50,9 +51,16 @@ def ratios(rows: Sequence[SpeedRow]) -> dict[str, dict[str, float]]:
     fastest drafter that needs nothing but the target and the text.
     """
     return {
-        name: _ratios([row for row in rows if row.slice == name and row.temperature == 0.0])
+        name: _ratios([row for row in _of_one_numerics(rows) if row.slice == name and row.temperature == 0.0])
         for name in dict.fromkeys(row.slice for row in rows)
     }
+
+
+def _of_one_numerics(rows: Sequence[SpeedRow]) -> list[SpeedRow]:
+    """The rows of the default numerics, or of the only ones; those of other engines stay."""
+    own = [row.numerics for row in rows if row.engine == ENGINE]
+    wanted = DEFAULT_NUMERICS if DEFAULT_NUMERICS in own or not own else own[0]
+    return [row for row in rows if row.engine != ENGINE or row.numerics == wanted]
 
 
 def _ratios(rows: Sequence[SpeedRow]) -> dict[str, float]:
@@ -91,6 +99,7 @@ def kind_of(row: SpeedRow) -> str:
     name.
     """
     name = (row.drafter or PLAIN) + (f"({row.options})" if row.options else "")
+    name += "" if row.numerics == DEFAULT_NUMERICS else f" {row.numerics}"
     return name if row.engine == ENGINE else f"{row.engine} {name}"
 
 

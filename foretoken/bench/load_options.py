@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -180,22 +180,6 @@ def parse_phases(text: str) -> tuple[LoadPhase, ...]:
     if not pairs or not all(is_count(batch) and int(batch) and name for batch, _, name in pairs):
         raise InputError("load", text, "must be mixed, or BATCH:SLICE separated by commas, such as 1:code,16:random")
     return tuple(LoadPhase(int(batch), name) for batch, _, name in pairs)
-
-
-Tell = Callable[[str], None]  # called with what is measured next
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Tell]:
-    """A progress bar on standard error, advanced by one with each call; nothing where that is no terminal."""
-    with Console(stderr=True).bar("measuring", total, counts=True) as bar:
-        began = [False]
-
-        def tell(words: str) -> None:
-            bar.update(words, advance=int(began[0]))
-            began[0] = True
-
-        yield tell
 
 
 def announce(words: str) -> None:

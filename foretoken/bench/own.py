@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from foretoken.bench.drafting import DrafterChoice
-from foretoken.bench.measure import PLAIN, Answer, Contender, SpeedSetting
+from foretoken.bench.measure import DEFAULT_NUMERICS, PLAIN, Answer, Contender, SpeedSetting
 from foretoken.bench.renewal import HasDrafterTable, put_drafters, renew_drafters, take_drafters
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import Prompt
@@ -219,14 +219,17 @@ class Own:
 
 
 def own_contenders(
-    options: SpeedOptions, generator: Generator, prompts: Sequence[Prompt]
+    options: SpeedOptions, generator: Generator, prompts: Sequence[Prompt], numerics: str = DEFAULT_NUMERICS
 ) -> tuple[list[Contender], list[str]]:
     """Plain decoding, then every drafter at every number of draft tokens under every rule; notes on what is left out.
+
+    `numerics` is that of `generator`.
 
     Raises:
         ConfigError: a drafter that was asked for by name can run on no prompt, or its options contradict each other.
     """
-    found: dict[SpeedSetting, Contender] = {SpeedSetting(PLAIN): Own(SpeedSetting(PLAIN), generator, SpecConfig())}
+    plain = SpeedSetting(_named(PLAIN, numerics), numerics=numerics)
+    found: dict[SpeedSetting, Contender] = {plain: Own(plain, generator, SpecConfig())}
     notes: list[str] = []
     for choice in options.choices:
         if "draft" in choice.needs and options.draft is None:
@@ -245,7 +248,7 @@ def own_contenders(
                 f"{choice.label} was not measured on {', '.join(left_out)}: these prompts carry no prediction."
             )
         try:
-            found |= {contender.setting: contender for contender in _sweep(choice, options, generator, where)}
+            found |= {contender.setting: contender for contender in _sweep(choice, options, generator, where, numerics)}
         except ConfigError as error:
             if choice.required:
                 raise
@@ -263,7 +266,7 @@ def _slices_of(choice: DrafterChoice, prompts: Sequence[Prompt]) -> tuple[str, .
 
 
 def _sweep(
-    choice: DrafterChoice, options: SpeedOptions, generator: Generator, where: tuple[str, ...] | None
+    choice: DrafterChoice, options: SpeedOptions, generator: Generator, where: tuple[str, ...] | None, numerics: str
 ) -> list[Own]:
     """One contender per number of draft tokens and rule, or only those that the choice itself names."""
     num_drafts = options.num_drafts if choice.own("num_draft") is None else (choice.own("num_draft"),)
@@ -272,10 +275,9 @@ def _sweep(
     for num_draft, rule in itertools.product(num_drafts, rules):
         given = {"draft": options.draft} if "draft" in choice.takes else {}
         spec = choice.spec(num_draft=num_draft, rule=rule, allow_lossy=options.allow_lossy, **given)
+        name = f"{choice.label}-{num_draft}" + ("" if rules == options.rules and len(rules) == 1 else f" {rule}")
         setting = SpeedSetting(
-            name=f"{choice.label}-{num_draft}"
-            + ("" if rules == options.rules and len(rules) == 1 else f" {rule}")
-            + (" warm" if options.warm else ""),
+            name=_named(name + (" warm" if options.warm else ""), numerics),
             drafter=choice.name,
             num_draft=num_draft,
             lossy=rule in LOSSY_RULES,
@@ -285,6 +287,11 @@ def _sweep(
             and "prediction" not in choice.takes,
             slices=where,
             optional=not choice.required,
+            numerics=numerics,
         )
         found.append(Own(setting, generator, spec, "prediction" in choice.takes, options.warm))
     return found
+
+
+def _named(name: str, numerics: str) -> str:
+    return name if numerics == DEFAULT_NUMERICS else f"{name} {numerics}"

@@ -43,8 +43,8 @@ class Renewable(Protocol):
 def renew_drafters(llm: Renewable, spec: SpecConfig) -> None:
     """Replace every drafter that serves `spec` by a new one without state, between two answers.
 
-    The old ones are dropped last, so that their draft models' weights are shared and not loaded again. Drafters of other
-    configurations stay as they are.
+    The old ones are dropped last, so that the weights of their draft models are shared and not loaded again. Drafters
+    of other configurations stay as they are.
 
     Raises:
         InputError, ModelError, StorageError: see `LLM.prepare`.

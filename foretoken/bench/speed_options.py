@@ -10,12 +10,14 @@ from typing import Literal
 import torch
 
 from foretoken.bench.drafting import DrafterChoice, parse_drafters
+from foretoken.bench.measure import DEFAULT_NUMERICS
 from foretoken.bench.peers import EVERY as EVERY_KIND
 from foretoken.bench.peers import check_kinds
 from foretoken.bench.plot import check_plot
 from foretoken.bench.prompts import ALL
 from foretoken.bench.report import check_name
 from foretoken.bench.workload import MOST_PROMPTS, SLICES
+from foretoken.config import NUMERICS
 from foretoken.errors import ConfigError, InputError
 from foretoken.params import check_number, check_whole
 from foretoken.verify import resolve
@@ -27,10 +29,12 @@ class SpeedOptions:
 
     Plain decoding is always measured, as the baseline. `drafters` are names, optionally with options behind a colon
     (`drafting`), or `all`. `prompts` is a file or folder that replaces the library's texts; `slices` selects from them.
-    `peer_drafters` are the drafting methods to run in other engines, `peer_num_drafts` their numbers of
-    draft tokens. `warm`: drafters keep what they remember from prompt to prompt, but never to a repeat of it; otherwise
-    they are emptied before every answer. `out` is a folder for a dated result, `name` the end of its file name, `plot` a .png or .svg file.
-    `threads=None` keeps torch's number.
+    `peer_drafters` are the drafting methods to run in other engines, `peer_num_drafts` their numbers of draft tokens.
+    Under each of `numerics` everything is measured, with a plain decoding of its own. `warm`: drafters keep what they
+    remember from prompt to prompt, but never to a repeat of it; otherwise they are emptied before every answer.
+
+    `out` is a folder for a dated result, `name` the end of its file name, `plot` a .png or .svg file. `resume` is a
+    file that keeps each answer; what it holds already is not measured again. `threads=None` keeps torch's number.
     """
 
     target: str
@@ -48,6 +52,7 @@ class SpeedOptions:
     warm: bool = False
     temperatures: tuple[float, ...] = (0.0, 0.8)
     ignore_eos: bool = True
+    numerics: tuple[str, ...] = (DEFAULT_NUMERICS,)
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
@@ -56,6 +61,7 @@ class SpeedOptions:
     peer_num_drafts: tuple[int, ...] = (2, 3, 4, 5, 6, 7, 8)
     plot: Path | None = None
     out: Path | None = None
+    resume: Path | None = None
     name: str = "bench"
     seed: int = 0
 
@@ -91,6 +97,12 @@ class SpeedOptions:
                     None,
                     f"drafter {choice.name} needs a draft; give its folder, or leave {choice.name} out of the drafters",
                 )
+        if not self.numerics or not set(self.numerics) <= set(NUMERICS):
+            raise InputError("numerics", ",".join(self.numerics), f"choose from {', '.join(NUMERICS)}")
+        if self.warm and self.resume is not None:
+            raise InputError(
+                "resume", str(self.resume), "what warm drafters remember is not kept; leave one of them out"
+            )
         check_kinds(self.peer_drafters)
         check_name(self.name)
         if self.plot is not None:

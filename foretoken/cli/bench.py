@@ -44,6 +44,7 @@ from foretoken.cli.lists import number, whole, words
 from foretoken.cli.usage import DefaultGroup
 from foretoken.cli.verb import Verb
 from foretoken.config import RULES
+from foretoken.errors import GateError
 from foretoken.printing.console import Console
 
 _DEFAULT = SpeedOptions(target="reference:target", draft="reference:draft")
@@ -93,6 +94,9 @@ def speed(
     stop_at_eos: Annotated[
         bool, typer.Option("--stop-at-eos", help="Let answers end early; by default all have the same length.")
     ] = False,
+    numerics: Annotated[
+        str, typer.Option(help="default, strict (no greedy output may differ from plain), or both: default,strict.")
+    ] = "default",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
@@ -108,6 +112,10 @@ def speed(
     ] = "2,3,4,5,6,7,8",
     plot: Annotated[Path | None, typer.Option(help="Draw tokens per second into this .png or .svg file.")] = None,
     out: OutOption = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="File that keeps each answer; a run that was stopped goes on from it with the same options."),
+    ] = None,
     name: NameOption = _DEFAULT.name,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
@@ -119,6 +127,11 @@ def speed(
         Console().json_line(report.json_line())
     else:
         print_report(report)
+    if report.interrupted:
+        raise KeyboardInterrupt
+    if report.results.get("strict_differing"):
+        count = report.results["strict_differing"]
+        raise GateError(f"{count} greedy outputs differ from plain decoding under strict numerics, and none may")
 
 
 def _options(given: Mapping[str, Any]) -> SpeedOptions:
@@ -135,6 +148,7 @@ def _options(given: Mapping[str, Any]) -> SpeedOptions:
             "auto" if word == "auto" else whole("num_drafts", word) for word in words("num_drafts", given["num_drafts"])
         ),
         "rules": words("rule", given["rule"]),
+        "numerics": words("numerics", given["numerics"]),
         "slices": words("slices", given["slices"]),
         "temperatures": tuple(number("temperatures", word) for word in words("temperatures", given["temperatures"])),
         "ignore_eos": not given["stop_at_eos"],

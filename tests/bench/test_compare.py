@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 
 from foretoken.bench.compare import against_peer, by_position, drafter_table, ratios, summary
-from foretoken.bench.measure import SpeedRow, SpeedSample, SpeedSetting, summarise
+from foretoken.bench.measure import SpeedSample, SpeedSetting
+from foretoken.bench.speed_rows import SpeedRow, summarise
 from foretoken.bench.speed_tables import speed_report
 from tests.bench.fakes import PROMPTS, answer
 

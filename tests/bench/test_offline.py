@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -185,6 +186,40 @@ def test_a_difference_is_reported_and_not_hidden():
     assert {place["token"] for place in row.differences} == {5}
 
 
+def test_each_row_says_how_many_outputs_differ_and_how_sure_its_speedup_is():
+    report = run_speed(options(prompts_per_slice=3), FakeLLM(wrong_at=5))
+    row = next(r for r in report.rows if (r.setting, r.slice, r.temperature) == ("ngram-3", "code", 0.0))
+    assert (row.num_differing, row.num_compared) == (6, 6)
+    assert row.speedup_low <= row.speedup <= row.speedup_high
+    assert [one["prompt"] for one in row.prompt_speedups] == [p["prompt"] for p in row.differences]
+    table = report.tables[0]
+    cells = dict(zip(table.headings, next(line for line in table.lines if line[0] == "ngram-3"), strict=True))
+    assert cells["differ"] == "6 of 6"
+    assert "-" in cells["95 %"]
+    assert next(r for r in report.rows if r.temperature == 0.8).num_compared is None
+    assert report.results["strict_differing"] == 0  # default numerics may differ
+    assert not report.conclusions
+
+
+def test_strict_numerics_have_a_plain_of_their_own_and_may_not_differ():
+    both = options(numerics=("default", "strict"))
+    right = run_speed(both, FakeLLM())
+    assert [r.setting for r in right.rows if (r.slice, r.temperature) == ("code", 0.0)] == [
+        "plain",
+        "ngram-3",
+        "plain strict",
+        "ngram-3 strict",
+    ]
+    assert right.results["strict_differing"] == 0
+    assert right.conclusions == ("Strict numerics: no greedy output differs from plain decoding.",)
+    assert all("strict" not in name for name in right.results["ratios"]["code"])
+    wrong = run_speed(both, FakeLLM(wrong_at=5))
+    assert wrong.results["strict_differing"] == 8  # two slices of two prompts, two repeats
+    assert wrong.conclusions[0].startswith("STRICT NUMERICS FAILED: 8 greedy outputs")
+    lossy = options(numerics=("strict",), rules=("typical",), allow_lossy=True, temperatures=(0.0,))
+    assert run_speed(lossy, FakeLLM(wrong_at=5)).results["strict_differing"] == 0
+
+
 def test_own_prompts_replace_the_slices(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "hello"}\n' * 3, encoding="utf-8")
@@ -201,7 +236,7 @@ def test_plot_and_dated_result_are_written(tmp_path):
     pytest.importorskip("matplotlib")
     report = run_speed(options(plot=tmp_path / "p.svg", out=tmp_path / "results", name="small"), FakeLLM())
     assert (tmp_path / "p.svg").read_text(encoding="utf-8").startswith("<?xml")
-    assert sorted(path.suffix for path in (tmp_path / "results").iterdir()) == [".json", ".md"]
+    assert sorted(path.suffix for path in (tmp_path / "results").iterdir()) == [".json", ".jsonl", ".md"]
     assert all(report.date[:10] in file for file in report.files)
 
 
@@ -220,6 +255,9 @@ def test_plot_and_dated_result_are_written(tmp_path):
         ({"threads": 0}, InputError, "threads"),
         ({"peer_num_drafts": (0,)}, InputError, "peer_num_drafts"),
         ({"name": "../x"}, InputError, "name"),
+        ({"numerics": ("exact",)}, InputError, "numerics"),
+        ({"numerics": ()}, InputError, "numerics"),
+        ({"warm": True, "resume": Path("x")}, InputError, "resume"),
     ],
 )
 def test_bad_options_are_refused_by_name(values, error, named):

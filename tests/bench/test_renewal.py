@@ -1,4 +1,4 @@
-"""Nothing that a drafter keeps reaches the next setting or repeat: over the whole registry, and one that remembers all."""
+"""Nothing that a drafter keeps reaches the next setting or repeat: the whole registry, and one that remembers all."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 from foretoken import LLM, SpecConfig
 from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.batch_settings import Stage, parse_batch_settings
-from foretoken.bench.measure import Answer, SpeedPlan, SpeedSetting, measure
+from foretoken.bench.measure import Answer, SpeedPlan, SpeedSetting
 from foretoken.bench.own import Own, own_contenders
 from foretoken.bench.speed_options import SpeedOptions
+from foretoken.bench.turns import measure
 from foretoken.bench.workload import Prompt
 from foretoken.config import known_drafters
 from foretoken.draft.lookup_tree import EMPTY, LookupTree, assemble
@@ -37,13 +38,13 @@ class RemembersAll:
         self._texts: dict[int, tuple[tuple[int, ...], list[int]]] = {}
 
     @classmethod
-    def make(cls, factory: object, spec: SpecConfig) -> RemembersAll:  # noqa: ARG003
+    def make(cls, factory: object, spec: SpecConfig) -> RemembersAll:
         return cls()
 
     def start(self, request) -> None:
         self._texts[request.request_id] = (tuple(request.prompt_ids), [])
 
-    def guess(self, entry, ahead=()) -> LookupTree:  # noqa: ARG002
+    def guess(self, entry, ahead=()) -> LookupTree:
         prompt, said = self._texts[entry.request.request_id]
         known = self.answers.get(prompt, [])[len(said) :][: entry.num_draft]
         return LookupTree(tuple(known), tuple(range(-1, len(known) - 1)), (0.9,) * len(known)) if known else EMPTY
@@ -51,7 +52,7 @@ class RemembersAll:
     def propose(self, batch):
         return assemble(self.name, [self.guess(entry) for entry in batch.decoding])
 
-    def commit(self, batch, draft, verdict, feedback) -> None:  # noqa: ARG002
+    def commit(self, batch, draft, verdict, feedback) -> None:
         for place, entry in enumerate(batch.decoding):
             self._texts[entry.request.request_id][1].extend(verdict.emitted(place))
 
