@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from foretoken.bench.batch_settings import BatchSetting, Turn
+from foretoken.bench.best_fixed import best_fixed
 from foretoken.bench.measure import PLAIN
 
 BAR = 0.97  # of the best fixed setting and of plain: the goal of an adaptive setting
@@ -79,8 +80,9 @@ def _cell_rows(samples: Sequence[BatchSample], settings: Sequence[BatchSetting])
     plain = next((turns for setting, turns in by_setting.items() if setting.name == PLAIN), None)
     if plain is None:
         return []
-    fixed = {setting.name: turns for setting, turns in by_setting.items() if not setting.adapts}
-    best, best_decode, best_request = (_fastest(fixed, speed) for speed in (whole_speed, decode_speed, request_speed))
+    best, best_decode, best_request = (
+        _fastest(by_setting, speed) for speed in (whole_speed, decode_speed, request_speed)
+    )
     order = [setting for setting in settings if setting in by_setting]
     return [
         _row(
@@ -88,16 +90,18 @@ def _cell_rows(samples: Sequence[BatchSample], settings: Sequence[BatchSetting])
             setting,
             by_setting[setting],
             plain,
-            (best, fixed[best]),
-            fixed[best_decode],
-            fixed[best_request],
+            (best.name, by_setting[best]),
+            by_setting[best_decode],
+            by_setting[best_request],
         )
         for setting in order
     ]
 
 
-def _fastest(settings: Mapping[str, Mapping[int, Turn]], speed: Callable[[Turn], float]) -> str:
-    return max(settings, key=lambda name: _median(settings[name], speed))
+def _fastest(settings: Mapping[BatchSetting, Mapping[int, Turn]], speed: Callable[[Turn], float]) -> BatchSetting:
+    found = best_fixed(settings, lambda setting: setting.adapts, lambda setting: _median(settings[setting], speed))
+    assert found is not None  # plain is there
+    return found
 
 
 def _row(
@@ -187,8 +191,7 @@ def grid_summary(rows: Sequence[BatchRow]) -> dict[str, dict[str, object]]:
     for row in rows:
         by_setting.setdefault(row.setting, []).append(row)
     means = {name: _geometric_mean([row.speedup for row in own]) for name, own in by_setting.items()}
-    fixed = {name: means[name] for name, own in by_setting.items() if not own[0].adapts}
-    single = max(fixed, key=fixed.__getitem__, default=None)
+    single = best_fixed(by_setting, lambda name: by_setting[name][0].adapts, means.__getitem__)
     found: dict[str, dict[str, object]] = {}
     for name, own in by_setting.items():
         worst, worst_fixed = min(own, key=lambda row: row.speedup), min(own, key=lambda row: row.to_best_fixed)

@@ -6,6 +6,7 @@ DRAFTER-auto      the engine's policy chooses the number of draft tokens
 DRAFTER-POLICY    a policy that the caller passes by name chooses it
 POLICY            the same with the draft model where there is one, otherwise with ngram
 auto              the engine's policy also chooses the drafter
+sweep             every drafter with every fixed number of draft tokens (`drafting.swept_drafters`)
 auto-slices       the same, and requests name their slice (`SamplingParams.slice`), so that a new request starts with
 the
                   acceptance measured on earlier requests of its slice
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from foretoken.bench.batch_prompts import Ask
-from foretoken.bench.drafting import DrafterChoice, parse_drafters
+from foretoken.bench.drafting import SWEEP, DrafterChoice, parse_drafters, swept_drafters
 from foretoken.bench.measure import PLAIN
 from foretoken.bench.renewal import renew_drafters
 from foretoken.config import SamplingParams, SpecConfig, known_drafters
@@ -76,12 +77,26 @@ def parse_batch_settings(
     found = {PLAIN: BatchSetting(PLAIN)}
     notes: list[str] = []
     for name in names:
-        if name in (AUTO, AUTO_SLICES) and AUTO not in known_drafters():
+        if name == SWEEP:
+            found |= {setting.name: setting for setting in _swept(draft) if setting.name not in found}
+        elif name in (AUTO, AUTO_SLICES) and AUTO not in known_drafters():
             notes.append("auto was not measured: this version does not choose the drafter by itself.")
         else:
             setting = _parse(name, draft, policies)
             found.setdefault(setting.name, setting)
     return tuple(found.values()), notes
+
+
+def _swept(draft: str | None) -> list[BatchSetting]:
+    """Those of the fixed settings that a batch can run."""
+    found = []
+    for choice in swept_drafters():
+        if "prediction" in choice.needs or ("draft" in choice.needs and draft is None):
+            continue
+        fields = tuple(pair for pair in choice.fields if pair[0] != "num_draft")
+        bare, number = DrafterChoice(choice.name, fields), int(choice.own("num_draft") or 0)
+        found.append(BatchSetting(f"{bare.label}-{number}", bare, number))
+    return found
 
 
 def _parse(name: str, draft: str | None, policies: Policies) -> BatchSetting:
@@ -93,7 +108,7 @@ def _parse(name: str, draft: str | None, policies: Policies) -> BatchSetting:
         return BatchSetting(name, DrafterChoice(AUTO), "auto", names_slice=True)
     drafter, _, how = name.rpartition("-")
     if how not in policies and (not drafter or (how != AUTO and not is_count(how))):
-        remedy = "must be plain, auto, auto-slices, DRAFTER-5 or DRAFTER-auto"
+        remedy = "must be plain, auto, auto-slices, sweep, DRAFTER-5 or DRAFTER-auto"
         if policies:
             remedy += f", or POLICY or DRAFTER-POLICY with one of the policies {', '.join(policies)}"
         raise ConfigError("settings", name, remedy)

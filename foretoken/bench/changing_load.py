@@ -16,6 +16,7 @@ from statistics import median
 
 from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Policies, Stage, parse_batch_settings
+from foretoken.bench.best_fixed import best_fixed
 from foretoken.bench.load_options import LoadOptions, LoadPhase, announce, make_report, opened
 from foretoken.bench.measure import PLAIN
 from foretoken.bench.progress import Tell, progress
@@ -226,8 +227,11 @@ def summarise_load(turns: Mapping[BatchSetting, Mapping[int, LoadTurn]]) -> tupl
 
 def single_fixed(turns: Mapping[BatchSetting, Mapping[int, LoadTurn]]) -> BatchSetting:
     """The fastest setting with a fixed number of draft tokens."""
-    fixed = [setting for setting in turns if not setting.adapts]
-    return max(fixed, key=lambda setting: median(turn.tokens_per_s for turn in turns[setting].values()))
+    found = best_fixed(
+        turns, lambda setting: setting.adapts, lambda one: median(turn.tokens_per_s for turn in turns[one].values())
+    )
+    assert found is not None  # plain is there
+    return found
 
 
 def _ratio(own: Mapping[int, LoadTurn], others: Mapping[int, LoadTurn]) -> float:
@@ -241,9 +245,9 @@ def _speed(tokens: int, seconds: float) -> float:
 
 def load_summary(rows: Sequence[LoadRow]) -> dict[str, object]:
     """The best single fixed setting, and the ratio of every setting to it and to plain."""
-    fixed = [row for row in rows if not row.adapts]
+    single = best_fixed(rows, lambda row: row.adapts, lambda row: row.tokens_per_s)
     return {
-        "single_fixed": max(fixed, key=lambda row: row.tokens_per_s).setting if fixed else None,
+        "single_fixed": None if single is None else single.setting,
         "settings": {
             row.setting: {"adapts": row.adapts, "speedup": row.speedup, "to_single_fixed": row.to_single_fixed}
             for row in rows

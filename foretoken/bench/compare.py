@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from foretoken.bench.best_fixed import best_fixed
 from foretoken.bench.measure import ALL_SLICES, DEFAULT_NUMERICS, ENGINE, PLAIN
 from foretoken.bench.speed_rows import SpeedRow
 from foretoken.printing import markdown
@@ -83,6 +84,11 @@ def _ratios(rows: Sequence[SpeedRow]) -> dict[str, float]:
     add(f"best free / {ENGINE} {PLAIN}", _speed(free), plain)
     lookups = best(row for row in rows if row.engine == _LLAMA_CPP and row.counterpart == _NGRAM)
     add(f"best free / {_LLAMA_CPP} best n-gram", _speed(free), _speed(lookups))
+    own = [row for row in rows if row.engine == ENGINE and not row.lossy]
+    fixed = best_fixed(own, lambda row: row.num_draft == "auto", lambda row: row.tokens_per_s)
+    for row in own:
+        if row.num_draft == "auto" and fixed is not None:
+            add(f"{row.setting} / best fixed ({fixed.setting})", row.tokens_per_s, fixed.tokens_per_s)
     for drafter in dict.fromkeys(row.drafter for row in ours):
         for engine in dict.fromkeys(row.engine for row in rows if row.counterpart == drafter):
             other = best(row for row in rows if row.engine == engine and row.counterpart == drafter)

@@ -12,6 +12,7 @@ import torch
 
 from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
 from foretoken.bench.batch_settings import NO_POLICIES, Policies, Stage
+from foretoken.bench.drafting import SWEEP
 from foretoken.bench.measure import PLAIN
 from foretoken.bench.prompts import ALL, read_prompts
 from foretoken.bench.report import Report, Table, check_name, source_caveats, write_report
@@ -158,7 +159,7 @@ class LoadOptions:
 
 def _is_fixed(setting: str) -> bool:
     """Whether the name says a fixed number of draft tokens."""
-    return setting == PLAIN or is_count(setting.rpartition("-")[2])
+    return setting in (PLAIN, SWEEP) or is_count(setting.rpartition("-")[2])
 
 
 def slice_names(words: Sequence[str], prompts: Path | None) -> tuple[str, ...]:

@@ -143,6 +143,7 @@ def _contenders(
             device=options.device,
             threads=options.num_threads,
             num_drafts=options.peer_num_drafts,
+            lookup_num_drafts=options.peer_lookup_num_drafts,
             kinds=options.peer_drafters,
         )
         contenders.extend(others)

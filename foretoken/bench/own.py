@@ -253,7 +253,7 @@ def own_contenders(
             if choice.required:
                 raise
             notes.append(f"{choice.name} was not measured: {error}")
-    return list(found.values()), notes
+    return list(found.values()), list(dict.fromkeys(notes))
 
 
 def _slices_of(choice: DrafterChoice, prompts: Sequence[Prompt]) -> tuple[str, ...] | None:

@@ -29,7 +29,8 @@ class SpeedOptions:
 
     Plain decoding is always measured, as the baseline. `drafters` are names, optionally with options behind a colon
     (`drafting`), or `all`. `prompts` is a file or folder that replaces the library's texts; `slices` selects from them.
-    `peer_drafters` are the drafting methods to run in other engines, `peer_num_drafts` their numbers of draft tokens.
+    `peer_drafters` are the drafting methods to run in other engines, `peer_num_drafts` their numbers of draft tokens,
+    `peer_lookup_num_drafts` those of n-gram lookups.
     Under each of `numerics` everything is measured, with a plain decoding of its own. `warm`: drafters keep what they
     remember from prompt to prompt, but never to a repeat of it; otherwise they are emptied before every answer.
 
@@ -59,6 +60,7 @@ class SpeedOptions:
     peers: bool = False
     peer_drafters: tuple[str, ...] = (EVERY_KIND,)
     peer_num_drafts: tuple[int, ...] = (2, 3, 4, 5, 6, 7, 8)
+    peer_lookup_num_drafts: tuple[int, ...] = (4, 8, 12, 16, 24, 32)
     plot: Path | None = None
     out: Path | None = None
     resume: Path | None = None
@@ -86,9 +88,9 @@ class SpeedOptions:
             raise InputError("slices", self.slices, f"give at least one of {', '.join(SLICES)}, or {ALL}")
         if self.drafters and not self.num_drafts:
             raise InputError("num_drafts", self.num_drafts, "give at least one number of tokens to draft, or 'auto'")
-        for field in ("num_drafts", "peer_num_drafts"):
+        for field in ("num_drafts", "peer_num_drafts", "peer_lookup_num_drafts"):
             for number in getattr(self, field):
-                if number != "auto" or field == "peer_num_drafts":
+                if number != "auto" or field != "num_drafts":
                     check_whole(field, number, low=1, high=1024)
         for choice in self.choices:
             if choice.required and "draft" in choice.needs and self.draft is None:

@@ -110,6 +110,9 @@ def speed(
     peer_num_drafts: Annotated[
         str, typer.Option(help="Numbers of draft tokens for the other engines, separated by commas.")
     ] = "2,3,4,5,6,7,8",
+    peer_lookup_num_drafts: Annotated[
+        str, typer.Option(help="The same for their n-gram lookups, whose guesses cost nothing.")
+    ] = "4,8,12,16,24,32",
     plot: Annotated[Path | None, typer.Option(help="Draw tokens per second into this .png or .svg file.")] = None,
     out: OutOption = None,
     resume: Annotated[
@@ -153,9 +156,9 @@ def _options(given: Mapping[str, Any]) -> SpeedOptions:
         "temperatures": tuple(number("temperatures", word) for word in words("temperatures", given["temperatures"])),
         "ignore_eos": not given["stop_at_eos"],
         "peer_drafters": words("peer_drafters", given["peer_drafters"]),
-        "peer_num_drafts": tuple(
-            whole("peer_num_drafts", word) for word in words("peer_num_drafts", given["peer_num_drafts"])
-        ),
+    } | {
+        field: tuple(whole(field, word) for word in words(field, given[field]))
+        for field in ("peer_num_drafts", "peer_lookup_num_drafts")
     }
     return SpeedOptions(**as_given | read)
 

@@ -17,6 +17,7 @@ from foretoken.bench.batch_rows import BatchSample, grid_summary, summarise_grid
 from foretoken.bench.batch_settings import Answered, BatchSetting, Stage, Turn, parse_batch_settings, together
 from foretoken.bench.batches import measure_grid, run_batches
 from foretoken.bench.changing_load import LoadTurn, load_summary, run_changing_load, summarise_load
+from foretoken.bench.drafting import swept_drafters
 from foretoken.bench.load_options import (
     LoadOptions,
     LoadPhase,
@@ -96,6 +97,17 @@ def test_names_of_settings() -> None:
     assert parse_batch_settings(("always",), None, POLICIES)[0][1].name == "ngram-always"
     with pytest.raises(ConfigError, match="settings"):  # a policy that nobody passed
         parse_batch_settings(("always",), None)
+
+
+def test_a_sweep_of_fixed_settings_is_that_of_one_request_at_a_time() -> None:
+    found, _ = parse_batch_settings(("ngram-2", "sweep", "auto"), "d")
+    swept = [choice for choice in swept_drafters() if "prediction" not in choice.needs]
+    assert len(found) == 2 + len(swept)
+    assert {s.name for s in found} >= {"draft_model(tree=best_first)-8", "recycling-5", "ngram-2", "auto"}
+    assert [s.adapts for s in found].count(True) == 1
+    assert found[-2].spec("d").num_draft == 8
+    alone, _ = parse_batch_settings(("sweep",), None)
+    assert not any("draft_model" in s.name for s in alone)
 
 
 def _auto() -> list[str]:
