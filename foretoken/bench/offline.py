@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,18 @@ _WARM = (
 _POLICIES = "Each adaptive setting has a policy of its own, which keeps what it measured from answer to answer."
 
 
+@dataclass(frozen=True)
+class SpeedRun:
+    """What a run measured, before it is summarised. `samples_file` is where the answers are kept."""
+
+    samples: tuple[SpeedSample, ...]
+    prompts: tuple[Prompt, ...]
+    caveats: tuple[str, ...]
+    interrupted: bool
+    versions: Mapping[str, str]
+    samples_file: Path | None
+
+
 def run_speed(options: SpeedOptions, generator: Generator | None = None, command: str = "foretoken bench") -> Report:
     """Measure, and write the plot and the dated result where options ask for them; the caller prints the report.
 
@@ -69,37 +81,45 @@ def run_speed(options: SpeedOptions, generator: Generator | None = None, command
         ForetokenError: a model that cannot be used, a file that cannot be written or that belongs to other options, or
             a failing engine.
     """
-    for folder in (options.out, options.plot.parent if options.plot else None):
-        if folder is not None:
-            check_folder(folder)
     if options.plot is not None:
+        check_folder(options.plot.parent)
         check_file("plot", options.plot)
+    run = measure_speed(options, generator)
+    rows = summarise(run.samples, run.prompts)
+    report = speed_report(
+        rows,
+        asdict(options),
+        command,
+        (*run.caveats, *_contention_notes(rows)),
+        {"interrupted": run.interrupted, "num_answers": len(run.samples)},
+        versions=run.versions,
+        files=() if run.samples_file is None else (str(run.samples_file),),
+    )
+    if options.plot is not None and rows:
+        write_plot(rows, machine()["cpu"], options.plot)
+    return write_report(report, options.out, options.name) if options.out is not None else report
+
+
+def measure_speed(options: SpeedOptions, generator: Generator | None = None) -> SpeedRun:
+    """Every answer of a run; see `run_speed`.
+
+    Raises:
+        ForetokenError: see `run_speed`.
+    """
+    if options.out is not None:
+        check_folder(options.out)
     prompts, notes = _prompts(options)
     torch.set_num_threads(options.num_threads)
     target, draft = _folders(options, given=generator is not None)
-    caveats = source_caveats(target, draft, load_average())
-    caveats.extend(notes)
-    caveats.extend(text for name, text in _CAVEATS.items() if any(name in choice.leaves for choice in options.choices))
-    caveats.append(_WARM if options.warm else _COLD)
-    if "auto" in options.num_drafts or any(choice.own("num_draft") == "auto" for choice in options.choices):
-        caveats.append(_POLICIES)
+    caveats = [*source_caveats(target, draft, load_average()), *notes, *_drafter_notes(options)]
     found = versions() | (peers.versions() if options.peers else {})
     with ExitStack() as stack:
         generators = {name: generator or _open(options, stack, name) for name in options.numerics}
         first = next(iter(generators.values()))
-        prompts, notes = fit(
-            prompts, lambda text: len(first.encode(text)), first.target.max_context_tokens - options.max_tokens
-        )
+        room = first.target.max_context_tokens - options.max_tokens
+        prompts, notes = fit(prompts, lambda text: len(first.encode(text)), room)
         caveats.extend(notes)
-        plan = SpeedPlan(
-            prompts,
-            options.max_tokens,
-            options.temperatures,
-            options.repeats,
-            options.warmup,
-            options.seed,
-            options.ignore_eos,
-        )
+        plan = _plan(options, prompts)
         contenders, notes = _contenders(options, generators, prompts, target, draft)
         caveats.extend(notes)
         settings = {contender.setting.name: contender.setting for contender in contenders}
@@ -110,15 +130,27 @@ def run_speed(options: SpeedOptions, generator: Generator | None = None, command
     caveats.extend(notes)
     if interrupted:
         caveats.append(_interrupted(samples, plan, contenders, path))
-    rows = summarise(samples.all, prompts)
-    caveats.extend(_contention_notes(rows))
-    results = {"interrupted": interrupted, "num_answers": len(samples.all)}
-    report = speed_report(
-        rows, asdict(options), command, caveats, results, versions=found, files=() if path is None else (str(path),)
+    return SpeedRun(tuple(samples.all), prompts, tuple(caveats), interrupted, found, path)
+
+
+def _drafter_notes(options: SpeedOptions) -> list[str]:
+    notes = [text for name, text in _CAVEATS.items() if any(name in choice.leaves for choice in options.choices)]
+    notes.append(_WARM if options.warm else _COLD)
+    if "auto" in options.num_drafts or any(choice.own("num_draft") == "auto" for choice in options.choices):
+        notes.append(_POLICIES)
+    return notes
+
+
+def _plan(options: SpeedOptions, prompts: tuple[Prompt, ...]) -> SpeedPlan:
+    return SpeedPlan(
+        prompts,
+        options.max_tokens,
+        options.temperatures,
+        options.repeats,
+        options.warmup,
+        options.seed,
+        options.ignore_eos,
     )
-    if options.plot is not None and rows:
-        write_plot(rows, machine()["cpu"], options.plot)
-    return write_report(report, options.out, options.name) if options.out is not None else report
 
 
 def _contenders(

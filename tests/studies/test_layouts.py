@@ -35,6 +35,7 @@ from studies.layouts.layouts import (
     measure_layouts,
     ratios,
 )
+from studies.layouts.replay import ReplayedDrafter, record_guesses
 from studies.layouts.run import uneven
 from studies.layouts.tables import layout_tables
 from tests.helpers.checkpoints import token_ids
@@ -65,6 +66,33 @@ def test_all_ways_answer_alike(llm: LLM, pair: SimpleNamespace, name: str):
             for padded, ragged in ((EQSPEC, RAGGED), (PUBLISHED, RAGGED), (PADDED_PLAIN, RAGGED_PLAIN)):
                 assert by_mode[padded].num_rounds == by_mode[ragged].num_rounds
                 assert by_mode[padded].acceptance_rate == by_mode[ragged].acceptance_rate
+
+
+def test_replayed_guesses_are_those_of_the_drafter_along_the_same_text(llm: LLM):
+    """In float32 all layouts answer like plain decoding, so what is replayed is what `ngram` guesses by itself."""
+    options = replace(OPTIONS, batch_sizes=(3,), repeats=1)
+    counted = [
+        [(row.mode, row.num_rounds, row.acceptance_rate, row.num_identical) for row in rows]
+        for rows in (
+            measure_layouts(Layouts(replace(options, replay=replay), llm.target, NgramDrafter), prompts())
+            for replay in (False, True)
+        )
+    ]
+    assert counted[0] == counted[1]
+
+
+def test_replayed_guesses_do_not_depend_on_the_text(llm: LLM):
+    """By prompt and place alone: wrong answers give wrong guesses, the same in every layout."""
+    layouts = Layouts(OPTIONS, llm.target, NgramDrafter)
+    own = prompts()[:3]
+    wrong = [[7] * OPTIONS.max_tokens for _ in own]
+    recorded = record_guesses(own, wrong, 3)
+    assert all(guesses[-1] == (7, 7, 7) for guesses in recorded.values())
+    layouts.make_drafter = lambda: ReplayedDrafter(recorded)
+    samples = [layouts.run(mode, own, 3) for mode in (RAGGED, EQSPEC)]
+    assert samples[0].answers == samples[1].answers
+    assert samples[0].num_drafted == samples[1].num_drafted > 0
+    assert samples[0].num_accepted == samples[1].num_accepted
 
 
 def test_the_engine_drafts_chains():
@@ -165,8 +193,11 @@ def test_ratios_are_of_decoding_speeds(llm: LLM):
     rows = measure_layouts(Layouts(options, llm.target, NgramDrafter), prompts())
     speed = {row.mode: row.tokens_per_s for row in rows}
     found = ratios(rows)
-    assert found == {
-        2: {f"{ragged} / {padded}": speed[ragged] / speed[padded] for padded, ragged in COUNTERPARTS.items()}
+    round_ms = {row.mode: row.round_ms for row in rows}
+    assert found[2] == {
+        f"{ragged} / {padded}": speed[ragged] / speed[padded] for padded, ragged in COUNTERPARTS.items()
+    } | {
+        f"{ragged} / {padded} per round": round_ms[padded] / round_ms[ragged] for padded, ragged in COUNTERPARTS.items()
     }
     (table,) = layout_tables(rows, found, {2: [7, 8, 9, 10]})
     assert table.title == "batch 2: 4 prompts of 7 to 10 tokens"
