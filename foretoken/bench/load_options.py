@@ -210,7 +210,15 @@ def opened(
         raise InputError("target", options.target, "has no tokenizer, and the prompts are texts; choose another target")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    found = asks(slices, count, tokenizer.encode, options.prompt_tokens, options.seed, options.prompts)
+    found = asks(
+        slices,
+        count,
+        tokenizer.encode,
+        options.prompt_tokens,
+        options.seed,
+        options.prompts,
+        lambda messages: tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False),
+    )
     longest = max(len(ask.prompt_ids) for own in found.values() for ask in own)
     with LLM(
         options.target,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from foretoken.bench import peers
+from foretoken.bench.chat_prompts import with_template
 from foretoken.bench.contention import CONTENDED, OtherLoad, is_contended
 from foretoken.bench.measure import ALL_SLICES, Contender, SpeedPlan, SpeedSample
 from foretoken.bench.own import Generator, own_contenders
@@ -35,6 +36,7 @@ from foretoken.bench.speed_rows import SpeedRow, summarise
 from foretoken.bench.speed_tables import speed_report
 from foretoken.bench.turns import measure
 from foretoken.bench.workload import SLICES, Prompt, slices
+from foretoken.config import SpecConfig
 from foretoken.files import check_file, check_folder
 from foretoken.model.open import model_folder
 from foretoken.printing.console import Console
@@ -116,6 +118,7 @@ def measure_speed(options: SpeedOptions, generator: Generator | None = None) -> 
     with ExitStack() as stack:
         generators = {name: generator or _open(options, stack, name) for name in options.numerics}
         first = next(iter(generators.values()))
+        prompts = with_template(prompts, first, options.chat)
         room = first.target.max_context_tokens - options.max_tokens
         prompts, notes = fit(prompts, lambda text: len(first.encode(text)), room)
         caveats.extend(notes)
@@ -260,6 +263,6 @@ def _folders(options: SpeedOptions, given: bool) -> tuple[Path, Path | None]:
 def _open(options: SpeedOptions, stack: ExitStack, numerics: str) -> Generator:
     from foretoken import LLM
 
-    llm = LLM(options.target, dtype=options.dtype, device=options.device, numerics=numerics)
+    llm = LLM(options.target, SpecConfig(), dtype=options.dtype, device=options.device, numerics=numerics)
     stack.callback(llm.close)
     return llm

@@ -94,6 +94,14 @@ class Generator(Protocol):
         """Token ids of a prompt."""
         ...
 
+    def render_chat(self, messages: list[dict[str, str]]) -> str:
+        """The text that the chat template makes of a conversation."""
+        ...
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation."""
+        ...
+
     @property
     def engine(self) -> MeasuredEngine:
         """Its totals are read between steps; a difference is the cost of the steps between."""

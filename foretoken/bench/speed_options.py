@@ -29,6 +29,7 @@ class SpeedOptions:
 
     Plain decoding is always measured, as the baseline. `drafters` are names, optionally with options behind a colon
     (`drafting`), or `all`. `prompts` is a file or folder that replaces the library's texts; `slices` selects from them.
+    `chat` sends texts as a user's message through the target's chat template.
     `peer_drafters` are the drafting methods to run in other engines, `peer_num_drafts` their numbers of draft tokens,
     `peer_lookup_num_drafts` those of n-gram lookups.
     Under each of `numerics` everything is measured, with a plain decoding of its own. `warm`: drafters keep what they
@@ -46,6 +47,7 @@ class SpeedOptions:
     allow_lossy: bool = False
     slices: tuple[str, ...] = (ALL,)
     prompts: Path | None = None
+    chat: bool = False
     prompts_per_slice: int = 2
     max_tokens: int = 128
     repeats: int = 3

@@ -80,6 +80,9 @@ def speed(
         str, typer.Option(help=f"Kinds of text: {', '.join(SLICES)} (or those of --prompts); or all.")
     ] = ALL,
     prompts: PromptsOption = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send texts as a user's message through the target's chat template.")
+    ] = False,
     prompts_per_slice: Annotated[int, typer.Option(help="Prompts of each slice.")] = _DEFAULT.prompts_per_slice,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = _DEFAULT.max_tokens,
     repeats: RepeatsOption = _DEFAULT.repeats,

@@ -27,8 +27,8 @@ PromptsOption = Annotated[
     Path | None,
     typer.Option(
         help=(
-            "File or folder of prompts: JSON lines with `prompt` and optional `slice` and `prediction`, or public "
-            "evaluation sets."
+            "File or folder of prompts: JSON lines with `prompt` or `messages` and optional `slice` and `prediction`, "
+            "or public evaluation sets."
         )
     ),
 ]

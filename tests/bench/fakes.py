@@ -54,6 +54,12 @@ class FakeLLM:
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
 
+    def render_chat(self, messages: list[dict[str, str]]) -> str:
+        return "<s>" + "".join(f"[{one['role']}]{one['content']}" for one in messages) + "[assistant]"
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.encode(self.render_chat(messages).removeprefix("<s>"))  # as if `encode` added it itself
+
     def generate(
         self,
         prompts: list[str],

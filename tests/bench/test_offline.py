@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -230,6 +230,31 @@ def test_own_prompts_replace_the_slices(tmp_path):
     assert {call[0] for call in llm.calls} == {"hello"}
     with pytest.raises(InputError, match="the prompts have mine"):
         run_speed(options(prompts=path), llm)
+
+
+def test_conversations_go_through_the_chat_template(tmp_path):
+    path = tmp_path / "talk.jsonl"
+    lines = [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]},
+        {"prompt": "a text"},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    chosen = options(prompts=path, slices=("all",), prompts_per_slice=2)
+    llm = FakeLLM()
+    run_speed(chosen, llm)
+    assert {call[0] for call in llm.calls} == {"[user]hi[assistant]", "a text"}
+    llm = FakeLLM()
+    run_speed(replace(chosen, chat=True), llm)
+    assert {call[0] for call in llm.calls} == {"[user]hi[assistant]", "[user]a text[assistant]"}
+
+
+def test_a_template_that_a_text_cannot_stand_for_is_refused(tmp_path):
+    class Other(FakeLLM):
+        def encode_chat(self, messages):
+            return [1, 2, 3]
+
+    with pytest.raises(InputError, match="other tokens than as messages"):
+        run_speed(options(chat=True), Other())
 
 
 def test_plot_and_dated_result_are_written(tmp_path):
