@@ -6,12 +6,20 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Protocol
 
 from foretoken.bench.batch_settings import BatchSetting, Turn
 from foretoken.bench.best_fixed import best_fixed
 from foretoken.bench.measure import PLAIN
 
 BAR = 0.97  # of the best fixed setting and of plain: the goal of an adaptive setting
+
+
+class Watched(Protocol):
+    """A turn during which the cores were watched."""
+
+    @property
+    def contended(self) -> bool | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,8 @@ class BatchRow:
 
     Ratios: `speedup` to plain, `to_best_fixed` to the fastest fixed setting (`best_fixed`); `decode_...` the same for
     decoding alone, `request_...` for single requests.
-    `num_draft` is the mean number of draft tokens per round and request.
+    `num_draft` is the mean number of draft tokens per round and request. Of `num_turns` turns `num_contended` were
+    measured while other processes took the cores.
     """
 
     setting: str
@@ -57,6 +66,8 @@ class BatchRow:
     num_answers: int
     same: int
     unexplained: int
+    num_turns: int
+    num_contended: int | None
 
     @property
     def cell(self) -> str:
@@ -140,7 +151,15 @@ def _row(
         num_answers=sum(len(turn.answers) for turn in turns.values()),
         same=same,
         unexplained=unexplained,
+        num_turns=len(turns),
+        num_contended=contended_turns(turns.values()),
     )
+
+
+def contended_turns(turns: Iterable[Watched]) -> int | None:
+    """Turns during which other processes took the cores; None where that is not known of any."""
+    known = [turn.contended for turn in turns if turn.contended is not None]
+    return sum(known) if known else None
 
 
 def compare_answers(turns: Iterable[Turn], plain: Turn) -> tuple[int, int]:

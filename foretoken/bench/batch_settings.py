@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from foretoken.bench.batch_prompts import Ask
+from foretoken.bench.contention import OtherLoad, is_contended
 from foretoken.bench.drafting import SWEEP, DrafterChoice, parse_drafters, swept_drafters
 from foretoken.bench.measure import PLAIN
 from foretoken.bench.renewal import renew_drafters
@@ -141,7 +142,8 @@ class Turn:
 
     `seconds` is the time from before the first step to after the last. `decode_s` begins when every request has its
     first token; `decode_tokens` are those emitted from then on. `num_steps` counts rounds over all requests.
-    `request_speeds` are the tokens per second of each request after its first token.
+    `request_speeds` are the tokens per second of each request after its first token. `contended`: whether other
+    processes took the cores meanwhile, None where that is not known.
     """
 
     answers: tuple[Answered, ...]
@@ -152,6 +154,7 @@ class Turn:
     num_drafted: int
     num_accepted: int
     request_speeds: tuple[float, ...]
+    contended: bool | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -169,6 +172,7 @@ class Stage:
         self.llm, self.draft, self.policies, self.seed = llm, draft, policies, seed
         self._pristine = copy.deepcopy(llm.engine.chooser.policy)
         self._policies: dict[str, Policy] = {}
+        self.others = OtherLoad()
         self._tenants = itertools.count()
 
     def forget(self) -> None:
@@ -222,9 +226,11 @@ class Stage:
 
         prompts = [list(ask.prompt_ids) for ask in asks]
         params = [self.params(setting, ask, first_place + place, max_tokens) for place, ask in enumerate(asks)]
+        self.others.start()
         began = time.perf_counter()
         outputs = self.llm.generate(prompts, params, self.spec(setting), on_step=watch)
         ended = time.perf_counter()
+        share = self.others.share()
         for output in outputs:
             if output.error is not None:
                 raise output.error
@@ -242,6 +248,7 @@ class Stage:
             sum(one.num_drafted for one in stats),
             sum(one.num_accepted for one in stats),
             tuple(one.tokens_per_s for one in stats),
+            None if share is None else is_contended(share),
         )
 
 
@@ -256,4 +263,5 @@ def together(turns: Sequence[Turn]) -> Turn:
         sum(turn.num_drafted for turn in turns),
         sum(turn.num_accepted for turn in turns),
         tuple(speed for turn in turns for speed in turn.request_speeds),
+        None if any(turn.contended is None for turn in turns) else any(turn.contended for turn in turns),
     )

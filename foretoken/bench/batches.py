@@ -23,6 +23,7 @@ from foretoken.bench.batch_settings import (
     together,
 )
 from foretoken.bench.batch_tables import choice_tables, request_tables, slice_tables, summary_table
+from foretoken.bench.contention import contention_notes
 from foretoken.bench.load_options import LoadOptions, announce, make_report, opened
 from foretoken.bench.measure import PLAIN
 from foretoken.bench.progress import Tell, progress
@@ -37,7 +38,7 @@ EXPLAINED = (
     "server with a queue would refill. The best fixed setting is chosen afterwards from the same noisy turns, which "
     "biases it upwards a little. `differing` counts answers that differ from plain's; in 16-bit arithmetic an answer "
     "may differ where two logits are within rounding error, and `unexplained` counts greedy answers without such a "
-    "near tie."
+    "near tie. `!` behind a cell: other processes took a tenth of the cores or more during a turn of it."
 )
 
 
@@ -88,7 +89,7 @@ def run_batches(
         summary=grid_summary(rows),
         tables=(*slice_tables(rows), *request_tables(rows), *choice_tables(rows), summary_table(rows)),
         explained=EXPLAINED,
-        notes=(*notes, *remarks),
+        notes=(*notes, *contention_notes([(row.num_contended, row.num_turns) for row in rows], "turns"), *remarks),
         interrupted=interrupted,
         load=load,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 CONTENDED = 0.1  # of the cores' time: what others may take before a measurement is marked
@@ -59,6 +59,21 @@ class OtherLoad:
 def is_contended(share: float | None) -> bool:
     """Whether others took more than a measurement can bear."""
     return share is not None and share >= CONTENDED
+
+
+def contention_notes(counts: Iterable[tuple[int | None, int]], what: str) -> list[str]:
+    """A caveat where other processes took the cores, or where that is not known; `counts` are (contended, measured) by
+    row, of `what`.
+    """
+    pairs = list(counts)
+    known = [count for count, _ in pairs if count is not None]
+    if not pairs or (known and not sum(known)):
+        return []
+    if not known:
+        return ["Whether other processes took the cores is not known: this system does not tell."]
+    total = sum(measured for _, measured in pairs)
+    share = f"{CONTENDED:.0%} of the cores or more"
+    return [f"Other processes took {share} during {sum(known)} of {total} {what}: they are marked."]
 
 
 def usable_cores() -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import torch
 
 from foretoken.bench import peers
 from foretoken.bench.chat_prompts import with_template
-from foretoken.bench.contention import CONTENDED, OtherLoad, is_contended
+from foretoken.bench.contention import OtherLoad, contention_notes, is_contended
 from foretoken.bench.measure import ALL_SLICES, Contender, SpeedPlan, SpeedSample
 from foretoken.bench.own import Generator, own_contenders
 from foretoken.bench.plot import write_plot
@@ -32,7 +32,7 @@ from foretoken.bench.report import (
 )
 from foretoken.bench.samples import Samples, open_samples
 from foretoken.bench.speed_options import SpeedOptions
-from foretoken.bench.speed_rows import SpeedRow, summarise
+from foretoken.bench.speed_rows import summarise
 from foretoken.bench.speed_tables import speed_report
 from foretoken.bench.turns import measure
 from foretoken.bench.workload import SLICES, Prompt, slices
@@ -88,11 +88,12 @@ def run_speed(options: SpeedOptions, generator: Generator | None = None, command
         check_file("plot", options.plot)
     run = measure_speed(options, generator)
     rows = summarise(run.samples, run.prompts)
+    counts = [(row.num_contended, row.num_answers) for row in rows if row.slice != ALL_SLICES]
     report = speed_report(
         rows,
         asdict(options),
         command,
-        (*run.caveats, *_contention_notes(rows)),
+        (*run.caveats, *contention_notes(counts, "answers")),
         {"interrupted": run.interrupted, "num_answers": len(run.samples)},
         versions=run.versions,
         files=() if run.samples_file is None else (str(run.samples_file),),
@@ -232,20 +233,6 @@ def _interrupted(samples: Samples, plan: SpeedPlan, contenders: Sequence[Contend
     wanted = plan.num_answers(contender.setting for contender in contenders)
     remedy = "" if path is None else f" Go on with the same options and --resume {path}."
     return f"The run was interrupted after {len(samples.all)} of {wanted} answers: these are the measurements.{remedy}"
-
-
-def _contention_notes(rows: Sequence[SpeedRow]) -> list[str]:
-    """A caveat where other processes took the cores, or where that is not known."""
-    own = [row for row in rows if row.slice != ALL_SLICES]
-    if own and all(row.num_contended is None for row in own):
-        return ["Whether other processes took the cores is not known: this system does not tell."]
-    count = sum(row.num_contended or 0 for row in own)
-    if not count:
-        return []
-    total = sum(row.num_prompts * row.repeats for row in own)
-    return [
-        f"Other processes took {CONTENDED:.0%} of the cores or more during {count} of {total} answers: see `contended`."
-    ]
 
 
 def _prompts(options: SpeedOptions) -> tuple[tuple[Prompt, ...], list[str]]:

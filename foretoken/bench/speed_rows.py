@@ -30,8 +30,8 @@ class SpeedRow:
 
     Plain is that of the same `numerics`, on the prompts and repeats that the setting has answered. `speedup_low` and
     `speedup_high` are the bootstrap interval of `speedup` over prompts (`paired`), `prompt_speedups` each prompt's own.
-    Of `num_compared` greedy outputs `num_differing` differ from plain's. `num_contended` answers were measured while
-    other processes took the cores.
+    Of `num_compared` greedy outputs `num_differing` differ from plain's. Of `num_answers` answers `num_contended` were
+    measured while other processes took the cores.
     """
 
     setting: str
@@ -77,6 +77,7 @@ class SpeedRow:
     prompt_speedups: tuple[dict[str, str | float], ...]
     num_compared: int | None
     num_differing: int | None
+    num_answers: int
     num_contended: int | None
 
 
@@ -169,6 +170,7 @@ def _row(own: list[SpeedSample], plain: list[SpeedSample], name: str, prompts: S
         prompt_speedups=tuple({"prompt": prompts[i].name, "speedup": ratio} for i, ratio in by_prompt.items()),
         num_compared=num_compared,
         num_differing=num_differing,
+        num_answers=len(own),
         num_contended=sum(map(is_contended, watched)) if watched else None,
     )
 

@@ -104,7 +104,7 @@ def _cells(row: SpeedRow, rows: Sequence[SpeedRow]) -> tuple[str, ...]:
         "" if row.ttft_s is None else f"{1e3 * row.ttft_s:.0f} ms",
         _percent(row.repeated_4grams),
         _share_of(row.num_differing, row.num_compared, shows_zero=not _is_baseline(row)),
-        _share_of(row.num_contended, row.num_prompts * row.repeats, shows_zero=False),
+        _share_of(row.num_contended, row.num_answers, shows_zero=False),
         "" if peer is None else f"{peer[0]:.2f}x {peer[1]}",
     )
 

@@ -15,8 +15,10 @@ from foretoken.bench import changing_load
 from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
 from foretoken.bench.batch_rows import BatchSample, grid_summary, summarise_grid
 from foretoken.bench.batch_settings import Answered, BatchSetting, Stage, Turn, parse_batch_settings, together
+from foretoken.bench.batch_tables import slice_tables
 from foretoken.bench.batches import measure_grid, run_batches
 from foretoken.bench.changing_load import LoadTurn, load_summary, run_changing_load, summarise_load
+from foretoken.bench.contention import contention_notes
 from foretoken.bench.drafting import swept_drafters
 from foretoken.bench.load_options import (
     LoadOptions,
@@ -468,3 +470,22 @@ def test_limits_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None
 def test_options_that_cannot_be_measured_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         LoadOptions("t", **wrong)
+
+
+def test_turns_beside_other_processes_are_marked_in_cell_row_and_caveat() -> None:
+    settings = {name: BatchSetting(name) for name in ("plain", "ngram-2")}
+    samples = [
+        BatchSample(settings[name], 1, "code", repeat, replace(turn(1.0), contended=name != "plain" and repeat == 0))
+        for name in settings
+        for repeat in range(2)
+    ]
+    rows = summarise_grid(samples)
+    assert [(row.num_contended, row.num_turns) for row in rows] == [(0, 2), (1, 2)]
+    assert [line[1][-1] for line in slice_tables(rows)[0].lines] == ["0", "!"]
+    assert together([replace(turn(1.0), contended=one) for one in (False, True)]).contended
+    assert together([turn(1.0)]).contended is None
+    assert contention_notes([(row.num_contended, row.num_turns) for row in rows], "turns") == [
+        "Other processes took 10% of the cores or more during 1 of 4 turns: they are marked."
+    ]
+    assert contention_notes([(0, 2)], "turns") == []
+    assert "not known" in contention_notes([(None, 2)], "turns")[0]
