@@ -69,7 +69,8 @@ class LoadOptions:
 
     The engine's limits are those of `foretoken.LLM`. By default a step takes all prompts of a batch, and batch and
     cache have room for the largest one. `min_tokens_to_speculate` and `max_speculating_requests` are `RoutingRules`,
-    for settings with an adaptive number of draft tokens.
+    for settings with an adaptive number of draft tokens. `resume` is a file that keeps each turn of a grid of batches;
+    what it holds already is not measured again.
     """
 
     target: str
@@ -96,6 +97,7 @@ class LoadOptions:
     device: str = "auto"
     threads: int | None = None
     out: Path | None = None
+    resume: Path | None = None
     name: str = "batches"
     seed: int = 0
 

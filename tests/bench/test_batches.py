@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -489,3 +490,34 @@ def test_turns_beside_other_processes_are_marked_in_cell_row_and_caveat() -> Non
     ]
     assert contention_notes([(0, 2)], "turns") == []
     assert "not known" in contention_notes([(None, 2)], "turns")[0]
+
+
+def test_a_stopped_grid_goes_on_with_the_turns_that_are_missing(
+    text_pair: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kept.jsonl"
+    small = options(text_pair, settings=("plain", "ngram-2"), batches=(1,), slices=("chat",), max_tokens=4, resume=path)
+    whole, asked = batches_module.answer_all, 0
+
+    def until_the_fourth(*given: object) -> Turn:
+        nonlocal asked
+        asked += 1
+        if asked == 4:
+            raise KeyboardInterrupt
+        return whole(*given)
+
+    monkeypatch.setattr(batches_module, "answer_all", until_the_fourth)
+    assert run_batches(small).interrupted
+    before = path.read_text(encoding="utf-8").splitlines()
+    assert len(before) == 1 + 3
+    report = run_batches(small)
+    assert asked == 5
+    assert not report.interrupted
+    assert path.read_text(encoding="utf-8").splitlines()[:4] == before
+    assert [(row.setting, row.num_turns, row.num_answers) for row in report.rows] == [
+        ("plain", 2, 4),
+        ("ngram-2", 2, 4),
+    ]
+    assert any("gone on with" in caveat for caveat in report.caveats)
+    with pytest.raises(InputError, match="max_tokens=4, this run has 5"):
+        run_batches(replace(small, max_tokens=5))
