@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.bench.compare import drafter_table
-from foretoken.bench.measure import SpeedRow
+from foretoken.bench.speed_rows import SpeedRow
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 # Defaults of fields that older results do not have; other missing fields are None.
-_LATER = {"options": "", "free": False, "lossy": False}
+_LATER = {"options": "", "free": False, "lossy": False, "numerics": "default", "prompt_speedups": ()}
 
 
 def rows_of(report: dict[str, Any]) -> list[SpeedRow]:
     """The rows of a raw result."""
-    lists = {"acceptance_per_position", "differences"}
+    lists = {"acceptance_per_position", "differences", "prompt_speedups"}
     names = [field.name for field in dataclasses.fields(SpeedRow)]
     known = [dict.fromkeys(names) | _LATER | row for row in report["rows"]]
     return [SpeedRow(**{name: tuple(row[name]) if name in lists else row[name] for name in names}) for row in known]

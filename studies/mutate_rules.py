@@ -1,14 +1,19 @@
 """Break the verification rules one formula at a time, and see whether the tests of tests/verify notice.
 
 python -m studies.mutate_rules                      # everything; picks up where an earlier run stopped
-python -m studies.mutate_rules --only block,tree    # some files
+python -m studies.mutate_rules --only base          # some files, names separated by commas
+python -m studies.mutate_rules --most-minutes 60    # stop after an hour; the next run goes on
 python -m studies.mutate_rules --only none          # only write the report from what is known
 python -m studies.mutate_rules --fresh              # forget earlier runs
 
 Each mutant is one small change of the syntax tree of a file in foretoken/verify. A forked process imports the package
 with that file changed and runs the tests until the first failure. A mutant that fails a test, cannot be imported or
-exceeds the time limit is killed; a survivor must be proved equivalent. docs/mutations.md holds the counts and, written
-by hand in its table, the proofs, which later runs keep. Exit code 1: a survivor without a proof.
+exceeds the time limit is killed; a survivor must be proved equivalent.
+
+Every verdict is on disk when the next mutant begins (build/mutations.jsonl), so a run may be stopped by Ctrl-C or
+killed at any time. The report, build/mutations.md, holds the counts, what has not been run, and the survivors; their
+proofs are written by hand into studies/mutation_reasons.md, a table of the same columns. docs/mutations.md is written
+by hand from both. Exit code 1: a survivor without a proof; 3: something was not run; 130: interrupted.
 """
 
 from __future__ import annotations
@@ -29,15 +34,17 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 RULES = ROOT / "foretoken" / "verify"
-REPORT = ROOT / "docs" / "mutations.md"
+REPORT = ROOT / "build" / "mutations.md"
+REASONS = ROOT / "studies" / "mutation_reasons.md"
 STATE = ROOT / "build" / "mutations.jsonl"
+INCOMPLETE, INTERRUPTED = 3, 130
 SINGLE_CASES = ["test_rules.py", "test_dispatch.py", "test_typical.py"]  # quick, always run whole
 MANY_CASES = ["test_enumeration.py", "test_properties.py", "test_coupled.py", "test_efficiency.py"]
 # Left to the ordinary run of the tests: a mutant that is wrong in two rounds, or for a fourth token, is wrong in one,
@@ -341,7 +348,9 @@ def _run_tests(mutant: Mutant | None) -> None:
 
         from foretoken.verify import RULES as rules
 
-        quietly = ["-x", "-q", "-p", "no:cacheprovider", "--noconftest"]
+        # hypothesis is imported by now, before its plugin: pytest warns, and warnings are errors.
+        calmly = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+        quietly = ["-x", "-q", "-p", "no:cacheprovider", "--noconftest", *calmly]
         # A failing example is enough, the smallest one would take its time; and some examples are enough for a mutant.
         hypothesis.settings.register_profile(
             "first failure", phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate)
@@ -411,24 +420,67 @@ def _test_hash() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
-def _known() -> dict[str, tuple[str, str]]:
-    """Verdict and hash of the tests by mutant, from earlier runs."""
-    if not STATE.exists():
+Known = dict[str, tuple[str, str]]  # verdict and hash of the tests, by mutant
+
+
+def known_verdicts(state: Path) -> Known:
+    """What earlier runs found; a last line that was cut off is removed from the file."""
+    if not state.exists():
         return {}
-    rows = [json.loads(line) for line in STATE.read_text().splitlines()]
+    content = state.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        os.truncate(state, len(whole))
+    rows = [json.loads(line) for line in whole.decode().splitlines()]
     return {row["key"]: (row["verdict"], row["tests"]) for row in rows}
 
 
+def open_mutants(mutants: Sequence[Mutant], known: Known, tests: str) -> list[Mutant]:
+    """Those to be judged: unknown ones, and survivors of other tests."""
+    return [m for m in mutants if m.key not in known or (known[m.key][0] == "survived" and known[m.key][1] != tests)]
+
+
+def judge_all(
+    todo: Sequence[Mutant],
+    judge_one: Callable[[Mutant], tuple[str, float]],
+    known: Known,
+    tests: str,
+    state: Path,
+    most_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Judge mutants in turn, each verdict written to `state` at once, with a line of progress; whether all were judged.
+
+    After `most_s` seconds no further one is begun; Ctrl-C ends it too.
+    """
+    began = clock()
+    for done, mutant in enumerate(todo):
+        if most_s is not None and clock() - began >= most_s:
+            return False
+        try:
+            verdict, took_s = judge_one(mutant)
+        except KeyboardInterrupt:
+            return False
+        known[mutant.key] = verdict, tests
+        row = {"key": mutant.key, "verdict": verdict, "tests": tests, "s": round(took_s, 2), "name": mutant.name}
+        with state.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        left_s = (clock() - began) / (done + 1) * (len(todo) - done - 1)
+        words = f"{done + 1}/{len(todo)} {left_s / 60:.0f} min left  {verdict:8} {took_s:5.1f} s"
+        print(f"{words}  {' : '.join(mutant.name)}", flush=True)
+    return True
+
+
 def _reasons() -> dict[tuple[str, ...], str]:
-    """What the report says about each survivor."""
-    if not REPORT.exists():
+    """The proofs written by hand, by survivor."""
+    if not REASONS.exists():
         return {}
-    rows = [line.strip().strip("|").split(" | ") for line in REPORT.read_text().splitlines() if line.startswith("| `")]
+    rows = [line.strip().strip("|").split(" | ") for line in REASONS.read_text().splitlines() if line.startswith("| `")]
     return {tuple(cell.strip().strip("`") for cell in row[:4]): row[4].strip() for row in rows if len(row) == 5}
 
 
 def _report(mutants: Sequence[Mutant], known: dict[str, tuple[str, str]], seconds: float) -> int:
-    """Write docs/mutations.md; the number of survivors without a reason."""
+    """Write the report; the number of survivors without a reason."""
     reasons, tests = _reasons(), _test_hash()
     counts: dict[str, Counter[str]] = {}
     survivors = []
@@ -490,6 +542,7 @@ def main() -> int:
     parser.add_argument(
         "--limit-s", type=int, default=0, help="CPU seconds of one mutant (default: 3 times the tests as they are)"
     )
+    parser.add_argument("--most-minutes", type=float, help="begin no further mutant after so many minutes")
     parser.add_argument("--fresh", action="store_true", help="forget earlier runs")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
@@ -511,34 +564,21 @@ def main() -> int:
     chosen = [
         mutant for mutant in mutants if not options.only or mutant.file.removesuffix(".py") in options.only.split(",")
     ]
-    known, tests, began = _known(), _test_hash(), time.monotonic()
-    todo = [m for m in chosen if m.key not in known or (known[m.key][0] == "survived" and known[m.key][1] != tests)]
+    known, tests, began = known_verdicts(STATE), _test_hash(), time.monotonic()
+    todo, is_complete = open_mutants(chosen, known, tests), True
     if todo:
         verdict, took_s = judge(None, 600)
         if verdict != "survived":
             print("the tests fail on the package as it is", file=sys.stderr)
             return 2
         limit_s = options.limit_s or round(3 * took_s)
-    for done, mutant in enumerate(todo):
-        verdict, took_s = judge(mutant, limit_s)
-        known[mutant.key] = verdict, tests
-        with STATE.open("a") as state:
-            state.write(
-                json.dumps(
-                    {"key": mutant.key, "verdict": verdict, "tests": tests, "s": round(took_s, 2), "name": mutant.name}
-                )
-                + "\n"
-            )
-        left_s = (time.monotonic() - began) / (done + 1) * (len(todo) - done - 1)
-        print(
-            (
-                f"{done + 1}/{len(todo)} {left_s / 60:.0f} min left  {verdict:8} {took_s:5.1f} s  "
-                f"{' : '.join(mutant.name)}"
-            ),
-            flush=True,
-        )
+        most_s = None if options.most_minutes is None else 60 * options.most_minutes
+        is_complete = judge_all(todo, lambda mutant: judge(mutant, limit_s), known, tests, STATE, most_s)
     unexplained = _report(mutants, known, time.monotonic() - began)
-    print(f"{REPORT.relative_to(ROOT)} written; {unexplained} survivors without a reason")
+    left = len(open_mutants(mutants, known, tests))
+    print(f"{REPORT.relative_to(ROOT)} written; {unexplained} survivors without a reason, {left} mutants not run")
+    if not is_complete:
+        return INCOMPLETE if options.most_minutes is not None else INTERRUPTED
     return 1 if unexplained else 0
 
 

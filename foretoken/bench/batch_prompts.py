@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from foretoken.bench.chat_prompts import messages_of
 from foretoken.bench.prompts import choose, read_prompts
 from foretoken.bench.workload import SLICES, Prompt, slices
 from foretoken.errors import InputError
@@ -77,20 +78,22 @@ def asks(
     prompt_tokens: int,
     seed: int,
     file: Path | None = None,
+    encode_chat: Callable[[list[dict[str, str]]], list[int]] | None = None,
 ) -> dict[str, tuple[Ask, ...]]:
     """`count` requests of every named slice, the shortest first, repeated where there are fewer.
 
-    A prompt keeps its last `prompt_tokens` tokens; an edit is kept whole. `file` replaces the slices of `workload` and
+    A prompt keeps its last `prompt_tokens` tokens; an edit or a conversation is kept whole. `encode_chat` gives the
+    tokens of messages. `file` replaces the slices of `workload` and
     `chat`.
 
     Raises:
-        InputError: an unknown slice.
+        InputError: an unknown slice, or messages without `encode_chat`.
     """
     found: dict[str, tuple[Ask, ...]] = {}
     for name in names:
         texts = _texts(name, seed, file)
         ids = sorted(
-            ((prompt, encode(prompt.text)) for prompt in texts if prompt.text),
+            ((prompt, _ids(prompt, encode, encode_chat)) for prompt in texts if prompt.text or prompt.messages),
             key=lambda pair: (len(pair[1]), pair[0].name),
         )
         if name in (CHAT, RANDOM) or file is not None:
@@ -98,7 +101,12 @@ def asks(
         else:  # very short texts determine too little of the answer
             usable = [pair for pair in ids if len(pair[1]) >= min(prompt_tokens, _RANDOM_WORDS)] or ids
         cut = [
-            Ask(prompt.name, tuple(own if name in _WHOLE else own[-prompt_tokens:]), _temperature(name), name)
+            Ask(
+                prompt.name,
+                tuple(own if name in _WHOLE or prompt.messages else own[-prompt_tokens:]),
+                _temperature(name),
+                name,
+            )
             for prompt, own in usable
             if own
         ]
@@ -106,6 +114,18 @@ def asks(
             raise InputError("slices", name, "has no prompt of at least one token; leave it out")
         found[name] = tuple(cut[place % len(cut)] for place in range(count))
     return found
+
+
+def _ids(
+    prompt: Prompt,
+    encode: Callable[[str], list[int]],
+    encode_chat: Callable[[list[dict[str, str]]], list[int]] | None,
+) -> list[int]:
+    if not prompt.messages:
+        return encode(prompt.text)
+    if encode_chat is None:
+        raise InputError("prompts", prompt.name, "has messages, and nothing here lays them out; give a text")
+    return encode_chat(messages_of(prompt))
 
 
 def _temperature(name: str) -> float:

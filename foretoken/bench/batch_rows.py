@@ -6,11 +6,20 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Protocol
 
 from foretoken.bench.batch_settings import BatchSetting, Turn
+from foretoken.bench.best_fixed import best_fixed
 from foretoken.bench.measure import PLAIN
 
 BAR = 0.97  # of the best fixed setting and of plain: the goal of an adaptive setting
+
+
+class Watched(Protocol):
+    """A turn during which the cores were watched."""
+
+    @property
+    def contended(self) -> bool | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,8 @@ class BatchRow:
 
     Ratios: `speedup` to plain, `to_best_fixed` to the fastest fixed setting (`best_fixed`); `decode_...` the same for
     decoding alone, `request_...` for single requests.
-    `num_draft` is the mean number of draft tokens per round and request.
+    `num_draft` is the mean number of draft tokens per round and request. Of `num_turns` turns `num_contended` were
+    measured while other processes took the cores.
     """
 
     setting: str
@@ -56,6 +66,8 @@ class BatchRow:
     num_answers: int
     same: int
     unexplained: int
+    num_turns: int
+    num_contended: int | None
 
     @property
     def cell(self) -> str:
@@ -79,8 +91,9 @@ def _cell_rows(samples: Sequence[BatchSample], settings: Sequence[BatchSetting])
     plain = next((turns for setting, turns in by_setting.items() if setting.name == PLAIN), None)
     if plain is None:
         return []
-    fixed = {setting.name: turns for setting, turns in by_setting.items() if not setting.adapts}
-    best, best_decode, best_request = (_fastest(fixed, speed) for speed in (whole_speed, decode_speed, request_speed))
+    best, best_decode, best_request = (
+        _fastest(by_setting, speed) for speed in (whole_speed, decode_speed, request_speed)
+    )
     order = [setting for setting in settings if setting in by_setting]
     return [
         _row(
@@ -88,16 +101,18 @@ def _cell_rows(samples: Sequence[BatchSample], settings: Sequence[BatchSetting])
             setting,
             by_setting[setting],
             plain,
-            (best, fixed[best]),
-            fixed[best_decode],
-            fixed[best_request],
+            (best.name, by_setting[best]),
+            by_setting[best_decode],
+            by_setting[best_request],
         )
         for setting in order
     ]
 
 
-def _fastest(settings: Mapping[str, Mapping[int, Turn]], speed: Callable[[Turn], float]) -> str:
-    return max(settings, key=lambda name: _median(settings[name], speed))
+def _fastest(settings: Mapping[BatchSetting, Mapping[int, Turn]], speed: Callable[[Turn], float]) -> BatchSetting:
+    found = best_fixed(settings, lambda setting: setting.adapts, lambda setting: _median(settings[setting], speed))
+    assert found is not None  # plain is there
+    return found
 
 
 def _row(
@@ -136,7 +151,15 @@ def _row(
         num_answers=sum(len(turn.answers) for turn in turns.values()),
         same=same,
         unexplained=unexplained,
+        num_turns=len(turns),
+        num_contended=contended_turns(turns.values()),
     )
+
+
+def contended_turns(turns: Iterable[Watched]) -> int | None:
+    """Turns during which other processes took the cores; None where that is not known of any."""
+    known = [turn.contended for turn in turns if turn.contended is not None]
+    return sum(known) if known else None
 
 
 def compare_answers(turns: Iterable[Turn], plain: Turn) -> tuple[int, int]:
@@ -187,8 +210,7 @@ def grid_summary(rows: Sequence[BatchRow]) -> dict[str, dict[str, object]]:
     for row in rows:
         by_setting.setdefault(row.setting, []).append(row)
     means = {name: _geometric_mean([row.speedup for row in own]) for name, own in by_setting.items()}
-    fixed = {name: means[name] for name, own in by_setting.items() if not own[0].adapts}
-    single = max(fixed, key=fixed.__getitem__, default=None)
+    single = best_fixed(by_setting, lambda name: by_setting[name][0].adapts, means.__getitem__)
     found: dict[str, dict[str, object]] = {}
     for name, own in by_setting.items():
         worst, worst_fixed = min(own, key=lambda row: row.speedup), min(own, key=lambda row: row.to_best_fixed)

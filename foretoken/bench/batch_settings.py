@@ -6,6 +6,7 @@ DRAFTER-auto      the engine's policy chooses the number of draft tokens
 DRAFTER-POLICY    a policy that the caller passes by name chooses it
 POLICY            the same with the draft model where there is one, otherwise with ngram
 auto              the engine's policy also chooses the drafter
+sweep             every drafter with every fixed number of draft tokens (`drafting.swept_drafters`)
 auto-slices       the same, and requests name their slice (`SamplingParams.slice`), so that a new request starts with
 the
                   acceptance measured on earlier requests of its slice
@@ -21,12 +22,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from foretoken.bench.batch_prompts import Ask
-from foretoken.bench.drafting import DrafterChoice, parse_drafters
+from foretoken.bench.contention import OtherLoad, is_contended
+from foretoken.bench.drafting import SWEEP, DrafterChoice, parse_drafters, swept_drafters
 from foretoken.bench.measure import PLAIN
+from foretoken.bench.renewal import renew_drafters
 from foretoken.config import SamplingParams, SpecConfig, known_drafters
 from foretoken.control.policy import Policy
 from foretoken.core import StepOutput
-from foretoken.draft.base import DrafterKey
 from foretoken.errors import ConfigError
 from foretoken.params import is_count
 
@@ -76,12 +78,26 @@ def parse_batch_settings(
     found = {PLAIN: BatchSetting(PLAIN)}
     notes: list[str] = []
     for name in names:
-        if name in (AUTO, AUTO_SLICES) and AUTO not in known_drafters():
+        if name == SWEEP:
+            found |= {setting.name: setting for setting in _swept(draft) if setting.name not in found}
+        elif name in (AUTO, AUTO_SLICES) and AUTO not in known_drafters():
             notes.append("auto was not measured: this version does not choose the drafter by itself.")
         else:
             setting = _parse(name, draft, policies)
             found.setdefault(setting.name, setting)
     return tuple(found.values()), notes
+
+
+def _swept(draft: str | None) -> list[BatchSetting]:
+    """Those of the fixed settings that a batch can run."""
+    found = []
+    for choice in swept_drafters():
+        if "prediction" in choice.needs or ("draft" in choice.needs and draft is None):
+            continue
+        fields = tuple(pair for pair in choice.fields if pair[0] != "num_draft")
+        bare, number = DrafterChoice(choice.name, fields), int(choice.own("num_draft") or 0)
+        found.append(BatchSetting(f"{bare.label}-{number}", bare, number))
+    return found
 
 
 def _parse(name: str, draft: str | None, policies: Policies) -> BatchSetting:
@@ -93,7 +109,7 @@ def _parse(name: str, draft: str | None, policies: Policies) -> BatchSetting:
         return BatchSetting(name, DrafterChoice(AUTO), "auto", names_slice=True)
     drafter, _, how = name.rpartition("-")
     if how not in policies and (not drafter or (how != AUTO and not is_count(how))):
-        remedy = "must be plain, auto, auto-slices, DRAFTER-5 or DRAFTER-auto"
+        remedy = "must be plain, auto, auto-slices, sweep, DRAFTER-5 or DRAFTER-auto"
         if policies:
             remedy += f", or POLICY or DRAFTER-POLICY with one of the policies {', '.join(policies)}"
         raise ConfigError("settings", name, remedy)
@@ -126,7 +142,8 @@ class Turn:
 
     `seconds` is the time from before the first step to after the last. `decode_s` begins when every request has its
     first token; `decode_tokens` are those emitted from then on. `num_steps` counts rounds over all requests.
-    `request_speeds` are the tokens per second of each request after its first token.
+    `request_speeds` are the tokens per second of each request after its first token. `contended`: whether other
+    processes took the cores meanwhile, None where that is not known.
     """
 
     answers: tuple[Answered, ...]
@@ -137,6 +154,7 @@ class Turn:
     num_drafted: int
     num_accepted: int
     request_speeds: tuple[float, ...]
+    contended: bool | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -154,6 +172,7 @@ class Stage:
         self.llm, self.draft, self.policies, self.seed = llm, draft, policies, seed
         self._pristine = copy.deepcopy(llm.engine.chooser.policy)
         self._policies: dict[str, Policy] = {}
+        self.others = OtherLoad()
         self._tenants = itertools.count()
 
     def forget(self) -> None:
@@ -161,16 +180,13 @@ class Stage:
         self._policies.clear()
 
     def enter(self, setting: BatchSetting) -> None:
-        """Install this setting's policy in the engine, and discard drafters that keep earlier answers of any tenant."""
+        """Install this setting's policy in the engine, and replace its drafters by new ones without state."""
         if setting.name not in self._policies:
             self._policies[setting.name] = (
                 copy.deepcopy(self._pristine) if setting.policy is None else self.policies[setting.policy]()
             )
         self.llm.engine.chooser.policy = self._policies[setting.name]
-        drafters = self.llm.engine.drafters.drafters
-        for key in [key for key in drafters if _keeps_answers(key)]:
-            del drafters[key]
-        self.llm.prepare(setting.spec(self.draft))
+        renew_drafters(self.llm, setting.spec(self.draft))
 
     def spec(self, setting: BatchSetting) -> SpecConfig:
         """The configuration of a setting's requests."""
@@ -210,9 +226,11 @@ class Stage:
 
         prompts = [list(ask.prompt_ids) for ask in asks]
         params = [self.params(setting, ask, first_place + place, max_tokens) for place, ask in enumerate(asks)]
+        self.others.start()
         began = time.perf_counter()
         outputs = self.llm.generate(prompts, params, self.spec(setting), on_step=watch)
         ended = time.perf_counter()
+        share = self.others.share()
         for output in outputs:
             if output.error is not None:
                 raise output.error
@@ -230,12 +248,8 @@ class Stage:
             sum(one.num_drafted for one in stats),
             sum(one.num_accepted for one in stats),
             tuple(one.tokens_per_s for one in stats),
+            None if share is None else is_contended(share),
         )
-
-
-def _keeps_answers(key: DrafterKey) -> bool:
-    """Whether a drafter, or a part of it, keeps tokens of answers from earlier turns."""
-    return key[0] == "recycling" or any(isinstance(part, tuple) and _keeps_answers(part) for part in key)
 
 
 def together(turns: Sequence[Turn]) -> Turn:
@@ -249,4 +263,5 @@ def together(turns: Sequence[Turn]) -> Turn:
         sum(turn.num_drafted for turn in turns),
         sum(turn.num_accepted for turn in turns),
         tuple(speed for turn in turns for speed in turn.request_speeds),
+        None if any(turn.contended is None for turn in turns) else any(turn.contended for turn in turns),
     )

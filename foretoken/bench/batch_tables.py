@@ -72,7 +72,7 @@ def _table(rows: Sequence[BatchRow], name: str, title: str, cell: Callable[[Batc
 
 def _speed_cell(row: BatchRow) -> str:
     speed = f"{row.tokens_per_s:.0f}" if row.tokens_per_s >= 100 else f"{row.tokens_per_s:.1f}"
-    return f"{speed} {row.speedup:.2f} {row.to_best_fixed:.2f}"
+    return f"{speed} {row.speedup:.2f} {row.to_best_fixed:.2f}" + ("!" if row.num_contended else "")
 
 
 def _request_cell(row: BatchRow) -> str:

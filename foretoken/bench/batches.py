@@ -7,14 +7,20 @@ without measurements and keeps its state from cell to cell, as in a server that 
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.batch_rows import BatchSample, grid_summary, summarise_grid
 from foretoken.bench.batch_settings import (
     NO_POLICIES,
+    Answered,
     BatchSetting,
     Policies,
     Stage,
@@ -23,9 +29,13 @@ from foretoken.bench.batch_settings import (
     together,
 )
 from foretoken.bench.batch_tables import choice_tables, request_tables, slice_tables, summary_table
-from foretoken.bench.load_options import LoadOptions, Tell, announce, make_report, opened, progress
+from foretoken.bench.contention import contention_notes
+from foretoken.bench.kept_lines import KeptLines
+from foretoken.bench.load_options import LoadOptions, announce, make_report, opened
 from foretoken.bench.measure import PLAIN
-from foretoken.bench.report import Report, load_average
+from foretoken.bench.progress import Tell, progress
+from foretoken.bench.report import Report, as_plain, load_average, machine, versions
+from foretoken.errors import StorageError
 
 EXPLAINED = (
     "A cell: tokens per second of the whole batch, prefill included (median over repeats); the ratio to plain; the "
@@ -36,8 +46,12 @@ EXPLAINED = (
     "server with a queue would refill. The best fixed setting is chosen afterwards from the same noisy turns, which "
     "biases it upwards a little. `differing` counts answers that differ from plain's; in 16-bit arithmetic an answer "
     "may differ where two logits are within rounding error, and `unexplained` counts greedy answers without such a "
-    "near tie."
+    "near tie. `!` behind a cell: other processes took a tenth of the cores or more during a turn of it."
 )
+
+
+_NOT_MEASURED = {"out", "name", "resume", "phases", "phase_s"}  # options that no turn depends on
+_GONE_ON = "The run was stopped and gone on with; policies of adaptive settings started without measurements again."
 
 
 def run_batches(
@@ -67,13 +81,21 @@ def run_batches(
         policies=policies,
     )
     with opening as (stage, found):
+        kept = None if options.resume is None else KeptLines(options.resume, _about(options, found))
         try:
+            if kept is not None:
+                samples += [restored(line, settings) for line in kept.lines]
+                notes += [_GONE_ON] if samples else []
             num_turns = len(settings) * len(options.batches) * (len(options.slices) * options.repeats + options.warmup)
-            announce(f"{num_turns} turns, {_estimate(stage, options, settings, found)}")
-            with progress(num_turns) as tell:
-                measure_grid(stage, options, settings, found, samples, tell)
+            known = f", {len(samples)} of them known" if samples else ""
+            announce(f"{num_turns} turns{known}, {_estimate(stage, options, settings, found)}")
+            with progress(num_turns - len(samples)) as tell:
+                measure_grid(stage, options, settings, found, samples, tell, kept)
         except KeyboardInterrupt:
             interrupted = True
+        finally:
+            if kept is not None:
+                kept.close()
     rows = summarise_grid(samples)
     notes.append(
         "The policy of each setting started without measurements and kept its state from cell to cell, in the order "
@@ -87,7 +109,7 @@ def run_batches(
         summary=grid_summary(rows),
         tables=(*slice_tables(rows), *request_tables(rows), *choice_tables(rows), summary_table(rows)),
         explained=EXPLAINED,
-        notes=(*notes, *remarks),
+        notes=(*notes, *contention_notes([(row.num_contended, row.num_turns) for row in rows], "turns"), *remarks),
         interrupted=interrupted,
         load=load,
     )
@@ -100,10 +122,18 @@ def measure_grid(
     found: Mapping[str, Sequence[Ask]],
     samples: list[BatchSample],
     tell: Tell = lambda _words: None,
+    kept: KeptLines | None = None,
 ) -> None:
-    """Append a sample for every setting, cell and repeat, the smallest batch first; whole samples where interrupted."""
+    """Append a sample for every setting, cell and repeat that `samples` lacks, the smallest batch first; whole samples
+    where interrupted. Each is written to `kept` as well.
+    """
     turns = 0
+    known = {_place(sample) for sample in samples}
     for batch in sorted(set(options.batches)):
+        cells = itertools.product(settings, options.slices, range(options.repeats))
+        if all((setting.name, batch, name, repeat) in known for setting, name, repeat in cells):
+            turns += len(options.slices) * options.repeats
+            continue
         for setting in [setting for _ in range(options.warmup) for setting in settings]:
             tell(f"warm-up {batch}: {setting.name}")
             answer_all(stage, setting, found[options.slices[0]][:batch], batch, options.max_tokens)
@@ -113,12 +143,44 @@ def measure_grid(
                 first = turns % len(settings)
                 turns += 1
                 for setting in (*settings[first:], *settings[:first]):
+                    if (setting.name, batch, name, repeat) in known:
+                        continue
                     tell(f"{batch} {name}: {setting.name}")
-                    samples.append(
-                        BatchSample(
-                            setting, batch, name, repeat, answer_all(stage, setting, own, batch, options.max_tokens)
-                        )
-                    )
+                    turn = answer_all(stage, setting, own, batch, options.max_tokens)
+                    samples.append(BatchSample(setting, batch, name, repeat, turn))
+                    if kept is not None:
+                        kept.append(asdict(samples[-1]) | {"setting": setting.name})
+
+
+def _place(sample: BatchSample) -> tuple[str, int, str, int]:
+    return sample.setting.name, sample.batch, sample.slice, sample.repeat
+
+
+def restored(line: Mapping[str, Any], settings: Sequence[BatchSetting]) -> BatchSample:
+    """A sample that was written.
+
+    Raises:
+        StorageError: the line is none of this run's.
+    """
+    try:
+        (setting,) = (setting for setting in settings if setting.name == line["setting"])
+        turn = dict(line["turn"])
+        answers = tuple(
+            Answered(tuple(one["token_ids"]), one["greedy"], one["num_near_ties"]) for one in turn["answers"]
+        )
+        turn |= {"answers": answers, "request_speeds": tuple(turn["request_speeds"])}
+        return BatchSample(setting, line["batch"], line["slice"], line["repeat"], Turn(**turn))
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"the file to resume holds something else than turns of this run ({error})") from error
+
+
+def _about(options: LoadOptions, found: Mapping[str, Sequence[Ask]]) -> dict[str, Any]:
+    """Everything that must agree for turns of two runs to stand in one table."""
+    texts = {name: [list(ask.prompt_ids) for ask in own] for name, own in found.items()}
+    prompts = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+    given = {name: value for name, value in asdict(options).items() if name not in _NOT_MEASURED}
+    about = given | {"prompts by content": prompts, "machine": machine(), "versions": versions()}
+    return {name: as_plain(value) for name, value in about.items()}
 
 
 def answer_all(stage: Stage, setting: BatchSetting, own: Sequence[Ask], batch: int, max_tokens: int) -> Turn:

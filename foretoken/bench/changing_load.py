@@ -15,16 +15,21 @@ from dataclasses import dataclass
 from statistics import median
 
 from foretoken.bench.batch_prompts import Ask
+from foretoken.bench.batch_rows import contended_turns
 from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Policies, Stage, parse_batch_settings
-from foretoken.bench.load_options import LoadOptions, LoadPhase, Tell, announce, make_report, opened, progress
+from foretoken.bench.best_fixed import best_fixed
+from foretoken.bench.contention import contention_notes, is_contended
+from foretoken.bench.load_options import LoadOptions, LoadPhase, announce, make_report, opened
 from foretoken.bench.measure import PLAIN
+from foretoken.bench.progress import Tell, progress
 from foretoken.bench.report import Report, Table, load_average
 
 EXPLAINED = (
     "Tokens per second of the whole load, prefill included, from the first step to the last token (median over "
     "repeats), and of each phase by the tokens emitted in it. Ratios are medians over repeats. The best single fixed "
     "setting is the one with the most tokens per second over the whole load among those with a fixed number of draft "
-    "tokens (plain is one of them), chosen afterwards."
+    "tokens (plain is one of them), chosen afterwards. `!` behind a setting: other processes took a tenth of the "
+    "cores or more."
 )
 _LENGTHS = (0.5, 1.0, 1.5)  # of answers, in turn, so that requests do not end together
 _MOST_REQUESTS = 2000
@@ -41,10 +46,13 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class LoadTurn:
-    """One setting's run of the load: seconds and tokens of each phase."""
+    """One setting's run of the load: seconds and tokens of each phase; `contended`: whether other processes took the
+    cores meanwhile, None where that is not known.
+    """
 
     seconds: tuple[float, ...]
     tokens: tuple[int, ...]
+    contended: bool | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -54,7 +62,9 @@ class LoadTurn:
 
 @dataclass(frozen=True)
 class LoadRow:
-    """A setting's result, ratios to plain and to the best single fixed setting."""
+    """A setting's result, ratios to plain and to the best single fixed setting; of `num_runs` runs `num_contended` were
+    measured while other processes took the cores.
+    """
 
     setting: str
     adapts: bool
@@ -64,6 +74,8 @@ class LoadRow:
     speedup: float
     to_single_fixed: float
     phases: tuple[float, ...]
+    num_runs: int
+    num_contended: int | None
 
 
 def run_changing_load(
@@ -117,7 +129,7 @@ def run_changing_load(
         summary=load_summary(rows),
         tables=(_table(rows, options.phases),),
         explained=EXPLAINED,
-        notes=(*notes, *remarks),
+        notes=(*notes, *contention_notes([(row.num_contended, row.num_runs) for row in rows], "runs"), *remarks),
         interrupted=interrupted,
         load=load,
     )
@@ -168,6 +180,7 @@ def run_through(
         ForetokenError: an answer failed.
     """
     stage.enter(setting)
+    stage.others.start()
     seconds: list[float] = []
     tokens: list[int] = []
     running = 0
@@ -192,7 +205,8 @@ def run_through(
                 running -= output.finish_reason is not None
         seconds.append(time.perf_counter() - began)
         tokens.append(emitted)
-    return LoadTurn(tuple(seconds), tuple(tokens))
+    share = stage.others.share()
+    return LoadTurn(tuple(seconds), tuple(tokens), None if share is None else is_contended(share))
 
 
 def summarise_load(turns: Mapping[BatchSetting, Mapping[int, LoadTurn]]) -> tuple[LoadRow, ...]:
@@ -218,6 +232,8 @@ def summarise_load(turns: Mapping[BatchSetting, Mapping[int, LoadTurn]]) -> tupl
                 _ratio(own, plain),
                 _ratio(own, turns[single]),
                 tuple(median(column) for column in phases),
+                len(own),
+                contended_turns(own.values()),
             )
         )
     return tuple(rows)
@@ -225,8 +241,11 @@ def summarise_load(turns: Mapping[BatchSetting, Mapping[int, LoadTurn]]) -> tupl
 
 def single_fixed(turns: Mapping[BatchSetting, Mapping[int, LoadTurn]]) -> BatchSetting:
     """The fastest setting with a fixed number of draft tokens."""
-    fixed = [setting for setting in turns if not setting.adapts]
-    return max(fixed, key=lambda setting: median(turn.tokens_per_s for turn in turns[setting].values()))
+    found = best_fixed(
+        turns, lambda setting: setting.adapts, lambda one: median(turn.tokens_per_s for turn in turns[one].values())
+    )
+    assert found is not None  # plain is there
+    return found
 
 
 def _ratio(own: Mapping[int, LoadTurn], others: Mapping[int, LoadTurn]) -> float:
@@ -240,9 +259,9 @@ def _speed(tokens: int, seconds: float) -> float:
 
 def load_summary(rows: Sequence[LoadRow]) -> dict[str, object]:
     """The best single fixed setting, and the ratio of every setting to it and to plain."""
-    fixed = [row for row in rows if not row.adapts]
+    single = best_fixed(rows, lambda row: row.adapts, lambda row: row.tokens_per_s)
     return {
-        "single_fixed": max(fixed, key=lambda row: row.tokens_per_s).setting if fixed else None,
+        "single_fixed": None if single is None else single.setting,
         "settings": {
             row.setting: {"adapts": row.adapts, "speedup": row.speedup, "to_single_fixed": row.to_single_fixed}
             for row in rows
@@ -261,7 +280,7 @@ def _table(rows: Sequence[LoadRow], phases: Sequence[LoadPhase]) -> Table:
     )
     lines = [
         (
-            row.setting,
+            row.setting + ("!" if row.num_contended else ""),
             f"{row.tokens_per_s:.0f}",
             f"{row.tokens_per_s_min:.0f}-{row.tokens_per_s_max:.0f}",
             f"{row.speedup:.2f}",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from foretoken.bench.measure import ALL_SLICES, ENGINE, PLAIN, SpeedRow
+from foretoken.bench.best_fixed import best_fixed
+from foretoken.bench.measure import ALL_SLICES, DEFAULT_NUMERICS, ENGINE, PLAIN
+from foretoken.bench.speed_rows import SpeedRow
 from foretoken.printing import markdown
 
 _LLAMA_CPP = "llama.cpp"
@@ -50,9 +52,16 @@ def ratios(rows: Sequence[SpeedRow]) -> dict[str, dict[str, float]]:
     fastest drafter that needs nothing but the target and the text.
     """
     return {
-        name: _ratios([row for row in rows if row.slice == name and row.temperature == 0.0])
+        name: _ratios([row for row in _of_one_numerics(rows) if row.slice == name and row.temperature == 0.0])
         for name in dict.fromkeys(row.slice for row in rows)
     }
+
+
+def _of_one_numerics(rows: Sequence[SpeedRow]) -> list[SpeedRow]:
+    """The rows of the default numerics, or of the only ones; those of other engines stay."""
+    own = [row.numerics for row in rows if row.engine == ENGINE]
+    wanted = DEFAULT_NUMERICS if DEFAULT_NUMERICS in own or not own else own[0]
+    return [row for row in rows if row.engine != ENGINE or row.numerics == wanted]
 
 
 def _ratios(rows: Sequence[SpeedRow]) -> dict[str, float]:
@@ -75,6 +84,11 @@ def _ratios(rows: Sequence[SpeedRow]) -> dict[str, float]:
     add(f"best free / {ENGINE} {PLAIN}", _speed(free), plain)
     lookups = best(row for row in rows if row.engine == _LLAMA_CPP and row.counterpart == _NGRAM)
     add(f"best free / {_LLAMA_CPP} best n-gram", _speed(free), _speed(lookups))
+    own = [row for row in rows if row.engine == ENGINE and not row.lossy]
+    fixed = best_fixed(own, lambda row: row.num_draft == "auto", lambda row: row.tokens_per_s)
+    for row in own:
+        if row.num_draft == "auto" and fixed is not None:
+            add(f"{row.setting} / best fixed ({fixed.setting})", row.tokens_per_s, fixed.tokens_per_s)
     for drafter in dict.fromkeys(row.drafter for row in ours):
         for engine in dict.fromkeys(row.engine for row in rows if row.counterpart == drafter):
             other = best(row for row in rows if row.engine == engine and row.counterpart == drafter)
@@ -91,6 +105,7 @@ def kind_of(row: SpeedRow) -> str:
     name.
     """
     name = (row.drafter or PLAIN) + (f"({row.options})" if row.options else "")
+    name += "" if row.numerics == DEFAULT_NUMERICS else f" {row.numerics}"
     return name if row.engine == ENGINE else f"{row.engine} {name}"
 
 

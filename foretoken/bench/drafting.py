@@ -15,6 +15,12 @@ from foretoken.field_text import parse_field
 from foretoken.registry import FrozenOptions, known_drafters, options_class, traits_of
 
 EVERY = "all"
+# Every drafter at each of these numbers of draft tokens, and the trees of a draft model: what is called the best fixed
+# setting is the best of these.
+SWEEP = "sweep"
+SWEEP_NUM_DRAFTS = (2, 3, 5, 8)
+_SWEPT_TREES = ("static", "best_first")
+AUTO_DRAFTER = "auto"
 # What the bench itself gives for each answer, and what one flag of the bench sets for all drafters.
 _GIVEN_BY_BENCH = {
     "drafter": "it is the name before the colon",
@@ -119,16 +125,32 @@ class DrafterChoice:
 
 
 def parse_drafters(texts: Sequence[str]) -> tuple[DrafterChoice, ...]:
-    """The drafters that `texts` name; `all` stands for every registered drafter that is not named without options.
+    """The drafters that `texts` name; `all` stands for every registered drafter that is not named without options,
+    `sweep` for each with every fixed number of draft tokens (`swept_drafters`).
 
     Raises:
         ConfigError: an unknown drafter or option, or a value of the wrong kind.
     """
-    named = [_parse(text) for text in texts if text != EVERY]
+    named = [_parse(text) for text in texts if text not in (EVERY, SWEEP)]
+    if SWEEP in texts:
+        named += swept_drafters()
     if EVERY not in texts:
         return tuple(dict.fromkeys(named))
     others = [DrafterChoice(name, required=False) for name in known_drafters() if DrafterChoice(name) not in named]
     return (*dict.fromkeys(named), *others)
+
+
+def swept_drafters() -> tuple[DrafterChoice, ...]:
+    """Every registered drafter but `auto` at each of `SWEEP_NUM_DRAFTS`, a draft model also with trees."""
+    kinds: list[tuple[str, tuple[tuple[str, Any], ...]]] = [
+        (name, ()) for name in known_drafters() if name != AUTO_DRAFTER
+    ]
+    kinds += [("draft_model", (("tree", tree),)) for tree in _SWEPT_TREES]
+    return tuple(
+        DrafterChoice(name, (*own, ("num_draft", number)), required=False)
+        for name, own in kinds
+        for number in SWEEP_NUM_DRAFTS
+    )
 
 
 def _parse(text: str) -> DrafterChoice:

@@ -105,10 +105,11 @@ def contenders(
     dtype: str,
     threads: int,
     num_drafts: Sequence[int],
+    lookup_num_drafts: Sequence[int],
     kinds: Sequence[str] = KINDS,
 ) -> tuple[list[Contender], list[str]]:
-    """Plain decoding, and each kind as it comes and at every number of drafted tokens; a note for kinds that are not
-    here.
+    """Plain decoding, and each kind as it comes and at every number of drafted tokens (`lookup_num_drafts` for those
+    without a model); a note for kinds that are not here.
 
     Raises:
         StorageError: programs, converter or checkpoint are missing.
@@ -126,7 +127,8 @@ def contenders(
             missing.append(kind.name)
             continue
         draft_gguf = programs.convert(draft, outtype) if kind.name == _DRAFT and draft is not None else None
-        for n in (None, *num_drafts) if kind.swept else (None,):
+        numbers = num_drafts if kind.name == _DRAFT else lookup_num_drafts
+        for n in (None, *numbers) if kind.swept else (None,):
             setting = SpeedSetting(
                 name=f"{LLAMA_CPP}-{kind.name}" + ("" if n is None else f"-{n}"),
                 engine=LLAMA_CPP,

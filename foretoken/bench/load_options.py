@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 
 from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
 from foretoken.bench.batch_settings import NO_POLICIES, Policies, Stage
+from foretoken.bench.drafting import SWEEP
 from foretoken.bench.measure import PLAIN
 from foretoken.bench.prompts import ALL, read_prompts
 from foretoken.bench.report import Report, Table, check_name, source_caveats, write_report
@@ -68,7 +69,8 @@ class LoadOptions:
 
     The engine's limits are those of `foretoken.LLM`. By default a step takes all prompts of a batch, and batch and
     cache have room for the largest one. `min_tokens_to_speculate` and `max_speculating_requests` are `RoutingRules`,
-    for settings with an adaptive number of draft tokens.
+    for settings with an adaptive number of draft tokens. `resume` is a file that keeps each turn of a grid of batches;
+    what it holds already is not measured again.
     """
 
     target: str
@@ -95,6 +97,7 @@ class LoadOptions:
     device: str = "auto"
     threads: int | None = None
     out: Path | None = None
+    resume: Path | None = None
     name: str = "batches"
     seed: int = 0
 
@@ -158,7 +161,7 @@ class LoadOptions:
 
 def _is_fixed(setting: str) -> bool:
     """Whether the name says a fixed number of draft tokens."""
-    return setting == PLAIN or is_count(setting.rpartition("-")[2])
+    return setting in (PLAIN, SWEEP) or is_count(setting.rpartition("-")[2])
 
 
 def slice_names(words: Sequence[str], prompts: Path | None) -> tuple[str, ...]:
@@ -180,22 +183,6 @@ def parse_phases(text: str) -> tuple[LoadPhase, ...]:
     if not pairs or not all(is_count(batch) and int(batch) and name for batch, _, name in pairs):
         raise InputError("load", text, "must be mixed, or BATCH:SLICE separated by commas, such as 1:code,16:random")
     return tuple(LoadPhase(int(batch), name) for batch, _, name in pairs)
-
-
-Tell = Callable[[str], None]  # called with what is measured next
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Tell]:
-    """A progress bar on standard error, advanced by one with each call; nothing where that is no terminal."""
-    with Console(stderr=True).bar("measuring", total, counts=True) as bar:
-        began = [False]
-
-        def tell(words: str) -> None:
-            bar.update(words, advance=int(began[0]))
-            began[0] = True
-
-        yield tell
 
 
 def announce(words: str) -> None:
@@ -225,7 +212,15 @@ def opened(
         raise InputError("target", options.target, "has no tokenizer, and the prompts are texts; choose another target")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    found = asks(slices, count, tokenizer.encode, options.prompt_tokens, options.seed, options.prompts)
+    found = asks(
+        slices,
+        count,
+        tokenizer.encode,
+        options.prompt_tokens,
+        options.seed,
+        options.prompts,
+        lambda messages: tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False),
+    )
     longest = max(len(ask.prompt_ids) for own in found.values() for ask in own)
     with LLM(
         options.target,

@@ -2,95 +2,237 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from foretoken.bench import peers
-from foretoken.bench.measure import Contender, SpeedPlan, SpeedSample, measure, summarise
+from foretoken.bench.chat_prompts import with_template
+from foretoken.bench.contention import OtherLoad, contention_notes, is_contended
+from foretoken.bench.measure import ALL_SLICES, Contender, SpeedPlan, SpeedSample
 from foretoken.bench.own import Generator, own_contenders
 from foretoken.bench.plot import write_plot
+from foretoken.bench.progress import progress
 from foretoken.bench.prompts import ALL, choose, fit, read_prompts
-from foretoken.bench.report import Report, load_average, machine, source_caveats, versions, write_report
+from foretoken.bench.report import (
+    Report,
+    as_plain,
+    free_path,
+    load_average,
+    machine,
+    now,
+    source_caveats,
+    versions,
+    write_report,
+)
+from foretoken.bench.samples import Samples, open_samples
 from foretoken.bench.speed_options import SpeedOptions
+from foretoken.bench.speed_rows import summarise
 from foretoken.bench.speed_tables import speed_report
+from foretoken.bench.turns import measure
 from foretoken.bench.workload import SLICES, Prompt, slices
+from foretoken.config import SpecConfig
 from foretoken.files import check_file, check_folder
 from foretoken.model.open import model_folder
 from foretoken.printing.console import Console
 
+SAMPLES_SUFFIX = ".samples.jsonl"
+_NOT_MEASURED = {"out", "name", "plot", "resume"}  # options that no answer depends on
+
 # Caveats of a drafter's numbers, alone or as a part of another.
 _CAVEATS = {
-    "recycling": "recycling keeps its matrix from answer to answer: repeats draft from what earlier ones stored.",
-    "early_exit": "early_exit keeps its choice of layers from answer to answer, where it is auto.",
     "lookahead": (
         "lookahead has the target run probes beside its draft tokens: their cost is in its times, and they are not "
         "counted as draft tokens."
     ),
 }
 
+_COLD = "Drafters are emptied before every answer: nothing is drafted from earlier ones."
+_WARM = (
+    "Drafters keep what they remember from prompt to prompt (`warm`); they are emptied before a prompt comes again, so "
+    "that no answer is drafted from an earlier one to the same prompt."
+)
+_POLICIES = "Each adaptive setting has a policy of its own, which keeps what it measured from answer to answer."
+
+
+@dataclass(frozen=True)
+class SpeedRun:
+    """What a run measured, before it is summarised. `samples_file` is where the answers are kept."""
+
+    samples: tuple[SpeedSample, ...]
+    prompts: tuple[Prompt, ...]
+    caveats: tuple[str, ...]
+    interrupted: bool
+    versions: Mapping[str, str]
+    samples_file: Path | None
+
 
 def run_speed(options: SpeedOptions, generator: Generator | None = None, command: str = "foretoken bench") -> Report:
     """Measure, and write the plot and the dated result where options ask for them; the caller prints the report.
 
-    `generator` replaces the engine that is otherwise opened on `options.target`. A progress bar goes to standard error.
+    `generator` replaces the engines that are otherwise opened on `options.target`, one for each of `options.numerics`.
+    Progress goes to standard error. After Ctrl-C the report holds what was measured until then, and says so; with
+    `resume` or `out` every answer is in a file by then.
 
     Raises:
-        ForetokenError: a model that cannot be used, a file that cannot be written, or a failing engine.
+        ForetokenError: a model that cannot be used, a file that cannot be written or that belongs to other options, or
+            a failing engine.
     """
-    for folder in (options.out, options.plot.parent if options.plot else None):
-        if folder is not None:
-            check_folder(folder)
     if options.plot is not None:
+        check_folder(options.plot.parent)
         check_file("plot", options.plot)
+    run = measure_speed(options, generator)
+    rows = summarise(run.samples, run.prompts)
+    counts = [(row.num_contended, row.num_answers) for row in rows if row.slice != ALL_SLICES]
+    report = speed_report(
+        rows,
+        asdict(options),
+        command,
+        (*run.caveats, *contention_notes(counts, "answers")),
+        {"interrupted": run.interrupted, "num_answers": len(run.samples)},
+        versions=run.versions,
+        files=() if run.samples_file is None else (str(run.samples_file),),
+    )
+    if options.plot is not None and rows:
+        write_plot(rows, machine()["cpu"], options.plot)
+    return write_report(report, options.out, options.name) if options.out is not None else report
+
+
+def measure_speed(options: SpeedOptions, generator: Generator | None = None) -> SpeedRun:
+    """Every answer of a run; see `run_speed`.
+
+    Raises:
+        ForetokenError: see `run_speed`.
+    """
+    if options.out is not None:
+        check_folder(options.out)
     prompts, notes = _prompts(options)
     torch.set_num_threads(options.num_threads)
     target, draft = _folders(options, given=generator is not None)
-    caveats = source_caveats(target, draft, load_average())
-    caveats.extend(notes)
-    caveats.extend(text for name, text in _CAVEATS.items() if any(name in choice.leaves for choice in options.choices))
-    with ExitStack() as stack:
-        generator = generator or _open(options, stack)
-        prompts, notes = fit(
-            prompts, lambda text: len(generator.encode(text)), generator.target.max_context_tokens - options.max_tokens
-        )
-        caveats.extend(notes)
-        plan = SpeedPlan(
-            prompts,
-            options.max_tokens,
-            options.temperatures,
-            options.repeats,
-            options.warmup,
-            options.seed,
-            options.ignore_eos,
-        )
-        contenders, notes = own_contenders(options, generator, prompts)
-        caveats.extend(notes)
-        if options.peers:
-            others, notes = peers.contenders(
-                target=target,
-                draft=draft,
-                dtype=options.dtype,
-                device=options.device,
-                threads=options.num_threads,
-                num_drafts=options.peer_num_drafts,
-                kinds=options.peer_drafters,
-            )
-            contenders.extend(others)
-            caveats.extend(notes)
-            if others and 0.0 not in options.temperatures:
-                caveats.append("Other engines are measured greedily only, and temperature 0 was not asked for.")
-        samples, notes = _with_progress(contenders, plan)
-    caveats.extend(notes)
-    rows = summarise(samples, prompts)
+    caveats = [*source_caveats(target, draft, load_average()), *notes, *_drafter_notes(options)]
     found = versions() | (peers.versions() if options.peers else {})
-    report = speed_report(rows, asdict(options), command, caveats, versions=found)
-    if options.plot is not None:
-        write_plot(rows, machine()["cpu"], options.plot)
-    return write_report(report, options.out, options.name) if options.out is not None else report
+    with ExitStack() as stack:
+        generators = {name: generator or _open(options, stack, name) for name in options.numerics}
+        first = next(iter(generators.values()))
+        prompts = with_template(prompts, first, options.chat)
+        room = first.target.max_context_tokens - options.max_tokens
+        prompts, notes = fit(prompts, lambda text: len(first.encode(text)), room)
+        caveats.extend(notes)
+        plan = _plan(options, prompts)
+        contenders, notes = _contenders(options, generators, prompts, target, draft)
+        caveats.extend(notes)
+        settings = {contender.setting.name: contender.setting for contender in contenders}
+        path = _samples_file(options)
+        samples = Samples() if path is None else open_samples(path, _about(options, prompts, found), settings)
+        stack.callback(samples.close)
+        notes, interrupted = _measured(contenders, plan, samples)
+    caveats.extend(notes)
+    if interrupted:
+        caveats.append(_interrupted(samples, plan, contenders, path))
+    return SpeedRun(tuple(samples.all), prompts, tuple(caveats), interrupted, found, path)
+
+
+def _drafter_notes(options: SpeedOptions) -> list[str]:
+    notes = [text for name, text in _CAVEATS.items() if any(name in choice.leaves for choice in options.choices)]
+    notes.append(_WARM if options.warm else _COLD)
+    if "auto" in options.num_drafts or any(choice.own("num_draft") == "auto" for choice in options.choices):
+        notes.append(_POLICIES)
+    return notes
+
+
+def _plan(options: SpeedOptions, prompts: tuple[Prompt, ...]) -> SpeedPlan:
+    return SpeedPlan(
+        prompts,
+        options.max_tokens,
+        options.temperatures,
+        options.repeats,
+        options.warmup,
+        options.seed,
+        options.ignore_eos,
+    )
+
+
+def _contenders(
+    options: SpeedOptions,
+    generators: Mapping[str, Generator],
+    prompts: Sequence[Prompt],
+    target: Path,
+    draft: Path | None,
+) -> tuple[list[Contender], list[str]]:
+    """Our settings under each of the numerics, then those of other engines; and notes on what is left out."""
+    contenders: list[Contender] = []
+    notes: list[str] = []
+    for name, generator in generators.items():
+        own, own_notes = own_contenders(options, generator, prompts, name)
+        contenders.extend(own)
+        notes.extend(note for note in own_notes if note not in notes)
+    if options.peers:
+        others, other_notes = peers.contenders(
+            target=target,
+            draft=draft,
+            dtype=options.dtype,
+            device=options.device,
+            threads=options.num_threads,
+            num_drafts=options.peer_num_drafts,
+            lookup_num_drafts=options.peer_lookup_num_drafts,
+            kinds=options.peer_drafters,
+        )
+        contenders.extend(others)
+        notes.extend(other_notes)
+        if others and 0.0 not in options.temperatures:
+            notes.append("Other engines are measured greedily only, and temperature 0 was not asked for.")
+    return contenders, notes
+
+
+def _measured(contenders: Sequence[Contender], plan: SpeedPlan, samples: Samples) -> tuple[list[str], bool]:
+    """Fill `samples`; notes on settings that were left out, and whether the run was interrupted."""
+    console = Console(stderr=True)
+    if samples.all:
+        console.line(f"{len(samples.all)} answers are known from an earlier run and are not measured again")
+    warned = False
+
+    def warn(sample: SpeedSample) -> None:
+        nonlocal warned
+        if is_contended(sample.others) and not warned:
+            warned = True
+            console.message(
+                f"warning: other processes take {sample.others:.0%} of the cores; answers measured meanwhile are "
+                "marked. Stop what else runs here, or do not use these figures.",
+                "yellow",
+            )
+
+    try:
+        with progress(plan.num_runs((c.setting for c in contenders), len(samples.all)), console) as tell:
+            _, notes = measure(contenders, plan, tell, samples, OtherLoad(), warn)
+    except KeyboardInterrupt:
+        return [], True
+    return notes, False
+
+
+def _samples_file(options: SpeedOptions) -> Path | None:
+    """Where answers are kept: the file to resume, or a new one beside the dated result."""
+    if options.resume is not None or options.out is None:
+        return options.resume
+    return free_path(options.out, now(), options.name, (SAMPLES_SUFFIX, ".json")).with_suffix(SAMPLES_SUFFIX)
+
+
+def _about(options: SpeedOptions, prompts: Sequence[Prompt], found: Mapping[str, str]) -> dict[str, Any]:
+    """Everything that must agree for answers of two runs to stand in one table."""
+    given = {name: value for name, value in asdict(options).items() if name not in _NOT_MEASURED}
+    texts = {prompt.name: hashlib.sha256(prompt.text.encode()).hexdigest()[:16] for prompt in prompts}
+    about = given | {"texts of the prompts": texts, "machine": machine(), "versions": dict(found)}
+    return {name: as_plain(value) for name, value in about.items()}
+
+
+def _interrupted(samples: Samples, plan: SpeedPlan, contenders: Sequence[Contender], path: Path | None) -> str:
+    wanted = plan.num_answers(contender.setting for contender in contenders)
+    remedy = "" if path is None else f" Go on with the same options and --resume {path}."
+    return f"The run was interrupted after {len(samples.all)} of {wanted} answers: these are the measurements.{remedy}"
 
 
 def _prompts(options: SpeedOptions) -> tuple[tuple[Prompt, ...], list[str]]:
@@ -105,14 +247,9 @@ def _folders(options: SpeedOptions, given: bool) -> tuple[Path, Path | None]:
     return model_folder(options.target), None if options.draft is None else model_folder(options.draft)
 
 
-def _open(options: SpeedOptions, stack: ExitStack) -> Generator:
+def _open(options: SpeedOptions, stack: ExitStack, numerics: str) -> Generator:
     from foretoken import LLM
 
-    llm = LLM(options.target, dtype=options.dtype, device=options.device)
+    llm = LLM(options.target, SpecConfig(), dtype=options.dtype, device=options.device, numerics=numerics)
     stack.callback(llm.close)
     return llm
-
-
-def _with_progress(contenders: Sequence[Contender], plan: SpeedPlan) -> tuple[list[SpeedSample], list[str]]:
-    with Console(stderr=True).bar("measuring", plan.num_runs(c.setting for c in contenders), counts=True) as bar:
-        return measure(contenders, plan, lambda name: bar.update(name, advance=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -9,11 +10,14 @@ from dataclasses import replace
 from typing import Protocol
 
 from foretoken.bench.drafting import DrafterChoice
-from foretoken.bench.measure import PLAIN, Answer, Contender, SpeedSetting
+from foretoken.bench.measure import DEFAULT_NUMERICS, PLAIN, Answer, Contender, SpeedSetting
+from foretoken.bench.renewal import HasDrafterTable, put_drafters, renew_drafters, take_drafters
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import Prompt
 from foretoken.config import LOSSY_RULES, SamplingParams, SpecConfig
+from foretoken.control.policy import Policy
 from foretoken.core import StepOutput
+from foretoken.draft.base import Drafter, DrafterKey
 from foretoken.errors import ConfigError, ForetokenError
 
 
@@ -56,11 +60,19 @@ class Totals(Protocol):
     def rule_s(self) -> float: ...  # noqa: D102
 
 
-class HasTotals(Protocol):
-    """An engine with its totals."""
+class HasPolicy(Protocol):
+    """What decides how much is drafted."""
+
+    policy: Policy
+
+
+class MeasuredEngine(HasDrafterTable, Protocol):
+    """An engine with its totals, its drafters and its policy."""
 
     @property
     def stats(self) -> Totals: ...  # noqa: D102
+    @property
+    def chooser(self) -> HasPolicy: ...  # noqa: D102
 
 
 class HasContext(Protocol):
@@ -82,9 +94,21 @@ class Generator(Protocol):
         """Token ids of a prompt."""
         ...
 
+    def render_chat(self, messages: list[dict[str, str]]) -> str:
+        """The text that the chat template makes of a conversation."""
+        ...
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation."""
+        ...
+
     @property
-    def engine(self) -> HasTotals:
+    def engine(self) -> MeasuredEngine:
         """Its totals are read between steps; a difference is the cost of the steps between."""
+        ...
+
+    def prepare(self, spec: SpecConfig) -> None:
+        """Make the drafters of `spec` that are missing."""
         ...
 
     def generate(
@@ -122,21 +146,38 @@ class _Watch:
 
 
 class Own:
-    """A setting of foretoken. `takes_prediction`: its requests get their prompt's prediction."""
+    """A setting of foretoken. `takes_prediction`: its requests get their prompt's prediction.
+
+    Each setting has a policy of its own, which keeps what it measured (step times, acceptance) from answer to answer,
+    as in a server. Drafters are emptied before every answer. With `warm` they keep what they remember from prompt to
+    prompt, and are emptied before a prompt that they have answered since.
+    """
 
     def __init__(
-        self, setting: SpeedSetting, generator: Generator, spec: SpecConfig, takes_prediction: bool = False
+        self,
+        setting: SpeedSetting,
+        generator: Generator,
+        spec: SpecConfig,
+        takes_prediction: bool = False,
+        warm: bool = False,
     ) -> None:
         self.setting = setting
         self.generator = generator
-        self.spec, self.takes_prediction = spec, takes_prediction
-        self._num_answers = 0
+        self.spec, self.takes_prediction, self.warm = spec, takes_prediction, warm
+        self._policy = copy.deepcopy(generator.engine.chooser.policy)
+        self._num_tenants = 0
+        self._answered: set[Prompt] = set()  # since the drafters were emptied
+        self._drafters: dict[DrafterKey, Drafter] = {}  # of a warm setting, between its answers
 
     def params_for(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
-        """A tenant of its own for each answer: repeats do not draft from earlier answers."""
-        self._num_answers += 1
+        """The request's own tenant: its prefix is computed anew. Warm requests share one until a prompt comes again."""
+        if not self.warm or prompt in self._answered:
+            self._answered.clear()
+        if not self._answered:
+            self._num_tenants += 1
+        self._answered.add(prompt)
         prediction = prompt.prediction if self.takes_prediction else None
-        return replace(params, tenant=f"{self.setting.name} {self._num_answers}", prediction=prediction)
+        return replace(params, tenant=f"{self.setting.name} {self._num_tenants}", prediction=prediction)
 
     def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
         """Answer one prompt alone, timed outside the engine.
@@ -144,8 +185,21 @@ class Own:
         Raises:
             ForetokenError: the engine failed, or gave no token.
         """
-        watch = _Watch(self.generator)
         own = self.params_for(prompt, params)
+        spec = self.spec.for_request(own.prediction)
+        llm = self.generator
+        llm.engine.chooser.policy = self._policy
+        if len(self._answered) > 1:
+            put_drafters(llm, self._drafters)
+        else:
+            renew_drafters(llm, spec)
+        found = self._timed(prompt, own)
+        if self.warm:
+            self._drafters = take_drafters(llm, spec)
+        return found
+
+    def _timed(self, prompt: Prompt, own: SamplingParams) -> Answer:
+        watch = _Watch(self.generator)
         output = self.generator.generate([prompt.text], own, spec=self.spec, on_step=watch.on_step)[0]
         stop = time.perf_counter()
         if isinstance(output.error, ForetokenError):
@@ -173,14 +227,17 @@ class Own:
 
 
 def own_contenders(
-    options: SpeedOptions, generator: Generator, prompts: Sequence[Prompt]
+    options: SpeedOptions, generator: Generator, prompts: Sequence[Prompt], numerics: str = DEFAULT_NUMERICS
 ) -> tuple[list[Contender], list[str]]:
     """Plain decoding, then every drafter at every number of draft tokens under every rule; notes on what is left out.
+
+    `numerics` is that of `generator`.
 
     Raises:
         ConfigError: a drafter that was asked for by name can run on no prompt, or its options contradict each other.
     """
-    found: dict[SpeedSetting, Contender] = {SpeedSetting(PLAIN): Own(SpeedSetting(PLAIN), generator, SpecConfig())}
+    plain = SpeedSetting(_named(PLAIN, numerics), numerics=numerics)
+    found: dict[SpeedSetting, Contender] = {plain: Own(plain, generator, SpecConfig())}
     notes: list[str] = []
     for choice in options.choices:
         if "draft" in choice.needs and options.draft is None:
@@ -199,12 +256,12 @@ def own_contenders(
                 f"{choice.label} was not measured on {', '.join(left_out)}: these prompts carry no prediction."
             )
         try:
-            found |= {contender.setting: contender for contender in _sweep(choice, options, generator, where)}
+            found |= {contender.setting: contender for contender in _sweep(choice, options, generator, where, numerics)}
         except ConfigError as error:
             if choice.required:
                 raise
             notes.append(f"{choice.name} was not measured: {error}")
-    return list(found.values()), notes
+    return list(found.values()), list(dict.fromkeys(notes))
 
 
 def _slices_of(choice: DrafterChoice, prompts: Sequence[Prompt]) -> tuple[str, ...] | None:
@@ -217,7 +274,7 @@ def _slices_of(choice: DrafterChoice, prompts: Sequence[Prompt]) -> tuple[str, .
 
 
 def _sweep(
-    choice: DrafterChoice, options: SpeedOptions, generator: Generator, where: tuple[str, ...] | None
+    choice: DrafterChoice, options: SpeedOptions, generator: Generator, where: tuple[str, ...] | None, numerics: str
 ) -> list[Own]:
     """One contender per number of draft tokens and rule, or only those that the choice itself names."""
     num_drafts = options.num_drafts if choice.own("num_draft") is None else (choice.own("num_draft"),)
@@ -226,8 +283,9 @@ def _sweep(
     for num_draft, rule in itertools.product(num_drafts, rules):
         given = {"draft": options.draft} if "draft" in choice.takes else {}
         spec = choice.spec(num_draft=num_draft, rule=rule, allow_lossy=options.allow_lossy, **given)
+        name = f"{choice.label}-{num_draft}" + ("" if rules == options.rules and len(rules) == 1 else f" {rule}")
         setting = SpeedSetting(
-            name=f"{choice.label}-{num_draft}" + ("" if rules == options.rules and len(rules) == 1 else f" {rule}"),
+            name=_named(name + (" warm" if options.warm else ""), numerics),
             drafter=choice.name,
             num_draft=num_draft,
             lossy=rule in LOSSY_RULES,
@@ -237,6 +295,11 @@ def _sweep(
             and "prediction" not in choice.takes,
             slices=where,
             optional=not choice.required,
+            numerics=numerics,
         )
-        found.append(Own(setting, generator, spec, "prediction" in choice.takes))
+        found.append(Own(setting, generator, spec, "prediction" in choice.takes, options.warm))
     return found
+
+
+def _named(name: str, numerics: str) -> str:
+    return name if numerics == DEFAULT_NUMERICS else f"{name} {numerics}"

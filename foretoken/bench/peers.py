@@ -29,6 +29,8 @@ _COUNTERPARTS = {"assisted": "draft_model", "lookup": "ngram", "early_exit": "ea
 # What the documentation of transformers suggests for prompt lookup.
 _LOOKUP_TOKENS = 10
 _LAYER = "layer="
+# Two more after a fully accepted draft, else one less; from the number that was the default with this schedule.
+_HEURISTIC, _HEURISTIC_START = "heuristic", 5
 
 
 def check_kinds(kinds: Sequence[str]) -> None:
@@ -49,20 +51,26 @@ def contenders(
     device: str,
     threads: int,
     num_drafts: Sequence[int],
+    lookup_num_drafts: Sequence[int],
     kinds: Sequence[str] = (EVERY,),
 ) -> tuple[list[Contender], list[str]]:
     """Every setting of the other engines on the checkpoints in two folders, and a note for each engine that is not
     here.
 
+    Lookups draft `lookup_num_drafts` tokens, what runs a model `num_drafts`: guesses that cost nothing pay further
+    ahead.
+
     Raises:
         ForetokenError: llama.cpp is asked for but incomplete, or a checkpoint cannot be converted for it.
     """
     kinds = KINDS if EVERY in kinds else kinds
-    found: list[Contender] = [*_transformers(HuggingFace(target, draft, dtype, device), num_drafts, kinds)]
+    found: list[Contender] = [
+        *_transformers(HuggingFace(target, draft, dtype, device), num_drafts, lookup_num_drafts, kinds)
+    ]
     if not os.environ.get("FORETOKEN_LLAMA_CPP"):
         return found, ["llama.cpp was not measured: FORETOKEN_LLAMA_CPP does not name the folder of its programs."]
     programs = Path(os.environ["FORETOKEN_LLAMA_CPP"])
-    others, notes = llama_cpp.contenders(programs, target, draft, dtype, threads, num_drafts, kinds)
+    others, notes = llama_cpp.contenders(programs, target, draft, dtype, threads, num_drafts, lookup_num_drafts, kinds)
     notes.append(
         "llama.cpp reads its checkpoint anew for every answer (not timed); its plain speed is "
         "llama-bench's at the same depth, its first-token "
@@ -72,22 +80,32 @@ def contenders(
     return [*found, *others], notes
 
 
-def _transformers(library: HuggingFace, num_drafts: Sequence[int], kinds: Sequence[str]) -> list[Contender]:
-    """Plain decoding and its ways to speculate, each at its own default and at every number of drafted tokens."""
+def _transformers(
+    library: HuggingFace, num_drafts: Sequence[int], lookup_num_drafts: Sequence[int], kinds: Sequence[str]
+) -> list[Contender]:
+    """Plain decoding and its ways to speculate: each at its own default (where a model drafts: until its confidence
+    falls below a threshold that adapts), with the number that follows acceptance, and at every fixed number.
+    """
     settings = [SpeedSetting(TRANSFORMERS, TRANSFORMERS)]
     wanted = [
         kind for kind in _TRANSFORMERS_KINDS if kind in kinds and (kind != "assisted" or library.names[1] is not None)
     ]
     for kind in wanted:
         numbers: list[int | str] = (
-            list(dict.fromkeys((*num_drafts, _LOOKUP_TOKENS))) if kind == "lookup" else ["auto", *num_drafts]
+            sorted({*lookup_num_drafts, _LOOKUP_TOKENS}) if kind == "lookup" else ["auto", _HEURISTIC, *num_drafts]
         )
         for options, number in itertools.product(_exits(library.names[0]) if kind == "early_exit" else ("",), numbers):
             name = "-".join(filter(None, (TRANSFORMERS, kind, options, "" if number == "auto" else str(number))))
             free = kind != "assisted"
             settings.append(
                 SpeedSetting(
-                    name, TRANSFORMERS, kind, number, options=options, counterpart=_COUNTERPARTS[kind], free=free
+                    name,
+                    TRANSFORMERS,
+                    kind,
+                    number,
+                    options=options,
+                    counterpart=_COUNTERPARTS[kind],
+                    free=free,
                 )
             )
     return [Generate(setting, library) for setting in settings]
@@ -251,7 +269,11 @@ class Generate:
         return options
 
     def _fix_length(self, config: Any) -> None:  # noqa: ANN401 - a transformers GenerationConfig
-        if self.setting.num_draft != "auto":
+        if self.setting.num_draft == _HEURISTIC:
+            config.num_assistant_tokens = _HEURISTIC_START
+            config.num_assistant_tokens_schedule = _HEURISTIC  # begins anew here with every answer
+            config.assistant_confidence_threshold = 0.0
+        elif self.setting.num_draft != "auto":
             config.num_assistant_tokens = self.setting.num_draft
             config.num_assistant_tokens_schedule = "constant"
             config.assistant_confidence_threshold = 0.0

@@ -6,7 +6,8 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from foretoken.bench.measure import ALL_SLICES, SpeedRow
+from foretoken.bench.measure import ALL_SLICES
+from foretoken.bench.speed_rows import SpeedRow
 from foretoken.errors import InputError, StorageError
 from foretoken.printing.text import visible
 

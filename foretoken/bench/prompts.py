@@ -2,6 +2,7 @@
 
     keys of an object                          known from       slice
     prompt [slice, name, prediction]           one's own        `slice`, or the file's name
+    messages [slice, name, prediction]         conversations    the same; a last message of the assistant is not sent
     category, turns                            Spec-Bench       chat (MT-Bench's eight), translation, summarisation, qa,
     math, retrieval prompt, entry_point, canonical_solution    HumanEval        code
     text, code                                 MBPP             code
@@ -10,7 +11,7 @@
     question, answer                           GSM8K            math
     conversations [tools]                      tool calls       json; cut before the first call, without one passed over
 
-A text is continued as it stands: no chat template is put around it.
+A text is continued as it stands, messages go through the target's chat template (`chat_prompts`).
 """
 
 from __future__ import annotations
@@ -180,6 +181,23 @@ def _own(item: _Item) -> Prompt:
     return Prompt(name, slice_name, item.text("prompt"), prediction=prediction)
 
 
+def _conversation(item: _Item) -> Prompt:
+    messages = item.values["messages"]
+    fit = isinstance(messages, list) and all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+        for one in messages
+    )
+    if not fit or not messages:
+        raise InputError("prompts", item.place, '"messages" must be a list of objects with "role" and "content"')
+    pairs = tuple((one["role"], one["content"]) for one in messages)
+    answered = len(pairs) > 1 and pairs[-1][0] == "assistant"
+    prediction = item.text("prediction") if item.values.get("prediction") is not None else None
+    name = item.text("name") if "name" in item.values else item.name()
+    slice_name = item.text("slice") if "slice" in item.values else item.path.stem
+    continuation = pairs[-1][1] if answered else None
+    return Prompt(name, slice_name, "", continuation, prediction, pairs[:-1] if answered else pairs)
+
+
 def _spec_bench(item: _Item) -> Prompt:
     category, turns = item.text("category"), item.values["turns"]
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
@@ -241,6 +259,7 @@ def _tool_call(item: _Item) -> Prompt | None:
 
 # The first entry whose keys are all there decides, so an entry comes before those that ask for fewer of its keys.
 _FORMATS: tuple[tuple[tuple[str, ...], Callable[[_Item], Prompt | None]], ...] = (
+    (("messages",), _conversation),
     (("prompt", "entry_point", "canonical_solution"), _human_eval),
     (("question", "answers", "prompt"), _documents),
     (("prompt",), _own),

@@ -169,11 +169,11 @@ def write_report(report: Report, folder: Path, name: str) -> Report:
     return report
 
 
-def free_path(folder: Path, date: str, name: str) -> Path:
-    """`folder/YYYY-MM-DD-name.json`, with a number behind the name where that file exists."""
+def free_path(folder: Path, date: str, name: str, suffixes: Sequence[str] = (".json",)) -> Path:
+    """`folder/YYYY-MM-DD-name.json`, with a number behind the name where a file with one of `suffixes` exists."""
     stem = first = f"{date[:10]}-{name}"
     taken = 1
-    while (folder / f"{stem}.json").exists():
+    while any((folder / f"{stem}{suffix}").exists() for suffix in suffixes):
         taken += 1
         stem = f"{first}-{taken}"
     return folder / f"{stem}.json"

@@ -6,15 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foretoken.bench.compare import SUMMARY_NOTE, against_peer, by_position, ratios, summary
-from foretoken.bench.measure import PLAIN, SpeedRow
+from foretoken.bench.measure import ENGINE, STRICT
 from foretoken.bench.report import Report, Table
+from foretoken.bench.speed_rows import SpeedRow, strict_differing
 
 EXPLAINED = (
     "tok/s is the median over repeats of the tokens after the prompt's forward pass; speedup is against `plain` on "
-    "the same slice in the same run. `repeats` is the share of 4-grams that an output had used before: repetition "
-    "raises the acceptance of every drafter. `same` says whether all greedy outputs equal those of plain decoding. "
-    "`by position` is the acceptance in per cent at the 1st, 2nd, ... draft token; `vs peer` compares with the fastest "
-    "other engine that drafts in the same way."
+    "the same slice in the same run, `95 %` its bootstrap interval over prompts, each drawn with its plain answer. "
+    "`repeats` is the share of 4-grams that an output had used before: repetition raises the acceptance of every "
+    "drafter. `differ` counts greedy outputs that differ from plain decoding's: in 16 bits near ties can resolve "
+    "otherwise; with strict numerics none may. `contended` counts answers during which other processes took a tenth "
+    "of the cores or more. `by position` is the acceptance in per cent at the 1st, 2nd, ... draft token; `vs peer` "
+    "compares with the fastest other engine that drafts in the same way."
 )
 _COLUMNS = (
     *(
@@ -22,6 +25,7 @@ _COLUMNS = (
         "tok/s",
         "min-max",
         "speedup",
+        "95 %",
         "accepted",
         "by position",
         "tok/step",
@@ -29,7 +33,7 @@ _COLUMNS = (
         "draft+target+rest",
         "first token",
     ),
-    *("repeats", "same", "vs peer"),
+    *("repeats", "differ", "contended", "vs peer"),
 )
 
 
@@ -38,16 +42,21 @@ def speed_report(
     options: Mapping[str, Any],
     command: str,
     caveats: Sequence[str],
+    results: Mapping[str, Any] | None = None,
     **about: Any,  # noqa: ANN401 - versions, machine and date, where they are known
 ) -> Report:
-    """The report of `rows`, with a table per slice and temperature and a summary per temperature."""
+    """The report of `rows`, with a table per slice and temperature and a summary per temperature; `results` are further
+    fields of its JSON.
+    """
     found = ratios(rows)
     return Report(
         title="Speed",
         command=command,
         options=options,
-        results={"rows": tuple(rows), "ratios": found},
+        results={"rows": tuple(rows), "ratios": found, "strict_differing": strict_differing(rows)}
+        | dict(results or {}),
         tables=speed_tables(rows, found),
+        conclusions=_strict_notes(rows),
         explained=EXPLAINED,
         caveats=tuple(caveats),
         **about,
@@ -86,6 +95,7 @@ def _cells(row: SpeedRow, rows: Sequence[SpeedRow]) -> tuple[str, ...]:
         _number(row.tokens_per_s),
         f"{_number(row.tokens_per_s_min)}-{_number(row.tokens_per_s_max)}",
         "" if row.speedup is None else f"{row.speedup:.2f}x",
+        interval(row),
         _percent(row.acceptance_rate),
         by_position(row),
         "" if row.emitted_per_step is None else f"{row.emitted_per_step:.2f}",
@@ -93,7 +103,8 @@ def _cells(row: SpeedRow, rows: Sequence[SpeedRow]) -> tuple[str, ...]:
         "" if None in parts else "+".join(_number(part) for part in parts),
         "" if row.ttft_s is None else f"{1e3 * row.ttft_s:.0f} ms",
         _percent(row.repeated_4grams),
-        _identical(row),
+        _share_of(row.num_differing, row.num_compared, shows_zero=not _is_baseline(row)),
+        _share_of(row.num_contended, row.num_answers, shows_zero=False),
         "" if peer is None else f"{peer[0]:.2f}x {peer[1]}",
     )
 
@@ -107,10 +118,29 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f} %"
 
 
-def _identical(row: SpeedRow) -> str:
-    if row.identical is None or (row.identical and row.setting == PLAIN):
+def interval(row: SpeedRow) -> str:
+    """The bootstrap interval of a row's speedup; empty for plain decoding, and with a single prompt."""
+    if _is_baseline(row) or row.speedup_low is None or row.speedup_high is None:
         return ""
-    return "yes" if row.identical else f"no ({len(row.differences)})"
+    return f"{row.speedup_low:.2f}-{row.speedup_high:.2f}"
+
+
+def _is_baseline(row: SpeedRow) -> bool:
+    return row.engine == ENGINE and row.drafter is None
+
+
+def _share_of(count: int | None, total: int | None, shows_zero: bool) -> str:
+    return "" if count is None or not (count or shows_zero) else f"{count} of {total}"
+
+
+def _strict_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:
+    """Whether strict numerics held, where they were measured."""
+    if not any(row.numerics == STRICT and row.num_compared is not None for row in rows):
+        return ()
+    count = strict_differing(rows)
+    if not count:
+        return ("Strict numerics: no greedy output differs from plain decoding.",)
+    return (f"STRICT NUMERICS FAILED: {count} greedy outputs differ from plain decoding, and none may.",)
 
 
 def _position_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:

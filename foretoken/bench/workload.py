@@ -37,6 +37,9 @@ _BEFORE, _AFTER = "\n# Before:\n", "\n# After:\n"
 class Prompt:
     """What is asked, the text that really followed there (None when nobody knows), and what one would expect (for
     `predicted`).
+
+    `messages` are (role, content) pairs of a conversation; `text` is then what a chat template makes of it
+    (`chat_prompts`), and empty before.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Prompt:
     text: str
     continuation: str | None = None
     prediction: str | None = None
+    messages: tuple[tuple[str, str], ...] = ()
 
 
 def slices(names: Iterable[str] = SLICES, per_slice: int = 4, corpus: Corpus | None = None) -> tuple[Prompt, ...]:

@@ -44,6 +44,7 @@ from foretoken.cli.lists import number, whole, words
 from foretoken.cli.usage import DefaultGroup
 from foretoken.cli.verb import Verb
 from foretoken.config import RULES
+from foretoken.errors import GateError
 from foretoken.printing.console import Console
 
 _DEFAULT = SpeedOptions(target="reference:target", draft="reference:draft")
@@ -79,14 +80,26 @@ def speed(
         str, typer.Option(help=f"Kinds of text: {', '.join(SLICES)} (or those of --prompts); or all.")
     ] = ALL,
     prompts: PromptsOption = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send texts as a user's message through the target's chat template.")
+    ] = False,
     prompts_per_slice: Annotated[int, typer.Option(help="Prompts of each slice.")] = _DEFAULT.prompts_per_slice,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = _DEFAULT.max_tokens,
     repeats: RepeatsOption = _DEFAULT.repeats,
     warmup: Annotated[int, typer.Option(help="Warm-up answers of each setting.")] = _DEFAULT.warmup,
+    warm: Annotated[
+        bool,
+        typer.Option(
+            "--warm", help="Let drafters remember earlier prompts of a repeat; otherwise each answer is cold."
+        ),
+    ] = False,
     temperatures: Annotated[str, typer.Option(help="Temperatures, separated by commas.")] = "0,0.8",
     stop_at_eos: Annotated[
         bool, typer.Option("--stop-at-eos", help="Let answers end early; by default all have the same length.")
     ] = False,
+    numerics: Annotated[
+        str, typer.Option(help="default, strict (no greedy output may differ from plain), or both: default,strict.")
+    ] = "default",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
@@ -100,8 +113,15 @@ def speed(
     peer_num_drafts: Annotated[
         str, typer.Option(help="Numbers of draft tokens for the other engines, separated by commas.")
     ] = "2,3,4,5,6,7,8",
+    peer_lookup_num_drafts: Annotated[
+        str, typer.Option(help="The same for their n-gram lookups, whose guesses cost nothing.")
+    ] = "4,8,12,16,24,32",
     plot: Annotated[Path | None, typer.Option(help="Draw tokens per second into this .png or .svg file.")] = None,
     out: OutOption = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="File that keeps each answer; a run that was stopped goes on from it with the same options."),
+    ] = None,
     name: NameOption = _DEFAULT.name,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
@@ -113,6 +133,11 @@ def speed(
         Console().json_line(report.json_line())
     else:
         print_report(report)
+    if report.interrupted:
+        raise KeyboardInterrupt
+    if report.results.get("strict_differing"):
+        count = report.results["strict_differing"]
+        raise GateError(f"{count} greedy outputs differ from plain decoding under strict numerics, and none may")
 
 
 def _options(given: Mapping[str, Any]) -> SpeedOptions:
@@ -129,13 +154,14 @@ def _options(given: Mapping[str, Any]) -> SpeedOptions:
             "auto" if word == "auto" else whole("num_drafts", word) for word in words("num_drafts", given["num_drafts"])
         ),
         "rules": words("rule", given["rule"]),
+        "numerics": words("numerics", given["numerics"]),
         "slices": words("slices", given["slices"]),
         "temperatures": tuple(number("temperatures", word) for word in words("temperatures", given["temperatures"])),
         "ignore_eos": not given["stop_at_eos"],
         "peer_drafters": words("peer_drafters", given["peer_drafters"]),
-        "peer_num_drafts": tuple(
-            whole("peer_num_drafts", word) for word in words("peer_num_drafts", given["peer_num_drafts"])
-        ),
+    } | {
+        field: tuple(whole(field, word) for word in words(field, given[field]))
+        for field in ("peer_num_drafts", "peer_lookup_num_drafts")
     }
     return SpeedOptions(**as_given | read)
 

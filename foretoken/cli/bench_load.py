@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -42,7 +43,13 @@ from foretoken.cli.lists import whole, words
 from foretoken.errors import ConfigError
 from foretoken.printing.console import Console
 
-_OF_BATCHES = ("batches", "slices", "prompts_per_slice", "warmup")  # options without effect on a changing load
+_OF_BATCHES = (
+    "batches",
+    "slices",
+    "prompts_per_slice",
+    "warmup",
+    "resume",
+)  # options without effect on a changing load
 _OF_LOAD = ("phase_s",)
 
 
@@ -63,7 +70,7 @@ def load(
         ),
     ] = None,
     settings: Annotated[
-        str, typer.Option(help="Settings with commas: plain, DRAFTER-N, DRAFTER-auto, auto, auto-slices.")
+        str, typer.Option(help="Settings with commas: plain, DRAFTER-N, DRAFTER-auto, auto, auto-slices, sweep.")
     ] = ",".join(DEFAULT_SETTINGS),
     slices: Annotated[
         str, typer.Option(help="Kinds of text of the batches, or those of --prompts; or all.")
@@ -95,6 +102,10 @@ def load(
     min_tokens_to_speculate: MinTokensToSpeculateOption = LoadOptions.min_tokens_to_speculate,
     max_speculating_requests: MaxSpeculatingOption = LoadOptions.max_speculating_requests,
     out: OutOption = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="File that keeps each turn; a run that was stopped goes on from it with the same options."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="End of the result's file name; batches or load.")] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,

@@ -18,8 +18,8 @@ DraftersOption = Annotated[
     str,
     typer.Option(
         help=(
-            f"Drafters, separated by commas: {', '.join(DRAFTERS)}; or all. NAME:field=value;field=value sets options "
-            "of one."
+            f"Drafters, separated by commas: {', '.join(DRAFTERS)}; or all; or sweep: each at 2, 3, 5 and 8 draft "
+            "tokens, a draft model also with trees. NAME:field=value;field=value sets options of one."
         )
     ),
 ]
@@ -27,8 +27,8 @@ PromptsOption = Annotated[
     Path | None,
     typer.Option(
         help=(
-            "File or folder of prompts: JSON lines with `prompt` and optional `slice` and `prediction`, or public "
-            "evaluation sets."
+            "File or folder of prompts: JSON lines with `prompt` or `messages` and optional `slice` and `prediction`, "
+            "or public evaluation sets."
         )
     ),
 ]

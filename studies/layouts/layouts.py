@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -33,6 +34,7 @@ from foretoken.errors import ConfigError, InputError
 from foretoken.model.interface import LanguageModel
 from studies.layouts.padded import PaddedDecoder
 from studies.layouts.padded_draft import Clock
+from studies.layouts.replay import ReplayedDrafter, record_guesses
 
 RAGGED, EQSPEC, PUBLISHED, RAGGED_POOL, EXSPEC = "ragged", "eqspec", "eqspec-published", "ragged-pool", "exspec"
 RAGGED_PLAIN, PADDED_PLAIN = "ragged-plain", "padded-plain"
@@ -43,7 +45,8 @@ DRAFTERS = ("ngram", "draft_model")
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """What to measure. `pool` is the number of batches of prompts, and of those in EXSPEC's window.
+    """What to measure. `pool` is the number of batches of prompts, and of those in EXSPEC's window. With `replay` every
+    layout gets the guesses that `ngram` makes along plain decoding's answers (`replay`).
 
     Prompts are the library's code, cut from the left to different lengths. `threads=None` leaves torch's own number.
     """
@@ -56,6 +59,7 @@ class LayoutOptions:
     pool: int = 3
     max_tokens: int = 64
     repeats: int = 3
+    replay: bool = False
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
@@ -69,6 +73,8 @@ class LayoutOptions:
             raise ConfigError(
                 "draft", self.draft, f"drafter {self.drafter} takes none; leave it out, or choose draft_model"
             )
+        if self.replay and self.drafter != "ngram":
+            raise ConfigError("replay", self.replay, "replays the guesses of ngram; leave it out, or choose ngram")
         if not self.batch_sizes:
             raise InputError("batch_sizes", self.batch_sizes, "give at least one")
         counts = {
@@ -151,15 +157,17 @@ Tell = Callable[[str, float], None]  # called with what runs next, and the share
 
 
 class Layouts:
-    """Open models, and all ways to run prompts through them."""
+    """Open models, and all ways to run prompts through them; `make_drafter` gives a drafter without state."""
 
-    def __init__(self, options: LayoutOptions, target: LanguageModel, drafter: Drafter) -> None:
-        self.options, self.target, self.drafter = options, target, drafter
+    def __init__(self, options: LayoutOptions, target: LanguageModel, make_drafter: Callable[[], Drafter]) -> None:
+        self.options, self.target, self.make_drafter = options, target, make_drafter
+        self.drafter = make_drafter()
         self.params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
         self._tenants = itertools.count()
 
     def run(self, mode: str, prompts: Sequence[Sequence[int]], batch_size: int) -> LayoutSample:
-        """Answer every prompt in one of `MODES`."""
+        """Answer every prompt in one of `MODES`, with a new drafter: it keeps nothing of earlier runs."""
+        self.drafter = self.make_drafter()
         if mode.startswith(RAGGED):
             spec = SpecConfig() if mode == RAGGED_PLAIN else self.options.spec
             return self._ragged(prompts, batch_size, spec, len(prompts) if mode == RAGGED_POOL else batch_size)
@@ -247,6 +255,9 @@ def measure_layouts(
     done, total = 0, len(options.batch_sizes) * len(MODES) * (1 + options.repeats)
     for size in options.batch_sizes:
         own = prompts[: size * options.pool]
+        if options.replay:
+            answers = layouts.run(RAGGED_PLAIN, own, size).answers
+            layouts.make_drafter = partial(ReplayedDrafter, record_guesses(own, answers, options.num_draft))
         samples: dict[str, list[LayoutSample]] = {mode: [] for mode in MODES}
         for turn in range(1 + options.repeats):
             for mode in (*MODES[turn % len(MODES) :], *MODES[: turn % len(MODES)]):
@@ -293,15 +304,20 @@ def summarise(mode: str, batch_size: int, samples: Sequence[LayoutSample], plain
 
 
 def ratios(rows: Sequence[LayoutRow]) -> dict[int, dict[str, float]]:
-    """By batch size, the decoding speed of each of the engine's ways over its padded counterpart's."""
-    speed = {(row.batch_size, row.mode): row.tokens_per_s for row in rows}
-    sizes = dict.fromkeys(row.batch_size for row in rows)
-    return {
-        size: {
-            f"{ragged} / {padded}": speed[size, ragged] / speed[size, padded] for padded, ragged in COUNTERPARTS.items()
+    """By batch size, the decoding speed of each of the engine's ways over its padded counterpart's; `per round` the
+    counterpart's time of a round over ours, whatever the rounds accepted.
+    """
+    by_way = {(row.batch_size, row.mode): row for row in rows}
+    found: dict[int, dict[str, float]] = {}
+    for size in dict.fromkeys(row.batch_size for row in rows):
+        pairs = [(by_way[size, ragged], by_way[size, padded]) for padded, ragged in COUNTERPARTS.items()]
+        found[size] = {
+            f"{ours.mode} / {theirs.mode}": ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in pairs
         }
-        for size in sizes
-    }
+        found[size] |= {
+            f"{ours.mode} / {theirs.mode} per round": theirs.round_ms / ours.round_ms for ours, theirs in pairs
+        }
+    return found
 
 
 def _same(one: Sequence[int], other: Sequence[int]) -> bool:

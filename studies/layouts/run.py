@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 
 import torch
 
@@ -36,7 +37,7 @@ def run_layouts(options: LayoutOptions, command: str, tell: Tell = lambda _words
     if tokenizer is None:
         raise ConfigError("target", options.target, "has no tokenizer to read the prompts with")
     model = native(target, "target")
-    drafter = DrafterFactory(folder, target, tokenizer, ModelOptions(options.dtype, options.device)).make(options.spec)
+    factory = DrafterFactory(folder, target, tokenizer, ModelOptions(options.dtype, options.device))
     caveats = source_caveats(folder, None if options.draft is None else model_folder(options.draft), load_average())
     num_prompts = options.pool * max(options.batch_sizes)
     texts = [tokenizer.encode(prompt.text) for prompt in slices((_SLICE,), num_prompts)]
@@ -45,7 +46,7 @@ def run_layouts(options: LayoutOptions, command: str, tell: Tell = lambda _words
             "batch_sizes", options.batch_sizes, f"{num_prompts} prompts are needed, the library here has {len(texts)}"
         )
     prompts = uneven(texts, target.max_context_tokens - options.max_tokens)
-    rows = measure_layouts(Layouts(options, target, drafter), prompts, tell)
+    rows = measure_layouts(Layouts(options, target, partial(factory.make, options.spec)), prompts, tell)
     about = asdict(options) | {
         "threads": torch.get_num_threads(),
         "device": str(target.device),

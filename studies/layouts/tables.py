@@ -28,7 +28,8 @@ EXPLAINED = (
     "tok/s, ms/round and its parts are of rounds without prefill, medians over repeats; `whole run` is tokens per "
     "second with prefill. `realign share` is the part of the decoding time that moving keys and values takes, `rows "
     "moved` the rows that a round copied, `grouped` the part of EXSPEC's rounds with a batch of equal lengths, `same` "
-    "how many answers equal the engine's plain ones."
+    "how many answers equal the engine's plain ones. Ratios `per round` compare the time of a round, whatever it "
+    "accepted."
 )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from foretoken.bench.measure import Answer, SpeedRow, SpeedSample, SpeedSetting, summarise
+from foretoken.bench.measure import Answer, SpeedSample, SpeedSetting
+from foretoken.bench.speed_rows import SpeedRow, summarise
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
@@ -27,6 +28,8 @@ class FakeOutput:
 @dataclass
 class FakeEngine:
     stats: EngineStats = field(default_factory=EngineStats)
+    chooser: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(policy=None))
+    drafters: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(drafters={}))
 
 
 @dataclass
@@ -45,8 +48,17 @@ class FakeLLM:
     engine: FakeEngine = field(default_factory=FakeEngine)
     calls: list[tuple[str, SamplingParams, SpecConfig]] = field(default_factory=list)
 
+    def prepare(self, spec: SpecConfig) -> None:
+        pass
+
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
+
+    def render_chat(self, messages: list[dict[str, str]]) -> str:
+        return "<s>" + "".join(f"[{one['role']}]{one['content']}" for one in messages) + "[assistant]"
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.encode(self.render_chat(messages).removeprefix("<s>"))  # as if `encode` added it itself
 
     def generate(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,11 @@ from foretoken.bench import changing_load
 from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
 from foretoken.bench.batch_rows import BatchSample, grid_summary, summarise_grid
 from foretoken.bench.batch_settings import Answered, BatchSetting, Stage, Turn, parse_batch_settings, together
+from foretoken.bench.batch_tables import slice_tables
 from foretoken.bench.batches import measure_grid, run_batches
 from foretoken.bench.changing_load import LoadTurn, load_summary, run_changing_load, summarise_load
+from foretoken.bench.contention import contention_notes
+from foretoken.bench.drafting import swept_drafters
 from foretoken.bench.load_options import (
     LoadOptions,
     LoadPhase,
@@ -96,6 +100,17 @@ def test_names_of_settings() -> None:
     assert parse_batch_settings(("always",), None, POLICIES)[0][1].name == "ngram-always"
     with pytest.raises(ConfigError, match="settings"):  # a policy that nobody passed
         parse_batch_settings(("always",), None)
+
+
+def test_a_sweep_of_fixed_settings_is_that_of_one_request_at_a_time() -> None:
+    found, _ = parse_batch_settings(("ngram-2", "sweep", "auto"), "d")
+    swept = [choice for choice in swept_drafters() if "prediction" not in choice.needs]
+    assert len(found) == 2 + len(swept)
+    assert {s.name for s in found} >= {"draft_model(tree=best_first)-8", "recycling-5", "ngram-2", "auto"}
+    assert [s.adapts for s in found].count(True) == 1
+    assert found[-2].spec("d").num_draft == 8
+    alone, _ = parse_batch_settings(("sweep",), None)
+    assert not any("draft_model" in s.name for s in alone)
 
 
 def _auto() -> list[str]:
@@ -456,3 +471,53 @@ def test_limits_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None
 def test_options_that_cannot_be_measured_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         LoadOptions("t", **wrong)
+
+
+def test_turns_beside_other_processes_are_marked_in_cell_row_and_caveat() -> None:
+    settings = {name: BatchSetting(name) for name in ("plain", "ngram-2")}
+    samples = [
+        BatchSample(settings[name], 1, "code", repeat, replace(turn(1.0), contended=name != "plain" and repeat == 0))
+        for name in settings
+        for repeat in range(2)
+    ]
+    rows = summarise_grid(samples)
+    assert [(row.num_contended, row.num_turns) for row in rows] == [(0, 2), (1, 2)]
+    assert [line[1][-1] for line in slice_tables(rows)[0].lines] == ["0", "!"]
+    assert together([replace(turn(1.0), contended=one) for one in (False, True)]).contended
+    assert together([turn(1.0)]).contended is None
+    assert contention_notes([(row.num_contended, row.num_turns) for row in rows], "turns") == [
+        "Other processes took 10% of the cores or more during 1 of 4 turns: they are marked."
+    ]
+    assert contention_notes([(0, 2)], "turns") == []
+    assert "not known" in contention_notes([(None, 2)], "turns")[0]
+
+
+def test_a_stopped_grid_goes_on_with_the_turns_that_are_missing(
+    text_pair: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kept.jsonl"
+    small = options(text_pair, settings=("plain", "ngram-2"), batches=(1,), slices=("chat",), max_tokens=4, resume=path)
+    whole, asked = batches_module.answer_all, 0
+
+    def until_the_fourth(*given: object) -> Turn:
+        nonlocal asked
+        asked += 1
+        if asked == 4:
+            raise KeyboardInterrupt
+        return whole(*given)
+
+    monkeypatch.setattr(batches_module, "answer_all", until_the_fourth)
+    assert run_batches(small).interrupted
+    before = path.read_text(encoding="utf-8").splitlines()
+    assert len(before) == 1 + 3
+    report = run_batches(small)
+    assert asked == 5
+    assert not report.interrupted
+    assert path.read_text(encoding="utf-8").splitlines()[:4] == before
+    assert [(row.setting, row.num_turns, row.num_answers) for row in report.rows] == [
+        ("plain", 2, 4),
+        ("ngram-2", 2, 4),
+    ]
+    assert any("gone on with" in caveat for caveat in report.caveats)
+    with pytest.raises(InputError, match="max_tokens=4, this run has 5"):
+        run_batches(replace(small, max_tokens=5))

@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 
 from foretoken.bench.compare import against_peer, by_position, drafter_table, ratios, summary
-from foretoken.bench.measure import SpeedRow, SpeedSample, SpeedSetting, summarise
+from foretoken.bench.measure import SpeedSample, SpeedSetting
+from foretoken.bench.speed_rows import SpeedRow, summarise
 from foretoken.bench.speed_tables import speed_report
 from tests.bench.fakes import PROMPTS, answer
 
@@ -168,3 +169,12 @@ def test_the_script_says_when_a_page_has_no_place_for_the_table(script, tmp_path
     monkeypatch.setattr(sys, "argv", ["drafter_table.py", str(raw), "--into", str(page)])
     with pytest.raises(SystemExit, match="table: begin"):
         script.main()
+
+
+def test_an_adaptive_setting_is_compared_with_the_best_fixed_one_of_the_run() -> None:
+    settings = {s.name: s for s in (PLAIN, *NGRAM, SpeedSetting("ngram-auto", drafter="ngram", num_draft="auto"))}
+    lossy = SpeedSetting("typical-5", drafter="draft_model", num_draft=5, lossy=True)
+    seconds = {"plain": 1.0, "ngram-3": 0.8, "ngram-8": 0.5, "ngram-auto": 0.4}
+    samples = [SpeedSample(settings[name], 0, "code", 0.0, 0, answer(10, value)) for name, value in seconds.items()]
+    samples.append(SpeedSample(lossy, 0, "code", 0.0, 0, answer(10, 0.1)))
+    assert ratios(summarise(samples, PROMPTS[:1]))["code"]["ngram-auto / best fixed (ngram-8)"] == 1.25

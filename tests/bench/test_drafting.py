@@ -6,7 +6,7 @@ import pytest
 
 from foretoken import field_text, registry
 from foretoken.bench.drafting import DrafterChoice, parse_drafters
-from foretoken.config import DRAFTERS, SpecConfig
+from foretoken.config import DRAFTERS, SpecConfig, known_drafters
 from foretoken.errors import ConfigError
 
 
@@ -109,3 +109,16 @@ def test_a_composite_needs_what_its_parts_need(monkeypatch):
 def test_bad_drafters_and_options_are_refused_by_name(text, named):
     with pytest.raises(ConfigError, match=named):
         parse_drafters([text])
+
+
+def test_a_sweep_is_every_drafter_at_every_fixed_number_and_trees() -> None:
+    found = parse_drafters(("sweep",))
+    labels = {(choice.label, choice.own("num_draft")) for choice in found}
+    names = set(known_drafters()) - {"auto"}
+    assert labels == {
+        (label, number)
+        for label in (*names, "draft_model(tree=static)", "draft_model(tree=best_first)")
+        for number in (2, 3, 5, 8)
+    }
+    assert not any(choice.required for choice in found)
+    assert len(found) == len(labels)

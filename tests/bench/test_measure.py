@@ -6,15 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from foretoken.bench.measure import (
-    ALL_SLICES,
-    SpeedPlan,
-    SpeedSample,
-    SpeedSetting,
-    measure,
-    repeated_ngrams,
-    summarise,
-)
+from foretoken.bench.measure import ALL_SLICES, SpeedPlan, SpeedSample, SpeedSetting
+from foretoken.bench.speed_rows import repeated_ngrams, summarise
+from foretoken.bench.turns import measure
 from foretoken.errors import ConfigError, ForetokenError, MismatchError, NumericsError, StorageError
 from tests.bench.fakes import PROMPTS, Scripted, answer
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -121,7 +122,7 @@ def test_predicted_runs_where_every_prompt_has_a_prediction():
     assert {row.slice for row in report.rows if row.setting == "predicted-3"} == {"edit"}
     assert {row.slice for row in report.rows if row.setting == "recycling-3"} == {"edit", "code", "all"}
     assert "predicted was not measured on code: these prompts carry no prediction." in report.caveats
-    assert any("recycling keeps its matrix" in caveat for caveat in report.caveats)
+    assert any("emptied before every answer" in caveat for caveat in report.caveats)
     with pytest.raises(ConfigError, match="carry no prediction"):
         run_speed(options(drafters=("predicted",), slices=("code",)), FakeLLM())
     some = [*PROMPTS, Prompt("d", "code", "x", prediction="y")]  # one prompt of a slice is not enough
@@ -185,6 +186,40 @@ def test_a_difference_is_reported_and_not_hidden():
     assert {place["token"] for place in row.differences} == {5}
 
 
+def test_each_row_says_how_many_outputs_differ_and_how_sure_its_speedup_is():
+    report = run_speed(options(prompts_per_slice=3), FakeLLM(wrong_at=5))
+    row = next(r for r in report.rows if (r.setting, r.slice, r.temperature) == ("ngram-3", "code", 0.0))
+    assert (row.num_differing, row.num_compared) == (6, 6)
+    assert row.speedup_low <= row.speedup <= row.speedup_high
+    assert [one["prompt"] for one in row.prompt_speedups] == [p["prompt"] for p in row.differences]
+    table = report.tables[0]
+    cells = dict(zip(table.headings, next(line for line in table.lines if line[0] == "ngram-3"), strict=True))
+    assert cells["differ"] == "6 of 6"
+    assert "-" in cells["95 %"]
+    assert next(r for r in report.rows if r.temperature == 0.8).num_compared is None
+    assert report.results["strict_differing"] == 0  # default numerics may differ
+    assert not report.conclusions
+
+
+def test_strict_numerics_have_a_plain_of_their_own_and_may_not_differ():
+    both = options(numerics=("default", "strict"))
+    right = run_speed(both, FakeLLM())
+    assert [r.setting for r in right.rows if (r.slice, r.temperature) == ("code", 0.0)] == [
+        "plain",
+        "ngram-3",
+        "plain strict",
+        "ngram-3 strict",
+    ]
+    assert right.results["strict_differing"] == 0
+    assert right.conclusions == ("Strict numerics: no greedy output differs from plain decoding.",)
+    assert all("strict" not in name for name in right.results["ratios"]["code"])
+    wrong = run_speed(both, FakeLLM(wrong_at=5))
+    assert wrong.results["strict_differing"] == 8  # two slices of two prompts, two repeats
+    assert wrong.conclusions[0].startswith("STRICT NUMERICS FAILED: 8 greedy outputs")
+    lossy = options(numerics=("strict",), rules=("typical",), allow_lossy=True, temperatures=(0.0,))
+    assert run_speed(lossy, FakeLLM(wrong_at=5)).results["strict_differing"] == 0
+
+
 def test_own_prompts_replace_the_slices(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "hello"}\n' * 3, encoding="utf-8")
@@ -197,11 +232,36 @@ def test_own_prompts_replace_the_slices(tmp_path):
         run_speed(options(prompts=path), llm)
 
 
+def test_conversations_go_through_the_chat_template(tmp_path):
+    path = tmp_path / "talk.jsonl"
+    lines = [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]},
+        {"prompt": "a text"},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    chosen = options(prompts=path, slices=("all",), prompts_per_slice=2)
+    llm = FakeLLM()
+    run_speed(chosen, llm)
+    assert {call[0] for call in llm.calls} == {"[user]hi[assistant]", "a text"}
+    llm = FakeLLM()
+    run_speed(replace(chosen, chat=True), llm)
+    assert {call[0] for call in llm.calls} == {"[user]hi[assistant]", "[user]a text[assistant]"}
+
+
+def test_a_template_that_a_text_cannot_stand_for_is_refused(tmp_path):
+    class Other(FakeLLM):
+        def encode_chat(self, messages):
+            return [1, 2, 3]
+
+    with pytest.raises(InputError, match="other tokens than as messages"):
+        run_speed(options(chat=True), Other())
+
+
 def test_plot_and_dated_result_are_written(tmp_path):
     pytest.importorskip("matplotlib")
     report = run_speed(options(plot=tmp_path / "p.svg", out=tmp_path / "results", name="small"), FakeLLM())
     assert (tmp_path / "p.svg").read_text(encoding="utf-8").startswith("<?xml")
-    assert sorted(path.suffix for path in (tmp_path / "results").iterdir()) == [".json", ".md"]
+    assert sorted(path.suffix for path in (tmp_path / "results").iterdir()) == [".json", ".jsonl", ".md"]
     assert all(report.date[:10] in file for file in report.files)
 
 
@@ -220,6 +280,9 @@ def test_plot_and_dated_result_are_written(tmp_path):
         ({"threads": 0}, InputError, "threads"),
         ({"peer_num_drafts": (0,)}, InputError, "peer_num_drafts"),
         ({"name": "../x"}, InputError, "name"),
+        ({"numerics": ("exact",)}, InputError, "numerics"),
+        ({"numerics": ()}, InputError, "numerics"),
+        ({"warm": True, "resume": Path("x")}, InputError, "resume"),
     ],
 )
 def test_bad_options_are_refused_by_name(values, error, named):

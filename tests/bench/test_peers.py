@@ -95,7 +95,9 @@ def answers(checkpoints):
     target, draft = checkpoints
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("FORETOKEN_LLAMA_CPP", raising=False)
-        found, notes = peers.contenders(target, draft, "float32", "cpu", threads=1, num_drafts=(2, 4))
+        found, notes = peers.contenders(
+            target, draft, "float32", "cpu", threads=1, num_drafts=(2, 4), lookup_num_drafts=(4, 32)
+        )
     assert "FORETOKEN_LLAMA_CPP" in notes[0]
     return {c.setting.name: c.answer(PROMPT, PARAMS) for c in found}
 
@@ -103,15 +105,25 @@ def answers(checkpoints):
 def test_transformers_in_every_setting(answers):
     assert list(answers) == [
         "transformers",
-        *("transformers-assisted", "transformers-assisted-2", "transformers-assisted-4"),
-        *("transformers-lookup-2", "transformers-lookup-4", "transformers-lookup-10"),
-        *("transformers-early_exit-layer=1", "transformers-early_exit-layer=1-2", "transformers-early_exit-layer=1-4"),
+        *(f"transformers-assisted{mode}" for mode in ("", "-heuristic", "-2", "-4")),
+        *("transformers-lookup-4", "transformers-lookup-10", "transformers-lookup-32"),
+        *(f"transformers-early_exit-layer=1{mode}" for mode in ("", "-heuristic", "-2", "-4")),
     ]
     for answer in answers.values():
         assert answer.num_emitted == len(answer.token_ids) == PARAMS.max_tokens
         assert answer.token_ids == answers["transformers"].token_ids
         assert answer.decode_s > 0
         assert answer.ttft_s is not None
+
+
+def test_the_number_that_follows_acceptance_begins_anew_with_each_answer(checkpoints):
+    target, draft = checkpoints
+    library = peers.HuggingFace(target, draft, "float32", "cpu")
+    found = peers._transformers(library, (), (), ("assisted",))
+    (contender,) = (one for one in found if one.setting.num_draft == "heuristic")
+    answers = [contender.answer(PROMPT, PARAMS) for _ in range(2)]
+    assert answers[0].num_steps == answers[1].num_steps
+    assert library.draft.generation_config.num_assistant_tokens_schedule == "heuristic"
 
 
 def test_transformers_counts(answers):
@@ -139,7 +151,13 @@ def test_one_way_leaves_nothing_behind_for_the_next(checkpoints):
 
 def test_each_way_knows_which_drafter_of_ours_it_is_like(checkpoints):
     found, _ = peers.contenders(
-        *checkpoints, "float32", "cpu", threads=1, num_drafts=(2,), kinds=("lookup", "early_exit")
+        *checkpoints,
+        "float32",
+        "cpu",
+        threads=1,
+        num_drafts=(2,),
+        lookup_num_drafts=(2,),
+        kinds=("lookup", "early_exit"),
     )
     settings = {c.setting.name: c.setting for c in found}
     assert "transformers-assisted" not in settings
@@ -253,6 +271,7 @@ def test_a_whole_run_with_llama_cpp(llama, checkpoints, tmp_path, monkeypatch):
         warmup=0,
         peers=True,
         peer_num_drafts=(3,),
+        peer_lookup_num_drafts=(3, 24),
         threads=1,
     )
     report = run_speed(options, FakeLLM())
@@ -263,7 +282,7 @@ def test_a_whole_run_with_llama_cpp(llama, checkpoints, tmp_path, monkeypatch):
         *(
             f"llama.cpp-{kind}{n}"
             for kind in ("draft-simple", "ngram-simple", "ngram-map-k", "ngram-mod", "lookup")
-            for n in ("", "-3")
+            for n in ("", "-3", *(("-24",) if kind != "draft-simple" else ()))
         ),
     }
     assert any("llama.cpp was not measured with ngram-map-k4v, lookahead" in caveat for caveat in report.caveats)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from foretoken.bench.batch_prompts import asks
 from foretoken.bench.prompts import choose, fit, read_prompts
 from foretoken.bench.workload import Prompt
 from foretoken.errors import InputError, StorageError
@@ -201,3 +202,31 @@ def test_a_context_without_room_is_an_error():
         fit([Prompt("l", "a", "text")], len, 0)
     with pytest.raises(InputError, match="cannot be cut"):
         fit([Prompt("l", "a", "text")], lambda text: 100, 50)
+
+
+def test_messages_are_a_conversation_whose_last_answer_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "talk.jsonl"
+    user, assistant = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+    lines = [{"messages": [user, assistant, user, assistant], "slice": "chat"}, {"messages": [user], "name": "n"}]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    first, second = read_prompts(path)
+    assert (first.slice, first.continuation, first.text) == ("chat", "hello", "")
+    assert first.messages == (("user", "hi"), ("assistant", "hello"), ("user", "hi"))
+    assert (second.name, second.slice, second.continuation) == ("n", "talk", None)
+    for wrong in ([], "hi", [{"role": "user"}], [{"content": "x"}]):
+        path.write_text(json.dumps({"messages": wrong}), encoding="utf-8")
+        with pytest.raises(InputError, match="messages"):
+            read_prompts(path)
+
+
+def test_requests_of_a_load_take_conversations_whole(tmp_path: Path) -> None:
+    path = tmp_path / "talk.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "long " * 9}]}), encoding="utf-8")
+
+    def encode(text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    found = asks(("talk",), 1, encode, 4, 0, path, lambda messages: encode(messages[0]["content"]))
+    assert len(found["talk"][0].prompt_ids) == 45
+    with pytest.raises(InputError, match="has messages"):
+        asks(("talk",), 1, encode, 4, 0, path)

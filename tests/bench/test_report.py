@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.bench.measure import SpeedRow
 from foretoken.bench.plot import check_plot, write_plot
 from foretoken.bench.report import (
     Report,
@@ -22,6 +21,7 @@ from foretoken.bench.report import (
     versions,
     write_report,
 )
+from foretoken.bench.speed_rows import SpeedRow
 from foretoken.bench.speed_tables import speed_report
 from foretoken.errors import InputError, StorageError
 from foretoken.printing.console import Console
@@ -64,7 +64,7 @@ def test_the_table_shows_every_setting_and_the_caveats():
         "code, temperature 0",
         "note: widened [bold]",
         "written: x.json",
-        "yes",
+        "0 of 2",
         "by position",
         "Summary, temperature 0",
     ):
@@ -84,11 +84,11 @@ def test_no_column_is_cut_however_narrow_the_terminal():
 
 def test_a_difference_shows_in_table_and_page():
     found = tuple(
-        replace(r, identical=False, differences=({"prompt": "a", "token": 7},)) if r.setting == "ngram-3" else r
+        replace(r, num_differing=1, differences=({"prompt": "a", "token": 7},)) if r.setting == "ngram-3" else r
         for r in ROWS
     )
     page = markdown(report(found))
-    assert "no (1)" in page
+    assert "1 of 2" in page
     assert "ngram-3 at prompt a token 7" in page
 
 

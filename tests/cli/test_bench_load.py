@@ -28,7 +28,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
         def run(options: object, command: str) -> SimpleNamespace:
             found[kind] = options
             return SimpleNamespace(
-                interrupted=found.get("stop", False), json_line=lambda: json.dumps({"kind": kind, "command": command})
+                interrupted=found.get("stop", False),
+                results={"strict_differing": found.get("differing", 0)},
+                json_line=lambda: json.dumps({"kind": kind, "command": command}),
             )
 
         return run
@@ -181,3 +183,20 @@ def test_settings_that_nothing_reads_are_refused(foretoken: Run, asked: dict[str
     done = foretoken("bench", "--json")
     assert (done.code, done.out) == (2, "")
     assert "of [bench] in foretoken.toml" in done.err
+
+
+def test_speed_reads_its_lists_and_ends_with_a_code_of_its_own(
+    foretoken: Run, asked: dict[str, object], tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept.jsonl"
+    given = ("--numerics", "default,strict", "--resume", kept, "--prompts-per-slice", "10", "--json")
+    assert foretoken("bench", "speed", *given).code == 0
+    assert asked["speed"].numerics == ("default", "strict")
+    assert (asked["speed"].resume, asked["speed"].prompts_per_slice, asked["speed"].warm) == (kept, 10, False)
+    asked["differing"] = 2
+    failed = foretoken("bench", "speed", "--json")
+    assert failed.code == 5
+    assert "2 greedy outputs differ" in failed.err
+    asked["stop"] = True
+    assert foretoken("bench", "speed", "--warm", "--json").code == 130
+    assert asked["speed"].warm

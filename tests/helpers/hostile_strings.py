@@ -24,8 +24,8 @@ from typing import Any
 import pytest
 
 from foretoken.audit.report import AuditReport, Check
-from foretoken.bench.measure import SpeedRow
 from foretoken.bench.report import Report, Table
+from foretoken.bench.speed_rows import SpeedRow
 from foretoken.bench.speed_tables import speed_report
 from foretoken.cli import (
     answer,

@@ -35,6 +35,7 @@ from studies.layouts.layouts import (
     measure_layouts,
     ratios,
 )
+from studies.layouts.replay import ReplayedDrafter, record_guesses
 from studies.layouts.run import uneven
 from studies.layouts.tables import layout_tables
 from tests.helpers.checkpoints import token_ids
@@ -51,7 +52,7 @@ def test_all_ways_answer_alike(llm: LLM, pair: SimpleNamespace, name: str):
     """In float32, token for token; the same guesses are made, and the layout alone tells the ways apart."""
     options = replace(OPTIONS, drafter=name, draft=str(pair.draft) if name == "draft_model" else None)
     drafter = NgramDrafter() if name == "ngram" else DraftModelDrafter(open_model(pair.draft, "float32", "cpu", 4096))
-    rows = measure_layouts(Layouts(options, llm.target, drafter), prompts())
+    rows = measure_layouts(Layouts(options, llm.target, lambda: drafter), prompts())
     assert [(row.batch_size, row.mode) for row in rows] == [(size, mode) for size in (2, 3) for mode in MODES]
     for row in rows:
         assert (row.num_identical, row.num_answers) == (2 * row.batch_size,) * 2
@@ -67,6 +68,33 @@ def test_all_ways_answer_alike(llm: LLM, pair: SimpleNamespace, name: str):
                 assert by_mode[padded].acceptance_rate == by_mode[ragged].acceptance_rate
 
 
+def test_replayed_guesses_are_those_of_the_drafter_along_the_same_text(llm: LLM):
+    """In float32 all layouts answer like plain decoding, so what is replayed is what `ngram` guesses by itself."""
+    options = replace(OPTIONS, batch_sizes=(3,), repeats=1)
+    counted = [
+        [(row.mode, row.num_rounds, row.acceptance_rate, row.num_identical) for row in rows]
+        for rows in (
+            measure_layouts(Layouts(replace(options, replay=replay), llm.target, NgramDrafter), prompts())
+            for replay in (False, True)
+        )
+    ]
+    assert counted[0] == counted[1]
+
+
+def test_replayed_guesses_do_not_depend_on_the_text(llm: LLM):
+    """By prompt and place alone: wrong answers give wrong guesses, the same in every layout."""
+    layouts = Layouts(OPTIONS, llm.target, NgramDrafter)
+    own = prompts()[:3]
+    wrong = [[7] * OPTIONS.max_tokens for _ in own]
+    recorded = record_guesses(own, wrong, 3)
+    assert all(guesses[-1] == (7, 7, 7) for guesses in recorded.values())
+    layouts.make_drafter = lambda: ReplayedDrafter(recorded)
+    samples = [layouts.run(mode, own, 3) for mode in (RAGGED, EQSPEC)]
+    assert samples[0].answers == samples[1].answers
+    assert samples[0].num_drafted == samples[1].num_drafted > 0
+    assert samples[0].num_accepted == samples[1].num_accepted
+
+
 def test_the_engine_drafts_chains():
     """As the padded side does, which knows no trees."""
     assert not takes_trees(resolve(OPTIONS.spec.rule, greedy=True))
@@ -76,17 +104,17 @@ def test_the_engine_counts_no_round_in_which_a_prompt_was_read(llm: LLM, pair: S
     """One batch, plain: 11 tokens each after the first one. A draft model reads the prompt a round later, and that
     round is left out too.
     """
-    plain = Layouts(OPTIONS, llm.target, NgramDrafter()).run(RAGGED_PLAIN, prompts()[:3], 3)
+    plain = Layouts(OPTIONS, llm.target, NgramDrafter).run(RAGGED_PLAIN, prompts()[:3], 3)
     assert (plain.num_rounds, plain.num_emitted) == (11, 33)
     drafter = DraftModelDrafter(open_model(pair.draft, "float32", "cpu", 4096))
     options = replace(OPTIONS, drafter="draft_model", draft=str(pair.draft))
-    drafted = Layouts(options, llm.target, drafter).run(RAGGED, prompts()[:1], 1)
+    drafted = Layouts(options, llm.target, lambda: drafter).run(RAGGED, prompts()[:1], 1)
     assert drafted.num_emitted + 2 <= len(drafted.answers[0]) == 12
 
 
 def test_runs_do_not_help_one_another(llm: LLM):
     """A second run finds nothing of its prompts in the cache of prefixes."""
-    layouts, longer = Layouts(OPTIONS, llm.target, NgramDrafter()), [prompt * 6 for prompt in prompts()]
+    layouts, longer = Layouts(OPTIONS, llm.target, NgramDrafter), [prompt * 6 for prompt in prompts()]
     before = llm.target.prefix_stats.num_found_tokens
     for _ in range(2):
         layouts.run(RAGGED, longer, 3)
@@ -162,11 +190,14 @@ def test_options_that_make_no_sense_are_refused(changed: dict[str, object], fiel
 def test_ratios_are_of_decoding_speeds(llm: LLM):
     """The engine's over its counterpart's, by batch size."""
     options = replace(OPTIONS, batch_sizes=(2,), repeats=1)
-    rows = measure_layouts(Layouts(options, llm.target, NgramDrafter()), prompts())
+    rows = measure_layouts(Layouts(options, llm.target, NgramDrafter), prompts())
     speed = {row.mode: row.tokens_per_s for row in rows}
     found = ratios(rows)
-    assert found == {
-        2: {f"{ragged} / {padded}": speed[ragged] / speed[padded] for padded, ragged in COUNTERPARTS.items()}
+    round_ms = {row.mode: row.round_ms for row in rows}
+    assert found[2] == {
+        f"{ragged} / {padded}": speed[ragged] / speed[padded] for padded, ragged in COUNTERPARTS.items()
+    } | {
+        f"{ragged} / {padded} per round": round_ms[padded] / round_ms[ragged] for padded, ragged in COUNTERPARTS.items()
     }
     (table,) = layout_tables(rows, found, {2: [7, 8, 9, 10]})
     assert table.title == "batch 2: 4 prompts of 7 to 10 tokens"

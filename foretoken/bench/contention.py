@@ -1,0 +1,105 @@
+"""Whether other processes took the cores while something was measured.
+
+Where /proc/stat exists: the time that the cores of this process were busy, less the CPU time of this process and of
+its ended children; time stolen by a hypervisor counts as others'. Elsewhere the load average, less our own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+CONTENDED = 0.1  # of the cores' time: what others may take before a measurement is marked
+_LEAST_S = 0.05  # a few ticks of 10 ms: less is not told apart from rounding
+_STAT = Path("/proc/stat")
+
+
+class OtherLoad:
+    """The share of the cores' time that other processes take. The arguments replace the system's, for tests."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        busy_s: Callable[[], float | None] | None = None,
+        own_s: Callable[[], float] | None = None,
+        load: Callable[[], float | None] | None = None,
+        num_cores: int | None = None,
+    ) -> None:
+        cores = usable_cores()
+        self._num_cores = num_cores or len(cores)
+        self._clock = clock
+        self._busy_s = busy_s or (lambda: _busy_s(cores))
+        self._own_s = own_s or _own_s
+        self._load = load or _load
+        self.start()
+
+    def start(self) -> None:
+        """Begin an interval."""
+        self._began = (self._clock(), self._busy_s(), self._own_s())
+
+    def share(self) -> float | None:
+        """Others' share since `start`, from 0 to 1; None where the system does not tell."""
+        began_s, busy_before, own_before = self._began
+        wall_s, own_s, busy = self._clock() - began_s, self._own_s() - own_before, self._busy_s()
+        whole_s = self._num_cores * wall_s
+        if whole_s <= 0:
+            return None
+        if busy is not None and busy_before is not None:
+            others_s = busy - busy_before - own_s
+        else:
+            load = self._load()
+            if load is None:
+                return None
+            others_s = load * wall_s - own_s
+        return min(1.0, others_s / whole_s) if others_s > _LEAST_S else 0.0
+
+
+def is_contended(share: float | None) -> bool:
+    """Whether others took more than a measurement can bear."""
+    return share is not None and share >= CONTENDED
+
+
+def contention_notes(counts: Iterable[tuple[int | None, int]], what: str) -> list[str]:
+    """A caveat where other processes took the cores, or where that is not known; `counts` are (contended, measured) by
+    row, of `what`.
+    """
+    pairs = list(counts)
+    known = [count for count, _ in pairs if count is not None]
+    if not pairs or (known and not sum(known)):
+        return []
+    if not known:
+        return ["Whether other processes took the cores is not known: this system does not tell."]
+    total = sum(measured for _, measured in pairs)
+    share = f"{CONTENDED:.0%} of the cores or more"
+    return [f"Other processes took {share} during {sum(known)} of {total} {what}: they are marked."]
+
+
+def usable_cores() -> tuple[int, ...]:
+    """The cores that this process may run on."""
+    return (
+        tuple(sorted(os.sched_getaffinity(0)))
+        if hasattr(os, "sched_getaffinity")
+        else tuple(range(os.cpu_count() or 1))
+    )
+
+
+def _own_s() -> float:
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
+
+
+def _busy_s(cores: tuple[int, ...], stat: Path = _STAT) -> float | None:
+    """Seconds that `cores` were busy since the system started: user, nice, system, interrupts and stolen time."""
+    try:
+        lines = stat.read_text(encoding="ascii").splitlines()
+        fields = {line.split()[0]: [int(value) for value in line.split()[1:9]] for line in lines if line[:3] == "cpu"}
+        ticks = sum(sum(fields[f"cpu{core}"]) - sum(fields[f"cpu{core}"][3:5]) for core in cores)
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
+
+
+def _load() -> float | None:
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None

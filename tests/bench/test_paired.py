@@ -1,0 +1,61 @@
+"""Ratios of settings on the same prompts, and their intervals."""
+
+from __future__ import annotations
+
+import pytest
+
+from foretoken.bench.paired import paired_ratio
+
+PLAIN = {(p, r): (10.0, 1.0) for p in range(12) for r in range(3)}
+
+
+def test_the_same_ratio_on_every_prompt_has_an_interval_without_width() -> None:
+    found = paired_ratio(dict.fromkeys(PLAIN, (10.0, 0.5)), PLAIN)
+    assert found is not None
+    assert (found.ratio, found.low, found.high) == (2.0, 2.0, 2.0)
+    assert set(found.by_prompt.values()) == {2.0}
+
+
+def test_prompts_that_differ_widen_the_interval_around_the_ratio() -> None:
+    own = {(p, r): (10.0, 1.0 if p % 2 else 0.25) for p, r in PLAIN}
+    found = paired_ratio(own, PLAIN)
+    assert found is not None
+    assert found.low is not None
+    assert found.high is not None
+    assert found.ratio == pytest.approx(1 / 0.625)
+    assert 1.0 < found.low < found.ratio < found.high < 4.0
+    assert (found.by_prompt[0], found.by_prompt[1]) == (4.0, 1.0)
+    assert paired_ratio(own, PLAIN) == found
+    few = {place: value for place, value in own.items() if place[0] < 4}
+    wider = paired_ratio(few, PLAIN)
+    assert wider is not None
+    assert wider.low is not None
+    assert wider.low < found.low
+
+
+def test_a_prompt_is_drawn_with_its_answers_under_both_settings() -> None:
+    """Prompts of very different speed do not widen the interval of a ratio that is the same on all of them."""
+    plain = {(p, r): (10.0, 1.0 + 9.0 * (p % 2)) for p, r in PLAIN}
+    own = {place: (amount, cost / 2) for place, (amount, cost) in plain.items()}
+    found = paired_ratio(own, plain)
+    assert found is not None
+    assert (found.low, found.high) == (pytest.approx(2.0), pytest.approx(2.0))
+
+
+def test_the_median_over_repeats_ignores_one_disturbed_repeat() -> None:
+    own = {(p, r): (10.0, 5.0 if r == 1 else 0.5) for p, r in PLAIN}
+    found = paired_ratio(own, PLAIN)
+    assert found is not None
+    assert found.ratio == 2.0
+
+
+def test_only_what_both_have_measured_counts() -> None:
+    own = {(0, 0): (10.0, 0.5), (1, 0): (10.0, 0.1)}
+    found = paired_ratio(own, {(0, 0): (10.0, 1.0), (0, 1): (10.0, 9.0)})
+    assert found is not None
+    assert (found.ratio, found.low) == (2.0, None)
+    assert paired_ratio(own, {}) is None
+    uneven = {(0, 0): (10.0, 0.5), (1, 0): (10.0, 0.5), (0, 1): (10.0, 0.5)}
+    stopped = paired_ratio(uneven, PLAIN)
+    assert stopped is not None
+    assert stopped.high == 2.0
