@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, Protocol
 
@@ -25,6 +25,7 @@ from foretoken.plan.profile import Curve
 
 _MOST_CREDIT_STEPS = 4  # of trials, saved up at most
 _OVERHEAD_MEMORY = 0.8
+_LEAST_EMITTED = 0.02  # a guess that is emitted less often pays on no machine: it need not be weighed
 
 
 @dataclass(frozen=True)
@@ -308,11 +309,10 @@ class BudgetPolicy:
             return requests
 
         def few(option: DrafterOption) -> DrafterOption:
-            return replace(option, most=min(option.most, self.config.first_guesses))
+            return option._replace(most=min(option.most, self.config.first_guesses))
 
         return [
-            replace(
-                request,
+            request._replace(
                 options=tuple(
                     few(option) if option.drafter in unknown else option
                     for option in request.options
@@ -330,7 +330,8 @@ class BudgetPolicy:
             emitted = self.acceptance.of_preview(request_id, option.drafter, option.preview)
             drafted = [1.0] * len(emitted)
         else:
-            drafted, emitted = self.acceptance.of_places(request_id, option.drafter, option.most)
+            least = _LEAST_EMITTED if request.is_open else 0.0
+            drafted, emitted = self.acceptance.of_places(request_id, option.drafter, option.most, least)
             entry_s = self._entry_s(request, option) * min(1.0, (1 + sum(emitted)) / max(1, request.num_remaining))
         if option.num_probe and drafted:
             drafted[0] += option.num_probe
