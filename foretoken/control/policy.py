@@ -24,7 +24,6 @@ from foretoken.control.previews import Preview
 from foretoken.plan.profile import Curve
 
 _MOST_CREDIT_STEPS = 4  # of trials, saved up at most
-_OVERHEAD_MEMORY = 0.8
 _LEAST_EMITTED = 0.02  # a guess that is emitted less often pays on no machine: it need not be weighed
 
 
@@ -126,7 +125,6 @@ class BudgetPolicy:
         self._num_users: dict[Hashable, int] = {}  # requests that may use a drafter in this round
         self._mode: Mode = "decide"
         self._repeats_left = 0
-        self._overhead_s = 0.0  # of one decision, of late
         self._slack_s = 0.0  # by which decoding is ahead of plain decoding, with what it may fall behind
         self._joined = 0.0  # share of this round's requests that are new
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
@@ -178,10 +176,8 @@ class BudgetPolicy:
         """See `Policy.observe_step`."""
         num_requests, draft_s = len(step.rounds), sum(step.draft_s.values())
         if self._mode == "decide":
-            known_s = self._overhead_s or decision_s
-            self._overhead_s = _OVERHEAD_MEMORY * known_s + (1 - _OVERHEAD_MEMORY) * min(decision_s, 2 * known_s)
             allowed_s = self.config.decision_share * (step.target_s + draft_s)
-            self._repeats_left = min(self.config.most_repeats, int(self._overhead_s / max(allowed_s, 1e-9)))
+            self._repeats_left = min(self.config.most_repeats, int(decision_s / max(allowed_s, 1e-9)))
         if not num_requests:
             return
         if step.only_decodes:
