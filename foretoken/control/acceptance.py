@@ -84,8 +84,8 @@ class PlaceRates:
         return [*known, *rest[len(known) :]]
 
     def estimates(self, num_places: int) -> Iterator[tuple[float, float, int]]:
-        """By place the share of rounds with a guess, the chance of the guess once the one before it stood, and the place
-        of that one.
+        """By place the share of rounds with a guess, its chance once the guess before it stood, and the place of that
+        one.
         """
         wider = None if self.prior is None else self.prior.estimates(num_places)
         last, first, later = 1.0, 0.0, 0.0  # the share at the place before; the chance of the first, and of the rest

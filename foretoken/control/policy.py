@@ -72,8 +72,11 @@ class Policy(Protocol):
     def target_cost(self) -> CostTable:
         """Seconds of a step of the target by rows."""
 
-    def begin(self, request_ids: Sequence[int]) -> Mode:
-        """Called first in every round: whether budgets that are open are chosen anew, repeated, or zero."""
+    def begin(self, request_ids: Sequence[int], may_draft: bool = True) -> Mode:
+        """Called first in every round: whether budgets that are open are chosen anew, repeated, or zero.
+
+        `may_draft`: any request of it has a drafter. Where none has, `plan` is not called.
+        """
 
     def plan(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
         """What each request of the round may do."""
@@ -143,9 +146,12 @@ class BudgetPolicy:
         """Seconds of a step of the target by rows, at the present number of requests."""
         return self.step_costs.at(self._num_requests)
 
-    def begin(self, request_ids: Sequence[int]) -> Mode:
+    def begin(self, request_ids: Sequence[int], may_draft: bool = True) -> Mode:
         """See `Policy.begin`."""
-        self._num_requests = len(request_ids)
+        self._num_requests, self._mode = len(request_ids), "plain"
+        if not may_draft:
+            self._open.clear()
+            return self._mode
         known = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
         due = self.config.plain_every
         if self._since_plain.get(load_of(len(request_ids)), due - self.config.first_plain) >= due or self._slack_s < 0:
@@ -164,7 +170,9 @@ class BudgetPolicy:
         self._joined = sum(one.request_id not in self._requests for one in requests) / max(1, len(requests))
         for request in requests:
             self.acceptance.begin(request.request_id, request.slice)
-            known = self._requests.setdefault(request.request_id, _RequestHistory())
+            known = self._requests.get(request.request_id)
+            if known is None:
+                known = self._requests[request.request_id] = _RequestHistory()
             known.trial_tokens = None
         budgets = self._weigh(requests) if self._mode == "decide" else [self._repeated(one) for one in requests]
         if self._mode != "plain":
@@ -242,13 +250,15 @@ class BudgetPolicy:
         took: that is weighed against all that the request may still gain (`_entry_s`). A step in which nothing was left
         open, or nothing decided, is charged nothing.
         """
+        if not self._open:
+            return
         cost = self.step_costs.at(len(step.rounds))
         drafting = [one for one in step.rounds if one.budget.num_draft]
         drafted = [one for one in drafting if one.request_id in self._open]
         rows = step.num_nodes + len(step.rounds)
         base_s = cost.seconds(rows - sum(len(one.parents) + one.num_probed for one in drafted))
         more_s = 0.0
-        if self._open and self._mode != "plain":
+        if self._mode != "plain":
             more_s = max(0.0, cost.seconds(rows) - base_s) + decision_s + preview_s
         for drafter, draft_s in step.draft_s.items() if drafted else ():
             read_s = self.draft_costs.read_s(drafter, step.num_read_tokens.get(drafter, 0))
