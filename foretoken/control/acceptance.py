@@ -83,26 +83,26 @@ class PlaceRates:
         rest = self.prior.parents(num_places) if self.prior is not None else range(-1, num_places - 1)
         return [*known, *rest[len(known) :]]
 
-    def estimates(self, num_places: int) -> tuple[list[float], list[float]]:
-        """By place the share of rounds with a guess, and the chance of the guess once the one before it stood."""
-        if self.prior is not None:
-            prior_drafted, prior_once = self.prior.estimates(num_places)
-        drafted: list[float] = []
-        once: list[float] = []
+    def estimates(self, num_places: int) -> Iterator[tuple[float, float, int]]:
+        """By place the share of rounds with a guess, its chance once the guess before it stood, and the place of that
+        one.
+        """
+        wider = None if self.prior is None else self.prior.estimates(num_places)
+        last, first, later = 1.0, 0.0, 0.0  # the share at the place before; the chance of the first, and of the rest
         for k in range(num_places):
-            if self.prior is not None:
-                d, p = min(prior_drafted[k], drafted[-1] if drafted else 1.0), prior_once[k]
+            if wider is not None:
+                share, chance, parent = next(wider)
+                share = min(share, last)
             else:
                 # Behind an accepted first guess the next ones are as likely as those between: a copied text goes on.
-                d = drafted[-1] if drafted else 1.0
-                p = sum(once[1:]) / (k - 1) if k > 1 else max([_FIRST_CHANCE, *once])
+                share, chance, parent = last, later / (k - 1) if k > 1 else max(_FIRST_CHANCE, first), k - 1
             if k < len(self._places):
                 place = self._places[k]
-                d = (place.drafted + _PRIOR_ROUNDS * d) / (place.offered + _PRIOR_ROUNDS)
-                p = (place.emitted + _PRIOR_ROUNDS * p) / (place.judged + _PRIOR_ROUNDS)
-            drafted.append(d)
-            once.append(p)
-        return drafted, once
+                parent = place.parent
+                share = (place.drafted + _PRIOR_ROUNDS * share) / (place.offered + _PRIOR_ROUNDS)
+                chance = (place.emitted + _PRIOR_ROUNDS * chance) / (place.judged + _PRIOR_ROUNDS)
+            last, first, later = share, first if k else chance, later + (chance if k else 0.0)
+            yield share, chance, parent
 
 
 @dataclass(eq=False)
@@ -173,14 +173,21 @@ class Acceptance:
         if request_id not in self._requests:
             self._requests[request_id] = _Rates(self._of_slice(slice_), is_request=True)
 
-    def of_places(self, request_id: int, drafter: Hashable, num_places: int) -> tuple[list[float], list[float]]:
-        """For each of the first places: the share of rounds in which a guess is made, and in which it is emitted."""
-        rates = self._requests[request_id].places_of(drafter)
-        drafted, once = rates.estimates(num_places)
+    def of_places(
+        self, request_id: int, drafter: Hashable, num_places: int, least: float = 0.0
+    ) -> tuple[list[float], list[float]]:
+        """For each of the first places: the share of rounds in which a guess is made, and in which it is emitted.
+
+        Places behind the first one that is emitted in a smaller share than `least` are left out.
+        """
+        drafted: list[float] = []
         emitted: list[float] = []
-        for k, parent in enumerate(rates.parents(num_places)):
-            above = emitted[parent] if 0 <= parent < k else 1.0
-            emitted.append(min(drafted[k], once[k] * above))
+        for share, chance, parent in self._requests[request_id].places_of(drafter).estimates(num_places):
+            above = emitted[parent] if 0 <= parent < len(emitted) else 1.0
+            drafted.append(share)
+            emitted.append(min(share, chance * above))
+            if emitted[-1] < least:
+                break
         return drafted, emitted
 
     def of_preview(self, request_id: int, drafter: Hashable, preview: Preview) -> list[float]:

@@ -18,6 +18,7 @@ import heapq
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _CHEAP_SHARE = 0.01  # a drafter that takes less of a step than this need not be weighed as a whole
 
@@ -25,8 +26,7 @@ StepSeconds = Callable[[float], float]  # of the target, by rows
 DraftSeconds = Callable[[Hashable, int], float]  # of a drafter, by its longest draft
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """What one request gains by one drafter: for each place of its draft the share of rounds in which it is guessed,
     and in which it is emitted.
 
@@ -41,8 +41,7 @@ class Candidate:
     entry_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Demand:
+class Demand(NamedTuple):
     """One request of the step: its candidates, and what a token of it counts."""
 
     candidates: tuple[Candidate, ...] = ()

@@ -1,4 +1,7 @@
-"""What requests bring into a round, what they may do in it, and what came of it: plain values without tensors."""
+"""What requests bring into a round, what they may do in it, and what came of it: plain values without tensors.
+
+Those made for every request in every step are named tuples: one is made in a third of the time of a frozen dataclass.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,7 @@ class OptionTraits:
     previews: bool = False
 
 
-@dataclass(frozen=True)
-class RequestView:
+class RequestView(NamedTuple):
     """One decoding request as the control sees it before a round.
 
     `options` are its drafter options; those at `disabled` places may not be used. `num_draft` is the number that the
@@ -45,8 +47,7 @@ class RequestView:
     disabled: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True)
-class DrafterOption:
+class DrafterOption(NamedTuple):
     """One drafter that a request may use now: by the `number` of its option, at most `most` guesses."""
 
     number: int
@@ -56,8 +57,7 @@ class DrafterOption:
     preview: Preview | None = None
 
 
-@dataclass(frozen=True)
-class RequestOptions:
+class RequestOptions(NamedTuple):
     """What a request brings into a round: its drafter options, none if it does not draft now.
 
     `is_open`: the number of guesses is left to the policy; otherwise as many are made as the option allows. `weight` is
@@ -83,8 +83,7 @@ class DraftBudget(NamedTuple):
 NO_DRAFT = DraftBudget(None, 0)
 
 
-@dataclass(frozen=True)
-class RoundOutcome:
+class RoundOutcome(NamedTuple):
     """What came of one request's round, under the budget it was given.
 
     `chances` are those with which each guess was emitted, given what was drawn; None where the guesses were not those

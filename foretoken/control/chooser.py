@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from foretoken.control.candidates import (
+    NO_DRAFT,
     DraftBudget,
     DrafterOption,
     OptionTraits,
@@ -43,12 +44,14 @@ class Chooser:
         self._num_probed: dict[int, int] = {}  # probes that came with a request's last guesses
         self._overhead_s = 0.0
         self._mode: Mode = "decide"
+        self._may_draft = False  # any request of the round that is planned or ran last
 
     def begin(self, requests: Sequence[RequestView]) -> list[PreviewAsk]:
         """What drafters should show for `requests`, which decode next: nothing where the last budgets are repeated."""
         began = self.clock()
         asks: list[PreviewAsk] = []
-        self._mode = self.policy.begin([request.request_id for request in requests])
+        self._may_draft = any(request.options for request in requests)
+        self._mode = self.policy.begin([request.request_id for request in requests], self._may_draft)
         if self._mode == "decide":
             for request in requests:
                 asks += self._asks(request, len(requests))
@@ -57,10 +60,13 @@ class Chooser:
 
     def plan(self, requests: Sequence[RequestView], previews: Previews) -> list[DraftBudget]:
         """What each request of the round may do; `previews` are those that `begin` asked for."""
+        if not self._may_draft:
+            self._views = {}
+            return [NO_DRAFT] * len(requests)
         began = self.clock()
         self._views = {request.request_id: request for request in requests}
         self._previews = previews
-        budgets = self.policy.plan([self._options(request, len(requests)) for request in requests]) if requests else []
+        budgets = self.policy.plan([self._options(request, len(requests)) for request in requests])
         self._overhead_s += self.clock() - began
         return budgets
 

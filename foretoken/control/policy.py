@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, Protocol
 
@@ -24,7 +24,7 @@ from foretoken.control.previews import Preview
 from foretoken.plan.profile import Curve
 
 _MOST_CREDIT_STEPS = 4  # of trials, saved up at most
-_OVERHEAD_MEMORY = 0.8
+_LEAST_EMITTED = 0.02  # a guess that is emitted less often pays on no machine: it need not be weighed
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,11 @@ class Policy(Protocol):
     def target_cost(self) -> CostTable:
         """Seconds of a step of the target by rows."""
 
-    def begin(self, request_ids: Sequence[int]) -> Mode:
-        """Called first in every round: whether budgets that are open are chosen anew, repeated, or zero."""
+    def begin(self, request_ids: Sequence[int], may_draft: bool = True) -> Mode:
+        """Called first in every round: whether budgets that are open are chosen anew, repeated, or zero.
+
+        `may_draft`: any request of it has a drafter. Where none has, `plan` is not called.
+        """
 
     def plan(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
         """What each request of the round may do."""
@@ -125,7 +128,6 @@ class BudgetPolicy:
         self._num_users: dict[Hashable, int] = {}  # requests that may use a drafter in this round
         self._mode: Mode = "decide"
         self._repeats_left = 0
-        self._overhead_s = 0.0  # of one decision, of late
         self._slack_s = 0.0  # by which decoding is ahead of plain decoding, with what it may fall behind
         self._joined = 0.0  # share of this round's requests that are new
         self._credit_s = 0.0  # seconds that trials may lose; those that gain pay back
@@ -144,9 +146,12 @@ class BudgetPolicy:
         """Seconds of a step of the target by rows, at the present number of requests."""
         return self.step_costs.at(self._num_requests)
 
-    def begin(self, request_ids: Sequence[int]) -> Mode:
+    def begin(self, request_ids: Sequence[int], may_draft: bool = True) -> Mode:
         """See `Policy.begin`."""
-        self._num_requests = len(request_ids)
+        self._num_requests, self._mode = len(request_ids), "plain"
+        if not may_draft:
+            self._open.clear()
+            return self._mode
         known = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
         due = self.config.plain_every
         if self._since_plain.get(load_of(len(request_ids)), due - self.config.first_plain) >= due or self._slack_s < 0:
@@ -165,7 +170,9 @@ class BudgetPolicy:
         self._joined = sum(one.request_id not in self._requests for one in requests) / max(1, len(requests))
         for request in requests:
             self.acceptance.begin(request.request_id, request.slice)
-            known = self._requests.setdefault(request.request_id, _RequestHistory())
+            known = self._requests.get(request.request_id)
+            if known is None:
+                known = self._requests[request.request_id] = _RequestHistory()
             known.trial_tokens = None
         budgets = self._weigh(requests) if self._mode == "decide" else [self._repeated(one) for one in requests]
         if self._mode != "plain":
@@ -177,10 +184,8 @@ class BudgetPolicy:
         """See `Policy.observe_step`."""
         num_requests, draft_s = len(step.rounds), sum(step.draft_s.values())
         if self._mode == "decide":
-            known_s = self._overhead_s or decision_s
-            self._overhead_s = _OVERHEAD_MEMORY * known_s + (1 - _OVERHEAD_MEMORY) * min(decision_s, 2 * known_s)
             allowed_s = self.config.decision_share * (step.target_s + draft_s)
-            self._repeats_left = min(self.config.most_repeats, int(self._overhead_s / max(allowed_s, 1e-9)))
+            self._repeats_left = min(self.config.most_repeats, int(decision_s / max(allowed_s, 1e-9)))
         if not num_requests:
             return
         if step.only_decodes:
@@ -245,13 +250,15 @@ class BudgetPolicy:
         took: that is weighed against all that the request may still gain (`_entry_s`). A step in which nothing was left
         open, or nothing decided, is charged nothing.
         """
+        if not self._open:
+            return
         cost = self.step_costs.at(len(step.rounds))
         drafting = [one for one in step.rounds if one.budget.num_draft]
         drafted = [one for one in drafting if one.request_id in self._open]
         rows = step.num_nodes + len(step.rounds)
         base_s = cost.seconds(rows - sum(len(one.parents) + one.num_probed for one in drafted))
         more_s = 0.0
-        if self._open and self._mode != "plain":
+        if self._mode != "plain":
             more_s = max(0.0, cost.seconds(rows) - base_s) + decision_s + preview_s
         for drafter, draft_s in step.draft_s.items() if drafted else ():
             read_s = self.draft_costs.read_s(drafter, step.num_read_tokens.get(drafter, 0))
@@ -308,11 +315,10 @@ class BudgetPolicy:
             return requests
 
         def few(option: DrafterOption) -> DrafterOption:
-            return replace(option, most=min(option.most, self.config.first_guesses))
+            return option._replace(most=min(option.most, self.config.first_guesses))
 
         return [
-            replace(
-                request,
+            request._replace(
                 options=tuple(
                     few(option) if option.drafter in unknown else option
                     for option in request.options
@@ -330,7 +336,8 @@ class BudgetPolicy:
             emitted = self.acceptance.of_preview(request_id, option.drafter, option.preview)
             drafted = [1.0] * len(emitted)
         else:
-            drafted, emitted = self.acceptance.of_places(request_id, option.drafter, option.most)
+            least = _LEAST_EMITTED if request.is_open else 0.0
+            drafted, emitted = self.acceptance.of_places(request_id, option.drafter, option.most, least)
             entry_s = self._entry_s(request, option) * min(1.0, (1 + sum(emitted)) / max(1, request.num_remaining))
         if option.num_probe and drafted:
             drafted[0] += option.num_probe

@@ -188,8 +188,11 @@ class FollowsText(Protocol):
     """A drafter that needs nothing but the emitted tokens of rounds in which it did not draft.
 
     Its `commit` is called for rounds in which it drafted only. What the other rounds emitted is handed over in one
-    piece before its next call, so that a drafter that is not asked takes no time.
+    piece before it drafts again, so that a drafter that is not asked takes no time. One that `keeps_answers` is told
+    the rest before `finish` too.
     """
+
+    keeps_answers: bool
 
     def follow(self, request_id: int, tokens: Sequence[int]) -> None:
         """Append tokens that rounds without a draft of this drafter emitted."""

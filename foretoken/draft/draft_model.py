@@ -35,6 +35,7 @@ class DraftModelDrafter:
     """Chains or trees sampled from a draft model under the request's own sampling parameters."""
 
     name = "draft_model"
+    keeps_answers = False  # see `base.FollowsText`
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model

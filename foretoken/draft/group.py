@@ -263,7 +263,9 @@ class DrafterGroup:
         self.hidden_states.finish(request_id)
         for key in dict.fromkeys(self._requests[request_id].keys):
             drafter = self.drafters[key]
-            if self._tell(key, request_id):
+            if getattr(drafter, "keeps_answers", False):  # `base.FollowsText`
+                self._tell(key, request_id)
+            if not self.failures.is_off(request_id, key):
                 self.failures.attempt(key, drafter, [request_id], partial(drafter.finish, request_id))
         del self._requests[request_id]
         self.failures.finish(request_id)

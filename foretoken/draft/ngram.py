@@ -24,6 +24,7 @@ class NgramDrafter:
     """Deterministic guesses from the request's own text; the mass is a point at each guess."""
 
     name = "ngram"
+    keeps_answers = False  # see `base.FollowsText`
 
     def __init__(self) -> None:
         self._indexes: dict[int, MatchIndex] = {}

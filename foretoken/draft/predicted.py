@@ -71,6 +71,7 @@ class PredictedDrafter:
     """Deterministic guesses from `SamplingParams.prediction`; the mass is a point at each guess."""
 
     name = "predicted"
+    keeps_answers = False  # see `base.FollowsText`
 
     def __init__(self) -> None:
         self._cursors: dict[int, Cursor] = {}

@@ -75,6 +75,7 @@ class SuffixDrafter:
     """
 
     name = "suffix"
+    keeps_answers = True  # see `base.FollowsText`
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ class _RivalPolicy:
         }
         return grants
 
-    def begin(self, request_ids: Sequence[int]) -> Mode:
+    def begin(self, request_ids: Sequence[int], may_draft: bool = True) -> Mode:
         """In every round."""
         return "decide"
 

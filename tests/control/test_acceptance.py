@@ -37,7 +37,7 @@ def by_request(acceptance: Acceptance, request_id: int, slice_: str = "") -> Obs
 def emitted_of(rates: PlaceRates, num_places: int) -> list[float]:
     """The chance of each guess of a chain to be emitted."""
     emitted: list[float] = []
-    for drafted, once in zip(*rates.estimates(num_places), strict=True):
+    for drafted, once, _ in rates.estimates(num_places):
         emitted.append(min(drafted, once * (emitted[-1] if emitted else 1.0)))
     return emitted
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -134,11 +133,11 @@ def test_rows_go_to_those_in_a_hurry() -> None:
     nothing.
     """
     policy = run(World(free=10), lambda *_: 0.9, 100, 4)
-    wishes = [replace(options_of(b, "d", 8, True), weight=3.0 if b == 2 else 1.0) for b in range(4)]
+    wishes = [options_of(b, "d", 8, True)._replace(weight=3.0 if b == 2 else 1.0) for b in range(4)]
     budgets = [grant.num_draft for grant in plan(policy, wishes)]
     assert budgets[2] > max(budgets[0], budgets[1], budgets[3])
     alone = run(World(), lambda *_: 0.7, 100, 1)
-    plans = [plan(alone, [replace(options_of(0, "d", 8, True), weight=weight)]) for weight in (0.3, 1.0, 4.0)]
+    plans = [plan(alone, [options_of(0, "d", 8, True)._replace(weight=weight)]) for weight in (0.3, 1.0, 4.0)]
     assert plans[0] == plans[1] == plans[2]
 
 

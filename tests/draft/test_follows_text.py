@@ -21,6 +21,8 @@ MAX_TOKENS, EVERY = 12, 4  # a round in `EVERY` drafts
 class CountingDrafter(NgramDrafter):
     """Keeps what it was told, and by which call."""
 
+    keeps_answers = True
+
     def __init__(self) -> None:
         super().__init__()
         self.texts: dict[int, list[int]] = {}
@@ -79,6 +81,14 @@ def test_tokens_come_in_one_piece_before_the_next_draft(llm: LLM, rare: Counting
     assert max(rare.pieces) >= EVERY - 1, "what several rounds emitted came at once"
     (text,) = rare.finished.values()
     assert text == [*prompt, *plain], "the end of the answer is told before the request ends"
+
+
+def test_only_a_drafter_that_keeps_answers_is_told_their_end(llm: LLM, rare: CountingDrafter) -> None:
+    rare.keeps_answers = False
+    prompt, params = token_ids(6, seed=1) * 3, SamplingParams(max_tokens=2, ignore_eos=True)
+    llm.generate([prompt], params, SpecConfig("ngram", num_draft=3))
+    (text,) = rare.finished.values()
+    assert text == prompt
 
 
 def test_a_drafter_that_cannot_follow_is_off_and_the_answer_stands(

@@ -35,6 +35,7 @@ class Watched:
             self.num_walks_to_a_leaf
         ) = 0
         if isinstance(inner, FollowsText):
+            self.keeps_answers = inner.keeps_answers
             self.follow = self._follow  # on the instance: the engine asks each drafter whether it follows
 
     def _follow(self, request_id: int, tokens: Sequence[int]) -> None:
