@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.transfer import to_device, to_host
 
 NextKind = Literal["bonus", "residual"]
 TokenKind = Literal["accepted", "residual", "bonus", "plain"]
@@ -180,7 +181,7 @@ class Probes:
     def select(self, requests: Sequence[int]) -> Probes:
         """The probes of some requests only, in the given order."""
         rows = self.rows_of(requests)
-        tokens = self.tokens[torch.tensor(rows, dtype=torch.int64, device=self.tokens.device)]
+        tokens = self.tokens[to_device(rows, self.tokens.device)]
         offsets = (0, *accumulate(self.lengths[b] for b in requests))
         return Probes(tokens, tuple(self.parents[row] for row in rows), offsets)
 
@@ -252,9 +253,15 @@ class Draft:
         """For every row of `request` (anchor, then nodes) the drafted tokens on the path to it, its own included."""
         start, stop = self.offsets[request], self.offsets[request + 1]
         paths: list[tuple[int, ...]] = [()]
-        for token, parent in zip(self.tokens[start:stop].tolist(), self.parents[start:stop], strict=True):
+        for token, parent in zip(self.host_tokens[start:stop], self.parents[start:stop], strict=True):
             paths.append((*paths[1 + parent], token))
         return paths
+
+    @cached_property
+    def host_tokens(self) -> list[int]:
+        """The nodes' tokens [N] on the host; the first call waits for the device."""
+        tokens: list[int] = to_host(self.tokens)[0]
+        return tokens
 
     def depths(self, request: int) -> list[int]:
         """Depth of each node of `request`; a child of the committed text has depth 1."""
@@ -301,7 +308,7 @@ class Draft:
             rows = self.rows_of(requests)
             mass = Mass(mass.distributions, tuple(mass.distribution_of_row[row] for row in rows))
         return Draft(
-            tokens=self.tokens[torch.tensor(nodes, dtype=torch.int64, device=self.tokens.device)],
+            tokens=self.tokens[to_device(nodes, self.tokens.device)],
             parents=tuple(self.parents[node] for node in nodes),
             offsets=tuple(offsets),
             drafters=tuple(self.drafters[b] for b in requests),
