@@ -321,9 +321,12 @@ class Draft:
 
     def on(self, device: torch.device | str) -> Draft:
         """The same draft with its tensors on `device`."""
-        mass = None if self.mass is None else replace(self.mass, distributions=self.mass.distributions.to(device))
-        probes = None if self.probes is None else replace(self.probes, tokens=self.probes.tokens.to(device))
-        return replace(self, tokens=self.tokens.to(device), mass=mass, probes=probes)
+        mass, probes = self.mass, self.probes
+        if mass is not None:
+            mass = replace(mass, distributions=to_device(mass.distributions, device, None))
+        if probes is not None:
+            probes = replace(probes, tokens=to_device(probes.tokens, device))
+        return replace(self, tokens=to_device(self.tokens, device), mass=mass, probes=probes)
 
     def rows_of(self, requests: Sequence[int]) -> list[int]:
         """Rows (anchor, then nodes) of some requests, in the given order."""

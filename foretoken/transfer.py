@@ -31,11 +31,9 @@ def to_device(
     A copy from ordinary memory waits for all earlier work of the stream, even a copy of four bytes; one from pinned
     memory does not. `dtype` None keeps that of a tensor. The values must not be written to afterwards.
     """
-    host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
-    if isinstance(values, Tensor) and dtype is not None:
-        host = host.to(dtype)
+    host = torch.tensor(values, dtype=dtype) if not isinstance(values, Tensor) else values.to(dtype or values.dtype)
     if torch.device(device).type == "cpu":
-        return host
+        return host.to(device)
     return _pinned(host).to(device, non_blocking=True)
 
 

@@ -167,7 +167,7 @@ def _flat(batch: Batch, draft: Draft, pending: Sequence[int], device: torch.devi
     probes = draft.probes
     if not draft.num_nodes and probes is None:
         return own
-    parts = [own, draft.tokens.to(device), *([] if probes is None else [probes.tokens.to(device)])]
+    parts = [own, to_device(draft.tokens, device), *([] if probes is None else [to_device(probes.tokens, device)])]
     first, behind = 0, len(pending) + draft.num_nodes  # of an entry's pending tokens, of all probes
     order: list[int] = []
     for b, entry in enumerate(batch.entries):

@@ -81,7 +81,7 @@ class BatchedAttention:
 
 
 def grouped(readers: Sequence[Reader]) -> list[list[int]]:
-    """Indices of `readers` by the call they share; the number of calls grows with how different they are, not how many."""
+    """Indices of `readers` by the call they share: there are more calls for more different segments, not for more."""
 
     def cost(rows: int, keys: int) -> int:
         return (rows + _ROWS_PER_FETCH) * keys
