@@ -25,9 +25,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
 
 from foretoken import transfer
+from foretoken.model.architecture import ModelConfig, config_from_hf
 from foretoken.model.attention import paged
+from foretoken.model.decoder import Decoder
+from foretoken.model.paged import PagedModel
+from tests.helpers.checkpoints import _FAMILY, _SHAPE, VARIANTS
 
 DEVICE = torch.device("cuda:0")  # always with its number, which the stand-in for a guard does not know
 _CUDA, _META = 1, 14  # c10::DeviceType
@@ -78,12 +83,12 @@ class OnDevice(TorchDispatchMode):
 
 class Transfers:
     """Stands in for `to_host`: `lengths` has the vectors of each call. Numbers are made up, of the dtype that was asked
-    for: probabilities for floats, and for integers ids below `vocab_size`.
+    for: probabilities for floats, and for integers ids below `vocab_size`, one after another, so that siblings differ.
     """
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self.lengths: list[list[int]] = []
-        self._rng, self._vocab_size = random.Random(seed), vocab_size
+        self._rng, self._vocab_size, self._last = random.Random(seed), vocab_size, 0
 
     def __call__(self, *parts: Tensor) -> list[Any]:
         on_device = any(part.device.type == "cuda" for part in parts)
@@ -94,13 +99,16 @@ class Transfers:
 
     def _number(self, dtype: torch.dtype) -> float:
         if dtype == torch.bool:
-            return self._rng.random() < 0.2
-        return self._rng.random() if dtype.is_floating_point else self._rng.randrange(self._vocab_size)
+            return self._rng.random() < 0.5
+        if dtype.is_floating_point:
+            return self._rng.random()
+        self._last = (self._last + 1) % self._vocab_size
+        return self._last
 
 
 @contextmanager
 def _guard() -> Iterator[None]:
-    """A build without CUDA has no device guard for it, which even fake tensors need; that of meta tensors does nothing."""
+    """A build without CUDA has no device guard, which even fake tensors need; that of meta tensors does nothing."""
     if torch.backends.cuda.is_built():
         yield
         return
@@ -151,3 +159,19 @@ MISTAKES: dict[str, Callable[[Tensor], object]] = {
     "tensor made there": lambda x: torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device) + x,
     "index by a list": lambda x: x[[0, 1]],
 }
+
+
+def config_of(name: str) -> ModelConfig:
+    family, overrides = VARIANTS[name]
+    return config_from_hf(AutoConfig.for_model(family, **(_SHAPE | _FAMILY[family] | overrides)).to_dict())
+
+
+def fake_model(name: str, dtype: torch.dtype = torch.bfloat16) -> PagedModel:
+    """A model of fake weights, in a `fake_cuda`."""
+    config, before = config_of(name), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with DEVICE:
+            return PagedModel(Decoder(config), 400, 4)
+    finally:
+        torch.set_default_dtype(before)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig
 
-from foretoken.model.architecture import ModelConfig, config_from_hf
 from foretoken.model.attention.batched import BatchedAttention
-from foretoken.model.decoder import Decoder
 from foretoken.model.interface import EarlySegment, Segment
-from foretoken.model.paged import PagedModel
 from foretoken.transfer import to_device
-from tests.helpers.checkpoints import _FAMILY, _SHAPE, VARIANTS
-from tests.helpers.fake_cuda import DEVICE, MISTAKES, REFUSALS, fake_cuda
+from tests.helpers.fake_cuda import DEVICE, MISTAKES, REFUSALS, fake_cuda, fake_model
 
 TREE = (-1, 0, 0, 1, 2, 1, 3)
 
@@ -25,27 +20,9 @@ def test_a_mistake_shows(mistake: str) -> None:
         MISTAKES[mistake](torch.empty(3, 4, device=DEVICE))
 
 
-def config_of(name: str) -> ModelConfig:
-    family, overrides = VARIANTS[name]
-    return config_from_hf(AutoConfig.for_model(family, **(_SHAPE | _FAMILY[family] | overrides)).to_dict())
-
-
-def fake_model(name: str, dtype: torch.dtype = torch.bfloat16) -> PagedModel:
-    """A model of fake weights, in a `fake_cuda`."""
-    config, before = config_of(name), torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with DEVICE:
-            return PagedModel(Decoder(config), 400, 4)
-    finally:
-        torch.set_default_dtype(before)
-
-
 @pytest.mark.parametrize("name", ["llama", "llama-mqa", "mistral-sliding", "qwen2-layer-types", "qwen3-tied-biases"])
 def test_a_ragged_batch(name: str) -> None:
-    """A chunk of a prompt, single tokens, a chain and a tree with taps over a shared prefix and a scattered cache; nothing
-    is asked of the device in between.
-    """
+    """A chunk, single tokens, a chain and a tree with taps, a shared prefix; nothing is asked of the device."""
     with fake_cuda() as transfers:
         model = fake_model(name)
         assert model.attention is BatchedAttention

@@ -1,8 +1,6 @@
-"""Every rule on a device: nothing is left on the CPU, and how often it waits does not depend on the number of requests."""
+"""Every rule on a device: nothing is left on the CPU, and waits do not grow with the number of requests."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ def there(draft: Draft, probs: Tensor, uniforms: Uniforms) -> tuple[Draft, Tenso
 
 @pytest.mark.parametrize(("rule", "tree"), ANY)
 def test_nothing_is_left_on_the_cpu(rule: str, tree: bool) -> None:
-    for seed in range(12):
+    for seed in range(5):
         draft, probs, uniforms = random_batch(seed, tree)
         with fake_cuda(seed, probs.shape[-1]) as transfers:
             batch = there(draft, probs, uniforms)
@@ -57,7 +55,7 @@ def test_waiting_does_not_grow_with_the_batch(rule: str, tree: bool) -> None:
     """One transfer of all that decides, one of the next tokens; rules that test sampled siblings one after another, or
     from the leaves up, one more for each of those steps.
     """
-    for seed in range(6):
+    for seed in range(2):
         counts = []
         for times in (1, 8):
             batch = repeated(*random_batch(seed, tree), times)
@@ -71,10 +69,7 @@ def test_a_tree_without_sampled_siblings_is_one_step() -> None:
     """The trees that drafters propose most: at most one sampled child of a row, decided top down."""
     parents, num_rows = (-1, -1, 0, 0, 2), 6
     sampled, laws = (True, False, True, False, False), (0, 1, -1, 2, -1, -1)
-    draft = Draft(
-        torch.arange(5), parents, (0, 5), ("toy",), sampled, Mass(torch.full((3, 7), 1 / 7), laws)
-    )
-    draft = replace(draft, mass=Mass(torch.full((3, 7), 1 / 7), laws))
+    draft = Draft(torch.arange(5), parents, (0, 5), ("toy",), sampled, Mass(torch.full((3, 7), 1 / 7), laws))
     uniforms = Uniforms(torch.rand(5, dtype=torch.float64), torch.rand(1, dtype=torch.float64))
     with fake_cuda(vocab_size=7) as transfers:
         RULES["tree"].verify(*there(draft, torch.full((num_rows, 7), 1 / 7), uniforms))
