@@ -32,7 +32,7 @@ def config(heads: int, groups: int, windows: tuple[int | None, ...]) -> SimpleNa
 
 
 def random_segment(rng: random.Random, sequence: int) -> tuple[int, Segment]:
-    """Past and segment of any kind: a chunk of a prompt, one token, a chain, a tree, a tree behind held nodes."""
+    """Past and segment of any kind: a chunk of a prompt, one token, a chain, a tree, and nodes behind held ones."""
     past, num_nodes = rng.choice([0, 1, 7, 30, 150]), rng.randint(1, 9)
     tree = tuple(rng.randint(-1, node - 1) for node in range(num_nodes))
     return past, rng.choice(
@@ -42,6 +42,7 @@ def random_segment(rng: random.Random, sequence: int) -> tuple[int, Segment]:
             Segment(sequence, rng.randint(1, 3), tuple(range(-1, num_nodes - 1))),
             Segment(sequence, rng.randint(1, 3), tree),
             Segment(sequence, 0, tree, 1, num_held=rng.randint(0, num_nodes - 1)),
+            Segment(sequence, 0, tuple(range(-1, num_nodes - 1)), 1, num_held=rng.randint(0, num_nodes - 1)),
         ]
     )
 
