@@ -24,8 +24,8 @@ from tests.helpers.checkpoints import token_ids, variant
 GPU = "cuda"
 BLOCK = 4
 TREE = (-1, 0, 0, 1, 2, 1, 3)
-# float64 rounds sums of a few hundred numbers in the 14th digit, whatever their order. In bf16 a logit near 4 has steps of
-# 2^-6, and three layers round in between.
+# float64 rounds sums of a few hundred numbers in the 14th digit, whatever their order. In bf16 a logit near 4 has steps
+# of 2^-6, and three layers round in between.
 TOLERANCE = {torch.float64: 1e-9, torch.bfloat16: 0.25}
 FAMILIES = ["llama", "llama-mqa", "mistral-sliding", "qwen2-layer-types", "qwen3-tied-biases"]
 
@@ -106,7 +106,8 @@ def test_the_cache_is_written_gathered_and_moved() -> None:
         new = to_device(keys, device, torch.bfloat16)
         pool.write(1, to_device(slots, device), new, 2 * new)
         pool.move(sources, destinations)
-        read.append([part.cpu() for part in (*pool.read(1, to_device([30, 5, 7, 11], device)), *pool.read(1, range(40)))])
+        parts = (*pool.read(1, to_device([30, 5, 7, 11], device)), *pool.read(1, range(40)))
+        read.append([part.cpu() for part in parts])
     for here, there in zip(*read, strict=True):
         assert torch.equal(here, there)
 
@@ -152,3 +153,17 @@ def test_the_law_of_many_draws() -> None:
 def test_near_ties_are_found_there() -> None:
     logits = torch.randn(40, 97).bfloat16().float()
     assert near_ties(logits.to(GPU), torch.bfloat16) == near_ties(logits, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_numbers_of_any_dtype_travel_together() -> None:
+    parts = [
+        torch.tensor([2**31 - 1, 0, 5]),
+        torch.rand(4),
+        torch.rand(2, dtype=torch.float64),
+        torch.tensor([True, False]),
+        torch.empty(0),
+    ]
+    found = to_host(*(to_device(part, GPU, None) for part in parts))
+    assert found == [part.tolist() for part in parts]
+    assert [type(one[0]) for one in found if one] == [int, float, float, bool]
