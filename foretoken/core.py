@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.transfer import to_device, to_host
 
 NextKind = Literal["bonus", "residual"]
 TokenKind = Literal["accepted", "residual", "bonus", "plain"]
@@ -180,7 +181,7 @@ class Probes:
     def select(self, requests: Sequence[int]) -> Probes:
         """The probes of some requests only, in the given order."""
         rows = self.rows_of(requests)
-        tokens = self.tokens[torch.tensor(rows, dtype=torch.int64, device=self.tokens.device)]
+        tokens = self.tokens[to_device(rows, self.tokens.device)]
         offsets = (0, *accumulate(self.lengths[b] for b in requests))
         return Probes(tokens, tuple(self.parents[row] for row in rows), offsets)
 
@@ -252,9 +253,14 @@ class Draft:
         """For every row of `request` (anchor, then nodes) the drafted tokens on the path to it, its own included."""
         start, stop = self.offsets[request], self.offsets[request + 1]
         paths: list[tuple[int, ...]] = [()]
-        for token, parent in zip(self.tokens[start:stop].tolist(), self.parents[start:stop], strict=True):
+        for token, parent in zip(self.host_tokens[start:stop], self.parents[start:stop], strict=True):
             paths.append((*paths[1 + parent], token))
         return paths
+
+    @cached_property
+    def host_tokens(self) -> list[int]:
+        """The nodes' tokens [N] on the host; the first call waits for the device."""
+        return list[int](to_host(self.tokens)[0])
 
     def depths(self, request: int) -> list[int]:
         """Depth of each node of `request`; a child of the committed text has depth 1."""
@@ -293,17 +299,14 @@ class Draft:
         if tuple(requests) == tuple(range(self.num_requests)):
             return self
         nodes = [node for b in requests for node in range(self.offsets[b], self.offsets[b + 1])]
-        offsets = [0]
-        for b in requests:
-            offsets.append(offsets[-1] + self.lengths[b])
         mass = self.mass
         if mass is not None:
             rows = self.rows_of(requests)
             mass = Mass(mass.distributions, tuple(mass.distribution_of_row[row] for row in rows))
         return Draft(
-            tokens=self.tokens[torch.tensor(nodes, dtype=torch.int64, device=self.tokens.device)],
+            tokens=self.tokens[to_device(nodes, self.tokens.device)],
             parents=tuple(self.parents[node] for node in nodes),
-            offsets=tuple(offsets),
+            offsets=(0, *accumulate(self.lengths[b] for b in requests)),
             drafters=tuple(self.drafters[b] for b in requests),
             sampled=tuple(self.sampled[node] for node in nodes) if self.sampled else (),
             mass=mass,
@@ -314,16 +317,14 @@ class Draft:
 
     def on(self, device: torch.device | str) -> Draft:
         """The same draft with its tensors on `device`."""
-        mass = None if self.mass is None else replace(self.mass, distributions=self.mass.distributions.to(device))
-        probes = None if self.probes is None else replace(self.probes, tokens=self.probes.tokens.to(device))
-        return replace(self, tokens=self.tokens.to(device), mass=mass, probes=probes)
+        mass, probes = self.mass, self.probes
+        mass = mass and replace(mass, distributions=to_device(mass.distributions, device, None))
+        probes = probes and replace(probes, tokens=to_device(probes.tokens, device))
+        return replace(self, tokens=to_device(self.tokens, device), mass=mass, probes=probes)
 
     def rows_of(self, requests: Sequence[int]) -> list[int]:
         """Rows (anchor, then nodes) of some requests, in the given order."""
-        offsets, rows = self.offsets, list[int]()
-        for b in requests:
-            rows += range(offsets[b] + b, offsets[b + 1] + b + 1)
-        return rows
+        return [row for b in requests for row in range(self.offsets[b] + b, self.offsets[b + 1] + b + 1)]
 
 
 def empty_draft(num_requests: int, device: torch.device | str = "cpu") -> Draft:
@@ -352,10 +353,8 @@ def merge_drafts(
     provenance: list[str | None] = []
     inner: list[tuple[int, int]] = []
     distributions = [draft.mass.distributions for _, draft in parts if draft.mass is not None]
-    law_base, base = [], 0
-    for _, draft in parts:
-        law_base.append(base)
-        base += draft.mass.distributions.shape[0] if draft.mass is not None else 0
+    counts = [0 if draft.mass is None else draft.mass.distributions.shape[0] for _, draft in parts]
+    law_base = [0, *accumulate(counts)]
     distribution_of_row: list[int] = []
     for b in range(num_requests):
         if b not in owner:

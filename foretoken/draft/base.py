@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, Draft, Request, Verdict
 from foretoken.model.interface import LanguageModel
 from foretoken.model.tokenizer import Tokenizer
+from foretoken.transfer import to_device
 from foretoken.verify import first_max
 
 DrafterKey = tuple[Hashable, ...]  # the name, and what else tells one instance from another
@@ -52,12 +52,10 @@ class Feedback:
         """The most probable token after every probe of the draft: [P]; None when the target did not run them."""
         if self.probe_logits is None:
             return None
-        return first_max(self.probe_logits)[
-            torch.tensor(self.probe_rows, dtype=torch.int64, device=self.probe_logits.device)
-        ]
+        return first_max(self.probe_logits)[to_device(self.probe_rows, self.probe_logits.device)]
 
     def _own(self, tensor: Tensor) -> Tensor:
-        return tensor[torch.tensor(self.rows, dtype=torch.int64, device=tensor.device)]
+        return tensor[to_device(self.rows, tensor.device)]
 
 
 @dataclass(frozen=True)

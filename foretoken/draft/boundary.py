@@ -16,6 +16,7 @@ import torch
 from foretoken.core import BatchEntry, Draft, Mass
 from foretoken.draft.lookup_tree import LookupTree
 from foretoken.errors import DraftError
+from foretoken.transfer import to_device, to_host
 
 _SUM_TOLERANCE = 1e-4  # float32 sums over the largest vocabularies are off by less
 
@@ -29,7 +30,7 @@ def draft_faults(draft: object, entries: Sequence[BatchEntry], vocab_size: int) 
     if not isinstance(draft, Draft):
         raise DraftError(f"propose returned {type(draft).__name__}, not a Draft")
     _check_layout(draft, len(entries))
-    tokens: list[int] = draft.tokens.tolist()
+    tokens = draft.host_tokens
     faults: dict[int, str] = {}
     for b, ((start, stop), entry) in enumerate(zip(pairwise(draft.offsets), entries, strict=True)):
         fault = _tree_fault(
@@ -107,7 +108,7 @@ def _tree_fault(
 def _add_probe_faults(draft: Draft, entries: Sequence[BatchEntry], vocab_size: int, faults: dict[int, str]) -> None:
     """Check that probes are trees within the granted number and depth."""
     assert draft.probes is not None
-    tokens: list[int] = draft.probes.tokens.tolist()
+    tokens: list[int] = to_host(draft.probes.tokens)[0]
     for b, ((start, stop), entry) in enumerate(zip(pairwise(draft.probes.offsets), entries, strict=True)):
         parents = draft.probes.parents[start:stop]
         fault = _tree_fault(tokens[start:stop], parents, entry.num_probe, vocab_size, takes_trees=True, are_probes=True)
@@ -172,11 +173,10 @@ def _law_figures(
     """Minimum [M] and sum [M] of each distribution, and the mass of each sampled token; one transfer from a device."""
     if not distributions.shape[0]:
         return [], [], []
-    places = torch.tensor(
+    places = to_device(
         [distribution * distributions.shape[1] + token for distribution, token in zip(drawn_from, tokens, strict=True)],
-        dtype=torch.int64,
+        distributions.device,
     )
-    at_token = distributions.reshape(-1).index_select(0, places.to(distributions.device))
-    figures: list[float] = torch.cat((distributions.amin(-1), distributions.sum(-1), at_token)).tolist()
-    count = distributions.shape[0]
-    return figures[:count], figures[count : 2 * count], figures[2 * count :]
+    at_token = distributions.reshape(-1).index_select(0, places)
+    least, sums, masses = to_host(distributions.amin(-1), distributions.sum(-1), at_token)
+    return least, sums, masses

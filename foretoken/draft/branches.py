@@ -23,6 +23,7 @@ from foretoken.core import BatchEntry, Draft, Mass
 from foretoken.draft.tree import OVERLAP, TreeShape, best_nodes, most_children, sampled_shape, share_level, static_shape
 from foretoken.model.randomness import Purpose, uniforms
 from foretoken.model.sampling import draft_probs, sample, without_broken
+from foretoken.transfer import to_device, to_host
 
 DEFAULT_BRANCHING = 4
 _SHARPNESS = (
@@ -197,7 +198,7 @@ def assemble(name: str, device: torch.device, growths: Sequence[Growth]) -> Draf
         sampled += [growth.sampled[node] for node in chosen]
         offsets.append(len(tokens))
     return Draft(
-        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+        tokens=to_device(tokens, device),
         parents=tuple(parents),
         offsets=tuple(offsets),
         drafters=tuple(name if growth.tokens else None for growth in growths),
@@ -236,19 +237,20 @@ def _ranked(owners: Sequence[tuple[Growth, int]], probs: Tensor, width: int) -> 
     ]
     if racing:
         scores = probs.clone()
-        noise = torch.cat([_noise(owners[i][0]) for i in racing]).to(probs)  # [n, V]
-        speed = probs[racing] / noise.clamp(min=torch.finfo(probs.dtype).tiny)
+        noise = torch.cat([_noise(owners[i][0]) for i in racing])
+        noise = to_device(noise, probs.device, probs.dtype)  # [n, V]
+        rows = to_device(racing, probs.device)
+        speed = probs[rows] / noise.clamp(min=torch.finfo(probs.dtype).tiny)
         lead = (speed / speed.amax(-1, keepdim=True)) ** _SHARPNESS
-        scores[racing] = lead / lead.sum(-1, keepdim=True)
+        scores[rows] = lead / lead.sum(-1, keepdim=True)
     best = scores.topk(min(width, probs.shape[-1]), dim=-1)
-    sure = (
-        probs.amax(-1)
-        >= torch.tensor([growth.entry.request.spec.min_confidence for growth, _ in owners], device=probs.device)
-    ).tolist()
-    found = zip(best.values.tolist(), best.indices.tolist(), sure, strict=True)
+    least = to_device([growth.entry.request.spec.min_confidence for growth, _ in owners], probs.device, torch.float32)
+    chances, tokens, sure = to_host(best.values.flatten(), best.indices.flatten(), probs.amax(-1) >= least)
+    most = best.values.shape[-1]
+    pairs = list(zip(chances, tokens, strict=True))
     return [
-        [pair for pair in zip(chances, tokens, strict=True) if pair[0] > 0] if yes else []
-        for chances, tokens, yes in found
+        [pair for pair in pairs[row * most : (row + 1) * most] if pair[0] > 0] if yes else []
+        for row, yes in enumerate(sure)
     ]
 
 
@@ -269,14 +271,16 @@ def _draw(draws: Sequence[_Draw], probs: Tensor) -> None:
     """Draw every waiting token from its distribution without the deterministic siblings, scaled back to 1, and keep
     that as the mass.
     """
-    rest = probs[[one.row for one in draws]]  # [n, V]
+    rest = probs[to_device([one.row for one in draws], probs.device)]  # [n, V]
     places = [(i, token) for i, one in enumerate(draws) for token in one.fixed]
-    rest[[i for i, _ in places], [token for _, token in places]] = 0
+    rows, columns = to_device([[i for i, _ in places], [token for _, token in places]], probs.device)
+    rest[rows, columns] = 0
     rest /= rest.sum(-1, keepdim=True)
     entries = [one.growth.entry for one in draws]
     u = uniforms(
         [e.request.seed for e in entries], Purpose.DRAFT, [e.round_start for e in entries], [one.node for one in draws]
     )
-    for one, mass, token in zip(draws, rest, sample(rest, torch.from_numpy(u).to(rest.device)).tolist(), strict=True):
+    (tokens,) = to_host(sample(rest, to_device(torch.from_numpy(u), rest.device, None)))
+    for one, mass, token in zip(draws, rest, tokens, strict=True):
         one.growth.tokens[one.node] = token
         one.growth.masses[one.growth.parents[one.node]] = mass

@@ -15,6 +15,7 @@ from torch import Tensor
 from foretoken.core import BatchEntry, Draft, Mass
 from foretoken.model.randomness import Purpose, uniforms
 from foretoken.model.sampling import draft_probs, sample, without_broken
+from foretoken.transfer import to_device, to_host
 from foretoken.verify.base import first_max, race_winner
 
 # What `draft_probability="auto"` leaves to choose from in each round.
@@ -73,10 +74,12 @@ def _processed(chains: list[Chain], logits: Tensor) -> Tensor:
     if all(chain.entry.processors is None for chain in chains):
         return logits
     logits = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    for i, chain in enumerate(chains):
-        processors = chain.entry.processors
-        if processors is not None:
-            logits[i : i + 1] = processors.adjust(logits[i : i + 1], [tuple(int(token) for token in chain.tokens)])
+    owners = [(i, chain.entry.processors) for i, chain in enumerate(chains) if chain.entry.processors is not None]
+    paths = [()] * len(owners)
+    if chains[0].tokens:  # all chains that still grow are equally long
+        paths = [tuple(path) for path in to_host(*(torch.stack(chains[i].tokens) for i, _ in owners))]
+    for (i, processors), path in zip(owners, paths, strict=True):
+        logits[i : i + 1] = processors.adjust(logits[i : i + 1], [path])
     return logits
 
 
@@ -96,11 +99,12 @@ def _draw(chains: list[Chain], probs: Tensor, position: int) -> Tensor:
             [e.round_start for e in entries],
             [position] * len(entries),
         )
-        chosen[sampled] = sample(probs[sampled], torch.from_numpy(u).to(probs.device))
+        rows = to_device(sampled, probs.device)
+        chosen[rows] = sample(probs[rows], to_device(torch.from_numpy(u), probs.device, None))
     for i, chain in enumerate(chains):
         if chain.entry.noise is not None and not chain.entry.request.params.greedy:
             noise = chain.entry.noise.at([chain.entry.round_start + position])
-            chosen[i] = race_winner(probs[i : i + 1], noise.to(probs.device))[0]
+            chosen[i] = race_winner(probs[i : i + 1], to_device(noise, probs.device, None))[0]
     return chosen
 
 
@@ -109,7 +113,7 @@ def _decide(chains: list[Chain], probs: Tensor | None, position: int) -> list[bo
     decided: list[bool | None] = [True] * len(chains)
     unsure = [chain.entry.request.spec.min_confidence for chain in chains]
     if probs is not None and any(unsure):
-        decided = [bool(sure) for sure in (probs.amax(-1) >= torch.tensor(unsure, device=probs.device)).tolist()]
+        decided = list(to_host(probs.amax(-1) >= to_device(unsure, probs.device, torch.float32))[0])
     tossed = [i for i, chain in enumerate(chains) if chain.entry.draft_probability < 1 and decided[i]]
     if tossed:
         entries = [chains[i].entry for i in tossed]

@@ -29,6 +29,7 @@ from foretoken.model.interface import LanguageModel, Segment
 from foretoken.model.open import model_folder
 from foretoken.model.resized import resized
 from foretoken.model.tokenizer import load_tokenizer
+from foretoken.transfer import to_device
 
 
 class DraftModelDrafter:
@@ -188,7 +189,7 @@ class DraftModelDrafter:
                 pending = self._take_pending(sequence)
                 tokens += pending
                 segments.append(Segment(sequence, len(pending)))
-        logits = self.model.forward(torch.tensor(tokens, dtype=torch.int64, device=self.model.device), segments).logits
+        logits = self.model.forward(to_device(tokens, self.model.device), segments).logits
         for segment in segments:
             if segment.num_pending:
                 self.model.commit(segment.sequence, segment.num_pending)
@@ -211,7 +212,7 @@ class DraftModelDrafter:
                 segments.append(Segment(sequence, 1))
                 continue
             pending = self._take_pending(sequence)
-            pieces.append(torch.tensor(pending, dtype=torch.int64, device=device))
+            pieces.append(to_device(pending, device))
             segments.append(Segment(sequence, len(pending)))
         logits = self.model.forward(torch.cat(pieces), segments).logits
         for segment in segments:

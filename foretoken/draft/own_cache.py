@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
 from foretoken.model.interface import LanguageModel, PrefixModel, Segment
+from foretoken.transfer import to_device
 
 _PIECE_TOKENS = 512  # rows of a long backlog that a model takes in one forward
 _USUAL_TOKENS = 8  # rows of committed text that any round may bring; more of them count as reading
@@ -125,9 +124,7 @@ class OwnCache:
         text, model = self._text_of(sequence), self.model
         while (start := model.length(sequence)) < stop:
             piece = text[start : min(stop, start + _PIECE_TOKENS)]
-            model.forward(
-                torch.tensor(piece, dtype=torch.int64, device=model.device), [Segment(sequence, len(piece), (), 0)]
-            )
+            model.forward(to_device(piece, model.device), [Segment(sequence, len(piece), (), 0)])
             model.commit(sequence, len(piece))
             self.num_read_tokens += len(piece)
 

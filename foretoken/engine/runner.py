@@ -14,7 +14,9 @@ from torch import Tensor
 from foretoken.config import SamplingParams
 from foretoken.core import NO_TAPS, Batch, BatchEntry, Draft, TapRequest
 from foretoken.model.interface import ForwardOutput, LanguageModel, Segment
-from foretoken.model.sampling import check_finite, near_ties, target_probs
+from foretoken.model.processors import RequestProcessors
+from foretoken.model.sampling import best_two, check_finite, near_ties_of, target_probs
+from foretoken.transfer import to_device, to_host
 from foretoken.verify import first_max
 
 
@@ -67,7 +69,7 @@ class Runner:
         are not finite, the step is run again without the probes, which may have caused it.
         """
         rows = self._run(batch, draft, taps)
-        if draft.probes is not None and not bool(check_finite(rows.logits).all()):
+        if draft.probes is not None and not all(to_host(check_finite(rows.logits))[0]):
             rows = self._run(batch, replace(draft, probes=None), taps)
         return self._law(batch, draft, rows)
 
@@ -104,12 +106,12 @@ class Runner:
         peaks = scores.gather(
             -1, best.unsqueeze(-1)
         )  # [R, 1] what is not finite counts as largest, so this is `check_finite`
-        broken = frozenset(row for row, (peak,) in enumerate(peaks.tolist()) if not math.isfinite(peak))
         clean = logits
-        if broken:
+        is_finite = peaks.isfinite()
+        if logits.device.type != "cpu" or not bool(is_finite.all()):  # elsewhere asking would wait for the device
             # A broken row gets a harmless distribution; a request that would use it fails when the step emits, its
             # neighbours go on.
-            clean, scores = (torch.where(peaks.isfinite(), one, torch.zeros_like(one)) for one in (logits, scores))
+            clean, scores = (torch.where(is_finite, one, torch.zeros_like(one)) for one in (logits, scores))
             best = first_max(scores)
         faults: dict[int, Exception] = {}
         processed = _processed(batch, draft, clean, faults)
@@ -118,10 +120,15 @@ class Runner:
         params: list[SamplingParams] = []  # [R]
         for entry, length in zip(batch.decoding, draft.lengths, strict=True):
             params += [entry.request.params] * (1 + length)
-        ties: dict[int, float] = {}
-        if any(entry.request.params.greedy for entry in batch.decoding):
-            ties = {row: gap for row, gap in near_ties(scores, logits.dtype, best).items() if params[row].greedy}
+        any_greedy = any(entry.request.params.greedy for entry in batch.decoding)
+        two = best_two(scores, logits.dtype, best) if any_greedy else None
         probs = target_probs(scores, params, best)
+        found = _read_together(batch, peaks.squeeze(-1), *(two or ()))
+        broken = frozenset(row for row, peak in enumerate(found[0]) if not math.isfinite(peak))
+        ties: dict[int, float] = {}
+        if two is not None:
+            near = near_ties_of(found[1], found[2], logits.dtype)
+            ties = {row: gap for row, gap in near.items() if params[row].greedy}
         return TargetOutput(
             probs=probs,
             processed=processed,
@@ -136,15 +143,31 @@ class Runner:
         )
 
 
+def _read_together(batch: Batch, *parts: Tensor) -> list[list[float]]:
+    """Host copies of `parts` and, along with them, what the requests' processors left unread: the wait of a forward."""
+    waiting = [
+        entry.processors
+        for entry in batch.decoding
+        if isinstance(entry.processors, RequestProcessors) and entry.processors.unread
+    ]
+    counts = [len(processors.unread) for processors in waiting]
+    found = to_host(*parts, *(flags for processors in waiting for flags in processors.unread))
+    first = len(parts)
+    for processors, count in zip(waiting, counts, strict=True):
+        processors.take(found[first : first + count])
+        first += count
+    return found[: len(parts)]
+
+
 def _flat(batch: Batch, draft: Draft, pending: Sequence[int], device: torch.device) -> Tensor:
     """The step's tokens [T]: for each entry its part of all `pending` tokens, its guesses, its probes. Guesses stay on
     their device.
     """
-    own = torch.tensor(pending, dtype=torch.int64, device=device)
+    own = to_device(pending, device)
     probes = draft.probes
     if not draft.num_nodes and probes is None:
         return own
-    parts = [own, draft.tokens.to(device), *([] if probes is None else [probes.tokens.to(device)])]
+    parts = [own, to_device(draft.tokens, device), *([] if probes is None else [to_device(probes.tokens, device)])]
     first, behind = 0, len(pending) + draft.num_nodes  # of an entry's pending tokens, of all probes
     order: list[int] = []
     for b, entry in enumerate(batch.entries):
@@ -153,7 +176,7 @@ def _flat(batch: Batch, draft: Draft, pending: Sequence[int], device: torch.devi
         if entry.decodes:
             order += range(len(pending) + draft.offsets[b], len(pending) + draft.offsets[b + 1])
             order += () if probes is None else range(behind + probes.offsets[b], behind + probes.offsets[b + 1])
-    return torch.cat(parts)[torch.tensor(order, dtype=torch.int64, device=device)]
+    return torch.cat(parts)[to_device(order, device)]
 
 
 def _behind(parent: int, num_nodes: int) -> int:
@@ -179,7 +202,8 @@ def _split(batch: Batch, draft: Draft, segments: Sequence[Segment], output: Forw
         wanted += range(first + count, last)
         probed += range(last, stop)
         first = stop
-    return _Rows(logits[_index(wanted, logits)], taps, prompt_logits, logits[probed] if probed else None, prompt_taps)
+    probe_logits = logits[_index(probed, logits)] if probed else None
+    return _Rows(logits[_index(wanted, logits)], taps, prompt_logits, probe_logits, prompt_taps)
 
 
 def _split_taps(
@@ -206,7 +230,7 @@ def _index(rows: Sequence[int], tensor: Tensor) -> slice | Tensor:
     """An index of `rows`, which are some rows of `tensor`, in order."""
     if len(rows) == tensor.shape[0]:
         return slice(None)
-    return torch.tensor(rows, dtype=torch.int64, device=tensor.device)
+    return to_device(rows, tensor.device)
 
 
 def _processed(batch: Batch, draft: Draft, logits: Tensor, faults: dict[int, Exception]) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import CapacityError
+from foretoken.transfer import to_device
 
 _CACHE_LINE = 64
 
@@ -57,8 +58,7 @@ class KVPool:
         """Copy slots within every layer; all sources are read before any destination is written."""
         if not sources:
             return
-        device = self.keys[0].device
-        source, destination = torch.tensor(sources, device=device), torch.tensor(destinations, device=device)
+        source, destination = to_device([sources, destinations], self.keys[0].device)
         for tensor in (*self.keys, *self.values):
             tensor.index_copy_(1, destination, tensor.index_select(1, source))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretoken.model.attention.paged import Reader
 from foretoken.model.interface import Segment
+from foretoken.transfer import to_host
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,10 @@ def joins_of(
     held = [(i, rows) for i, rows in chains if all(tap >= rows.depth for tap in taps)]
     if not held:
         return []
-    new = tokens.tolist()
+    new, *ran = to_host(tokens, *(rows.tokens for _, rows in held))
     joins = []
-    for index, rows in held:
-        reader, known = readers[index], rows.tokens.tolist()
+    for (index, rows), known in zip(held, ran, strict=True):
+        reader = readers[index]
         count = _common(new[reader.rows], known)
         if count:
             start = reader.rows.start

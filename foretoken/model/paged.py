@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -12,13 +11,15 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import CapacityError, InputError
-from foretoken.kv.blocks import BlockAllocator, BlockTable, is_run, slots_of
+from foretoken.kv.blocks import BlockAllocator, BlockTable, slots_of
 from foretoken.kv.pool import KVPool, bytes_per_token
 from foretoken.kv.prefix import PrefixStats
-from foretoken.model.attention.paged import PagedAttention, Reader, row_positions
+from foretoken.model.attention.batched import BatchedAttention
+from foretoken.model.attention.paged import KeySlots, PagedAttention, Reader, row_positions
 from foretoken.model.decoder import Decoder, Hidden
 from foretoken.model.early import EarlyRows, Join, first_missing, joins_of, waiting_rows, without
 from foretoken.model.interface import EarlySegment, ForwardOutput, Segment
+from foretoken.transfer import to_device
 
 DEFAULT_BLOCK_SIZE = 32
 
@@ -51,6 +52,10 @@ class PagedModel:
             head_dim=self.local.head_dim,
             dtype=self.dtype,
             device=self._device,
+        )
+        # Calls are cheap on a CPU, where padding would cost; on a GPU it is the other way round.
+        self.attention: type[PagedAttention | BatchedAttention] = (
+            PagedAttention if self._device.type == "cpu" else BatchedAttention
         )
         self.tables: dict[int, BlockTable] = {}
         self._early: dict[int, EarlyRows] = {}
@@ -207,10 +212,8 @@ class PagedModel:
             [Segment(early.sequence, early.num_rows, (), early.num_logits) for early in segments],
             [e.offset for e in segments],
         )
-        positions = torch.tensor(inputs.positions, device=self._device)
-        attention = PagedAttention(
-            self.local, self.pool, torch.tensor(inputs.slots, device=self._device), inputs.readers
-        )
+        positions, slots = to_device([inputs.positions, inputs.slots], self._device)
+        attention = self.attention(self.local, self.pool, slots, inputs.readers)
         shared = self.decoder(
             tokens, positions, attention, num_layers=depth
         ).last  # [T, D]: what a full pass computes too
@@ -233,7 +236,7 @@ class PagedModel:
 
     def _through(self, tokens: Tensor, inputs: ForwardInputs, joins: Sequence[Join], taps: Sequence[int]) -> Hidden:
         """All layers over all rows `tokens` [T]; rows that ran early begin where they stopped."""
-        positions, slots = (torch.tensor(numbers, device=self._device) for numbers in (inputs.positions, inputs.slots))
+        positions, slots = to_device([inputs.positions, inputs.slots], self._device)
         x = self.decoder.embed(tokens)  # [T, D]
         for join in joins:
             x[join.rows] = join.hidden
@@ -241,19 +244,19 @@ class PagedModel:
         for first, last in pairwise(depths):
             rows, readers = without(inputs.readers, waiting_rows(joins, first))
             if rows:
-                active = torch.tensor(rows, device=self._device)
-                attention = PagedAttention(self.local, self.pool, slots[active], readers)
+                active = to_device(rows, self._device)
+                attention = self.attention(self.local, self.pool, slots[active], readers)
                 x = x.index_copy(
                     0, active, self.decoder.run(x[active], positions[active], attention, range(first, last)).last
                 )
-        attention = PagedAttention(self.local, self.pool, slots, inputs.readers)
+        attention = self.attention(self.local, self.pool, slots, inputs.readers)
         return self.decoder.run(x, positions, attention, range(depths[-1], self.num_layers), taps)
 
     def _rows(self, inputs: ForwardInputs, rows: Sequence[int]) -> slice | Tensor:
         """An index of `rows`, which are some rows of the forward, in order."""
         if len(rows) == len(inputs.positions):
             return slice(None)
-        return torch.tensor(rows, dtype=torch.int64, device=self._device)
+        return to_device(rows, self._device)
 
     def _admit(self, segments: Sequence[Segment], offsets: Sequence[int] | None = None) -> ForwardInputs:
         """Make room for the rows of all segments, each `offsets` rows behind what is committed.
@@ -274,18 +277,13 @@ class PagedModel:
             inputs.positions.extend(row_positions(segment, past))
             inputs.slots.extend(slots_of(table, start, stop, self.block_size))
             last = len(inputs.positions)
-            inputs.readers.append(Reader(slice(first, last), self._slots_to_read(table, stop), past, segment))
+            blocks = tuple(table.blocks[: -(-stop // self.block_size)])
+            slots = KeySlots(blocks, self.block_size, stop, self._device)
+            inputs.readers.append(Reader(slice(first, last), slots, past, segment))
             inputs.wanted.extend(range(last - segment.num_logits, last))
             inputs.tapped.extend(range(last - segment.num_taps, last))
         self.decoder.rotary.cover(max(inputs.positions, default=-1) + 1)
         return inputs
-
-    def _slots_to_read(self, table: BlockTable, stop: int) -> range | Tensor:
-        """Slots of the first `stop` tokens: a range when the blocks are neighbours, else gathered block by block."""
-        blocks = table.blocks[: -(-stop // self.block_size)]
-        if is_run(blocks):
-            return range(blocks[0] * self.block_size, blocks[0] * self.block_size + stop)
-        return _slots_in(tuple(blocks), self.block_size, self._device)[:stop]
 
     def commit(self, sequence: int, num_pending: int, path: Sequence[int] = ()) -> None:
         """Keep the pending rows and the nodes of `path`; a scattered path is moved to consecutive slots."""
@@ -308,11 +306,3 @@ class PagedModel:
         """Assert that every block is free or held by an open sequence, and nothing is kept of others."""
         assert self._early.keys() <= self.tables.keys()
         self.allocator.check(list(self.tables.values()))
-
-
-@functools.lru_cache(maxsize=64)  # a sequence's blocks change once in `block_size` tokens
-def _slots_in(blocks: tuple[int, ...], block_size: int, device: torch.device) -> Tensor:
-    """The slots of some blocks, in their order: `[len(blocks) * block_size]`."""
-    return (
-        torch.tensor(blocks, device=device).unsqueeze(1) * block_size + torch.arange(block_size, device=device)
-    ).flatten()

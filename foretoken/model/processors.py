@@ -18,6 +18,7 @@ from foretoken.config import SamplingParams
 from foretoken.errors import InputError
 from foretoken.model.bad_words import BannedTexts, TokenSequences, split_words
 from foretoken.model.tokenizer import Tokenizer
+from foretoken.transfer import to_device, to_host
 
 
 class OutputConstraint(Protocol):
@@ -68,14 +69,17 @@ class RequestProcessors:
         single = {word[0] for word in bad_words if len(word) == 1} | set(
             bad_texts.single_ids if bad_texts is not None else ()
         )
-        self._single_ids = torch.tensor(sorted(single), dtype=torch.int64)  # banned everywhere
+        self._single = frozenset(single)  # banned everywhere
+        self._single_ids = torch.tensor(sorted(single), dtype=torch.int64)  # the same, where they were last needed
         self._num_output = 0
         self._error: InputError | None = None
         self._dead: dict[tuple[int, ...], InputError] = {}  # by path: rows that had no token left
+        self._unread: list[tuple[Sequence[tuple[int, ...]], Tensor]] = []  # paths, and which had none: on a device
 
     @property
     def error(self) -> Exception | None:
         """Why the request cannot go on: its parameters leave no token, or the grammar engine gave up."""
+        self._read()
         if self._error is None and self._structure is not None:
             return self._structure.error
         return self._error
@@ -97,27 +101,52 @@ class RequestProcessors:
             return raw
         scores = self._touched.correct(raw, paths)
         rows, ids = self._bans(paths)
-        if not rows and self._single_ids.numel() == 0 and self._bad_texts is None and self._structure is None:
+        if not rows and not self._single and self._bad_texts is None and self._structure is None:
             return scores
         scores = scores.clone() if scores is raw else scores
-        scores.index_fill_(1, self._single_ids.to(raw.device), -torch.inf)
+        if self._single:
+            if self._single_ids.device != raw.device:
+                self._single_ids = to_device(self._single_ids, raw.device)
+            scores.index_fill_(1, self._single_ids, -torch.inf)
         for row, path in enumerate(paths if self._bad_texts is not None else ()):
             for part in self._completing(path):
-                scores[row, part.to(raw.device)] = -torch.inf
+                scores[row, to_device(part, raw.device)] = -torch.inf
         if rows:
-            where = torch.tensor([rows, ids], dtype=torch.int64, device=raw.device)  # [2, bans]
+            where = to_device([rows, ids], raw.device)  # [2, bans]
             scores[where[0], where[1]] = -torch.inf
         if self._structure is not None:
-            scores.masked_fill_(~self._structure.mask(paths).to(raw.device), -torch.inf)
+            scores.masked_fill_(~to_device(self._structure.mask(paths), raw.device, None), -torch.inf)
+        return self._revived(scores, raw, paths)
+
+    def _revived(self, scores: Tensor, raw: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
+        """`scores` [n, V] with the rows of `raw` where no token is left; those are remembered, on a device unread."""
         dead = scores.amax(-1) == -torch.inf  # [n]
-        if bool(dead.any()):
-            scores[dead] = raw[dead]
-            # A row that was no distribution to begin with is the model's fault, and found elsewhere.
-            self._remember([paths[row] for row in (dead & raw.amax(-1).isfinite()).nonzero().flatten().tolist()])
-        return scores
+        if dead.device.type == "cpu" and not bool(dead.any()):
+            return scores
+        # A row that was no distribution to begin with is the model's fault, and found elsewhere.
+        self._unread.append((tuple(paths), dead & raw.amax(-1).isfinite()))
+        if dead.device.type == "cpu":
+            self._read()
+        return torch.where(dead[:, None], raw, scores)
+
+    @property
+    def unread(self) -> list[Tensor]:
+        """Flags on a device, a vector for every `adjust` since they were last read: the rows that had no token left."""
+        return [flags for _, flags in self._unread]
+
+    def take(self, flags: Sequence[Sequence[float]]) -> None:
+        """Take the host copies of `unread`, which whoever reads many requests' at once brings in one transfer."""
+        unread, self._unread = self._unread, []
+        for (paths, _), dead in zip(unread, flags, strict=True):
+            self._remember([path for path, is_dead in zip(paths, dead, strict=True) if is_dead])
+
+    def _read(self) -> None:
+        if self._unread:
+            self.take(to_host(*self.unread))
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Take emitted tokens, those that became part of the output."""
+        self._read()
         tokens = tuple(tokens)
         for length in range(1 + len(tokens) if self._dead else 0):
             self._error = self._error or self._dead.get(tokens[:length])
@@ -138,11 +167,10 @@ class RequestProcessors:
         is banned.
         """
         tokens = self._structure.forced(most) if self._structure is not None else ()
-        single = set(self._single_ids.tolist()) if tokens else set()
         for length, token in enumerate(tokens):
             before = tokens[:length]
             if (
-                token in single
+                token in self._single
                 or token in self._bans([before])[1]
                 or any(bool((part == token).any()) for part in self._completing(before))
             ):
@@ -172,11 +200,7 @@ class RequestProcessors:
         """Note the rows that the request's own parameters left without a token."""
         structures = [name for name in ("json_schema", "regex", "grammar") if getattr(self._params, name) is not None]
         for path in paths:
-            guilty = (
-                ["bad_words"]
-                if self._single_ids.numel() or self._bad_words.after(path) or self._completing(path)
-                else []
-            )
+            guilty = ["bad_words"] if self._single or self._bad_words.after(path) or self._completing(path) else []
             guilty += ["min_tokens"] if self._end_ids and self._is_short(path) else []
             field, *others = guilty + structures
             together = f"together with {' and '.join(others)} it" if others else "it"
@@ -220,7 +244,7 @@ class _Touched:
         if flat:
             owner = [row for row, path in enumerate(paths) for _ in path]
             columns = [unseen[token] if token in unseen else self._column[token] for token in flat]
-            where = torch.tensor([owner, columns], dtype=torch.int64, device=raw.device)
+            where = to_device([owner, columns], raw.device)
             counts.index_put_((where[0], where[1]), torch.ones_like(where[0]), accumulate=True)
         scores = raw.index_select(1, ids) + bias.to(raw.dtype)  # [n, U]
         if self._repetition != 1:
@@ -238,7 +262,7 @@ class _Touched:
         unseen = {token: len(self._column) + i for i, token in enumerate(sorted(set(tokens) - self._column.keys()))}
         self._ids, self._bias, self._in_prompt, self._counts = self._widened(unseen)
         self._column |= unseen
-        columns = torch.tensor([self._column[token] for token in tokens], dtype=torch.int64, device=self._ids.device)
+        columns = to_device([self._column[token] for token in tokens], self._ids.device)
         self._counts = self._counts.index_add(0, columns, torch.ones_like(columns))
 
     def _widened(self, unseen: dict[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -246,14 +270,14 @@ class _Touched:
         held = self._ids, self._bias, self._in_prompt, self._counts
         if not unseen:
             return held
-        new = torch.tensor(list(unseen), dtype=torch.int64, device=self._ids.device)
+        new = to_device(list(unseen), self._ids.device)
         bias, in_prompt, counts = (torch.cat((column, column.new_zeros(len(unseen)))) for column in held[1:])
         return torch.cat((held[0], new)), bias, in_prompt, counts
 
     def _move(self, device: torch.device) -> None:
         if self._ids.device != device:
             self._ids, self._bias, self._in_prompt, self._counts = (
-                x.to(device) for x in (self._ids, self._bias, self._in_prompt, self._counts)
+                to_device(x, device, None) for x in (self._ids, self._bias, self._in_prompt, self._counts)
             )
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms
+from foretoken.transfer import to_device
 
 
 class Purpose(IntEnum):
@@ -70,9 +71,8 @@ def round_uniforms(
     owner = [b for b, length in enumerate(draft.lengths) for _ in range(length)] + list(range(draft.num_requests))
     indices = [node for length in draft.lengths for node in range(length)] + [0] * draft.num_requests
     purposes = [int(Purpose.ACCEPT)] * draft.num_nodes + [int(Purpose.NEXT)] * draft.num_requests
-    numbers = torch.from_numpy(
-        _uniforms([seeds[b] for b in owner], purposes, [round_starts[b] for b in owner], indices)
-    ).to(device)
+    made = _uniforms([seeds[b] for b in owner], purposes, [round_starts[b] for b in owner], indices)
+    numbers = to_device(torch.from_numpy(made), device, None)
     return Uniforms(numbers[: draft.num_nodes], numbers[draft.num_nodes :])
 
 
@@ -102,9 +102,8 @@ class RaceNoise:
         """Noise `[n, V]` float32 for the tokens at absolute `positions` of the text."""
         for position in positions:
             if position not in self._rows:
-                self._rows[position] = torch.from_numpy(race_noise(self._seed, position, self._vocab_size)).to(
-                    self._device
-                )
+                made = race_noise(self._seed, position, self._vocab_size)
+                self._rows[position] = to_device(torch.from_numpy(made), self._device, None)
         return torch.stack([self._rows[position] for position in positions])
 
     def forget(self, before: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken.model.architecture import ModelConfig, RopeConfig
+from foretoken.transfer import to_device
 
 TABLE_BLOCK = 4096  # positions that a table grows by: one step for a short context, few for a long one
 
@@ -117,7 +118,7 @@ class RotaryTable:
         )  # [P, head_dim / 2]
         angles = torch.cat((angles, angles), dim=-1)  # [P, head_dim]
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
-        return cos.to(device=self._device, dtype=self._dtype), sin.to(device=self._device, dtype=self._dtype)
+        return to_device(cos, self._device, self._dtype), to_device(sin, self._device, self._dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

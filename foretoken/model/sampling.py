@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SamplingParams
+from foretoken.transfer import to_device, to_host
 from foretoken.verify import draw, first_max
 
 _SORT_WHOLE = 1024  # columns up to which sorting a whole row costs less than selecting what needs sorting
@@ -32,7 +33,7 @@ def target_probs(logits: Tensor, params: Sequence[SamplingParams], best: Tensor 
         return _law(scores, best, *next(iter(groups)))
     probs = torch.empty_like(scores)
     for key, members in groups.items():
-        rows = torch.tensor(members, dtype=torch.int64, device=logits.device)
+        rows = to_device(members, logits.device)
         probs[rows] = _law(scores[rows], None if best is None else best[rows], *key)
     return probs
 
@@ -79,18 +80,34 @@ def near_ties(logits: Tensor, dtype: torch.dtype, best: Tensor | None = None) ->
     `best` [R] is the argmax of each row where it is known.
 
     Such a row's argmax may change with the number of rows computed at once, because sums are then rounded in another
-    order. `dtype` is what the model computed in; in float32 and float64 no row counts. The best of each row is hidden
-    for a moment:
-    that costs less than a copy, and both less than sorting two numbers out of each row.
+    order. `dtype` is what the model computed in; in float32 and float64 no row counts.
+    """
+    two = best_two(logits, dtype, best)
+    if two is None:
+        return {}
+    peaks, seconds = to_host(*two)
+    return near_ties_of(peaks, seconds, dtype)
+
+
+def best_two(logits: Tensor, dtype: torch.dtype, best: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    """The largest and the second largest of each row, both [R], for `near_ties_of`; None where no row can count.
+
+    The best of each row is hidden for a moment: that costs less than a copy, and both less than sorting two numbers out
+    of each row.
     """
     if dtype not in (torch.bfloat16, torch.float16) or logits.shape[-1] < 2 or not logits.shape[0]:
-        return {}
+        return None
     place = (first_max(logits) if best is None else best).unsqueeze(-1)  # [R, 1]
     peaks = logits.gather(-1, place)  # [R, 1]
     seconds = logits.scatter_(-1, place, -torch.inf).amax(-1)  # [R]
     logits.scatter_(-1, place, peaks)
-    unit, pairs = torch.finfo(dtype).eps, zip(peaks.tolist(), seconds.tolist(), strict=True)
-    return {row: peak - second for row, ((peak,), second) in enumerate(pairs) if peak - second <= unit * abs(peak)}
+    return peaks.squeeze(-1), seconds
+
+
+def near_ties_of(peaks: Sequence[float], seconds: Sequence[float], dtype: torch.dtype) -> dict[int, float]:
+    """`near_ties` from host copies of `best_two`."""
+    unit, pairs = torch.finfo(dtype).eps, zip(peaks, seconds, strict=True)
+    return {row: peak - second for row, (peak, second) in enumerate(pairs) if peak - second <= unit * abs(peak)}
 
 
 def coldest(temperature: float) -> float:
@@ -126,7 +143,7 @@ def _filter_top_p(scores: Tensor, top_p: float) -> Tensor:
 
     Of equally likely tokens at the border the lowest ids go, so that the distribution is a function of the row alone.
     """
-    if scores.shape[-1] <= _SORT_WHOLE or scores.is_cuda:
+    if scores.shape[-1] <= _SORT_WHOLE or scores.device.type != "cpu":
         ordered, ids = torch.sort(scores, stable=True)
         drop = ordered.softmax(-1).cumsum(-1) <= 1 - top_p  # ascending: the unlikely tail goes
         drop[..., -1:] = False

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
+from foretoken.transfer import to_device
 
 _CACHED_NUMBERS = 262_144  # 1 MB of float32
 
@@ -103,34 +104,28 @@ def accept_ratio(weight: float, mass: float) -> float:
 
 def node_terms(draft: Draft, target_probs: Tensor) -> tuple[Tensor, Tensor]:
     """Target probability p(x) and mass mu(x) of every node's token, both [N]; mu = 1 for a deterministic token."""
-    parent_rows = torch.tensor(draft.parent_rows, dtype=torch.int64, device=target_probs.device)
-    p = target_probs[parent_rows, draft.tokens]
+    device = target_probs.device
+    p = target_probs[to_device(draft.parent_rows, device), draft.tokens]
     if draft.mass is None:
         return p, torch.ones_like(p)
-    mu = torch.ones(draft.num_nodes, dtype=draft.mass.distributions.dtype, device=p.device)
-    nodes = [node for node, sampled in enumerate(draft.sampled) if sampled]
-    distributions = [draft.mass.distribution_of_row[draft.parent_rows[node]] for node in nodes]
+    mu = torch.ones(draft.num_nodes, dtype=draft.mass.distributions.dtype, device=device)
+    sampled = [node for node, is_sampled in enumerate(draft.sampled) if is_sampled]
+    laws = [draft.mass.distribution_of_row[draft.parent_rows[node]] for node in sampled]
+    nodes, distributions = to_device([sampled, laws], device)
     mu[nodes] = draft.mass.distributions[distributions, draft.tokens[nodes]]
     return p, mu
-
-
-def host_lists(*parts: Tensor) -> list[Any]:
-    """Vectors as lists on the host, in one transfer; mixed dtypes are promoted to the widest."""
-    if parts[0].device.type == "cpu":
-        return [part.tolist() for part in parts]
-    return [part.tolist() for part in torch.split(torch.cat(parts).cpu(), [part.shape[0] for part in parts])]
 
 
 def take(rows_of: Tensor, rows: Sequence[int]) -> Tensor:
     """Some rows of a matrix, [R, V] -> [len(rows), V]; a view if they are consecutive, so it must not be written to."""
     if rows and tuple(rows) == tuple(range(rows[0], rows[0] + len(rows))):
         return rows_of[rows[0] : rows[0] + len(rows)]
-    return rows_of[torch.tensor(rows, dtype=torch.int64, device=rows_of.device)]
+    return rows_of[to_device(rows, rows_of.device)]
 
 
 def left_over(weights: Tensor, scale: Sequence[float], mass: Tensor) -> Tensor:
     """(scale * weights - mass)_+ row by row: [n, V], n numbers, [n, V] -> [n, V] in the dtype of `weights`."""
-    factor = torch.tensor(scale, dtype=weights.dtype, device=weights.device).unsqueeze(-1)  # [n, 1]
+    factor = to_device(scale, weights.device, weights.dtype).unsqueeze(-1)  # [n, 1]
     return (weights * factor).sub_(mass).clamp_(min=0)
 
 
@@ -160,13 +155,14 @@ def residual_weights(
     with_distribution = [b for b, distribution in enumerate(distributions) if distribution >= 0]
     if draft.mass is not None:
         scale = [1.0 if reach is None else reach[b] for b in with_distribution]
-        weights[with_distribution] = left_over(
+        weights[to_device(with_distribution, weights.device)] = left_over(
             take(at_rows, with_distribution),
             scale,
             take(draft.mass.distributions, [distributions[b] for b in with_distribution]),
         )
     fixed = [b for b, row in enumerate(rows) if distributions[b] < 0 and row in child_of_row]
-    weights[fixed, draft.tokens[[child_of_row[rows[b]] for b in fixed]]] = 0
+    places, children = to_device([fixed, [child_of_row[rows[b]] for b in fixed]], weights.device)
+    weights[places, draft.tokens[children]] = 0
     return or_target(weights, at_rows)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
+from foretoken.transfer import to_device, to_host
 from foretoken.verify.base import (
     Rule,
     accept_ratio,
@@ -39,38 +40,31 @@ class BlockRule(Rule):
     def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
         """P(at least i accepted) / P(at least i - 1 accepted) at every node: -> [N]."""
         require_chains(draft, self.name)
-        _, p, mu = _host_terms(draft, target_probs)
+        p, mu = to_host(*node_terms(draft, target_probs))
         steps = _steps(draft, _bounds(draft, target_probs, p, _reach(draft, p, mu)))
-        return torch.tensor(steps, dtype=target_probs.dtype, device=target_probs.device)
+        return to_device(steps, target_probs.device, target_probs.dtype)
 
     def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
         """(P p - mu)_+ at each row: -> [len(rows), V]."""
         require_chains(draft, self.name)
-        _, p, mu = _host_terms(draft, target_probs)
+        p, mu = to_host(*node_terms(draft, target_probs))
         reach = _reach(draft, p, mu)
         return residual_weights(draft, target_probs, rows, [reach[row] for row in rows])
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """Find the longest accepted prefix of every request, then sample from the residual of its row."""
         require_chains(draft, self.name)
-        tokens, p, mu = _host_terms(draft, target_probs)
+        tokens, numbers, p, mu = to_host(draft.tokens, uniforms.accept, *node_terms(draft, target_probs))
         reach = _reach(draft, p, mu)
         bounds = _bounds(draft, target_probs, p, reach)
-        numbers = uniforms.accept.tolist()
         rows = []
         for b, length in enumerate(draft.lengths):
             start, anchor = draft.offsets[b], draft.anchor_row(b)
             passing = (i for i in range(length, 0, -1) if numbers[start + i - 1] < bounds[anchor + i])
             rows.append(anchor + next(passing, 0))
         weights = residual_weights(draft, target_probs, rows, [reach[row] for row in rows])
-        return verdict_at(draft, tokens, rows, draw(weights, uniforms.next).tolist(), _steps(draft, bounds))
-
-
-def _host_terms(draft: Draft, target_probs: Tensor) -> tuple[list[int], list[float], list[float]]:
-    """Tokens, p(x) and mu(x) of every node on the host, in one transfer (float64 holds every token id exactly)."""
-    p, mu = node_terms(draft, target_probs)
-    tokens, p_host, mu_host = torch.stack((draft.tokens.double(), p, mu)).tolist()
-    return [int(token) for token in tokens], p_host, mu_host
+        (next_tokens,) = to_host(draw(weights, uniforms.next))
+        return verdict_at(draft, tokens, rows, next_tokens, _steps(draft, bounds))
 
 
 def _reach(draft: Draft, p: Sequence[float], mu: Sequence[float]) -> list[float]:
@@ -100,7 +94,8 @@ def _bounds(draft: Draft, target_probs: Tensor, p: Sequence[float], reach: Seque
                 [reach[row] for row in some],
                 take(draft.mass.distributions, [distribution_of_row[row] for row in some]),
             )
-            for row, total in zip(some, owed.sum(-1, dtype=torch.float64).tolist(), strict=True):
+            (totals,) = to_host(owed.sum(-1, dtype=torch.float64))
+            for row, total in zip(some, totals, strict=True):
                 left[row] = total
     # Z + (1 - P), not Z + 1 - P: no cancellation where P is nearly 1.
     return [z / (z + (1.0 - reached)) if reached < 1 else 1.0 for z, reached in zip(left, reach, strict=True)]

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
-from foretoken.verify.base import Rule, deepest_walk, host_lists, race_winner, take, verdict_at
+from foretoken.transfer import to_device, to_host
+from foretoken.verify.base import Rule, deepest_walk, race_winner, take, verdict_at
 
 
 class CoupledRule(Rule):
@@ -29,20 +30,22 @@ class CoupledRule(Rule):
 
         Given the noise the outcome is deterministic, so a verdict of this rule has no probabilities.
         """
-        tokens, seen = draft.tokens.tolist(), set[tuple[int, int]]()
+        (tokens,), seen = to_host(draft.tokens), set[tuple[int, int]]()
         first = []
         for place in zip(draft.parent_rows, tokens, strict=True):
             first.append(place not in seen)
             seen.add(place)
-        parent_rows = torch.tensor(draft.parent_rows, dtype=torch.int64, device=target_probs.device)
-        return target_probs[parent_rows, draft.tokens] * torch.tensor(first, device=target_probs.device)
+        rows, is_first = to_device([draft.parent_rows, first], target_probs.device)
+        chances: Tensor = target_probs[rows, draft.tokens] * is_first
+        return chances
 
     def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
         """p without the row's children: -> [len(rows), V]."""
         weights = take(target_probs, rows).clone()  # [B, V]
         place = {row: b for b, row in enumerate(rows)}
         nodes = [node for node, row in enumerate(draft.parent_rows) if row in place]
-        weights[[place[draft.parent_rows[node]] for node in nodes], draft.tokens[nodes]] = 0
+        rows_of_nodes, own = to_device([[place[draft.parent_rows[node]] for node in nodes], nodes], weights.device)
+        weights[rows_of_nodes, draft.tokens[own]] = 0
         return weights
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
@@ -50,6 +53,6 @@ class CoupledRule(Rule):
         noise = [own for own in uniforms.race if own is not None]
         assert len(noise) == draft.num_requests, "the coupled rule needs the noise of every row"
         winners = race_winner(target_probs, torch.cat(noise) if noise else target_probs)  # [R]
-        best, tokens = host_lists(winners, draft.tokens)
+        best, tokens = to_host(winners, draft.tokens)
         rows = deepest_walk(draft, [tokens[node] == best[row] for node, row in enumerate(draft.parent_rows)])[0]
         return verdict_at(draft, tokens, rows, [best[row] for row in rows], None)

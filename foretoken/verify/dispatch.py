@@ -8,6 +8,7 @@ from torch import Tensor
 
 from foretoken.core import Draft, NextKind, Uniforms, Verdict
 from foretoken.errors import ConfigError
+from foretoken.transfer import to_device
 from foretoken.verify.base import Rule, take
 from foretoken.verify.block import BlockRule
 from foretoken.verify.coupled import CoupledRule
@@ -121,5 +122,6 @@ def _verify_some(rule: Rule, draft: Draft, target_probs: Tensor, uniforms: Unifo
     """One rule on some requests of the batch, with their own rows and uniforms."""
     nodes = [node for b in requests for node in range(draft.offsets[b], draft.offsets[b + 1])]
     race = tuple(uniforms.race[b] for b in requests) if uniforms.race else ()
-    own = Uniforms(uniforms.accept[nodes], uniforms.next[requests], race)
+    accept, following = to_device(nodes, uniforms.accept.device), to_device(requests, uniforms.next.device)
+    own = Uniforms(uniforms.accept[accept], uniforms.next[following], race)
     return rule.verify(draft.select(requests), take(target_probs, draft.rows_of(requests)), own)

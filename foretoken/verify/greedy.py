@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
-from foretoken.verify.base import Rule, deepest_walk, first_max, host_lists, take, verdict_at
+from foretoken.transfer import to_device, to_host
+from foretoken.verify.base import Rule, deepest_walk, first_max, take, verdict_at
 
 
 class GreedyRule(Rule):
@@ -24,9 +25,9 @@ class GreedyRule(Rule):
         """1 where the node's token is the argmax of its parent's row (of equal siblings: the one that leads deepest),
         else 0: -> [N].
         """
-        best, tokens = first_max(target_probs).tolist(), draft.tokens.tolist()
+        best, tokens = to_host(first_max(target_probs), draft.tokens)
         steps = deepest_walk(draft, [tokens[node] == best[row] for node, row in enumerate(draft.parent_rows)])[1]
-        return torch.tensor(steps, dtype=target_probs.dtype, device=target_probs.device)
+        return to_device(steps, target_probs.device, target_probs.dtype)
 
     def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:  # noqa: ARG002 - the same for any draft
         """A point mass at the argmax of each row: -> [len(rows), V]."""
@@ -35,6 +36,6 @@ class GreedyRule(Rule):
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:  # noqa: ARG002 - nothing is random
         """Choose the deepest path of argmax tokens of every request; the next token is the argmax after it."""
-        best, tokens = host_lists(first_max(target_probs), draft.tokens)
+        best, tokens = to_host(first_max(target_probs), draft.tokens)
         rows, steps = deepest_walk(draft, [tokens[node] == best[row] for node, row in enumerate(draft.parent_rows)])
         return verdict_at(draft, tokens, rows, [best[row] for row in rows], steps)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
+from foretoken.transfer import to_host
 from foretoken.verify.base import Rule, draw, node_terms, require_chains, residual_weights, verdict_at
 
 
@@ -39,16 +40,15 @@ class RejectionRule(Rule):
         p, mu = self.accept_terms(draft, target_probs)
         # No division: mu(x) may be tiny. float64 uniforms keep the product exact enough for float32 distributions.
         passed = uniforms.accept * mu < p
-        # float64 holds every token id exactly, so that one transfer brings all three.
-        tokens, passes, ratios = torch.stack((draft.tokens.double(), passed, _ratios(p, mu))).tolist()
+        tokens, passes, ratios = to_host(draft.tokens, passed, _ratios(p, mu))
         rows = []
         for b, length in enumerate(draft.lengths):
             start = draft.offsets[b]
             rows.append(
                 draft.anchor_row(b) + next((node for node in range(length) if not passes[start + node]), length)
             )
-        next_tokens = draw(self.next_token_weights(draft, target_probs, rows), uniforms.next).tolist()
-        return verdict_at(draft, [int(token) for token in tokens], rows, next_tokens, ratios)
+        (next_tokens,) = to_host(draw(self.next_token_weights(draft, target_probs, rows), uniforms.next))
+        return verdict_at(draft, tokens, rows, next_tokens, ratios)
 
 
 def _ratios(p: Tensor, mu: Tensor) -> Tensor:

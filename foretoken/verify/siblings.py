@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Draft
-from foretoken.verify.base import accept_ratio, host_lists, left_over, node_terms, or_target, pieces, take
+from foretoken.transfer import to_device, to_host
+from foretoken.verify.base import accept_ratio, left_over, node_terms, or_target, pieces, take
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,12 @@ def read_proposals(draft: Draft, tokens: Sequence[int]) -> tuple[list[Proposals]
     return found, further
 
 
+def _pairs(places: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """An index of some (row, column) of a matrix."""
+    rows, columns = to_device([[row for row, _ in places], [column for _, column in places]], device)
+    return rows, columns
+
+
 def node_rows(draft: Draft) -> list[int]:
     """The row of every node, [N]."""
     return [
@@ -101,12 +108,13 @@ class Residuals:
     once only.
     """
 
-    def __init__(self, draft: Draft, target_probs: Tensor) -> None:
+    def __init__(self, draft: Draft, target_probs: Tensor, numbers: Tensor | None = None) -> None:
         self.draft, self.target_probs = draft, target_probs
-        p, mu = node_terms(draft, target_probs)
-        # float64 holds every token id exactly, so that one transfer brings all three.
-        tokens, self.weight, self.mass = torch.stack((draft.tokens.double(), p, mu)).tolist()  # at the nodes' tokens
-        self.tokens = [int(token) for token in tokens]
+        terms = node_terms(draft, target_probs)  # p and mu at the nodes' tokens
+        self.tokens, self.weight, self.mass, *rest = to_host(
+            draft.tokens, *terms, *(() if numbers is None else (numbers,))
+        )
+        self.numbers: list[float] = rest[0] if rest else []  # `numbers` [N] on the host
         self.proposals, further = read_proposals(draft, self.tokens)
         self.rows = node_rows(draft)
         if draft.mass is not None:
@@ -129,15 +137,17 @@ class Residuals:
         """
         if not further:
             return distributions
-        whole = distributions[[one.distribution for one in further]]  # [K, V]
+        device = distributions.device
+        whole = distributions[to_device([one.distribution for one in further], device)]  # [K, V]
         rest = whole.clone()
         places = [(k, token) for k, one in enumerate(further) for token in one.without]
-        rest[[k for k, _ in places], [token for _, token in places]] = 0
+        rest[_pairs(places, device)] = 0
         # Summed, not subtracted from the total, which would leave rounding errors after a probable token. If nothing is
         # left of a distribution, against the contract, zero times a finite number stays zero.
         left = rest.sum(-1, keepdim=True, dtype=torch.float64).clamp_(min=torch.finfo(torch.float64).tiny)
         rest *= whole.sum(-1, keepdim=True, dtype=torch.float64) / left
-        masses = rest[list(range(len(further))), [self.tokens[one.node] for one in further]].tolist()
+        own = [(k, self.tokens[one.node]) for k, one in enumerate(further)]
+        (masses,) = to_host(rest[_pairs(own, device)])
         for one, mass in zip(further, masses, strict=True):
             self.mass[one.node] = mass
         return torch.cat((distributions, rest))
@@ -187,9 +197,9 @@ class Residuals:
                 self._last_scale[row] if row in self._last_scale else 1.0 / self.total[row] for row in chosen
             ]  # P is 1 top down
             distributions = take(self.distributions, [self.proposals[row].distributions[-1] for row in chosen])
-            weights[with_draw] = left_over(self._owed(chosen), scales, distributions)
+            weights[to_device(with_draw, weights.device)] = left_over(self._owed(chosen), scales, distributions)
         places = [(i, self.tokens[node]) for i, row in enumerate(rows) for node in self.proposals[row].fixed]
-        weights[[i for i, _ in places], [token for _, token in places]] = 0
+        weights[_pairs(places, weights.device)] = 0
         return or_target(weights, at_rows)
 
     def _enter(self, row: int, node: int) -> int:
@@ -210,8 +220,8 @@ class Residuals:
             scales = [self.reach[row] / self.total[row] for row in some]
             left = left_over(self._owed(some), scales, take(self.distributions, [law_of[row] for row in some]))
             nodes = [(i, node) for i, row in enumerate(some) for node in self.proposals[row].children]
-            at_nodes = left[[i for i, _ in nodes], [self.tokens[node] for _, node in nodes]]
-            totals, found = host_lists(left.sum(-1, dtype=torch.float64), at_nodes)
+            at_nodes = left[_pairs([(i, self.tokens[node]) for i, node in nodes], left.device)]
+            totals, found = to_host(left.sum(-1, dtype=torch.float64), at_nodes)
             self._settle(
                 some, scales, left, totals, {node: weight for (_, node), weight in zip(nodes, found, strict=True)}
             )

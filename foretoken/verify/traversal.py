@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
+from foretoken.transfer import to_device, to_host
 from foretoken.verify.base import Rule, draw, verdict_at
 from foretoken.verify.siblings import Residuals
 
@@ -27,7 +27,7 @@ class TraversalRule(Rule):
         """P(the accepted path goes through the node) / P(it goes through its parent): -> [N]."""
         residuals = Residuals(draft, target_probs)
         residuals.judge(bottom_up=True)
-        return torch.tensor(_shares(residuals), dtype=target_probs.dtype, device=target_probs.device)
+        return to_device(_shares(residuals), target_probs.device, target_probs.dtype)
 
     def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
         """Residual weights of each row once all its children are rejected: -> [len(rows), V]."""
@@ -37,9 +37,9 @@ class TraversalRule(Rule):
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """Find the first accepted node in every request's tree, then sample from the residual of its row."""
-        residuals = Residuals(draft, target_probs)
+        residuals = Residuals(draft, target_probs, uniforms.accept)
         residuals.judge(bottom_up=True)
-        numbers, rows = uniforms.accept.tolist(), []
+        numbers, rows = residuals.numbers, []
         for b in range(draft.num_requests):
             anchor = draft.anchor_row(b)
             rows.append(
@@ -49,7 +49,7 @@ class TraversalRule(Rule):
                     if row == anchor or numbers[row - b - 1] < residuals.reach[row]
                 )
             )
-        next_tokens = draw(residuals.next_weights(rows), uniforms.next).tolist()
+        (next_tokens,) = to_host(draw(residuals.next_weights(rows), uniforms.next))
         return verdict_at(draft, residuals.tokens, rows, next_tokens, _shares(residuals), residuals.open_rows)
 
 

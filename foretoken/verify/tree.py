@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
+from foretoken.transfer import to_device, to_host
 from foretoken.verify.base import Rule, draw, verdict_at
 from foretoken.verify.siblings import Residuals
 
@@ -33,7 +33,7 @@ class TreeRule(Rule):
         """
         residuals = Residuals(draft, target_probs)
         residuals.judge(bottom_up=False)
-        return torch.tensor(_shares(residuals), dtype=target_probs.dtype, device=target_probs.device)
+        return to_device(_shares(residuals), target_probs.device, target_probs.dtype)
 
     def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:
         """The residual of each row without its deterministic children: -> [len(rows), V]."""
@@ -43,15 +43,15 @@ class TreeRule(Rule):
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """Walk down every request's tree, then sample from the residual of the last row."""
-        residuals = Residuals(draft, target_probs)
+        residuals = Residuals(draft, target_probs, uniforms.accept)
         residuals.judge(bottom_up=False)
-        numbers, rows = uniforms.accept.tolist(), []
+        numbers, rows = residuals.numbers, []
         for b in range(draft.num_requests):
             row = draft.anchor_row(b)
             while (node := _first_passing(residuals, row, numbers)) is not None:
                 row = residuals.rows[node]
             rows.append(row)
-        next_tokens = draw(residuals.next_weights(rows), uniforms.next).tolist()
+        (next_tokens,) = to_host(draw(residuals.next_weights(rows), uniforms.next))
         return verdict_at(draft, residuals.tokens, rows, next_tokens, _shares(residuals), residuals.open_rows)
 
 

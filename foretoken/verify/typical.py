@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Uniforms, Verdict
+from foretoken.transfer import to_device, to_host
 from foretoken.verify.base import Rule, deepest_walk, draw, take, verdict_at
 
 _EPSILON = 0.09  # a more probable token is always accepted
@@ -29,8 +30,8 @@ class TypicalRule(Rule):
         """1 if the accepted path continues with the node (among several, the one with the longest continuation), else
         0: -> [N].
         """
-        steps = deepest_walk(draft, _plausible(draft, target_probs).tolist())[1]
-        return torch.tensor(steps, dtype=target_probs.dtype, device=target_probs.device)
+        (plausible,) = to_host(_plausible(draft, target_probs))
+        return to_device(deepest_walk(draft, plausible)[1], target_probs.device, target_probs.dtype)
 
     def next_token_weights(self, draft: Draft, target_probs: Tensor, rows: Sequence[int]) -> Tensor:  # noqa: ARG002 - p for any draft
         """p at each row: -> [len(rows), V]."""
@@ -40,9 +41,9 @@ class TypicalRule(Rule):
         """Choose the deepest path of plausible tokens of every request, then draw from the target's distribution after
         it.
         """
-        tokens, plausible = torch.stack((draft.tokens, _plausible(draft, target_probs))).tolist()
+        tokens, plausible = to_host(draft.tokens, _plausible(draft, target_probs))
         rows, steps = deepest_walk(draft, plausible)
-        next_tokens = draw(take(target_probs, rows), uniforms.next).tolist()
+        (next_tokens,) = to_host(draw(take(target_probs, rows), uniforms.next))
         return verdict_at(draft, tokens, rows, next_tokens, steps)
 
 
@@ -52,6 +53,5 @@ def _plausible(draft: Draft, target_probs: Tensor) -> Tensor:
     place = {row: i for i, row in enumerate(rows)}
     entropy = torch.special.entr(take(target_probs, rows)).sum(-1)  # [rows with children]
     bound = (_DELTA * torch.exp(-entropy)).clamp(max=_EPSILON)
-    at_node = torch.tensor([place[row] for row in draft.parent_rows], dtype=torch.int64, device=bound.device)
-    parent_rows = torch.tensor(draft.parent_rows, dtype=torch.int64, device=bound.device)
+    parent_rows, at_node = to_device([draft.parent_rows, [place[row] for row in draft.parent_rows]], bound.device)
     return target_probs[parent_rows, draft.tokens] > bound[at_node]

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from foretoken.errors import CapacityError, InputError
 from foretoken.kv.blocks import slots_of
-from foretoken.model.attention.paged import PagedAttention, Reader, additive_mask, row_positions, visible_slots
+from foretoken.model.attention.paged import (
+    KeySlots,
+    PagedAttention,
+    Reader,
+    additive_mask,
+    row_positions,
+    visible_slots,
+)
 from foretoken.model.decoder import Decoder
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.loader import load_decoder
@@ -320,8 +327,9 @@ def test_first_layers_alone(families: functools.partial[Family], num_layers: int
 
     family, ids = families("qwen2-layer-types", torch.float32), token_ids(20)
     pool = family.model().pool
+    slots = KeySlots(tuple(range(5)), BLOCK, 20, torch.device("cpu"))
     attention = PagedAttention(
-        family.decoder.config, pool, torch.arange(20), [Reader(slice(0, 20), range(20), 0, Segment(0, 20))]
+        family.decoder.config, pool, torch.arange(20), [Reader(slice(0, 20), slots, 0, Segment(0, 20))]
     )
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(family.folder)(

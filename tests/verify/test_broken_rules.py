@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Draft, Mass
+from foretoken.transfer import to_host
 from foretoken.verify import RULES, Rule, block, siblings
-from foretoken.verify.base import residual_weights
+from foretoken.verify.base import node_terms, residual_weights
 from foretoken.verify.block import BlockRule
 from foretoken.verify.siblings import Residuals
 from tests.helpers.enumeration import (
@@ -48,7 +49,7 @@ class BreakAtFirstFailure(BlockRule):
     """Goes on only while the tests pass, in place of looking for the longest prefix that passes."""
 
     def accept_probabilities(self, draft: Draft, target_probs: Tensor) -> Tensor:
-        _, p, mu = block._host_terms(draft, target_probs)
+        p, mu = to_host(*node_terms(draft, target_probs))
         bounds = block._bounds(draft, target_probs, p, block._reach(draft, p, mu))
         return torch.tensor([bounds[r] for r in siblings.node_rows(draft)], dtype=target_probs.dtype)
 

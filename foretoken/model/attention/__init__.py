@@ -1,1 +1,1 @@
-"""Attention backends: `packed` for training, `paged` for the engine, `strict` for the engine with strict numerics."""
+"""Attention backends: `packed` for training, `paged` and `batched` for the engine, `strict` with strict numerics."""

@@ -7,6 +7,7 @@ ancestors.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,9 +15,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foretoken.kv.blocks import is_run
 from foretoken.kv.pool import KVPool
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.interface import Segment
+from foretoken.transfer import to_device
+
+
+@dataclass(frozen=True)
+class KeySlots:
+    """Where the keys of a sequence's first `num_tokens` tokens are: in `blocks`, in their order."""
+
+    blocks: tuple[int, ...]
+    block_size: int
+    num_tokens: int
+    device: torch.device
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    @functools.cached_property
+    def index(self) -> range | Tensor:
+        """Their slots: a range when the blocks are neighbours, else gathered block by block."""
+        if is_run(self.blocks):
+            first = self.blocks[0] * self.block_size
+            return range(first, first + self.num_tokens)
+        return _slots_in(self.blocks, self.block_size, self.device)[: self.num_tokens]
+
+
+@functools.lru_cache(maxsize=64)  # a sequence's blocks change once in `block_size` tokens
+def _slots_in(blocks: tuple[int, ...], block_size: int, device: torch.device) -> Tensor:
+    """The slots of some blocks, in their order: `[len(blocks) * block_size]`."""
+    return (to_device(blocks, device).unsqueeze(1) * block_size + torch.arange(block_size, device=device)).flatten()
 
 
 @dataclass
@@ -24,7 +54,7 @@ class Reader:
     """What one segment's rows read: `slots` of past and new rows, and which of them each row may see."""
 
     rows: slice
-    slots: range | Tensor
+    slots: KeySlots
     past: int  # committed tokens before this forward
     segment: Segment
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)  # by window
@@ -51,7 +81,7 @@ class PagedAttention:
         """`query` [n, H, K] over the segment's slots. Query heads of one group become rows: no key is copied."""
         num_rows, heads, head_dim = query.shape
         groups = self.config.num_kv_heads
-        keys, values = self.pool.read(layer, reader.slots)  # [G, C, K]
+        keys, values = self.pool.read(layer, reader.slots.index)  # [G, C, K]
         rows = query.view(num_rows, groups, heads // groups, head_dim)
         if num_rows > 1:
             rows = rows.permute(1, 2, 0, 3).reshape(1, groups, -1, head_dim)
@@ -83,17 +113,30 @@ def additive_mask(segment: Segment, past: int, window: int | None, per_group: in
             return None
         mask = torch.zeros(per_group, num_rows, past + segment.num_held + num_rows, dtype=like.dtype)
         mask[:, :, -num_rows:] = torch.full((num_rows, num_rows), float("-inf"), dtype=like.dtype).triu_(1)
-        return mask.view(1, 1, per_group * num_rows, -1).to(like.device)
+        return to_device(mask.view(1, 1, per_group * num_rows, -1), like.device, None)
     visible = visible_slots(segment, past, window)
     if bool(visible.all()):
         return None
     additive = torch.zeros(visible.shape, dtype=like.dtype).masked_fill_(~visible, float("-inf"))
-    return additive.to(like.device).repeat(per_group, 1)[None, None]
+    return to_device(additive, like.device, None).repeat(per_group, 1)[None, None]
 
 
 def visible_slots(segment: Segment, past: int, window: int | None) -> Tensor:
     """Which of the past, the held nodes and the new rows each new row may see, `[num_rows, past + num_held + num_rows]`
     bool on the CPU.
+    """
+    new, depth = visible_new(segment)
+    num_rows = len(depth)
+    visible = torch.cat((torch.ones(num_rows, past, dtype=torch.bool), new), dim=1)
+    if window is not None:
+        at = torch.tensor([*range(past), *(past + d for d in depth)])  # position of each slot
+        visible &= at[past:, None] - at[None, :] < window
+    return visible[segment.num_held :]
+
+
+def visible_new(segment: Segment) -> tuple[Tensor, list[int]]:
+    """Which of the held nodes and new rows each of them may see, bool `[num_held + num_rows, same]` on the CPU, and the
+    position of each behind the past.
     """
     num_rows, pending = segment.num_held + segment.num_rows, segment.num_pending
     new = torch.ones(num_rows, num_rows, dtype=torch.bool).tril_()
@@ -109,11 +152,7 @@ def visible_slots(segment: Segment, past: int, window: int | None) -> Tensor:
                 new[row] |= new[above]
             new[row, row] = True
             depth.append(pending if parent < 0 else depth[above] + 1)
-    visible = torch.cat((torch.ones(num_rows, past, dtype=torch.bool), new), dim=1)
-    if window is not None:
-        at = torch.tensor([*range(past), *(past + d for d in depth)])  # position of each slot
-        visible &= at[past:, None] - at[None, :] < window
-    return visible[segment.num_held :]
+    return new, depth
 
 
 def row_positions(segment: Segment, past: int) -> list[int]:

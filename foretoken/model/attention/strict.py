@@ -147,9 +147,9 @@ def texts_of(reader: Reader, device: torch.device, alone: bool = False) -> Itera
     """
     assert not reader.segment.num_held, "drafts grow their trees in default numerics"
     slots = (
-        torch.arange(reader.slots.start, reader.slots.stop, device=device)
-        if isinstance(reader.slots, range)
-        else reader.slots
+        torch.arange(reader.slots.index.start, reader.slots.index.stop, device=device)
+        if isinstance(reader.slots.index, range)
+        else reader.slots.index
     )
     first_row = reader.rows.start
     if reader.segment.is_chain and not alone:

@@ -1,0 +1,42 @@
+"""The two ways between host and device. Only `to_host` waits for the device: its calls are the waits of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_host(*parts: Tensor) -> list[Any]:
+    """Vectors as lists on the host, in one transfer that waits for the device.
+
+    Vectors of different dtypes travel as float64, which holds every token id and every float32 exactly; integers and
+    bools come back as such.
+    """
+    if all(part.device.type == "cpu" for part in parts):
+        return [part.tolist() for part in parts]
+    dtype = parts[0].dtype if len({part.dtype for part in parts}) == 1 else torch.float64
+    flat = parts[0] if len(parts) == 1 else torch.cat([part.to(dtype) for part in parts])
+    pieces = flat.cpu().split_with_sizes([part.shape[0] for part in parts])
+    return [piece.to(part.dtype).tolist() for piece, part in zip(pieces, parts, strict=True)]
+
+
+def to_device(
+    values: Sequence[Any] | Tensor, device: torch.device | str, dtype: torch.dtype | None = torch.int64
+) -> Tensor:
+    """Numbers of the host as a tensor on `device`, without waiting for what the device still has to do.
+
+    A copy from ordinary memory waits for all earlier work of the stream, even a copy of four bytes; one from pinned
+    memory does not. `dtype` None keeps that of a tensor. The values must not be written to afterwards.
+    """
+    host = torch.tensor(values, dtype=dtype) if not isinstance(values, Tensor) else values.to(dtype or values.dtype)
+    if torch.device(device).type == "cpu":
+        return host.to(device)
+    return _pinned(host).to(device, non_blocking=True)
+
+
+def _pinned(host: Tensor) -> Tensor:
+    """`host` in pinned memory; the memory is not used again before copies from it are over."""
+    return host.pin_memory() if host.device.type == "cpu" else host

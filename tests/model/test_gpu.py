@@ -1,0 +1,169 @@
+"""What a GPU computes is what the CPU computes: forward, cache, sampling. `pytest -m gpu` runs these and the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken import SamplingParams
+from foretoken.kv.pool import KVPool
+from foretoken.model.attention.batched import BatchedAttention
+from foretoken.model.attention.paged import PagedAttention
+from foretoken.model.interface import Segment
+from foretoken.model.loader import load_decoder
+from foretoken.model.paged import PagedModel
+from foretoken.model.sampling import near_ties, sample, target_probs
+from foretoken.transfer import to_device, to_host
+from tests.helpers.checkpoints import token_ids, variant
+
+GPU = "cuda"
+BLOCK = 4
+TREE = (-1, 0, 0, 1, 2, 1, 3)
+# float64 rounds sums of a few hundred numbers in the 14th digit, whatever their order. In bf16 a logit near 4 has steps
+# of 2^-6, and three layers round in between.
+TOLERANCE = {torch.float64: 1e-9, torch.bfloat16: 0.25}
+FAMILIES = ["llama", "llama-mqa", "mistral-sliding", "qwen2-layer-types", "qwen3-tied-biases"]
+
+
+def model(folder: Path, dtype: torch.dtype, device: str) -> PagedModel:
+    return PagedModel(load_decoder(folder, dtype=dtype, device=device), 400, BLOCK)
+
+
+def rounds(model: PagedModel) -> Tensor:
+    """Logits of chunks, single tokens, chains and trees over several rounds, behind a shared prefix too."""
+    rows: list[Tensor] = []
+
+    def run(tokens: Sequence[int], segments: Sequence[Segment]) -> None:
+        rows.append(model.forward(to_device(tokens, model.device), segments).logits)
+
+    for sequence in range(4):
+        model.open(sequence)
+        prompt = token_ids(9 + 5 * sequence, seed=sequence)
+        run(prompt, [Segment(sequence, len(prompt))])
+        model.commit(sequence, len(prompt))
+    model.fork(3, 4)
+    for turn, path in enumerate(((0, 2, 4), (), (0, 1, 3, 6))):
+        segments = [Segment(0, 1, TREE, 8), Segment(1, 2, TREE[:4], 5), Segment(2, 1), Segment(3, 1, (-1, 0, 1), 4)]
+        segments.append(Segment(4, 11, (), 2))
+        run(token_ids(sum(segment.num_rows for segment in segments), seed=50 + turn), segments)
+        for segment, kept in zip(segments, (path, (0, 1), (), (0, 1), ()), strict=True):
+            model.commit(segment.sequence, segment.num_pending, kept)
+    return torch.cat(rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_forward_is_that_of_the_cpu(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """With one attention call per layer, the default there, and with one per segment."""
+    folder = variant(tmp_path, name)
+    expected = rounds(model(folder, torch.float64, "cpu"))
+    for attention in (BatchedAttention, PagedAttention):
+        there = model(folder, dtype, GPU)
+        assert there.attention is BatchedAttention
+        there.attention = attention
+        torch.testing.assert_close(rounds(there).double().cpu(), expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Operations that wait for the device raise."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_forward_and_its_probabilities_do_not_wait(tmp_path: Path) -> None:
+    """As with fake tensors (`test_fake_cuda`), by the device's own count."""
+    there = model(variant(tmp_path, "qwen2-layer-types"), torch.bfloat16, GPU)
+    expected = rounds(there)  # makes the tables that grow
+    there = PagedModel(there.decoder, 400, BLOCK)
+    params = [SamplingParams(temperature=0.7, top_p=0.9, top_k=20, min_p=0.05), SamplingParams(temperature=0.0)]
+    with no_waiting():
+        got = rounds(there)
+        probs = target_probs(got, [params[row % 2] for row in range(len(got))])
+    assert torch.equal(got, expected)
+    assert bool(torch.isfinite(probs).all())
+    with pytest.raises(RuntimeError), no_waiting():
+        to_host(probs[0])
+
+
+@pytest.mark.gpu
+def test_the_cache_is_written_gathered_and_moved() -> None:
+    slots, sources, destinations = [7, 3, 30, 11], [3, 30], [30, 5]
+    keys = torch.randn(4, 2, 16)
+    read = []
+    for device in (torch.device("cpu"), torch.device(GPU)):
+        pool = KVPool(2, 2, 40, 16, torch.bfloat16, device)
+        new = to_device(keys, device, torch.bfloat16)
+        pool.write(1, to_device(slots, device), new, 2 * new)
+        pool.move(sources, destinations)
+        parts = (*pool.read(1, to_device([30, 5, 7, 11], device)), *pool.read(1, range(40)))
+        read.append([part.cpu() for part in parts])
+    for here, there in zip(*read, strict=True):
+        assert torch.equal(here, there)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.3),
+        SamplingParams(temperature=0.7, top_k=40),
+        SamplingParams(temperature=0.9, top_p=0.8),
+        SamplingParams(temperature=1.0, min_p=0.02),
+        SamplingParams(temperature=0.8, top_k=100, top_p=0.95, min_p=0.01),
+    ],
+    ids=str,
+)
+def test_the_distribution_and_its_draws_are_those_of_the_cpu(params: SamplingParams) -> None:
+    """In float64, where a border token is the same on both: probabilities, and ids for the same uniforms."""
+    logits = 3 * torch.randn(6, 3000, dtype=torch.float64)
+    uniforms = torch.rand(6, 500, dtype=torch.float64)
+    here, there = (target_probs(part, [params] * 6) for part in (logits, logits.to(GPU)))
+    torch.testing.assert_close(there.cpu(), here, atol=1e-12, rtol=1e-9)
+    for row in range(6):
+        ids = [sample(part[row].expand(500, -1), uniforms[row].to(part.device)).cpu() for part in (here, there)]
+        assert (ids[0] != ids[1]).sum() <= 1  # a uniform within the last bits of a border
+        assert bool((here[row, ids[1]] > 0).all())
+    assert torch.equal(there.argmax(-1).cpu(), here.argmax(-1))
+
+
+@pytest.mark.gpu
+def test_the_law_of_many_draws() -> None:
+    """200,000 draws of a parallel prefix sum in float32: frequencies within five standard deviations."""
+    probs = (2 * torch.randn(1, 50)).softmax(-1).to(GPU)
+    count = 200_000
+    drawn = sample(probs.expand(count, -1), torch.rand(count, dtype=torch.float64).to(GPU))
+    frequency = torch.bincount(drawn, minlength=50).double().cpu() / count
+    expected = probs[0].double().cpu()
+    assert bool(((frequency - expected).abs() < 5 * (expected / count).sqrt()).all())
+
+
+@pytest.mark.gpu
+def test_near_ties_are_found_there() -> None:
+    logits = torch.randn(40, 97).bfloat16().float()
+    assert near_ties(logits.to(GPU), torch.bfloat16) == near_ties(logits, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_numbers_of_any_dtype_travel_together() -> None:
+    parts = [
+        torch.tensor([2**31 - 1, 0, 5]),
+        torch.rand(4),
+        torch.rand(2, dtype=torch.float64),
+        torch.tensor([True, False]),
+        torch.empty(0),
+    ]
+    found = to_host(*(to_device(part, GPU, None) for part in parts))
+    assert found == [part.tolist() for part in parts]
+    assert [type(one[0]) for one in found if one] == [int, float, float, bool]
