@@ -43,8 +43,9 @@ class EngineConfig:
     """What an engine is built from. `LLM(EngineConfig(model, ...))` and `LLM(model, ...)` are the same.
 
     - `model`: a folder, a hub id, or `reference:target`.
-    - `spec`: the drafter of requests that name none (None: plain decoding). `generate` and `stream` take another one
-      per call or per prompt. A draft model is loaded when it is first named.
+    - `spec`: the drafter of requests that name none (None: `drafter="auto"`, or plain decoding where that is not
+      possible, with a warning; `SpecConfig()` is plain decoding). `generate` and `stream` take another one per call or
+      per prompt. A draft model is loaded when it is first named.
     - `dtype`: the format of the weights; "auto" is the stored one. A `torch.dtype` is taken too.
     - `device`: "auto" (the first GPU, or the CPU), "cpu", "cuda" or "cuda:N".
     - `cache_tokens`: capacity of the key/value cache; None: room for many short requests, and for one that fills the

@@ -24,7 +24,7 @@ from foretoken.cli.common import (
     print_json,
     progress,
 )
-from foretoken.cli.spec_options import check_sources, spec_from, with_spec_flags
+from foretoken.cli.spec_options import answering_spec, check_sources, with_spec_flags
 from foretoken.config import SamplingParams
 from foretoken.core import StepOutput
 from foretoken.engine.llm import LLM
@@ -66,8 +66,9 @@ def chat(
     On a terminal answers are streamed; /clear begins a new conversation, /exit or the end of input ends, Ctrl-C stops
     an answer. In a pipe each line of standard input gets one answer, with --json one JSON object on a line.
     """
-    spec = spec_from(context.params)
-    spec.for_request(None)
+    spec = answering_spec(context.params)
+    if spec is not None:
+        spec.for_request(None)
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,

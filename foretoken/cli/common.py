@@ -108,7 +108,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 
 def engine_config(
-    target: str, spec: SpecConfig, given: Mapping[str, Any], routing: RoutingRules | None = None
+    target: str, spec: SpecConfig | None, given: Mapping[str, Any], routing: RoutingRules | None = None
 ) -> EngineConfig:
     """`EngineConfig` of the options by name, those of other matters left out.
 

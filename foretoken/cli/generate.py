@@ -32,7 +32,7 @@ from foretoken.cli.common import (
     texts_of,
     was_given,
 )
-from foretoken.cli.spec_options import check_sources, spec_from, with_spec_flags
+from foretoken.cli.spec_options import answering_spec, check_sources, with_spec_flags
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
@@ -132,8 +132,9 @@ def generate(
     """Continue a text, plainly or with a drafter, and say what it cost."""
     texts = texts_of(context.params, _TEXTS)
     given = context.params | texts
-    asked, params, spec = _asked(texts, chat), _params(given), spec_from(given)
-    spec.for_request(params.prediction)  # what cannot go together is refused before anything is loaded
+    asked, params, spec = _asked(texts, chat), _params(given), answering_spec(given)
+    if spec is not None:
+        spec.for_request(params.prediction)  # what cannot go together is refused before anything is loaded
     config = engine_config(target, spec, given, routing=_rules(context, spec))
     check_sources(spec)
     if trace is not None:
@@ -166,7 +167,7 @@ def _params(given: Mapping[str, Any]) -> SamplingParams:
     )
 
 
-def _rules(context: typer.Context, spec: SpecConfig) -> RoutingRules:
+def _rules(context: typer.Context, spec: SpecConfig | None) -> RoutingRules:
     """When not to guess; only an open number of guesses is open to rules.
 
     Raises:
@@ -174,9 +175,9 @@ def _rules(context: typer.Context, spec: SpecConfig) -> RoutingRules:
     """
     given = {name: context.params[name] for name in _ROUTING}
     for name in _ROUTING:
-        if was_given(context, name) and (spec.drafter is None or spec.num_draft != "auto"):
+        if spec is not None and was_given(context, name) and (spec.drafter is None or spec.num_draft != "auto"):
             remedy = (
-                "nobody guesses: name a --drafter"
+                "nobody guesses: name a --drafter other than none"
                 if spec.drafter is None
                 else f"num_draft={spec.num_draft} is set: leave that to auto"
             )

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from foretoken.cli.common import spec_flag
-from foretoken.config import SpecConfig
+from foretoken.config import PLAIN, SpecConfig
 from foretoken.errors import ConfigError
 from foretoken.field_text import parse_field, union_members
 from foretoken.files import check_readable
@@ -70,12 +70,25 @@ def spec_from(given: Mapping[str, Any]) -> SpecConfig:
             is_text = isinstance(value, str)
             values[field.name] = parse_field(SpecConfig, field.name, value) if is_text else value
     drafter = values["drafter"] = named_drafter(given)
-    if drafter is None and values.get("num_draft", "auto") != "auto":
+    if drafter in (None, PLAIN) and values.get("num_draft", "auto") != "auto":
         raise ConfigError(
             "num_draft", given["num_draft"], "nobody guesses: name a --drafter or a --draft, or leave it out"
         )
     values["options"] = options_from(drafter, given.get("drafter_option") or ())
     return SpecConfig(**values)
+
+
+def answering_spec(given: Mapping[str, Any]) -> SpecConfig | None:
+    """`spec_from` for a verb that answers: without a drafter the flags are those of `auto`. None where nothing is said
+    about drafting, which leaves it to the engine.
+
+    Raises:
+        ConfigError: see `spec_from`.
+    """
+    if named_drafter(given) is not None:
+        return spec_from(given)
+    spec = spec_from({**given, "drafter": "auto"})
+    return None if spec == SpecConfig("auto") else spec
 
 
 def named_drafter(given: Mapping[str, Any]) -> str | None:
@@ -104,13 +117,15 @@ def options_from(drafter: str | None, texts: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def check_sources(spec: SpecConfig) -> None:
+def check_sources(spec: SpecConfig | None) -> None:
     """Whether the draft and the text that `spec` names are there, before the target is loaded.
 
     Raises:
         ModelError: no such draft.
         StorageError: the corpus cannot be opened.
     """
+    if spec is None:
+        return
     if spec.draft is not None:
         model_folder(spec.draft)
     if spec.corpus is not None:
@@ -128,7 +143,7 @@ def _flag(field: Field[Any], hint: Any) -> inspect.Parameter:  # noqa: ANN401 - 
         default = f"{default:g}" if isinstance(default, float) else ",".join(map(str, default))  # type: ignore[arg-type]
     option = spec_flag(field.name)
     if field.name == "drafter":
-        option.help += f" {', '.join(known_drafters())}."
+        option.help += f" {', '.join(known_drafters())}, {PLAIN}."
     return _keyword(field.name, default, Annotated[kind, option])
 
 

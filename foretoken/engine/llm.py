@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +36,7 @@ from foretoken.engine.stats import EngineStats
 from foretoken.engine.trace import Trace
 from foretoken.engine.turns import Owner, Turns
 from foretoken.engine_config import EngineConfig, EngineOptions, config_of
-from foretoken.errors import InputError, StorageError
+from foretoken.errors import ForetokenError, InputError, SpeculationWarning, StorageError
 from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.model.open import model_folder, open_device, open_model
 from foretoken.model.tokenizer import load_tokenizer
@@ -43,7 +45,8 @@ from foretoken.model.tokenizer import load_tokenizer
 class LLM:
     """A target with its drafters, built from an `EngineConfig`, or from the same values as arguments.
 
-    `spec` of the configuration is the default for every request. `on_profile` is called with a text when measuring the
+    `spec` of the configuration is the default for every request; without one the engine guesses with what needs no
+    model of its own (`drafter="auto"`), and `self.spec` says what came of it. `on_profile` is called with a text when measuring the
     cost of steps takes longer than a second; `costs` is what came of it.
 
     Several threads may use one `LLM`: they take turns, a step at a time, and their requests run together. Requests are
@@ -69,7 +72,7 @@ class LLM:
             raise InputError("on_profile", on_profile, "give a function that takes a text, or leave it out")
         open_device(config.device)
         mode = check_mode(config.profile)
-        self.spec = SpecConfig() if config.spec is None else config.spec
+        self.spec = SpecConfig("auto") if config.spec is None else config.spec
         self.folder = model_folder(str(config.model))
         self._turns = Turns()
         self._owner: Owner | None = None
@@ -106,7 +109,7 @@ class LLM:
             )
             engine.watchers += [] if self._trace is None else [self._trace]
             engine.watchers += [self._shadow] if config.shadow_rate else []
-            self.prepare(self.spec)
+            self._prepare_default()
             self.costs = self._know_costs(mode, on_profile)
         except BaseException:
             if self._trace is not None:
@@ -380,6 +383,17 @@ class LLM:
 
     def _was_closed(self) -> InputError:
         return InputError("llm", str(self.folder), "was closed; open it again")
+
+    def _prepare_default(self) -> None:
+        """Load the drafters of requests that name none; where nobody asked for them, plain decoding will do instead."""
+        try:
+            self.prepare(self.spec)
+        except ForetokenError as error:
+            if self.config.spec is not None:
+                raise
+            self.spec = SpecConfig()
+            with suppress(Warning):  # where the caller's filters make errors of warnings: answers need no drafter
+                warnings.warn(SpeculationWarning(f"decoding plainly, since no drafter can be used: {error}"), stacklevel=3)
 
     def _know_costs(self, mode: str, on_profile: Callable[[str], None] | None) -> KnownCosts:
         """Let the controller begin with what steps cost, as far as that is known."""

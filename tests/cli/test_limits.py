@@ -88,7 +88,10 @@ def test_a_short_answer_is_not_guessed_for(foretoken: Run, least: int, guesses: 
         (("--cache-reserve", 1.5), "cache_reserve=1.5: must be a number from 0 to 1"),
         (("--drafter", "ngram", "--min-tokens-to-speculate", -1), "min_tokens_to_speculate=-1: must be at least 0"),
         (("--drafter", "ngram", "--max-speculating-requests", -1), "max_speculating_requests=-1: must be at least 0"),
-        (("--max-speculating-requests", 2), "max_speculating_requests=2: .* nobody guesses: name a --drafter"),
+        (
+            ("--drafter", "none", "--max-speculating-requests", 2),
+            "max_speculating_requests=2: .* nobody guesses: name a --drafter other than none",
+        ),
         (
             ("--drafter", "ngram", "--num-draft", 2, "--min-tokens-to-speculate", 2),
             "min_tokens_to_speculate=2: .* num_draft=2 is set",
