@@ -17,16 +17,16 @@ from foretoken.printing.console import Console
 
 
 def print_pieces(outputs: list[StepOutput]) -> None:
-    """Print what a step added, at once."""
+    """Print what a step added, at once, and end the line where the answer ends."""
     console = Console()
     for output in outputs:
         console.answer(output.text)
+        if output.finish_reason not in (None, "error"):
+            console.line()
 
 
 def report(llm: LLM, output: GenerateOutput, show: bool, as_json: bool, streamed: bool) -> None:
     """The answers in the form that was asked for, and what the first one cost."""
-    if streamed:
-        Console().line()
     for choice in output.choices if show or not as_json else ():
         _print_choice(llm, choice, show, streamed)
     if as_json:

@@ -100,6 +100,12 @@ CacheReserveOption = Annotated[float, typer.Option(help="Share of the cache that
 MinTokensToSpeculateOption = Annotated[
     int, typer.Option(help="With an open number of guesses: answers of fewer tokens are not guessed for.")
 ]
+MinTokensForDraftModelOption = Annotated[
+    int,
+    typer.Option(
+        help="With an open number of guesses by several drafters: no draft model reads the prompt for shorter answers."
+    ),
+]
 MaxSpeculatingOption = Annotated[
     int | None,
     typer.Option(help="With an open number of guesses: nobody guesses while more answers run than this; no limit."),

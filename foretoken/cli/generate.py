@@ -23,6 +23,7 @@ from foretoken.cli.common import (
     MaxPromptTokensOption,
     MaxSpeculatingOption,
     MaxStepTokensOption,
+    MinTokensForDraftModelOption,
     MinTokensToSpeculateOption,
     NumericsOption,
     TargetOption,
@@ -38,12 +39,13 @@ from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine.llm import LLM
 from foretoken.engine.prompts import Conversation, as_conversation
+from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.files import check_file, parse_json
 
 # Options whose text may stand in a file or on standard input.
 _TEXTS = ("prompt", "prompt_ids", "messages", "prediction", "json_schema", "grammar")
-_ROUTING = ("min_tokens_to_speculate", "max_speculating_requests")
+_ROUTING = ("min_tokens_to_speculate", "min_tokens_for_draft_model", "max_speculating_requests")
 
 
 @with_spec_flags
@@ -117,11 +119,12 @@ def generate(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     cache_tokens: CacheOption = None,
-    cache_reserve: CacheReserveOption = SchedulerConfig.cache_reserve,
+    cache_reserve: CacheReserveOption = EngineConfig.cache_reserve,
     max_batch_size: MaxBatchSizeOption = SchedulerConfig.max_batch_size,
     max_prompt_tokens: MaxPromptTokensOption = SchedulerConfig.max_prompt_tokens,
     max_step_tokens: MaxStepTokensOption = None,
     min_tokens_to_speculate: MinTokensToSpeculateOption = RoutingRules.min_tokens_to_speculate,
+    min_tokens_for_draft_model: MinTokensForDraftModelOption = RoutingRules.min_tokens_for_draft_model,
     max_speculating_requests: MaxSpeculatingOption = None,
     numerics: NumericsOption = "default",
     cost_profile: CostProfileOption = "auto",

@@ -11,6 +11,7 @@ from foretoken.cli import generate
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine.llm import LLM
+from foretoken.engine_config import EngineConfig
 from tests.cli.conftest import Run
 
 PROMPT = (
@@ -43,7 +44,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SchedulerConfig, Routi
 
 def test_without_flags_they_are_the_engines_own(foretoken: Run, opened: list) -> None:
     assert foretoken(*PROMPT, "--drafter", "ngram").code == 0
-    assert opened[0][:2] == (SchedulerConfig(), RoutingRules())
+    assert opened[0][:2] == (EngineConfig("m").scheduler, RoutingRules())
+    assert opened[0][0] == SchedulerConfig(cache_reserve=0.15)
 
 
 def test_every_flag_arrives(foretoken: Run, opened: list) -> None:
@@ -60,13 +62,13 @@ def test_every_flag_arrives(foretoken: Run, opened: list) -> None:
         "--cache-tokens",
         256,
     )
-    rules = ("--min-tokens-to-speculate", 4, "--max-speculating-requests", 1)
+    rules = ("--min-tokens-to-speculate", 4, "--min-tokens-for-draft-model", 3, "--max-speculating-requests", 1)
     own = ("--drafter", "ngram", "--n", 3, "--temperature", 1, "--seed", 3, "--rule", "coupled", "--json")
     wide, narrow = foretoken(*PROMPT, *own), foretoken(*PROMPT, *own, *limits, *rules)
     assert wide.code == narrow.code == 0
     assert opened[1][:2] == (
         SchedulerConfig(2, 7, max_step_tokens=12, cache_reserve=0.25),
-        RoutingRules(min_tokens_to_speculate=4, max_speculating_requests=1),
+        RoutingRules(min_tokens_to_speculate=4, min_tokens_for_draft_model=3, max_speculating_requests=1),
     )
     answers = [json.loads(done.lines[-1]) for done in (wide, narrow)]
     texts = [[one["token_ids"] for one in (answer, *answer["others"])] for answer in answers]

@@ -50,7 +50,10 @@ A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with refe
             ("--drafter", "auto", "--min-confidence", "0.5"),
             "(draft_model, early_exit), and drafter='auto' has none; choose one, or leave it out",
         ),
-        (("--drafter", "none", "--num-draft", "3"), "num_draft='3': nobody guesses: name a --drafter or a --draft, or leave it out"),
+        (
+            ("--drafter", "none", "--num-draft", "3"),
+            "num_draft='3': nobody guesses: name a --drafter or a --draft, or leave it out",
+        ),
         (("--drafter", "auto", "--num-draft", "x"), "num_draft='x': must be a whole number or auto"),
         (("--drafter", "auto", "--num-draft", "-1"), "num_draft=-1: must be at least 0"),
         (
