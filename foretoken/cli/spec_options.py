@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from foretoken.cli.common import spec_flag
+from foretoken.cli.flags import flag, with_flags
 from foretoken.config import PLAIN, SpecConfig
 from foretoken.errors import ConfigError
 from foretoken.field_text import parse_field, union_members
@@ -36,23 +37,9 @@ def with_spec_flags(verb: Callable[..., None]) -> Callable[..., None]:
     """`verb` with a flag for every field of `SpecConfig` that has a help text, and --drafter-option; it reads them from
     its context.
     """
-    own = inspect.signature(verb)
-    hints = typing.get_type_hints(verb, include_extras=True)
     spec_hints = typing.get_type_hints(SpecConfig)
     flags = [_flag(field, spec_hints[field.name]) for field in fields(SpecConfig) if "help" in field.metadata]
-    flags.append(_options_flag())
-    before = [p.replace(annotation=hints[p.name]) for p in own.parameters.values()]
-    place = 1 + [p.name for p in before].index("target")
-    added = {flag.name for flag in flags}
-
-    def called(**given: Any) -> None:  # noqa: ANN401 - flags of all types
-        verb(**{name: value for name, value in given.items() if name not in added})
-
-    parameters = [*before[:place], *flags, *before[place:]]
-    called.__name__, called.__doc__, called.__module__ = verb.__name__, verb.__doc__, verb.__module__
-    called.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return called
+    return with_flags(verb, [*flags, _options_flag()], after="target")
 
 
 def spec_from(given: Mapping[str, Any]) -> SpecConfig:
@@ -144,14 +131,10 @@ def _flag(field: Field[Any], hint: Any) -> inspect.Parameter:  # noqa: ANN401 - 
     option = spec_flag(field.name)
     if field.name == "drafter":
         option.help += f" {', '.join(known_drafters())}, {PLAIN}."
-    return _keyword(field.name, default, Annotated[kind, option])
+    return flag(field.name, default, Annotated[kind, option])
 
 
 def _options_flag() -> inspect.Parameter:
     words = "An option of the drafter's own, as NAME=VALUE; may be given several times."
     option = typer.Option("--drafter-option", help=words)
-    return _keyword("drafter_option", None, Annotated[list[str] | None, option])
-
-
-def _keyword(name: str, default: object, annotation: object) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
+    return flag("drafter_option", None, Annotated[list[str] | None, option])
