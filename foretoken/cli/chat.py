@@ -29,7 +29,7 @@ from foretoken.cli.sampling_options import sampling_params, with_sampling_flags
 from foretoken.cli.spec_options import answering_spec, check_sources, with_spec_flags
 from foretoken.engine.llm import LLM
 from foretoken.engine.prompts import Message
-from foretoken.errors import ForetokenError, StorageError
+from foretoken.errors import ForetokenError, InputError, StorageError
 from foretoken.printing.console import Console
 
 _HELP = "/help lists the commands, /exit ends; Ctrl-C stops an answer."
@@ -65,11 +65,28 @@ def chat(
         llm = LLM(config, on_profile=announcer(status))
     opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     with llm:
-        llm.render_chat([*opening, {"role": "user", "content": "Hello"}])  # without a template, refuse before reading
+        _check_template(llm, target, opening)
         is_interactive = sys.stdin is not None and sys.stdin.isatty() and not as_json
         if is_interactive:
             Console(stderr=True).line(_HELP, style="dim")
         _Lines(Talk(llm, params, opening, colour), is_interactive, as_json).run()
+
+
+def _check_template(llm: LLM, target: str, opening: list[Message]) -> None:
+    """Refuse what cannot chat before a line is read.
+
+    Raises:
+        InputError: a target without a chat template, or one whose template refuses a system message.
+        CheckpointError: the template is broken.
+    """
+    if llm.tokenizer is None or llm.tokenizer.chat_template is None:
+        raise InputError(
+            "target",
+            target,
+            "has no chat template; give a checkpoint that was trained to chat (most have Instruct or Chat in their "
+            "names), put its template into chat_template.jinja there, or continue plain text with `foretoken generate`",
+        )
+    llm.render_chat([*opening, {"role": "user", "content": "Hello"}])
 
 
 class _Lines:

@@ -152,15 +152,16 @@ class Talk:
             return False
         if name in ("/reset", "/clear") and not rest:
             self.reset()
+            _print(console, ["a new conversation"])
         elif name == "/set" and len(rest) in (0, 2):
             if rest:
                 self.set(*rest)
-            else:
-                _print(console, self.settings())
+            _print(console, [line for line in self.settings() if not rest or line.startswith(f"{rest[0]} ")])
         elif name == "/stats" and not rest:
             _print(console, self.totals.lines())
         elif name in ("/colour", "/color") and not rest:
             self.is_coloured = not self.is_coloured
+            _print(console, ["colours: on" if self.is_coloured else "colours: off"])
         elif name == "/help" and not rest:
             _print(console, [f"{usage}: {words}" for usage, words in COMMANDS.items()])
         else:

@@ -117,14 +117,14 @@ def of_temperature(temperature: float) -> Advice | None:
     )
 
 
-def of_short_answer(max_tokens: int, draft: str) -> Advice | None:
-    """An answer too short for the draft model that has to read the whole prompt for it."""
-    if max_tokens >= SHORT_ANSWER_TOKENS:
+def of_short_answer(max_tokens: int, num_prompt_tokens: int, draft: str) -> Advice | None:
+    """An answer too short for the draft model that has to read a prompt at least as long for it."""
+    if max_tokens >= SHORT_ANSWER_TOKENS or num_prompt_tokens < max_tokens:
         return None
     return Advice(
         "short answer",
-        f"max_tokens={max_tokens}: for an answer of under {SHORT_ANSWER_TOKENS} tokens, reading the prompt with draft "
-        f"{draft!r} may take longer than its guesses save",
+        f"max_tokens={max_tokens}: for an answer of under {SHORT_ANSWER_TOKENS} tokens, reading a prompt of "
+        f"{num_prompt_tokens} with draft {draft!r} may take longer than its guesses save",
         "use drafter='auto', which then guesses without the draft model, or 'ngram'",
     )
 

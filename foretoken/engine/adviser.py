@@ -91,7 +91,7 @@ class Adviser:
         self._tell(of_temperature(params.temperature))
         leaves_draft_out = spec.drafter == "auto" and spec.num_draft == "auto"  # by the routing rules
         if spec.draft is not None and not leaves_draft_out:
-            self._tell(of_short_answer(params.max_tokens, spec.draft))
+            self._tell(of_short_answer(params.max_tokens, len(state.request.prompt_ids), spec.draft))
 
     def round(self, view: RoundView) -> None:  # noqa: ARG002 - of the protocol
         """A round of one request."""

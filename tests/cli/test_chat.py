@@ -208,7 +208,8 @@ def test_a_terminal_goes_on_after_ctrl_c_and_errors(
 def test_a_chat_without_a_template_says_what_to_do(foretoken: Run, text_pair: SimpleNamespace) -> None:
     done = foretoken("chat", "-t", text_pair.target)
     assert done.code == 2
-    assert "has no chat template; give plain text instead, take a checkpoint that was trained to chat" in done.err
+    assert "target=" in done.err
+    assert "has no chat template; give a checkpoint that was trained to chat" in done.err
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch, typed: Iterator[Any]) -> None:
@@ -245,8 +246,11 @@ def test_commands_on_a_terminal(foretoken: Run, target: Path, monkeypatch: pytes
     last = asked[1][1]
     assert (last.temperature, last.seed, last.max_tokens, last.ignore_eos) == (0.5, 7, 3, True)
     assert asked[2][1].seed is None
+    assert done.err.count("temperature 0.5\n") == 2  # said when it was set, and by /set
     for words in (
         "/set NAME VALUE: change",
+        "colours: on",
+        "seed none\na new conversation\n",
         "temperature 0.5\n",
         "seed 7\n",
         "2 answers, 9 tokens",

@@ -39,7 +39,7 @@ TEXT = TextFormat("{{ a }}", {"eos_token": 2, "bos_token": 1})
         (lambda: of_draft_size("d", 300, 100), "draft size", "draft 'd' is only 3.0 times smaller"),
         (lambda: of_acceptance("ngram", 256, 38, 0.49), "acceptance", "15% of 256 tokens drafted by 'ngram'"),
         (lambda: of_temperature(1.01), "temperature", "temperature=1.01 flattens"),
-        (lambda: of_short_answer(49, "d"), "short answer", "max_tokens=49: .* draft 'd'"),
+        (lambda: of_short_answer(49, 49, "d"), "short answer", "max_tokens=49: .* a prompt of 49 with draft 'd'"),
         (lambda: of_memory(86 << 30, 100 << 30, "memory"), "memory", "take 86.0 of the 100.0 GiB of memory.* 14% in"),
         (lambda: of_memory(120, 100, "the GPU"), "memory", "0% in reserve"),
         (lambda: of_load(LOAD), "load", "with 4 requests at once, .* only 5% of 256 rounds: use drafter='none'"),
@@ -75,7 +75,8 @@ def test_a_finding_comes_with_its_remedy(found: Callable[[], Advice], topic: str
         lambda: of_acceptance("ngram", 1000, 150, 0.4),
         lambda: of_acceptance("draft_model", 1000, 60, 0.5),  # a tree of 8 loses most of its tokens and still pays
         lambda: of_temperature(1.0),
-        lambda: of_short_answer(50, "d"),
+        lambda: of_short_answer(50, 900, "d"),
+        lambda: of_short_answer(49, 48, "d"),  # reading so short a prompt takes little
         lambda: of_memory(85, 100, "memory"),
         lambda: of_load(replace(LOAD, num_rounds=255)),
         lambda: of_load(replace(LOAD, mean_requests=3.9)),
@@ -121,14 +122,14 @@ def test_each_warning_comes_once(pair: SimpleNamespace, told: _Texts) -> None:
         llm.generate([[1, 2]], SamplingParams(max_tokens=4, temperature=1.5, seed=1))
         assert list(told) == []  # nobody guesses
         for _ in range(2):
-            llm.generate([[1, 2]] * 2, SamplingParams(max_tokens=4, temperature=1.5, seed=1), spec)
+            llm.generate([[1, 2, 3, 4]] * 2, SamplingParams(max_tokens=4, temperature=1.5, seed=1), spec)
     assert [told.about(words) for words in ("times smaller", "temperature=1.5", "max_tokens=4")] == [1, 1, 1]
     assert len(list(told)) == 3
 
 
 def test_auto_leaves_the_draft_out_of_short_answers_without_a_word(pair: SimpleNamespace, told: _Texts) -> None:
     with LLM(pair.target, SpecConfig("auto", str(pair.draft)), dtype="float32", cache_tokens=512) as llm:
-        llm.generate([[1, 2]], SamplingParams(max_tokens=4))
+        llm.generate([[1, 2, 3, 4]], SamplingParams(max_tokens=4))
     assert told.about("max_tokens") == 0
 
 
