@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from foretoken import SpecConfig
 from foretoken.cli import generate
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
@@ -46,6 +47,24 @@ def test_without_flags_they_are_the_engines_own(foretoken: Run, opened: list) ->
     assert foretoken(*PROMPT, "--drafter", "ngram").code == 0
     assert opened[0][:2] == (EngineConfig("m").scheduler, RoutingRules())
     assert opened[0][0] == SchedulerConfig(cache_reserve=0.15)
+
+
+@pytest.mark.parametrize(
+    ("flags", "spec"),
+    [
+        ((), SpecConfig("auto")),
+        (("--num-draft", 3), SpecConfig("auto", num_draft=3)),
+        (("--rule", "greedy"), SpecConfig("auto", rule="greedy")),
+        (("--drafter", "none"), SpecConfig()),
+        (("--draft", "reference:draft"), SpecConfig("draft_model", "reference:draft")),
+        (("--prediction", "a = 1"), SpecConfig("predicted")),
+    ],
+)
+def test_it_guesses_unless_told_otherwise(
+    foretoken: Run, opened: list, flags: tuple[object, ...], spec: SpecConfig
+) -> None:
+    done = foretoken(*PROMPT, *flags)
+    assert (done.code, opened[0][2].spec) == (0, spec), done.err
 
 
 def test_every_flag_arrives(foretoken: Run, opened: list) -> None:

@@ -175,9 +175,16 @@ def test_memory_counts_weights_and_full_caches(
         monkeypatch.setattr(adviser, "largest_cache_bytes", lambda _device, limit=limit: int(limit))
         with LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=512) as llm:
             assert told.about("in reserve") == count
-    monkeypatch.setattr(adviser, "largest_cache_bytes", lambda _device: int(used / 0.8))
-    with LLM(pair.target, SpecConfig("draft_model", str(pair.draft)), dtype="float32", cache_tokens=512) as llm:
-        assert told.about("in reserve") == 2  # the draft's weights and its cache come on top
+    spec = SpecConfig("draft_model", str(pair.draft))
+    with LLM(pair.target, spec, dtype="float32", cache_tokens=512) as llm:
+        (model,) = next(iter(llm.engine.drafters.drafters.values())).models()
+        cache = model.capacity_tokens * model.kv_bytes_per_token
+    before = told.about("in reserve")
+    for share, count in ((1.01, 0), (0.99, 1)):  # the draft's weights and its cache come on top
+        limit = int((used + model.weight_bytes + share * cache) / 0.85)
+        monkeypatch.setattr(adviser, "largest_cache_bytes", lambda _device, limit=limit: limit)
+        with LLM(pair.target, spec, dtype="float32", cache_tokens=512):
+            assert told.about("in reserve") == before + count
 
 
 def test_a_draft_with_another_chat_template(tmp_path: Path, told: _Texts) -> None:

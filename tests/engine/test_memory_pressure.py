@@ -64,6 +64,16 @@ def test_smaller_steps_give_the_same_answers(
     assert sum(out.stats.num_preempted for out in outputs) > 0
 
 
+def test_guesses_go_before_a_request_does(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows have room: a short prompt, or one token and one guess."""
+    params, prompts = SamplingParams(max_tokens=9, ignore_eos=True), [[5, 6], [7, 8], [5, 9]]
+    expected = [out.token_ids for out in own.generate(prompts, params)]
+    monkeypatch.setattr(own.target, "forward", Small(own.engine, most_rows=2))
+    with pytest.warns(UserWarning, match="out of memory"):
+        outputs = own.generate(prompts, params, SpecConfig("recycling", num_draft=4))
+    assert [out.token_ids for out in outputs] == expected
+
+
 def test_a_request_that_does_not_fit_alone_fails_and_the_others_do_not(
     own: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
