@@ -77,6 +77,7 @@ def _shrink(engine: Recoverable, error: Exception) -> None:
         elif fits_smaller:
             _run_again(engine, state, alone=state.request_id in scheduler.alone)
         else:
+            scheduler.set_back(state, alone=False)  # its sequence may be open though it does not run yet
             engine.fail(state, _too_large(state, error))
     pressure = scheduler.pressure
     ends = f"its requests run again, at most {pressure.most_requests} at once" if fits_smaller else "the request fails"

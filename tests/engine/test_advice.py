@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -57,8 +58,6 @@ TEXT = TextFormat("{{ a }}", {"eos_token": 2, "bos_token": 1})
     ],
 )
 def test_a_finding_comes_with_its_remedy(found: Callable[[], Advice], topic: str, words: str) -> None:
-    import re
-
     advice = found()
     assert advice.topic == topic
     assert re.search(words, str(advice))
@@ -95,13 +94,12 @@ def test_nothing_is_said_without_need(silent: Callable[[], Advice | None]) -> No
 
 
 @pytest.fixture
-def told() -> Iterator[list[str]]:
+def told() -> Iterator[_Texts]:
     """The advice that comes during a test."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("error")
         warnings.simplefilter("always", SpeculationWarning)
-        yield (texts := _Texts(found))
-        del texts
+        yield _Texts(found)
 
 
 class _Texts(list[str]):
