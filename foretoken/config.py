@@ -16,6 +16,7 @@ from foretoken.errors import ConfigError
 from foretoken.params import SamplingParams as SamplingParams
 from foretoken.params import check_flag, check_number, check_text, check_whole
 from foretoken.registry import DRAFTERS as DRAFTERS
+from foretoken.registry import PLAIN as PLAIN
 from foretoken.registry import FrozenOptions, check_options, traits_of
 from foretoken.registry import known_drafters as known_drafters
 
@@ -44,10 +45,10 @@ def _help(text: str) -> dict[str, str]:
 class SpecConfig:
     """Which drafter guesses, how many tokens, and which rule verifies them.
 
-    `drafter=None` is plain decoding, which takes nothing else (plain decoding under a rule of your choice is any
-    drafter with `num_draft=0`). `draft` is the draft model's folder or hub id, maybe the target's own; `draft_dtype`
-    the format of its weights: "auto" takes the target's option; "int8" and "int4" (CPU) read a half and a quarter of
-    the bytes. `num_draft="auto"` leaves the number to the engine. `rule="auto"` is greedy at
+    `drafter=None`, or "none", is plain decoding, which takes nothing else (plain decoding under a rule of your choice
+    is any drafter with `num_draft=0`). `draft` is the draft model's folder or hub id, maybe the target's own;
+    `draft_dtype` the format of its weights: "auto" takes the target's option; "int8" and "int4" (CPU) read a half and a
+    quarter of the bytes. `num_draft="auto"` leaves the number to the engine. `rule="auto"` is greedy at
     temperature 0, coupled when the request has a seed, otherwise block for sampled chains and tree for trees. Three
     ways to draft less, each exact because the mass of the draft accounts for it:
 
@@ -92,7 +93,7 @@ class SpecConfig:
       all requests of the step together; `ngram`, `suffix`, and `draft_model` where there is a draft, by default.
     """
 
-    drafter: str | None = field(default=None, metadata=_help("Which drafter guesses; without it, plain decoding."))
+    drafter: str | None = field(default=None, metadata=_help("Which drafter guesses; none for plain decoding."))
     draft: str | None = field(
         default=None,
         metadata=_help("The draft model for --drafter draft_model: a folder, a hub id, or reference:draft."),
@@ -141,13 +142,15 @@ class SpecConfig:
     options: Mapping[str, Any] = FrozenOptions()
 
     def __post_init__(self) -> None:
+        if self.drafter == PLAIN:
+            object.__setattr__(self, "drafter", None)
         if self.drafter is not None and self.drafter not in known_drafters():
-            near = difflib.get_close_matches(str(self.drafter).lower(), known_drafters(), n=1)
+            near = difflib.get_close_matches(str(self.drafter).lower(), (*known_drafters(), PLAIN), n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(
                 "drafter",
                 self.drafter,
-                f"{hint}choose one of {', '.join(known_drafters())}, or None (leave it out) for plain decoding",
+                f"{hint}choose one of {', '.join(known_drafters())}, or {PLAIN} for plain decoding",
             )
         if self.draft is not None and (not isinstance(self.draft, str) or not self.draft):
             raise ConfigError("draft", self.draft, f"must be {A_DRAFT}")

@@ -18,6 +18,8 @@ from foretoken.control.routing import RoutingRules
 from foretoken.errors import ConfigError, InputError
 from foretoken.params import check_limits, check_share, check_text
 
+# Share of the cache that stays free when a request joins; requests that speculate grow by several tokens a step.
+CACHE_RESERVE = 0.15
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -43,8 +45,9 @@ class EngineConfig:
     """What an engine is built from. `LLM(EngineConfig(model, ...))` and `LLM(model, ...)` are the same.
 
     - `model`: a folder, a hub id, or `reference:target`.
-    - `spec`: the drafter of requests that name none (None: plain decoding). `generate` and `stream` take another one
-      per call or per prompt. A draft model is loaded when it is first named.
+    - `spec`: the drafter of requests that name none (None: `drafter="auto"`, or plain decoding where that is not
+      possible, with a warning; `SpecConfig()` is plain decoding). `generate` and `stream` take another one per call or
+      per prompt. A draft model is loaded when it is first named.
     - `dtype`: the format of the weights; "auto" is the stored one. A `torch.dtype` is taken too.
     - `device`: "auto" (the first GPU, or the CPU), "cpu", "cuda" or "cuda:N".
     - `cache_tokens`: capacity of the key/value cache; None: room for many short requests, and for one that fills the
@@ -56,7 +59,8 @@ class EngineConfig:
       `LLM.trace_error` says so and answers go on.
     - `shadow_rate`: share of requests whose answers the target scores again in the background; `stats.shadow` has the
       result, and a warning is raised when answers do not follow the target's distribution.
-    - `routing`: which requests not to speculate for at all (docs/batching.md).
+    - `routing`: which requests not to speculate for, and which not with a draft model (None: `RoutingRules()`;
+      docs/decisions/0007-defaults.md).
     - `profile`: where the cost of steps comes from, which decides how much is drafted where that is left open: "auto"
       (kept from an earlier start, or measured now), "off" (learnt from the first steps), "measure" (now, again), or a
       file of `foretoken bench --profile`.
@@ -73,7 +77,7 @@ class EngineConfig:
     max_batch_size: int = SchedulerConfig.max_batch_size
     max_prompt_tokens: int = SchedulerConfig.max_prompt_tokens
     max_step_tokens: int | None = SchedulerConfig.max_step_tokens
-    cache_reserve: float = SchedulerConfig.cache_reserve
+    cache_reserve: float = CACHE_RESERVE
     numerics: str = "default"
     trace: str | Path | None = None
     shadow_rate: float = 0.0

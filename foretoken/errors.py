@@ -94,6 +94,10 @@ class DrafterWarning(UserWarning):
     """A drafter failed, or was disabled for a request, which continues without it."""
 
 
+class SpeculationWarning(UserWarning):
+    """Speculation costs more than it need, or cannot be used; the message ends with a remedy."""
+
+
 class NumericsError(ForetokenError, RuntimeError):
     """The model produced NaN or infinite logits for a request."""
 

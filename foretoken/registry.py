@@ -13,6 +13,7 @@ from typing import Any
 
 from foretoken.errors import ConfigError
 
+PLAIN = "none"  # in texts, the name of no drafter: plain decoding
 _SAMPLING = ("draft_probability", "min_confidence", "draft_top_k")  # fields of drafters that sample
 
 
@@ -100,8 +101,8 @@ def add_traits(name: str, traits: Traits) -> None:
     Raises:
         ConfigError: the name is one of the package's, or not an identifier.
     """
-    if name in DRAFTERS or not isinstance(name, str) or not name.isidentifier():
-        raise ConfigError("name", name, f"choose an identifier that is none of {', '.join(DRAFTERS)}")
+    if name in (*DRAFTERS, PLAIN) or not isinstance(name, str) or not name.isidentifier():
+        raise ConfigError("name", name, f"choose an identifier that is none of {', '.join((*DRAFTERS, PLAIN))}")
     ADDED[name] = traits
 
 

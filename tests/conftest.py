@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from foretoken import LLM
+from foretoken import LLM, SpecConfig
 from foretoken.draft.base import Drafter, DrafterKey
 from foretoken.draft.failures import DrafterFailures
 from foretoken.engine import admission
@@ -26,6 +26,11 @@ settings.register_profile(
     "the same everywhere", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("the same everywhere")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Advice is for users; tiny models earn it in nearly every test. Tests of advice ask for it."""
+    config.addinivalue_line("filterwarnings", "ignore::foretoken.errors.SpeculationWarning")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -121,4 +126,4 @@ def text_pair(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 @pytest.fixture(scope="session")
 def llm(pair: SimpleNamespace) -> LLM:
     """One engine for many tests, in float32, so that each test meets the used cache of the one before."""
-    return LLM(pair.target, dtype="float32", cache_tokens=8192)
+    return LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=8192)

@@ -6,13 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foretoken.config import SpecConfig
+from foretoken.engine.prompts import Conversation, as_conversation
 from foretoken.errors import InputError
 from foretoken.files import parse_json, read_text
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
-Prompt = str | list[int]
 _MOST_PROMPTS = 100_000  # all answers are held in memory until they are tested
 REPORT_SUFFIXES = (".md", ".json")
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation that the target's chat template lays out."""
+
+    messages: Conversation
+
+
+Prompt = str | list[int] | ChatPrompt
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,8 @@ class AuditOptions:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts from a file: JSON lines with `prompt` (a text) or `prompt_ids`, or else one text per line.
+    """Prompts from a file: JSON lines with `prompt` (a text), `prompt_ids` or `messages` (a conversation), or else one
+    text per line.
 
     A file is read as JSON lines when its name ends in .jsonl or its first line begins with a brace.
 
@@ -72,6 +83,11 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def _parse(where: str, line: str) -> Prompt:
     item = parse_json("prompts", where, line)
+    if isinstance(item, dict) and "messages" in item:
+        try:
+            return ChatPrompt(as_conversation(item["messages"]))
+        except InputError as error:
+            raise InputError("prompts", where, f"{error.field} there: {error.remedy}") from error
     found = item.get("prompt", item.get("prompt_ids")) if isinstance(item, dict) else None
     if isinstance(found, str) and found:
         return found
@@ -82,5 +98,8 @@ def _parse(where: str, line: str) -> Prompt:
     ):
         return found
     raise InputError(
-        "prompts", where, 'every line is an object with a text under "prompt" or token ids under "prompt_ids"'
+        "prompts",
+        where,
+        'every line is an object with a text under "prompt", token ids under "prompt_ids" or a conversation under '
+        '"messages"',
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from foretoken.audit.plan import AuditOptions, Prompt
+from foretoken.audit.plan import AuditOptions, ChatPrompt, Prompt
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.group import drafter_key
@@ -178,11 +178,16 @@ class Session:
                 self.options.max_tokens,
                 f"must be smaller than the context of {self.target.max_context_tokens} tokens",
             )
-        if self.llm.tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
+        text = next((prompt for prompt in prompts if not isinstance(prompt, list)), None)
+        if self.llm.tokenizer is None and text is not None:
             remedy = "this model folder has no tokenizer; give a file of JSON lines with token ids under prompt_ids"
-            raise InputError("prompts", next(prompt for prompt in prompts if isinstance(prompt, str)), remedy)
-        found = [self.llm.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        return [ids[-most:] for ids in found]
+            raise InputError("prompts", text, remedy)
+        return [self._ids(prompt)[-most:] for prompt in prompts]
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, ChatPrompt):
+            return self.llm.encode_chat(prompt.messages)
+        return self.llm.encode(prompt) if isinstance(prompt, str) else prompt
 
 
 def _draft_models(spec: SpecConfig) -> Iterator[SpecConfig]:

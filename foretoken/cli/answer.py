@@ -11,28 +11,35 @@ from foretoken.cli.show import print_counts, print_shown
 from foretoken.core import StepOutput
 from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput
+from foretoken.engine.stats import RequestStats
 from foretoken.model.tokenizer import Detokenizer
 from foretoken.printing.console import Console
 
 
 def print_pieces(outputs: list[StepOutput]) -> None:
-    """Print what a step added, at once."""
+    """Print what a step added, at once, and end the line where the answer ends."""
     console = Console()
     for output in outputs:
         console.answer(output.text)
+        if output.finish_reason not in (None, "error"):
+            console.line()
 
 
 def report(llm: LLM, output: GenerateOutput, show: bool, as_json: bool, streamed: bool) -> None:
     """The answers in the form that was asked for, and what the first one cost."""
-    if streamed:
-        Console().line()
     for choice in output.choices if show or not as_json else ():
         _print_choice(llm, choice, show, streamed)
     if as_json:
         first, *others = (as_json_object(choice) for choice in output.choices)
         print_json(first | ({"others": others} if others else {}))
         return
-    stats = output.stats
+    Console(stderr=True).line(summary(output.stats), style="dim")
+
+
+def summary(stats: RequestStats) -> str:
+    """What an answer cost: speed, acceptance, and what plain decoding would have taken, estimated from the measured
+    times of steps.
+    """
     line = (
         f"{stats.num_emitted} tokens in {stats.num_steps} steps, {stats.tokens_per_s:.1f} tokens/s, "
         f"first token after {stats.ttft_s:.2f} s"
@@ -41,12 +48,14 @@ def report(llm: LLM, output: GenerateOutput, show: bool, as_json: bool, streamed
         line += f"; {stats.num_accepted} of {stats.num_drafted} guesses kept ({stats.acceptance_rate:.0%})"
         line += f", {stats.wasted_s:.2f} of {stats.draft_s + stats.verify_s:.2f} s wasted on others"
         if stats.estimated_speedup is not None:
-            line += f", about {stats.estimated_speedup:.2f}x plain decoding"
+            plain_s = stats.estimated_speedup * stats.decode_s
+            line += f"; estimated for plain decoding: {plain_s:.2f} s instead of {stats.decode_s:.2f} s"
+            line += f" ({stats.estimated_speedup:.2f}x)"
     if stats.num_probed:
         line += f"; {stats.num_probed} rows of probes"
     if stats.lossy:
         line += f"; rule {stats.rule} is lossy: this is not the target's distribution"
-    Console(stderr=True).line(line, style="dim")
+    return line
 
 
 def print_cost_profile(llm: LLM) -> None:

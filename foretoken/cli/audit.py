@@ -34,7 +34,7 @@ def audit(
     context: typer.Context,
     target: TargetOption = "reference:target",
     prompts: Annotated[
-        Path | None, typer.Option(help="A prompt per line, or JSON lines with `prompt` or `prompt_ids`.")
+        Path | None, typer.Option(help="A prompt per line, or JSON lines with `prompt`, `prompt_ids` or `messages`.")
     ] = None,
     num_prompts: Annotated[int, typer.Option(help="Answers at each temperature; prompts are taken in turn.")] = 16,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,

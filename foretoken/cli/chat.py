@@ -24,36 +24,26 @@ from foretoken.cli.common import (
     print_json,
     progress,
 )
-from foretoken.cli.spec_options import check_sources, spec_from, with_spec_flags
-from foretoken.config import SamplingParams
-from foretoken.core import StepOutput
+from foretoken.cli.conversation import Talk
+from foretoken.cli.sampling_options import sampling_params, with_sampling_flags
+from foretoken.cli.spec_options import answering_spec, check_sources, with_spec_flags
 from foretoken.engine.llm import LLM
-from foretoken.engine.output import GenerateOutput
 from foretoken.engine.prompts import Message
-from foretoken.errors import ForetokenError, StorageError
+from foretoken.errors import ForetokenError, InputError, StorageError
 from foretoken.printing.console import Console
 
-_HELP = "/clear begins a new conversation, /exit ends; Ctrl-C stops an answer."
+_HELP = "/help lists the commands, /exit ends; Ctrl-C stops an answer."
+_AGAIN = "Ctrl-C again ends, /exit does so too."
 
 
 @with_spec_flags
+@with_sampling_flags
 def chat(
     context: typer.Context,
     target: TargetOption = "reference:target",
     system: Annotated[str | None, typer.Option(help="The system message, before the conversation.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
-    temperature: Annotated[
-        float, typer.Option(help="0 takes the most likely token; 1 samples the model's own distribution.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the smallest set of tokens that holds this probability.")
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 = all.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this share of the most likely one.")] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Divides the logits of tokens in the conversation and answer; 1 = off.")
-    ] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Repeat the same random choices.")] = None,
+    colour: Annotated[bool, typer.Option("--colour", help="Show by colour where each token came from.")] = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     cache_tokens: CacheOption = None,
@@ -63,101 +53,101 @@ def chat(
 ) -> None:
     """Talk to a model: each line is a message, and the conversation is kept.
 
-    On a terminal answers are streamed; /clear begins a new conversation, /exit or the end of input ends, Ctrl-C stops
-    an answer. In a pipe each line of standard input gets one answer, with --json one JSON object on a line.
+    On a terminal answers are streamed; /help lists the commands, /exit or the end of input ends, Ctrl-C stops an
+    answer. In a pipe each line of standard input gets one answer, with --json one JSON object on a line.
     """
-    spec = spec_from(context.params)
-    spec.for_request(None)
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
+    params, spec = sampling_params(context.params), answering_spec(context.params)
+    if spec is not None:
+        spec.for_request(None)
     config = engine_config(target, spec, context.params)
     check_sources(spec)
     with progress(f"loading {target}") as status:
         llm = LLM(config, on_profile=announcer(status))
     opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     with llm:
-        llm.render_chat([*opening, {"role": "user", "content": "Hello"}])  # without a template, refuse before reading
+        _check_template(llm, target, opening)
         is_interactive = sys.stdin is not None and sys.stdin.isatty() and not as_json
         if is_interactive:
             Console(stderr=True).line(_HELP, style="dim")
-        _Chat(llm, params, opening, is_interactive, as_json).run()
+        _Lines(Talk(llm, params, opening, colour), is_interactive, as_json).run()
 
 
-class _Chat:
-    """A conversation that goes on until the input ends."""
+def _check_template(llm: LLM, target: str, opening: list[Message]) -> None:
+    """Refuse what cannot chat before a line is read.
 
-    def __init__(
-        self, llm: LLM, params: SamplingParams, opening: list[Message], is_interactive: bool, as_json: bool
-    ) -> None:
-        self._llm, self._params, self._opening = llm, params, opening
-        self._is_interactive, self._as_json = is_interactive, as_json
-        self._messages = list(opening)
+    Raises:
+        InputError: a target without a chat template, or one whose template refuses a system message.
+        CheckpointError: the template is broken.
+    """
+    if llm.tokenizer is None or llm.tokenizer.chat_template is None:
+        raise InputError(
+            "target",
+            target,
+            "has no chat template; give a checkpoint that was trained to chat (most have Instruct or Chat in their "
+            "names), put its template into chat_template.jinja there, or continue plain text with `foretoken generate`",
+        )
+    llm.render_chat([*opening, {"role": "user", "content": "Hello"}])
+
+
+class _Lines:
+    """Goes through the lines of standard input until they end."""
+
+    def __init__(self, talk: Talk, is_interactive: bool, as_json: bool) -> None:
+        self._talk, self._is_interactive, self._as_json = talk, is_interactive, as_json
 
     def run(self) -> None:
         """Answer each line.
 
         Raises:
-            ForetokenError: an answer failed; on a terminal that is printed, and the conversation goes on without it.
+            ForetokenError: an answer or a command failed; on a terminal that is printed, and the conversation goes on
+                without it.
         """
         for line in _typed_lines() if self._is_interactive else _piped_lines():
             if self._is_interactive and not line.strip():
                 continue
             if line.strip() == "/exit":
                 return
-            if line.strip() == "/clear":
-                self._messages = list(self._opening)
-                continue
             try:
-                self._answer(line)
+                if not self._talk.command(line, Console(stderr=True), self._is_interactive):
+                    self._answer(line)
             except ForetokenError as error:
                 if not self._is_interactive:
                     raise
                 Console(stderr=True).message(f"error: {error}", style="red")
 
     def _answer(self, line: str) -> None:
-        """Answer one message; both are kept, also when the answer is stopped half-way."""
-        asked, said = [*self._messages, {"role": "user", "content": line}], list[str]()
         console = Console()
-
-        def on_step(outputs: list[StepOutput]) -> None:
-            for output in outputs:
-                said.append(output.text)
-                if not self._as_json:
-                    console.answer(output.text)
-
         try:
-            output = self._llm.chat(asked, self._params, on_step=on_step)[0]
-            if output.error is not None:
-                raise output.error
-            self._print_end(output)
+            output = self._talk.answer(line, (lambda _piece, _style: None) if self._as_json else console.piece)
         except KeyboardInterrupt:
             if not self._is_interactive:
                 raise
             console.line()
-        self._messages = [*asked, {"role": "assistant", "content": "".join(said)}]
-
-    def _print_end(self, output: GenerateOutput) -> None:
+            return
         if self._as_json:
             print_json(as_json_object(output))
         else:
-            Console().line()
+            console.line()
 
 
 def _typed_lines() -> Iterator[str]:
-    """Lines typed at a prompt, until the end of input."""
+    """Lines typed at a prompt, until the end of input; a second Ctrl-C in a row ends the program."""
+    was_stopped = False
     while True:
         try:
-            yield input("> ")
+            line = input("> ")
         except EOFError:
             Console().line()
             return
+        except KeyboardInterrupt:
+            if was_stopped:
+                raise
+            was_stopped = True
+            Console().line()
+            Console(stderr=True).line(_AGAIN, style="dim")
+            continue
+        was_stopped = False
+        yield line
 
 
 def _piped_lines() -> Iterator[str]:

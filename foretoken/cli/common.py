@@ -100,6 +100,12 @@ CacheReserveOption = Annotated[float, typer.Option(help="Share of the cache that
 MinTokensToSpeculateOption = Annotated[
     int, typer.Option(help="With an open number of guesses: answers of fewer tokens are not guessed for.")
 ]
+MinTokensForDraftModelOption = Annotated[
+    int,
+    typer.Option(
+        help="With an open number of guesses by several drafters: no draft model reads the prompt for shorter answers."
+    ),
+]
 MaxSpeculatingOption = Annotated[
     int | None,
     typer.Option(help="With an open number of guesses: nobody guesses while more answers run than this; no limit."),
@@ -108,7 +114,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 
 def engine_config(
-    target: str, spec: SpecConfig, given: Mapping[str, Any], routing: RoutingRules | None = None
+    target: str, spec: SpecConfig | None, given: Mapping[str, Any], routing: RoutingRules | None = None
 ) -> EngineConfig:
     """`EngineConfig` of the options by name, those of other matters left out.
 

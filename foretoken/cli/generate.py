@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -23,6 +23,7 @@ from foretoken.cli.common import (
     MaxPromptTokensOption,
     MaxSpeculatingOption,
     MaxStepTokensOption,
+    MinTokensForDraftModelOption,
     MinTokensToSpeculateOption,
     NumericsOption,
     TargetOption,
@@ -32,21 +33,24 @@ from foretoken.cli.common import (
     texts_of,
     was_given,
 )
-from foretoken.cli.spec_options import check_sources, spec_from, with_spec_flags
+from foretoken.cli.sampling_options import sampling_params, with_sampling_flags
+from foretoken.cli.spec_options import answering_spec, check_sources, with_spec_flags
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine.llm import LLM
 from foretoken.engine.prompts import Conversation, as_conversation
+from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.files import check_file, parse_json
 
 # Options whose text may stand in a file or on standard input.
 _TEXTS = ("prompt", "prompt_ids", "messages", "prediction", "json_schema", "grammar")
-_ROUTING = ("min_tokens_to_speculate", "max_speculating_requests")
+_ROUTING = ("min_tokens_to_speculate", "min_tokens_for_draft_model", "max_speculating_requests")
 
 
 @with_spec_flags
+@with_sampling_flags
 def generate(
     context: typer.Context,
     target: TargetOption = "reference:target",
@@ -66,35 +70,6 @@ def generate(
         str | None, typer.Option(help="The answer you expect, for --drafter predicted: the text, @FILE, or -.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
-    temperature: Annotated[
-        float, typer.Option(help="0 takes the most likely token; 1 samples the model's own distribution.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the smallest set of tokens that holds this probability.")
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 = all.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this share of the most likely one.")] = 0.0,
-    presence_penalty: Annotated[
-        float, typer.Option(help="Taken off the logit of every token the answer already holds.")
-    ] = 0.0,
-    frequency_penalty: Annotated[
-        float, typer.Option(help="Taken off once for every time the answer holds the token.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Divides the logits of tokens in prompt and answer; 1 = off.")
-    ] = 1.0,
-    logit_bias: Annotated[
-        list[str] | None, typer.Option(help="ID=VALUE added to a token's logit; may be given several times.")
-    ] = None,
-    bad_word: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A text that must not appear in the answer, not even inside a word; may be given several times."
-        ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Repeat the same random choices.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")] = None,
-    min_tokens: Annotated[int, typer.Option(help="Shortest answer, in tokens.")] = 0,
     n: Annotated[int, typer.Option(help="Answers to draw.")] = 1,
     logprobs: Annotated[
         int | None, typer.Option(help="Report log-probabilities: of each token and of this many likeliest.")
@@ -109,7 +84,6 @@ def generate(
     grammar: Annotated[
         str | None, typer.Option(help="Hold the answer to this Lark grammar: the text, @FILE, or -.")
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
     priority: Annotated[int, typer.Option(help="Smaller is served earlier.")] = 0,
     deadline_s: Annotated[
         float | None, typer.Option("--deadline", help="Seconds after which the answer is wanted: orders service.")
@@ -117,11 +91,12 @@ def generate(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     cache_tokens: CacheOption = None,
-    cache_reserve: CacheReserveOption = SchedulerConfig.cache_reserve,
+    cache_reserve: CacheReserveOption = EngineConfig.cache_reserve,
     max_batch_size: MaxBatchSizeOption = SchedulerConfig.max_batch_size,
     max_prompt_tokens: MaxPromptTokensOption = SchedulerConfig.max_prompt_tokens,
     max_step_tokens: MaxStepTokensOption = None,
     min_tokens_to_speculate: MinTokensToSpeculateOption = RoutingRules.min_tokens_to_speculate,
+    min_tokens_for_draft_model: MinTokensForDraftModelOption = RoutingRules.min_tokens_for_draft_model,
     max_speculating_requests: MaxSpeculatingOption = None,
     numerics: NumericsOption = "default",
     cost_profile: CostProfileOption = "auto",
@@ -129,11 +104,12 @@ def generate(
     show: Annotated[bool, typer.Option("--show", help="Mark each token by where it came from, with a legend.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue a text, plainly or with a drafter, and say what it cost."""
+    """Continue a text, with guesses unless --drafter none is given, and say what it cost."""
     texts = texts_of(context.params, _TEXTS)
     given = context.params | texts
-    asked, params, spec = _asked(texts, chat), _params(given), spec_from(given)
-    spec.for_request(params.prediction)  # what cannot go together is refused before anything is loaded
+    asked, params, spec = _asked(texts, chat), sampling_params(given), answering_spec(given)
+    if spec is not None:
+        spec.for_request(params.prediction)  # what cannot go together is refused before anything is loaded
     config = engine_config(target, spec, given, routing=_rules(context, spec))
     check_sources(spec)
     if trace is not None:
@@ -141,32 +117,28 @@ def generate(
     with progress(f"loading {target}") as status:
         llm = LLM(config, on_profile=announcer(status))
     with llm:
-        prompt_ids_or_text = asked.prompt if asked.messages is None else llm.encode_chat(asked.messages)
-        stream_out = not show and not as_json and llm.tokenizer is not None and n == 1 and logprobs is None
-        output = llm.generate([prompt_ids_or_text], params, on_step=print_pieces if stream_out else None)[0]
-        if output.error is not None:
-            raise output.error
-        report(llm, output, show, as_json, stream_out)
-        if show and llm.stats.profile_s:
-            print_cost_profile(llm)
+        _answer(llm, asked, params, show, as_json)
     if llm.trace_error is not None:
         raise llm.trace_error
 
 
-def _params(given: Mapping[str, Any]) -> SamplingParams:
-    """How to choose tokens, from the options by name."""
-    as_given = {field.name: given[field.name] for field in fields(SamplingParams) if field.name in given}
-    return SamplingParams(
-        **as_given
-        | {
-            "logit_bias": _biases(given["logit_bias"] or ()),
-            "bad_words": tuple(given["bad_word"] or ()),
-            "stop": tuple(given["stop"] or ()),
-        }
-    )
+def _answer(llm: LLM, asked: _Asked, params: SamplingParams, show: bool, as_json: bool) -> None:
+    """Answer, and print the answer in the form that was asked for.
+
+    Raises:
+        ForetokenError: the answer failed.
+    """
+    prompt = asked.prompt if asked.messages is None else llm.encode_chat(asked.messages)
+    stream_out = not show and not as_json and llm.tokenizer is not None and params.n == 1 and params.logprobs is None
+    output = llm.generate([prompt], params, on_step=print_pieces if stream_out else None)[0]
+    if output.error is not None:
+        raise output.error
+    report(llm, output, show, as_json, stream_out)
+    if show and llm.stats.profile_s:
+        print_cost_profile(llm)
 
 
-def _rules(context: typer.Context, spec: SpecConfig) -> RoutingRules:
+def _rules(context: typer.Context, spec: SpecConfig | None) -> RoutingRules:
     """When not to guess; only an open number of guesses is open to rules.
 
     Raises:
@@ -174,9 +146,9 @@ def _rules(context: typer.Context, spec: SpecConfig) -> RoutingRules:
     """
     given = {name: context.params[name] for name in _ROUTING}
     for name in _ROUTING:
-        if was_given(context, name) and (spec.drafter is None or spec.num_draft != "auto"):
+        if spec is not None and was_given(context, name) and (spec.drafter is None or spec.num_draft != "auto"):
             remedy = (
-                "nobody guesses: name a --drafter"
+                "nobody guesses: name a --drafter other than none"
                 if spec.drafter is None
                 else f"num_draft={spec.num_draft} is set: leave that to auto"
             )
@@ -184,31 +156,6 @@ def _rules(context: typer.Context, spec: SpecConfig) -> RoutingRules:
                 name, given[name], f"rules hold where the number of guesses is open, and {remedy}, or leave this out"
             )
     return RoutingRules(**given)
-
-
-def _biases(entries: Sequence[str]) -> dict[int, float]:
-    """Each token's bias; a token that is named twice would have two."""
-    found: dict[int, float] = {}
-    for token, value in map(_bias, entries):
-        if token in found:
-            raise InputError(
-                "logit_bias",
-                f"{token}={value:g}",
-                f"token {token} has the bias {found[token]:g} already; give one of the two",
-            )
-        found[token] = value
-    return found
-
-
-def _bias(entry: str) -> tuple[int, float]:
-    """`ID=VALUE`."""
-    token, _, value = entry.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        raise InputError(
-            "logit_bias", entry, "must be a token id, an equals sign and a number, such as 42=-100"
-        ) from None
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,14 @@ _STYLES = {
 _MARKS = {"accepted": "+", "residual": "!", "bonus": "*", "plain": "."}
 
 
+def style_of(origin: TokenOrigin) -> str:
+    """The style of a token."""
+    return _STYLES[origin.kind][0]
+
+
 def coloured(pieces: Sequence[str], provenance: Sequence[TokenOrigin]) -> list[Part]:
     """The pieces of an answer in the style of their provenance; the characters are unchanged."""
-    return [(piece, _STYLES[origin.kind][0]) for piece, origin in zip(pieces, provenance, strict=True)]
+    return [(piece, style_of(origin)) for piece, origin in zip(pieces, provenance, strict=True)]
 
 
 def marks(provenance: Sequence[TokenOrigin]) -> str:

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from foretoken.cli.common import spec_flag
-from foretoken.config import SpecConfig
+from foretoken.cli.flags import flag, with_flags
+from foretoken.config import PLAIN, SpecConfig
 from foretoken.errors import ConfigError
 from foretoken.field_text import parse_field, union_members
 from foretoken.files import check_readable
@@ -36,23 +37,9 @@ def with_spec_flags(verb: Callable[..., None]) -> Callable[..., None]:
     """`verb` with a flag for every field of `SpecConfig` that has a help text, and --drafter-option; it reads them from
     its context.
     """
-    own = inspect.signature(verb)
-    hints = typing.get_type_hints(verb, include_extras=True)
     spec_hints = typing.get_type_hints(SpecConfig)
     flags = [_flag(field, spec_hints[field.name]) for field in fields(SpecConfig) if "help" in field.metadata]
-    flags.append(_options_flag())
-    before = [p.replace(annotation=hints[p.name]) for p in own.parameters.values()]
-    place = 1 + [p.name for p in before].index("target")
-    added = {flag.name for flag in flags}
-
-    def called(**given: Any) -> None:  # noqa: ANN401 - flags of all types
-        verb(**{name: value for name, value in given.items() if name not in added})
-
-    parameters = [*before[:place], *flags, *before[place:]]
-    called.__name__, called.__doc__, called.__module__ = verb.__name__, verb.__doc__, verb.__module__
-    called.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return called
+    return with_flags(verb, [*flags, _options_flag()], after="target")
 
 
 def spec_from(given: Mapping[str, Any]) -> SpecConfig:
@@ -70,12 +57,25 @@ def spec_from(given: Mapping[str, Any]) -> SpecConfig:
             is_text = isinstance(value, str)
             values[field.name] = parse_field(SpecConfig, field.name, value) if is_text else value
     drafter = values["drafter"] = named_drafter(given)
-    if drafter is None and values.get("num_draft", "auto") != "auto":
+    if drafter in (None, PLAIN) and values.get("num_draft", "auto") != "auto":
         raise ConfigError(
             "num_draft", given["num_draft"], "nobody guesses: name a --drafter or a --draft, or leave it out"
         )
     values["options"] = options_from(drafter, given.get("drafter_option") or ())
     return SpecConfig(**values)
+
+
+def answering_spec(given: Mapping[str, Any]) -> SpecConfig | None:
+    """`spec_from` for a verb that answers: without a drafter the flags are those of `auto`. None where nothing is said
+    about drafting, which leaves it to the engine.
+
+    Raises:
+        ConfigError: see `spec_from`.
+    """
+    if named_drafter(given) is not None:
+        return spec_from(given)
+    spec = spec_from({**given, "drafter": "auto"})
+    return None if spec == SpecConfig("auto") else spec
 
 
 def named_drafter(given: Mapping[str, Any]) -> str | None:
@@ -104,13 +104,15 @@ def options_from(drafter: str | None, texts: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def check_sources(spec: SpecConfig) -> None:
+def check_sources(spec: SpecConfig | None) -> None:
     """Whether the draft and the text that `spec` names are there, before the target is loaded.
 
     Raises:
         ModelError: no such draft.
         StorageError: the corpus cannot be opened.
     """
+    if spec is None:
+        return
     if spec.draft is not None:
         model_folder(spec.draft)
     if spec.corpus is not None:
@@ -128,15 +130,11 @@ def _flag(field: Field[Any], hint: Any) -> inspect.Parameter:  # noqa: ANN401 - 
         default = f"{default:g}" if isinstance(default, float) else ",".join(map(str, default))  # type: ignore[arg-type]
     option = spec_flag(field.name)
     if field.name == "drafter":
-        option.help += f" {', '.join(known_drafters())}."
-    return _keyword(field.name, default, Annotated[kind, option])
+        option.help += f" {', '.join(known_drafters())}, {PLAIN}."
+    return flag(field.name, default, Annotated[kind, option])
 
 
 def _options_flag() -> inspect.Parameter:
     words = "An option of the drafter's own, as NAME=VALUE; may be given several times."
     option = typer.Option("--drafter-option", help=words)
-    return _keyword("drafter_option", None, Annotated[list[str] | None, option])
-
-
-def _keyword(name: str, default: object, annotation: object) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
+    return flag("drafter_option", None, Annotated[list[str] | None, option])

@@ -5,12 +5,13 @@ They hold for what a request leaves open; a number of guesses that the caller se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from foretoken.params import check_whole
 
-Reason = Literal["short answer", "load"]
+Reason = Literal["short answer", "load", "draft model"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
@@ -18,16 +19,20 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 class RoutingRules:
     """When not to speculate.
 
-    - `min_tokens_to_speculate`: requests for fewer new tokens decode plainly: a draft model would read the prompt for
-      little.
+    - `min_tokens_to_speculate`: requests for fewer new tokens decode plainly.
+    - `min_tokens_for_draft_model`: for requests of fewer new tokens, with a prompt at least as long, that may use
+      several drafters, those that read the prompt with a model of their own are left out. The policy weighs what
+      reading takes against `max_tokens`; answers mostly end earlier, and their second token waits for it.
     - `max_speculating_requests`: while more requests than this decode together, no guesses are made.
     """
 
     min_tokens_to_speculate: int = 0
+    min_tokens_for_draft_model: int = 50
     max_speculating_requests: int | None = None
 
     def __post_init__(self) -> None:
         check_whole("min_tokens_to_speculate", self.min_tokens_to_speculate, low=0)
+        check_whole("min_tokens_for_draft_model", self.min_tokens_for_draft_model, low=0)
         if self.max_speculating_requests is not None:
             check_whole("max_speculating_requests", self.max_speculating_requests, low=0)
 
@@ -47,10 +52,30 @@ class Routing:
             found = REASONS[0]
         elif rules.max_speculating_requests is not None and num_running > rules.max_speculating_requests:
             found = REASONS[1]
-        if found is not None and found not in self._counted.setdefault(request_id, set()):
-            self._counted[request_id].add(found)
-            self.num_by_reason[found] += 1
+        if found is not None:
+            self._count(request_id, found)
         return found
+
+    def is_short(self, num_prompt_tokens: int, max_new_tokens: int) -> bool:
+        """Whether a request is too short for a drafter that reads its prompt with a model."""
+        return max_new_tokens < self.rules.min_tokens_for_draft_model and num_prompt_tokens >= max_new_tokens
+
+    def leaves_out(self, request_id: int, reads_prompt: Sequence[bool]) -> frozenset[int]:
+        """Places of a short request's drafter options that are left out, where another one can guess; `reads_prompt`
+        says of each option whether it reads the prompt with a model of its own.
+        """
+        if all(reads_prompt):
+            return frozenset()
+        found = frozenset(place for place, reads in enumerate(reads_prompt) if reads)
+        if found:
+            self._count(request_id, REASONS[2])
+        return found
+
+    def _count(self, request_id: int, reason: Reason) -> None:
+        counted = self._counted.setdefault(request_id, set())
+        if reason not in counted:
+            counted.add(reason)
+            self.num_by_reason[reason] += 1
 
     def finish(self, request_id: int) -> None:
         """Forget a request."""

@@ -17,11 +17,11 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
@@ -30,7 +30,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.faults import engine_error
 from foretoken.engine.llm import LLM
 from foretoken.engine.output import GenerateOutput, answer_of, unanswered
-from foretoken.engine.prompts import Prompt, as_prompt
+from foretoken.engine.prompts import Conversation, Prompt, as_prompt
 from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.engine.ticket import Ticket
 from foretoken.engine_config import EngineConfig
@@ -134,6 +134,24 @@ class AsyncEngine:
             for ticket in tickets:  # without effect on those that have ended
                 ticket.cancel()
         return replace(first, others=tuple(others))
+
+    async def chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        spec: SpecConfig | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> GenerateOutput:
+        """The next message of a conversation, see `LLM.chat`; a worker thread lays it out and tokenises it.
+
+        Raises:
+            InputError, CheckpointError: see `LLM.chat`; also as `submit`.
+        """
+        self.check_process()
+        self._check_open()
+        return await self.generate(
+            await self._in_thread(self._preparing, lambda: self.llm.encode_chat(messages, tools)), params, spec
+        )
 
     def cancel(self, ticket: Ticket) -> None:
         """Leave a ticket, from any thread; one that has ended is not changed."""

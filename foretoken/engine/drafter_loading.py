@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from foretoken.config import SpecConfig
+from foretoken.draft.base import ModelDrafter, parts_of
 from foretoken.draft.group import DrafterGroup, own_drafters
 from foretoken.engine.drafters import DrafterFactory, limit_of
 from foretoken.engine.turns import Turns
+from foretoken.model.interface import LanguageModel
 
 
 class DrafterLoader:
     """Makes drafters in the thread that asks and adds them to `group` between two steps.
 
-    `check_open` raises when the engine was closed meanwhile.
+    `check_open` raises when the engine was closed meanwhile; `on_load` is called with a drafter's configuration and the
+    models of its own that it runs.
     """
 
     def __init__(
-        self, factory: DrafterFactory, group: DrafterGroup, turns: Turns, check_open: Callable[[], object]
+        self,
+        factory: DrafterFactory,
+        group: DrafterGroup,
+        turns: Turns,
+        check_open: Callable[[], object],
+        on_load: Callable[[SpecConfig, Sequence[LanguageModel]], object],
     ) -> None:
-        self.factory, self._group, self._turns, self._check_open = factory, group, turns, check_open
+        self.factory, self._group, self._turns = factory, group, turns
+        self._check_open, self._on_load = check_open, on_load
         self._loading = threading.Lock()  # one drafter at a time: two threads may want the same one
 
     def has_all(self, spec: SpecConfig) -> bool:
@@ -42,3 +51,5 @@ class DrafterLoader:
                     with self._turns.lock:  # a step goes through all drafters
                         self._check_open()
                         self._group.add(key, made, limit_of(own))
+                    members = [part for _, part in parts_of(own, made) if isinstance(part, ModelDrafter)]
+                    self._on_load(own, [model for part in members for model in part.models()])

@@ -201,7 +201,7 @@ class Engine:
     def _preview(self, decoding: Sequence[RequestState]) -> Previews | None:
         """What drafters have ready that show their guesses before anything is chosen; None if the chooser raised."""
         now_s, asks, failed = self.chooser.clock(), list[PreviewAsk](), False
-        self._views = [view_of(state, self.drafters, now_s) for state in decoding]
+        self._views = [view_of(state, self.drafters, now_s, self.chooser.routing) for state in decoding]
         try:
             asks = self.chooser.begin(self._views)
         except Exception as error:  # noqa: BLE001 - plain decoding needs no chooser

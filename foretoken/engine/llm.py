@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +14,7 @@ from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.draft.group import DrafterGroup, own_drafters
 from foretoken.engine.admission import check_spec, check_types
+from foretoken.engine.adviser import Adviser
 from foretoken.engine.drafter_loading import DrafterLoader
 from foretoken.engine.drafters import DrafterFactory, ModelOptions
 from foretoken.engine.driver import Driver, OnStep
@@ -34,7 +37,7 @@ from foretoken.engine.stats import EngineStats
 from foretoken.engine.trace import Trace
 from foretoken.engine.turns import Owner, Turns
 from foretoken.engine_config import EngineConfig, EngineOptions, config_of
-from foretoken.errors import InputError, StorageError
+from foretoken.errors import ForetokenError, InputError, SpeculationWarning, StorageError
 from foretoken.model.interface import LanguageModel, PrefixModel
 from foretoken.model.open import model_folder, open_device, open_model
 from foretoken.model.tokenizer import load_tokenizer
@@ -43,8 +46,9 @@ from foretoken.model.tokenizer import load_tokenizer
 class LLM:
     """A target with its drafters, built from an `EngineConfig`, or from the same values as arguments.
 
-    `spec` of the configuration is the default for every request. `on_profile` is called with a text when measuring the
-    cost of steps takes longer than a second; `costs` is what came of it.
+    `spec` of the configuration is the default for every request; without one the engine guesses with what needs no
+    model of its own (`drafter="auto"`), and `self.spec` says what came of it. `on_profile` is called with a text when
+    measuring the cost of steps takes longer than a second; `costs` is what came of it.
 
     Several threads may use one `LLM`: they take turns, a step at a time, and their requests run together. Requests are
     prepared (tokenised, checked, grammars compiled) in the thread that asks. Many callers at once, and coroutines, are
@@ -69,7 +73,7 @@ class LLM:
             raise InputError("on_profile", on_profile, "give a function that takes a text, or leave it out")
         open_device(config.device)
         mode = check_mode(config.profile)
-        self.spec = SpecConfig() if config.spec is None else config.spec
+        self.spec = SpecConfig("auto") if config.spec is None else config.spec
         self.folder = model_folder(str(config.model))
         self._turns = Turns()
         self._owner: Owner | None = None
@@ -81,6 +85,7 @@ class LLM:
             )
             self._target: LanguageModel | None = target
             self._drafters = DrafterGroup(target)
+            self._adviser = Adviser(target, self.tokenizer)
             self._encoder = PromptEncoder(self.tokenizer, self.folder, target.vocab_size)
             loaded_with = ModelOptions(config.dtype, config.device, config.cache_tokens)
             self._loader: DrafterLoader | None = DrafterLoader(
@@ -88,6 +93,7 @@ class LLM:
                 self._drafters,
                 self._turns,
                 check_open=self._check_open,
+                on_load=self._adviser.loaded,
             )
             engine = Engine(
                 target,
@@ -106,7 +112,9 @@ class LLM:
             )
             engine.watchers += [] if self._trace is None else [self._trace]
             engine.watchers += [self._shadow] if config.shadow_rate else []
-            self.prepare(self.spec)
+            engine.watchers.append(self._adviser)
+            self._prepare_default()
+            self._adviser.look_at_memory()
             self.costs = self._know_costs(mode, on_profile)
         except BaseException:
             if self._trace is not None:
@@ -156,7 +164,9 @@ class LLM:
         prepared: list[PreparedRequest] = []
         for prompt, one_params, one_spec in zip(batch, each_params, each_spec, strict=True):
             prepared += self.prepare_requests(prompt, one_params, one_spec)
-        return collect(self._check_open().answer(prepared, on_step), [one.n for one in each_params])
+        states = self._check_open().answer(prepared, on_step)
+        self._adviser.conclude()
+        return collect(states, [one.n for one in each_params])
 
     def chat(
         self,
@@ -222,6 +232,7 @@ class LLM:
             with self._turns.lock:
                 outputs = driver.step()
             self._turns.pause()
+        self._adviser.conclude()
         return outputs
 
     @property
@@ -355,13 +366,16 @@ class LLM:
         """`step`, for the owner."""
         assert owner is self._owner
         with self._turns.lock:
-            return self._check_open().step()
+            outputs = self._check_open().step()
+        self._adviser.conclude()
+        return outputs
 
     # ---- how it is done
 
     def _stream(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> Iterator[StepOutput]:
         prepared = self.prepare_request(prompt, params, spec)
         state = yield from self._check_open().stream(prepared)
+        self._adviser.conclude()
         if state.finish_reason == "abort":
             self._check_open()  # closed half-way: what came is not the whole answer
 
@@ -380,6 +394,19 @@ class LLM:
 
     def _was_closed(self) -> InputError:
         return InputError("llm", str(self.folder), "was closed; open it again")
+
+    def _prepare_default(self) -> None:
+        """Load the drafters of requests that name none; where nobody asked for them, plain decoding will do instead."""
+        try:
+            self.prepare(self.spec)
+        except ForetokenError as error:
+            if self.config.spec is not None:
+                raise
+            self.spec = SpecConfig()
+            with suppress(Warning):  # where the caller's filters make errors of warnings: answers need no drafter
+                warnings.warn(
+                    SpeculationWarning(f"decoding plainly, since no drafter can be used: {error}"), stacklevel=3
+                )
 
     def _know_costs(self, mode: str, on_profile: Callable[[str], None] | None) -> KnownCosts:
         """Let the controller begin with what steps cost, as far as that is known."""

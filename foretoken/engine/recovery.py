@@ -4,18 +4,27 @@ A step changes a request's text only when it emits. So whatever a step has done 
 can be discarded and repeated: randomness is a function of the position, so the tokens are the same. After a fault every
 request of the step releases its cache and runs again alone, one per step, until it has emitted. A request that raises
 again while alone ends with an `EngineError`; the others continue together.
+
+A step for which the device has no memory is too large rather than faulty: its requests go on in smaller steps
+(`memory_pressure`), the most urgent half of them first. A request ends with a `CapacityError` only if it does not fit
+alone, without guesses and in small pieces.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from traceback import clear_frames
 from typing import Protocol
+
+import torch
 
 from foretoken.draft.group import DrafterGroup
 from foretoken.engine.faults import Faults, engine_error
+from foretoken.engine.memory_pressure import is_out_of_memory
 from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.stats import EngineStats
+from foretoken.errors import CapacityError
 
 
 class Recoverable(Protocol):
@@ -38,6 +47,9 @@ def recover(engine: Recoverable, error: BaseException) -> None:
 
     A `BaseException` that is not an `Exception` (an interrupt) is not the fault of a request: all continue together.
     """
+    if isinstance(error, Exception) and is_out_of_memory(error):
+        _shrink(engine, error)
+        return
     scheduler = engine.scheduler
     is_fault, was_alone = isinstance(error, Exception), bool(scheduler.alone)
     for state in scheduler.interrupted():
@@ -50,6 +62,36 @@ def recover(engine: Recoverable, error: BaseException) -> None:
     if isinstance(error, Exception):
         ends = "the request that ran alone in it fails" if was_alone else "its requests run again, one by one"
         engine.faults.tell("a step of the engine", error, ends)
+
+
+def _shrink(engine: Recoverable, error: Exception) -> None:
+    """Queue the requests of a step that was too large; as many as may run now join the next one, most urgent first."""
+    clear_frames(error.__traceback__)  # they hold the step's tensors
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    scheduler, states = engine.scheduler, engine.scheduler.interrupted()
+    fits_smaller = scheduler.pressure.shrink(len(states), scheduler.config)
+    for state in states:
+        if state.finish_reason is not None:
+            engine.release(state)  # its answer is complete and was returned
+        elif fits_smaller:
+            _run_again(engine, state, alone=state.request_id in scheduler.alone)
+        else:
+            scheduler.set_back(state, alone=False)  # its sequence may be open though it does not run yet
+            engine.fail(state, _too_large(state, error))
+    pressure = scheduler.pressure
+    ends = f"its requests run again, at most {pressure.most_requests} at once" if fits_smaller else "the request fails"
+    engine.faults.tell("a step of the engine", error, ends)
+
+
+def _too_large(state: RequestState, error: Exception) -> CapacityError:
+    """The error of a request for which the device has no memory, whatever runs beside it."""
+    refused = CapacityError(
+        f"out of device memory: {len(state.tokens)} tokens do not fit beside weights and cache, with no other request "
+        f"running; lower cache_tokens, shorten the prompt, or quantise the draft ({type(error).__name__}: {error})"
+    )
+    refused.__cause__ = error
+    return refused
 
 
 def _run_again(engine: Recoverable, state: RequestState, alone: bool) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from foretoken.config import SpecConfig
 from foretoken.control.queue import Drafting, Queue, RowDemand, RowGrant, SchedulerConfig, urgency
 from foretoken.core import Batch, BatchEntry
+from foretoken.engine.memory_pressure import MemoryPressure
 from foretoken.engine.prefix_sharing import PrefixSharing
 from foretoken.engine.request import RequestState
 from foretoken.model.interface import LanguageModel
@@ -47,6 +48,7 @@ class Scheduler(Queue[RequestState]):
         self.target, self._prefixes = target, prefixes
         self.num_recomputed_tokens = 0
         self.alone: dict[int, int] = {}
+        self.pressure = MemoryPressure()
         self._joining: RequestState | None = None  # on its way from `waiting` to `running`
         self._lost: dict[int, int] = {}  # tokens that a preempted request had in the cache
         self._reclaim: Callable[[], None] | None = None  # takes back cache that is lent to background work
@@ -72,6 +74,7 @@ class Scheduler(Queue[RequestState]):
     def make_way(self) -> None:
         """Begin a step; a request that ran by itself and has emitted makes room for the next one that has to."""
         self.num_recomputed_tokens = 0
+        self.pressure.begin_step(self.config)
         for state in list(self.running.values()) if self.alone else ():
             if self.alone.get(state.request_id, state.num_rounds) < state.num_rounds:
                 del self.alone[state.request_id]
@@ -100,6 +103,17 @@ class Scheduler(Queue[RequestState]):
                 whole = demand.held + grant.num_pending == len(state.tokens)
                 (lasts if whole else others).append(self._entry(state, demand, grant, whole, plan))
         return Batch((*anchors, *lasts, *others))
+
+    def rows(self, drafting: Mapping[int, Drafting]) -> list[tuple[RequestState, RowDemand, RowGrant]]:
+        """See `Queue.rows`; after a step that was too large for the device's memory prompts are read in smaller
+        pieces.
+        """
+        own = self.config
+        self.config = self.pressure.narrowed(own)
+        try:
+            return super().rows(drafting)
+        finally:
+            self.config = own
 
     def remove(self, request_id: int) -> RequestState | None:
         """Take a request out, running or waiting; None if it is unknown."""
@@ -156,6 +170,9 @@ class Scheduler(Queue[RequestState]):
             if self.running:
                 return None
             return next(place for place, state in enumerate(self.waiting) if state.request_id in self.alone)
+        most = self.pressure.most_requests
+        if most is not None and len(self.running) >= most:
+            return None
         state = self.waiting[0]
         if self._will_share(state):
             return None
@@ -207,6 +224,8 @@ class Scheduler(Queue[RequestState]):
         decode step: neighbours decide where chunks end, and must not change what a request draws.
         """
         most = max(0, state.num_remaining - 1) if state.has_emitted else 0
+        if self.pressure.is_tight and not plan.is_fixed:
+            most = 0
         return plan if plan.num_draft <= most else replace(plan, num_draft=most)
 
     def _entry(

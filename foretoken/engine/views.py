@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from foretoken.config import SpecConfig
 from foretoken.control.candidates import DraftBudget, RequestView, RoundOutcome, StepOutcome
+from foretoken.control.routing import Routing
 from foretoken.core import Batch, Draft, Verdict
 from foretoken.draft.group import GRAMMAR, DrafterGroup
 from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import DraftPlan
 
 
-def view_of(state: RequestState, drafters: DrafterGroup, now_s: float) -> RequestView:
+def view_of(state: RequestState, drafters: DrafterGroup, now_s: float, routing: Routing) -> RequestView:
     """A request that decodes next. The first token is never drafted: then it has no options."""
     request, spec = state.request, state.request.spec
     params = request.params
     may_draft = state.has_emitted and bool(spec.drafter_options)
+    max_new_tokens = state.max_total_tokens - len(request.prompt_ids)
+    disabled = drafters.disabled(state.request_id) if may_draft else frozenset[int]()
+    if may_draft and spec.num_draft == "auto" and routing.is_short(len(request.prompt_ids), max_new_tokens):
+        reads = [reads_prompt(option) for option in drafters.specs(state.request_id)]
+        disabled |= routing.leaves_out(state.request_id, reads)
     return RequestView(
         request_id=state.request_id,
         options=drafters.traits(state.request_id) if may_draft else (),
@@ -23,11 +30,16 @@ def view_of(state: RequestState, drafters: DrafterGroup, now_s: float) -> Reques
         slice=params.slice,
         num_tokens=len(state.tokens),
         num_remaining=state.num_remaining,
-        max_new_tokens=state.max_total_tokens - len(request.prompt_ids),
+        max_new_tokens=max_new_tokens,
         priority=params.priority,
         deadline_s=None if params.deadline_s is None else state.arrived_s + params.deadline_s - now_s,
-        disabled=drafters.disabled(state.request_id) if may_draft else frozenset(),
+        disabled=disabled,
     )
+
+
+def reads_prompt(spec: SpecConfig) -> bool:
+    """Whether a drafter reads the prompt with a model of its own before it can guess."""
+    return spec.draft is not None or any(reads_prompt(part) for part in spec.configs)
 
 
 def plan_of(state: RequestState, budget: DraftBudget, drafters: DrafterGroup) -> DraftPlan:

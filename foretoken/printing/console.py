@@ -79,6 +79,15 @@ class Console:
         """
         self.exact(visible_block(text) if self.is_terminal else text)
 
+    def piece(self, text: str, style: str | None) -> None:
+        """Write a piece of an answer as `answer` does, in a style where the stream is a terminal."""
+        if style is None or not self.is_terminal:
+            self.answer(text)
+            return
+        segment = Segment(self._shown(text, block=True), self._rich.get_style(style))
+        self._rich.print(Segments([segment]), soft_wrap=True, end="")
+        self._stream.flush()
+
     def json_line(self, text: str) -> None:
         """Write one line of JSON that `json.dumps` made; its only control character, DEL, is escaped as JSON does
         it.

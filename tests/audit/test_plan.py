@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from foretoken import InputError, SpecConfig, StorageError
-from foretoken.audit.plan import AuditOptions, read_prompts
+from foretoken.audit.plan import AuditOptions, ChatPrompt, read_prompts
+from foretoken.audit.session import Session
+from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 
 
 def write(path: Path, text: str) -> Path:
@@ -25,9 +28,22 @@ def test_json_lines_hold_texts_or_ids(tmp_path: Path) -> None:
     assert read_prompts(write(tmp_path / "p.jsonl", text)) == ["one", [1, 2]]
 
 
+def test_a_conversation_is_laid_out_by_the_targets_template(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "ab"}]
+    file = write(tmp_path / "p.jsonl", json.dumps({"messages": messages}) + '\n{"prompt": "cd"}\n')
+    prompts = read_prompts(file)
+    assert prompts == [ChatPrompt(messages), "cd"]
+    tiny_checkpoint(tmp_path, "llama", num_hidden_layers=1, hidden_size=16, vocab_size=300)
+    tiny_tokenizer(tmp_path, 300, chat_template="<{{ messages[0].content }}>")
+    session = Session(AuditOptions(str(tmp_path), SpecConfig("ngram"), cache_tokens=512), prompts)
+    assert session.prompts == [session.llm.encode_chat(messages), session.llm.encode("cd")]
+    session.llm.close()
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        ("p.jsonl", '{"messages": []}\n', r"p\.jsonl:1.*messages there: give a list of messages"),
         ("p.txt", "\n \n", "the file is empty"),
         ("p.jsonl", "plain text\n", r"p\.jsonl:1.*not JSON"),
         ("p.jsonl", '{"prompt": "a"}\n[1]\n', r"p\.jsonl:2.*every line is an object"),

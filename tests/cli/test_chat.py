@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from foretoken import LLM, CheckpointError, InputError, SamplingParams, SpecConfig
+from foretoken import LLM, AsyncEngine, CheckpointError, InputError, SamplingParams, SpecConfig
 from foretoken.cli import chat
+from foretoken.cli.conversation import ChatTotals, StyledPieces, Talk
+from foretoken.core import StepOutput, TokenOrigin
+from foretoken.engine.stats import RequestStats
+from foretoken.model.tokenizer import Detokenizer
+from foretoken.printing.console import Console
 from tests.cli.conftest import Run
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
 
@@ -52,6 +59,29 @@ def test_a_chat_is_the_rendered_text_without_another_begin_token(llm: LLM) -> No
     (out,) = llm.chat(LONGER, GREEDY)
     assert out.prompt_ids == tuple(ids)
     assert out.token_ids == llm.generate([ids], GREEDY)[0].token_ids
+
+
+def test_an_async_engine_chats_as_well(llm: LLM) -> None:
+    expected = llm.chat(LONGER, GREEDY)[0].token_ids
+    with AsyncEngine(llm) as engine:
+        assert asyncio.run(engine.chat(LONGER, GREEDY)).token_ids == expected
+        with pytest.raises(InputError, match="messages='hello': give a list of messages"):
+            asyncio.run(engine.chat("hello", GREEDY))  # type: ignore[arg-type]
+
+
+def test_a_second_turn_does_not_read_the_first_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The history is in the cache: only what was added, and the rest of the last block, goes through the model."""
+    rows: list[int] = []
+    forward = llm.target.forward
+    monkeypatch.setattr(llm.target, "forward", lambda tokens, *more: rows.append(len(tokens)) or forward(tokens, *more))
+    talk = Talk(llm, replace(GREEDY, tenant="turns", ignore_eos=True))
+    first = talk.answer("ab cd " * 15, lambda *_: None)
+    assert rows[0] == len(first.prompt_ids)
+    rows.clear()
+    second = talk.answer("and on", lambda *_: None)
+    block = llm.target.footprint_tokens(1)
+    assert second.stats.num_cached_tokens >= len(first.prompt_ids) // block * block > 0
+    assert rows[0] == len(second.prompt_ids) - second.stats.num_cached_tokens < len(first.prompt_ids)
 
 
 def test_many_conversations_with_params_and_spec_each(llm: LLM) -> None:
@@ -178,4 +208,117 @@ def test_a_terminal_goes_on_after_ctrl_c_and_errors(
 def test_a_chat_without_a_template_says_what_to_do(foretoken: Run, text_pair: SimpleNamespace) -> None:
     done = foretoken("chat", "-t", text_pair.target)
     assert done.code == 2
-    assert "has no chat template; give plain text instead, take a checkpoint that was trained to chat" in done.err
+    assert "target=" in done.err
+    assert "has no chat template; give a checkpoint that was trained to chat" in done.err
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch, typed: Iterator[Any]) -> None:
+    """Standard input is a terminal at which these lines are typed; an exception is a key that raises it."""
+
+    def read(_prompt: str) -> str:
+        line = next(typed, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    pipe(monkeypatch, b"")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", read)
+
+
+@pytest.mark.parametrize("columns", [40, 120])
+def test_commands_on_a_terminal(foretoken: Run, target: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    asked: list[tuple[int, SamplingParams]] = []
+    answer = LLM.chat
+
+    def noted(llm: LLM, messages: Any, params: SamplingParams, **options: Any) -> Any:
+        asked.append((len(messages), params))
+        return answer(llm, messages, params, **options)
+
+    monkeypatch.setattr(LLM, "chat", noted)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = ["/help", "ab", "/set temperature 0.5", "/set seed 7", "/set max_tokens 3", "/set", "cd", "/stats"]
+    wrong = ["/set temperature hot", "/set temperature -1", "/set tempo 3", "/set top_p", "/nonsense"]
+    terminal(monkeypatch, iter([*lines, *wrong, "/colour", "/set seed none", "/reset", "ef"]))
+    done = foretoken("chat", "-t", target, "--max-tokens", 6, "--ignore-eos")
+    assert done.code == 0, done.err
+    assert [count for count, _ in asked] == [1, 3, 1]
+    last = asked[1][1]
+    assert (last.temperature, last.seed, last.max_tokens, last.ignore_eos) == (0.5, 7, 3, True)
+    assert asked[2][1].seed is None
+    assert done.err.count("temperature 0.5\n") == 2  # said when it was set, and by /set
+    for words in (
+        "/set NAME VALUE: change",
+        "colours: on",
+        "seed none\na new conversation\n",
+        "temperature 0.5\n",
+        "seed 7\n",
+        "2 answers, 9 tokens",
+        "prompt tokens cached",
+        "temperature='hot': must be a number",
+        "temperature=-1.0: must lie in",
+        "set='tempo': choose one of max_tokens",
+        "command='/set top_p': choose one of /help, /set NAME VALUE",
+        "command='/nonsense'",
+    ):
+        assert words in done.err, words
+    assert "\x1b" not in done.out
+
+
+def test_in_a_pipe_commands_work_and_other_lines_are_messages(
+    foretoken: Run, target: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe(monkeypatch, b"/etc/hosts is what?\n/set max_tokens 8\n/reset\nab\n")
+    done = foretoken("chat", "-t", target, "--max-tokens", 2, "--colour")
+    assert done.code == 0, done.err
+    first = llm.chat([{"role": "user", "content": "/etc/hosts is what?"}], SamplingParams(max_tokens=2))[0].text
+    assert done.out == f"{first}\n{conversation(llm, ['ab'], [])[0]}\n"
+    pipe(monkeypatch, b"/set tempo 3\n")
+    assert foretoken("chat", "-t", target).code == 2
+
+
+def test_ctrl_c_at_the_prompt_ends_the_second_time(
+    foretoken: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal(monkeypatch, iter([KeyboardInterrupt, "ab", KeyboardInterrupt, KeyboardInterrupt, "never"]))
+    done = foretoken("chat", "-t", target, "--max-tokens", 2)
+    assert done.code == 130
+    assert done.err.count(chat._AGAIN) == 2
+
+
+def test_colours_follow_the_tokens_and_leave_the_text_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal only; a stop string is withheld in colour too."""
+    assert llm.tokenizer is not None
+    text = llm.chat(HELLO, replace(GREEDY, max_tokens=20, ignore_eos=True))[0].text
+    params = replace(GREEDY, max_tokens=20, ignore_eos=True, stop=(text[9:11],))
+    plain, coloured, said = Talk(llm, params), Talk(llm, params, is_coloured=True), list[tuple[str, str | None]]()
+    expected = plain.answer("ab cd", lambda *_: None)
+    assert coloured.answer("ab cd", lambda *piece: said.append(piece)).text == expected.text
+    assert "".join(piece for piece, _ in said) == expected.text
+    assert {style for _, style in said} <= {"dim", "underline green", "bold red", "italic cyan"}
+    origins = (TokenOrigin("d", "accepted", 1), TokenOrigin(None, "residual", 1))
+    ids = tuple(llm.tokenizer.encode("ab", add_special_tokens=False))[:2]
+    pieces = StyledPieces(Detokenizer(llm.tokenizer))
+    output = StepOutput(0, ids, llm.tokenizer.decode(ids)[:-1], origins[: len(ids)])
+    assert "".join(piece for piece, _ in pieces.of(output)) == output.text
+    stream = io.StringIO()
+    Console(file=stream).piece("x\x1b", "bold red")
+    assert stream.getvalue() == "x\x1b"  # exact in a pipe
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monitor = io.StringIO()
+    monitor.isatty = lambda: True  # type: ignore[method-assign]
+    Console(file=monitor, width=40).piece("x\x1b\ny", "underline")
+    assert "\\x1b\ny" in monitor.getvalue()
+    assert monitor.getvalue().startswith("\x1b[")
+
+
+def test_totals_fit_a_narrow_terminal() -> None:
+    totals = ChatTotals()
+    totals.add(
+        RequestStats(
+            num_emitted=9, num_prompt_tokens=99_999, num_cached_tokens=9_999, num_drafted=99_999, num_accepted=12_345
+        )
+    )
+    assert all(len(line) <= 50 for line in totals.lines())
+    assert "12345 of 99999 guesses kept (12%)" in totals.lines()

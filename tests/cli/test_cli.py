@@ -232,7 +232,7 @@ def test_exit_codes_of_bad_input(
         ),
         (2, [*good, "--temperature", "nan"], "temperature=nan: must be a finite number"),
         (2, [*good, "--temperature", "hot"], "Invalid value for '--temperature'"),
-        (2, [*good, "--num-draft", 3], "num_draft='3': nobody guesses: name a --drafter or a --draft"),
+        (2, [*good, "--drafter", "none", "--num-draft", 3], "num_draft='3': nobody guesses: name a --drafter or"),
         (2, [*good, "--drafter", "ngram", "--num-draft", "x"], "num_draft='x': must be a whole number or auto"),
         (2, [*good, "--drafter", "ngram", "--num-draft", "999"], "num_draft=999: must be smaller than the context"),
         (2, [*good, "--drafter", "oracle"], "drafter='oracle': choose one of"),

@@ -7,10 +7,12 @@ import re
 
 import pytest
 
+from foretoken import SpecConfig
 from foretoken.cli import generate
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine.llm import LLM
+from foretoken.engine_config import EngineConfig
 from tests.cli.conftest import Run
 
 PROMPT = (
@@ -43,7 +45,26 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SchedulerConfig, Routi
 
 def test_without_flags_they_are_the_engines_own(foretoken: Run, opened: list) -> None:
     assert foretoken(*PROMPT, "--drafter", "ngram").code == 0
-    assert opened[0][:2] == (SchedulerConfig(), RoutingRules())
+    assert opened[0][:2] == (EngineConfig("m").scheduler, RoutingRules())
+    assert opened[0][0] == SchedulerConfig(cache_reserve=0.15)
+
+
+@pytest.mark.parametrize(
+    ("flags", "spec"),
+    [
+        ((), SpecConfig("auto")),
+        (("--num-draft", 3), SpecConfig("auto", num_draft=3)),
+        (("--rule", "greedy"), SpecConfig("auto", rule="greedy")),
+        (("--drafter", "none"), SpecConfig()),
+        (("--draft", "reference:draft"), SpecConfig("draft_model", "reference:draft")),
+        (("--prediction", "a = 1"), SpecConfig("predicted")),
+    ],
+)
+def test_it_guesses_unless_told_otherwise(
+    foretoken: Run, opened: list, flags: tuple[object, ...], spec: SpecConfig
+) -> None:
+    done = foretoken(*PROMPT, *flags)
+    assert (done.code, opened[0][2].spec) == (0, spec), done.err
 
 
 def test_every_flag_arrives(foretoken: Run, opened: list) -> None:
@@ -60,13 +81,13 @@ def test_every_flag_arrives(foretoken: Run, opened: list) -> None:
         "--cache-tokens",
         256,
     )
-    rules = ("--min-tokens-to-speculate", 4, "--max-speculating-requests", 1)
+    rules = ("--min-tokens-to-speculate", 4, "--min-tokens-for-draft-model", 3, "--max-speculating-requests", 1)
     own = ("--drafter", "ngram", "--n", 3, "--temperature", 1, "--seed", 3, "--rule", "coupled", "--json")
     wide, narrow = foretoken(*PROMPT, *own), foretoken(*PROMPT, *own, *limits, *rules)
     assert wide.code == narrow.code == 0
     assert opened[1][:2] == (
         SchedulerConfig(2, 7, max_step_tokens=12, cache_reserve=0.25),
-        RoutingRules(min_tokens_to_speculate=4, max_speculating_requests=1),
+        RoutingRules(min_tokens_to_speculate=4, min_tokens_for_draft_model=3, max_speculating_requests=1),
     )
     answers = [json.loads(done.lines[-1]) for done in (wide, narrow)]
     texts = [[one["token_ids"] for one in (answer, *answer["others"])] for answer in answers]
@@ -88,7 +109,10 @@ def test_a_short_answer_is_not_guessed_for(foretoken: Run, least: int, guesses: 
         (("--cache-reserve", 1.5), "cache_reserve=1.5: must be a number from 0 to 1"),
         (("--drafter", "ngram", "--min-tokens-to-speculate", -1), "min_tokens_to_speculate=-1: must be at least 0"),
         (("--drafter", "ngram", "--max-speculating-requests", -1), "max_speculating_requests=-1: must be at least 0"),
-        (("--max-speculating-requests", 2), "max_speculating_requests=2: .* nobody guesses: name a --drafter"),
+        (
+            ("--drafter", "none", "--max-speculating-requests", 2),
+            "max_speculating_requests=2: .* nobody guesses: name a --drafter other than none",
+        ),
         (
             ("--drafter", "ngram", "--num-draft", 2, "--min-tokens-to-speculate", 2),
             "min_tokens_to_speculate=2: .* num_draft=2 is set",

@@ -18,7 +18,9 @@ A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with refe
     [
         (("--drafter", "Auto"), "drafter='Auto': did you mean 'auto'? choose one of draft_model, ngram"),
         (("--drafter", "draftmodel", *DRAFT), "drafter='draftmodel': did you mean 'draft_model'?"),
-        (("--drafter", "none"), "mix, auto, or None (leave it out) for plain decoding"),
+        (("--drafter", "plain"), "mix, auto, or none for plain decoding"),
+        (("--drafter", "None"), "drafter='None': did you mean 'none'?"),
+        (("--drafter", "none", *DRAFT), "only drafter='draft_model' takes it, not drafter=None"),
         (("--drafter", "draft_model"), f"draft=None: drafter='draft_model' needs {A_DRAFT}"),
         (("--drafter", "cascade"), f"draft=None: part 'draft_model' of drafter='cascade' needs {A_DRAFT}"),
         (
@@ -48,7 +50,10 @@ A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with refe
             ("--drafter", "auto", "--min-confidence", "0.5"),
             "(draft_model, early_exit), and drafter='auto' has none; choose one, or leave it out",
         ),
-        (("--num-draft", "3"), "num_draft='3': nobody guesses: name a --drafter or a --draft, or leave it out"),
+        (
+            ("--drafter", "none", "--num-draft", "3"),
+            "num_draft='3': nobody guesses: name a --drafter or a --draft, or leave it out",
+        ),
         (("--drafter", "auto", "--num-draft", "x"), "num_draft='x': must be a whole number or auto"),
         (("--drafter", "auto", "--num-draft", "-1"), "num_draft=-1: must be at least 0"),
         (

@@ -8,6 +8,18 @@ from foretoken import InputError, RoutingRules
 from foretoken.control.routing import Routing
 
 
+def test_a_draft_model_is_left_out_of_short_answers_where_others_can_guess() -> None:
+    routing = Routing(RoutingRules())
+    assert routing.is_short(49, 49)
+    assert not routing.is_short(50, 50)
+    assert not routing.is_short(48, 49)  # reading so short a prompt takes little
+    assert not Routing(RoutingRules(min_tokens_for_draft_model=0)).is_short(9, 1)
+    assert [routing.leaves_out(1, (False, True, True)) for _ in range(2)] == [{1, 2}] * 2
+    assert routing.leaves_out(2, (True, True)) == frozenset()  # named alone, it guesses
+    assert routing.leaves_out(3, (False, False)) == frozenset()
+    assert routing.num_by_reason["draft model"] == 1
+
+
 def test_without_rules_nobody_is_turned_away() -> None:
     routing = Routing(RoutingRules())
     assert all(routing.reason(r, 1, 1000) is None for r in range(5))
@@ -38,6 +50,7 @@ def test_a_finished_request_is_forgotten() -> None:
     ("values", "message"),
     [
         ({"min_tokens_to_speculate": -1}, "min_tokens_to_speculate=-1: must be at least 0"),
+        ({"min_tokens_for_draft_model": -1}, "min_tokens_for_draft_model=-1: must be at least 0"),
         ({"max_speculating_requests": 2.5}, "max_speculating_requests=2.5: must be a whole number"),
     ],
 )

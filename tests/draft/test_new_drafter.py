@@ -146,7 +146,7 @@ run(['generate', '--help'])
 """
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root, check=True)
-    assert "mix, auto, toy." in " ".join(done.stdout.split())
+    assert "mix, auto, toy, none." in " ".join(done.stdout.split())
     assert "--drafter-option" in done.stdout
 
 

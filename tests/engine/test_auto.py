@@ -169,6 +169,31 @@ def test_a_preview_is_judged_by_its_own_round_alone(llm: LLM, monkeypatch: pytes
     check_idle(llm.engine)
 
 
+@pytest.mark.parametrize(("least", "is_left_out"), [(50, True), (12, False)])
+def test_a_draft_model_reads_no_prompt_for_a_short_answer(
+    pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, least: int, is_left_out: bool
+) -> None:
+    """Where something else can guess: one that was named alone goes on, and whatever number was set."""
+    params, draft = SamplingParams(max_tokens=12, ignore_eos=True), str(pair.draft)
+    open_spec = SpecConfig("auto", draft, parts=("recycling", "draft_model"))
+    named, fixed = SpecConfig("draft_model", draft), SpecConfig("auto", draft, num_draft=2)
+    with LLM(
+        pair.target, dtype="float32", cache_tokens=512, routing=RoutingRules(min_tokens_for_draft_model=least)
+    ) as llm:
+        offered: list[list[int]] = []
+        plan = llm.engine.chooser.policy.plan
+        monkeypatch.setattr(
+            llm.engine.chooser.policy,
+            "plan",
+            lambda requests: offered.append([len(one.options) for one in requests]) or plan(requests),
+        )
+        for spec, most in ((open_spec, 2), (named, 1), (fixed, 3)):
+            offered.clear()
+            llm.generate([token_ids(20)], params, spec)
+            assert max(max(one) for one in offered if one) == (most - is_left_out if spec is open_spec else most)
+        assert (llm.engine.chooser.routing.num_by_reason["draft model"] > 0) == is_left_out
+
+
 def test_who_is_about_to_miss_a_deadline_counts_twice(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the time since the arrival."""
     policy, weights = fresh_policy(llm, monkeypatch), []
@@ -183,7 +208,8 @@ def test_who_is_about_to_miss_a_deadline_counts_twice(llm: LLM, monkeypatch: pyt
         late = 3 < len(state.output_ids) < 6
         now_s = state.arrived_s + (9001.0 if late else 1.0)
         monkeypatch.setattr(
-            "foretoken.engine.engine.view_of", lambda state, drafters, _, now_s=now_s: view_of(state, drafters, now_s)
+            "foretoken.engine.engine.view_of",
+            lambda state, drafters, _, routing, now_s=now_s: view_of(state, drafters, now_s, routing),
         )
         weights.clear()
         llm.engine.step()

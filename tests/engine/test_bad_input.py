@@ -109,7 +109,7 @@ def test_stop_in_every_form(stop: Any) -> None:
             {"drafter": "oracle"},
             (
                 "drafter='oracle': choose one of draft_model, ngram, suffix, recycling, predicted, "
-                "early_exit, lookahead, cascade, mix, auto, or None"
+                "early_exit, lookahead, cascade, mix, auto, or none"
             ),
         ),
         ({"rule": "lucky"}, "rule='lucky': choose one of auto, greedy, rejection"),

@@ -75,7 +75,7 @@ def spec_for(name: str, folders: dict[str, Path]) -> SpecConfig:
 
 
 def open_llm(folders: dict[str, Path]) -> LLM:
-    return LLM(folders["target"], dtype="float32", cache_tokens=4096)
+    return LLM(folders["target"], SpecConfig(), dtype="float32", cache_tokens=4096)
 
 
 def caches(drafter: object) -> list[OwnCache]:
@@ -154,7 +154,10 @@ def traffic(folders: dict[str, Path], name: str | None) -> tuple[list[list[int]]
     """Answers to the dialogues and what the prefix cache found, with a drafter or plain."""
     spec = SpecConfig() if name is None else spec_of(name, folders["draft"], num_draft=6)
     answers: list[list[int]] = []
-    with LLM(folders["target"], dtype="float32", cache_tokens=8192) as llm, pytest.MonkeyPatch.context() as patch:
+    with (
+        LLM(folders["target"], SpecConfig(), dtype="float32", cache_tokens=8192) as llm,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(llm.engine.admission, "eos_token_ids", frozenset(range(0, COLUMNS, 13)))
 
         def ask(prompts: list[list[int]]) -> list[list[int]]:
@@ -210,7 +213,7 @@ def test_a_full_cache_finds_as_much_but_for_its_oldest_block(
     """
     found, lengths = [], []
     for spec in (SpecConfig(), spec_of(name, folders["draft"], num_draft=8)):
-        with LLM(folders["target"], dtype="float32", cache_tokens=384) as llm:
+        with LLM(folders["target"], SpecConfig(), dtype="float32", cache_tokens=384) as llm:
             monkeypatch.setattr(llm.engine.admission, "eos_token_ids", frozenset(range(0, COLUMNS, 13)))
             lengths.append([])
             for i in range(40):

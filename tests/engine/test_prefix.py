@@ -21,7 +21,7 @@ GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 @pytest.fixture
 def llm(pair: SimpleNamespace) -> Iterator[LLM]:
-    with LLM(pair.target, dtype="float32", cache_tokens=2048, max_prompt_tokens=64) as llm:
+    with LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=2048, max_prompt_tokens=64) as llm:
         yield llm
         check_idle(llm.engine)
 
@@ -41,7 +41,7 @@ def rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def plain(pair: SimpleNamespace, prompt: list[int]) -> tuple[int, ...]:
-    with LLM(pair.target, dtype="float32") as fresh:
+    with LLM(pair.target, SpecConfig(), dtype="float32") as fresh:
         return fresh.generate([prompt], GREEDY)[0].token_ids
 
 
@@ -129,7 +129,7 @@ def test_speculation_does_not_lower_the_hit_rate(llm: LLM, pair: SimpleNamespace
 
 
 def test_a_full_cache_gives_up_what_is_only_kept(pair: SimpleNamespace) -> None:
-    with LLM(pair.target, dtype="float32", cache_tokens=256) as llm:
+    with LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=256) as llm:
         for seed in range(12):
             prompt = token_ids(100, seed=seed)
             assert len(llm.generate([prompt], GREEDY)[0].token_ids) == 12

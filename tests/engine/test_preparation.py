@@ -33,7 +33,10 @@ class Held:
 
 @pytest.fixture
 def engine(text_pair: SimpleNamespace) -> Iterator[AsyncEngine]:
-    with LLM(text_pair.target, dtype="float32", cache_tokens=2048, profile="off") as llm, AsyncEngine(llm) as engine:
+    with (
+        LLM(text_pair.target, SpecConfig(), dtype="float32", cache_tokens=2048, profile="off") as llm,
+        AsyncEngine(llm) as engine,
+    ):
         yield engine
 
 
@@ -80,7 +83,7 @@ def test_steps_go_on_while_a_thread_prepares(
     text_pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """`LLM.generate` in two threads: the slow one holds no lock of the engine and takes no turn."""
-    with LLM(text_pair.target, dtype="float32", cache_tokens=2048, profile="off") as llm:
+    with LLM(text_pair.target, SpecConfig(), dtype="float32", cache_tokens=2048, profile="off") as llm:
         expected = llm.generate(["slow"], GREEDY)[0].token_ids
         running = llm.submit(token_ids(4), GREEDY, SpecConfig())
         held = hold(what, llm, monkeypatch)

@@ -103,7 +103,7 @@ def test_broken_logits_fail_their_request_only(bad: float, temperature: float) -
 @pytest.fixture
 def poisoned(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     """A real engine whose target overflows for token 42: NaN in its own cache slots too."""
-    with LLM(pair.target, dtype="float32", cache_tokens=512) as llm:
+    with LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=512) as llm:
         with torch.no_grad():
             llm.target.decoder.embedding.weight[42] = NOT_A_NUMBER  # type: ignore[attr-defined]
         yield llm
@@ -202,7 +202,7 @@ def test_streams_side_by_side_each_get_all_of_their_answer(llm: LLM, pair: Simpl
 
 
 def test_close_with_a_stream_open_and_twice(pair: SimpleNamespace) -> None:
-    llm = LLM(pair.target, cache_tokens=256)
+    llm = LLM(pair.target, SpecConfig(), cache_tokens=256)
     stream = llm.stream([1, 2], LONG)
     next(stream)
     llm.close()
@@ -213,7 +213,7 @@ def test_close_with_a_stream_open_and_twice(pair: SimpleNamespace) -> None:
 
 def test_close_lets_the_weights_go(pair: SimpleNamespace) -> None:
     """Though the closed object is still held: the target's and the draft's."""
-    llm = LLM(pair.target, cache_tokens=256, shadow_rate=1.0)
+    llm = LLM(pair.target, SpecConfig(), cache_tokens=256, shadow_rate=1.0)
     llm.generate([[1, 2]], LONG, SpecConfig("draft_model", draft=str(pair.draft), num_draft=2))
     (drafter,) = llm.engine.drafters.drafters.values()
     kept = [weakref.ref(llm.target), weakref.ref(drafter)]
@@ -242,7 +242,7 @@ def test_a_queue_longer_than_the_batch(llm: LLM, pair: SimpleNamespace, monkeypa
 def test_a_queue_longer_than_the_cache(pair: SimpleNamespace, llm: LLM) -> None:
     """Requests wait for blocks instead of failing; a running one never meets a full cache."""
     expected = ids_of(llm.generate(PROMPTS, LONG))
-    with LLM(pair.target, dtype="float32", cache_tokens=96) as small:
+    with LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=96) as small:
         outputs = small.generate(PROMPTS, LONG, [mixed_specs(pair)[i % 4] for i in range(8)])
         assert ids_of(outputs) == expected
         check_idle(small)

@@ -238,7 +238,7 @@ def test_a_repetition_penalty_multiplies_the_rounding(llm: LLM, penalty: float) 
 
 @pytest.mark.parametrize(("dtype", "units"), [("bfloat16", 4), ("float32", 64)])
 def test_rounding_is_counted_in_units_of_the_largest_logit(pair: SimpleNamespace, dtype: str, units: int) -> None:
-    with LLM(pair.target, dtype=dtype, cache_tokens=64) as llm:
+    with LLM(pair.target, SpecConfig(), dtype=dtype, cache_tokens=64) as llm:
         (part,) = rescore(llm.target, PROMPT, OUTPUT, SAMPLED)
         one_by_one = torch.cat([row.logits for row in rescore(llm.target, PROMPT, OUTPUT, SAMPLED, chunk_tokens=1)])
     assert part.dtype == getattr(torch, dtype)

@@ -39,7 +39,7 @@ FULL = Path("/dev/full")
 
 @pytest.fixture(scope="module")
 def llm(pair: SimpleNamespace) -> Iterator[LLM]:
-    with LLM(pair.target, dtype="float32", max_batch_size=4, cache_tokens=2048, profile="off") as llm:
+    with LLM(pair.target, SpecConfig(), dtype="float32", max_batch_size=4, cache_tokens=2048, profile="off") as llm:
         yield llm
 
 
@@ -207,7 +207,7 @@ def wait_until_idle_again(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 def test_h2_a_trace_on_a_full_disk_ends_and_answers_go_on(pair: SimpleNamespace, alone: list[tuple[int, ...]]) -> None:
     with (
-        LLM(pair.target, dtype="float32", cache_tokens=1024, profile="off", trace=FULL) as llm,
+        LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=1024, profile="off", trace=FULL) as llm,
         AsyncEngine(llm) as engine,
     ):
         assert llm.trace_error is None
@@ -332,7 +332,7 @@ def test_closing_from_a_callback_of_the_engines_own_thread(llm: LLM) -> None:
 
 
 def test_closing_the_llm_closes_the_engine_first(pair: SimpleNamespace) -> None:
-    llm = LLM(pair.target, dtype="float32", cache_tokens=1024, profile="off")
+    llm = LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=1024, profile="off")
     engine = AsyncEngine(llm)
     ticket = engine.submit(PROMPTS[0], LONG)
     llm.close()

@@ -207,8 +207,9 @@ class _Answering:
         if self.warns:
             warnings.warn(self.text, stacklevel=2)
         if on_step is not None:
-            for piece in _pieces(self.text)[:2]:
-                on_step([StepOutput(0, (1,), piece, ())])
+            first, *others = _pieces(self.text)[:2]
+            for piece, reason in ((first, None), ("".join(others), "stop")):
+                on_step([StepOutput(0, (1,), piece, (), reason)])
         return [_output(self.text, params.logprobs is not None)]
 
 

@@ -16,6 +16,7 @@ from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.bench import profile as profile_module
 from foretoken.bench.workload import slices
 from foretoken.core import StepOutput
+from foretoken.engine.adviser import Adviser
 from foretoken.engine.request import RequestState
 from foretoken.errors import EngineError, InputError
 from foretoken.plan.profile import Curve, DrafterCost, Profile
@@ -177,7 +178,7 @@ def test_what_is_written_down_adds_up(pair: SimpleNamespace) -> None:
             tell=heard.append,
         )
         assert not llm.engine.has_work
-        assert not llm.engine.watchers
+        assert [type(watcher) for watcher in llm.engine.watchers] == [Adviser]
     assert done.token_ids == plain.token_ids
     assert (
         [one.num_tokens for one in done.served]
@@ -271,7 +272,7 @@ def test_a_failing_request_fails_the_replay(pair: SimpleNamespace) -> None:
         ):
             replay(llm, [Job(0.0, 4, 9)] * 2, [[1, 2, 3, 4]] * 2, [SpecConfig()] * 2, "plain")
         assert not llm.engine.has_work
-        assert not llm.engine.watchers
+        assert [type(watcher) for watcher in llm.engine.watchers] == [Adviser]
 
 
 def test_prompts_are_cut_to_the_wanted_lengths() -> None:

@@ -1,0 +1,158 @@
+"""Collects the facts that advice is about while an engine runs, and says each warning once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from foretoken.config import SpecConfig
+from foretoken.engine.advice import (
+    Advice,
+    LoadFacts,
+    TextFormat,
+    Topic,
+    of_acceptance,
+    of_draft_size,
+    of_draft_text,
+    of_load,
+    of_memory,
+    of_short_answer,
+    of_temperature,
+)
+from foretoken.engine.request import RequestState
+from foretoken.engine.watch import RoundView
+from foretoken.errors import SpeculationWarning
+from foretoken.kv.limit import largest_cache_bytes
+from foretoken.model.interface import LanguageModel
+from foretoken.model.open import model_folder
+from foretoken.model.tokenizer import Tokenizer, load_tokenizer
+
+
+class Adviser:
+    """An observer of one engine, and of the models that are loaded for it.
+
+    What is known when a request begins is said then; what its rounds tell is said by `conclude`, which callers run
+    between answers: a warning must not stand in the middle of a streamed one.
+    """
+
+    def __init__(self, target: LanguageModel, tokenizer: Tokenizer | None) -> None:
+        self._step_bytes, self._device, self._tokenizer = target.step_bytes, target.device, tokenizer
+        self._told: set[Topic] = set()
+        self._drafts: set[tuple[str, str]] = set()  # those that were looked at: name and format
+        self._used_bytes = target.weight_bytes + _cache_bytes(target)
+        self._num_steps = self._num_rounds = 0  # of all requests, running ones included
+        self._drafted: dict[str, list[int]] = {}  # by drafter: drafted and accepted tokens of finished requests
+        self._num_accepted = 0
+        self._num_drafts = {True: 0, False: 0}  # rounds with guesses of finished requests, by whether numbers are open
+        self._num_own_rounds = {True: 0, False: 0}
+        self._seconds = {True: [0.0, 0.0], False: [0.0, 0.0]}  # plain decoding's estimate, and what was taken
+        self._has_news = False
+
+    # ---- models
+
+    def loaded(self, spec: SpecConfig, models: Sequence[LanguageModel]) -> None:
+        """A drafter of `spec` was loaded, which runs `models` of its own."""
+        self._used_bytes += sum(_cache_bytes(model) for model in models)
+        name = spec.draft or next((part.draft for part in spec.configs if part.draft), None)
+        if name is not None and models and (name, spec.draft_dtype) not in self._drafts:
+            self._drafts.add((name, spec.draft_dtype))
+            self._used_bytes += models[0].weight_bytes
+            self._tell(of_draft_size(name, self._step_bytes, models[0].step_bytes))
+            self._compare_text(name)
+        self.look_at_memory()
+
+    def look_at_memory(self) -> None:
+        """Whether weights and caches leave enough of the device's memory."""
+        device = self._device
+        if device.type == "cuda":
+            free, whole = torch.cuda.mem_get_info(device)  # all is allocated by now
+            self._tell(of_memory(whole - free, whole, "the GPU"))
+            return
+        limit = largest_cache_bytes(device)
+        if limit:
+            self._tell(of_memory(self._used_bytes, limit, "memory"))
+
+    def _compare_text(self, name: str) -> None:
+        other = load_tokenizer(Path(model_folder(name)))
+        if self._tokenizer is not None and other is not None:
+            self._tell(of_draft_text(name, text_format(self._tokenizer), text_format(other)))
+
+    # ---- requests (`watch.Watcher`)
+
+    def begin(self, state: RequestState) -> None:
+        """A request was queued: its temperature and its length."""
+        params, spec = state.request.params, state.request.spec
+        if spec.drafter is None:
+            return
+        self._tell(of_temperature(params.temperature))
+        leaves_draft_out = spec.drafter == "auto" and spec.num_draft == "auto"  # by the routing rules
+        if spec.draft is not None and not leaves_draft_out:
+            self._tell(of_short_answer(params.max_tokens, len(state.request.prompt_ids), spec.draft))
+
+    def round(self, view: RoundView) -> None:  # noqa: ARG002 - of the protocol
+        """A round of one request."""
+        self._num_rounds += 1
+
+    def end(self, state: RequestState) -> None:
+        """A request is over: what became of its guesses."""
+        spec, stats = state.request.spec, state.stats
+        if spec.drafter is None:
+            return
+        is_open = spec.num_draft == "auto"
+        self._num_drafts[is_open] += stats.num_drafts
+        self._num_own_rounds[is_open] += state.num_rounds
+        self._num_accepted += stats.num_accepted
+        for drafter, count in stats.drafted_by.items():
+            own = self._drafted.setdefault(drafter, [0, 0])
+            own[0] += count
+            own[1] += stats.accepted_by.get(drafter, 0)
+        self._seconds[is_open][0] += stats.plain_s
+        self._seconds[is_open][1] += stats.compared_s
+        self._has_news = True
+
+    def between_steps(self) -> None:
+        """A step is over."""
+        self._num_steps += 1
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    # ---- what rounds tell
+
+    def conclude(self) -> None:
+        """Say what finished requests tell about acceptance and load."""
+        if not self._has_news:
+            return
+        self._has_news = False
+        per_draft = self._num_accepted / max(1, sum(self._num_drafts.values()))
+        for drafter, (num_drafted, num_accepted) in self._drafted.items():
+            self._tell(of_acceptance(drafter, num_drafted, num_accepted, per_draft))
+        mean = self._num_rounds / max(1, self._num_steps)
+        for is_open, (plain_s, took_s) in self._seconds.items():
+            speedup = plain_s / took_s if took_s > 0 else None
+            self._tell(
+                of_load(LoadFacts(self._num_own_rounds[is_open], self._num_drafts[is_open], mean, is_open, speedup))
+            )
+
+    def _tell(self, advice: Advice | None) -> None:
+        """Warn, once for each topic; where the caller's filters make errors of warnings, answers still come."""
+        if advice is None or advice.topic in self._told:
+            return
+        self._told.add(advice.topic)
+        with suppress(Warning):
+            warnings.warn(SpeculationWarning(str(advice)), stacklevel=3)
+
+
+def text_format(tokenizer: Tokenizer) -> TextFormat:
+    """How a model's tokenizer lays out text."""
+    return TextFormat(
+        tokenizer.chat_template, {"eos_token": tokenizer.eos_token_id, "bos_token": tokenizer.bos_token_id}
+    )
+
+
+def _cache_bytes(model: LanguageModel) -> int:
+    return model.capacity_tokens * model.kv_bytes_per_token
