@@ -119,10 +119,12 @@ def test_texts_that_change_go_on_as_another_answer() -> None:
 
 def test_conditions_change_what_lookups_name_and_how_steps_scatter() -> None:
     recording = data.load()
-    usual, high, low = (
-        known_of(recording, World("p", ("edit",), 2, condition))["ngram"]["edit"].answers[0].previews[5].chances
-        for condition in ("usual", "chances too high", "chances too low")
-    )
+    named = []
+    for condition in ("usual", "chances too high", "chances too low"):
+        records = known_of(recording, World("p", ("edit",), 2, condition))["ngram"]["edit"]
+        assert isinstance(records, Records)
+        named.append(records.answers[0].previews[5].chances)
+    usual, high, low = named
     assert len(usual) > 1
     assert all(a > b > c for a, b, c in zip(high, usual, low, strict=True) if b < 1)
     quiet, disturbed = (
