@@ -48,8 +48,8 @@ class PolicyConfig:
     """
 
     most_num_draft: int = 24
-    slack_share: float = 0.02
-    first_slack_steps: float = 0.5
+    slack_share: float = 0.015
+    first_slack_steps: float = 0.25
     most_slack_steps: float = 8.0
     least_slack_steps: float = -0.5
     decision_share: float = 0.03
