@@ -56,7 +56,7 @@ def recover(engine: Recoverable, error: BaseException) -> None:
         if state.finish_reason is not None:
             engine.release(state)  # its answer is complete and was returned
         elif is_fault and was_alone:
-            engine.fail(state, engine_error("a step of the engine failed", error))
+            _end(engine, state, engine_error("a step of the engine failed", error))
         else:
             _run_again(engine, state, alone=is_fault)
     if isinstance(error, Exception):
@@ -77,11 +77,17 @@ def _shrink(engine: Recoverable, error: Exception) -> None:
         elif fits_smaller:
             _run_again(engine, state, alone=state.request_id in scheduler.alone)
         else:
-            scheduler.set_back(state, alone=False)  # its sequence may be open though it does not run yet
-            engine.fail(state, _too_large(state, error))
+            _end(engine, state, _too_large(state, error))
     pressure = scheduler.pressure
     ends = f"its requests run again, at most {pressure.most_requests} at once" if fits_smaller else "the request fails"
     engine.faults.tell("a step of the engine", error, ends)
+
+
+def _end(engine: Recoverable, state: RequestState, error: Exception) -> None:
+    """End a request; its sequence is closed first, which may be open though the request does not run yet."""
+    with engine.faults.contained("the target's cache", f"what it holds of request {state.request_id} may be lost"):
+        engine.scheduler.set_back(state, alone=False)
+    engine.fail(state, error)
 
 
 def _too_large(state: RequestState, error: Exception) -> CapacityError:

@@ -51,6 +51,7 @@ class Child:
         began = time.perf_counter()
         self.llm = self._open()
         self.open_s = time.perf_counter() - began
+        _use_draft_models_for_short_answers(self.llm)
         self._holder = _policy_holder(self.llm)
         self._pristine = None if self._holder is None else copy.deepcopy(self._holder.policy)
 
@@ -194,6 +195,13 @@ def _policy_holder(llm: Any) -> Any | None:  # noqa: ANN401 - of either checkout
         if holder is not None and hasattr(holder, "policy"):
             return holder
     return None
+
+
+def _use_draft_models_for_short_answers(llm: Any) -> None:  # noqa: ANN401 - of either checkout
+    """Switch off the routing rule that one of the checkouts may lack: answers here are shorter than it asks for."""
+    routing = getattr(getattr(llm.engine, "chooser", None), "routing", None)
+    if hasattr(getattr(routing, "rules", None), "min_tokens_for_draft_model"):
+        routing.rules = dataclasses.replace(routing.rules, min_tokens_for_draft_model=0)
 
 
 def _difference(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
