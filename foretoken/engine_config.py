@@ -18,8 +18,6 @@ from foretoken.control.routing import RoutingRules
 from foretoken.errors import ConfigError, InputError
 from foretoken.params import check_limits, check_share, check_text
 
-# Share of the cache that stays free when a request joins; requests that speculate grow by several tokens a step.
-CACHE_RESERVE = 0.15
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -77,7 +75,7 @@ class EngineConfig:
     max_batch_size: int = SchedulerConfig.max_batch_size
     max_prompt_tokens: int = SchedulerConfig.max_prompt_tokens
     max_step_tokens: int | None = SchedulerConfig.max_step_tokens
-    cache_reserve: float = CACHE_RESERVE
+    cache_reserve: float = SchedulerConfig.cache_reserve
     numerics: str = "default"
     trace: str | Path | None = None
     shadow_rate: float = 0.0

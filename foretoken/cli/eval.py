@@ -162,10 +162,10 @@ def _progress(num_answers: int) -> Iterator[Callable[[str], None]]:
         with console.bar("evaluating", num_answers, counts=True) as bar:
             yield lambda name: bar.update(name, advance=1)
         return
-    yield _Lines(console, num_answers)
+    yield _AnswerLines(console, num_answers)
 
 
-class _Lines:
+class _AnswerLines:
     """Prints a line for the first answer, and then one every `_LINE_EVERY_S` seconds: a log shows that it goes on."""
 
     def __init__(self, console: Console, num_answers: int) -> None:

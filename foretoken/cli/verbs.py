@@ -40,7 +40,7 @@ VERBS: Mapping[str, VerbSource] = {
     "generate": VerbSource(
         "generate",
         "generate",
-        "Continue a text, plainly or with a drafter, and say what it cost.",
+        "Continue a text, with guesses unless --drafter none is given, and say what it cost.",
     ),
     "chat": VerbSource(
         "chat",

@@ -37,7 +37,7 @@ class SchedulerConfig:
     max_batch_size: int = 16
     max_prompt_tokens: int = 512
     max_step_tokens: int | None = field(default=None, kw_only=True)
-    cache_reserve: float = field(default=0.1, kw_only=True)
+    cache_reserve: float = field(default=0.15, kw_only=True)  # who speculates grows by several tokens a step
     aging_s: float = field(default=30.0, kw_only=True)
 
     def __post_init__(self) -> None:

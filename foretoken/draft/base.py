@@ -185,9 +185,9 @@ class Reads(Protocol):
 class FollowsText(Protocol):
     """A drafter that needs nothing but the emitted tokens of rounds in which it did not draft.
 
-    Its `commit` is called for rounds in which it drafted only. What the other rounds emitted is handed over in one
-    piece before it drafts again, so that a drafter that is not asked takes no time. One that `keeps_answers` is told
-    the rest before `finish` too.
+    Its `commit` is called only for rounds in which it drafted. What the other rounds emitted comes with one call of
+    `follow` before it drafts again, so that a drafter that is not asked takes no time. One that `keeps_answers` gets
+    the rest before `finish`, too.
     """
 
     keeps_answers: bool

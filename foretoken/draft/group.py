@@ -271,7 +271,7 @@ class DrafterGroup:
         self.failures.finish(request_id)
 
     def _tell(self, key: DrafterKey, request_id: int) -> bool:
-        """Hand over what was emitted while the drafter only followed the text; False if it is off for the request."""
+        """Give a drafter what was emitted since it last drafted; False if it is off for the request."""
         routed, drafter = self._requests[request_id], self.drafters[key]
         told, count = routed.num_told.get(key, -1), len(routed.emitted)
         if 0 <= told < count and not self.failures.is_off(request_id, key):

@@ -27,7 +27,7 @@ class Whim:
     def __init__(self, llm: LLM, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng, self.chosen, self.policy = random.Random(seed), set[int | None](), llm.engine.chooser.policy
         self.plan_anew = self.policy.plan
-        monkeypatch.setattr(self.policy, "decides", lambda request_ids: True)
+        monkeypatch.setattr(self.policy, "begin", lambda request_ids, may_draft=True: "decide")
         monkeypatch.setattr(self.policy, "plan", self.plan)
 
     def plan(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
@@ -57,7 +57,7 @@ def eager_policy(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> BudgetPolicy:
         longest = [max(request.options, key=lambda option: option.most, default=None) for request in requests]
         return [NO_DRAFT if one is None else DraftBudget(one.number, one.most) for one in longest]
 
-    monkeypatch.setattr(policy, "decides", lambda request_ids: True)
+    monkeypatch.setattr(policy, "begin", lambda request_ids, may_draft=True: "decide")
     monkeypatch.setattr(policy, "plan", plan)
     return policy
 
@@ -182,6 +182,7 @@ def test_a_draft_model_reads_no_prompt_for_a_short_answer(
     ) as llm:
         offered: list[list[int]] = []
         plan = llm.engine.chooser.policy.plan
+        monkeypatch.setattr(llm.engine.chooser.policy, "begin", lambda request_ids, may_draft=True: "decide")
         monkeypatch.setattr(
             llm.engine.chooser.policy,
             "plan",
