@@ -24,7 +24,6 @@ from foretoken.engine.advice import (
     of_temperature,
 )
 from foretoken.engine.request import RequestState
-from foretoken.engine.watch import RoundView
 from foretoken.errors import SpeculationWarning
 from foretoken.kv.limit import largest_cache_bytes
 from foretoken.model.interface import LanguageModel
@@ -44,7 +43,7 @@ class Adviser:
         self._told: set[Topic] = set()
         self._drafts: set[tuple[str, str]] = set()  # those that were looked at: name and format
         self._used_bytes = target.weight_bytes + _cache_bytes(target)
-        self._num_steps = self._num_rounds = 0  # of all requests, running ones included
+        self._num_steps = self._num_rounds = 0  # of finished requests the rounds
         self._drafted: dict[str, list[int]] = {}  # by drafter: drafted and accepted tokens of finished requests
         self._num_accepted = 0
         self._num_drafts = {True: 0, False: 0}  # rounds with guesses of finished requests, by whether numbers are open
@@ -93,13 +92,10 @@ class Adviser:
         if spec.draft is not None and not leaves_draft_out:
             self._tell(of_short_answer(params.max_tokens, len(state.request.prompt_ids), spec.draft))
 
-    def round(self, view: RoundView) -> None:  # noqa: ARG002 - of the protocol
-        """A round of one request."""
-        self._num_rounds += 1
-
     def end(self, state: RequestState) -> None:
         """A request is over: what became of its guesses."""
         spec, stats = state.request.spec, state.stats
+        self._num_rounds += state.num_rounds
         if spec.drafter is None:
             return
         is_open = spec.num_draft == "auto"

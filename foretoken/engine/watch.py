@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from foretoken.core import BatchEntry, Draft, StepOutput, Verdict
 from foretoken.engine.request import RequestState
@@ -81,9 +81,6 @@ class Watcher(Protocol):
     def begin(self, state: RequestState) -> None:
         """A request was queued."""
 
-    def round(self, view: RoundView) -> None:
-        """A request finished a round."""
-
     def end(self, state: RequestState) -> None:
         """A request finished, failed or was cancelled; its memory is already free."""
 
@@ -92,3 +89,17 @@ class Watcher(Protocol):
 
     def close(self) -> None:
         """The engine closes."""
+
+
+@runtime_checkable
+class RoundWatcher(Watcher, Protocol):
+    """An observer of every round too; without one, no views of rounds are made."""
+
+    def round(self, view: RoundView) -> None:
+        """A request finished a round."""
+
+
+def show_round(watcher: Watcher, view: RoundView) -> None:
+    """Show a round to an observer that wants it."""
+    if isinstance(watcher, RoundWatcher):
+        watcher.round(view)
