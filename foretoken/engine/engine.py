@@ -33,7 +33,7 @@ from foretoken.engine.scheduler import DraftPlan, Scheduler
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.time_attribution import charge, gain
 from foretoken.engine.views import fixed_plan, outcome_of, plan_of, view_of
-from foretoken.engine.watch import RoundView, RoundWatcher, StepClock, Watcher, show_round
+from foretoken.engine.watch import RoundView, StepClock, Watcher, sees_rounds, show_round
 from foretoken.errors import EngineError, ForetokenError
 from foretoken.model.interface import LanguageModel
 from foretoken.model.randomness import round_uniforms
@@ -336,7 +336,7 @@ class Engine:
                 error = note_prompt(self.states[entry.request.request_id], target)
                 if error is not None:
                     self.fail(self.states[entry.request.request_id], error)
-        sees_rounds = any(isinstance(watcher, RoundWatcher) for watcher in self.watchers)
+        needs_views = any(map(sees_rounds, self.watchers))
         for b, entry in enumerate(batch.decoding):
             state = self.states.get(entry.request.request_id)
             if state is None:
@@ -351,7 +351,7 @@ class Engine:
                 plain_s = len(output.token_ids) * per_token[0]
                 state.stats.count_gain(plain_s, per_token[1])
                 self.stats.count_gain(plain_s, per_token[1])
-            if sees_rounds:
+            if needs_views:
                 view = RoundView(entry, draft, verdict, b, output, self.clock)
                 self.faults.watch(self.watchers, partial(show_round, view=view))
             if state.finish_reason is not None:
