@@ -199,7 +199,7 @@ def _policy_holder(llm: Any) -> Any | None:  # noqa: ANN401 - of either checkout
 
 def _use_draft_models_for_short_answers(llm: Any) -> None:  # noqa: ANN401 - of either checkout
     """Switch off the routing rule that one of the checkouts may lack: answers here are shorter than it asks for."""
-    routing = getattr(getattr(llm.engine, "chooser", None), "routing", None)
+    routing: Any = getattr(getattr(llm.engine, "chooser", None), "routing", None)
     if hasattr(getattr(routing, "rules", None), "min_tokens_for_draft_model"):
         routing.rules = dataclasses.replace(routing.rules, min_tokens_for_draft_model=0)
 
