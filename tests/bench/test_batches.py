@@ -413,7 +413,7 @@ def test_the_engine_has_the_limits_that_were_asked_for(text_pair: SimpleNamespac
                     config.max_prompt_tokens,
                     config.max_step_tokens,
                     config.cache_reserve,
-                ) == (3, 4096, None, 0.1)
+                ) == (3, 4096, None, 0.15)
                 assert routing.rules == RoutingRules()
             else:
                 assert (
