@@ -282,7 +282,7 @@ def test_tickets_of_a_real_engine_end(tmp_path: Path) -> None:
     from tests.helpers.checkpoints import tiny_checkpoint
 
     tiny_checkpoint(tmp_path, "llama", num_hidden_layers=1, hidden_size=16)
-    with LLM(tmp_path, dtype="float32", cache_tokens=2048, profile="off") as llm:
+    with LLM(tmp_path, SpecConfig(), dtype="float32", cache_tokens=2048, profile="off") as llm:  # a token a piece
         race = Race(llm, 10_000, seed=5)
         race.run()
         assert race.ends["length"] > 0 < race.ends["abort"]
