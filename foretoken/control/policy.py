@@ -36,8 +36,7 @@ class PolicyConfig:
       and in plain steps when a request is new; `most_slack_steps`, `least_slack_steps`: gains are kept for later
       losses, and losses for later gains, up to so many plain steps.
     - `decision_share`, `most_repeats`: share of the time that deciding may take (previews are paid from the account);
-      budgets are repeated until it is kept,
-      for at most so many rounds.
+      budgets are repeated until it is kept, for at most so many rounds.
     - `trial_share`: share of the time that goes into trying again what did not pay, one request in a round.
     - `first_guesses`: at most so many for a drafter whose cost is not known, by one request.
     - `first_plain`, `plain_every`: after so many steps with guesses one without is run, so that its cost is known;

@@ -74,8 +74,8 @@ def _wants_taps(kind: type) -> bool:
 class _Routed:
     """The options of one request: the drafter of each, its configuration, the request under it, and its traits.
 
-    `emitted` are all of the request's tokens so far; of them each drafter that only follows the text has been told the
-    first `num_told`.
+    `emitted` are all of the request's tokens so far, if any drafter only follows the text: `num_told` of them each such
+    drafter knows.
     """
 
     keys: tuple[DrafterKey, ...]
@@ -216,7 +216,9 @@ class DrafterGroup:
             self.spent_s[key] = self.spent_s.get(key, 0.0) + seconds
             self.num_read_tokens[key] = self.num_read_tokens.get(key, 0) + num_tokens
         for b, entry in enumerate(entries):
-            self._requests[entry.request.request_id].emitted.extend(verdict.emitted(b))
+            own = self._requests[entry.request.request_id]
+            if own.num_told:
+                own.emitted.extend(verdict.emitted(b))
         for key, routed in self._followers(entries).items():
             began, drafter = time.perf_counter(), self.drafters[key]
             if len(routed) == len(entries):

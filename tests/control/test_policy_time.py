@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from foretoken.control import policy as module
-from foretoken.control.candidates import DraftBudget, DrafterOption, RequestOptions
+from foretoken.control.candidates import DraftBudget, DrafterOption, RequestOptions, StepOutcome
 from foretoken.control.policy import BudgetPolicy
 from foretoken.control.previews import Preview
 from tests.helpers.control import observe, options_of, plan
@@ -128,3 +128,13 @@ def test_numbers_that_were_set_are_not_charged_to_those_left_open() -> None:
         (given,) = policy.plan(requests)
         assert given.num_draft == 4
         observe(policy, requests, [given], [0], 1.0, {"ab"[given.option or 0]: 0.3})
+
+
+def test_one_slow_decision_is_enough_for_repeats() -> None:
+    """The first decision of a batch, in the step that reads the prompts, takes next to nothing: it must not hide the
+    next one.
+    """
+    policy = BudgetPolicy()
+    for decision_s, num_repeats in ((2e-5, 0), (0.31, 10), (2e-5, 0)):
+        policy.observe_step(StepOutcome([], True, 1, 0, target_s=1.0), decision_s)
+        assert policy._repeats_left == num_repeats
