@@ -113,7 +113,25 @@ class AsyncEngine:
         one, params, spec = self._checked(prompt, params, spec)
         if params.n > 1:
             raise InputError("n", params.n, "a ticket is one answer; use generate, or one ticket per answer")
-        return (await self._submit_all(one, params, spec))[0]
+        return (await self._submit_all([one], params, spec))[0]
+
+    async def submit_all(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, spec: SpecConfig | None = None
+    ) -> list[Ticket]:
+        """`submit_async` for all `n` answers to each of several prompts, prompt by prompt: all are queued, or none."""
+        texts = [as_prompt(prompt) for prompt in prompts]
+        _, params, spec = self._checked([], params, spec)
+        return await self._submit_all(texts, params, spec)
+
+    async def in_thread(self, call: Callable[[], _Result]) -> _Result:
+        """What `call` returns, run in one of the threads that prepare requests: tokenising, chat templates.
+
+        Raises:
+            InputError, EngineError: this was closed, or has broken down.
+        """
+        self.check_process()
+        self._check_open()
+        return await self._in_thread(self._preparing, call)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None
@@ -127,7 +145,8 @@ class AsyncEngine:
         self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None
     ) -> GenerateOutput:
         """The whole answer to one prompt, all `n` of them."""
-        tickets = await self._submit_all(*self._checked(prompt, params, spec))
+        one, params, spec = self._checked(prompt, params, spec)
+        tickets = await self._submit_all([one], params, spec)
         try:
             first, *others = await asyncio.gather(*(ticket.wait() for ticket in tickets))
         finally:
@@ -147,11 +166,7 @@ class AsyncEngine:
         Raises:
             InputError, CheckpointError: see `LLM.chat`; also as `submit`.
         """
-        self.check_process()
-        self._check_open()
-        return await self.generate(
-            await self._in_thread(self._preparing, lambda: self.llm.encode_chat(messages, tools)), params, spec
-        )
+        return await self.generate(await self.in_thread(lambda: self.llm.encode_chat(messages, tools)), params, spec)
 
     def cancel(self, ticket: Ticket) -> None:
         """Leave a ticket, from any thread; one that has ended is not changed."""
@@ -238,14 +253,17 @@ class AsyncEngine:
                 self._num_coming -= count
             raise
 
-    async def _submit_all(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> list[Ticket]:
-        """Queue all `n` answers to a prompt, prepared in worker threads."""
-        with self._place(params.n):
+    async def _submit_all(self, prompts: Sequence[Prompt], params: SamplingParams, spec: SpecConfig) -> list[Ticket]:
+        """Queue all `n` answers to each prompt, prepared in worker threads."""
+        with self._place(params.n * len(prompts)):
             used = spec.for_request(params.prediction)
             if not self.llm.has_drafters(used):
                 await self._in_thread(self._loading, lambda: self.llm.prepare(used))
-            prepared = await self._in_thread(self._preparing, lambda: self.llm.prepare_requests(prompt, params, spec))
-            return self._enqueue(prepared)
+
+            def prepare() -> list[PreparedRequest]:
+                return [one for prompt in prompts for one in self.llm.prepare_requests(prompt, params, spec)]
+
+            return self._enqueue(await self._in_thread(self._preparing, prepare))
 
     async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], _Result]) -> _Result:
         try:

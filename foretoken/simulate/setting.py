@@ -46,7 +46,8 @@ def parse_setting(text: str, drafters: Sequence[str] = ()) -> SimSetting:
         raise ConfigError(
             "settings",
             text,
-            "must be plain, auto, or a drafter and a number or auto, such as ngram-5 or draft_model-auto",
+            f"must be {'plain, auto' if drafters else 'plain'}, or a drafter and a number or auto, such as ngram-5 or "
+            "draft_model-auto",
         )
     return SimSetting((drafter,), None if number == AUTO else int(number))
 

@@ -186,8 +186,9 @@ def test_a_draft_model_reads_no_prompt_for_a_short_answer(
         monkeypatch.setattr(
             llm.engine.chooser.policy,
             "plan",
-            lambda requests: offered.update(option.number for one in requests for option in one.options)
-            or plan(requests),
+            lambda requests: (
+                offered.update(option.number for one in requests for option in one.options) or plan(requests)
+            ),
         )
         for spec in (open_spec, named, fixed):
             offered.clear()

@@ -1,0 +1,95 @@
+"""What a service reports of a call: values that msgspec can write and read, so that they can cross a process boundary.
+
+A call is one prompt or several, each with `n` answers; answer `choice` of prompt `p` has index `p * n + choice`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Alternative(msgspec.Struct, frozen=True, array_like=True):
+    """One of the most probable tokens at a position. `data` are its bytes, None where the tokenizer does not tell."""
+
+    token_id: int
+    text: str
+    data: bytes | None
+    logprob: float
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+    """One emitted token, or one of the prompt (`kind` "prompt").
+
+    `text` is what the token writes alone (a token with a part of a character writes U+FFFD; `data` are its bytes).
+    `drafter`, `kind`, `step` and `probability` are its provenance (`core.TokenOrigin`). `logprob` and `rank` are None
+    unless log-probabilities were asked for.
+    """
+
+    token_id: int
+    text: str
+    data: bytes | None
+    kind: str
+    drafter: str | None = None
+    step: int = 0
+    probability: float | None = None
+    logprob: float | None = None
+    rank: int | None = None
+    top: tuple[Alternative, ...] = ()
+
+
+class Begun(msgspec.Struct, frozen=True, tag="begun"):
+    """The call was checked, tokenised and queued; always the first event. One list of prompt tokens for each prompt."""
+
+    prompt_ids: tuple[tuple[int, ...], ...]
+
+
+class Piece(msgspec.Struct, frozen=True, tag="piece"):
+    """What one step added to one answer: text that cannot be taken back, and tokens."""
+
+    index: int
+    text: str
+    tokens: tuple[TokenEvent, ...]
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """One answer is complete. `finish_reason` is "stop", "length" or "abort"; `stats` is `RequestStats.as_dict()`.
+
+    `prompt` has the prompt's tokens with their log-probabilities where those were asked for; () otherwise.
+    """
+
+    index: int
+    finish_reason: str
+    text: str
+    num_tokens: int
+    stats: dict[str, Any]
+    prompt: tuple[TokenEvent, ...] = ()
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """One answer failed; the others of the call go on. `error` is the name of a class in `foretoken.errors`."""
+
+    index: int
+    error: str
+    message: str
+
+
+Event = Begun | Piece | Ended | Failed
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What is known of the served model once it is loaded."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    eos_token: str | None
+    bos_token: str | None
+    pad_token: str | None
+    has_tokenizer: bool
+    has_chat_template: bool
+    default_spec: dict[str, Any]
+    max_waiting: int
+    num_parameters: int | None = None

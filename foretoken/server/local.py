@@ -1,0 +1,225 @@
+"""A service whose engine runs in this process: what a worker serves, and the simple twin of `remote`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from foretoken.core import StepOutput, TokenLogprobs
+from foretoken.engine.async_engine import AsyncEngine
+from foretoken.engine.output import GenerateOutput
+from foretoken.engine.ticket import Ticket
+from foretoken.errors import InputError
+from foretoken.model.tokenizer import Tokenizer
+from foretoken.server.events import Alternative, Begun, Ended, Event, Failed, ModelInfo, Piece, TokenEvent
+from foretoken.server.service import Call, State
+
+
+class LocalService:
+    """`Service` over an `AsyncEngine`, which stays the caller's to close."""
+
+    def __init__(self, engine: AsyncEngine, name: str) -> None:
+        self.engine = engine
+        self._texts = TokenTexts(engine.llm.tokenizer)
+        self._info = _info(engine, name)
+
+    @property
+    def state(self) -> State:
+        """See `Service.state`: an engine that was built is ready."""
+        return "ready"
+
+    @property
+    def info(self) -> ModelInfo:
+        """See `Service.info`."""
+        return self._info
+
+    async def open(self, call: Call) -> LocalGeneration:
+        """See `Service.open`."""
+        prompt_ids = await self.engine.in_thread(lambda: self._encode_all(call))
+        tickets = await self.engine.submit_all(prompt_ids, call.params, call.spec)
+        return LocalGeneration(tickets, prompt_ids, self._texts)
+
+    async def tokenize(
+        self, prompt: str | None, messages: Sequence[Any] | None = None, add_special_tokens: bool = True
+    ) -> list[int]:
+        """See `Service.tokenize`."""
+
+        def encode() -> list[int]:
+            if messages is not None:
+                return self.engine.llm.encode_chat(messages)
+            tokenizer = self._tokenizer("prompt", prompt)
+            return tokenizer.encode(prompt or "", add_special_tokens)
+
+        return await self.engine.in_thread(encode)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """See `Service.detokenize`."""
+        tokenizer = self._tokenizer("tokens", list(token_ids))
+        for token_id in token_ids:
+            if not 0 <= token_id < self._info.vocab_size:
+                raise InputError("tokens", token_id, f"must lie in [0, {self._info.vocab_size})")
+        return await self.engine.in_thread(lambda: tokenizer.decode(token_ids))
+
+    async def stats(self) -> dict[str, Any]:
+        """See `Service.stats`."""
+        return self.engine.llm.stats.as_dict()
+
+    def _tokenizer(self, field: str, value: object) -> Tokenizer:
+        tokenizer = self.engine.llm.tokenizer
+        if tokenizer is None:
+            raise InputError(field, value, "the model has no tokenizer; give token ids")
+        return tokenizer
+
+    def _encode_all(self, call: Call) -> list[list[int]]:
+        llm = self.engine.llm
+        if call.messages is not None:
+            return [llm.encode_chat(call.messages, call.tools)]
+        return [llm.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in call.prompts]
+
+
+class LocalGeneration:
+    """A call whose answers run in this process, one ticket each, prompt by prompt."""
+
+    def __init__(self, tickets: Sequence[Ticket], prompt_ids: Sequence[Sequence[int]], texts: TokenTexts) -> None:
+        self._tickets, self._prompt_ids, self._texts = tickets, prompt_ids, texts
+
+    async def __aiter__(self) -> AsyncGenerator[Event]:
+        yield Begun(tuple(tuple(ids) for ids in self._prompt_ids))
+        if len(self._tickets) == 1:
+            async for event in self._events(0):
+                yield event
+            return
+        async with contextlib.aclosing(self._merged()) as events:
+            async for event in events:
+                yield event
+
+    async def cancel(self) -> None:
+        """See `Generation.cancel`."""
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    async def _merged(self) -> AsyncGenerator[Event]:
+        """The events of all answers as they come."""
+        queue: asyncio.Queue[Event | None] = asyncio.Queue()
+
+        async def pump(index: int) -> None:
+            try:
+                async for event in self._events(index):
+                    queue.put_nowait(event)
+            finally:
+                queue.put_nowait(None)
+
+        tasks = [asyncio.create_task(pump(index)) for index in range(len(self._tickets))]
+        try:
+            num_open = len(tasks)
+            while num_open:
+                event = await queue.get()
+                if event is None:
+                    num_open -= 1
+                else:
+                    yield event
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _events(self, index: int) -> AsyncIterator[Event]:
+        ticket = self._tickets[index]
+        try:
+            async for output in ticket:
+                if output.token_ids or output.text:
+                    yield Piece(index, output.text, self._tokens(output))
+            answer = await ticket.wait()
+        except Exception as error:  # noqa: BLE001 - the error of this answer; the others go on
+            yield Failed(index, type(error).__name__, str(error))
+            return
+        if answer.error is not None:
+            yield Failed(index, type(answer.error).__name__, str(answer.error))
+        else:
+            yield Ended(
+                index,
+                answer.finish_reason,
+                answer.text,
+                len(answer.token_ids),
+                answer.stats.as_dict(),
+                self._prompt_tokens(answer),
+            )
+
+    def _tokens(self, output: StepOutput) -> tuple[TokenEvent, ...]:
+        logprobs: Sequence[TokenLogprobs | None] = output.logprobs or (None,) * len(output.token_ids)
+        return tuple(
+            self._texts.event(token_id, scored, origin.kind, origin.drafter, origin.step, origin.probability)
+            for token_id, origin, scored in zip(output.token_ids, output.provenance, logprobs, strict=True)
+        )
+
+    def _prompt_tokens(self, answer: GenerateOutput) -> tuple[TokenEvent, ...]:
+        if answer.prompt_logprobs is None:
+            return ()
+        scored = zip(answer.prompt_ids, answer.prompt_logprobs, strict=True)
+        return tuple(self._texts.event(token_id, one, "prompt") for token_id, one in scored)
+
+
+class TokenTexts:
+    """What single tokens write, kept once looked up."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._data = None if tokenizer is None else tokenizer.token_bytes
+        self._known: dict[int, tuple[str, bytes | None]] = {}
+
+    def of(self, token_id: int) -> tuple[str, bytes | None]:
+        """Text and bytes of a token; ("", None) without a tokenizer."""
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._look_up(token_id)
+        return found
+
+    def event(
+        self,
+        token_id: int,
+        scored: TokenLogprobs | None,
+        kind: str,
+        drafter: str | None = None,
+        step: int = 0,
+        probability: float | None = None,
+    ) -> TokenEvent:
+        """A token with its provenance and log-probabilities."""
+        text, data = self.of(token_id)
+        if scored is None:
+            return TokenEvent(token_id, text, data, kind, drafter, step, probability)
+        top = tuple(Alternative(one, *self.of(one), logprob) for one, logprob in scored.top)
+        return TokenEvent(token_id, text, data, kind, drafter, step, probability, scored.logprob, scored.rank, top)
+
+    def _look_up(self, token_id: int) -> tuple[str, bytes | None]:
+        if self._tokenizer is None:
+            return "", None
+        if self._data is None:
+            return self._tokenizer.decode([token_id]), None
+        data = self._data.get(token_id, b"")
+        return data.decode("utf-8", "replace"), data
+
+
+def _info(engine: AsyncEngine, name: str) -> ModelInfo:
+    llm, target = engine.llm, engine.llm.target
+    tokenizer = llm.tokenizer
+
+    def spelt(token_id: int | None) -> str | None:
+        return None if tokenizer is None or token_id is None else tokenizer.token(token_id)
+
+    return ModelInfo(
+        name=name,
+        max_model_len=target.max_context_tokens,
+        vocab_size=target.vocab_size,
+        eos_token_ids=tuple(target.eos_token_ids),
+        eos_token=None if tokenizer is None else spelt(tokenizer.eos_token_id),
+        bos_token=None if tokenizer is None else spelt(tokenizer.bos_token_id),
+        pad_token=None,
+        has_tokenizer=tokenizer is not None,
+        has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
+        default_spec={key: value for key, value in asdict(llm.spec).items() if value is not None},
+        max_waiting=engine.max_waiting,
+    )

@@ -1,0 +1,100 @@
+"""`Service`: what the HTTP layer asks of an engine, whether it runs in this process or in a worker."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from foretoken.config import SamplingParams, SpecConfig
+from foretoken.errors import ForetokenError
+from foretoken.server.events import Event, ModelInfo
+
+State = Literal["loading", "ready", "draining", "restarting", "failed"]
+
+
+class UnavailableError(ForetokenError):
+    """The engine cannot take calls now: it is loading, draining or being restarted."""
+
+    def __init__(self, state: State, message: str) -> None:
+        self.state = state
+        super().__init__(message)
+
+
+class WorkerDiedError(ForetokenError):
+    """The engine's process died while a call was in flight: any of the calls may be the cause."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One HTTP request: `prompts`, or one conversation `messages`; each prompt is answered `params.n` times.
+
+    `spec` None: the server's default. `template_options` go to the chat template (white-listed by the HTTP layer).
+    """
+
+    params: SamplingParams
+    prompts: Sequence[str | Sequence[int]] = ()
+    messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    spec: SpecConfig | None = None
+
+
+class Generation(Protocol):
+    """A call that runs. Iterating gives its events: `Begun`, then pieces and ends of all answers in any order."""
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        """Events from the first one on. Ends after every answer ended or failed.
+
+        Raises:
+            WorkerDiedError: the engine's process died.
+        """
+
+    async def cancel(self) -> None:
+        """Free everything that the call holds; without effect after its end. May be called more than once."""
+
+
+class Service(Protocol):
+    """An engine as the HTTP layer sees it."""
+
+    @property
+    def state(self) -> State:
+        """Whether calls are taken."""
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """The served model; None until it is loaded for the first time."""
+
+    async def open(self, call: Call) -> Generation:
+        """Check, tokenise and queue a call: all of its answers or none.
+
+        Raises:
+            InputError, ContextLengthError, CapacityError: it can never run.
+            OverloadedError: too many requests wait.
+            UnavailableError: the engine takes no calls now.
+            ForetokenError: anything else that the engine refuses.
+        """
+
+    async def tokenize(
+        self, prompt: str | None, messages: Sequence[Mapping[str, Any]] | None = None, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of a text, or of a conversation under the chat template.
+
+        Raises:
+            InputError, UnavailableError: see `open`.
+        """
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids.
+
+        Raises:
+            InputError, UnavailableError: see `open`.
+        """
+
+    async def stats(self) -> dict[str, Any]:
+        """`EngineStats.as_dict()` with gauges: `num_running`, `num_waiting`, `kv_cache_usage`, `draft_kv_cache_usage`
+        (0 to 1), and `invariants` (blocks free, used and total of every pool).
+
+        Raises:
+            UnavailableError: see `open`.
+        """

@@ -1,0 +1,88 @@
+"""The service in one process: events of a call are the answers of `LLM.generate`, and cross a process boundary."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.engine.async_engine import AsyncEngine
+from foretoken.errors import InputError, OverloadedError
+from foretoken.server.events import Begun, Ended, Event, Piece
+from foretoken.server.local import LocalService
+from foretoken.server.service import Call
+
+PROMPTS = ("def f(x):\n", "class Reader")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[AsyncEngine]:
+    with LLM("reference:target", dtype="float32", profile="off") as llm, AsyncEngine(llm, max_waiting=4) as engine:
+        yield engine
+
+
+async def events_of(service: LocalService, call: Call) -> list[Event]:
+    return [event async for event in await service.open(call)]
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_events_add_up_to_the_answers_of_generate(engine: AsyncEngine, drafter: str | None) -> None:
+    params = SamplingParams(max_tokens=12, n=2, logprobs=1, temperature=0.8, seed=3, prompt_logprobs=0)
+    spec = SpecConfig(drafter, rule="coupled") if drafter else SpecConfig()
+    service = LocalService(engine, "reference")
+    found = asyncio.run(events_of(service, Call(params, PROMPTS, spec=spec)))
+    assert [msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=Event) for event in found] == found
+
+    async def generate() -> list[str]:
+        outputs = [await engine.generate(prompt, params, spec) for prompt in PROMPTS]
+        return [choice.text for output in outputs for choice in output.choices]
+
+    texts = asyncio.run(generate())
+    begun, ends = found[0], {event.index: event for event in found if isinstance(event, Ended)}
+    assert isinstance(begun, Begun)
+    assert len(begun.prompt_ids) == 2
+    assert [ends[index].text for index in range(4)] == texts
+    for index, text in enumerate(texts):
+        pieces = [event for event in found if isinstance(event, Piece) and event.index == index]
+        tokens = [token for piece in pieces for token in piece.tokens]
+        assert "".join(piece.text for piece in pieces) == text
+        assert len(tokens) == ends[index].num_tokens == ends[index].stats["num_emitted"]
+        assert b"".join(token.data or b"" for token in tokens).decode("utf-8", "replace").startswith(text[:4])
+        assert all(token.logprob is not None and token.top for token in tokens)
+    assert [len(ends[index].prompt) > 0 for index in range(4)] == [True, False, True, False]
+
+
+def test_a_call_is_queued_whole_or_not_at_all(engine: AsyncEngine) -> None:
+    service = LocalService(engine, "reference")
+    with pytest.raises(OverloadedError):
+        asyncio.run(service.open(Call(SamplingParams(max_tokens=4, n=3), PROMPTS)))
+    assert not engine.llm.engine.has_work
+
+
+def test_cancel_frees_every_answer(engine: AsyncEngine) -> None:
+    async def run() -> list[Event]:
+        generation = await LocalService(engine, "reference").open(
+            Call(SamplingParams(max_tokens=2000, n=2, ignore_eos=True, temperature=1.0), PROMPTS[:1])
+        )
+        found: list[Event] = []
+        async for event in generation:
+            found.append(event)
+            if len(found) == 3:
+                await generation.cancel()
+                await generation.cancel()
+        return found
+
+    ends = [event for event in asyncio.run(run()) if isinstance(event, Ended)]
+    assert [end.finish_reason for end in ends] == ["abort", "abort"]
+    assert not engine.llm.engine.has_work
+
+
+def test_text_and_tokens_both_ways(engine: AsyncEngine) -> None:
+    service = LocalService(engine, "reference")
+    ids = asyncio.run(service.tokenize("def f(x):"))
+    assert asyncio.run(service.detokenize(ids)) == "def f(x):"
+    with pytest.raises(InputError, match="tokens=4096"):
+        asyncio.run(service.detokenize([4096]))
