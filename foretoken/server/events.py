@@ -53,7 +53,7 @@ class Piece(msgspec.Struct, frozen=True, tag="piece"):
     tokens: tuple[TokenEvent, ...]
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
+class AnswerEnded(msgspec.Struct, frozen=True, tag="ended"):
     """One answer is complete. `finish_reason` is "stop", "length" or "abort"; `stats` is `RequestStats.as_dict()`.
 
     `prompt` has the prompt's tokens with their log-probabilities where those were asked for; () otherwise.
@@ -67,7 +67,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     prompt: tuple[TokenEvent, ...] = ()
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class AnswerFailed(msgspec.Struct, frozen=True, tag="failed"):
     """One answer failed; the others of the call go on. `error` is the name of a class in `foretoken.errors`."""
 
     index: int
@@ -75,7 +75,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-Event = Begun | Piece | Ended | Failed
+Event = Begun | Piece | AnswerEnded | AnswerFailed
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

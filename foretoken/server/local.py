@@ -14,7 +14,7 @@ from foretoken.engine.output import GenerateOutput
 from foretoken.engine.ticket import Ticket
 from foretoken.errors import InputError
 from foretoken.model.tokenizer import Tokenizer
-from foretoken.server.events import Alternative, Begun, Ended, Event, Failed, ModelInfo, Piece, TokenEvent
+from foretoken.server.events import Alternative, Begun, AnswerEnded, Event, AnswerFailed, ModelInfo, Piece, TokenEvent
 from foretoken.server.service import Call, State
 
 
@@ -23,7 +23,7 @@ class LocalService:
 
     def __init__(self, engine: AsyncEngine, name: str) -> None:
         self.engine = engine
-        self._texts = TokenTexts(engine.llm.tokenizer)
+        self._texts = TokenSpellings(engine.llm.tokenizer)
         self._info = _info(engine, name)
 
     @property
@@ -83,7 +83,7 @@ class LocalService:
 class LocalGeneration:
     """A call whose answers run in this process, one ticket each, prompt by prompt."""
 
-    def __init__(self, tickets: Sequence[Ticket], prompt_ids: Sequence[Sequence[int]], texts: TokenTexts) -> None:
+    def __init__(self, tickets: Sequence[Ticket], prompt_ids: Sequence[Sequence[int]], texts: TokenSpellings) -> None:
         self._tickets, self._prompt_ids, self._texts = tickets, prompt_ids, texts
 
     async def __aiter__(self) -> AsyncGenerator[Event]:
@@ -135,12 +135,12 @@ class LocalGeneration:
                     yield Piece(index, output.text, self._tokens(output))
             answer = await ticket.wait()
         except Exception as error:  # noqa: BLE001 - the error of this answer; the others go on
-            yield Failed(index, type(error).__name__, str(error))
+            yield AnswerFailed(index, type(error).__name__, str(error))
             return
         if answer.error is not None:
-            yield Failed(index, type(answer.error).__name__, str(answer.error))
+            yield AnswerFailed(index, type(answer.error).__name__, str(answer.error))
         else:
-            yield Ended(
+            yield AnswerEnded(
                 index,
                 answer.finish_reason,
                 answer.text,
@@ -163,7 +163,7 @@ class LocalGeneration:
         return tuple(self._texts.event(token_id, one, "prompt") for token_id, one in scored)
 
 
-class TokenTexts:
+class TokenSpellings:
     """What single tokens write, kept once looked up."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:

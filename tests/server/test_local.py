@@ -11,7 +11,7 @@ import pytest
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.errors import InputError, OverloadedError
-from foretoken.server.events import Begun, Ended, Event, Piece
+from foretoken.server.events import Begun, AnswerEnded, Event, Piece
 from foretoken.server.local import LocalService
 from foretoken.server.service import Call
 
@@ -41,7 +41,7 @@ def test_events_add_up_to_the_answers_of_generate(engine: AsyncEngine, drafter: 
         return [choice.text for output in outputs for choice in output.choices]
 
     texts = asyncio.run(generate())
-    begun, ends = found[0], {event.index: event for event in found if isinstance(event, Ended)}
+    begun, ends = found[0], {event.index: event for event in found if isinstance(event, AnswerEnded)}
     assert isinstance(begun, Begun)
     assert len(begun.prompt_ids) == 2
     assert [ends[index].text for index in range(4)] == texts
@@ -75,7 +75,7 @@ def test_cancel_frees_every_answer(engine: AsyncEngine) -> None:
                 await generation.cancel()
         return found
 
-    ends = [event for event in asyncio.run(run()) if isinstance(event, Ended)]
+    ends = [event for event in asyncio.run(run()) if isinstance(event, AnswerEnded)]
     assert [end.finish_reason for end in ends] == ["abort", "abort"]
     assert not engine.llm.engine.has_work
 
