@@ -27,7 +27,9 @@ from foretoken.errors import (
     NumericsError,
     OverloadedError,
     StorageError,
+    UnavailableError,
     UnsupportedModelError,
+    WorkerDiedError,
 )
 
 if typing.TYPE_CHECKING:
@@ -64,7 +66,9 @@ __all__ = [
     "SpecConfig",
     "StorageError",
     "Ticket",
+    "UnavailableError",
     "UnsupportedModelError",
+    "WorkerDiedError",
     "add_drafter",
 ]
 

@@ -11,6 +11,8 @@ ForetokenError                      exit code
 |- CapacityError (RuntimeError)     1   out of KV blocks
 |  |- OverloadedError               1   the queue is full: retry later
 |- EngineError (RuntimeError)       1   an exception inside the engine: the request fails, the engine continues
+|  |- WorkerDiedError               1   the engine's process died while the request ran
+|- UnavailableError (RuntimeError)  1   the engine takes no requests now: it is loading, draining or being restarted
 |- DraftError (RuntimeError)        1   a drafter broke its contract: its draft is dropped, the request continues
 |  |- DraftTimeout                  1   it exceeded its time limit
 |- NumericsError (RuntimeError)     1   NaN or infinite logits: the request fails, the engine continues
@@ -80,6 +82,14 @@ class EngineError(ForetokenError, RuntimeError):
     """An exception inside the engine without which the request cannot continue; `__cause__` is the exception. Other
     requests continue.
     """
+
+
+class WorkerDiedError(EngineError):
+    """The engine's process died while a request was in flight: any of its requests may be the cause."""
+
+
+class UnavailableError(ForetokenError, RuntimeError):
+    """The engine takes no requests now: it is loading, draining or being restarted. They may succeed later."""
 
 
 class DraftError(ForetokenError, RuntimeError):

@@ -88,6 +88,8 @@ def test_exit_codes() -> None:
         "CapacityError": 1,
         "OverloadedError": 1,
         "EngineError": 1,
+        "WorkerDiedError": 1,
+        "UnavailableError": 1,
         "DraftError": 1,
         "DraftTimeout": 1,
         "NumericsError": 1,

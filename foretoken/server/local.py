@@ -14,7 +14,7 @@ from foretoken.engine.output import GenerateOutput
 from foretoken.engine.ticket import Ticket
 from foretoken.errors import InputError
 from foretoken.model.tokenizer import Tokenizer
-from foretoken.server.events import Alternative, Begun, AnswerEnded, Event, AnswerFailed, ModelInfo, Piece, TokenEvent
+from foretoken.server.events import Alternative, AnswerEnded, AnswerFailed, Begun, Event, ModelInfo, Piece, TokenEvent
 from foretoken.server.service import Call, State
 
 

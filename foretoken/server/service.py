@@ -7,22 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from foretoken.config import SamplingParams, SpecConfig
-from foretoken.errors import ForetokenError
 from foretoken.server.events import Event, ModelInfo
 
 State = Literal["loading", "ready", "draining", "restarting", "failed"]
-
-
-class UnavailableError(ForetokenError):
-    """The engine cannot take calls now: it is loading, draining or being restarted."""
-
-    def __init__(self, state: State, message: str) -> None:
-        self.state = state
-        super().__init__(message)
-
-
-class WorkerDiedError(ForetokenError):
-    """The engine's process died while a call was in flight: any of the calls may be the cause."""
 
 
 @dataclass(frozen=True)

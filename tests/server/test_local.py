@@ -11,7 +11,7 @@ import pytest
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.errors import InputError, OverloadedError
-from foretoken.server.events import Begun, AnswerEnded, Event, Piece
+from foretoken.server.events import AnswerEnded, Begun, Event, Piece
 from foretoken.server.local import LocalService
 from foretoken.server.service import Call
 
