@@ -298,7 +298,7 @@ class SpecConfig:
         """What a composite drafter works with unless told otherwise; nothing for a simple one."""
         if self.drafter == "cascade":
             return ("ngram", "draft_model")
-        usual = {"auto": ("ngram", "suffix"), "mix": ("ngram", "suffix", "recycling")}.get(str(self.drafter), ())
+        usual = {"auto": ("suffix",), "mix": ("ngram", "suffix", "recycling")}.get(str(self.drafter), ())
         return (*usual, "draft_model") if usual and self.draft is not None else usual
 
     def _check_texts(self) -> None:

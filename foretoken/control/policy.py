@@ -17,7 +17,7 @@ from functools import cache
 from typing import Literal, Protocol
 
 from foretoken.control.acceptance import Acceptance
-from foretoken.control.budget import Allocation, Candidate, Demand, StepSeconds, allocate
+from foretoken.control.budget import Allocation, Candidate, Demand, DraftSeconds, StepSeconds, allocate
 from foretoken.control.candidates import NO_DRAFT, DraftBudget, DrafterOption, RequestOptions, StepOutcome
 from foretoken.control.cost import CostTable, DraftCosts, StepCosts, load_of
 from foretoken.control.previews import Preview
@@ -294,9 +294,9 @@ class BudgetPolicy:
         self._token_s = self.target_cost.seconds(len(requests)) / max(1, len(requests))
         rate = self._rate.of_late / self._token_s if self._token_s else 0.0
         self._worth_s = 1 / rate if rate else self._token_s
-        step_s = self._step_times()
-        found = allocate(demands, step_s, self._draft_s, rate)
-        trial = self._trial(requests, demands, found, step_s)
+        step_s, draft_s = self._step_times(), self._draft_times()
+        found = allocate(demands, step_s, draft_s, rate)
+        trial = self._trial(requests, demands, found, step_s, draft_s)
         budgets = []
         for b, (request, pick, budget) in enumerate(zip(requests, found.picks, found.budgets, strict=True)):
             place, count = (trial[1], 1) if trial is not None and trial[0] == b else (pick, budget)
@@ -360,11 +360,22 @@ class BudgetPolicy:
 
         return step_s
 
-    def _draft_s(self, drafter: Hashable, num_draft: int) -> float:
-        return self.draft_costs.seconds(drafter, num_draft, self._num_users.get(drafter, 1))
+    def _draft_times(self) -> DraftSeconds:
+        """What each drafter takes by its longest draft, for the requests that may use it."""
+
+        @cache
+        def draft_s(drafter: Hashable, num_draft: int) -> float:
+            return self.draft_costs.seconds(drafter, num_draft, self._num_users.get(drafter, 1))
+
+        return draft_s
 
     def _trial(
-        self, requests: Sequence[RequestOptions], demands: Sequence[Demand], found: Allocation, step_s: StepSeconds
+        self,
+        requests: Sequence[RequestOptions],
+        demands: Sequence[Demand],
+        found: Allocation,
+        step_s: StepSeconds,
+        draft_s: DraftSeconds,
     ) -> tuple[int, int] | None:
         """The request that tries a drafter which was passed over, and the place of its option: the one untried longest.
 
@@ -383,7 +394,7 @@ class BudgetPolicy:
             gain = expected - (sum(candidates[pick].emitted[: found.budgets[b]]) if pick is not None else 0.0)
             more_s = max(0.0, step_s(rows + 1 + option.num_probe) - step_s(rows)) + self._entry_s(request, option)
             if option.drafter not in running:
-                more_s += self._draft_s(option.drafter, 1)
+                more_s += draft_s(option.drafter, 1)
             loss_s = more_s - gain * self._worth_s
             if loss_s <= max(0.0, min(self._credit_s, self._slack_s)):
                 self._credit_s -= loss_s

@@ -21,7 +21,7 @@ from foretoken.model.tokenizer import Tokenizer
 from foretoken.transfer import to_device
 from foretoken.verify import first_max
 
-DrafterKey = tuple[Hashable, ...]  # the name, and what else tells one instance from another
+DrafterKey = str  # spells the name, and what else tells one instance from another; a text keeps its hash
 MOST_VARIANTS = 8  # of one configuration
 
 

@@ -75,14 +75,14 @@ class DrafterFailures:
         counts[key] = counts.get(key, 0) + 1
         is_last = is_last or counts[key] >= MOST_FAILURES
         reason = reason if len(reason) <= _MOST_REASON_CHARS else reason[: _MOST_REASON_CHARS - 3] + "..."
-        self._untold.append(DrafterFailure(request_id, str(key[0]), reason, is_last))
+        self._untold.append(DrafterFailure(request_id, drafter.name, reason, is_last))
         if is_last and key not in self._off.setdefault(request_id, set()):
             self._off[request_id].add(key)
             with contextlib.suppress(Exception):  # it has failed already: resources that it cannot free are lost
                 drafter.finish(request_id)
         if key not in self._warned:
             message = (
-                f"drafter {key[0]!r} failed ({reason}): its draft is dropped, answers are not affected; "
+                f"drafter {drafter.name!r} failed ({reason}): its draft is dropped, answers are not affected; "
                 f"after {MOST_FAILURES}"
             )
             self._warned.add(key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import cast
@@ -33,15 +33,8 @@ def drafter_key(spec: SpecConfig) -> DrafterKey | None:
     """
     if spec.drafter is None:
         return None
-    return (
-        spec.drafter,
-        spec.draft,
-        spec.draft_dtype,
-        spec.draft_vocabulary,
-        spec.corpus,
-        spec.options,
-        *(drafter_key(part) for part in spec.configs),
-    )
+    parts = [drafter_key(part) for part in spec.configs]
+    return repr((spec.drafter, spec.draft, spec.draft_dtype, spec.draft_vocabulary, spec.corpus, spec.options, *parts))
 
 
 def own_drafters(spec: SpecConfig) -> dict[DrafterKey, SpecConfig]:
@@ -54,9 +47,10 @@ def own_drafters(spec: SpecConfig) -> dict[DrafterKey, SpecConfig]:
     return own
 
 
-def option_kind(spec: SpecConfig) -> Hashable:
-    """What tells apart options of different cost and acceptance: the drafter, and the shape of what it drafts."""
-    return drafter_key(spec), spec.tree, spec.branching, spec.draft_probability, spec.exit_layer, spec.lookahead_window
+def option_kind(spec: SpecConfig) -> str:
+    """Spells what tells apart options of different cost and acceptance: the drafter, and the shape of its drafts."""
+    shape = (spec.tree, spec.branching, spec.draft_probability, spec.exit_layer, spec.lookahead_window)
+    return f"{drafter_key(spec)} {shape}"
 
 
 @cache

@@ -61,6 +61,8 @@ def grow_tree(
     out. Of tokens said equally often the one at the latest place comes first. Best-first growth is optimal here,
     because no child is likelier than its parent.
     """
+    if len(following) == 1:
+        return _grow_chain(following[0], budget, doubt, least)
     tokens: list[int] = []
     parents: list[int] = []
     chances: list[float] = []
@@ -75,7 +77,8 @@ def grow_tree(
         for row in rows:
             said.setdefault(following[row][depth], []).append(row)
         said.pop(NO_TOKEN, None)
-        for token, own in sorted(said.items(), key=lambda item: -len(item[1]))[:branching]:
+        ranked = sorted(said.items(), key=lambda item: -len(item[1]))[:branching] if len(said) > 1 else said.items()
+        for token, own in ranked:
             chance = estimate * len(own) / (len(rows) + doubt)
             if chance >= least:
                 heapq.heappush(heap, (-chance, serial, parent, token, own, depth))
@@ -90,6 +93,20 @@ def grow_tree(
         chances.append(-negative)
         push(rows, len(tokens) - 1, depth + 1, -negative)
     return LookupTree(tuple(tokens), tuple(parents), tuple(chances))
+
+
+def _grow_chain(following: Sequence[int], budget: int, doubt: float, least: float) -> LookupTree:
+    """`grow_tree` over one place."""
+    tokens: list[int] = []
+    chances: list[float] = []
+    chance = 1.0
+    for token in following[: max(0, budget)]:
+        chance = chance / (1 + doubt)
+        if token == NO_TOKEN or chance < least:
+            break
+        tokens.append(token)
+        chances.append(chance)
+    return LookupTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)), tuple(chances))
 
 
 def assemble(name: str, trees: Sequence[LookupTree]) -> Draft:
