@@ -75,7 +75,7 @@ def failed_drafters(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def record(
         self: DrafterFailures, key: DrafterKey, drafter: Drafter, request_id: int, reason: str, is_last: bool = False
     ) -> None:
-        failed.append(f"{key[0]}: {reason}")
+        failed.append(f"{drafter.name}: {reason}")
         add(self, key, drafter, request_id, reason, is_last)
 
     monkeypatch.setattr(DrafterFailures, "add", record)

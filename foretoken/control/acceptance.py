@@ -182,7 +182,10 @@ class Acceptance:
         """
         drafted: list[float] = []
         emitted: list[float] = []
-        for share, chance, parent in self._requests[request_id].places_of(drafter).estimates(num_places):
+        rates = self._requests[request_id].places_of(drafter)
+        while rates.is_empty and rates.prior is not None:
+            rates = rates.prior
+        for share, chance, parent in rates.estimates(num_places):
             above = emitted[parent] if 0 <= parent < len(emitted) else 1.0
             drafted.append(share)
             emitted.append(min(share, chance * above))

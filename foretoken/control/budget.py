@@ -18,6 +18,7 @@ import heapq
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 _CHEAP_SHARE = 0.01  # a drafter that takes less of a step than this need not be weighed as a whole
@@ -96,6 +97,7 @@ class _Step:
     ) -> None:
         self.demands, self.rate, self.step_s, self.draft_s, self.users = demands, rate, step_s, draft_s, users
         self.own_s = step_s(len(demands))
+        self._alone = cache(self._alone_anew)  # requests that are new to a drafter are alike
 
     def value(self, tokens: float, seconds: float) -> float:
         """What is maximised."""
@@ -125,7 +127,7 @@ class _Step:
                     best, pick = value, place
         return pick
 
-    def _alone(self, candidate: Candidate, weight: float) -> float:
+    def _alone_anew(self, candidate: Candidate, weight: float) -> float:
         """The value of a step in which only this candidate guesses, its drafter's time shared with who may use it."""
         share = 1 / self.users[candidate.drafter]
         rows = tokens = float(len(self.demands))

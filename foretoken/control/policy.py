@@ -37,7 +37,9 @@ class PolicyConfig:
       losses, and losses for later gains, up to so many plain steps.
     - `decision_share`, `most_repeats`: share of the time that deciding may take (previews are paid from the account);
       budgets are repeated until it is kept, for at most so many rounds.
-    - `trial_share`: share of the time that goes into trying again what did not pay, one request in a round.
+    - `trial_share`: share of the time that goes into trying again what did not pay: a drafter by one request in a
+      round, or, after `decisions_per_trial` decisions against any guess, what would be chosen if rows took half as
+      long. What rows take beyond those that run is not learnt otherwise.
     - `first_guesses`: at most so many for a drafter whose cost is not known, by one request.
     - `first_plain`, `plain_every`: after so many steps with guesses one without is run, so that its cost is known;
       later after every so many.
@@ -54,6 +56,7 @@ class PolicyConfig:
     decision_share: float = 0.03
     most_repeats: int = 16
     trial_share: float = 0.005
+    decisions_per_trial: int = 8
     first_guesses: int = 2
     first_plain: int = 4
     plain_every: int = 128
@@ -133,6 +136,7 @@ class BudgetPolicy:
         self._token_s = 0.0  # what a token takes without guesses
         self._worth_s = 0.0  # what a token takes of late, guesses and all
         self._rate = _Rate()
+        self._num_declined = 0  # decisions against any guess, in a row
         self._since_plain: dict[int, int] = {}  # steps with guesses since one without, by load
 
     def seed(self, target_cost: Curve, draft_costs: Mapping[Hashable, Curve]) -> None:
@@ -296,6 +300,7 @@ class BudgetPolicy:
         self._worth_s = 1 / rate if rate else self._token_s
         step_s, draft_s = self._step_times(), self._draft_times()
         found = allocate(demands, step_s, draft_s, rate)
+        found = self._with_cheaper_rows(demands, found, step_s, draft_s, rate)
         trial = self._trial(requests, demands, found, step_s, draft_s)
         budgets = []
         for b, (request, pick, budget) in enumerate(zip(requests, found.picks, found.budgets, strict=True)):
@@ -401,6 +406,24 @@ class BudgetPolicy:
                 self._requests[request.request_id].trial_tokens = expected
                 return b, place
         return None
+
+    def _with_cheaper_rows(
+        self, demands: Sequence[Demand], found: Allocation, step_s: StepSeconds, draft_s: DraftSeconds, rate: float
+    ) -> Allocation:
+        """Where no guess was chosen for some time: what would be if rows took half as long, as far as trials may lose.
+
+        A guess more or less is not told from the noise of a step, many are.
+        """
+        self._num_declined = 0 if any(found.budgets) else self._num_declined + 1
+        if self._num_declined < self.config.decisions_per_trial:
+            return found
+        self._num_declined, own_s = 0, found.seconds
+        hoped = allocate(demands, lambda rows: own_s + (step_s(rows) - own_s) / 2, draft_s, rate)
+        loss_s = 2 * (hoped.seconds - own_s) - (hoped.tokens - found.tokens) * self._worth_s
+        if not any(hoped.budgets) or loss_s > self._credit_s:
+            return found
+        self._credit_s -= max(0.0, loss_s)
+        return hoped
 
     def _passed_over(self, requests: Sequence[RequestOptions], found: Allocation) -> list[tuple[int, int, int]]:
         """Rounds since the last guess, request and place of the option, of those passed over that show no guesses."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ from foretoken.errors import EngineError, ForetokenError
 from foretoken.model.interface import LanguageModel
 from foretoken.model.randomness import round_uniforms
 from foretoken.model.tokenizer import Tokenizer
-from foretoken.plan.profile import Profile
+from foretoken.plan.profile import Curve, Profile
 from foretoken.verify import needs_uniforms, takes_trees, verify_batch
 
 
@@ -74,7 +74,9 @@ class Engine:
         """Begin with the costs of a profile; `specs` are what its drafters, by name, are in this engine."""
         assert isinstance(self.chooser.policy, BudgetPolicy)
         rows, curves = priors_of(profile)
-        known = {option_kind(spec): curves[name] for name, spec in specs.items() if name in curves}
+        known: dict[Hashable, Curve] = {
+            option_kind(spec): curves[name] for name, spec in specs.items() if name in curves
+        }
         self.chooser.policy.seed(rows, known)
 
     def step(self) -> list[StepOutput]:

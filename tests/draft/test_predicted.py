@@ -177,9 +177,7 @@ def test_wrong_predictions_are_refused_by_name(llm: LLM) -> None:
             llm.generate([[1, 2]], params, spec)
 
 
-@pytest.mark.parametrize(
-    ("drafter", "usual"), [("mix", ["ngram", "suffix", "recycling"]), ("auto", ["ngram", "suffix"])]
-)
+@pytest.mark.parametrize(("drafter", "usual"), [("mix", ["ngram", "suffix", "recycling"]), ("auto", ["suffix"])])
 def test_the_usual_parts_hold_predicted_for_requests_with_a_prediction(
     llm: LLM, pair: SimpleNamespace, drafter: str, usual: list[str]
 ) -> None:
