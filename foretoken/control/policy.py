@@ -56,7 +56,7 @@ class PolicyConfig:
     decision_share: float = 0.03
     most_repeats: int = 16
     trial_share: float = 0.005
-    decisions_per_trial: int = 8
+    decisions_per_trial: int = 4
     first_guesses: int = 2
     first_plain: int = 4
     plain_every: int = 128
