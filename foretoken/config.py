@@ -90,7 +90,7 @@ class SpecConfig:
       At most one part may ask a model. `ngram`, `suffix`, `recycling`, and `draft_model` where there is a draft, by
       default. To use one drafter at a time, the best one in each round: `auto`.
     - `auto`: the engine chooses anew in every round which drafter guesses for which request, and how many tokens, for
-      all requests of the step together; `ngram`, `suffix`, and `draft_model` where there is a draft, by default.
+      all requests of the step together; `suffix`, and `draft_model` where there is a draft, by default.
     """
 
     drafter: str | None = field(default=None, metadata=_help("Which drafter guesses; none for plain decoding."))

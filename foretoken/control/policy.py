@@ -53,7 +53,7 @@ class PolicyConfig:
     first_slack_steps: float = 0.25
     most_slack_steps: float = 8.0
     least_slack_steps: float = -0.5
-    decision_share: float = 0.03
+    decision_share: float = 0.025
     most_repeats: int = 16
     trial_share: float = 0.005
     decisions_per_trial: int = 4

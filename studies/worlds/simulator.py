@@ -20,8 +20,8 @@ from studies.worlds.data import Look, RecordedAnswer, Recording
 from studies.worlds.record import PROMPT_TOKENS
 from studies.worlds.worlds import World
 
-DRAFTERS = ("ngram", "suffix", "draft_model")
-FIXED = tuple(f"{drafter}-{number}" for drafter in DRAFTERS for number in (2, 3, 5, 8))
+DRAFTERS = ("suffix", "draft_model")  # that auto chooses among
+FIXED = tuple(f"{drafter}-{number}" for drafter in ("ngram", *DRAFTERS) for number in (2, 3, 5, 8))
 PLAIN = "plain"
 _MAX_PROMPT_TOKENS = 4096
 _PAUSE_SHARE, _PAUSE = 0.004, 3.0  # of the steps take so many times as long: machines pause

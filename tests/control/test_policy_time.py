@@ -135,6 +135,6 @@ def test_one_slow_decision_is_enough_for_repeats() -> None:
     next one.
     """
     policy = BudgetPolicy()
-    for decision_s, num_repeats in ((2e-5, 0), (0.31, 10), (2e-5, 0)):
+    for decision_s, num_repeats in ((2e-5, 0), (0.26, 10), (2e-5, 0)):
         policy.observe_step(StepOutcome([], True, 1, 0, target_s=1.0), decision_s)
         assert policy._repeats_left == num_repeats
