@@ -15,6 +15,7 @@ from foretoken.engine.ticket import Ticket
 from foretoken.errors import InputError
 from foretoken.model.tokenizer import Tokenizer
 from foretoken.server.events import Alternative, AnswerEnded, AnswerFailed, Begun, Event, ModelInfo, Piece, TokenEvent
+from foretoken.server.gauges import gauges
 from foretoken.server.service import Call, State
 
 
@@ -65,7 +66,7 @@ class LocalService:
 
     async def stats(self) -> dict[str, Any]:
         """See `Service.stats`."""
-        return self.engine.llm.stats.as_dict()
+        return self.engine.llm.stats.as_dict() | gauges(self.engine.llm)
 
     def _tokenizer(self, field: str, value: object) -> Tokenizer:
         tokenizer = self.engine.llm.tokenizer
