@@ -121,8 +121,8 @@ def _key_of(name: str, table: Any) -> ApiKey:  # noqa: ANN401 - whatever the fil
     if unknown:
         raise ConfigError(where, unknown[0], f"unknown; a key has {', '.join(sorted(_OF_A_KEY))}")
     tenant, is_admin = table.get("tenant", name), table.get("admin", False)
-    if not isinstance(tenant, str) or not isinstance(is_admin, bool):
-        raise ConfigError(where, "tenant, admin", "tenant is a text, admin is true or false")
+    if not isinstance(tenant, str) or not _NAME.fullmatch(tenant) or not isinstance(is_admin, bool):
+        raise ConfigError(where, "tenant, admin", "tenant is a name of letters, digits, . _ -; admin is true or false")
     if ("key" in table) == ("sha256" in table):
         raise ConfigError(where, len(table), "give either key or sha256")
     if "key" in table:
