@@ -1,0 +1,83 @@
+// One turn: what was asked, and its answer, or its plain and speculative answers side by side.
+
+import { AnswerPane } from "./answer.js";
+import { element } from "./dom.js";
+import { events, request } from "./stream.js";
+
+const TITLES = { plain: "Plain", speculative: "Speculative" };
+
+// The tokens of a chunk: the steps of its trace, each with what it emitted.
+function tokensOf(chunk) {
+  const steps = (chunk.foretoken && chunk.foretoken.trace) || [];
+  return steps.flatMap((step) => step.emitted.map((token) => ({ ...token, step: step.step })));
+}
+
+function textOf(choice) {
+  return choice.delta ? choice.delta.content || "" : choice.text || "";
+}
+
+function reportOf(chunk) {
+  const metrics = chunk.metrics || {};
+  const counted = metrics.speculative_decoding;
+  const rate = counted && counted.num_draft_tokens ? counted.draft_acceptance_rate : null;
+  return { tokens_per_second: metrics.tokens_per_second, rate };
+}
+
+export class Turn {
+  constructor(asked, modes, groups) {
+    this.panes = modes.map((mode) => ({ mode, pane: new AnswerPane(TITLES[mode], groups), text: "" }));
+    this.verdict = element("p", { class: "verdict", role: "status" });
+    const panes = element("div", { class: "panes" }, ...this.panes.map(({ pane }) => pane.root));
+    this.root = element("section", { class: "turn", "aria-label": "Turn" }, element("div", { class: "asked" }, asked), panes, this.verdict);
+  }
+
+  get answer() {
+    return this.panes.at(-1).text;
+  }
+
+  // Runs all answers; `bodyOf` gives the request of a mode.
+  async run(bodyOf, path, { key, signal, together }) {
+    const runs = this.panes.map((one) => () => this.one(one, bodyOf(one.mode), path, key, signal));
+    if (together) await settled(runs.map((run) => run()));
+    else for (const run of runs) await run();
+    if (this.panes.length > 1) this.compare(together);
+  }
+
+  async one(one, body, path, key, signal) {
+    let reason = "";
+    let report = null;
+    one.pane.speed.textContent = "…";
+    try {
+      const response = await request(path, { key, body, signal });
+      for await (const chunk of events(response)) {
+        const tokens = tokensOf(chunk);
+        for (const choice of chunk.choices || []) {
+          const text = textOf(choice);
+          one.text += text;
+          if (text || tokens.length) one.pane.add(text, tokens);
+          reason = choice.finish_reason || reason;
+        }
+        if (chunk.usage || chunk.metrics) report = reportOf(chunk);
+      }
+      one.pane.end(reason, report);
+    } catch (error) {
+      one.pane.end(error.name === "AbortError" ? "stopped" : "error", report);
+      throw error;
+    }
+  }
+
+  compare(together) {
+    const [plain, speculative] = this.panes;
+    const ratio = plain.pane.rate > 0 ? speculative.pane.rate / plain.pane.rate : 0;
+    const same = plain.text === speculative.text ? "The two texts are the same." : "The two texts differ.";
+    const speed = element("b", {}, `${ratio.toFixed(2)}x`);
+    const shared = together ? " Both ran in one batch, so each slowed the other down." : "";
+    this.verdict.replaceChildren("Speculative ran at ", speed, ` the speed of plain. ${same}${shared}`);
+  }
+}
+
+// Waits for all, then raises the first error: an answer that fails leaves the other alone.
+async function settled(promises) {
+  const failed = (await Promise.allSettled(promises)).find(({ status }) => status === "rejected");
+  if (failed) throw failed.reason;
+}
