@@ -35,7 +35,7 @@ EMPTY_IS_WRONG = {
     ),
     "bench load": ("batches", "load", "settings", "slices", "name"),
     "bench profile": ("drafters", "name"),
-    "bench url": ("url", "model", "rate", "slices", "key_variable", "name"),
+    "bench url": ("url", "rate", "slices", "name"),
     "simulate": ("arrivals", "settings"),
     "widen": ("to", "dtype"),
     "train lm": ("shape",),

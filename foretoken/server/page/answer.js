@@ -4,6 +4,11 @@ import { element, percent } from "./dom.js";
 import { StepStrip } from "./steps.js";
 import { Speller, classOf, describe } from "./tokens.js";
 
+// `mismatch_at:3` and `mismatch_at:5` are one reason.
+function reasonOf(why) {
+  return why.split(":")[0];
+}
+
 export class AnswerPane {
   constructor(title, groups) {
     this.groups = groups;
@@ -11,7 +16,7 @@ export class AnswerPane {
     this.strip = new StepStrip();
     this.spans = new Map(); // token -> its last span
     this.tokens = []; // those that have a span, in order
-    this.counts = { tokens: 0, accepted: 0, steps: new Set() };
+    this.counts = { tokens: 0, accepted: 0, steps: 0, drafted: 0, why: new Map() };
     this.firstAt = this.lastAt = null;
     this.current = -1;
     this.rate = 0;
@@ -34,19 +39,29 @@ export class AnswerPane {
     this.text.addEventListener("blur", () => this.show(-1));
   }
 
-  // Takes in the text that a chunk adds and the tokens that wrote it.
-  add(text, tokens) {
+  // Takes in the text that a chunk adds and the steps that wrote it.
+  add(text, steps) {
     const atEnd = this.text.scrollTop + this.text.clientHeight > this.text.scrollHeight - 40;
-    for (const token of tokens) {
-      this.counts.tokens += 1;
-      this.counts.steps.add(token.step);
-      this.counts.accepted += token.kind === "accepted";
-      this.strip.add(token.step, classOf(token, this.groups));
-    }
+    const tokens = steps.flatMap((step) => this.count(step));
     for (const [token, part] of this.speller.take(text, tokens)) this.write(token, part);
     if (tokens.length) this.time(tokens.length);
     this.strip.fit();
     if (atEnd) this.text.scrollTop = this.text.scrollHeight;
+  }
+
+  // Counts a step; its tokens, which know it.
+  count(step) {
+    const tokens = step.emitted.map((token) => ({ ...token, step: step.step, of: step }));
+    const drafted = (step.drafts || []).reduce((sum, draft) => sum + draft.ids.length, 0);
+    const accepted = tokens.filter((token) => token.kind === "accepted").length;
+    const { counts } = this;
+    counts.steps += 1;
+    counts.tokens += tokens.length;
+    counts.accepted += accepted;
+    counts.drafted += drafted;
+    if (step.why) counts.why.set(reasonOf(step.why), (counts.why.get(reasonOf(step.why)) || 0) + 1);
+    this.strip.add([...tokens.map((token) => classOf(token, this.groups)), ...Array(Math.max(0, drafted - accepted)).fill("rejected")]);
+    return tokens;
   }
 
   write(token, part) {
@@ -78,14 +93,16 @@ export class AnswerPane {
     this.speed.textContent = this.rate ? `${this.rate.toFixed(1)} tokens/s` : "…";
   }
 
-  end(reason, report) {
+  // The answer is over; `speed` is the server's measure of it, 0 without one.
+  end(reason, speed) {
     this.text.setAttribute("aria-busy", "false");
-    const { tokens, accepted, steps } = this.counts;
-    if (report && report.tokens_per_second) this.rate = report.tokens_per_second;
+    const { tokens, accepted, steps, drafted, why } = this.counts;
+    if (speed) this.rate = speed;
     this.speed.textContent = this.rate ? `${this.rate.toFixed(1)} tokens/s` : "ended";
-    const parts = [`${tokens} tokens in ${steps.size} steps`];
-    if (tokens) parts.push(`${percent(accepted / tokens)} guessed by a drafter`);
-    if (report && report.rate !== null && report.rate !== undefined) parts.push(`${percent(report.rate)} of guesses accepted`);
+    const parts = [`${tokens} tokens in ${steps} steps`];
+    if (drafted) parts.push(`${accepted} of ${drafted} guesses accepted (${percent(accepted / drafted)})`);
+    const reasons = [...why].sort((a, b) => b[1] - a[1]).slice(0, 3);
+    if (reasons.length) parts.push(`why not more: ${reasons.map(([name, times]) => `${name} ${times}x`).join(", ")}`);
     if (reason) parts.push(`ended: ${reason}`);
     this.summary = parts.join(" · ");
     if (this.current < 0) this.detail.textContent = this.summary;

@@ -1,4 +1,5 @@
-// The strip below an answer: a column for each step of the target, a cell for each token that it emitted.
+// The strip below an answer: a column for each step of the target, a cell for each token that it emitted, and above
+// them an empty cell for each guess that was rejected.
 
 import { svg } from "./dom.js";
 
@@ -8,19 +9,17 @@ const LEAST_CELLS = 6;
 export class StepStrip {
   constructor() {
     this.picture = svg("svg", { class: "steps", preserveAspectRatio: "none", "aria-hidden": "true" });
-    this.heights = []; // tokens by step
-    this.known = null; // number of the last step
+    this.heights = []; // cells by step
     this.fit();
   }
 
-  add(step, name) {
-    if (step !== this.known) {
-      this.heights.push(0);
-      this.known = step;
-    }
-    const height = ++this.heights[this.heights.length - 1];
-    const place = { x: this.heights.length - 0.9, y: 0.12 - height, width: 0.8, height: 0.82 };
-    this.picture.append(svg("rect", { class: `cell ${name}`, ...place }));
+  // A step with the classes of its cells, from below.
+  add(names) {
+    const x = this.heights.length + 0.1;
+    names.forEach((name, place) => {
+      this.picture.append(svg("rect", { class: `cell ${name}`, x, y: -place - 0.9, width: 0.8, height: 0.82 }));
+    });
+    this.heights.push(names.length);
   }
 
   fit() {

@@ -22,8 +22,18 @@ export function describe(token, groups) {
   if (token.drafter) parts.push(`drafter ${token.drafter}`);
   if (typeof token.p_accept === "number") parts.push(`accepted with probability ${token.p_accept.toFixed(3)}`);
   if (typeof token.logprob === "number") parts.push(`log-probability ${token.logprob.toFixed(2)}`);
-  parts.push(`step ${token.step}`, `id ${token.id}`);
+  parts.push(`step ${token.step}${stepWords(token.of || {})}`, `id ${token.id}`);
   return parts.join(" · ");
+}
+
+// How many guesses a step had, in how large a batch it ran, and why no more were accepted.
+function stepWords({ drafts = [], num_accepted: accepted, batch_size: batch, why }) {
+  const drafted = drafts.reduce((sum, draft) => sum + draft.ids.length, 0);
+  const words = [];
+  if (drafted) words.push(`${accepted} of ${drafted} guesses accepted`);
+  if (batch > 1) words.push(`batch of ${batch}`);
+  if (why) words.push(why);
+  return words.length ? ` (${words.join(", ")})` : "";
 }
 
 // Shares the text of an answer out among its tokens. A character belongs to the token that wrote its first byte; text

@@ -6,21 +6,19 @@ import { events, request } from "./stream.js";
 
 const TITLES = { plain: "Plain", speculative: "Speculative" };
 
-// The tokens of a chunk: the steps of its trace, each with what it emitted.
-function tokensOf(chunk) {
-  const steps = (chunk.foretoken && chunk.foretoken.trace) || [];
-  return steps.flatMap((step) => step.emitted.map((token) => ({ ...token, step: step.step })));
+// The steps that a chunk reports, each with what was drafted and what was emitted.
+function stepsOf(chunk) {
+  return (chunk.foretoken && chunk.foretoken.trace) || [];
 }
 
 function textOf(choice) {
   return choice.delta ? choice.delta.content || "" : choice.text || "";
 }
 
-function reportOf(chunk) {
-  const metrics = chunk.metrics || {};
-  const counted = metrics.speculative_decoding;
-  const rate = counted && counted.num_draft_tokens ? counted.draft_acceptance_rate : null;
-  return { tokens_per_second: metrics.tokens_per_second, rate };
+// The server's own measure of an answer's speed, in the shape of vLLM or of llama.cpp; 0 in other chunks.
+function speedOf(chunk) {
+  const metrics = chunk.metrics || ((chunk.choices || [])[0] || {}).metrics;
+  return (metrics && metrics.tokens_per_second) || (chunk.timings && chunk.timings.predicted_per_second) || 0;
 }
 
 export class Turn {
@@ -45,23 +43,24 @@ export class Turn {
 
   async one(one, body, path, key, signal) {
     let reason = "";
-    let report = null;
+    let speed = 0;
     one.pane.speed.textContent = "…";
     try {
       const response = await request(path, { key, body, signal });
       for await (const chunk of events(response)) {
-        const tokens = tokensOf(chunk);
+        let steps = stepsOf(chunk);
         for (const choice of chunk.choices || []) {
           const text = textOf(choice);
           one.text += text;
-          if (text || tokens.length) one.pane.add(text, tokens);
+          if (text || steps.length) one.pane.add(text, steps);
+          steps = [];
           reason = choice.finish_reason || reason;
         }
-        if (chunk.usage || chunk.metrics) report = reportOf(chunk);
+        speed = speedOf(chunk) || speed;
       }
-      one.pane.end(reason, report);
+      one.pane.end(reason, speed);
     } catch (error) {
-      one.pane.end(error.name === "AbortError" ? "stopped" : "error", report);
+      one.pane.end(error.name === "AbortError" ? "stopped" : "error", speed);
       throw error;
     }
   }
