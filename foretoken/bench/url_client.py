@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx2
@@ -58,7 +59,7 @@ class UrlSample:
     def itl_s(self) -> list[float]:
         """Times between two pieces of text."""
         times = [at for at, _ in self.pieces]
-        return [after - before for before, after in zip(times, times[1:], strict=False)]
+        return [after - before for before, after in pairwise(times)]
 
     @property
     def tpot_s(self) -> float | None:

@@ -1,4 +1,4 @@
-"""From the requests that a client saw to percentiles, throughput and goodput, with bootstrap intervals over requests."""
+"""From the requests that a client saw to percentiles, throughput and goodput, with bootstrap intervals."""
 
 from __future__ import annotations
 

@@ -155,4 +155,3 @@ def _caveats(rows: Sequence[UrlRow], load: float, interrupted: bool) -> list[str
     if load > _BUSY_LOAD * (os.cpu_count() or 1):
         found.append(f"The machine was busy when the run began: load average {load:.1f}.")
     return found
-

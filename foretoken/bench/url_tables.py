@@ -10,8 +10,8 @@ from foretoken.bench.url_rows import Estimate, UrlRow
 
 EXPLAINED = (
     "Times count from when a request was due, so a client or server that falls behind shows. ttft: to the first text. "
-    "itl: between two pieces of text, which may hold several tokens. tpot: per token after the first piece. e2e: to the "
-    "end. In brackets: 95 % bootstrap intervals over requests, for tokens/s over equal parts of the run."
+    "itl: between two pieces of text, which may hold several tokens. tpot: per token after the first piece. e2e: to "
+    "the end. In brackets: 95 % bootstrap intervals over requests, for tokens/s over equal parts of the run."
 )
 _TIMES = ("ttft_s", "itl_s", "tpot_s", "e2e_s")
 

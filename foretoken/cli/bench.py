@@ -64,9 +64,7 @@ class _BenchGroup(DefaultGroup):
 
 app = typer.Typer(
     cls=_BenchGroup,
-    help=(
-        "Measure speed, throughput under load, the cost of steps, or (--url) a server; without a command, speed."
-    ),
+    help=("Measure speed, throughput under load, the cost of steps, or (--url) a server; without a command, speed."),
 )
 
 

@@ -64,9 +64,7 @@ def url(
     timeout_s: Annotated[
         float, typer.Option(help="A server that sends nothing for so many seconds has failed the request.")
     ] = UrlOptions.timeout_s,
-    key_variable: Annotated[
-        str, typer.Option(help="Environment variable with the API key.")
-    ] = UrlOptions.key_variable,
+    key_variable: Annotated[str, typer.Option(help="Environment variable with the API key.")] = UrlOptions.key_variable,
     out: OutOption = None,
     name: NameOption = UrlOptions.name,
     seed: SeedOption = 0,

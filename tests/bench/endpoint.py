@@ -36,7 +36,7 @@ def tokens(*texts: str, **last: Any) -> Reply:
 class Fake:
     """What the endpoint answers with, and what it was asked."""
 
-    answer: Answer = lambda _number, _body: tokens("a", "b", "c")  # noqa: E731
+    answer: Answer = lambda _number, _body: tokens("a", "b", "c")
     metrics: Callable[[], str] | None = None
     url: str = ""
     asked: list[tuple[str, dict[str, str], dict[str, Any]]] = field(default_factory=list)
@@ -45,13 +45,14 @@ class Fake:
         try:
             while (head := await reader.readline()).strip():
                 path, headers = head.split()[1].decode(), {}
-                while (line := (await reader.readline()).strip()):
+                while line := (await reader.readline()).strip():
                     name, _, value = line.decode().partition(":")
                     headers[name.lower()] = value.strip()
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 status, kind, data = self.reply(path, headers, body)
                 writer.write(
-                    f"HTTP/1.1 {status} x\r\ncontent-type: {kind}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
+                    f"HTTP/1.1 {status} x\r\ncontent-type: {kind}\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+                    + data
                 )
                 await writer.drain()
         except ConnectionError:

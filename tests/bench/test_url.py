@@ -156,7 +156,7 @@ def test_an_interrupt_keeps_what_was_measured(fake: Fake, prompts: Path, tmp_pat
     assert json.loads(raw.read_text())["rows"][0]["num_ok"] == row.num_ok
 
 
-def test_a_row_for_every_rate(fake: Fake, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_for_every_rate(fake: Fake, prompts: Path) -> None:
     report = run_url(options_of(fake, prompts, rates=(500.0, 1000.0), requests=3))
     assert [(row.setting, row.num_ok) for row in report.rows] == [("500/s", 3), ("1000/s", 3)]
 

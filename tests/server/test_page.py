@@ -69,7 +69,15 @@ def test_nothing_is_loaded_from_elsewhere_and_no_text_becomes_markup() -> None:
     html = document()
     assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)", html) == []
     assert re.findall(r"<[^>]+\s(?:on\w+|style)=", html.split("<script")[0]) == []
-    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "localStorage"):
+    for word in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "Function(",
+        "localStorage",
+    ):
         assert word not in html, word
 
 

@@ -7,6 +7,16 @@ import { request } from "./stream.js";
 import { LEGEND } from "./tokens.js";
 import { Turn } from "./turn.js";
 
+// Texts of the kinds that the reference model was trained on: the library of Python.
+const EXAMPLES = [
+  ["a function", 'def read_lines(path, encoding="utf-8"):\n    """Return the lines of a file without their ends."""\n'],
+  [
+    "a rename",
+    "# Rename `value` to `item`.\n\n# Before:\ndef find(values, wanted):\n    for index, value in enumerate(values):\n" +
+      "        if value == wanted:\n            return index\n    return -1\n\n# After:\n",
+  ],
+  ["tests", "class TestStack(unittest.TestCase):\n    def test_push(self):\n        stack = Stack()\n        stack.push(1)\n        self.assertEqual(len(stack), 1)\n\n    def test_pop(self):\n"],
+];
 const THEMES = ["system", "light", "dark"];
 const form = new RequestForm(find("fields"));
 const state = { model: "", groups: {}, messages: [], running: null };
@@ -32,6 +42,7 @@ async function stats() {
 
 function show() {
   find("prompt-label").textContent = form.isChat ? "Message" : "Prompt, to be continued";
+  find("examples").hidden = form.isChat;
   find("prompt-help").textContent = form.isChat ? "Enter sends, Shift+Enter starts a line" : "Ctrl+Enter sends, Escape stops";
 }
 
@@ -108,6 +119,14 @@ function pressed(event) {
 find("legend").append(
   ...LEGEND.map(([name, words]) => element("span", { role: "listitem" }, element("span", { class: `tok ${name}` }, words))),
 );
+for (const [name, text] of EXAMPLES) {
+  const button = element("button", { type: "button", class: "quiet small" }, name);
+  button.addEventListener("click", () => {
+    find("prompt").value = text;
+    find("prompt").focus();
+  });
+  find("examples").append(button);
+}
 find("turns").dataset.empty = "Type a prompt. Every token of the answer shows where it came from:\npoint at one, or go through them with the arrow keys.";
 find("composer").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -56,7 +56,7 @@ def script() -> str:
 
 
 def content_policy() -> str:
-    """The Content-Security-Policy: this script and this style by their hashes, requests to this server, nothing else."""
+    """The Content-Security-Policy: this script and style by their hashes, requests to this server, nothing else."""
     return "; ".join(
         (
             "default-src 'none'",
