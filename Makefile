@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test coverage proof check format clean
+.PHONY: demo test coverage proof check format browser clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
@@ -37,6 +37,11 @@ check: $(VENV)/.ready
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# A headless Chromium for the tests of the server's page, which are skipped without one. Needs node and npm.
+browser: $(VENV)/.ready
+	$(BIN)/python -m pip install -q playwright
+	scripts/get_browser.sh
 
 # torch goes first and pinned: left to a range, pip would take the newest build with its CUDA libraries.
 $(VENV)/.ready: requirements.txt pyproject.toml
