@@ -25,7 +25,7 @@ from foretoken.server.listening import listening_socket, url_of
 _log = logging.getLogger("foretoken.server")
 
 INTERRUPTED = 130
-_LAST_BYTES_S = 5.0  # for responses that have ended to reach their clients, after the drain
+_LAST_BYTES_S = 5  # for responses that have ended to reach their clients, after the drain
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,7 @@ class Worker:
             tools=command.tools,
             template_options=command.template_options,
             spec=spec_of(command.spec),
+            trace=command.trace,
         )
         if self._hook is not None:
             self._hook.passes("open")
