@@ -6,10 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test coverage proof check format browser clean
+.PHONY: demo serve test coverage proof check format browser clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
+
+# The reference model with its draft on http://127.0.0.1:8000, with a page.
+serve: $(VENV)/.ready
+	$(BIN)/foretoken serve
 
 # Two processes, each with a half of the files in order; who is done first takes from the other half.
 # Each keeps whole files as long as it can, so that what fixtures of a module make is mostly made once.

@@ -1,6 +1,4 @@
-"""The flags of `foretoken serve`, made from the fields of the server's configurations, and the configurations that given
-flags mean.
-"""
+"""The flags of `foretoken serve`, made from the fields of the server's configurations, and what given flags mean."""
 
 from __future__ import annotations
 
@@ -154,7 +152,9 @@ def _flag(kind: type, field: Field[Any], words: str, panel: str) -> inspect.Para
     if members[0] is bool and default:
         name = f"{name}/--no-{name[2:]}"
     if isinstance(default, tuple):
-        return flag(field.name, None, Annotated[list[str] | None, typer.Option(name, help=words, rich_help_panel=panel)])
+        return flag(
+            field.name, None, Annotated[list[str] | None, typer.Option(name, help=words, rich_help_panel=panel)]
+        )
     one: Any = members[0] if members[0] in _PLAIN else str
     if default is None:
         one = one | None

@@ -95,7 +95,9 @@ class WorkerHere(Worker):
 
 
 class ProcessHere:
-    """Stands in for `WorkerProcess`: a task instead of a process. `makers` give the engine of each start in turn."""
+    """Stands in for `WorkerProcess`: a task instead of a process. `makers` give the engine of each start in turn;
+    without any, the worker loads its own.
+    """
 
     makers: Sequence[Callable[[], Any]] = ()
     started: list[ProcessHere]
@@ -108,11 +110,11 @@ class ProcessHere:
     async def start(cls) -> ProcessHere:
         front, theirs = await channels()
         number = len(cls.started)
-        make = cls.makers[min(number, len(cls.makers) - 1)]
+        make = cls.makers[min(number, len(cls.makers) - 1)] if cls.makers else None
 
         async def serve() -> None:
             load = await theirs.receive()
-            await WorkerHere(theirs, load, make).run()
+            await (Worker(theirs, load) if make is None else WorkerHere(theirs, load, make)).run()
 
         process = cls(front, asyncio.create_task(serve()), theirs)
         process.pid = number

@@ -31,7 +31,6 @@ from foretoken.server.life.wire_errors import from_wire
 from foretoken.server.service import Call, State
 
 
-
 class RemoteService:
     """`Service` over a channel to a worker that has loaded its engine. Whoever reads the channel calls `take` with what
     comes, and `fail` once when the worker is gone.
@@ -205,8 +204,9 @@ class RemoteGeneration:
         """See `Generation.cancel`."""
         self._service.ask_to_stop(self._number)
 
+
 class _Pending:
-    """What came for one command and was not read yet. `first` is done with its answer, its first event, or its error."""
+    """What came for one command and was not read yet. `first` is done with its answer, first event, or error."""
 
     def __init__(self) -> None:
         self.first: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -39,9 +39,7 @@ class Replicas:
         self._is_draining = False
         self._tasks: list[asyncio.Task[None]] = []
         self.workers = [
-            SupervisedWorker(
-                number, engine, name, config, draft_required, self.changes.announce, self._note_death
-            )
+            SupervisedWorker(number, engine, name, config, draft_required, self.changes.announce, self._note_death)
             for number in range(config.workers)
         ]
 

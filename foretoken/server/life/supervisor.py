@@ -26,8 +26,8 @@ _log = logging.getLogger("foretoken.server")
 class SupervisedWorker:
     """The worker with this `number`, over all its lives.
 
-    `on_change` is called when `state` has changed, `on_death` before the calls in flight of a dead worker get their error. `failure` is why
-    no worker is started any more. `drafters` are those that requests get by default.
+    `on_change` is called when `state` has changed, `on_death` before the calls in flight of a dead worker get their
+    error. `failure` is why no worker is started any more. `drafters` are those that requests get by default.
     """
 
     def __init__(
@@ -149,9 +149,10 @@ class SupervisedWorker:
         message = await process.channel.receive()
         if isinstance(message, NotLoaded):
             error = from_wire(message.error)
-            _log.error("worker %d: %s", self.number, error)
             if self.info is None:
                 self.failure = error  # what could not be loaded once will not be the second time
+            else:
+                _log.error("worker %d: %s", self.number, error)
             return None
         if not isinstance(message, Loaded):
             _log.error("worker %d: died while it loaded", self.number)
@@ -172,8 +173,8 @@ class SupervisedWorker:
         wrong = difference(self._golden, answer)
         if wrong:
             _log.error(
-                "worker %d: its answer to the canary request is not that of the first start (%s); it takes no requests. "
-                "Are the model's files, the device and its driver the same?",
+                "worker %d: its answer to the canary request is not that of the first start (%s); it takes no "
+                "requests. Are the model's files, the device and its driver the same?",
                 self.number,
                 wrong,
             )
