@@ -1,4 +1,4 @@
-"""`foretoken serve` that cannot start: exit codes and messages. The worker's code runs in this process, without a port."""
+"""`foretoken serve` that cannot start: exit codes and messages. The workers run in this process, without a port."""
 
 from __future__ import annotations
 
