@@ -88,19 +88,27 @@ class Worker:
                 task = asyncio.create_task(self._answer(command))
                 self._running[command.call] = _Running(task)
                 task.add_done_callback(lambda task, call=command.call: self._ended(call, task))  # type: ignore[misc]  # bound in the loop
-        if not loading.done():
-            _end(0)  # no thread can be interrupted while it loads
+        if self._service is None and not loading.done():
+            self._end(0)  # no thread can be interrupted while it loads
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
         if self._service is not None:
             await self._close(self._service.engine)
 
     async def _close(self, engine: AsyncEngine) -> None:
-        timer = threading.Timer(_CLOSING_S, _end, (0,))
+        timer = threading.Timer(_CLOSING_S, self._end, (0,))
         timer.daemon = True
         timer.start()
         for one in self._running.values():
             one.task.cancel()
         await asyncio.to_thread(engine.close)
         await asyncio.to_thread(engine.llm.close)
+        timer.cancel()
+
+    def _end(self, code: int) -> NoReturn:
+        """End the process at once, whatever threads do."""
+        sys.stderr.flush()
+        os._exit(code)
 
     # ---- the engine
 
@@ -124,7 +132,7 @@ class Worker:
             self._channel.send(Beat(step_s, llm.engine.stats.num_steps))
             await asyncio.sleep(self._load.beat_s)
         print("the engine's thread has broken down: the worker ends", file=sys.stderr, flush=True)
-        _end(1)
+        self._end(1)
 
     def _build(self) -> tuple[AsyncEngine, LocalService]:
         """Build the engine, in a thread: importing torch and reading weights take seconds."""
@@ -217,12 +225,6 @@ class Worker:
             "num_threads": threading.active_count(),
             "num_files": len(os.listdir(files)) if os.path.isdir(files) else None,
         }
-
-
-def _end(code: int) -> NoReturn:
-    """End at once, whatever threads do."""
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
