@@ -138,7 +138,7 @@ def test_another_answer_to_the_canary_keeps_the_worker_out(
             await ready(service)
             assert len(processes.started) == 3
 
-    with caplog.at_level(logging.ERROR, "foretoken.server"):
+    with caplog.at_level(logging.CRITICAL, "foretoken.server"):
         asyncio.run(run())
     assert any("not that of the first start (other tokens, from 1 on)" in line for line in caplog.messages)
 

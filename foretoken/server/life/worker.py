@@ -23,23 +23,23 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from foretoken.errors import ForetokenError
 from foretoken.server.life.plain import engine_config_of, sampling_params_of, spec_of
 from foretoken.server.life.wire import (
-    Answer,
     ArmFaults,
+    AskInvariants,
+    AskStats,
     Beat,
     Cancel,
     Channel,
     Command,
     Detokenize,
     Happened,
-    Invariants,
-    Load,
     Loaded,
+    LoadEngine,
     NotLoaded,
     Open,
     Over,
     Ping,
     Refused,
-    Stats,
+    Returned,
     Stop,
     Tokenize,
 )
@@ -66,7 +66,7 @@ class _Running:
 class Worker:
     """Answers commands of a front with the engine of this process."""
 
-    def __init__(self, channel: Channel, load: Load) -> None:
+    def __init__(self, channel: Channel, load: LoadEngine) -> None:
         self._channel, self._load = channel, load
         self._running: dict[int, _Running] = {}
         self._service: LocalService | None = None
@@ -115,7 +115,7 @@ class Worker:
     async def _start(self) -> None:
         began = time.perf_counter()
         try:
-            engine, self._service = await asyncio.to_thread(self._build)
+            engine, service = await asyncio.to_thread(self._build)
         except Exception as error:  # noqa: BLE001 - reported to the front
             code = error.exit_code if isinstance(error, ForetokenError) else 1
             if not isinstance(error, ForetokenError):
@@ -123,9 +123,9 @@ class Worker:
             self._channel.send(NotLoaded(to_wire_of_loading(error), code))
             self._channel.close()
             return
-        llm = engine.llm
+        self._service, llm = service, engine.llm
         drafters = tuple(sorted(llm.spec.leaves))
-        self._channel.send(Loaded(self._service.info, time.perf_counter() - began, drafters))
+        self._channel.send(Loaded(service.info, time.perf_counter() - began, drafters))
         while engine.is_running:
             began_s = llm.engine.step_began_s
             step_s = None if began_s is None else time.perf_counter() - began_s
@@ -171,7 +171,7 @@ class Worker:
             if isinstance(command, Open):
                 await self._generate(command, self._service)
             else:
-                self._channel.send(Answer(call, await self._value(command, self._service)))
+                self._channel.send(Returned(call, await self._value(command, self._service)))
         except Exception as error:  # noqa: BLE001 - the error of this call; the others go on
             if not isinstance(error, ForetokenError):  # without its message, which may hold a user's text
                 print(f"{type(error).__name__} in a call:", file=sys.stderr)
@@ -208,9 +208,9 @@ class Worker:
             return await service.tokenize(command.prompt, command.messages, command.add_special_tokens)
         if isinstance(command, Detokenize):
             return await service.detokenize(command.token_ids)
-        if isinstance(command, Stats):
+        if isinstance(command, AskStats):
             return await service.stats()
-        if isinstance(command, Invariants):
+        if isinstance(command, AskInvariants):
             return await self._invariants(service)
         assert isinstance(command, Ping)
         return None
@@ -237,7 +237,7 @@ async def _serve(descriptor: int) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=READ_BYTES)
     channel = Channel(reader, writer, Command)
     load = await channel.receive()
-    if isinstance(load, Load):
+    if isinstance(load, LoadEngine):
         await Worker(channel, load).run()
 
 
