@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from foretoken.server.api.caller import SCOPE_KEY
+from foretoken.server.api.request_id import request_id_of
 from foretoken.server.guard.access import METRICS_PATHS, PUBLIC_PATHS, identify, need_of
 from foretoken.server.guard.body import GuardedRequest, Receive, Send
 from foretoken.server.guard.config import GuardConfig
@@ -29,14 +31,13 @@ from foretoken.server.guard.refusal import (
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-IDENTITY = "identity"  # in `scope["state"]`: the `Identity` of the request
 _SAFE_HEADERS = ((b"x-content-type-options", b"nosniff"),)
 
 
 def guarded(app: App, config: GuardConfig, public_paths: frozenset[str] = frozenset()) -> App:
     """`app` behind the checks of `config`; `public_paths` are read without a key, besides `access.PUBLIC_PATHS`.
 
-    The request's `Identity` is in `scope["state"]["identity"]` for the application.
+    The application finds the `Caller` of a request in its scope (`api.caller`).
 
     Raises:
         ConfigError: keys that are malformed.
@@ -59,14 +60,14 @@ class _Guard:
             return
         headers: Headers = scope["headers"]
         added = [*_SAFE_HEADERS, *self._origins.response_headers(headers)]
-        request = GuardedRequest(headers, receive, send, self._config, added)
+        request = GuardedRequest(headers, receive, send, self._config, added, request_id_of(scope))
         refusal = self._of_headers(scope)
         if refusal is None and self._origins.is_preflight(scope["method"], headers):
             await self._answer_preflight(request, headers)
             return
         identity = None if refusal is not None else self._identity(scope)
         if isinstance(identity, Identity):
-            scope.setdefault("state", {})[IDENTITY] = identity
+            scope[SCOPE_KEY] = identity.caller
             await self._pass_on(scope, request)
         else:
             await request.refuse(refusal or identity or NO_KEY)

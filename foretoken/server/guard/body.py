@@ -25,10 +25,16 @@ class GuardedRequest:
     """
 
     def __init__(
-        self, headers: Headers, receive: Receive, send: Send, config: GuardConfig, added_headers: Headers
+        self,
+        headers: Headers,
+        receive: Receive,
+        send: Send,
+        config: GuardConfig,
+        added_headers: Headers,
+        request_id: str,
     ) -> None:
         self._headers, self._receive, self._send, self._config = headers, receive, send, config
-        self._added_headers = list(added_headers)
+        self._added_headers, self._request_id = list(added_headers), request_id
         self._num_bytes = 0
         self._began_s = asyncio.get_running_loop().time()
         self._is_complete = False  # the whole body was read
@@ -75,11 +81,11 @@ class GuardedRequest:
             {
                 "type": "http.response.start",
                 "status": refusal.status,
-                "headers": [*refusal.headers(), *self._added_headers, *closing],
+                "headers": [*refusal.headers(self._request_id), *self._added_headers, *closing],
             }
         )
         await self._send({"type": "http.response.body", "body": refusal.body(), "more_body": True})
-        if has_body and not values_of(self._headers, b"expect"):
+        if has_body and refusal.status != 408 and not values_of(self._headers, b"expect"):
             await self._discard_body()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 

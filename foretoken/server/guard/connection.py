@@ -7,6 +7,7 @@ protocol. uvicorn's parser based on httptools has no limit for headers: h11 is a
 from __future__ import annotations
 
 import asyncio
+import secrets
 from typing import Any
 
 import h11
@@ -111,7 +112,7 @@ class GuardedProtocol(H11Protocol):
     def _close_with(self, refusal: Refusal) -> None:
         """Answer, where nothing was answered yet, and close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            headers = [*refusal.headers(), (b"connection", b"close")]
+            headers = [*refusal.headers(secrets.token_hex(12)), (b"connection", b"close")]
             answer = h11.Response(status_code=refusal.status, headers=headers)
             for event in (answer, h11.Data(data=refusal.body()), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from dataclasses import dataclass
 
 from foretoken.server.guard.origins import Headers
@@ -24,12 +23,12 @@ class Refusal:
         error = {"message": self.message, "type": self.kind, "param": None, "code": self.code}
         return json.dumps({"error": error}).encode()
 
-    def headers(self) -> list[tuple[bytes, bytes]]:
+    def headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
         """Headers for it."""
         return [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(self.body())).encode()),
-            (b"x-request-id", f"req-{secrets.token_hex(12)}".encode()),
+            (b"x-request-id", request_id.encode()),
             (b"x-should-retry", b"false"),
             *self.extra,
         ]
