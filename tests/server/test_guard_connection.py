@@ -209,7 +209,7 @@ def test_a_connection_too_many_is_refused() -> None:
         answer = await running.talk()
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1" in answer
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "unavailable_error"
         for _, writer in kept:
             writer.close()
         await running.until(0)
@@ -222,6 +222,6 @@ def test_what_is_not_http_gets_the_envelope() -> None:
     async def play(running: Running) -> None:
         answer = await running.talk(b"HELLO\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 400 ")
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
 
     served(GuardConfig(), play)

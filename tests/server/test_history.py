@@ -271,7 +271,9 @@ def test_spans_follow_the_conventions_and_the_trace_of_the_client() -> None:
         settings = {"gen_ai.request.temperature": 0.5, "gen_ai.input.messages": "a text"}
         tracing.finished(record(began_unix_s=100.0, attributes=settings))
         TRACE_HEADERS.set(None)
-        tracing.finished(record(status=500, reason="error", route="/v1/completions", stats=()))
+        tracing.finished(
+            record(status=500, reason="error", stats=(), attributes={"gen_ai.operation.name": "text_completion"})
+        )
 
     asyncio.run(answer())
     tracing.close()

@@ -130,7 +130,7 @@ def test_counters_do_not_go_backwards_over_a_restart() -> None:
     assert value(gone, "scrape_engine_up") == 0
     assert value(gone, "num_requests_running") == value(gone, "kv_cache_usage_perc") == 0
     assert value(gone, "generation_tokens_total") == value(first, "generation_tokens_total") == 103
-    service.values = engine_stats(drafted(5, 5), engine="b", num_emitted=200)  # more than before, yet from zero
+    service.values = engine_stats(drafted(5, 5), engine="b", num_emitted=200) | {"num_restarts": 1}  # more than before, yet from zero
     after = read(metrics)
     assert value(after, "generation_tokens_total") == 103 + 206
     assert value(after, "spec_decode_num_draft_tokens_total", drafter="ngram") == 9
@@ -144,12 +144,15 @@ def test_replicas_add_up() -> None:
     service = FakeService()
     metrics = metrics_of(service)
     one, two = engine_stats(drafted(4, 2), engine="a"), engine_stats(drafted(2, 1), engine="b")
-    service.values = one | {"replicas": [one, two]}
-    assert value(read(metrics), "spec_decode_num_draft_tokens_total", drafter="ngram") == 6
-    service.values = one | {"replicas": [one, engine_stats(drafted(3, 1), engine="c")]}
-    found = read(metrics)
-    assert value(found, "spec_decode_num_draft_tokens_total", drafter="ngram") == 9
-    assert value(found, "engine_restarts_total") == 1
+
+    def num_drafted(*replicas: dict[str, Any]) -> float:
+        service.values = one | {"replicas": list(replicas)}
+        return value(read(metrics), "spec_decode_num_draft_tokens_total", drafter="ngram")
+
+    assert num_drafted(one, two) == 6
+    assert num_drafted(two) == 6  # one does not answer for once
+    assert num_drafted(one, two) == 6
+    assert num_drafted(one, engine_stats(drafted(3, 1), engine="c")) == 9
 
 
 def test_figures_of_requests() -> None:
@@ -162,15 +165,16 @@ def test_figures_of_requests() -> None:
     metrics.finished(record(status=499, reason="client", finish_reasons=(), stats=()))
     metrics.finished(record(status=429, reason="queue_full", finish_reasons=(), stats=(), ttft_s=None))
     metrics.finished(record(status=429, reason="the user's text", finish_reasons=(), stats=(), ttft_s=None))
-    bad = {"error.type": "NumericsError"}
-    metrics.finished(record(status=500, reason="error", finish_reasons=("error",), stats=(), attributes=bad))
+    metrics.finished(record(status=500, reason="numerical_error", finish_reasons=("error",), stats=()))
+    metrics.finished(record(status=400, reason="invalid_value", finish_reasons=(), stats=(), ttft_s=None))
     found = read(metrics)
     assert value(found, "time_to_first_token_seconds_count") == 4
-    assert value(found, "inter_token_latency_seconds_count") == 20
+    assert value(found, "inter_token_latency_seconds_count") == 35
     assert value(found, "e2e_request_latency_seconds_count") == 3
     assert value(found, "request_success_total", finished_reason="stop") == 3
     assert value(found, "request_success_total", finished_reason="length") == 1
-    assert value(found, "requests_aborted_total", reason="client") == 1
+    aborted = {dict(labels)["reason"]: count for (name, labels), count in found.items() if "aborted_total" in name}
+    assert aborted == {"client": 1, "numerical_error": 1}
     assert value(found, "admission_rejections_total", reason="queue_full") == 1
     assert value(found, "admission_rejections_total", reason="other") == 1
     assert value(found, "requests_not_speculated_total", reason="off") == 1

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
+from foretoken.server.api.errors import ApiError
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.guard.origins import Headers, values_of
-from foretoken.server.guard.refusal import Refusal, body_too_large, body_too_slow
+from foretoken.server.guard.refusal import body_too_large, body_too_slow, raw
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -70,22 +71,17 @@ class GuardedRequest:
             message = {**message, "headers": [*message.get("headers", ()), *self._added_headers]}
         await self._send(message)
 
-    async def refuse(self, refusal: Refusal) -> None:
+    async def refuse(self, error: ApiError) -> None:
         """Answer in place of the application, if it has not begun to, and close the connection where a body is left."""
         self.is_refused = True
         if self._has_started:
             return
         has_body = self._announces_body() and not self._is_complete
-        closing = [(b"connection", b"close")] if has_body else []
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": refusal.status,
-                "headers": [*refusal.headers(self._request_id), *self._added_headers, *closing],
-            }
-        )
-        await self._send({"type": "http.response.body", "body": refusal.body(), "more_body": True})
-        if has_body and refusal.status != 408 and not values_of(self._headers, b"expect"):
+        headers, body = raw(error, self._request_id)
+        headers += [*self._added_headers, *([(b"connection", b"close")] if has_body else [])]
+        await self._send({"type": "http.response.start", "status": error.status_code, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        if has_body and error.status_code != 408 and not values_of(self._headers, b"expect"):
             await self._discard_body()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
