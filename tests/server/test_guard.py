@@ -153,7 +153,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     )
     ring = key_ring(GuardConfig(keys_file=str(path)))
     found = {token: ring.find(token.encode()) for token in ("alice-key-1", "bob-key-12", "carol-key-1", "x")}
-    assert [(one.key, one.tenant, one.is_admin) if one else None for one in found.values()] == [
+    assert [(one.caller.key, one.caller.tenant, one.is_admin) if one else None for one in found.values()] == [
         ("alice", "alice", False),
         ("bob", "team", True),
         ("carol", "team", False),

@@ -130,7 +130,9 @@ def test_counters_do_not_go_backwards_over_a_restart() -> None:
     assert value(gone, "scrape_engine_up") == 0
     assert value(gone, "num_requests_running") == value(gone, "kv_cache_usage_perc") == 0
     assert value(gone, "generation_tokens_total") == value(first, "generation_tokens_total") == 103
-    service.values = engine_stats(drafted(5, 5), engine="b", num_emitted=200) | {"num_restarts": 1}  # more than before, yet from zero
+    service.values = engine_stats(drafted(5, 5), engine="b", num_emitted=200) | {
+        "num_restarts": 1
+    }  # more than before, yet from zero
     after = read(metrics)
     assert value(after, "generation_tokens_total") == 103 + 206
     assert value(after, "spec_decode_num_draft_tokens_total", drafter="ngram") == 9

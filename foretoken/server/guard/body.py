@@ -95,7 +95,7 @@ class GuardedRequest:
 
     async def _discard_body(self) -> None:
         """Read on for a moment: a connection that is closed with bytes unread loses the answer on its way."""
-        num_left, is_open = self._config.max_body_bytes, True
+        num_left, is_open = 2 * self._config.max_body_bytes, True
         try:
             async with asyncio.timeout(_LINGER_S):
                 while is_open and num_left > 0:
