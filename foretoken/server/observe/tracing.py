@@ -99,10 +99,10 @@ class OpenTelemetrySink:
 
     def __init__(self) -> None:
         try:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # type: ignore[import-not-found, unused-ignore]
+            from opentelemetry.sdk.resources import Resource  # type: ignore[import-not-found, unused-ignore]
+            from opentelemetry.sdk.trace import TracerProvider  # type: ignore[import-not-found, unused-ignore]
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor  # type: ignore[import-not-found, unused-ignore]
         except ImportError as error:
             raise ConfigError(
                 "tracing", True, f"needs the extra otel: pip install 'foretoken[otel]' ({error})"
