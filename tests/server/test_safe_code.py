@@ -1,5 +1,5 @@
-"""Constructs that made other servers unsafe are not in the package: pickle, evaluated code, code of checkpoints, templates
-outside the sandbox, fetching what a client names. See the table in docs/serving/security.md.
+"""Constructs that made other servers unsafe are not in the package: pickle, evaluated code, code of checkpoints,
+templates outside the sandbox, fetching what a client names. See the table in docs/serving/security.md.
 """
 
 from __future__ import annotations
