@@ -11,7 +11,7 @@ from typing import Any
 
 from foretoken.errors import InputError
 from foretoken.server.events import AnswerEnded, Begun, Event, ModelInfo, Piece, TokenEvent
-from foretoken.server.life.wire import Channel, Command, Load, Message
+from foretoken.server.life.wire import Channel, Command, LoadEngine, Message
 from foretoken.server.life.worker import Worker
 from foretoken.server.service import Call
 
@@ -85,7 +85,7 @@ class ScriptedService:
 class WorkerHere(Worker):
     """A worker whose engine is `service`, or whose start fails with what `service` raises."""
 
-    def __init__(self, channel: Channel, load: Load, make: Callable[[], Any]) -> None:
+    def __init__(self, channel: Channel, load: LoadEngine, make: Callable[[], Any]) -> None:
         super().__init__(channel, load)
         self._make = make
 

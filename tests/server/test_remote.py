@@ -14,7 +14,7 @@ from foretoken.engine.async_engine import AsyncEngine
 from foretoken.errors import InputError, OverloadedError, UnavailableError, WorkerDiedError
 from foretoken.server.events import AnswerEnded, Begun, Event
 from foretoken.server.life.remote import RemoteService
-from foretoken.server.life.wire import Beat, Load, Loaded
+from foretoken.server.life.wire import Beat, Loaded, LoadEngine
 from foretoken.server.local import LocalService
 from foretoken.server.service import Call, Generation, Service
 from tests.helpers.workers import ScriptedService, WorkerHere, channels
@@ -55,7 +55,7 @@ class _KeptEngine:
 async def remote(service: Any, max_unread: int = 1000) -> AsyncIterator[RemoteService]:
     """`service` seen through a socket."""
     front, theirs = await channels()
-    worker = asyncio.create_task(WorkerHere(theirs, Load({}, "m", 4, 0.05), lambda: Kept(service)).run())
+    worker = asyncio.create_task(WorkerHere(theirs, LoadEngine({}, "m", 4, 0.05), lambda: Kept(service)).run())
     loaded = await front.receive()
     assert isinstance(loaded, Loaded)
     found = RemoteService(front, loaded.info, max_unread)

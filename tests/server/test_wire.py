@@ -21,7 +21,7 @@ from tests.helpers.workers import channels
 SPECS = (
     SpecConfig(),
     SpecConfig("draft_model", "reference:draft", num_draft=5, rule="block", tree="chain", min_confidence=0.25),
-    SpecConfig("mix", parts=("ngram", SpecConfig("draft_model", "reference:draft", tree="static", branching=(4, 2)))),
+    SpecConfig("auto", parts=("ngram", SpecConfig("draft_model", "reference:draft", tree="static", branching=(4, 2)))),
     SpecConfig("early_exit", skip_layers=(2, 3)),
     SpecConfig("auto", draft="reference:draft"),
 )
