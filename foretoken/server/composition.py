@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from foretoken.server.api.app import create_app
@@ -37,6 +37,5 @@ def compose(service: Replicas, config: ServerConfig) -> Composed:
     routers = [*observation.routers, page_router(), stats_router(service)]
     if is_test_build():
         routers.append(debug_router(service))
-    is_padded = config.api.obfuscation or not config.guard.is_loopback  # others may see the sizes of packets
-    app = create_app(service, replace(config.api, obfuscation=is_padded), observation.observers, routers)
+    app = create_app(service, config.api, observation.observers, routers)
     return Composed(observation.around(guarded(app, config.guard)), uvicorn_options(config.guard), observation.close)

@@ -130,9 +130,10 @@ def test_giant_headers() -> None:
     """Case 17."""
 
     async def play(running: Running) -> None:
+        many, long = [b"a: b\r\n" * 1000] * 100, [b"a: ", *[b"b" * MIB] * 32]
         before = resident_mib()
-        for lines in (b"a: b\r\n" * 100_000, b"a: " + b"b" * 10 * MIB, b"a: b\r\n" * 1000):
-            answer = await running.talk(REQUEST, lines, b"\r\n\r\n")
+        for lines in (many, long, many[:1]):
+            answer = await running.talk(REQUEST, *lines, b"\r\n\r\n")
             assert answer == b"" or answer.split()[1] in (b"400", b"431")
             await running.until(0)
         assert resident_mib() - before < 16

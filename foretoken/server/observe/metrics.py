@@ -18,6 +18,7 @@ from foretoken.server.observe.alias import alias_families
 from foretoken.server.observe.config import ObserveConfig
 from foretoken.server.observe.engine_counters import EngineCounters
 from foretoken.server.observe.figures import why_plain
+from foretoken.server.observe.loop_lag import LoopLag
 from foretoken.server.observe.metric_table import OF_ENGINE, OF_REQUESTS, OF_SERVER, PREFIX, Metric
 from foretoken.server.record import RequestRecord
 from foretoken.server.service import Service
@@ -51,7 +52,9 @@ class ServerMetrics(Collector):
         self._reading: asyncio.Lock | None = None
         self._dropped: dict[str, Callable[[], int]] = {}
         self._counted = {m.name: _counter(m, self._registry) for m in (*OF_REQUESTS, *OF_SERVER) if _is_own(m)}
-        self._measured = {m.name: _histogram(m, self._registry) for m in OF_REQUESTS if m.kind == "histogram"}
+        histograms = [metric for metric in (*OF_REQUESTS, *OF_SERVER) if metric.kind == "histogram"]
+        self._measured = {metric.name: _histogram(metric, self._registry) for metric in histograms}
+        self._lag = LoopLag(self._measured["event_loop_lag_seconds"].observe)
         self._registry.register(self)
 
     def finished(self, record: RequestRecord) -> None:
@@ -74,6 +77,10 @@ class ServerMetrics(Collector):
     def count_response(self, route: str, method: str, code: int) -> None:
         """A response was begun; `route` is a template of the application, or "other"."""
         self._counted["http_requests"].labels(route, _within(method, METHODS), str(code)).inc()
+
+    def watch_loop(self) -> None:
+        """Measure the lag of the running event loop from now on."""
+        self._lag.watch()
 
     def watch_dropped(self, name: str, count: Callable[[], int]) -> None:
         """Show what a writer has dropped, under the metric `name`."""
