@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from foretoken.server.api.app import create_app
-from foretoken.server.api.caller import SCOPE_KEY, Caller
 from foretoken.server.config import ServerConfig
-from foretoken.server.guard.app import IDENTITY, App, guarded
-from foretoken.server.guard.body import Receive, Send
+from foretoken.server.guard.app import App, guarded
 from foretoken.server.guard.connection import uvicorn_options
-from foretoken.server.guard.keys import Identity
 from foretoken.server.life.debug import debug_router
 from foretoken.server.life.fault_hooks import is_test_build
 from foretoken.server.life.replicas import Replicas
@@ -41,17 +38,4 @@ def compose(service: Replicas, config: ServerConfig) -> Composed:
     if is_test_build():
         routers.append(debug_router(service))
     app = create_app(service, config.api, observation.observers, routers)
-    return Composed(
-        observation.around(guarded(_with_caller(app), config.guard)), uvicorn_options(config.guard), observation.close
-    )
-
-
-def _with_caller(app: App) -> App:
-    """`app`, told who the guard found to have sent a request."""
-
-    async def called(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        identity = scope.get("state", {}).get(IDENTITY, Identity())
-        scope[SCOPE_KEY] = Caller(identity.key, identity.tenant)
-        await app(scope, receive, send)
-
-    return called
+    return Composed(observation.around(guarded(app, config.guard)), uvicorn_options(config.guard), observation.close)
