@@ -1,0 +1,84 @@
+"""How a request that generates is answered: whole or as a stream, and never after its client has left."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+from fastapi import Request, Response
+
+from foretoken.server.api.config import ApiConfig
+from foretoken.server.api.errors import ApiError, final, json_response
+from foretoken.server.api.exchange import Exchange
+from foretoken.server.api.request_id import name_request
+from foretoken.server.api.schemas import SamplingFields
+from foretoken.server.api.streaming import EventStream
+from foretoken.server.api.writer import ChoiceWriter, ResponseWriter
+
+_log = logging.getLogger("foretoken.server")
+_MAX_NOTICED = 256  # a client that makes up names must not fill the memory
+_noticed: set[str] = set()
+
+
+class WholeWriter(ChoiceWriter, Protocol):
+    """Writes the choices of streams and of whole responses."""
+
+    def whole(self) -> list[dict[str, Any]]:
+        """All choices, once every answer has ended."""
+
+
+async def answer(exchange: Exchange, request: Request, frame: ResponseWriter, writer: WholeWriter) -> Response:
+    """Run the call and respond.
+
+    Raises:
+        ApiError: it was refused, or failed before anything was sent.
+    """
+    try:
+        if frame.body.stream:
+            await exchange.unless_gone(request.receive, exchange.open())
+            stream = EventStream(exchange, frame.stream(writer))
+            await stream.start(request.receive)
+            return stream
+        await exchange.unless_gone(request.receive, _run(exchange))
+        response = json_response(frame.whole(writer.whole()))
+    except ApiError as error:
+        await exchange.closed()
+        exchange.finish(error.status_code, exchange.left or error.code)
+        raise
+    except Exception as error:
+        _log.exception("request %s broke down", exchange.request_id)
+        await exchange.closed()
+        exchange.finish(500, "internal_error")
+        raise final(500, "internal_error", "the server failed to answer this request") from error
+    exchange.finish(200)
+    return response
+
+
+async def _run(exchange: Exchange) -> None:
+    await exchange.open()
+    async for _ in exchange.events():
+        pass
+
+
+def name_of(body: SamplingFields, request: Request) -> None:
+    """Take over the name that the body gives the request."""
+    if body.request_id is not None:
+        name_request(request.scope, body.request_id)
+
+
+def notice_unknown(body: SamplingFields, config: ApiConfig) -> None:
+    """Warn once of each unknown field, or refuse it.
+
+    Raises:
+        ApiError: a field is unknown and the server is strict.
+    """
+    unknown = [*(body.model_extra or ()), *((body.stream_options and body.stream_options.model_extra) or ())]
+    if not unknown:
+        return
+    if config.strict:
+        name = unknown[0] if unknown[0].isidentifier() and len(unknown[0]) <= 64 else None
+        raise ApiError(400, "unknown_field", "the body has a field that this server does not know", name)
+    for name in unknown:
+        if name not in _noticed and len(_noticed) < _MAX_NOTICED:
+            _noticed.add(name)
+            _log.warning("ignored an unknown field of a request: %.64r", name)

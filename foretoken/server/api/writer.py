@@ -1,0 +1,140 @@
+"""What chats and completions share when they write a response: its frame, its reports, and its stream."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any, Protocol
+
+from foretoken.server.api.call import metrics_level, tier_of, wants_trace
+from foretoken.server.api.exchange import Exchange
+from foretoken.server.api.pacing import PieceGroup, paced
+from foretoken.server.api.schemas import SamplingFields, StreamOptions
+from foretoken.server.api.streaming import DONE, frame, padded_frame
+from foretoken.server.api.usage import metrics, spec_report, timings, trace_record, trace_records, usage
+from foretoken.server.events import AnswerEnded, RoundEvent, TokenEvent
+
+_Json = dict[str, Any]
+
+
+class ChoiceWriter(Protocol):
+    """Writes the choices of one kind of response."""
+
+    def opening(self) -> Iterator[_Json]:
+        """Choices of the first chunk of each answer; may be none."""
+
+    def piece(self, group: PieceGroup) -> _Json | None:
+        """The choice of a chunk; None while nothing can be sent."""
+
+    def ended(self, event: AnswerEnded) -> _Json:
+        """The choice of the last chunk of an answer."""
+
+
+class ResponseWriter:
+    """The fields around the choices: names, times, and the reports of what it cost."""
+
+    def __init__(self, exchange: Exchange, body: SamplingFields, prefix: str, whole: str, chunk: str) -> None:
+        self.exchange, self.body = exchange, body
+        self._level = metrics_level(body, exchange.api.config)
+        self._has_trace = wants_trace(body)
+        self._options = body.stream_options or StreamOptions()
+        self._whole, self._chunk = whole, chunk
+        config = exchange.api.config
+        asked = self._options.include_obfuscation
+        is_padded = config.force_obfuscation or (config.obfuscation if asked is None else asked)
+        self._bucket_bytes = config.obfuscation_bucket_bytes if is_padded else 0
+        self._head = {
+            "id": f"{prefix}-{exchange.request_id}",
+            "created": int(exchange.began_unix_s),
+            "model": exchange.info.name,
+            "system_fingerprint": None,
+        }
+        if tier_of(body) is not None:
+            self._head["service_tier"] = tier_of(body)
+
+    @property
+    def shows_ids(self) -> bool:
+        """Whether the response lists token ids."""
+        return bool(self.body.return_token_ids)
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether a chunk without text tells something."""
+        return self.shows_ids or self._has_trace or self._options.continuous_usage_stats
+
+    def whole(self, choices: list[_Json]) -> _Json:
+        """A response that is not streamed."""
+        return {**self._head, "object": self._whole, "choices": choices, "usage": self._usage(), **self._reports()}
+
+    def of_choice(self, event: AnswerEnded) -> _Json:
+        """What a choice reports of itself: metrics, where there are several answers."""
+        if self.exchange.num_answers == 1 or self._level == "none":
+            return {}
+        return {"metrics": metrics(self.exchange.book.answers[event.index], self._level)}
+
+    async def stream(self, writer: ChoiceWriter) -> AsyncGenerator[bytes]:
+        """The events of a stream, encoded."""
+        exchange, is_open = self.exchange, False
+        events = exchange.events()
+        async with contextlib.aclosing(events), contextlib.aclosing(paced(events, exchange.api.config)) as groups:
+            async for event in groups:
+                if not is_open and isinstance(event, PieceGroup | AnswerEnded):
+                    is_open = True
+                    for choice in writer.opening():
+                        yield self._encoded([choice])
+                if isinstance(event, PieceGroup):
+                    written = writer.piece(event)
+                    if written is not None:
+                        yield self._encoded([written], self._trace_of(event))
+                elif isinstance(event, AnswerEnded):
+                    last = writer.ended(event) | self.of_choice(event)
+                    is_last = len(exchange.book.ended) == exchange.num_answers
+                    reports = self._reports(with_trace=False) if is_last and not self._options.include_usage else {}
+                    yield self._encoded([last], reports)
+        if self._options.include_usage:
+            yield self._encoded([], self._reports(with_trace=False), has_ended=True)
+        yield DONE
+
+    def _encoded(self, choices: list[_Json], more: _Json | None = None, has_ended: bool = False) -> bytes:
+        chunk = {**self._head, "object": self._chunk, "choices": choices, **(more or {})}
+        if has_ended or self._options.continuous_usage_stats:
+            chunk["usage"] = self._usage()
+        elif self._options.include_usage:
+            chunk["usage"] = None
+        return padded_frame(chunk, self._bucket_bytes) if self._bucket_bytes else frame(chunk)
+
+    def _usage(self) -> _Json:
+        return usage(self.exchange, self.body.prediction is not None)
+
+    def _reports(self, with_trace: bool = True) -> _Json:
+        exchange = self.exchange
+        spec = exchange.call.spec
+        drafter = None if spec is None else spec.drafter
+        own: _Json = {"spec": spec_report(exchange.book, drafter, None if drafter else self._why_off())}
+        if with_trace and self._has_trace:
+            own["trace"] = [
+                record
+                for index, answer in enumerate(exchange.book.answers)
+                for record in trace_records(exchange.request_id, answer, index)
+            ]
+        made: _Json = {"timings": timings(exchange), "foretoken": own}
+        if exchange.num_answers == 1 and self._level != "none":
+            made["metrics"] = metrics(exchange.book.answers[0], self._level)
+        return made
+
+    def _why_off(self) -> str:
+        if self.body.prediction and not self.exchange.api.config.predictions:
+            return "prediction_disabled"
+        return "off_server" if self.body.spec is None else "off_request"
+
+    def _trace_of(self, group: PieceGroup) -> _Json:
+        """The records of a chunk, one for each of its steps."""
+        if not self._has_trace:
+            return {}
+        by_step: dict[int, tuple[list[TokenEvent], RoundEvent | None]] = {}
+        for token in group.piece.tokens:
+            by_step.setdefault(token.step, ([], None))[0].append(token)
+        for one in group.rounds:
+            by_step[one.step] = (by_step.get(one.step, ([], None))[0], one)
+        index, name = group.piece.index, self.exchange.request_id
+        return {"foretoken": {"trace": [trace_record(name, index, *by_step[step]) for step in sorted(by_step)]}}
