@@ -15,6 +15,7 @@ from foretoken.engine.ticket import Ticket
 from foretoken.errors import InputError
 from foretoken.model.tokenizer import Tokenizer
 from foretoken.server.events import Alternative, AnswerEnded, AnswerFailed, Begun, Event, ModelInfo, Piece, TokenEvent
+from foretoken.server.model_files import middle_marks, tool_style
 from foretoken.server.service import Call, State
 
 
@@ -222,4 +223,6 @@ def _info(engine: AsyncEngine, name: str) -> ModelInfo:
         has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
         default_spec={key: value for key, value in asdict(llm.spec).items() if value is not None},
         max_waiting=engine.max_waiting,
+        tool_style=None if tokenizer is None else tool_style(tokenizer.chat_template),
+        middle_marks=None if tokenizer is None else middle_marks(tokenizer.vocabulary, tokenizer.opening_ids),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _TAKES_TOOLS = re.compile(r"\btools\b")
 _MIDDLE_MARKS = (  # before the prefix, before the suffix, before the middle
@@ -24,10 +24,14 @@ def tool_style(chat_template: str | None) -> str | None:
     return "json_parameters" if '"parameters":' in chat_template.replace("\\", "") else "json_arguments"
 
 
-def middle_marks(vocabulary: Mapping[str, int]) -> tuple[int, int, int] | None:
-    """Tokens before the prefix, before the suffix and before the middle, for models trained to fill in the middle."""
+def middle_marks(
+    vocabulary: Mapping[str, int], opening_ids: Sequence[int]
+) -> tuple[tuple[int, ...], int, int] | None:
+    """Tokens before the prefix (`opening_ids` with them, which begin every text), before the suffix and before the
+    middle, for models trained to fill in the middle; None for others.
+    """
     for marks in _MIDDLE_MARKS:
         if all(mark in vocabulary for mark in marks):
             before_prefix, before_suffix, before_middle = (vocabulary[mark] for mark in marks)
-            return before_prefix, before_suffix, before_middle
+            return (*opening_ids, before_prefix), before_suffix, before_middle
     return None
