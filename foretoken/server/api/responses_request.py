@@ -46,11 +46,16 @@ class AllowedResponsesTools(BaseModel):
     tools: Annotated[list[NamedResponsesTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class TextFormat(JsonSchemaFormat):
+class TextFormat(BaseModel):
     """`text.format`, whose fields stand beside its type here."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["text", "json_object", "json_schema"]
     name: ShortText | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
 
 
 class TextOptions(BaseModel):
