@@ -80,6 +80,10 @@ def test_a_call_that_is_cut_off_keeps_the_reason() -> None:
     reader.push('<tool_call>{"name": "f", "arguments": {"a')
     assert reader.finish("length")[1] == "length"
     assert reader.message()["tool_calls"][0]["function"]["arguments"] == '{"a'
+    reader = ToolReader("tags", NAMES)
+    reader.push('Now\n<tool_call>\n{"name": "f", "argu')
+    assert reader.finish("length") == ({}, "length")
+    assert reader.message() == {"content": "Now"}
 
 
 def tool(name: str, strict: bool | None = None) -> Tool:

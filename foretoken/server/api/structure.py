@@ -39,7 +39,7 @@ def tools_of(body: ChatRequest, info: ModelInfo) -> list[dict[str, Any]] | None:
     """
     if not _called(body, info).functions:
         return None
-    return [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools or ()]
 
 
 def shaper_of(body: ChatRequest, info: ModelInfo) -> MessageShaper:

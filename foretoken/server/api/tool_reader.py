@@ -42,6 +42,7 @@ class ToolReader:
         self._is_behind_call = False  # nothing but white space since a call
         self._dropped = ""  # what stood before the call whose beginning is being read
         self._num_begun = 0
+        self._is_cut = False
         self._content, self._calls = "", list[dict[str, Any]]()  # the whole message so far
 
     def push(self, text: str) -> Delta:
@@ -50,7 +51,10 @@ class ToolReader:
         return self._run(False)
 
     def finish(self, finish_reason: str) -> tuple[Delta, str]:
-        """What was held back, and why the answer ended: "tool_calls" where it has some and was not cut off."""
+        """What was held back, and why the answer ended: "tool_calls" where it has some and was not cut off. The
+        beginning of a call that was cut off before its arguments is dropped.
+        """
+        self._is_cut = finish_reason == "length"
         delta = self._run(True)
         return delta, "tool_calls" if self._calls and finish_reason == "stop" else finish_reason
 
@@ -114,6 +118,8 @@ class ToolReader:
             return None
         self._read = self._read_text
         inside, self._held = (self._held, "") if place < 0 else (self._held[:place], self._held[place + len(CLOSE_TAG) :])
+        if place < 0 and self._is_cut and _HEAD_PART.fullmatch(inside):
+            return []
         call = _whole_call(inside, self._names) if place >= 0 else None
         self._is_behind_call = call is not None
         if call is None:
