@@ -18,6 +18,7 @@ from foretoken.model.tokenizer import Tokenizer
 from foretoken.server.events import AnswerEnded, AnswerFailed, Begun, Event, ModelInfo, Piece, TokenEvent
 from foretoken.server.gauges import gauges
 from foretoken.server.life.plain import plain
+from foretoken.server.model_files import middle_marks, tool_style
 from foretoken.server.rounds import RoundLog
 from foretoken.server.service import Call, State
 from foretoken.server.spellings import TokenSpellings
@@ -241,4 +242,6 @@ def _info(engine: AsyncEngine, name: str) -> ModelInfo:
         has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
         default_spec=plain(llm.spec),
         max_waiting=engine.max_waiting,
+        tool_style=None if tokenizer is None else tool_style(tokenizer.chat_template),
+        middle_marks=None if tokenizer is None else middle_marks(tokenizer.vocabulary, tokenizer.opening_ids),
     )
