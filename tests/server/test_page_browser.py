@@ -235,6 +235,30 @@ def test_the_key_is_sent_and_kept_for_this_tab_only(page: Any, context: Any, url
     assert page.evaluate("localStorage.length") == 0
 
 
+def test_a_server_with_keys_is_asked_once_for_each_key(context: Any, url: str) -> None:
+    page = context.new_page()
+    asked: list[str] = []
+
+    def answer(route: Any) -> None:
+        key = route.request.headers.get("authorization", "")
+        asked.append(key)
+        if key == "Bearer good":
+            route.continue_()
+        else:
+            route.fulfill(status=401, body='{"error": {"message": "wrong key"}}')
+
+    page.route("**/v1/stats", answer)
+    page.clock.install()
+    page.goto(url)
+    page.wait_for_selector("#board-state:has-text('needs the key')")
+    page.clock.run_for(5000)  # of the page's time: five more readings would come
+    assert asked == [""]
+    page.evaluate("document.getElementById('settings').open = true")
+    page.fill("[name=key]", "good")
+    page.clock.run_for(2000)
+    page.wait_for_selector("#board-state:has-text('ready')")
+
+
 def test_every_setting_reaches_the_server(page: Any) -> None:
     page.evaluate("document.getElementById('settings').open = true")
     page.wait_for_selector("[name=drafter] option[value=ngram]", state="attached")

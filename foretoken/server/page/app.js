@@ -3,7 +3,7 @@
 import { Board } from "./board.js";
 import { element, find } from "./dom.js";
 import { RequestForm } from "./settings.js";
-import { request } from "./stream.js";
+import { ServerError, request } from "./stream.js";
 import { LEGEND } from "./tokens.js";
 import { Turn } from "./turn.js";
 
@@ -19,10 +19,20 @@ const EXAMPLES = [
 ];
 const THEMES = ["system", "light", "dark"];
 const form = new RequestForm(find("fields"));
-const state = { model: "", groups: {}, messages: [], running: null };
+const state = { model: "", groups: {}, messages: [], running: null, refused: null };
 
-function readStats() {
-  return request("/v1/stats", { key: form.key }).then((response) => response.json());
+// The numbers of the server; a key that was refused is not tried again.
+async function readStats() {
+  if (state.refused === form.key) throw new ServerError("The server wants an API key", 401);
+  try {
+    return await (await request("/v1/stats", { key: form.key })).json();
+  } catch (error) {
+    if (error.status === 401) {
+      state.refused = form.key;
+      find("model").textContent = "The server wants an API key: enter it under Request";
+    }
+    throw error;
+  }
 }
 
 // Reads the model and what it offers; the board calls it with every reading, the form is filled when the model changes.
