@@ -64,7 +64,7 @@ def page(context: Any, url: str) -> Iterator[Any]:
     found.on("pageerror", lambda error: problems.append(str(error)))
     found.on("console", lambda line: problems.append(line.text) if "Content Security" in line.text else None)
     found.goto(url)
-    found.wait_for_function("document.getElementById('model').textContent.startsWith('reference')")
+    found.wait_for_selector("#model:has-text('reference')")
     yield found
     assert problems == []
 
@@ -277,7 +277,7 @@ def test_a_phone_of_forty_columns_shows_everything(browser: Any, url: str) -> No
     with browser.new_context(viewport={"width": 320, "height": 640}, has_touch=True) as context:
         page = context.new_page()
         page.goto(url)
-        page.wait_for_function("document.getElementById('model').textContent.startsWith('reference')")
+        page.wait_for_selector("#model:has-text('reference')")
         mode(page, "both")
         ask(page, "x" * 300 + PROMPT)
         page.wait_for_selector(".verdict:has(b)")
@@ -315,7 +315,7 @@ def test_axe_finds_nothing(browser: Any, url: str, scheme: str) -> None:
     with browser.new_context(color_scheme=scheme, bypass_csp=True) as context:
         page = context.new_page()
         page.goto(url)
-        page.wait_for_function("document.getElementById('model').textContent.startsWith('reference')")
+        page.wait_for_selector("#model:has-text('reference')")
         ask(page)
         page.wait_for_selector(ANSWERED)
         page.wait_for_selector("#speed")
@@ -333,7 +333,7 @@ def test_pictures(browser: Any, url: str, name: str, width: int, height: int, sc
     with browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme) as context:
         page = context.new_page()
         page.goto(url)
-        page.wait_for_function("document.getElementById('model').textContent.startsWith('reference')")
+        page.wait_for_selector("#model:has-text('reference')")
         mode(page, "speculative" if name == "page-phone" else "both")
         ask(page, max_tokens=160)
         page.evaluate("document.getElementById('settings').open = false")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 
 from foretoken.config import RULES
@@ -13,6 +12,7 @@ from foretoken.errors import UnavailableError
 from foretoken.registry import known_drafters, traits_of
 from foretoken.server.service import Service
 
+_SHOWN = ("name", "max_model_len", "has_tokenizer", "has_chat_template")  # of the model
 _OWN_GROUPS = {"predicted": "prediction"}
 
 
@@ -31,7 +31,7 @@ def stats_router(service: Service) -> APIRouter:
         return {
             "time_s": time.monotonic(),
             "state": service.state,
-            "model": None if info is None else msgspec.to_builtins(info),
+            "model": None if info is None else {name: getattr(info, name) for name in _SHOWN},
             "drafters": drafter_groups(),
             "rules": list(RULES),
             "engine": engine,
