@@ -38,7 +38,8 @@ def engine() -> Iterator[AsyncEngine]:
 @pytest.fixture(scope="module")
 def url(engine: AsyncEngine) -> Iterator[str]:
     service = LocalService(engine, "reference")
-    with served(create_app(service, ApiConfig(), routers=(page_router(), stats_router(service)))) as address:
+    mix = SpecConfig("mix", parts=("ngram", SpecConfig("draft_model", draft="reference:draft")))
+    with served(create_app(service, ApiConfig(specs=(mix,)), routers=(page_router(), stats_router))) as address:
         yield address
 
 
@@ -60,6 +61,7 @@ def context(browser: Any) -> Iterator[Any]:
 def page(context: Any, url: str) -> Iterator[Any]:
     """The page, opened; a script error or something that its policy blocks fails the test."""
     found = context.new_page()
+    found.set_default_timeout(10_000)
     problems: list[str] = []
     found.on("pageerror", lambda error: problems.append(str(error)))
     found.on("console", lambda line: problems.append(line.text) if "Content Security" in line.text else None)
@@ -335,7 +337,11 @@ def test_pictures(browser: Any, url: str, name: str, width: int, height: int, sc
         page.goto(url)
         page.wait_for_selector("#model:has-text('reference')")
         mode(page, "speculative" if name == "page-phone" else "both")
-        ask(page, max_tokens=160)
+        page.click("#examples :text('a rename')")
+        page.wait_for_selector("[name=drafter] option[value=mix]", state="attached")
+        page.evaluate("document.getElementById('settings').open = true")
+        page.select_option("[name=drafter]", "mix")
+        ask(page, page.input_value("#prompt"), max_tokens=64, num_draft="4")
         page.evaluate("document.getElementById('settings').open = false")
         page.wait_for_selector(".turn .pane:last-child .answer[aria-busy=false]")
         page.wait_for_selector("#figures :text('draft_model')")

@@ -41,7 +41,7 @@ async function stats() {
   const name = now.model ? now.model.name : "";
   if (name && name !== state.model) {
     state.model = name;
-    state.groups = now.drafters;
+    state.groups = now.groups;
     form.offer(now);
     show();
   }
@@ -79,7 +79,7 @@ async function send() {
   state.running = new AbortController();
   busy(true);
   if (form.isChat) prompt.value = "";
-  turn.root.scrollIntoView({ block: "end" });
+  turn.root.scrollIntoView({ block: "start" });
   try {
     const options = { key: form.key, signal: state.running.signal, together: form.together };
     const path = form.isChat ? "/v1/chat/completions" : "/v1/completions";
@@ -127,7 +127,9 @@ function pressed(event) {
 }
 
 find("legend").append(
-  ...LEGEND.map(([name, words]) => element("span", { role: "listitem" }, element("span", { class: `tok ${name}` }, words))),
+  ...LEGEND.map(([name, label, meaning]) =>
+    element("span", { role: "listitem", title: meaning }, element("span", { class: `tok ${name}` }, label)),
+  ),
 );
 for (const [name, text] of EXAMPLES) {
   const button = element("button", { type: "button", class: "quiet small" }, name);

@@ -31,7 +31,7 @@ export class Board {
       if (!now.engine) return;
       if (this.readings.length && now.engine.num_steps < this.readings.at(-1).engine.num_steps) this.readings = []; // restarted
       this.readings = [...this.readings, now].slice(-WINDOW - 1);
-      this.groups = now.drafters;
+      this.groups = now.groups;
       if (this.readings.length > 1) this.show(now);
     } catch (error) {
       this.say(error.status === 401 ? "needs the key" : "no connection");

@@ -10,15 +10,16 @@ from fastapi import APIRouter
 from foretoken.config import RULES
 from foretoken.errors import UnavailableError
 from foretoken.registry import known_drafters, traits_of
-from foretoken.server.service import Service
+from foretoken.server.api.exchange import Api
+from foretoken.server.api.speculation import default_spec, offered_specs
 
 _SHOWN = ("name", "max_model_len", "has_tokenizer", "has_chat_template")  # of the model
 _OWN_GROUPS = {"predicted": "prediction"}
 
 
-def stats_router(service: Service) -> APIRouter:
+def stats_router(api: Api) -> APIRouter:
     """A router with the numbers of the service; the page computes rates from two readings."""
-    router = APIRouter()
+    router, service = APIRouter(), api.service
 
     @router.get("/v1/stats")
     async def stats() -> dict[str, Any]:
@@ -32,7 +33,8 @@ def stats_router(service: Service) -> APIRouter:
             "time_s": time.monotonic(),
             "state": service.state,
             "model": None if info is None else {name: getattr(info, name) for name in _SHOWN},
-            "drafters": drafter_groups(),
+            "drafters": [] if info is None else list(offered_specs(default_spec(info.default_spec), api.config)),
+            "groups": drafter_groups(),
             "rules": list(RULES),
             "engine": engine,
         }
