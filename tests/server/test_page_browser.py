@@ -343,7 +343,12 @@ def test_pictures(browser: Any, url: str, name: str, width: int, height: int, sc
         page.select_option("[name=drafter]", "mix")
         ask(page, page.input_value("#prompt"), max_tokens=64, num_draft="4")
         page.evaluate("document.getElementById('settings').open = false")
-        page.wait_for_selector(".turn .pane:last-child .answer[aria-busy=false]")
+        for _ in range(3):  # so that the curve of the board has a shape
+            page.wait_for_selector(ANSWERED)
+            page.wait_for_selector("#send:enabled")
+            page.click("#clear")
+            page.press("#prompt", "Control+Enter")
+        page.wait_for_selector(ANSWERED)
         page.wait_for_selector("#figures :text('draft_model')")
         page.evaluate("window.scrollTo(0, 0)")
         page.screenshot(path=str(Path(PICTURES or "") / f"{name}.png"))

@@ -86,7 +86,7 @@ class RefusalRecords:
                         duration_s=time.perf_counter() - began_s,
                         status=status,
                         reason=scope.get(CODE_KEY, "internal_error"),
-                        key=caller.key,
+                        key=caller.name,
                         tenant=caller.tenant,
                     )
                 )

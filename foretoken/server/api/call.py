@@ -56,6 +56,7 @@ def chat_call(body: ChatRequest, terms: Terms) -> Call:
     return Call(
         params,
         messages=messages,
+        prediction=body.prediction,
         tools=tools_of(body),
         template_options=_template_options(body),
         spec=spec_of(body, default_spec(info.default_spec), terms.config),
@@ -79,6 +80,7 @@ def completion_call(body: CompletionRequest, terms: Terms) -> Call:
     return Call(
         params,
         prompts=body.prompt,
+        prediction=body.prediction,
         spec=spec_of(body, default_spec(terms.info.default_spec), terms.config),
         trace=wants_rounds(body, terms.config),
     )
@@ -158,7 +160,7 @@ def _params(
         "logprobs_of": "model",
         "prompt_logprobs": logprobs if has_prompt_logprobs else None,
         "priority": _TIERS[body.service_tier or "default"] if body.priority is None else body.priority,
-        "prediction": body.prediction if uses_prediction(body, config) else None,
+        "prediction": (body.prediction or None) if uses_prediction(body, config) else None,
         "tenant": tenant_of(terms.caller, body.cache_salt or ""),
         "slice": slice_of(body),
         **structure_of(body),

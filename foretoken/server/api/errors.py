@@ -213,7 +213,7 @@ _BY_STATUS: dict[int, ErrorCode] = {
     415: "unsupported_media_type",
     431: "headers_too_large",
 }
-_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.]{1,64}")
 
 
 def of_validation(found: Sequence[Mapping[str, Any]]) -> ApiError:

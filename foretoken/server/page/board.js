@@ -58,11 +58,11 @@ export class Board {
         ["cancelled", count(now.engine.num_aborted)],
         ["failed", count(now.engine.num_failed)],
       ]),
-      group("Cache", caches(now.engine)),
-      group("Accepted, by drafter", this.drafters(window_)),
-      group("Accepted, by place in the draft", positions(window_)),
-      group("Time, by phase", phases(window_)),
       group("Controller", [element("p", { class: "why", id: "chosen" }, chosen), element("p", { class: "why hint" }, why)]),
+      group("Accepted, by drafter", this.drafters(window_)),
+      group("Time, by phase", phases(window_)),
+      group("Accepted, by place in the draft", positions(window_)),
+      group("Cache", caches(now.engine)),
     );
   }
 
