@@ -45,6 +45,7 @@ def test_with_nothing_named_it_serves_the_reference_family(foretoken: Run, serve
     assert config.engine.spec == SpecConfig("auto", draft="reference:draft")
     assert (config.guard.host, config.port, config.model_name) == ("127.0.0.1", 8000, "reference:target")
     assert not config.api.obfuscation
+    assert [spec.drafter for spec in config.api.specs] == ["ngram", "suffix", "draft_model"]
     for text in ("http://127.0.0.1:8000/v1", "m (reference:target)", "ngram", "none: every program", "ready after 1.2"):
         assert text in done.out
     assert done.err == "loading reference:target\n"
@@ -98,6 +99,15 @@ def test_flags_reach_their_configurations(
     monkeypatch.setenv(serve_options.KEY_VARIABLE, "from-the-environment")
     assert foretoken("serve").code == 0
     assert served[1].guard.api_key == "from-the-environment"
+
+
+def test_keys_in_settings_are_not_shown(foretoken: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORETOKEN_SERVE__API_KEY", "from-a-setting")
+    for flags in ((), ("--json",)):
+        done = foretoken("config", "show", "--origin", *flags)
+        assert done.code == 0, done.err
+        assert "from-a-setting" not in done.out
+        assert "FORETOKEN_SERVE__API_KEY" in done.out or flags
 
 
 def test_every_setting_of_the_server_has_a_flag() -> None:

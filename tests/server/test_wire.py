@@ -111,7 +111,9 @@ def test_numbers_of_errors_cross() -> None:
 
 
 def test_every_field_of_a_call_crosses() -> None:
-    assert {field.name for field in fields(Call)} | {"call"} == {field.name for field in msgspec.structs.fields(wire.Open)}
+    assert {field.name for field in fields(Call)} | {"call"} == {
+        field.name for field in msgspec.structs.fields(wire.Open)
+    }
 
 
 def test_messages_are_read_as_they_were_sent_and_nothing_else() -> None:

@@ -89,7 +89,7 @@ class RefusalRecords:
                         duration_s=time.perf_counter() - began_s,
                         status=status,
                         reason=scope.get(CODE_KEY, "internal_error"),
-                        key=caller.name,
+                        key=caller.key,
                         tenant=caller.tenant,
                     )
                 )
