@@ -211,6 +211,13 @@ def _input(error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
     return invalid(error.field, error.remedy, error.value)
 
 
+def _unusable(error: errors.ForetokenError, retry_after_s: int) -> ApiError:
+    """A template that breaks or never ends does so on what the client sent; other files are the operator's."""
+    if "chat template" in str(error):
+        return ApiError(400, "unsupported_feature", f"messages: {error}", "messages")
+    return _engine(error, retry_after_s)
+
+
 def _worker_died(_error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
     return final(500, "worker_died", "the engine's process died while this request ran; it is being restarted")
 
@@ -236,6 +243,7 @@ _MAKERS: tuple[tuple[type[errors.ForetokenError], _Maker], ...] = (
     (errors.UnavailableError, lambda _e, s: unavailable("restarting", s)),
     (errors.WorkerDiedError, _worker_died),
     (errors.NumericsError, _numerical),
+    (errors.CheckpointError, _unusable),
     (errors.UnsupportedModelError, lambda e, _s: ApiError(400, "unsupported_feature", str(e))),
     (errors.ForetokenError, _engine),
 )
