@@ -16,7 +16,12 @@ PYTHON = os.environ.get("FORETOKEN_PYTHON", str(ROOT / ".venv/bin/python"))
 MODEL = "reference"
 
 # Clients that look for updates or send statistics would wait for a network that a test must not need.
-os.environ |= {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
 
 
 @pytest.fixture(scope="session")

@@ -24,9 +24,7 @@ def tool_style(chat_template: str | None) -> str | None:
     return "json_parameters" if '"parameters":' in chat_template.replace("\\", "") else "json_arguments"
 
 
-def middle_marks(
-    vocabulary: Mapping[str, int], opening_ids: Sequence[int]
-) -> tuple[tuple[int, ...], int, int] | None:
+def middle_marks(vocabulary: Mapping[str, int], opening_ids: Sequence[int]) -> tuple[tuple[int, ...], int, int] | None:
     """Tokens before the prefix (`opening_ids` with them, which begin every text), before the suffix and before the
     middle, for models trained to fill in the middle; None for others.
     """

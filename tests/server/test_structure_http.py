@@ -1,4 +1,4 @@
-"""Structured answers, tools, responses and tokens over HTTP, on the reference target with a template that takes tools."""
+"""Structured answers, tools, responses and tokens over HTTP: the reference target, its template takes tools."""
 
 from __future__ import annotations
 
@@ -92,7 +92,11 @@ BOMBS = {
     "deep": of_schema(deep(10_000)),
     "fairly deep": of_schema(deep(200)),
     "nested repetition": {"messages": MESSAGES, "structured_outputs": {"regex": "(a+)+b"}, "max_completion_tokens": 4},
-    "long repetition": {"messages": MESSAGES, "structured_outputs": {"regex": "x{1,100000}"}, "max_completion_tokens": 4},
+    "long repetition": {
+        "messages": MESSAGES,
+        "structured_outputs": {"regex": "x{1,100000}"},
+        "max_completion_tokens": 4,
+    },
     "many values": of_schema(json.dumps({"enum": [f"value {i}" for i in range(100_000)]})),
     "pattern in a tool": {
         "messages": MESSAGES,
@@ -298,7 +302,13 @@ def test_a_response_is_the_chat_in_another_shape(server: Server) -> None:
 
 def test_a_response_with_calls(server: Server) -> None:
     tool = {"type": "function", **TOOL["function"]}
-    body = {"input": "Switch.", "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
+    body = {
+        "input": "Switch.",
+        "tools": [tool],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+    }
     found = server.post("/v1/responses", body).json()
     (call,) = found["output"]
     assert (call["type"], call["name"], found["status"]) == ("function_call", "switch", "completed")

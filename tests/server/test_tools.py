@@ -10,7 +10,15 @@ import pytest
 from foretoken.server.api.errors import ApiError
 from foretoken.server.api.forms import ResponseFormat, StructuredOutputs, structure_fields
 from foretoken.server.api.tool_reader import ToolReader, ToolStyle
-from foretoken.server.api.tools import Callables, FunctionTool, NamedToolChoice, Tool, callables, held_form, template_message
+from foretoken.server.api.tools import (
+    Callables,
+    FunctionTool,
+    NamedToolChoice,
+    Tool,
+    callables,
+    held_form,
+    template_message,
+)
 from foretoken.server.model_files import middle_marks, tool_style
 
 NAMES = ("f", "g")
@@ -31,7 +39,9 @@ def read(style: ToolStyle, text: str, width: int) -> tuple[str, list[list[str]],
             calls[part["index"]][1] += part["function"]["arguments"]
     message = reader.message()
     assert (message["content"] or "") == content
-    assert [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())] == calls
+    assert [
+        [call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())
+    ] == calls
     return content, calls, reason
 
 
@@ -42,7 +52,8 @@ def read(style: ToolStyle, text: str, width: int) -> tuple[str, list[list[str]],
         ("tags", "Hello <b> world  \n", "Hello <b> world  \n", []),
         (
             "tags",
-            'Hi\n<tool_call>\n{"name": "f", "arguments": {"a": "}</tool_call>", "b": [1, {"c": "\\""}]}}\n</tool_call>\n'
+            'Hi\n<tool_call>\n{"name": "f", "arguments": {"a": "}</tool_call>", "b": [1, {"c": "\\""}]}}\n'
+            "</tool_call>\n"
             '<tool_call>{"name":"g","arguments":{}}</tool_call>\n',
             "Hi",
             [["f", '{"a": "}</tool_call>", "b": [1, {"c": "\\""}]}'], ["g", "{}"]],
@@ -91,7 +102,10 @@ def tool(name: str, strict: bool | None = None) -> Tool:
 
 
 def test_tool_choice_decides_what_is_held() -> None:
-    tools, named = [tool("f"), tool("g")], NamedToolChoice.model_validate({"type": "function", "function": {"name": "g"}})
+    tools, named = (
+        [tool("f"), tool("g")],
+        NamedToolChoice.model_validate({"type": "function", "function": {"name": "g"}}),
+    )
     assert callables(tools, "none", "tags") == Callables()
     assert held_form(callables(tools, "auto", "tags"), "tags", True, {}) == {}
     assert held_form(callables(tools, "auto", "tags"), "tags", False, {})
@@ -131,7 +145,9 @@ def test_earlier_calls_reach_the_template_as_objects() -> None:
     assert found["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     for wrong in ("[1]", "no JSON", "[" * 10_000, 5):
         with pytest.raises(ApiError):
-            template_message("m", {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": wrong}}]})
+            template_message(
+                "m", {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": wrong}}]}
+            )
 
 
 def test_what_model_files_say() -> None:

@@ -50,9 +50,7 @@ class StructuredOutputs(BaseModel):
     json_object: Literal[True] | None = None
     regex: Annotated[str, StringConstraints(min_length=1)] | None = None
     choice: (
-        Annotated[
-            list[Annotated[str, StringConstraints(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)
-        ]
+        Annotated[list[Annotated[str, StringConstraints(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
         | None
     ) = None
     grammar: Annotated[str, StringConstraints(min_length=1)] | None = None
@@ -67,7 +65,9 @@ def structure_fields(response_format: ResponseFormat | None, outputs: Structured
     asked = {} if response_format is None else _of_format(response_format)
     if outputs is None:
         return asked
-    given = [name for name in ("json", "json_object", "regex", "choice", "grammar") if _given(outputs, name) is not None]
+    given = [
+        name for name in ("json", "json_object", "regex", "choice", "grammar") if _given(outputs, name) is not None
+    ]
     if len(given) != 1:
         raise invalid("structured_outputs", "give exactly one of json, json_object, regex, choice, grammar")
     if asked:

@@ -61,7 +61,11 @@ class ResponseItems:
     def _open(self, prefix: str, item: _Json) -> _Json:
         self._is_open = True
         self.items.append({"id": f"{prefix}_{secrets.token_hex(16)}", "status": "in_progress", **item})
-        return {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": _copy(self.items[-1])}
+        return {
+            "type": "response.output_item.added",
+            "output_index": len(self.items) - 1,
+            "item": _copy(self.items[-1]),
+        }
 
     def _close(self, status: str) -> Iterator[_Json]:
         if not self._is_open:

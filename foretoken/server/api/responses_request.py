@@ -166,9 +166,7 @@ def _choice(body: ResponsesRequest) -> ToolChoice | None:
 
 
 def _named(tool: NamedResponsesTool) -> NamedToolChoice:
-    return NamedToolChoice.model_construct(
-        type="function", function=NamedFunction.model_construct(name=tool.name)
-    )
+    return NamedToolChoice.model_construct(type="function", function=NamedFunction.model_construct(name=tool.name))
 
 
 def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:

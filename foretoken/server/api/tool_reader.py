@@ -32,7 +32,7 @@ _BETWEEN = re.compile(r"[\s,;\]]*")  # between calls, and behind the last one
 
 
 class ToolReader:
-    """A `MessageShaper` that splits one answer's text into content and calls. `names` are the functions that may be called."""
+    """A `MessageShaper` that splits one answer's text into content and calls of the functions in `names`."""
 
     def __init__(self, style: ToolStyle, names: Collection[str]) -> None:
         self._has_tags, self._names = style == "tags", frozenset(names)
@@ -117,7 +117,9 @@ class ToolReader:
         if place < 0 and not is_over:
             return None
         self._read = self._read_text
-        inside, self._held = (self._held, "") if place < 0 else (self._held[:place], self._held[place + len(CLOSE_TAG) :])
+        inside, self._held = (
+            (self._held, "") if place < 0 else (self._held[:place], self._held[place + len(CLOSE_TAG) :])
+        )
         if place < 0 and self._is_cut and _HEAD_PART.fullmatch(inside):
             return []
         call = _whole_call(inside, self._names) if place >= 0 else None

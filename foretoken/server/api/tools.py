@@ -107,9 +107,7 @@ def callables(tools: Sequence[Tool] | None, choice: ToolChoice | None, style: To
     return Callables(tuple(functions[name] for name in names), is_forced)
 
 
-def held_form(
-    called: Callables, style: ToolStyle, is_parallel: bool, form: Mapping[str, str]
-) -> Mapping[str, str]:
+def held_form(called: Callables, style: ToolStyle, is_parallel: bool, form: Mapping[str, str]) -> Mapping[str, str]:
     """The field of `SamplingParams` that holds an answer with calls to its form; `form` is that of an answer without.
 
     A forced call, calls beside a form of the answer, those of `strict` functions and calls of which there may be one
