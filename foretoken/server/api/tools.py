@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from foretoken.server.api.errors import invalid, unsupported
-from foretoken.server.api.forms import json_rule, lark_text
+from foretoken.server.api.forms import check_size, json_rule, lark_text
 from foretoken.server.api.tool_reader import CLOSE_TAG, OPEN_TAG, ToolStyle
 
 MAX_TOOLS = 128  # OpenAI's
@@ -88,7 +88,7 @@ def callables(tools: Sequence[Tool] | None, choice: ToolChoice | None, style: To
     """What `tools` and `tool_choice` come to; none without tools and for `tool_choice` "none".
 
     Raises:
-        ApiError: contradictory fields, or a chat template that takes no tools (`style` None).
+        ApiError: contradictory fields, too long schemas, or a chat template that takes no tools (`style` None).
     """
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -97,6 +97,7 @@ def callables(tools: Sequence[Tool] | None, choice: ToolChoice | None, style: To
     functions = {tool.function.name: tool.function for tool in tools}
     if len(functions) < len(tools):
         raise invalid("tools", "two functions have the same name; give each its own")
+    check_size("tools", [[tool.function.description or "", tool.function.parameters] for tool in tools])
     if style is None:
         raise unsupported("tools", "the model's chat template takes no tools; leave them out")
     if choice == "none":
