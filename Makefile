@@ -8,10 +8,14 @@ CLIENTS2 := .venv-clients-2
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test coverage proof clients check format clean
+.PHONY: demo serve test coverage proof clients check format browser clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
+
+# The reference model with its draft on http://127.0.0.1:8000, with a page.
+serve: $(VENV)/.ready
+	$(BIN)/foretoken serve
 
 # Two processes, each with a half of the files in order; who is done first takes from the other half.
 # Each keeps whole files as long as it can, so that what fixtures of a module make is mostly made once.
@@ -44,6 +48,11 @@ check: $(VENV)/.ready
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# A headless Chromium for the tests of the server's page, which are skipped without one. Needs node and npm.
+browser: $(VENV)/.ready
+	$(BIN)/python -m pip install -q playwright
+	scripts/get_browser.sh
 
 # torch goes first and pinned: left to a range, pip would take the newest build with its CUDA libraries.
 $(VENV)/.ready: requirements.txt pyproject.toml

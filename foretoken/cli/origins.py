@@ -22,10 +22,12 @@ from foretoken.files import parse_json, read_text
 from foretoken.params import check_text
 
 SETTINGS_FILE = "foretoken.toml"
+SECRETS = ("api_key", "admin_key")  # settings whose values are not shown
 _PREFIX = "FORETOKEN_"
 # Read by other parts than the command line.
 _OTHER_VARIABLES = frozenset(
     {"FORETOKEN_LLAMA_CPP", "FORETOKEN_LLAMA_CPP_CONVERT", "FORETOKEN_COMPLETE", "FORETOKEN_TOML", "FORETOKEN_CACHE"}
+    | {"FORETOKEN_API_KEY", "FORETOKEN_TEST", "FORETOKEN_FAULT"}
 )
 # In words what an option takes, and the types of TOML that say it. A number may stand where a text is expected:
 # num_draft = 5.

@@ -47,6 +47,11 @@ VERBS: Mapping[str, VerbSource] = {
         "chat",
         "Talk to a model: each line is a message, and the conversation is kept.",
     ),
+    "serve": VerbSource(
+        "serve",
+        "serve",
+        "Serve a model over HTTP, OpenAI-compatible; with nothing named, the reference model with its draft.",
+    ),
     "audit": VerbSource(
         "audit",
         "audit",

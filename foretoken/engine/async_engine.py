@@ -192,6 +192,11 @@ class AsyncEngine:
             if self._owns_llm:
                 self.llm.close()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine's thread runs: it ends when this is closed, and when it has broken down."""
+        return self._thread.is_alive()
+
     def check_process(self) -> None:
         """Refuse a process that was forked from the one that opened this: it has no engine thread.
 

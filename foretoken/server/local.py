@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foretoken.core import StepOutput, TokenLogprobs
@@ -16,6 +16,8 @@ from foretoken.engine.ticket import Ticket
 from foretoken.errors import InputError
 from foretoken.model.tokenizer import Tokenizer
 from foretoken.server.events import AnswerEnded, AnswerFailed, Begun, Event, ModelInfo, Piece, TokenEvent
+from foretoken.server.gauges import gauges
+from foretoken.server.life.plain import plain
 from foretoken.server.model_files import middle_marks, tool_style
 from foretoken.server.rounds import RoundLog
 from foretoken.server.service import Call, State
@@ -78,7 +80,7 @@ class LocalService:
 
     async def stats(self) -> dict[str, Any]:
         """See `Service.stats`."""
-        return self.engine.llm.stats.as_dict()
+        return self.engine.llm.stats.as_dict() | gauges(self.engine.llm)
 
     def _tokenizer(self, field: str, value: object) -> Tokenizer:
         tokenizer = self.engine.llm.tokenizer
@@ -192,10 +194,10 @@ class LocalGeneration:
                     yield Piece(index, output.text, self._tokens(output), round_)
             answer = await ticket.wait()
         except Exception as error:  # noqa: BLE001 - the error of this answer; the others go on
-            yield AnswerFailed(index, type(error).__name__, str(error))
+            yield _failure(index, error)
             return
         if answer.error is not None:
-            yield AnswerFailed(index, type(answer.error).__name__, str(answer.error))
+            yield _failure(index, answer.error)
         else:
             yield AnswerEnded(
                 index,
@@ -221,6 +223,12 @@ class LocalGeneration:
         return tuple(self._texts.event(token_id, one, "prompt") for token_id, one in scored)
 
 
+def _failure(index: int, error: Exception) -> AnswerFailed:
+    if isinstance(error, InputError):
+        return AnswerFailed(index, type(error).__name__, error.remedy, error.field)
+    return AnswerFailed(index, type(error).__name__, str(error))
+
+
 def _info(engine: AsyncEngine, name: str) -> ModelInfo:
     llm, target = engine.llm, engine.llm.target
     tokenizer = llm.tokenizer
@@ -238,7 +246,7 @@ def _info(engine: AsyncEngine, name: str) -> ModelInfo:
         pad_token=None,
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
-        default_spec={key: value for key, value in asdict(llm.spec).items() if value is not None},
+        default_spec=plain(llm.spec),
         max_waiting=engine.max_waiting,
         tool_style=None if tokenizer is None else tool_style(tokenizer.chat_template),
         middle_marks=None if tokenizer is None else middle_marks(tokenizer.vocabulary, tokenizer.opening_ids),

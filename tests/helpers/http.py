@@ -101,7 +101,7 @@ class RawClient:
         data = b""
         while mark not in data:
             more = self.socket.recv(4096)
-            assert more, data
+            assert more, data[-200:]
             data += more
         return data
 
