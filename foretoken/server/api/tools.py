@@ -78,10 +78,11 @@ ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | AllowedTool
 
 @dataclass(frozen=True)
 class Callables:
-    """The functions that an answer may call, and whether it must call one."""
+    """The functions that an answer may call, whether it must call one, and whether that is all it may do."""
 
     functions: tuple[FunctionTool, ...] = ()
     is_forced: bool = False
+    is_single: bool = False
 
 
 def callables(tools: Sequence[Tool] | None, choice: ToolChoice | None, style: ToolStyle | None) -> Callables:
@@ -105,7 +106,7 @@ def callables(tools: Sequence[Tool] | None, choice: ToolChoice | None, style: To
     names, is_forced = _chosen(functions, choice)
     if not functions.keys() >= set(names):
         raise invalid("tool_choice", "names a function that is not among the tools")
-    return Callables(tuple(functions[name] for name in names), is_forced)
+    return Callables(tuple(functions[name] for name in names), is_forced, isinstance(choice, NamedToolChoice))
 
 
 def held_form(called: Callables, style: ToolStyle, is_parallel: bool, form: Mapping[str, str]) -> Mapping[str, str]:
