@@ -44,8 +44,8 @@ class Readiness:
 def run_server(config: ServerConfig, on_ready: Callable[[Readiness], None]) -> int:
     """Serve until a signal; the exit code. `on_ready` is called once, from the event loop.
 
-    SIGTERM, SIGHUP and a first SIGINT drain: no new requests, those in flight may end within `config.life.drain_s`. A second
-    SIGINT ends the process at once.
+    SIGTERM, SIGHUP and a first SIGINT drain: no new requests, those in flight may end within `config.life.drain_s`. A
+    second SIGINT ends the process at once.
 
     Raises:
         ConfigError: the start is refused.
