@@ -68,7 +68,8 @@ async def _tokens_per_s(requests: Sequence[dict[str, Any]], one: Any) -> float: 
     async def stream() -> None:
         nonlocal count
         while waiting:
-            count += await one(waiting.pop())
+            num_tokens = await one(waiting.pop())
+            count += num_tokens
 
     began_s = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
