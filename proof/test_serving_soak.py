@@ -1,4 +1,4 @@
-"""Load on a server in processes of its own: nothing is lost, nothing stays behind. Long runs: `studies.serving_load`."""
+"""Load on a server in processes of its own: nothing is lost or stays behind. Long runs: `studies.serving_load`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Case 72, two minutes of it. The slope of the memory needs hours: it is measured by the study and not judged here."""
+    """Case 72, two minutes of it. The slope of the memory needs hours: the study measures it, no test judges it."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     options = ("--dtype", "float32", "--cost-profile", "off", "--cache-tokens", "8192", "--drafter", "auto")
     with loaded_server(options) as server:
