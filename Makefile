@@ -3,10 +3,11 @@
 
 PYTHON ?= python3
 VENV := .venv
+CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo serve test coverage proof check format browser clean
+.PHONY: demo serve test coverage proof clients check format browser clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
@@ -32,6 +33,10 @@ coverage: $(VENV)/.ready
 proof: $(VENV)/.ready
 	$(BIN)/pytest proof -vv
 
+# Real clients, unmodified, against a running server; they have an environment of their own, Node its folder.
+clients: $(VENV)/.ready $(CLIENTS)/.ready clients/node_modules/.ready
+	FORETOKEN_PYTHON=$(BIN)/python $(CLIENTS)/bin/pytest -c clients/pytest.ini clients -vv --durations 10
+
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,5 +61,14 @@ $(VENV)/.ready: requirements.txt pyproject.toml
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
+$(CLIENTS)/.ready: requirements-clients.txt
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install -q -r requirements-clients.txt
+	touch $@
+
+clients/node_modules/.ready: clients/package.json clients/package-lock.json
+	npm ci --prefix clients --no-audit --no-fund --silent
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*
+	rm -rf $(VENV) $(CLIENTS) clients/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*

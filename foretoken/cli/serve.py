@@ -111,7 +111,13 @@ def server_config(given: Mapping[str, Any]) -> ServerConfig:
         draft_required=given["draft_required"],
         tls_cert=given["tls_cert"],
         tls_key=given["tls_key"],
-        api=server_part(ApiConfig, given, obfuscation=pads_streams(given), allow_lossy=given["allow_lossy"]),
+        api=server_part(
+            ApiConfig,
+            given,
+            obfuscation=pads_streams(given),
+            allow_lossy=given["allow_lossy"],
+            specs=() if spec is None else spec.configs,  # requests may name each part
+        ),
         guard=server_part(GuardConfig, given, **keys_from(given)),
         observe=server_part(ObserveConfig, given),
         life=server_part(LifeConfig, given),

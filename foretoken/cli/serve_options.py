@@ -14,6 +14,7 @@ import typer
 
 from foretoken.cli.common import text_of
 from foretoken.cli.flags import flag, with_flags
+from foretoken.cli.origins import SECRETS
 from foretoken.field_text import union_members
 from foretoken.server.api.config import METRICS_LEVELS, ApiConfig
 from foretoken.server.guard.config import GuardConfig, is_loopback
@@ -21,7 +22,6 @@ from foretoken.server.life.config import LifeConfig
 from foretoken.server.observe.config import LOG_FORMATS, ObserveConfig
 
 KEY_VARIABLE = "FORETOKEN_API_KEY"
-_SECRETS = ("api_key", "admin_key")
 _PLAIN = (int, float, bool, str)
 
 _Config = TypeVar("_Config")
@@ -134,7 +134,7 @@ def keys_from(given: Mapping[str, Any]) -> dict[str, str | None]:
     Raises:
         StorageError: a file cannot be read.
     """
-    found = {name: text_of(name, given[name]) for name in _SECRETS}
+    found = {name: text_of(name, given[name]) for name in SECRETS}
     found["api_key"] = found["api_key"] or os.environ.get(KEY_VARIABLE)
     return {name: None if key is None else key.strip() for name, key in found.items()}
 

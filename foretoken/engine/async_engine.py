@@ -354,7 +354,8 @@ class AsyncEngine:
             del self._orders[ticket]
             ticket.end(None, error)
             return
-        self._tickets[order.state.request_id] = ticket
+        ticket.request_id = order.state.request_id
+        self._tickets[ticket.request_id] = ticket
 
     def _leave(self, engine: Engine, ticket: Ticket) -> None:
         """Abort the request of a ticket that was cancelled; it may have ended meanwhile."""

@@ -44,6 +44,7 @@ class _Backend(Protocol):
     """What is asked of the library underneath."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def encode_plain(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def token(self, token_id: int) -> str | None: ...
     def vocabulary(self) -> dict[str, int]: ...
@@ -68,6 +69,22 @@ class Tokenizer:
         """
         check_text("text", text)
         return self._backend.encode(text, add_special_tokens)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text` in which no part of it is read as a special token, and to which none is added.
+
+        Raises:
+            InputError: see `encode`.
+        """
+        check_text("text", text)
+        if not any(special in text for special in self.special_texts):
+            return self._backend.encode(text, False)
+        return self._backend.encode_plain(text)
+
+    @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """The special tokens as they are spelt."""
+        return tuple(text for text in map(self.token, sorted(self.special_ids)) if text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, without special tokens; ids that the tokenizer does not know give nothing."""
@@ -160,10 +177,12 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """Lay out `messages` (role and content each) as the model was trained to read them.
 
-        Encode the result with `add_special_tokens=False`: the template writes its own BOS.
+        Encode the result with `add_special_tokens=False`: the template writes its own BOS. `options` are variables of
+        the template, such as `enable_thinking`.
 
         Raises:
             InputError: the folder has no chat template, or the template refuses these messages.
@@ -181,7 +200,7 @@ class Tokenizer:
             for name, value in self._settings.items()
             if name.endswith("_token") and (text := _content(value)) is not None
         }
-        return render(self.chat_template, messages, add_generation_prompt, tools, specials, str(self.folder))
+        return render(self.chat_template, messages, add_generation_prompt, tools, specials, str(self.folder), options)
 
     def same_vocabulary(self, other: Tokenizer) -> str | None:
         """Say how `other` differs: the sizes, and the first id that means another token; None when they agree."""
@@ -254,10 +273,20 @@ class _Fast:
         self._inner, self._where = inner, where
         inner.no_truncation()  # some files ask for it; a prompt must never be shortened in silence
         inner.no_padding()
+        self._plain: tokenizers.Tokenizer | None = None  # a copy that reads special tokens as text
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         with _broken_means(f"{self._where} cannot encode {shown(text)}", TypeError):
             ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        if self._plain is None:
+            plain = tokenizers.Tokenizer.from_str(self._inner.to_str())
+            plain.encode_special_tokens = True
+            self._plain = plain
+        with _broken_means(f"{self._where} cannot encode {shown(text)}", TypeError):
+            ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -293,6 +322,9 @@ class _Slow:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self._inner.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_plain(self, text: str) -> list[int]:
+        return list(self._inner.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [token_id for token_id in ids if self.token(token_id) is not None]

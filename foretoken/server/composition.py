@@ -6,7 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from foretoken.server.api.app import create_app
+from fastapi import APIRouter
+
+from foretoken.server.api.app import RouterMaker, create_app
+from foretoken.server.api.responses import responses_router
+from foretoken.server.api.tokenization import tokenization_router
 from foretoken.server.config import ServerConfig
 from foretoken.server.guard.app import App, guarded
 from foretoken.server.guard.connection import uvicorn_options
@@ -34,7 +38,8 @@ def compose(service: Replicas, config: ServerConfig) -> Composed:
         ConfigError, StorageError: keys, history or tracing that cannot be used.
     """
     observation = Observation(service, config.observe)
-    routers = [*observation.routers, page_router(), stats_router(service)]
+    routers: list[APIRouter | RouterMaker] = [*observation.routers, page_router()]
+    routers += [stats_router, tokenization_router, responses_router]
     if is_test_build():
         routers.append(debug_router(service))
     app = create_app(service, config.api, observation.observers, routers)

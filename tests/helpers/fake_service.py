@@ -87,6 +87,7 @@ class FakeGeneration:
                     return
             else:
                 yield item
+                await asyncio.sleep(0)  # a real engine never has everything at once
 
     async def cancel(self) -> None:
         """See `Generation`."""

@@ -18,6 +18,8 @@ from foretoken.config import RULES
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.errors import UnavailableError
 from foretoken.registry import known_drafters
+from foretoken.server.api.config import ApiConfig
+from foretoken.server.api.exchange import Api
 from foretoken.server.local import LocalService
 from foretoken.server.page.board import drafter_groups, stats_router
 from foretoken.server.page.page import SCRIPTS, content_policy, document, page_router, script
@@ -36,6 +38,10 @@ def app_with(*routers: Any) -> FastAPI:
     for router in routers:
         app.include_router(router)
     return app
+
+
+def api_of(service: Any) -> Api:
+    return Api(service, ApiConfig(), ())
 
 
 @pytest.fixture(scope="module")
@@ -112,13 +118,15 @@ def test_every_field_has_a_label() -> None:
 
 
 def test_stats_have_the_model_and_the_counters(service: LocalService) -> None:
-    found = get(app_with(stats_router(service)), "/v1/stats").json()
+    found = get(app_with(stats_router(api_of(service))), "/v1/stats").json()
     assert found["state"] == "ready"
     assert found["model"]["name"] == "reference"
     assert found["model"]["has_chat_template"] is False
     assert found["engine"]["num_emitted"] == 0
     assert {"num_running", "num_waiting", "drafted_by", "accepted_by", "target_s"} <= set(found["engine"])
     assert found["rules"] == list(RULES)
+    assert "ngram" in found["drafters"]
+    assert "draft_model" not in found["drafters"]  # this server has no draft
 
 
 def test_stats_of_a_service_that_is_not_ready(service: LocalService) -> None:
@@ -128,7 +136,7 @@ def test_stats_of_a_service_that_is_not_ready(service: LocalService) -> None:
         async def stats(self) -> dict[str, Any]:
             raise UnavailableError("loading")
 
-    found = get(app_with(stats_router(Loading())), "/v1/stats").json()  # type: ignore[arg-type]
+    found = get(app_with(stats_router(api_of(Loading()))), "/v1/stats").json()
     assert (found["state"], found["model"], found["engine"]) == ("loading", None, None)
 
 

@@ -38,7 +38,8 @@ def engine() -> Iterator[AsyncEngine]:
 @pytest.fixture(scope="module")
 def url(engine: AsyncEngine) -> Iterator[str]:
     service = LocalService(engine, "reference")
-    with served(create_app(service, ApiConfig(), routers=(page_router(), stats_router(service)))) as address:
+    mix = SpecConfig("mix", parts=("ngram", SpecConfig("draft_model", draft="reference:draft")))
+    with served(create_app(service, ApiConfig(specs=(mix,)), routers=(page_router(), stats_router))) as address:
         yield address
 
 
@@ -60,11 +61,12 @@ def context(browser: Any) -> Iterator[Any]:
 def page(context: Any, url: str) -> Iterator[Any]:
     """The page, opened; a script error or something that its policy blocks fails the test."""
     found = context.new_page()
+    found.set_default_timeout(10_000)
     problems: list[str] = []
     found.on("pageerror", lambda error: problems.append(str(error)))
     found.on("console", lambda line: problems.append(line.text) if "Content Security" in line.text else None)
     found.goto(url)
-    found.wait_for_function("document.getElementById('model').textContent.startsWith('reference')")
+    found.wait_for_selector("#model:has-text('reference')")
     yield found
     assert problems == []
 
@@ -235,6 +237,30 @@ def test_the_key_is_sent_and_kept_for_this_tab_only(page: Any, context: Any, url
     assert page.evaluate("localStorage.length") == 0
 
 
+def test_a_server_with_keys_is_asked_once_for_each_key(context: Any, url: str) -> None:
+    page = context.new_page()
+    asked: list[str] = []
+
+    def answer(route: Any) -> None:
+        key = route.request.headers.get("authorization", "")
+        asked.append(key)
+        if key == "Bearer good":
+            route.continue_()
+        else:
+            route.fulfill(status=401, body='{"error": {"message": "wrong key"}}')
+
+    page.route("**/v1/stats", answer)
+    page.clock.install()
+    page.goto(url)
+    page.wait_for_selector("#board-state:has-text('needs the key')")
+    page.clock.run_for(5000)  # of the page's time: five more readings would come
+    assert asked == [""]
+    page.evaluate("document.getElementById('settings').open = true")
+    page.fill("[name=key]", "good")
+    page.clock.run_for(2000)
+    page.wait_for_selector("#board-state:has-text('ready')")
+
+
 def test_every_setting_reaches_the_server(page: Any) -> None:
     page.evaluate("document.getElementById('settings').open = true")
     page.wait_for_selector("[name=drafter] option[value=ngram]", state="attached")
@@ -253,7 +279,7 @@ def test_a_phone_of_forty_columns_shows_everything(browser: Any, url: str) -> No
     with browser.new_context(viewport={"width": 320, "height": 640}, has_touch=True) as context:
         page = context.new_page()
         page.goto(url)
-        page.wait_for_function("document.getElementById('model').textContent.startsWith('reference')")
+        page.wait_for_selector("#model:has-text('reference')")
         mode(page, "both")
         ask(page, "x" * 300 + PROMPT)
         page.wait_for_selector(".verdict:has(b)")
@@ -291,7 +317,7 @@ def test_axe_finds_nothing(browser: Any, url: str, scheme: str) -> None:
     with browser.new_context(color_scheme=scheme, bypass_csp=True) as context:
         page = context.new_page()
         page.goto(url)
-        page.wait_for_function("document.getElementById('model').textContent.startsWith('reference')")
+        page.wait_for_selector("#model:has-text('reference')")
         ask(page)
         page.wait_for_selector(ANSWERED)
         page.wait_for_selector("#speed")
@@ -309,11 +335,20 @@ def test_pictures(browser: Any, url: str, name: str, width: int, height: int, sc
     with browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme) as context:
         page = context.new_page()
         page.goto(url)
-        page.wait_for_function("document.getElementById('model').textContent.startsWith('reference')")
+        page.wait_for_selector("#model:has-text('reference')")
         mode(page, "speculative" if name == "page-phone" else "both")
-        ask(page, max_tokens=160)
+        page.click("#examples :text('a rename')")
+        page.wait_for_selector("[name=drafter] option[value=mix]", state="attached")
+        page.evaluate("document.getElementById('settings').open = true")
+        page.select_option("[name=drafter]", "mix")
+        ask(page, page.input_value("#prompt"), max_tokens=64, num_draft="4")
         page.evaluate("document.getElementById('settings').open = false")
-        page.wait_for_selector(".turn .pane:last-child .answer[aria-busy=false]")
+        for _ in range(3):  # so that the curve of the board has a shape
+            page.wait_for_selector(ANSWERED)
+            page.wait_for_selector("#send:enabled")
+            page.click("#clear")
+            page.press("#prompt", "Control+Enter")
+        page.wait_for_selector(ANSWERED)
         page.wait_for_selector("#figures :text('draft_model')")
         page.evaluate("window.scrollTo(0, 0)")
         page.screenshot(path=str(Path(PICTURES or "") / f"{name}.png"))

@@ -56,7 +56,8 @@ def chat_call(body: ChatRequest, terms: Terms) -> Call:
     return Call(
         params,
         messages=messages,
-        tools=tools_of(body),
+        prediction=body.prediction,
+        tools=tools_of(body, info),
         template_options=_template_options(body),
         spec=spec_of(body, default_spec(info.default_spec), terms.config),
         trace=wants_rounds(body, terms.config),
@@ -69,8 +70,6 @@ def completion_call(body: CompletionRequest, terms: Terms) -> Call:
     Raises:
         ApiError: a field that cannot be honoured.
     """
-    if body.suffix:
-        raise unsupported("suffix", "the model has no tokens for a text in the middle")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "other than n is not supported")
     _check_prompts(body.prompt, terms)
@@ -79,6 +78,7 @@ def completion_call(body: CompletionRequest, terms: Terms) -> Call:
     return Call(
         params,
         prompts=body.prompt,
+        prediction=body.prediction,
         spec=spec_of(body, default_spec(terms.info.default_spec), terms.config),
         trace=wants_rounds(body, terms.config),
     )
@@ -158,10 +158,10 @@ def _params(
         "logprobs_of": "model",
         "prompt_logprobs": logprobs if has_prompt_logprobs else None,
         "priority": _TIERS[body.service_tier or "default"] if body.priority is None else body.priority,
-        "prediction": body.prediction if uses_prediction(body, config) else None,
+        "prediction": (body.prediction or None) if uses_prediction(body, config) else None,
         "tenant": tenant_of(terms.caller, body.cache_salt or ""),
         "slice": slice_of(body),
-        **structure_of(body),
+        **structure_of(body, terms.info),
     }
     try:
         return SamplingParams(**given)

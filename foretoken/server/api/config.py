@@ -47,7 +47,7 @@ class ApiConfig:
     max_bad_word_tokens: int = 1024
     max_logit_bias: int = 1024
     max_logprobs: int = 20
-    max_prompt_logprobs: int = 200_000
+    max_prompt_logprobs: int = 100_000
     max_request_tokens: int = 1 << 20
     max_pending_tokens: int | None = None
     default_max_tokens: int | None = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal
 
-from foretoken.config import LOSSY_RULES, SpecConfig
+from foretoken.config import LOSSY_RULES, RULES, SpecConfig
 from foretoken.errors import ConfigError
 from foretoken.registry import PLAIN, known_drafters, traits_of
 from foretoken.server.api.config import ApiConfig
@@ -30,32 +30,42 @@ def default_spec(info_spec: Mapping[str, Any]) -> SpecConfig:
 
 
 def spec_of(body: SamplingFields, default: SpecConfig, config: ApiConfig) -> SpecConfig:
-    """The configuration that a request runs with.
+    """The configuration that a request runs with. Where nobody drafts, how much and under which rule has no effect;
+    the response's report says so.
 
     Raises:
         ApiError: a drafter that this server does not have, names that contradict each other, a rule that is refused.
     """
     asked = body.spec or SpecFields()
-    num_draft = _num_draft(body, asked)
-    wants_none = _wants_none(asked)
-    spec = default
+    num_draft, wants_none, spec = _num_draft(body, asked), _wants_none(asked), default
+    if wants_none and num_draft not in (None, 0, "auto"):
+        raise invalid("spec.num_draft", "drafter null is plain decoding; leave num_draft out", num_draft)
     if wants_none or num_draft == 0:
-        if wants_none and num_draft not in (None, 0, "auto"):
-            raise invalid("spec.num_draft", "drafter null is plain decoding; leave num_draft out", num_draft)
         spec = SpecConfig()
     elif asked.drafter is not None:
         spec = _named(asked.drafter, default, config)
+    if asked.rule is not None:
+        _check_rule(asked.rule, config)
+    spec = with_prediction(body, spec, config)
+    if asked.exact and (asked.rule or spec.rule) in LOSSY_RULES:
+        raise invalid("spec.exact", "the rule changes the target's distribution; name another one")
+    if spec.drafter is None:
+        return spec
     try:
-        if num_draft not in (None, 0) and spec.drafter is not None:
-            assert num_draft is not None
+        if num_draft is not None:
             spec = replace(spec, num_draft=num_draft)
-        if asked.rule is not None and spec.drafter is not None:
+        if asked.rule is not None:
             spec = replace(spec, rule=asked.rule, allow_lossy=config.allow_lossy)
     except ConfigError as error:
         raise invalid(f"spec.{error.field}", error.remedy, error.value) from None
-    if asked.exact and spec.rule in LOSSY_RULES:
-        raise invalid("spec.exact", "the rule changes the target's distribution; name another one")
-    return with_prediction(body, spec, config)
+    return spec
+
+
+def _check_rule(rule: str, config: ApiConfig) -> None:
+    if rule not in RULES:
+        raise invalid("spec.rule", f"must be one of {', '.join(RULES)}")
+    if rule in LOSSY_RULES and not config.allow_lossy:
+        raise invalid("spec.rule", "changes the target's distribution, and this server allows no such rule")
 
 
 def with_prediction(body: SamplingFields, spec: SpecConfig, config: ApiConfig) -> SpecConfig:
@@ -84,7 +94,7 @@ def _wants_none(asked: SpecFields) -> bool:
     return "drafter" in asked.model_fields_set and asked.drafter in (None, PLAIN)
 
 
-def _num_draft(body: SamplingFields, asked: SpecFields) -> int | str | None:
+def _num_draft(body: SamplingFields, asked: SpecFields) -> int | Literal["auto"] | None:
     """How many tokens to draft, under whichever name."""
     given: dict[str, Any] = {} if asked.num_draft is None else {"spec.num_draft": asked.num_draft}
     for name, shown in _ALIASES.items():

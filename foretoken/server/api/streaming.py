@@ -48,7 +48,7 @@ class EventStream(Response):
         self._config = exchange.api.config
         self._buffer: deque[bytes] = deque()
         self._num_bytes = 0
-        self._changed = asyncio.Event()
+        self._changed, self._is_full = asyncio.Event(), asyncio.Event()
         self._has_ended = False
         self._error: ApiError | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -79,13 +79,15 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's
         """See ASGI."""
         watcher = self._tasks[1]
-        sender = asyncio.create_task(self._send(send))
+        sender, overflow = asyncio.create_task(self._send(send)), asyncio.create_task(self._overflow())
         try:
-            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if not sender.done() or sender.exception() is not None:  # gone, or the socket broke in mid-sentence
+            await asyncio.wait({sender, watcher, overflow}, return_when=asyncio.FIRST_COMPLETED)
+            if overflow.done():  # the socket takes no more: it is closed, since an error could not be sent either
+                self._exchange.leave("slow_consumer")
+            elif not sender.done() or sender.exception() is not None:  # gone, or the socket broke in mid-sentence
                 self._exchange.leave("client")
         finally:
-            await stop(sender)
+            await stop(sender, overflow)
             await self._close()
             self._finish()
 
@@ -109,6 +111,9 @@ class EventStream(Response):
     async def _arrived(self) -> None:
         await self._changed.wait()
 
+    async def _overflow(self) -> None:
+        await self._is_full.wait()
+
     async def _feed(self) -> None:
         try:
             async for data in self._frames:
@@ -127,7 +132,7 @@ class EventStream(Response):
         self._num_bytes += len(data)
         self._changed.set()
         if self._num_bytes > self._config.stream_buffer_bytes:
-            self._exchange.leave("slow_consumer")
+            self._is_full.set()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})

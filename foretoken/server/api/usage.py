@@ -4,11 +4,13 @@ and our own `foretoken`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from foretoken.registry import PLAIN
 from foretoken.server.api.answers import AnswerBook, AnswerProgress
 from foretoken.server.api.exchange import Exchange
+from foretoken.server.events import RoundEvent, TokenEvent
 
 
 def usage(exchange: Exchange, has_prediction: bool) -> dict[str, Any]:
@@ -140,15 +142,13 @@ def spec_report(book: AnswerBook, drafter: str | None, why_off: str | None) -> d
     }
 
 
-def trace_records(request_id: str, answer: AnswerProgress, index: int) -> list[dict[str, Any]]:
-    """`foretoken.trace` of one answer: a record for each step."""
-    by_step = {one.step: one for one in answer.rounds}
-    return [trace_record(request_id, index, tokens, by_step.get(tokens[0].step)) for tokens in answer.steps()]
-
-
-def trace_record(request_id: str, index: int, tokens: Any, one: Any) -> dict[str, Any]:  # noqa: ANN401
-    """One step of one answer: what was drafted and what was emitted."""
-    record: dict[str, Any] = {"request": request_id, "index": index, "step": tokens[0].step if tokens else one.step}
+def trace_record(
+    request_id: str, index: int, step: int, tokens: Sequence[TokenEvent], one: RoundEvent | None, why_off: str
+) -> dict[str, Any]:
+    """One step of one answer in `foretoken.trace`: what was drafted and what was emitted. `why_off`: the reason where
+    nobody drafts.
+    """
+    record: dict[str, Any] = {"request": request_id, "index": index, "step": step}
     if one is not None:
         draft = {"drafter": one.drafter or PLAIN, "ids": one.token_ids, "texts": one.texts, "parents": one.parents}
         record |= {
@@ -159,7 +159,7 @@ def trace_record(request_id: str, index: int, tokens: Any, one: Any) -> dict[str
             "planned": one.num_planned,
             "drafts": [draft | {"p_accept": one.probabilities}] if one.token_ids else [],
             "num_accepted": one.num_accepted,
-            "why": one.why,
+            "why": why_off if one.why == "off" else one.why,
         }
     emitted = []
     for token in tokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any, Protocol
 
 from foretoken.server.api.call import metrics_level, tier_of, wants_trace
@@ -11,7 +11,7 @@ from foretoken.server.api.exchange import Exchange
 from foretoken.server.api.pacing import PieceGroup, paced
 from foretoken.server.api.schemas import SamplingFields, StreamOptions
 from foretoken.server.api.streaming import DONE, frame, padded_frame
-from foretoken.server.api.usage import metrics, spec_report, timings, trace_record, trace_records, usage
+from foretoken.server.api.usage import metrics, spec_report, timings, trace_record, usage
 from foretoken.server.events import AnswerEnded, RoundEvent, TokenEvent
 
 _Json = dict[str, Any]
@@ -64,7 +64,7 @@ class ResponseWriter:
 
     def whole(self, choices: list[_Json]) -> _Json:
         """A response that is not streamed."""
-        return {**self._head, "object": self._whole, "choices": choices, "usage": self._usage(), **self._reports()}
+        return {**self._head, "object": self._whole, "choices": choices, "usage": self._usage(), **self.reports()}
 
     def of_choice(self, event: AnswerEnded) -> _Json:
         """What a choice reports of itself: metrics, where there are several answers."""
@@ -89,10 +89,10 @@ class ResponseWriter:
                 elif isinstance(event, AnswerEnded):
                     last = writer.ended(event) | self.of_choice(event)
                     is_last = len(exchange.book.ended) == exchange.num_answers
-                    reports = self._reports(with_trace=False) if is_last and not self._options.include_usage else {}
+                    reports = self.reports(with_trace=False) if is_last and not self._options.include_usage else {}
                     yield self._encoded([last], reports)
         if self._options.include_usage:
-            yield self._encoded([], self._reports(with_trace=False), has_ended=True)
+            yield self._encoded([], self.reports(with_trace=False), has_ended=True)
         yield DONE
 
     def _encoded(self, choices: list[_Json], more: _Json | None = None, has_ended: bool = False) -> bytes:
@@ -101,12 +101,17 @@ class ResponseWriter:
             chunk["usage"] = self._usage()
         elif self._options.include_usage:
             chunk["usage"] = None
-        return padded_frame(chunk, self._bucket_bytes) if self._bucket_bytes else frame(chunk)
+        return self.encoded(chunk)
+
+    def encoded(self, body: _Json) -> bytes:
+        """An event, padded where that is asked for."""
+        return padded_frame(body, self._bucket_bytes) if self._bucket_bytes else frame(body)
 
     def _usage(self) -> _Json:
         return usage(self.exchange, self.body.prediction is not None)
 
-    def _reports(self, with_trace: bool = True) -> _Json:
+    def reports(self, with_trace: bool = True) -> _Json:
+        """What the request cost, beside `usage`."""
         exchange = self.exchange
         spec = exchange.call.spec
         drafter = None if spec is None else spec.drafter
@@ -115,7 +120,7 @@ class ResponseWriter:
             own["trace"] = [
                 record
                 for index, answer in enumerate(exchange.book.answers)
-                for record in trace_records(exchange.request_id, answer, index)
+                for record in self._records(index, answer.tokens, answer.rounds)
             ]
         made: _Json = {"timings": timings(exchange), "foretoken": own}
         if exchange.num_answers == 1 and self._level != "none":
@@ -131,10 +136,13 @@ class ResponseWriter:
         """The records of a chunk, one for each of its steps."""
         if not self._has_trace:
             return {}
-        by_step: dict[int, tuple[list[TokenEvent], RoundEvent | None]] = {}
-        for token in group.piece.tokens:
-            by_step.setdefault(token.step, ([], None))[0].append(token)
-        for one in group.rounds:
-            by_step[one.step] = (by_step.get(one.step, ([], None))[0], one)
-        index, name = group.piece.index, self.exchange.request_id
-        return {"foretoken": {"trace": [trace_record(name, index, *by_step[step]) for step in sorted(by_step)]}}
+        return {"foretoken": {"trace": self._records(group.piece.index, group.piece.tokens, group.rounds)}}
+
+    def _records(self, index: int, tokens: Sequence[TokenEvent], rounds: Sequence[RoundEvent]) -> list[_Json]:
+        """A record for each step of one answer."""
+        emitted: dict[int, list[TokenEvent]] = {one.step: [] for one in rounds}
+        for token in tokens:
+            emitted.setdefault(token.step, []).append(token)
+        by_step = {one.step: one for one in rounds}
+        name, why_off = self.exchange.request_id, self._why_off()
+        return [trace_record(name, index, step, emitted[step], by_step.get(step), why_off) for step in sorted(emitted)]

@@ -79,6 +79,7 @@ class RemoteService:
                 tools=None if call.tools is None else list(call.tools),
                 template_options=dict(call.template_options),
                 spec=None if call.spec is None else plain(call.spec),
+                prediction=call.prediction,
                 trace=call.trace,
             ),
         )

@@ -42,6 +42,7 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     tools: list[Any] | None = None
     template_options: dict[str, Any] = {}
     spec: dict[str, Any] | None = None
+    prediction: str | None = None
     trace: bool = False
 
 

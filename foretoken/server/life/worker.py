@@ -192,6 +192,7 @@ class Worker:
             tools=command.tools,
             template_options=command.template_options,
             spec=spec_of(command.spec),
+            prediction=command.prediction,
             trace=command.trace,
         )
         if self._hook is not None:

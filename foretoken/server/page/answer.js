@@ -30,7 +30,7 @@ export class AnswerPane {
       "aria-label": `${title} answer. Left and right arrow keys go from token to token.`,
     });
     this.detail = element("p", { class: "detail", role: "status" });
-    const head = element("div", { class: "row" }, element("h3", {}, title), this.speed);
+    const head = element("div", { class: "row" }, element("h2", {}, title), this.speed);
     this.root = element("article", { class: "pane", "aria-label": `${title} decoding` }, head, this.text, this.strip.picture, this.detail);
     this.text.addEventListener("pointerover", (event) => this.point(event.target));
     this.text.addEventListener("click", (event) => this.point(event.target));

@@ -3,7 +3,7 @@
 import { Board } from "./board.js";
 import { element, find } from "./dom.js";
 import { RequestForm } from "./settings.js";
-import { request } from "./stream.js";
+import { ServerError, request } from "./stream.js";
 import { LEGEND } from "./tokens.js";
 import { Turn } from "./turn.js";
 
@@ -19,10 +19,20 @@ const EXAMPLES = [
 ];
 const THEMES = ["system", "light", "dark"];
 const form = new RequestForm(find("fields"));
-const state = { model: "", groups: {}, messages: [], running: null };
+const state = { model: "", groups: {}, messages: [], running: null, refused: null };
 
-function readStats() {
-  return request("/v1/stats", { key: form.key }).then((response) => response.json());
+// The numbers of the server; a key that was refused is not tried again.
+async function readStats() {
+  if (state.refused === form.key) throw new ServerError("The server wants an API key", 401);
+  try {
+    return await (await request("/v1/stats", { key: form.key })).json();
+  } catch (error) {
+    if (error.status === 401) {
+      state.refused = form.key;
+      find("model").textContent = "The server wants an API key: enter it under Request";
+    }
+    throw error;
+  }
 }
 
 // Reads the model and what it offers; the board calls it with every reading, the form is filled when the model changes.
@@ -31,7 +41,7 @@ async function stats() {
   const name = now.model ? now.model.name : "";
   if (name && name !== state.model) {
     state.model = name;
-    state.groups = now.drafters;
+    state.groups = now.groups;
     form.offer(now);
     show();
   }
@@ -69,7 +79,7 @@ async function send() {
   state.running = new AbortController();
   busy(true);
   if (form.isChat) prompt.value = "";
-  turn.root.scrollIntoView({ block: "end" });
+  turn.root.scrollIntoView({ block: "start" });
   try {
     const options = { key: form.key, signal: state.running.signal, together: form.together };
     const path = form.isChat ? "/v1/chat/completions" : "/v1/completions";
@@ -117,7 +127,9 @@ function pressed(event) {
 }
 
 find("legend").append(
-  ...LEGEND.map(([name, words]) => element("span", { role: "listitem" }, element("span", { class: `tok ${name}` }, words))),
+  ...LEGEND.map(([name, label, meaning]) =>
+    element("span", { role: "listitem", title: meaning }, element("span", { class: `tok ${name}` }, label)),
+  ),
 );
 for (const [name, text] of EXAMPLES) {
   const button = element("button", { type: "button", class: "quiet small" }, name);

@@ -31,7 +31,7 @@ export class Board {
       if (!now.engine) return;
       if (this.readings.length && now.engine.num_steps < this.readings.at(-1).engine.num_steps) this.readings = []; // restarted
       this.readings = [...this.readings, now].slice(-WINDOW - 1);
-      this.groups = now.drafters;
+      this.groups = now.groups;
       if (this.readings.length > 1) this.show(now);
     } catch (error) {
       this.say(error.status === 401 ? "needs the key" : "no connection");
@@ -58,11 +58,11 @@ export class Board {
         ["cancelled", count(now.engine.num_aborted)],
         ["failed", count(now.engine.num_failed)],
       ]),
-      group("Cache", caches(now.engine)),
-      group("Accepted, by drafter", this.drafters(window_)),
-      group("Accepted, by place in the draft", positions(window_)),
-      group("Time, by phase", phases(window_)),
       group("Controller", [element("p", { class: "why", id: "chosen" }, chosen), element("p", { class: "why hint" }, why)]),
+      group("Accepted, by drafter", this.drafters(window_)),
+      group("Time, by phase", phases(window_)),
+      group("Accepted, by place in the draft", positions(window_)),
+      group("Cache", caches(now.engine)),
     );
   }
 

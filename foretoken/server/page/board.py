@@ -5,20 +5,21 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 
 from foretoken.config import RULES
 from foretoken.errors import UnavailableError
 from foretoken.registry import known_drafters, traits_of
-from foretoken.server.service import Service
+from foretoken.server.api.exchange import Api
+from foretoken.server.api.speculation import default_spec, offered_specs
 
+_SHOWN = ("name", "max_model_len", "has_tokenizer", "has_chat_template")  # of the model
 _OWN_GROUPS = {"predicted": "prediction"}
 
 
-def stats_router(service: Service) -> APIRouter:
+def stats_router(api: Api) -> APIRouter:
     """A router with the numbers of the service; the page computes rates from two readings."""
-    router = APIRouter()
+    router, service = APIRouter(), api.service
 
     @router.get("/v1/stats")
     async def stats() -> dict[str, Any]:
@@ -31,8 +32,9 @@ def stats_router(service: Service) -> APIRouter:
         return {
             "time_s": time.monotonic(),
             "state": service.state,
-            "model": None if info is None else msgspec.to_builtins(info),
-            "drafters": drafter_groups(),
+            "model": None if info is None else {name: getattr(info, name) for name in _SHOWN},
+            "drafters": [] if info is None else list(offered_specs(default_spec(info.default_spec), api.config)),
+            "groups": drafter_groups(),
             "rules": list(RULES),
             "engine": engine,
         }

@@ -35,7 +35,7 @@ export class RequestForm {
 
   // What the server knows: its drafters and rules, and whether the model has a chat template.
   offer(known) {
-    fill(this.field("drafter"), Object.keys(known.drafters));
+    fill(this.field("drafter"), known.drafters);
     fill(this.field("rule"), known.rules);
     const chat = this.field("format").querySelector("[value=chat]");
     chat.disabled = !known.model.has_chat_template;

@@ -1,13 +1,14 @@
 // Tokens with their provenance: which colour, which words, and which characters of the answer are theirs.
 
+// Class, name in the legend, and what it means.
 export const LEGEND = [
-  ["model", "accepted, guessed by a model"],
-  ["lookup", "accepted, found by lookup"],
-  ["prediction", "accepted, from the prediction"],
-  ["grammar", "accepted, forced by the grammar"],
-  ["residual", "target, in place of a rejected guess"],
-  ["bonus", "target, after an accepted draft"],
-  ["plain", "target, nothing was guessed"],
+  ["model", "accepted: model", "accepted, guessed by a model"],
+  ["lookup", "accepted: lookup", "accepted, found by lookup"],
+  ["prediction", "accepted: prediction", "accepted, from the prediction"],
+  ["grammar", "accepted: grammar", "accepted, forced by the grammar"],
+  ["residual", "residual", "the target's own, in place of a rejected guess"],
+  ["bonus", "bonus", "the target's own, after an accepted draft"],
+  ["plain", "plain", "the target's own, nothing was guessed"],
 ];
 
 // The class of a token; `groups` maps drafters to model, lookup or prediction.
@@ -17,8 +18,8 @@ export function classOf(token, groups) {
 }
 
 export function describe(token, groups) {
-  const [, words] = LEGEND.find(([name]) => name === classOf(token, groups)) || ["", token.kind];
-  const parts = [words];
+  const [, , meaning] = LEGEND.find(([name]) => name === classOf(token, groups)) || ["", "", token.kind];
+  const parts = [meaning];
   if (token.drafter) parts.push(`drafter ${token.drafter}`);
   if (typeof token.p_accept === "number") parts.push(`accepted with probability ${token.p_accept.toFixed(3)}`);
   if (typeof token.logprob === "number") parts.push(`log-probability ${token.logprob.toFixed(2)}`);
