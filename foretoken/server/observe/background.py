@@ -68,7 +68,7 @@ class Background(Generic[_Item]):
             batch, is_last = self._take()
             try:
                 num_lost = self._handle(batch)
-            except Exception:
+            except Exception:  # noqa: BLE001 - what a writer does must not end its thread
                 _log.exception("%s lost %d items", self._thread.name, len(batch))
                 num_lost = len(batch)
             self._count_dropped(num_lost)
