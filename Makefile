@@ -3,13 +3,18 @@
 
 PYTHON ?= python3
 VENV := .venv
+CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test coverage proof check format browser clean
+.PHONY: demo serve test coverage proof clients check format browser clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
+
+# The reference model with its draft on http://127.0.0.1:8000, with a page.
+serve: $(VENV)/.ready
+	$(BIN)/foretoken serve
 
 # Two processes, each with a half of the files in order; who is done first takes from the other half.
 # Each keeps whole files as long as it can, so that what fixtures of a module make is mostly made once.
@@ -27,6 +32,10 @@ coverage: $(VENV)/.ready
 # Long proofs, minutes each: -vv names the one that runs.
 proof: $(VENV)/.ready
 	$(BIN)/pytest proof -vv
+
+# Real clients, unmodified, against a running server; they have an environment of their own, Node its folder.
+clients: $(VENV)/.ready $(CLIENTS)/.ready clients/node_modules/.ready
+	FORETOKEN_PYTHON=$(BIN)/python $(CLIENTS)/bin/pytest -c clients/pytest.ini clients -vv --durations 10
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -52,5 +61,14 @@ $(VENV)/.ready: requirements.txt pyproject.toml
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
+$(CLIENTS)/.ready: requirements-clients.txt
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install -q -r requirements-clients.txt
+	touch $@
+
+clients/node_modules/.ready: clients/package.json clients/package-lock.json
+	npm ci --prefix clients --no-audit --no-fund --silent
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*
+	rm -rf $(VENV) $(CLIENTS) clients/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*

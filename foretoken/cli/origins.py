@@ -22,6 +22,7 @@ from foretoken.files import parse_json, read_text
 from foretoken.params import check_text
 
 SETTINGS_FILE = "foretoken.toml"
+SECRETS = ("api_key", "admin_key")  # settings whose values are not shown
 _PREFIX = "FORETOKEN_"
 # Read by other parts than the command line.
 _OTHER_VARIABLES = frozenset(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,6 +30,7 @@ from foretoken.cli.spec_options import answering_spec, named_drafter, with_spec_
 from foretoken.config import SpecConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.engine_config import EngineConfig
+from foretoken.errors import ConfigError
 from foretoken.files import check_file, check_readable
 from foretoken.printing.console import Console
 from foretoken.server.api.config import ApiConfig
@@ -37,7 +38,9 @@ from foretoken.server.config import ServerConfig
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.observe.config import ObserveConfig
-from foretoken.server.run import Readiness, run_server
+
+if TYPE_CHECKING:
+    from foretoken.server.run import Readiness
 
 
 @with_spec_flags
@@ -69,6 +72,10 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, OpenAI-compatible; with nothing named, the reference model with its draft."""
     config = server_config(context.params)
+    try:  # late: these are in the extra `server`, which other verbs do without
+        from foretoken.server.run import run_server
+    except ModuleNotFoundError as error:
+        raise ConfigError("serve", error.name, "is not installed: pip install 'foretoken[server]'") from error
     if not as_json:
         Console(stderr=True).line(f"loading {target}")
 
@@ -104,7 +111,13 @@ def server_config(given: Mapping[str, Any]) -> ServerConfig:
         draft_required=given["draft_required"],
         tls_cert=given["tls_cert"],
         tls_key=given["tls_key"],
-        api=server_part(ApiConfig, given, obfuscation=pads_streams(given), allow_lossy=given["allow_lossy"]),
+        api=server_part(
+            ApiConfig,
+            given,
+            obfuscation=pads_streams(given),
+            allow_lossy=given["allow_lossy"],
+            specs=() if spec is None else spec.configs,  # requests may name each part
+        ),
         guard=server_part(GuardConfig, given, **keys_from(given)),
         observe=server_part(ObserveConfig, given),
         life=server_part(LifeConfig, given),

@@ -1,6 +1,4 @@
-"""The flags of `foretoken serve`, made from the fields of the server's configurations, and the configurations that given
-flags mean.
-"""
+"""The flags of `foretoken serve`, made from the fields of the server's configurations, and what given flags mean."""
 
 from __future__ import annotations
 
@@ -16,6 +14,7 @@ import typer
 
 from foretoken.cli.common import text_of
 from foretoken.cli.flags import flag, with_flags
+from foretoken.cli.origins import SECRETS
 from foretoken.field_text import union_members
 from foretoken.server.api.config import METRICS_LEVELS, ApiConfig
 from foretoken.server.guard.config import GuardConfig, is_loopback
@@ -23,7 +22,6 @@ from foretoken.server.life.config import LifeConfig
 from foretoken.server.observe.config import LOG_FORMATS, ObserveConfig
 
 KEY_VARIABLE = "FORETOKEN_API_KEY"
-_SECRETS = ("api_key", "admin_key")
 _PLAIN = (int, float, bool, str)
 
 _Config = TypeVar("_Config")
@@ -136,7 +134,7 @@ def keys_from(given: Mapping[str, Any]) -> dict[str, str | None]:
     Raises:
         StorageError: a file cannot be read.
     """
-    found = {name: text_of(name, given[name]) for name in _SECRETS}
+    found = {name: text_of(name, given[name]) for name in SECRETS}
     found["api_key"] = found["api_key"] or os.environ.get(KEY_VARIABLE)
     return {name: None if key is None else key.strip() for name, key in found.items()}
 
@@ -154,7 +152,9 @@ def _flag(kind: type, field: Field[Any], words: str, panel: str) -> inspect.Para
     if members[0] is bool and default:
         name = f"{name}/--no-{name[2:]}"
     if isinstance(default, tuple):
-        return flag(field.name, None, Annotated[list[str] | None, typer.Option(name, help=words, rich_help_panel=panel)])
+        return flag(
+            field.name, None, Annotated[list[str] | None, typer.Option(name, help=words, rich_help_panel=panel)]
+        )
     one: Any = members[0] if members[0] in _PLAIN else str
     if default is None:
         one = one | None

@@ -136,9 +136,9 @@ class Counters:
     def _count_guesses(self, counts: RoundCounts) -> None:
         emitted = counts.path[: counts.num_emitted]
         self.num_drafts += 1
-        drafters = {name for name in counts.provenance if name is not None}
-        drafter = drafters.pop() if len(drafters) == 1 else "mix" if drafters else "unknown"
-        self.drafts_by[drafter] = self.drafts_by.get(drafter, 0) + 1
+        names = {name for name in counts.provenance if name is not None}
+        whose = names.pop() if len(names) == 1 else "mix" if names else "unknown"
+        self.drafts_by[whose] = self.drafts_by.get(whose, 0) + 1
         self.num_drafted += len(counts.depths)
         self.num_accepted += len(emitted)
         self.num_cut += len(counts.path) - len(emitted)

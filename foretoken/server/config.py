@@ -47,6 +47,8 @@ class ServerConfig:
             check_text("name", self.name)
             if not self.name:
                 raise ConfigError("name", self.name, "must not be empty")
+        if self.engine.trace is not None and self.life.workers > 1:
+            raise ConfigError("trace", str(self.engine.trace), "is written by one worker: give --workers 1")
         for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
             if getattr(self, one) is not None and getattr(self, other) is None:
                 raise ConfigError(other, None, f"{one} is given: both are needed")

@@ -106,7 +106,11 @@ Event = Begun | Piece | AnswerEnded | AnswerFailed
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What is known of the served model once it is loaded."""
+    """What is known of the served model once it is loaded.
+
+    `tool_style` is how its chat template lets it write calls (`model_files.tool_style`), None where it takes no tools.
+    `middle_marks` are the tokens before prefix, suffix and middle of a text that is filled in, None without such.
+    """
 
     name: str
     max_model_len: int
@@ -120,3 +124,5 @@ class ModelInfo(msgspec.Struct, frozen=True):
     default_spec: dict[str, Any]
     max_waiting: int
     num_parameters: int | None = None
+    tool_style: str | None = None
+    middle_marks: tuple[tuple[int, ...], int, int] | None = None

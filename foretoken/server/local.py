@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foretoken.core import StepOutput, TokenLogprobs
@@ -17,6 +17,8 @@ from foretoken.errors import InputError
 from foretoken.model.tokenizer import Tokenizer
 from foretoken.server.events import AnswerEnded, AnswerFailed, Begun, Event, ModelInfo, Piece, TokenEvent
 from foretoken.server.gauges import gauges
+from foretoken.server.life.plain import plain
+from foretoken.server.model_files import middle_marks, tool_style
 from foretoken.server.rounds import RoundLog
 from foretoken.server.service import Call, State
 from foretoken.server.spellings import TokenSpellings
@@ -238,6 +240,8 @@ def _info(engine: AsyncEngine, name: str) -> ModelInfo:
         pad_token=None,
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
-        default_spec={key: value for key, value in asdict(llm.spec).items() if value is not None},
+        default_spec=plain(llm.spec),
         max_waiting=engine.max_waiting,
+        tool_style=None if tokenizer is None else tool_style(tokenizer.chat_template),
+        middle_marks=None if tokenizer is None else middle_marks(tokenizer.vocabulary, tokenizer.opening_ids),
     )

@@ -8,7 +8,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -25,7 +26,7 @@ from foretoken.server.listening import listening_socket, url_of
 _log = logging.getLogger("foretoken.server")
 
 INTERRUPTED = 130
-_LAST_BYTES_S = 5.0  # for responses that have ended to reach their clients, after the drain
+_LAST_BYTES_S = 5  # for responses that have ended to reach their clients, after the drain
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,12 @@ def run_server(config: ServerConfig, on_ready: Callable[[Readiness], None]) -> i
         ForetokenError: no worker could be started.
     """
     config.check_start()
-    _log_to_stderr()
     if is_test_build():
         print(f"TEST BUILD ({TEST_VARIABLE}=1): faults can be injected, do not serve users with it", file=sys.stderr)
     listener = listening_socket(config.guard.host, config.port)
     try:
-        return asyncio.run(_Front(config, listener, on_ready).run())
+        with _logging_to_stderr():
+            return asyncio.run(_Front(config, listener, on_ready).run())
     finally:
         listener.close()
 
@@ -139,9 +140,17 @@ def _uvicorn_config(composed: Composed, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(composed.app, **options, **composed.uvicorn_options)
 
 
-def _log_to_stderr() -> None:
-    """Lines with a time for the server's own messages; of libraries warnings only."""
+@contextmanager
+def _logging_to_stderr() -> Iterator[None]:
+    """Lines with a time for the server's own messages, and for warnings of uvicorn."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    _log.setLevel(logging.INFO)
+    levels = {_log: logging.INFO, logging.getLogger("uvicorn.error"): logging.WARNING}
+    for logger, level in levels.items():
+        logger.addHandler(handler)
+        logger.setLevel(level)
+    try:
+        yield
+    finally:
+        for logger in levels:
+            logger.removeHandler(handler)

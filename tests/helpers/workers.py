@@ -11,7 +11,7 @@ from typing import Any
 
 from foretoken.errors import InputError
 from foretoken.server.events import AnswerEnded, Begun, Event, ModelInfo, Piece, TokenEvent
-from foretoken.server.life.wire import Channel, Command, Load, Message
+from foretoken.server.life.wire import Channel, Command, LoadEngine, Message
 from foretoken.server.life.worker import Worker
 from foretoken.server.service import Call
 
@@ -85,7 +85,7 @@ class ScriptedService:
 class WorkerHere(Worker):
     """A worker whose engine is `service`, or whose start fails with what `service` raises."""
 
-    def __init__(self, channel: Channel, load: Load, make: Callable[[], Any]) -> None:
+    def __init__(self, channel: Channel, load: LoadEngine, make: Callable[[], Any]) -> None:
         super().__init__(channel, load)
         self._make = make
 
@@ -95,7 +95,9 @@ class WorkerHere(Worker):
 
 
 class ProcessHere:
-    """Stands in for `WorkerProcess`: a task instead of a process. `makers` give the engine of each start in turn."""
+    """Stands in for `WorkerProcess`: a task instead of a process. `makers` give the engine of each start in turn;
+    without any, the worker loads its own.
+    """
 
     makers: Sequence[Callable[[], Any]] = ()
     started: list[ProcessHere]
@@ -108,11 +110,11 @@ class ProcessHere:
     async def start(cls) -> ProcessHere:
         front, theirs = await channels()
         number = len(cls.started)
-        make = cls.makers[min(number, len(cls.makers) - 1)]
+        make = cls.makers[min(number, len(cls.makers) - 1)] if cls.makers else None
 
         async def serve() -> None:
             load = await theirs.receive()
-            await WorkerHere(theirs, load, make).run()
+            await (Worker(theirs, load) if make is None else WorkerHere(theirs, load, make)).run()
 
         process = cls(front, asyncio.create_task(serve()), theirs)
         process.pid = number

@@ -12,11 +12,11 @@ import pytest
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.errors import InputError, OverloadedError, UnavailableError, WorkerDiedError
-from foretoken.server.events import AnswerEnded, Begun, Event, Piece
+from foretoken.server.events import AnswerEnded, Begun, Event
 from foretoken.server.life.remote import RemoteService
-from foretoken.server.life.wire import Beat, Load, Loaded
+from foretoken.server.life.wire import Beat, Loaded, LoadEngine
 from foretoken.server.local import LocalService
-from foretoken.server.service import Call, Service
+from foretoken.server.service import Call, Generation, Service
 from tests.helpers.workers import ScriptedService, WorkerHere, channels
 
 
@@ -55,7 +55,7 @@ class _KeptEngine:
 async def remote(service: Any, max_unread: int = 1000) -> AsyncIterator[RemoteService]:
     """`service` seen through a socket."""
     front, theirs = await channels()
-    worker = asyncio.create_task(WorkerHere(theirs, Load({}, "m", 4, 0.05), lambda: Kept(service)).run())
+    worker = asyncio.create_task(WorkerHere(theirs, LoadEngine({}, "m", 4, 0.05), lambda: Kept(service)).run())
     loaded = await front.receive()
     assert isinstance(loaded, Loaded)
     found = RemoteService(front, loaded.info, max_unread)
@@ -74,6 +74,11 @@ async def remote(service: Any, max_unread: int = 1000) -> AsyncIterator[RemoteSe
         await worker
         await reading
         theirs.close()
+
+
+async def read_into(found: list[Event], generation: Generation) -> None:
+    async for event in generation:
+        found.append(event)
 
 
 async def events_of(service: Service, call: Call) -> list[Event]:
@@ -119,7 +124,7 @@ def test_texts_figures_and_refusals(engine: AsyncEngine) -> None:
             with pytest.raises(OverloadedError):
                 await service.open(Call(SamplingParams(max_tokens=4, n=5), ["x"]))
             for prompt in ("\ud800", [2**64]):
-                with pytest.raises(InputError, match="cannot|Unicode|64 bits"):
+                with pytest.raises(InputError, match=r"cannot|Unicode|64 bits"):
                     await service.open(Call(SamplingParams(max_tokens=4), [prompt]))
             assert service.num_open == 0
 
@@ -161,10 +166,9 @@ def test_a_reader_that_does_not_read_loses_the_call() -> None:
             generation = await service.open(Call(SamplingParams(), [[1]]))
             while service.num_open:
                 await service.ping()
-            found = []
+            found: list[Event] = []
             with pytest.raises(OverloadedError, match="10 events"):
-                async for event in generation:
-                    found.append(event)
+                await read_into(found, generation)
             assert len(found) == 10
 
     asyncio.run(run())
@@ -174,12 +178,13 @@ def test_what_is_in_flight_fails_with_the_worker() -> None:
     async def run() -> None:
         async with remote(ScriptedService()) as service:
             generation = await service.open(Call(SamplingParams(tenant="hold"), [[1]]))
-            found = []
+            found: list[Event] = []
+            reading = asyncio.create_task(read_into(found, generation))
+            while len(found) < 2:
+                await service.ping()
+            service.fail(WorkerDiedError("died"))
             with pytest.raises(WorkerDiedError):
-                async for event in generation:
-                    found.append(event)
-                    if isinstance(event, Piece):
-                        service.fail(WorkerDiedError("died"))
+                await reading
             assert len(found) == 2
             with pytest.raises(UnavailableError):
                 await service.tokenize("x")

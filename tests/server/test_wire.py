@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import fields
 from pathlib import Path
 
 import msgspec
+import msgspec.structs
 import pytest
 
 from foretoken import errors
@@ -16,12 +18,13 @@ from foretoken.errors import ConfigError, ContextLengthError, EngineError, Foret
 from foretoken.server.life import wire
 from foretoken.server.life.plain import engine_config_of, plain, sampling_params_of, spec_of
 from foretoken.server.life.wire_errors import from_wire, to_wire, to_wire_of_loading
+from foretoken.server.service import Call
 from tests.helpers.workers import channels
 
 SPECS = (
     SpecConfig(),
     SpecConfig("draft_model", "reference:draft", num_draft=5, rule="block", tree="chain", min_confidence=0.25),
-    SpecConfig("mix", parts=("ngram", SpecConfig("draft_model", "reference:draft", tree="static", branching=(4, 2)))),
+    SpecConfig("auto", parts=("ngram", SpecConfig("draft_model", "reference:draft", tree="static", branching=(4, 2)))),
     SpecConfig("early_exit", skip_layers=(2, 3)),
     SpecConfig("auto", draft="reference:draft"),
 )
@@ -105,6 +108,12 @@ def test_numbers_of_errors_cross() -> None:
     arrived = from_wire(to_wire(error))
     assert isinstance(arrived, ContextLengthError)
     assert (arrived.value, arrived.n_ctx) == ("4097 tokens", 4096)  # type: ignore[attr-defined]
+
+
+def test_every_field_of_a_call_crosses() -> None:
+    assert {field.name for field in fields(Call)} | {"call"} == {
+        field.name for field in msgspec.structs.fields(wire.Open)
+    }
 
 
 def test_messages_are_read_as_they_were_sent_and_nothing_else() -> None:

@@ -9,18 +9,19 @@ from fastapi import APIRouter, FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken import __version__
-from foretoken.server.api import chat, completions
+from foretoken.server.api import chat, completions, responses
 from foretoken.server.api.caller import caller_of
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import CODE_KEY, install_handlers
 from foretoken.server.api.exchange import RECORDED_KEY, Api
 from foretoken.server.api.request_id import RequestIds, request_id_of
 from foretoken.server.api.status import status_router
+from foretoken.server.api.tokenization import tokenization_router
 from foretoken.server.record import RequestObserver, RequestRecord
 from foretoken.server.service import Service
 
 RouterMaker = Callable[[Api], APIRouter]
-GENERATING_PATHS = (chat.PATH, completions.PATH, "/v1/responses")
+GENERATING_PATHS = (chat.PATH, completions.PATH, responses.PATH)
 
 
 def create_app(
@@ -43,6 +44,8 @@ def create_app(
     for router in (
         chat.chat_router(api),
         completions.completion_router(api),
+        responses.responses_router(api),
+        tokenization_router(api),
         status_router(api),
         *(router if isinstance(router, APIRouter) else router(api) for router in routers),
     ):
@@ -86,7 +89,7 @@ class RefusalRecords:
                         duration_s=time.perf_counter() - began_s,
                         status=status,
                         reason=scope.get(CODE_KEY, "internal_error"),
-                        key=caller.name,
+                        key=caller.key,
                         tenant=caller.tenant,
                     )
                 )

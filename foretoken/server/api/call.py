@@ -57,7 +57,7 @@ def chat_call(body: ChatRequest, terms: Terms) -> Call:
         params,
         messages=messages,
         prediction=body.prediction,
-        tools=tools_of(body),
+        tools=tools_of(body, info),
         template_options=_template_options(body),
         spec=spec_of(body, default_spec(info.default_spec), terms.config),
         trace=wants_rounds(body, terms.config),
@@ -70,8 +70,6 @@ def completion_call(body: CompletionRequest, terms: Terms) -> Call:
     Raises:
         ApiError: a field that cannot be honoured.
     """
-    if body.suffix:
-        raise unsupported("suffix", "the model has no tokens for a text in the middle")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "other than n is not supported")
     _check_prompts(body.prompt, terms)
@@ -163,7 +161,7 @@ def _params(
         "prediction": (body.prediction or None) if uses_prediction(body, config) else None,
         "tenant": tenant_of(terms.caller, body.cache_salt or ""),
         "slice": slice_of(body),
-        **structure_of(body),
+        **structure_of(body, terms.info),
     }
     try:
         return SamplingParams(**given)

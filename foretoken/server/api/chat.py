@@ -35,7 +35,8 @@ def chat_router(api: Api) -> APIRouter:
         call = chat_call(body, Terms(info, api.config, caller_of(request.scope)))
         exchange = Exchange(api, request.scope, call, info, bool(body.stream))
         frame = ResponseWriter(exchange, body, "chatcmpl", "chat.completion", "chat.completion.chunk")
-        return await answer(exchange, request, frame, ChatChoices(frame, body))
+        choices = ChatChoices(frame, body)
+        return await answer(exchange, request, lambda: frame.stream(choices), lambda: frame.whole(choices.whole()))
 
     return router
 
@@ -45,7 +46,7 @@ class ChatChoices:
 
     def __init__(self, frame: ResponseWriter, body: ChatRequest) -> None:
         self._frame, self._has_logprobs = frame, bool(body.logprobs)
-        self._shapers = [shaper_of(body) for _ in range(frame.exchange.num_answers)]
+        self._shapers = [shaper_of(body, frame.exchange.info) for _ in range(frame.exchange.num_answers)]
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """See `ChoiceWriter`."""

@@ -14,6 +14,7 @@ from foretoken.server.api.errors import unsupported
 from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.generating import answer, name_of, notice_unknown
 from foretoken.server.api.logprobs import completion_logprobs
+from foretoken.server.api.middle import with_suffix
 from foretoken.server.api.pacing import PieceGroup
 from foretoken.server.api.schemas import CompletionRequest
 from foretoken.server.api.writer import ResponseWriter
@@ -34,6 +35,7 @@ def completion_router(api: Api) -> APIRouter:
         name_of(body, request)
         if body.stream and body.echo and body.logprobs is not None:
             raise unsupported("echo", "with logprobs is not streamed; leave stream out")
+        body = await with_suffix(api, body, info)
         call = completion_call(body, Terms(info, api.config, caller_of(request.scope)))
         exchange = Exchange(api, request.scope, call, info, bool(body.stream))
         echoed = [
@@ -41,7 +43,8 @@ def completion_router(api: Api) -> APIRouter:
             for prompt in (body.prompt if body.echo else ())
         ]
         frame = ResponseWriter(exchange, body, "cmpl", "text_completion", "text_completion")
-        return await answer(exchange, request, frame, TextChoices(frame, body, echoed))
+        choices = TextChoices(frame, body, echoed)
+        return await answer(exchange, request, lambda: frame.stream(choices), lambda: frame.whole(choices.whole()))
 
     return router
 

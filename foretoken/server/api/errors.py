@@ -182,6 +182,13 @@ def _input(error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
     return invalid(error.field, error.remedy, error.value)
 
 
+def _unusable(error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
+    """A template that breaks or never ends does so on what the client sent; other files are the operator's."""
+    if "chat template" in str(error):
+        return ApiError(400, "unsupported_feature", f"messages: {error}", "messages")
+    return of_failure("EngineError")
+
+
 def _worker_died(_error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
     return final(500, "worker_died", "the engine's process died while this request ran; it is being restarted")
 
@@ -198,6 +205,7 @@ _MAKERS: tuple[tuple[type[errors.ForetokenError], _Maker], ...] = (
     (errors.UnavailableError, _unavailable),
     (errors.WorkerDiedError, _worker_died),
     (errors.NumericsError, lambda _e, _s: of_failure("NumericsError")),
+    (errors.CheckpointError, _unusable),
     (errors.UnsupportedModelError, lambda e, _s: ApiError(400, "unsupported_feature", str(e))),
     (errors.ForetokenError, lambda _e, _s: of_failure("EngineError")),
 )

@@ -235,7 +235,7 @@ class Exchange:
             num_completion_tokens=book.num_tokens,
             ttft_s=book.ttft_s,
             inter_token_s=tuple(book.inter_token_s),
-            key=caller.name,
+            key=caller.key,
             tenant=caller.tenant,
             slice=params.slice,
             drafter="" if spec is None else spec.drafter or "",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable
 
 from fastapi import Request, Response
 
@@ -13,34 +13,28 @@ from foretoken.server.api.exchange import Exchange
 from foretoken.server.api.request_id import name_request
 from foretoken.server.api.schemas import SamplingFields
 from foretoken.server.api.streaming import EventStream
-from foretoken.server.api.writer import ChoiceWriter, ResponseWriter
 
 _log = logging.getLogger("foretoken.server")
 _MAX_NOTICED = 256  # a client that makes up names must not fill the memory
 _noticed: set[str] = set()
 
 
-class WholeWriter(ChoiceWriter, Protocol):
-    """Writes the choices of streams and of whole responses."""
-
-    def whole(self) -> list[dict[str, Any]]:
-        """All choices, once every answer has ended."""
-
-
-async def answer(exchange: Exchange, request: Request, frame: ResponseWriter, writer: WholeWriter) -> Response:
-    """Run the call and respond.
+async def answer(
+    exchange: Exchange, request: Request, stream: Callable[[], AsyncIterator[bytes]], whole: Callable[[], object]
+) -> Response:
+    """Run the call and respond: with the events of `stream`, or with what `whole` returns after the call's end.
 
     Raises:
         ApiError: it was refused, or failed before anything was sent.
     """
     try:
-        if frame.body.stream:
+        if exchange.is_stream:
             await exchange.unless_gone(request.receive, exchange.open())
-            stream = EventStream(exchange, frame.stream(writer))
-            await stream.start(request.receive)
-            return stream
+            response = EventStream(exchange, stream())
+            await response.start(request.receive)
+            return response
         await exchange.unless_gone(request.receive, _run(exchange))
-        response = json_response(frame.whole(writer.whole()))
+        made = json_response(whole())
     except ApiError as error:
         await exchange.closed()
         exchange.finish(error.status_code, exchange.left or error.code)
@@ -51,7 +45,7 @@ async def answer(exchange: Exchange, request: Request, frame: ResponseWriter, wr
         exchange.finish(500, "internal_error")
         raise final(500, "internal_error", "the server failed to answer this request") from error
     exchange.finish(200)
-    return response
+    return made
 
 
 async def _run(exchange: Exchange) -> None:

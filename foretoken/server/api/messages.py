@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from foretoken.server.api.errors import invalid, unsupported
+from foretoken.server.api.tools import template_message
 
 
 def checked_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -30,10 +31,10 @@ def _checked(param: str, message: dict[str, Any]) -> dict[str, Any]:
     if content is None and not (role == "assistant" and calls):
         raise invalid(f"{param}.content", "must be a text or a list of parts")
     if isinstance(content, list):
-        return message | {"content": "\n".join(_part(param, part) for part in content)}
+        content = "\n".join(_part(param, part) for part in content)
     if content is not None and not isinstance(content, str):
         raise invalid(f"{param}.content", "must be a text or a list of parts")
-    return message
+    return template_message(param, {**message, "content": content or ""})
 
 
 def _part(param: str, part: object) -> str:

@@ -8,6 +8,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from pydantic_core import PydanticCustomError
 
 from foretoken.params import PRIORITIES, TEMPERATURES
+from foretoken.server.api.forms import ResponseFormat, StructuredOutputs
+from foretoken.server.api.tools import ToolChoice, ToolList
 
 MAX_WHOLE = 2**31 - 1  # of counts without a limit of their own; each has one that the server's settings say
 _NAME_CHARS = 256
@@ -194,8 +196,8 @@ class SamplingFields(BaseModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=_NAME_CHARS)] | None = None
     priority: Annotated[int, Field(ge=PRIORITIES[0], le=PRIORITIES[1])] | None = None
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
     # ours, and the names under which others know `spec.num_draft`
     spec: SpecFields | None = None
     foretoken: OwnFields | None = None
@@ -218,8 +220,8 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Count | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ShortText | None = None
-    tool_choice: ShortText | dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
+    tools: ToolList | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None

@@ -64,7 +64,7 @@ class ResponseWriter:
 
     def whole(self, choices: list[_Json]) -> _Json:
         """A response that is not streamed."""
-        return {**self._head, "object": self._whole, "choices": choices, "usage": self._usage(), **self._reports()}
+        return {**self._head, "object": self._whole, "choices": choices, "usage": self._usage(), **self.reports()}
 
     def of_choice(self, event: AnswerEnded) -> _Json:
         """What a choice reports of itself: metrics, where there are several answers."""
@@ -89,10 +89,10 @@ class ResponseWriter:
                 elif isinstance(event, AnswerEnded):
                     last = writer.ended(event) | self.of_choice(event)
                     is_last = len(exchange.book.ended) == exchange.num_answers
-                    reports = self._reports(with_trace=False) if is_last and not self._options.include_usage else {}
+                    reports = self.reports(with_trace=False) if is_last and not self._options.include_usage else {}
                     yield self._encoded([last], reports)
         if self._options.include_usage:
-            yield self._encoded([], self._reports(with_trace=False), has_ended=True)
+            yield self._encoded([], self.reports(with_trace=False), has_ended=True)
         yield DONE
 
     def _encoded(self, choices: list[_Json], more: _Json | None = None, has_ended: bool = False) -> bytes:
@@ -101,12 +101,17 @@ class ResponseWriter:
             chunk["usage"] = self._usage()
         elif self._options.include_usage:
             chunk["usage"] = None
-        return padded_frame(chunk, self._bucket_bytes) if self._bucket_bytes else frame(chunk)
+        return self.encoded(chunk)
+
+    def encoded(self, body: _Json) -> bytes:
+        """An event, padded where that is asked for."""
+        return padded_frame(body, self._bucket_bytes) if self._bucket_bytes else frame(body)
 
     def _usage(self) -> _Json:
         return usage(self.exchange, self.body.prediction is not None)
 
-    def _reports(self, with_trace: bool = True) -> _Json:
+    def reports(self, with_trace: bool = True) -> _Json:
+        """What the request cost, beside `usage`."""
         exchange = self.exchange
         spec = exchange.call.spec
         drafter = None if spec is None else spec.drafter

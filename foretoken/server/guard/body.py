@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
+from foretoken.server.api.errors import ApiError
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.guard.origins import Headers, values_of
-from foretoken.server.guard.refusal import Refusal, body_too_large, body_too_slow
+from foretoken.server.guard.refusal import body_too_large, body_too_slow, raw
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -25,10 +26,16 @@ class GuardedRequest:
     """
 
     def __init__(
-        self, headers: Headers, receive: Receive, send: Send, config: GuardConfig, added_headers: Headers
+        self,
+        headers: Headers,
+        receive: Receive,
+        send: Send,
+        config: GuardConfig,
+        added_headers: Headers,
+        request_id: str,
     ) -> None:
         self._headers, self._receive, self._send, self._config = headers, receive, send, config
-        self._added_headers = list(added_headers)
+        self._added_headers, self._request_id = list(added_headers), request_id
         self._num_bytes = 0
         self._began_s = asyncio.get_running_loop().time()
         self._is_complete = False  # the whole body was read
@@ -64,22 +71,17 @@ class GuardedRequest:
             message = {**message, "headers": [*message.get("headers", ()), *self._added_headers]}
         await self._send(message)
 
-    async def refuse(self, refusal: Refusal) -> None:
+    async def refuse(self, error: ApiError) -> None:
         """Answer in place of the application, if it has not begun to, and close the connection where a body is left."""
         self.is_refused = True
         if self._has_started:
             return
         has_body = self._announces_body() and not self._is_complete
-        closing = [(b"connection", b"close")] if has_body else []
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": refusal.status,
-                "headers": [*refusal.headers(), *self._added_headers, *closing],
-            }
-        )
-        await self._send({"type": "http.response.body", "body": refusal.body(), "more_body": True})
-        if has_body and not values_of(self._headers, b"expect"):
+        headers, body = raw(error, self._request_id)
+        headers += [*self._added_headers, *([(b"connection", b"close")] if has_body else [])]
+        await self._send({"type": "http.response.start", "status": error.status_code, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        if has_body and error.status_code != 408 and not values_of(self._headers, b"expect"):
             await self._discard_body()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -93,7 +95,7 @@ class GuardedRequest:
 
     async def _discard_body(self) -> None:
         """Read on for a moment: a connection that is closed with bytes unread loses the answer on its way."""
-        num_left, is_open = self._config.max_body_bytes, True
+        num_left, is_open = 2 * self._config.max_body_bytes, True
         try:
             async with asyncio.timeout(_LINGER_S):
                 while is_open and num_left > 0:

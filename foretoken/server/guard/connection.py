@@ -7,22 +7,15 @@ protocol. uvicorn's parser based on httptools has no limit for headers: h11 is a
 from __future__ import annotations
 
 import asyncio
+import secrets
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from foretoken.server.api.errors import ApiError
 from foretoken.server.guard.config import GuardConfig
-from foretoken.server.guard.refusal import Refusal
-
-_TOO_MANY = Refusal(
-    503,
-    "unavailable_error",
-    "too many connections: come again later",
-    "too_many_connections",
-    ((b"retry-after", b"1"),),
-)
-_BAD_REQUEST = Refusal(400, "invalid_request_error", "not an HTTP request that can be read", "invalid_http")
+from foretoken.server.guard.refusal import not_http, raw, too_many_connections
 
 
 def uvicorn_options(config: GuardConfig) -> dict[str, Any]:
@@ -54,7 +47,7 @@ class GuardedProtocol(H11Protocol):
         """Take a connection, or answer that there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self.guard.max_connections:
-            self._close_with(_TOO_MANY)
+            self._close_with(too_many_connections())
             return
         self._watch_headers()  # a client that sends nothing is a slow one
 
@@ -85,7 +78,7 @@ class GuardedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's text
         """What is not HTTP, or has headers that are too large, in the envelope of all errors."""
-        self._close_with(_BAD_REQUEST)
+        self._close_with(not_http())
 
     @property
     def _awaits_headers(self) -> bool:
@@ -108,11 +101,11 @@ class GuardedProtocol(H11Protocol):
         self._header_timer = None
         self.transport.close()
 
-    def _close_with(self, refusal: Refusal) -> None:
+    def _close_with(self, error: ApiError) -> None:
         """Answer, where nothing was answered yet, and close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            headers = [*refusal.headers(), (b"connection", b"close")]
-            answer = h11.Response(status_code=refusal.status, headers=headers)
-            for event in (answer, h11.Data(data=refusal.body()), h11.EndOfMessage()):
+            headers, body = raw(error, secrets.token_hex(12))
+            answer = h11.Response(status_code=error.status_code, headers=[*headers, (b"connection", b"close")])
+            for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

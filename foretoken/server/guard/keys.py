@@ -13,6 +13,7 @@ from typing import Any
 
 from foretoken.errors import ConfigError
 from foretoken.files import read_text
+from foretoken.server.api.caller import Caller
 from foretoken.server.guard.config import GuardConfig
 
 MIN_KEY_CHARACTERS = 8  # shorter ones can be tried out over the network
@@ -24,10 +25,9 @@ _OF_A_KEY = frozenset({"key", "sha256", "tenant", "admin"})
 
 @dataclass(frozen=True)
 class Identity:
-    """Who sends a request. Without keys everybody is the same nameless user, with the tenant ""."""
+    """Who sends a request, and whether admin routes are open to them. Without keys everybody is the same caller."""
 
-    key: str = ""
-    tenant: str = ""
+    caller: Caller = field(default_factory=Caller)
     is_admin: bool = False
 
 
@@ -43,7 +43,7 @@ class ApiKey:
     @property
     def identity(self) -> Identity:
         """What a request with this key is."""
-        return Identity(self.name, self.tenant, self.is_admin)
+        return Identity(Caller(self.name, self.tenant), self.is_admin)
 
 
 class KeyRing:

@@ -16,10 +16,10 @@ class LifeConfig:
 
     - `workers`: processes that each hold an engine with all of the weights; `devices`: one for each worker, "" for the
       device of the engine's configuration. More workers than devices go round them.
-    - `watchdog_s`: a worker whose step takes longer, or that gives no sign of life for so long, is killed and restarted.
+    - `watchdog_s`: a worker whose step takes longer, or that gives no sign of life for so long, is restarted.
     - `drain_s`: how long requests in flight may go on after SIGTERM; 0 ends them at once, with an error.
-    - `first_restart_s`, `longest_restart_s`: the pause before a restart; it doubles with each death until the worker has
-      run for `good_s`.
+    - `first_restart_s`, `longest_restart_s`: the pause before a restart; it doubles with each death until the worker
+      has run for `good_s`.
     - `failed_starts`: after so many starts in a row that did not come to an answer the worker is given up.
     - `quarantine_s`: how long a request is refused that was in flight at two deaths; 0: never.
     - `max_unread_events`: of one call; a reader that leaves more of them loses the call.

@@ -11,7 +11,7 @@ from foretoken.engine.llm import LLM
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import CheckpointError, SpeculationWarning, StorageError, UnsupportedModelError
 
-# Faults of a draft that is not there or not whole. One that does not fit its target (MismatchError) always ends the start.
+# Faults of a draft that is missing or broken. One that does not fit its target (MismatchError) always ends the start.
 _BROKEN_DRAFT = (CheckpointError, StorageError, UnsupportedModelError)
 
 

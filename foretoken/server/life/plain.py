@@ -17,9 +17,7 @@ _Config = SamplingParams | SpecConfig | EngineConfig | RoutingRules
 def plain(config: _Config) -> dict[str, Any]:
     """The fields of a configuration that are not the default, as values that msgpack has."""
     return {
-        field.name: _value(value)
-        for field in fields(config)
-        if (value := getattr(config, field.name)) != field.default
+        field.name: _value(value) for field in fields(config) if (value := getattr(config, field.name)) != field.default
     }
 
 

@@ -58,5 +58,5 @@ def fingerprint_of(call: Call) -> bytes:
     """The same for the same request, whatever its seed and tenant."""
     params = plain(replace(call.params, seed=None, tenant=""))
     spec = None if call.spec is None else plain(call.spec)
-    parts = (params, call.prompts, call.messages, call.tools, call.template_options, spec)
+    parts = (params, call.prompts, call.messages, call.tools, call.template_options, spec, call.prediction)
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).digest()

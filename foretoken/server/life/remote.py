@@ -12,24 +12,23 @@ from foretoken.errors import ForetokenError, InputError, OverloadedError, Unavai
 from foretoken.server.events import Event, ModelInfo
 from foretoken.server.life.plain import plain
 from foretoken.server.life.wire import (
-    Answer,
+    AskInvariants,
+    AskStats,
     Cancel,
     Channel,
     Command,
     Detokenize,
     Happened,
-    Invariants,
     Message,
     Open,
     Over,
     Ping,
     Refused,
-    Stats,
+    Returned,
     Tokenize,
 )
 from foretoken.server.life.wire_errors import from_wire
 from foretoken.server.service import Call, State
-
 
 
 class RemoteService:
@@ -80,6 +79,8 @@ class RemoteService:
                 tools=None if call.tools is None else list(call.tools),
                 template_options=dict(call.template_options),
                 spec=None if call.spec is None else plain(call.spec),
+                prediction=call.prediction,
+                trace=call.trace,
             ),
         )
         pending.fingerprint = fingerprint
@@ -104,12 +105,12 @@ class RemoteService:
 
     async def stats(self) -> dict[str, Any]:
         """See `Service.stats`."""
-        found: dict[str, Any] = await self._ask(Stats)
+        found: dict[str, Any] = await self._ask(AskStats)
         return found
 
     async def invariants(self) -> dict[str, Any]:
         """What the worker holds now, see `wire.Invariants`."""
-        found: dict[str, Any] = await self._ask(Invariants)
+        found: dict[str, Any] = await self._ask(AskInvariants)
         return found
 
     async def ping(self) -> None:
@@ -118,7 +119,7 @@ class RemoteService:
 
     def take(self, message: Message) -> None:
         """Deliver an event or an answer to whoever waits for it; what nobody waits for any more is dropped."""
-        if not isinstance(message, Happened | Over | Refused | Answer):
+        if not isinstance(message, Happened | Over | Refused | Returned):
             raise TypeError(f"{type(message).__name__} belongs to no call")
         pending = self._pending.get(message.call)
         if isinstance(message, Happened):
@@ -128,7 +129,7 @@ class RemoteService:
         if pending is None:
             return
         del self._pending[message.call]
-        if isinstance(message, Answer):
+        if isinstance(message, Returned):
             pending.end(None, message.value)
         else:
             pending.end(from_wire(message.error) if isinstance(message, Refused) else None)
@@ -204,8 +205,9 @@ class RemoteGeneration:
         """See `Generation.cancel`."""
         self._service.ask_to_stop(self._number)
 
+
 class _Pending:
-    """What came for one command and was not read yet. `first` is done with its answer, its first event, or its error."""
+    """What came for one command and was not read yet. `first` is done with its answer, first event, or error."""
 
     def __init__(self) -> None:
         self.first: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

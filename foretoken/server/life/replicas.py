@@ -39,9 +39,7 @@ class Replicas:
         self._is_draining = False
         self._tasks: list[asyncio.Task[None]] = []
         self.workers = [
-            SupervisedWorker(
-                number, engine, name, config, draft_required, self.changes.announce, self._note_death
-            )
+            SupervisedWorker(number, engine, name, config, draft_required, self.changes.announce, self._note_death)
             for number in range(config.workers)
         ]
 
@@ -100,10 +98,14 @@ class Replicas:
         return await self._least_loaded().detokenize(token_ids)
 
     async def stats(self) -> dict[str, Any]:
-        """See `Service.stats`: sums over the workers, rates and shares recomputed (`merging`); `num_restarts` more."""
+        """See `Service.stats`: sums over the workers, rates and shares recomputed (`merging`). Also `num_restarts`, and
+        `replicas`: the statistics of each worker, `engine` naming its process.
+        """
+        pids = {worker.number: worker.pid for worker in self.workers}
         found = await self._of_each(lambda service: service.stats())
-        restarts = sum(worker.num_starts - 1 for worker in self.workers)
-        return merged(list(found.values())) | {"num_restarts": restarts}
+        restarts = sum(max(0, worker.num_starts - 1) for worker in self.workers)
+        replicas = [{**stats, "engine": str(pids[number])} for number, stats in found.items()]
+        return merged(list(found.values())) | {"num_restarts": restarts, "replicas": replicas}
 
     async def invariants(self) -> dict[str, Any]:
         """What every worker holds now, and what the front holds for them."""

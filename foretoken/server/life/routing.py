@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from foretoken.server.service import Call
 
-# Beginnings that are told apart: a system prompt and the first question, as a rule.
+# Beginnings that differ in these are different ones: a system prompt and the first question, as a rule.
 _PREFIX_CHARACTERS = 512
 _PREFIX_TOKENS = 128
 _MOST_PREFIXES = 16_384  # about 2 MB
@@ -28,7 +28,8 @@ class PrefixRouting:
             return least
         prefix = prefix_of(call)
         known = self._worker_of.pop(prefix, None)
-        chosen = known if known in loads and loads[known] <= loads[least] + _SLACK else least
+        is_free = known is not None and known in loads and loads[known] <= loads[least] + _SLACK
+        chosen = known if known is not None and is_free else least
         self._worker_of[prefix] = chosen
         while len(self._worker_of) > _MOST_PREFIXES:
             self._worker_of.popitem(last=False)

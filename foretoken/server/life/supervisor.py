@@ -15,7 +15,7 @@ from foretoken.server.life.config import LifeConfig
 from foretoken.server.life.fault_hooks import is_test_build
 from foretoken.server.life.plain import plain
 from foretoken.server.life.remote import RemoteService
-from foretoken.server.life.wire import ArmFaults, Beat, Load, Loaded, NotLoaded
+from foretoken.server.life.wire import ArmFaults, Beat, Loaded, LoadEngine, NotLoaded
 from foretoken.server.life.wire_errors import from_wire
 from foretoken.server.life.worker_process import WorkerProcess
 from foretoken.server.service import State
@@ -26,8 +26,8 @@ _log = logging.getLogger("foretoken.server")
 class SupervisedWorker:
     """The worker with this `number`, over all its lives.
 
-    `on_change` is called when `state` has changed, `on_death` before the calls in flight of a dead worker get their error. `failure` is why
-    no worker is started any more. `drafters` are those that requests get by default.
+    `on_change` is called when `state` has changed, `on_death` before the calls in flight of a dead worker get their
+    error. `failure` is why no worker is started any more. `drafters` are those that requests get by default.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class SupervisedWorker:
                 reading.cancel()
             code = await end()
             self._process = None
-        _log.error("worker %d: its process has ended with %d", self.number, code)
+        _log.warning("worker %d: its process has ended with %d", self.number, code)
         return None if ready_at is None else clock() - ready_at
 
     async def _load(self, process: WorkerProcess) -> RemoteService | None:
@@ -137,7 +137,7 @@ class SupervisedWorker:
         is_first = self.num_starts == 1  # a fault on demand that came again could not be recovered from
         config = self._config
         process.channel.send(
-            Load(
+            LoadEngine(
                 engine=plain(self._engine),
                 name=self._name,
                 max_waiting=config.max_waiting,
@@ -149,12 +149,13 @@ class SupervisedWorker:
         message = await process.channel.receive()
         if isinstance(message, NotLoaded):
             error = from_wire(message.error)
-            _log.error("worker %d: %s", self.number, error)
             if self.info is None:
                 self.failure = error  # what could not be loaded once will not be the second time
+            else:
+                _log.warning("worker %d: %s", self.number, error)
             return None
         if not isinstance(message, Loaded):
-            _log.error("worker %d: died while it loaded", self.number)
+            _log.warning("worker %d: died while it loaded", self.number)
             return None
         self.info, self.load_s, self.drafters = message.info, message.load_s, message.drafters
         return RemoteService(process.channel, message.info, config.max_unread_events)
@@ -165,15 +166,15 @@ class SupervisedWorker:
         except ForetokenError as error:
             answer = str(error)
         if isinstance(answer, str):
-            _log.error("worker %d: no answer to the canary request: %s", self.number, answer)
+            _log.warning("worker %d: no answer to the canary request: %s", self.number, answer)
             return False
         if self._golden is None:
             self._golden = answer
         wrong = difference(self._golden, answer)
         if wrong:
-            _log.error(
-                "worker %d: its answer to the canary request is not that of the first start (%s); it takes no requests. "
-                "Are the model's files, the device and its driver the same?",
+            _log.critical(
+                "worker %d: its answer to the canary request is not that of the first start (%s); it takes no "
+                "requests. Are the model's files, the device and its driver the same?",
                 self.number,
                 wrong,
             )
@@ -187,7 +188,7 @@ class SupervisedWorker:
             try:
                 message = await process.channel.receive()
             except EngineError as error:
-                _log.error("worker %d: %s", self.number, error)
+                _log.warning("worker %d: %s", self.number, error)
                 break
             if message is None:
                 break
@@ -207,7 +208,7 @@ class SupervisedWorker:
             why = self._stuck.reason(clock())
             if why:
                 break
-        _log.error("worker %d: %s; its stacks follow, then it is killed", self.number, why)
+        _log.critical("worker %d: %s; its stacks follow, then it is killed", self.number, why)
         self._become("restarting")
         await process.dump_stacks()
         process.kill_now()

@@ -20,7 +20,7 @@ _LENGTH_BYTES = 4
 MOST_MESSAGE_BYTES = 256 << 20
 
 
-class Load(msgspec.Struct, frozen=True, tag="load"):
+class LoadEngine(msgspec.Struct, frozen=True, tag="load"):
     """Build the engine: `plain` values of an `EngineConfig`. `draft_required`: do not serve without the draft.
     `takes_faults`: obey `FORETOKEN_FAULT` (test builds)."""
 
@@ -42,6 +42,8 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     tools: list[Any] | None = None
     template_options: dict[str, Any] = {}
     spec: dict[str, Any] | None = None
+    prediction: str | None = None
+    trace: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -66,13 +68,13 @@ class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):
     token_ids: list[int]
 
 
-class Stats(msgspec.Struct, frozen=True, tag="stats"):
+class AskStats(msgspec.Struct, frozen=True, tag="stats"):
     """`Service.stats`."""
 
     call: int
 
 
-class Invariants(msgspec.Struct, frozen=True, tag="invariants"):
+class AskInvariants(msgspec.Struct, frozen=True, tag="invariants"):
     """What the worker holds now: requests, blocks, tasks, threads, file handles."""
 
     call: int
@@ -134,15 +136,15 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     error: WireError
 
 
-class Answer(msgspec.Struct, frozen=True, tag="answer"):
+class Returned(msgspec.Struct, frozen=True, tag="answer"):
     """What a command returns: token ids, a text, or figures."""
 
     call: int
     value: Any
 
 
-Command = Load | Open | Cancel | Tokenize | Detokenize | Stats | Invariants | Ping | ArmFaults | Stop
-Message = Loaded | NotLoaded | Beat | Happened | Over | Refused | Answer
+Command = LoadEngine | Open | Cancel | Tokenize | Detokenize | AskStats | AskInvariants | Ping | ArmFaults | Stop
+Message = Loaded | NotLoaded | Beat | Happened | Over | Refused | Returned
 
 _Kind = TypeVar("_Kind")
 

@@ -23,23 +23,23 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from foretoken.errors import ForetokenError
 from foretoken.server.life.plain import engine_config_of, sampling_params_of, spec_of
 from foretoken.server.life.wire import (
-    Answer,
     ArmFaults,
+    AskInvariants,
+    AskStats,
     Beat,
     Cancel,
     Channel,
     Command,
     Detokenize,
     Happened,
-    Invariants,
-    Load,
     Loaded,
+    LoadEngine,
     NotLoaded,
     Open,
     Over,
     Ping,
     Refused,
-    Stats,
+    Returned,
     Stop,
     Tokenize,
 )
@@ -66,7 +66,7 @@ class _Running:
 class Worker:
     """Answers commands of a front with the engine of this process."""
 
-    def __init__(self, channel: Channel, load: Load) -> None:
+    def __init__(self, channel: Channel, load: LoadEngine) -> None:
         self._channel, self._load = channel, load
         self._running: dict[int, _Running] = {}
         self._service: LocalService | None = None
@@ -88,26 +88,34 @@ class Worker:
                 task = asyncio.create_task(self._answer(command))
                 self._running[command.call] = _Running(task)
                 task.add_done_callback(lambda task, call=command.call: self._ended(call, task))  # type: ignore[misc]  # bound in the loop
-        if not loading.done():
-            _end(0)  # no thread can be interrupted while it loads
+        if self._service is None and not loading.done():
+            self._end(0)  # no thread can be interrupted while it loads
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
         if self._service is not None:
             await self._close(self._service.engine)
 
     async def _close(self, engine: AsyncEngine) -> None:
-        timer = threading.Timer(_CLOSING_S, _end, (0,))
+        timer = threading.Timer(_CLOSING_S, self._end, (0,))
         timer.daemon = True
         timer.start()
         for one in self._running.values():
             one.task.cancel()
         await asyncio.to_thread(engine.close)
         await asyncio.to_thread(engine.llm.close)
+        timer.cancel()
+
+    def _end(self, code: int) -> NoReturn:
+        """End the process at once, whatever threads do."""
+        sys.stderr.flush()
+        os._exit(code)
 
     # ---- the engine
 
     async def _start(self) -> None:
         began = time.perf_counter()
         try:
-            engine, self._service = await asyncio.to_thread(self._build)
+            engine, service = await asyncio.to_thread(self._build)
         except Exception as error:  # noqa: BLE001 - reported to the front
             code = error.exit_code if isinstance(error, ForetokenError) else 1
             if not isinstance(error, ForetokenError):
@@ -115,16 +123,16 @@ class Worker:
             self._channel.send(NotLoaded(to_wire_of_loading(error), code))
             self._channel.close()
             return
-        llm = engine.llm
+        self._service, llm = service, engine.llm
         drafters = tuple(sorted(llm.spec.leaves))
-        self._channel.send(Loaded(self._service.info, time.perf_counter() - began, drafters))
+        self._channel.send(Loaded(service.info, time.perf_counter() - began, drafters))
         while engine.is_running:
             began_s = llm.engine.step_began_s
             step_s = None if began_s is None else time.perf_counter() - began_s
             self._channel.send(Beat(step_s, llm.engine.stats.num_steps))
             await asyncio.sleep(self._load.beat_s)
         print("the engine's thread has broken down: the worker ends", file=sys.stderr, flush=True)
-        _end(1)
+        self._end(1)
 
     def _build(self) -> tuple[AsyncEngine, LocalService]:
         """Build the engine, in a thread: importing torch and reading weights take seconds."""
@@ -163,7 +171,7 @@ class Worker:
             if isinstance(command, Open):
                 await self._generate(command, self._service)
             else:
-                self._channel.send(Answer(call, await self._value(command, self._service)))
+                self._channel.send(Returned(call, await self._value(command, self._service)))
         except Exception as error:  # noqa: BLE001 - the error of this call; the others go on
             if not isinstance(error, ForetokenError):  # without its message, which may hold a user's text
                 print(f"{type(error).__name__} in a call:", file=sys.stderr)
@@ -184,6 +192,8 @@ class Worker:
             tools=command.tools,
             template_options=command.template_options,
             spec=spec_of(command.spec),
+            prediction=command.prediction,
+            trace=command.trace,
         )
         if self._hook is not None:
             self._hook.passes("open")
@@ -199,9 +209,9 @@ class Worker:
             return await service.tokenize(command.prompt, command.messages, command.add_special_tokens)
         if isinstance(command, Detokenize):
             return await service.detokenize(command.token_ids)
-        if isinstance(command, Stats):
+        if isinstance(command, AskStats):
             return await service.stats()
-        if isinstance(command, Invariants):
+        if isinstance(command, AskInvariants):
             return await self._invariants(service)
         assert isinstance(command, Ping)
         return None
@@ -218,12 +228,6 @@ class Worker:
         }
 
 
-def _end(code: int) -> NoReturn:
-    """End at once, whatever threads do."""
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
@@ -234,7 +238,7 @@ async def _serve(descriptor: int) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=READ_BYTES)
     channel = Channel(reader, writer, Command)
     load = await channel.receive()
-    if isinstance(load, Load):
+    if isinstance(load, LoadEngine):
         await Worker(channel, load).run()
 
 

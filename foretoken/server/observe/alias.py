@@ -14,6 +14,8 @@ from foretoken.server.observe.metric_table import METRICS, PREFIX
 
 _ALIASES = {PREFIX + metric.name: metric.alias for metric in METRICS if metric.alias}
 _OURS_ALONE = frozenset({"drafter"})
+# Readers take the difference of two readings: these are there, at 0, before anything was drafted.
+_FROM_THE_START = frozenset(PREFIX + metric.name for metric in METRICS if metric.labels == ("drafter",))
 
 
 def alias_families(families: Iterable[Family]) -> list[Family]:
@@ -28,6 +30,8 @@ def _alias(family: Family) -> Family:
         labels = tuple((key, value) for key, value in sample.labels.items() if key not in _OURS_ALONE)
         series = (name + sample.name.removeprefix(family.name), labels)
         values[series] = values.get(series, 0.0) + sample.value
+    if not values and family.name in _FROM_THE_START:
+        values[(f"{name}_total", ())] = 0.0
     found = Family(name, family.documentation, family.type)
     found.samples = [Sample(series, dict(labels), value) for (series, labels), value in values.items()]
     return found

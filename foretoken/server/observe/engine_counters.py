@@ -6,12 +6,14 @@ two readings are added up, each against the last reading of the same counter of 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 Labels = tuple[str, ...]
 
 MOST_POSITIONS = 32  # a label per position: longer drafts count at the last one
+_MOST_ENGINES = 256  # with those that have ended
 PHASES = ("schedule", "draft", "target", "rule", "commit", "observe", "emit")
 
 _SIMPLE = {
@@ -42,28 +44,23 @@ class EngineCounters:
 
     def __init__(self, slices: Collection[str] = ()) -> None:
         self._slices = frozenset(slices)
-        self._last: dict[str, dict[tuple[str, ...], float]] = {}  # by engine, then by counter
+        # By engine, then by counter; the engine read last at the end. One that did not answer for once goes on later.
+        self._last: OrderedDict[str, dict[tuple[str, ...], float]] = OrderedDict()
         self.totals: dict[str, dict[Labels, float]] = {}
-        self.num_restarts = 0
 
-    def add(self, stats: Mapping[str, Any], engine: str = "", place: str = "") -> None:
-        """Read the statistics of one engine. `engine` names it: another name at the same `place` is an engine that was
-        started in place of the one before.
-        """
-        key = f"{place}\0{engine}"
-        earlier = [name for name in self._last if name.startswith(f"{place}\0") and name != key]
-        if earlier:
-            self.num_restarts += len(earlier)
-            for name in earlier:
-                del self._last[name]
-        before, now = self._last.get(key, {}), dict[tuple[str, ...], float]()
+    def add(self, stats: Mapping[str, Any], engine: str = "") -> None:
+        """Read the statistics of one engine; another name is another engine, which began at zero."""
+        before, now = self._last.get(engine, {}), dict[tuple[str, ...], float]()
         for metric, labels, counter, value in self._readings(stats):
             value = max(0.0, value)
             added = value - before.get(counter, 0.0)
             series = self.totals.setdefault(metric, {})
             series[labels] = series.get(labels, 0.0) + (added if added >= 0 else value)
             now[counter] = value
-        self._last[key] = now
+        self._last[engine] = now
+        self._last.move_to_end(engine)
+        if len(self._last) > _MOST_ENGINES:
+            self._last.popitem(last=False)
 
     def _readings(self, stats: Mapping[str, Any]) -> Iterator[_Reading]:
         for metric, name in _SIMPLE.items():

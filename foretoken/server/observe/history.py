@@ -103,7 +103,7 @@ class History:
                     "DELETE FROM requests WHERE id IN (SELECT id FROM requests ORDER BY began_unix_s LIMIT ?)", (size,)
                 )
                 count -= size
-        connection.execute("PRAGMA incremental_vacuum").fetchall()
+        connection.executescript("PRAGMA incremental_vacuum")  # `execute` would stop after one page
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def _num_bytes(self, connection: sqlite3.Connection) -> int:

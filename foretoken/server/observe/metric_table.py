@@ -14,6 +14,7 @@ PREFIX = "foretoken_"
 # Bounds of OpenTelemetry's conventions for generative models, with finer ones for models that take under 10 ms a token.
 TTFT_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0)
 TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+LAG_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 REQUEST_BOUNDS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 300.0)
 
 
@@ -101,6 +102,13 @@ OF_REQUESTS = (
 # Filled by every response, refused ones included, and by the writers of history and log.
 OF_SERVER = (
     Metric("http_requests", "counter", "Responses by route template, method and status.", ("route", "method", "code")),
+    Metric(
+        "event_loop_lag_seconds",
+        "histogram",
+        "How late timers of the server run: for so long something blocked its loop.",
+        (),
+        bounds_s=LAG_BOUNDS_S,
+    ),
     Metric("history_dropped_rows", "counter", "Requests that could not be written to the history."),
     Metric("request_log_dropped_lines", "counter", "Lines that could not be written to the request log."),
     Metric("scrape_engine_up", "gauge", "1 if the engine answered for this scrape, 0 if its figures are older."),

@@ -13,20 +13,22 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from foretoken.errors import ForetokenError
+from foretoken.server.api.errors import CODES
 from foretoken.server.observe.alias import alias_families
 from foretoken.server.observe.config import ObserveConfig
 from foretoken.server.observe.engine_counters import EngineCounters
 from foretoken.server.observe.figures import why_plain
+from foretoken.server.observe.loop_lag import LoopLag
 from foretoken.server.observe.metric_table import OF_ENGINE, OF_REQUESTS, OF_SERVER, PREFIX, Metric
 from foretoken.server.record import RequestRecord
 from foretoken.server.service import Service
 
 # Labels are from closed sets: what a set does not have counts as "other".
 FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "abort", "error"})
-ABORT_REASONS = frozenset({"client", "slow_consumer", "queue_deadline", "deadline", "drained", "error"})
+REASONS = frozenset({*CODES, "client"})
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _REJECTED = frozenset({429, 503})
-_MOST_REASONS = 32
+_CLIENT_LEFT = 499  # never sent: what is below was refused for its content
 
 _GAUGES = {
     "num_requests_running": "num_running",
@@ -44,13 +46,15 @@ class ServerMetrics(Collector):
         self._registry = CollectorRegistry()
         self._counters = EngineCounters(config.slices)
         self._stats: Mapping[str, Any] = {}
+        self._num_restarts = 0
         self._is_up = False
         self._read_s = float("-inf")
         self._reading: asyncio.Lock | None = None
         self._dropped: dict[str, Callable[[], int]] = {}
-        self._reasons: set[str] = set()
         self._counted = {m.name: _counter(m, self._registry) for m in (*OF_REQUESTS, *OF_SERVER) if _is_own(m)}
-        self._measured = {m.name: _histogram(m, self._registry) for m in OF_REQUESTS if m.kind == "histogram"}
+        histograms = [metric for metric in (*OF_REQUESTS, *OF_SERVER) if metric.kind == "histogram"]
+        self._measured = {metric.name: _histogram(metric, self._registry) for metric in histograms}
+        self._lag = LoopLag(self._measured["event_loop_lag_seconds"].observe)
         self._registry.register(self)
 
     def finished(self, record: RequestRecord) -> None:
@@ -65,14 +69,18 @@ class ServerMetrics(Collector):
         for reason in record.finish_reasons:
             self._counted["request_success"].labels(_within(reason, FINISH_REASONS)).inc()
         if record.status in _REJECTED:
-            self._counted["admission_rejections"].labels(self._reason(record.reason)).inc()
-        elif record.reason:
-            self._counted["requests_aborted"].labels(_within(record.reason, ABORT_REASONS)).inc()
+            self._counted["admission_rejections"].labels(_within(record.reason, REASONS)).inc()
+        elif record.reason and not 400 <= record.status < _CLIENT_LEFT:
+            self._counted["requests_aborted"].labels(_within(record.reason, REASONS)).inc()
         self._count_answers(record)
 
     def count_response(self, route: str, method: str, code: int) -> None:
         """A response was begun; `route` is a template of the application, or "other"."""
         self._counted["http_requests"].labels(route, _within(method, METHODS), str(code)).inc()
+
+    def watch_loop(self) -> None:
+        """Measure the lag of the running event loop from now on."""
+        self._lag.watch()
 
     def watch_dropped(self, name: str, count: Callable[[], int]) -> None:
         """Show what a writer has dropped, under the metric `name`."""
@@ -94,7 +102,7 @@ class ServerMetrics(Collector):
             else:
                 series = self._counters.totals.get(metric.name, {} if metric.labels else {(): 0.0})
                 if metric.name == "engine_restarts":
-                    series = {(): float(self._restarts)}
+                    series = {(): float(self._num_restarts)}
                 yield _family(metric, series)
         for metric in OF_SERVER:
             if metric.name in self._dropped or metric.name.endswith(("_rows", "_lines")):
@@ -117,14 +125,11 @@ class ServerMetrics(Collector):
             except ForetokenError:
                 self._stats, self._is_up = {}, False
             else:
-                for place, one in enumerate(engines_of(stats)):
-                    self._counters.add(one, str(one.get("engine", "")), str(place))
+                for one in engines_of(stats):
+                    self._counters.add(one, str(one.get("engine", "")))
+                self._num_restarts = max(self._num_restarts, int(stats.get("num_restarts", 0)))
                 self._stats, self._is_up = stats, True
             self._read_s = time.monotonic()
-
-    @property
-    def _restarts(self) -> int:
-        return max(self._counters.num_restarts, int(self._stats.get("num_restarts", 0)))
 
     def _gauge(self, metric: Metric) -> Iterator[Family]:
         if metric.name == "spec_estimated_speedup_ratio":
@@ -149,21 +154,15 @@ class ServerMetrics(Collector):
         why = why_plain(record)
         if why is not None:
             self._counted["requests_not_speculated"].labels(why).inc()
-        if record.attributes.get("error.type") == "NumericsError":
+        if record.reason == "numerical_error":
             self._counted["corrupted_requests"].inc()
-            self._counted["numerical_errors"].inc(max(1, record.finish_reasons.count("error")))
+            self._counted["numerical_errors"].inc()
         for result, count in (
             ("accepted", record.accepted_prediction_tokens),
             ("rejected", record.rejected_prediction_tokens),
         ):
             if count:
                 self._counted["prediction_tokens"].labels(result).inc(count)
-
-    def _reason(self, reason: str) -> str:
-        """A reason of the application; a bounded number of them become labels."""
-        if len(self._reasons) < _MOST_REASONS and reason.isidentifier():
-            self._reasons.add(reason)
-        return _within(reason, self._reasons)
 
 
 class _Collected:

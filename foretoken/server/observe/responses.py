@@ -29,6 +29,7 @@ def counted(app: App, metrics: ServerMetrics) -> App:
     """`app` with its responses counted."""
 
     async def layer(scope: Scope, receive: Receive, send: Send) -> None:
+        metrics.watch_loop()
         if scope["type"] != "http":
             await app(scope, receive, send)
             return

@@ -17,7 +17,6 @@ from foretoken.server.record import RequestRecord
 PROVIDER = "foretoken"
 _NS = 1_000_000_000
 _ALLOWED = "gen_ai.request."  # of a record's attributes; none of them holds a message
-_OPERATIONS = {"/v1/completions": "text_completion"}
 
 AttributeValue = str | bool | int | float | Sequence[str]
 
@@ -66,7 +65,7 @@ def span_attributes(record: RequestRecord, figures: RequestFigures) -> dict[str,
     stats = record.stats
     given: dict[str, Any] = {key: value for key, value in record.attributes.items() if key.startswith(_ALLOWED)}
     found = given | {
-        "gen_ai.operation.name": _OPERATIONS.get(record.route, "chat"),
+        "gen_ai.operation.name": record.attributes.get("gen_ai.operation.name", "chat"),
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": record.model,
         "gen_ai.request.stream": record.is_stream,
@@ -79,9 +78,7 @@ def span_attributes(record: RequestRecord, figures: RequestFigures) -> dict[str,
         "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
         "http.response.status_code": record.status,
         "http.route": record.route,
-        "error.type": record.attributes.get("error.type", record.reason or str(record.status))
-        if record.status >= 400 or record.reason
-        else None,
+        "error.type": (record.reason or str(record.status)) if record.status >= 400 or record.reason else None,
         "foretoken.spec.drafter": record.drafter or None,
         "foretoken.spec.num_drafted": figures.num_drafted,
         "foretoken.spec.num_accepted": figures.num_accepted,
@@ -102,10 +99,10 @@ class OpenTelemetrySink:
 
     def __init__(self) -> None:
         try:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # type: ignore[import-not-found, unused-ignore]
+            from opentelemetry.sdk.resources import Resource  # type: ignore[import-not-found, unused-ignore]
+            from opentelemetry.sdk.trace import TracerProvider  # type: ignore[import-not-found, unused-ignore]
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor  # type: ignore[import-not-found, unused-ignore]
         except ImportError as error:
             raise ConfigError(
                 "tracing", True, f"needs the extra otel: pip install 'foretoken[otel]' ({error})"
