@@ -18,7 +18,7 @@ from foretoken.server.api.config import ApiConfig
 from foretoken.server.local import LocalService
 from foretoken.server.page.board import stats_router
 from foretoken.server.page.page import page_router
-from tests.server.browser import FOLDER, chromium, served
+from tests.server.serving import FOLDER, chromium, served
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium: run scripts/get_browser.sh")
