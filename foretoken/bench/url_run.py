@@ -128,9 +128,10 @@ async def _drive(endpoint: Endpoint, run: UrlRun, tell: Tell) -> None:
 
 def _between(run: UrlRun) -> tuple[int, int] | None:
     """Drafted and accepted tokens by the endpoint's counters, from before the run to after it."""
-    if len(run.counters) != 2 or run.counters[0] is None or run.counters[1] is None:
+    known = [counters for counters in run.counters if counters is not None]
+    if len(known) != 2:  # the endpoint has none, or the run was interrupted
         return None
-    before, after = run.counters
+    before, after = known
     return round(after["drafted"] - before["drafted"]), round(after["accepted"] - before["accepted"])
 
 

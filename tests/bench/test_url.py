@@ -55,7 +55,7 @@ def test_every_request_is_sent_and_counted(fake: Fake, prompts: Path, monkeypatc
     assert row.num_tokens == 36  # three events of two tokens each
     assert row.ttft_s["p50"].value > 0
     assert row.ttft_s["p50"].low <= row.ttft_s["p50"].value <= row.ttft_s["p50"].high
-    assert set(row.itl_s) == set(row.tpot_s) == set(row.e2e_s) == {"p50", "p95", "p99"}
+    assert set(row.itl_s) == set(row.tpot_s) == set(row.e2e_s) == {"mean", "p50", "p95", "p99"}
     assert row.acceptance_rate is None
     assert "not reported" in markdown(report)
     assert "secret-key" not in report.json_line()
@@ -265,7 +265,7 @@ def test_goodput_counts_answers_within_all_deadlines() -> None:
 
 def test_percentiles_are_those_of_the_values_and_the_interval_holds_them() -> None:
     found = percentiles([[float(value)] for value in range(1, 101)], seed=0)
-    assert [found[name].value for name in ("p50", "p95", "p99")] == [50.0, 95.0, 99.0]
+    assert [found[name].value for name in ("mean", "p50", "p95", "p99")] == [50.5, 50.0, 95.0, 99.0]
     assert 35 < found["p50"].low < 50 < found["p50"].high < 65
     few = percentiles([[1.0], [2.0]], seed=0)
     assert (few["p99"].value, few["p99"].low) == (2.0, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -99,6 +100,17 @@ def test_flags_reach_their_configurations(
     monkeypatch.setenv(serve_options.KEY_VARIABLE, "from-the-environment")
     assert foretoken("serve").code == 0
     assert served[1].guard.api_key == "from-the-environment"
+
+
+def test_files_of_deployment_use_flags_that_exist() -> None:
+    lines = (ROOT / "tests" / "cli_options.txt").read_text().splitlines()
+    known = {line.split()[-1] for line in lines if line.startswith("foretoken serve ")} | {"--help"}
+    others = {"--now", "--rm", "--secret", "--build-arg", "--from", "--index-url", "--no-deps", "--no-build-isolation"}
+    others |= {"--system", "--create-home", "--uid", "--start-period", "--interval", "--timeout"}  # of other commands
+    for name in ("deploy/foretoken.service", "deploy/Containerfile", "docs/serving/operations.md"):
+        flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (ROOT / name).read_text()))
+        assert len(flags & known) >= 3
+        assert flags - others <= known, (name, flags - known)
 
 
 def test_keys_in_settings_are_not_shown(foretoken: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from foretoken import SpecConfig
@@ -14,7 +14,7 @@ from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.local import LocalService
 from tests.helpers.fake_service import FakeService
-from tests.helpers.http import Records, client_of, events_of, text_of
+from tests.helpers.http import Records, client_of, events_of, run, text_of
 from tests.server.drafters import DRAFTERS, config_for
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -34,7 +34,7 @@ def ask(app: Any, *bodies: dict[str, Any], path: str = TEXT, status: int = 200) 
                 found.append(events_of(response.text) if body.get("stream") else response.json())
         return found
 
-    return asyncio.run(send())
+    return run(send())
 
 
 def greedy(**fields: Any) -> dict[str, Any]:
@@ -297,8 +297,6 @@ def spec_for(config: ApiConfig | None = None, default: dict[str, Any] | None = N
     fake = FakeService()
     assert fake.info is not None
     if default is not None:
-        import msgspec
-
         fake.info = msgspec.structs.replace(fake.info, default_spec=default)
     ask(create_app(fake, config), {"prompt": "a", **fields})
     spec = fake.calls[-1].spec
@@ -378,7 +376,7 @@ def test_padded_chunks_have_one_size(service: LocalService, drafter: str) -> Non
             response = await client.post(TEXT, json={**body, **fields})
             return [len(part) + 2 for part in response.content.split(b"\n\n") if part and b"[DONE]" not in part]
 
-    assert len(set(asyncio.run(sizes())[:-1])) == 1
-    assert len(set(asyncio.run(sizes(logprobs=3))[:-1])) == 1
-    plain = asyncio.run(sizes(stream_options={"include_obfuscation": False}))
+    assert len(set(run(sizes())[:-1])) == 1
+    assert len(set(run(sizes(logprobs=3))[:-1])) == 1
+    plain = run(sizes(stream_options={"include_obfuscation": False}))
     assert len(set(plain)) > 1
