@@ -181,12 +181,11 @@ def test_salt_isolation(service: LocalService, tmp_path: Path) -> None:
 async def _whole(app: App, headers: list[tuple[bytes, bytes]], body: bytes) -> Reply:
     """An answer whose client waits for it."""
     reply, waiting = Reply(), [body]
-    never = asyncio.get_running_loop().create_future()
 
     async def receive() -> dict[str, Any]:
         if waiting:
             return {"type": "http.request", "body": waiting.pop(), "more_body": False}
-        return await never
+        return await asyncio.get_running_loop().create_future()  # it never leaves
 
     async def send(message: dict[str, Any]) -> None:
         reply.status = message.get("status", reply.status)
