@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
+CLIENTS2 := .venv-clients-2
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
@@ -33,9 +34,10 @@ coverage: $(VENV)/.ready
 proof: $(VENV)/.ready
 	$(BIN)/pytest proof -vv
 
-# Real clients, unmodified, against a running server; they have an environment of their own, Node its folder.
-clients: $(VENV)/.ready $(CLIENTS)/.ready clients/node_modules/.ready
-	FORETOKEN_PYTHON=$(BIN)/python $(CLIENTS)/bin/pytest -c clients/pytest.ini clients -vv --durations 10
+# Real clients, unmodified, against a running server; they have environments of their own, Node its folder.
+clients: $(VENV)/.ready $(CLIENTS)/.ready $(CLIENTS2)/.ready clients/node_modules/.ready
+	FORETOKEN_PYTHON=$(BIN)/python $(CLIENTS)/bin/pytest -c clients/pytest.ini clients/first
+	FORETOKEN_PYTHON=$(BIN)/python $(CLIENTS2)/bin/pytest -c clients/pytest.ini clients/second
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -66,9 +68,15 @@ $(CLIENTS)/.ready: requirements-clients.txt
 	$(CLIENTS)/bin/python -m pip install -q -r requirements-clients.txt
 	touch $@
 
+$(CLIENTS2)/.ready: requirements-clients-2.txt
+	test -x $(CLIENTS2)/bin/python || $(PYTHON) -m venv $(CLIENTS2)
+	$(CLIENTS2)/bin/python -m pip install -q --upgrade-strategy only-if-needed "$(TORCH)"  # guidellm depends on it
+	$(CLIENTS2)/bin/python -m pip install -q -r requirements-clients-2.txt
+	touch $@
+
 clients/node_modules/.ready: clients/package.json clients/package-lock.json
 	npm ci --prefix clients --no-audit --no-fund --silent
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) clients/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS2) clients/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*

@@ -1,9 +1,11 @@
-"""A server with the reference target in a process of the project's own environment."""
+"""`foretoken serve` with the reference target, in the project's own environment."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +18,12 @@ PYTHON = os.environ.get("FORETOKEN_PYTHON", str(ROOT / ".venv/bin/python"))
 MODEL = "reference"
 
 # Clients that look for updates or send statistics would wait for a network that a test must not need.
-os.environ |= {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
 
 
 @pytest.fixture(scope="session")
@@ -29,27 +36,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start(folder: Path) -> Iterator[Callable[..., str]]:
-    """Starts a server with further arguments and returns its address."""
+def start(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Starts a server with further flags and returns its address; at the end it drains and exits with 0."""
     running: list[subprocess.Popen[str]] = []
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FORETOKEN_CACHE": str(tmp_path_factory.mktemp("cache"))}
 
-    def start_one(*arguments: str) -> str:
-        command = [PYTHON, str(HERE / "serve.py"), str(folder), *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
-        )
+    def start_one(*flags: str) -> str:
+        command = [
+            PYTHON,
+            "-m",
+            "foretoken",
+            "serve",
+            "--json",
+            "--port",
+            "0",
+            "--target",
+            str(folder),
+            "--name",
+            MODEL,
+        ]
+        command += ["--dtype", "float32", "--cost-profile", "off", "--default-max-tokens", "16", *flags]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
         running.append(process)
         assert process.stdout is not None
-        address = process.stdout.readline().strip()
-        assert address.startswith("http://127.0.0.1:"), "the server did not start; see its messages above"
-        return address
+        line = process.stdout.readline()
+        assert line, "the server did not start; see its messages above"
+        return str(json.loads(line)["url"])
 
     yield start_one
     for process in running:
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(60) == 0
+        process.send_signal(signal.SIGTERM)
+    assert [process.wait(60) for process in running] == [0] * len(running)
 
 
 @pytest.fixture(scope="session")

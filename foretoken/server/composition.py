@@ -9,8 +9,6 @@ from typing import Any
 from fastapi import APIRouter
 
 from foretoken.server.api.app import RouterMaker, create_app
-from foretoken.server.api.responses import responses_router
-from foretoken.server.api.tokenization import tokenization_router
 from foretoken.server.config import ServerConfig
 from foretoken.server.guard.app import App, guarded
 from foretoken.server.guard.connection import uvicorn_options
@@ -39,7 +37,7 @@ def compose(service: Replicas, config: ServerConfig) -> Composed:
     """
     observation = Observation(service, config.observe)
     routers: list[APIRouter | RouterMaker] = [*observation.routers, page_router()]
-    routers += [stats_router, tokenization_router, responses_router]
+    routers.append(stats_router)
     if is_test_build():
         routers.append(debug_router(service))
     app = create_app(service, config.api, observation.observers, routers)

@@ -95,11 +95,14 @@ class AnswerEnded(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class AnswerFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """One answer failed; the others of the call go on. `error` is the name of a class in `foretoken.errors`."""
+    """One answer failed; the others of the call go on. `error` is the name of a class in `foretoken.errors`; if that is
+    an `InputError`, `field` is the parameter that could not be honoured and `message` the remedy.
+    """
 
     index: int
     error: str
     message: str
+    field: str = ""
 
 
 Event = Begun | Piece | AnswerEnded | AnswerFailed

@@ -194,10 +194,10 @@ class LocalGeneration:
                     yield Piece(index, output.text, self._tokens(output), round_)
             answer = await ticket.wait()
         except Exception as error:  # noqa: BLE001 - the error of this answer; the others go on
-            yield AnswerFailed(index, type(error).__name__, str(error))
+            yield _failure(index, error)
             return
         if answer.error is not None:
-            yield AnswerFailed(index, type(answer.error).__name__, str(answer.error))
+            yield _failure(index, answer.error)
         else:
             yield AnswerEnded(
                 index,
@@ -221,6 +221,12 @@ class LocalGeneration:
             return ()
         scored = zip(answer.prompt_ids, answer.prompt_logprobs, strict=True)
         return tuple(self._texts.event(token_id, one, "prompt") for token_id, one in scored)
+
+
+def _failure(index: int, error: Exception) -> AnswerFailed:
+    if isinstance(error, InputError):
+        return AnswerFailed(index, type(error).__name__, error.remedy, error.field)
+    return AnswerFailed(index, type(error).__name__, str(error))
 
 
 def _info(engine: AsyncEngine, name: str) -> ModelInfo:

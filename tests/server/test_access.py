@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from foretoken import LLM
-from foretoken.engine.async_engine import AsyncEngine
 from foretoken.engine.stats import EngineStats
 from foretoken.server.api.app import create_app
 from foretoken.server.guard.access import PUBLIC_PATHS, need_of
@@ -121,12 +118,6 @@ def _samples(observation: Observation, name: str) -> list[Any]:
 
 
 # ---- tenants
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[LocalService]:
-    with LLM("reference:target", dtype="float32", profile="off", cache_tokens=4096) as llm, AsyncEngine(llm) as engine:
-        yield LocalService(engine, "reference")
 
 
 PROMPT = (

@@ -205,6 +205,23 @@ def test_what_does_not_fit_into_the_queue_is_dropped() -> None:
     assert background.num_dropped == 4
 
 
+def test_a_writer_that_raises_goes_on() -> None:
+    seen: list[int] = []
+
+    def broken(batch: Any) -> int:
+        if 1 in batch:
+            raise ZeroDivisionError
+        seen.extend(batch)
+        return 0
+
+    background: Background[int] = Background("test", broken)
+    for number in (1, 2):
+        background.put(number)
+        background.drain()
+    background.close()
+    assert (seen, background.num_dropped) == ([2], 1)
+
+
 # ---- log
 
 

@@ -52,7 +52,8 @@ def read(style: ToolStyle, text: str, width: int) -> tuple[str, list[list[str]],
         ("tags", "Hello <b> world  \n", "Hello <b> world  \n", []),
         (
             "tags",
-            'Hi\n<tool_call>\n{"name": "f", "arguments": {"a": "}</tool_call>", "b": [1, {"c": "\\""}]}}\n</tool_call>\n'
+            'Hi\n<tool_call>\n{"name": "f", "arguments": {"a": "}</tool_call>", "b": [1, {"c": "\\""}]}}\n'
+            "</tool_call>\n"
             '<tool_call>{"name":"g","arguments":{}}</tool_call>\n',
             "Hi",
             [["f", '{"a": "}</tool_call>", "b": [1, {"c": "\\""}]}'], ["g", "{}"]],

@@ -12,7 +12,7 @@ from foretoken import __version__
 from foretoken.server.api import chat, completions, responses
 from foretoken.server.api.caller import caller_of
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.api.errors import CODE_KEY, install_handlers
+from foretoken.server.api.errors import CODE_KEY, ERROR_SCHEMA, install_handlers
 from foretoken.server.api.exchange import RECORDED_KEY, Api
 from foretoken.server.api.request_id import RequestIds, request_id_of
 from foretoken.server.api.status import status_router
@@ -39,6 +39,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        responses={"default": {"description": "An error", "content": {"application/json": {"schema": ERROR_SCHEMA}}}},
     )
     app.state.api = api
     for router in (

@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from foretoken import errors
+from foretoken.server.events import AnswerFailed
 
 ErrorCode = Literal[
     # the request
@@ -72,6 +73,24 @@ _TYPES = {
 _PATH = re.compile(r"(?:[A-Za-z]:\\|~?/)(?:[^\s/\\:;,'\"()]+[/\\])+[^\s/\\:;,'\"()]*")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{5,}\b|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
 _LINES = re.compile(r"\s+")
+
+
+ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string", "maxLength": MAX_MESSAGE_BYTES},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"enum": list(CODES)},
+            },
+        }
+    },
+}
 
 
 class ApiError(HTTPException):
@@ -168,13 +187,23 @@ def of_exception(error: Exception, retry_after_s: int) -> ApiError:
     return final(500, "internal_error", "the server failed to answer this request")
 
 
-def of_failure(name: str) -> ApiError:
-    """The API's error for an answer that failed inside the engine with the error of this class name."""
-    if name == "NumericsError":
-        return final(500, "numerical_error", "the model computed numbers that are not finite for this request")
-    if name == "WorkerDiedError":
+def of_failure(event: AnswerFailed) -> ApiError:
+    """The API's error for an answer that failed inside the engine."""
+    if event.field:  # found out on the way, such as a structure that has no room for `min_tokens`
+        return invalid(event.field, event.message)
+    if event.error == "NumericsError":
+        return _numerical(errors.NumericsError(), 0)
+    if event.error == "WorkerDiedError":
         return _worker_died(errors.WorkerDiedError(), 0)
+    return _engine(errors.EngineError(), 0)
+
+
+def _engine(_error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
     return final(500, "engine_error", "the engine failed on this request; others go on")
+
+
+def _numerical(_error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
+    return final(500, "numerical_error", "the model computed numbers that are not finite for this request")
 
 
 def _input(error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
@@ -182,19 +211,28 @@ def _input(error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
     return invalid(error.field, error.remedy, error.value)
 
 
-def _unusable(error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
+def _unusable(error: errors.ForetokenError, retry_after_s: int) -> ApiError:
     """A template that breaks or never ends does so on what the client sent; other files are the operator's."""
     if "chat template" in str(error):
         return ApiError(400, "unsupported_feature", f"messages: {error}", "messages")
-    return of_failure("EngineError")
+    return _engine(error, retry_after_s)
 
 
 def _worker_died(_error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
     return final(500, "worker_died", "the engine's process died while this request ran; it is being restarted")
 
 
-def _unavailable(error: errors.ForetokenError, retry_after_s: int) -> ApiError:
-    return later(503, "restarting", str(error) or "the engine takes no requests now", retry_after_s)
+def unavailable(state: str, retry_after_s: int) -> ApiError:
+    """503 for a service in this state; one that says "ready" was not so a moment ago."""
+    code: ErrorCode = _BY_STATE.get(state, "loading")
+    return later(503, code, f"the server takes no requests now: {code}", retry_after_s)
+
+
+_BY_STATE: dict[str, ErrorCode] = {
+    "draining": "draining",
+    "restarting": "restarting",
+    "failed": "engine_failed",
+}
 
 
 _MAKERS: tuple[tuple[type[errors.ForetokenError], _Maker], ...] = (
@@ -202,12 +240,12 @@ _MAKERS: tuple[tuple[type[errors.ForetokenError], _Maker], ...] = (
     (errors.InputError, _input),
     (errors.OverloadedError, lambda e, s: later(429, "queue_full", str(e), s)),
     (errors.CapacityError, lambda e, _s: ApiError(400, "capacity_exceeded", str(e), "max_tokens")),
-    (errors.UnavailableError, _unavailable),
+    (errors.UnavailableError, lambda _e, s: unavailable("restarting", s)),
     (errors.WorkerDiedError, _worker_died),
-    (errors.NumericsError, lambda _e, _s: of_failure("NumericsError")),
+    (errors.NumericsError, _numerical),
     (errors.CheckpointError, _unusable),
     (errors.UnsupportedModelError, lambda e, _s: ApiError(400, "unsupported_feature", str(e))),
-    (errors.ForetokenError, lambda _e, _s: of_failure("EngineError")),
+    (errors.ForetokenError, _engine),
 )
 
 

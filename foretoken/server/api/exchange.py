@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Coroutine, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from foretoken.errors import ContextLengthError, ForetokenError
+from foretoken.errors import ContextLengthError, ForetokenError, UnavailableError
 from foretoken.server.api.answers import AnswerBook
 from foretoken.server.api.budget import TokenBudget
 from foretoken.server.api.caller import caller_of
@@ -24,6 +24,7 @@ from foretoken.server.api.errors import (
     later,
     of_exception,
     of_failure,
+    unavailable,
 )
 from foretoken.server.api.request_id import request_id_of
 from foretoken.server.events import AnswerEnded, AnswerFailed, Begun, Event, ModelInfo
@@ -60,8 +61,7 @@ class Api:
         """
         state, info = self.service.state, self.service.info
         if state != "ready" or info is None:
-            code: ErrorCode = "engine_failed" if state == "failed" else "loading" if state == "ready" else state
-            raise later(503, code, f"the server takes no requests now: {state}", self.config.retry_after_s)
+            raise unavailable(state, self.config.retry_after_s)
         return info
 
     def tell(self, record: RequestRecord) -> None:
@@ -130,7 +130,7 @@ class Exchange:
                     self._begin(event)
                 elif isinstance(event, AnswerFailed):
                     _log.warning("request %s failed: %s: %s", self.request_id, event.error, event.message)
-                    raise of_failure(event.error)
+                    raise of_failure(event)
                 elif isinstance(event, AnswerEnded):
                     if event.finish_reason == "abort":
                         raise self._leave_error(self.left)
@@ -201,6 +201,8 @@ class Exchange:
             raise ApiError(400, "too_many_tokens", message, "logprobs")
 
     def _refusal(self, error: ForetokenError) -> ApiError:
+        if isinstance(error, UnavailableError) and self.api.service.state != "ready":
+            return unavailable(self.api.service.state, self.api.config.retry_after_s)
         made = of_exception(error, self.api.config.retry_after_s)
         if isinstance(error, ContextLengthError):
             found = re.match(r"\d+", str(error.value))

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from foretoken.server.api.errors import invalid
 
+MAX_SCHEMA_CHARS = 512 * 1024  # as `grammar.MAX_TEXT_BYTES`
 MAX_CHOICES = 1024  # texts of `structured_outputs.choice`; the limit on their bytes is the grammar's
 
 # Between the parts of JSON text inside a grammar: a space, or a new line and its indentation. The library's default,
@@ -79,19 +80,39 @@ def json_text(field: str, value: object) -> str:
     """A value of a request as JSON text.
 
     Raises:
-        ApiError: nested too deeply.
+        ApiError: too long, or nested too deeply.
     """
+    check_size(field, value)
     try:
         return json.dumps(value)
     except RecursionError:
         raise invalid(field, "is nested too deeply; use $ref for what repeats") from None
 
 
+def check_size(field: str, value: object) -> None:
+    """Refuse what a grammar would refuse for its length, before it is written out: that would hold up the event loop.
+
+    Raises:
+        ApiError: more than `MAX_SCHEMA_CHARS`.
+    """
+    num_chars, waiting = 0, [value]
+    while waiting:
+        one = waiting.pop()
+        num_chars += len(one) if isinstance(one, str) else 1
+        if isinstance(one, dict):
+            num_chars += sum(map(len, one))
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+        if num_chars + len(waiting) > MAX_SCHEMA_CHARS:
+            raise invalid(field, f"is longer than {MAX_SCHEMA_CHARS // 1024} kB; make it smaller")
+
+
 def json_rule(field: str, schema: dict[str, Any]) -> str:
     """A Lark expression for JSON text that fits `schema`.
 
     Raises:
-        ApiError: nested too deeply.
+        ApiError: too long, or nested too deeply.
     """
     spaced = schema if "x-guidance" in schema else {"x-guidance": {"whitespace_pattern": _WHITESPACE}, **schema}
     return f"%json {json_text(field, spaced)}"

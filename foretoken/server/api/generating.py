@@ -44,6 +44,9 @@ async def answer(
         await exchange.closed()
         exchange.finish(500, "internal_error")
         raise final(500, "internal_error", "the server failed to answer this request") from error
+    except BaseException:  # the server itself stops
+        exchange.finish(500, "internal_error")
+        raise
     exchange.finish(200)
     return made
 

@@ -1,4 +1,4 @@
-"""`suffix`: a prompt and the text behind the answer, in the order that models trained to fill in the middle read them."""
+"""`suffix`: a prompt and the text behind its answer, in the order that models trained for it read them."""
 
 from __future__ import annotations
 

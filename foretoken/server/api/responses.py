@@ -81,21 +81,23 @@ class ResponsesWriter:
     async def stream(self) -> AsyncGenerator[bytes]:
         """The events of the stream, encoded."""
         exchange, is_begun = self._exchange, False
-        async with contextlib.aclosing(exchange.events()) as events:
-            async with contextlib.aclosing(paced(events, exchange.api.config)) as groups:
-                async for event in groups:
-                    if not is_begun:
-                        is_begun = True
-                        for kind in ("response.created", "response.in_progress"):
-                            yield self._encoded({"type": kind, "response": self._response(None)})
-                    if isinstance(event, PieceGroup):
-                        for made in self._piece_events(event.piece.text, event.piece.tokens):
-                            yield self._encoded(made)
-                    elif isinstance(event, AnswerEnded):
-                        for made in self._end_events(event):
-                            yield self._encoded(made)
-                        response = self._response(event)
-                        yield self._encoded({"type": f"response.{response['status']}", "response": response})
+        async with (
+            contextlib.aclosing(exchange.events()) as events,
+            contextlib.aclosing(paced(events, exchange.api.config)) as groups,
+        ):
+            async for event in groups:
+                if not is_begun:
+                    is_begun = True
+                    for kind in ("response.created", "response.in_progress"):
+                        yield self._encoded({"type": kind, "response": self._response(None)})
+                if isinstance(event, PieceGroup):
+                    for made in self._piece_events(event.piece.text, event.piece.tokens):
+                        yield self._encoded(made)
+                elif isinstance(event, AnswerEnded):
+                    for made in self._end_events(event):
+                        yield self._encoded(made)
+                    response = self._response(event)
+                    yield self._encoded({"type": f"response.{response['status']}", "response": response})
 
     def _piece_events(self, text: str, tokens: Any) -> Iterator[_Json]:  # noqa: ANN401 - tokens of either container
         return self._items.add(self._shaper.push(text), self._logprobs(tokens))

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Response
 from foretoken import __version__
 from foretoken.config import known_drafters
 from foretoken.server.api.config import ApiConfig
-from foretoken.server.api.errors import CODES, MAX_MESSAGE_BYTES, ApiError, ErrorCode, json_response, later
+from foretoken.server.api.errors import CODES, MAX_MESSAGE_BYTES, ApiError, json_response, unavailable
 from foretoken.server.api.exchange import Api
 from foretoken.server.api.speculation import default_spec, offered_specs
 from foretoken.server.events import ModelInfo
@@ -37,8 +37,7 @@ def status_router(api: Api) -> APIRouter:
     @router.get("/health", summary="Whether the engine lives")
     async def health() -> Response:
         if api.service.state in _DEAD:
-            code: ErrorCode = "engine_failed" if api.service.state == "failed" else "restarting"
-            raise later(503, code, f"the engine is not alive: {api.service.state}", api.config.retry_after_s)
+            raise unavailable(api.service.state, api.config.retry_after_s)
         return json_response({"status": "ok", "state": api.service.state})
 
     @router.get("/ready", summary="Whether requests are taken")

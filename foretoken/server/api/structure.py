@@ -28,7 +28,8 @@ def structure_of(body: SamplingFields, info: ModelInfo) -> Mapping[str, Any]:
     called, style = _called(body, info), _style(info)
     if not called.functions or style is None:
         return form
-    return held_form(called, style, body.parallel_tool_calls is not False, form)
+    is_parallel = body.parallel_tool_calls is not False and not called.is_single
+    return held_form(called, style, is_parallel, form)
 
 
 def tools_of(body: ChatRequest, info: ModelInfo) -> list[dict[str, Any]] | None:

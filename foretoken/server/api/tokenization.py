@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`, where vLLM has them and lm-evaluation-harness looks: at the root."""
+"""`/tokenize`, `/detokenize`, `/tokenizer_info`: at the root, where vLLM has them and lm-evaluation-harness asks."""
 
 from __future__ import annotations
 

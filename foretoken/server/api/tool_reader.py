@@ -32,7 +32,7 @@ _BETWEEN = re.compile(r"[\s,;\]]*")  # between calls, and behind the last one
 
 
 class ToolReader:
-    """A `MessageShaper` that splits one answer's text into content and calls. `names` are the functions that may be called."""
+    """A `MessageShaper` that splits one answer's text into content and calls of the functions in `names`."""
 
     def __init__(self, style: ToolStyle, names: Collection[str]) -> None:
         self._has_tags, self._names = style == "tags", frozenset(names)

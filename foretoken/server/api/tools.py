@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from foretoken.server.api.errors import invalid, unsupported
-from foretoken.server.api.forms import json_rule, lark_text
+from foretoken.server.api.forms import check_size, json_rule, lark_text
 from foretoken.server.api.tool_reader import CLOSE_TAG, OPEN_TAG, ToolStyle
 
 MAX_TOOLS = 128  # OpenAI's
@@ -78,17 +78,18 @@ ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | AllowedTool
 
 @dataclass(frozen=True)
 class Callables:
-    """The functions that an answer may call, and whether it must call one."""
+    """The functions that an answer may call, whether it must call one, and whether that is all it may do."""
 
     functions: tuple[FunctionTool, ...] = ()
     is_forced: bool = False
+    is_single: bool = False
 
 
 def callables(tools: Sequence[Tool] | None, choice: ToolChoice | None, style: ToolStyle | None) -> Callables:
     """What `tools` and `tool_choice` come to; none without tools and for `tool_choice` "none".
 
     Raises:
-        ApiError: contradictory fields, or a chat template that takes no tools (`style` None).
+        ApiError: contradictory fields, too long schemas, or a chat template that takes no tools (`style` None).
     """
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -97,6 +98,7 @@ def callables(tools: Sequence[Tool] | None, choice: ToolChoice | None, style: To
     functions = {tool.function.name: tool.function for tool in tools}
     if len(functions) < len(tools):
         raise invalid("tools", "two functions have the same name; give each its own")
+    check_size("tools", [[tool.function.description or "", tool.function.parameters] for tool in tools])
     if style is None:
         raise unsupported("tools", "the model's chat template takes no tools; leave them out")
     if choice == "none":
@@ -104,7 +106,7 @@ def callables(tools: Sequence[Tool] | None, choice: ToolChoice | None, style: To
     names, is_forced = _chosen(functions, choice)
     if not functions.keys() >= set(names):
         raise invalid("tool_choice", "names a function that is not among the tools")
-    return Callables(tuple(functions[name] for name in names), is_forced)
+    return Callables(tuple(functions[name] for name in names), is_forced, isinstance(choice, NamedToolChoice))
 
 
 def held_form(called: Callables, style: ToolStyle, is_parallel: bool, form: Mapping[str, str]) -> Mapping[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from conftest import MODEL
 
 
 @pytest.fixture(scope="module")
-def run(base_url: str, tmp_path_factory: pytest.TempPathFactory):  # noqa: ANN201 - a function
+def run(base_url: str, tmp_path_factory: pytest.TempPathFactory):
     home = tmp_path_factory.mktemp("llm")
-    model = f"- model_id: served\n  model_name: {MODEL}\n  api_base: {base_url}\n  api_key_name: none\n  supports_schema: true\n  supports_tools: true\n"
-    (home / "extra-openai-models.yaml").write_text(model)
+    fields = {"model_id": "served", "model_name": MODEL, "api_base": base_url, "api_key_name": "none"}
+    model = [fields | {"supports_schema": True, "supports_tools": True}]
+    (home / "extra-openai-models.yaml").write_text(json.dumps(model))  # YAML reads JSON
     (home / "keys.json").write_text('{"none": "none"}')
     environment = {**os.environ, "LLM_USER_PATH": str(home), "PYTHONUTF8": "1"}
 
@@ -28,18 +30,18 @@ def run(base_url: str, tmp_path_factory: pytest.TempPathFactory):  # noqa: ANN20
     return run_llm
 
 
-def test_prompt_with_and_without_streaming(run) -> None:  # noqa: ANN001 - a function
+def test_prompt_with_and_without_streaming(run) -> None:
     common = ["-m", "served", "-o", "max_tokens", "12", "-o", "temperature", "0", "A function that adds."]
     streamed, whole = run(*common), run("--no-stream", *common)
     assert streamed.strip() == whole.strip()
     assert whole.strip()
 
 
-def test_schema(run) -> None:  # noqa: ANN001 - a function
+def test_schema(run) -> None:
     found = run("-m", "served", "--schema", "on bool", "-o", "max_tokens", "40", "--no-stream", "A switch.")
     assert '"on"' in found
 
 
-def test_tools(run) -> None:  # noqa: ANN001 - a function
+def test_tools(run) -> None:
     found = run("-m", "served", "-T", "llm_version", "-o", "max_tokens", "8", "--no-stream", "Which version?")
     assert found is not None

@@ -22,7 +22,10 @@ WEATHER: Any = {
         "description": "Weather of a city.",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string", "enum": ["Bern", "Rome"]}, "days": {"type": "integer", "enum": [1, 2]}},
+            "properties": {
+                "city": {"type": "string", "enum": ["Bern", "Rome"]},
+                "days": {"type": "integer", "enum": [1, 2]},
+            },
             "required": ["city", "days"],
             "additionalProperties": False,
         },
@@ -38,7 +41,14 @@ def client(base_url: str) -> Iterator[openai.OpenAI]:
 
 def test_chat_validates_strictly(client: openai.OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(
-        model=MODEL, messages=MESSAGES, max_completion_tokens=12, n=2, logprobs=True, top_logprobs=2, temperature=0, seed=3
+        model=MODEL,
+        messages=MESSAGES,
+        max_completion_tokens=12,
+        n=2,
+        logprobs=True,
+        top_logprobs=2,
+        temperature=0,
+        seed=3,
     )
     assert raw.headers["x-request-id"]
     found = ChatCompletion.model_validate_json(raw.text, strict=True)
@@ -50,7 +60,9 @@ def test_chat_validates_strictly(client: openai.OpenAI) -> None:
         assert choice.logprobs is not None
         assert choice.logprobs.content
         assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
-        assert b"".join(bytes(token.bytes or []) for token in choice.logprobs.content).decode() == choice.message.content
+        assert (
+            b"".join(bytes(token.bytes or []) for token in choice.logprobs.content).decode() == choice.message.content
+        )
 
 
 def test_a_stream_is_the_answer_and_ends_with_its_usage(client: openai.OpenAI) -> None:
@@ -194,7 +206,12 @@ def test_response_events_validate_and_add_up(client: openai.OpenAI) -> None:
 def test_a_response_with_a_call(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", **WEATHER["function"], "strict": True}
     with client.responses.stream(
-        model=MODEL, input="Weather?", tools=[tool], tool_choice="required", max_output_tokens=80, parallel_tool_calls=False
+        model=MODEL,
+        input="Weather?",
+        tools=[tool],
+        tool_choice="required",
+        max_output_tokens=80,
+        parallel_tool_calls=False,
     ) as stream:
         for _ in stream:
             pass

@@ -28,7 +28,9 @@ class Switch(BaseModel):
 
 @pytest.fixture(scope="module")
 def chat(base_url: str) -> ChatOpenAI:
-    return ChatOpenAI(model=MODEL, base_url=base_url, api_key=SecretStr("none"), temperature=0, max_completion_tokens=40)
+    return ChatOpenAI(
+        model=MODEL, base_url=base_url, api_key=SecretStr("none"), temperature=0, max_completion_tokens=40
+    )
 
 
 def test_invoke_and_stream_agree(chat: ChatOpenAI) -> None:

@@ -31,7 +31,12 @@ def test_completion_and_stream_agree(base_url: str, route: str) -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_forced_call(base_url: str, route: str) -> None:
-    schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"on": {"type": "boolean"}},
+        "required": ["on"],
+        "additionalProperties": False,
+    }
     tool = {"type": "function", "function": {"name": "switch", "parameters": schema}}
     choice = {"type": "function", "function": {"name": "switch"}}
     found: Any = litellm.completion(**(options(base_url, route) | {"max_tokens": 60}), tools=[tool], tool_choice=choice)

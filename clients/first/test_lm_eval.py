@@ -22,7 +22,12 @@ def test_loglikelihoods_are_those_of_transformers(
     task: Any = {"task": "foretoken_builtins", "dataset_kwargs": data}
     results: Any = lm_eval.simple_evaluate(
         model="local-completions",
-        model_args={"model": MODEL, "base_url": f"{base_url}/completions", "tokenizer_backend": "remote", "max_retries": 1},
+        model_args={
+            "model": MODEL,
+            "base_url": f"{base_url}/completions",
+            "tokenizer_backend": "remote",
+            "max_retries": 1,
+        },
         tasks=[task],
         task_manager=TaskManager(include_path=str(HERE / "tasks")),
         batch_size=batch_size,

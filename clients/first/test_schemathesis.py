@@ -22,7 +22,10 @@ def test_schemathesis_all(start: Callable[..., str], tmp_path: Path) -> None:
     report = tmp_path / "junit.xml"
     command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{server}/openapi.json"]
     command += ["--mode", "all", "--max-examples", "30", "--seed", "1", "--request-timeout", "20", "--no-color"]
-    command += ["--checks", "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"]
+    command += [
+        "--checks",
+        "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance",
+    ]
     command += ["--report", "junit", "--report-junit-path", str(report), "--generation-database", "none"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
