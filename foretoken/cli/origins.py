@@ -88,6 +88,8 @@ def check_environment(root: TyperGroup) -> None:
     Raises:
         ConfigError: names the variable and the nearest known one.
     """
+    for variable in _OTHER_VARIABLES & os.environ.keys():
+        check_text(variable, os.environ[variable])
     known = _OTHER_VARIABLES
     known |= {_variable(verb, name) for verb, name, *_ in _options(root, only=_mentioned(root))}
     for variable, value in os.environ.items():
@@ -98,8 +100,6 @@ def check_environment(root: TyperGroup) -> None:
                 value,
                 f"no setting of this name; did you mean {near[0]}?" if near else "no setting of this name; unset it",
             )
-        if variable in _OTHER_VARIABLES:
-            check_text(variable, value)
 
 
 def _variables() -> list[str]:
