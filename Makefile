@@ -3,13 +3,19 @@
 
 PYTHON ?= python3
 VENV := .venv
+CLIENTS := .venv-clients
+CLIENTS2 := .venv-clients-2
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test coverage proof check format clean
+.PHONY: demo serve test coverage proof clients check format browser clean
 
 demo: $(VENV)/.ready
 	$(BIN)/foretoken demo
+
+# The reference model with its draft on http://127.0.0.1:8000, with a page.
+serve: $(VENV)/.ready
+	$(BIN)/foretoken serve
 
 # Two processes, each with a half of the files in order; who is done first takes from the other half.
 # Each keeps whole files as long as it can, so that what fixtures of a module make is mostly made once.
@@ -28,6 +34,11 @@ coverage: $(VENV)/.ready
 proof: $(VENV)/.ready
 	$(BIN)/pytest proof -vv
 
+# Real clients, unmodified, against a running server; they have environments of their own, Node its folder.
+clients: $(VENV)/.ready $(CLIENTS)/.ready $(CLIENTS2)/.ready clients/node_modules/.ready
+	FORETOKEN_PYTHON=$(BIN)/python $(CLIENTS)/bin/pytest -c clients/pytest.ini clients/first
+	FORETOKEN_PYTHON=$(BIN)/python $(CLIENTS2)/bin/pytest -c clients/pytest.ini clients/second
+
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -38,6 +49,11 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A headless Chromium for the tests of the server's page, which are skipped without one. Needs node and npm.
+browser: $(VENV)/.ready
+	$(BIN)/python -m pip install -q playwright==1.65.2
+	scripts/get_browser.sh
+
 # torch goes first and pinned: left to a range, pip would take the newest build with its CUDA libraries.
 $(VENV)/.ready: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("foretoken needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
@@ -47,5 +63,20 @@ $(VENV)/.ready: requirements.txt pyproject.toml
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
+$(CLIENTS)/.ready: requirements-clients.txt
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install -q -r requirements-clients.txt
+	touch $@
+
+$(CLIENTS2)/.ready: requirements-clients-2.txt
+	test -x $(CLIENTS2)/bin/python || $(PYTHON) -m venv $(CLIENTS2)
+	$(CLIENTS2)/bin/python -m pip install -q --upgrade-strategy only-if-needed "$(TORCH)"  # guidellm depends on it
+	$(CLIENTS2)/bin/python -m pip install -q -r requirements-clients-2.txt
+	touch $@
+
+clients/node_modules/.ready: clients/package.json clients/package-lock.json
+	npm ci --prefix clients --no-audit --no-fund --silent
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS2) clients/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*

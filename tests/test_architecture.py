@@ -207,6 +207,7 @@ def test_cli_options_are_those_on_the_list() -> None:
         "bench speed",
         "bench load",
         "bench profile",
+        "bench url",
         "plan",
         "simulate",
         "widen",

@@ -31,6 +31,7 @@ from foretoken.cli.bench_options import (
     default_draft,
 )
 from foretoken.cli.bench_profile import profile
+from foretoken.cli.bench_url import url
 from foretoken.cli.common import (
     AllowLossyOption,
     DeviceOption,
@@ -52,6 +53,7 @@ _DEFAULT = SpeedOptions(target="reference:target", draft="reference:draft")
 
 class _BenchGroup(DefaultGroup):
     default_command = "speed"
+    chosen_by: Mapping[str, str] = {"--url": "url"}
     moved: Mapping[str, str] = {
         "--profile": "foretoken bench profile",
         "--trace": "foretoken bench load --load",
@@ -61,7 +63,8 @@ class _BenchGroup(DefaultGroup):
 
 
 app = typer.Typer(
-    cls=_BenchGroup, help="Measure speed, throughput under load, or the cost of steps; without a command, speed."
+    cls=_BenchGroup,
+    help=("Measure speed, throughput under load, the cost of steps, or (--url) a server; without a command, speed."),
 )
 
 
@@ -168,3 +171,4 @@ def _options(given: Mapping[str, Any]) -> SpeedOptions:
 
 app.command("load", cls=Verb)(load)
 app.command("profile", cls=Verb)(profile)
+app.command("url", cls=Verb)(url)

@@ -9,7 +9,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from foretoken.config import NUMERICS, SpecConfig
@@ -17,8 +16,6 @@ from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig, EngineOptions
 from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.files import read_stream, read_text, to_json
-from foretoken.model.loader import parse_dtype
-from foretoken.model.open import open_device
 from foretoken.params import check_whole
 from foretoken.printing.console import Console, Spinner
 
@@ -26,11 +23,17 @@ _MOST_THREADS = 1024  # a pool of threads that no machine has would be made all 
 
 
 def _check_dtype(value: str) -> str:
+    import torch  # `serve` has these options without their checks, and no torch
+
+    from foretoken.model.loader import parse_dtype
+
     parse_dtype(value, stored=torch.float32)
     return value
 
 
 def _check_device(value: str) -> str:
+    from foretoken.model.open import open_device
+
     open_device(value)
     return value
 
@@ -69,13 +72,10 @@ NumericsOption = Annotated[
         help="default, or strict: logits bitwise the same however rows are batched.", callback=_check_numerics
     ),
 ]
-DtypeOption = Annotated[
-    str,
-    typer.Option(
-        help="Format of the weights: auto (as stored), bfloat16, float16, float32, float64.", callback=_check_dtype
-    ),
-]
-DeviceOption = Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:N.", callback=_check_device)]
+DTYPE_HELP = "Format of the weights: auto (as stored), bfloat16, float16, float32, float64."
+DEVICE_HELP = "Where to run: auto, cpu, cuda, cuda:N."
+DtypeOption = Annotated[str, typer.Option(help=DTYPE_HELP, callback=_check_dtype)]
+DeviceOption = Annotated[str, typer.Option(help=DEVICE_HELP, callback=_check_device)]
 ThreadsOption = Annotated[
     int | None, typer.Option(help="Threads of every engine; without it, torch's own number.", callback=_check_threads)
 ]

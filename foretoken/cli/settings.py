@@ -8,10 +8,12 @@ import typer
 from typer.core import TyperGroup
 
 from foretoken.cli.common import JsonOption, print_json
-from foretoken.cli.origins import resolved
+from foretoken.cli.origins import SECRETS, resolved
 from foretoken.cli.usage import Group
 from foretoken.cli.verb import Verb
 from foretoken.printing.console import Console
+
+_HIDDEN = "(set, not shown)"
 
 app = typer.Typer(cls=Group, help="Settings: what is in force, and where it comes from.", no_args_is_help=True)
 
@@ -25,7 +27,10 @@ def show(
     """Print every setting of every verb, as it would apply without flags."""
     root = context.find_root().command
     assert isinstance(root, TyperGroup)
-    rows = list(resolved(root))
+    rows = [
+        (verb, name, _HIDDEN if name in SECRETS and value is not None else value, source)
+        for verb, name, value, source in resolved(root)
+    ]
     if as_json:
         print_json({f"{verb}.{name}": {"value": value, "origin": source} for verb, name, value, source in rows})
         return

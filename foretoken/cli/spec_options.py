@@ -18,7 +18,6 @@ from foretoken.config import PLAIN, SpecConfig
 from foretoken.errors import ConfigError
 from foretoken.field_text import parse_field, union_members
 from foretoken.files import check_readable
-from foretoken.model.open import model_folder
 from foretoken.registry import known_drafters, options_class
 
 _PLAIN = (int, float, bool, str)  # types that a flag has; every other field is a text
@@ -114,6 +113,8 @@ def check_sources(spec: SpecConfig | None) -> None:
     if spec is None:
         return
     if spec.draft is not None:
+        from foretoken.model.open import model_folder  # imports torch, which `serve` does without
+
         model_folder(spec.draft)
     if spec.corpus is not None:
         check_readable("corpus", Path(spec.corpus))

@@ -68,17 +68,22 @@ class Group(TyperGroup):
 class DefaultGroup(Group):
     """A group that runs `default_command` where the command line names none of its commands.
 
-    `moved` maps options that the default command no longer has to what replaces them.
+    `moved` maps options that the default command no longer has to what replaces them. `chosen_by` maps options to the
+    command that they choose.
     """
 
     default_command = ""
+    chosen_by: Mapping[str, str] = {}
     moved: Mapping[str, str] = {}
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
         """Insert the default command before options; `--help` alone is that of the group."""
         if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
-            self._refuse_others(ctx, args)
-            args = [self.default_command, *args]
+            flags = [arg.partition("=")[0] for arg in args]
+            chosen = next((self.chosen_by[flag] for flag in flags if flag in self.chosen_by), self.default_command)
+            if chosen == self.default_command:
+                self._refuse_others(ctx, args)
+            args = [chosen, *args]
         return super().parse_args(ctx, args)
 
     def _refuse_others(self, ctx: Any, args: list[str]) -> None:  # noqa: ANN401

@@ -47,6 +47,11 @@ VERBS: Mapping[str, VerbSource] = {
         "chat",
         "Talk to a model: each line is a message, and the conversation is kept.",
     ),
+    "serve": VerbSource(
+        "serve",
+        "serve",
+        "Serve a model over HTTP, OpenAI-compatible; with nothing named, the reference model with its draft.",
+    ),
     "audit": VerbSource(
         "audit",
         "audit",
@@ -89,7 +94,7 @@ VERBS: Mapping[str, VerbSource] = {
     "bench": VerbSource(
         "bench",
         "app",
-        "Measure speed, throughput under load, or the cost of steps; without a command, speed.",
+        "Measure speed, throughput under load, the cost of steps, or (--url) a server; without a command, speed.",
     ),
     "train": VerbSource(
         "train",

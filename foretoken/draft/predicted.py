@@ -36,6 +36,11 @@ class Cursor:
         self._agreed = _SURE_TOKENS  # tokens before it that agreed; the start is what the caller claims
         self._left_at = 0  # where the answer surely was when it left the prediction
 
+    @property
+    def place(self) -> int | None:
+        """The place expected next; None while the answer has left the prediction, and behind its end."""
+        return self._at if 0 <= self._at < len(self._prediction) else None
+
     def advance(self, tokens: Sequence[int]) -> None:
         """Follow the answer by `tokens`."""
         for token in tokens:
@@ -65,6 +70,17 @@ class Cursor:
                 self._at = stops[min(bisect_left(stops, self._left_at), len(stops) - 1)]
                 self._agreed = size
                 return
+
+
+def num_followed(prediction: Sequence[int], tokens: Sequence[int]) -> int:
+    """At how many places of a prediction the answer `tokens` agreed with it, each place counted once."""
+    cursor, places = Cursor(tuple(prediction)), set()
+    for token in tokens:
+        place = cursor.place
+        cursor.advance((token,))
+        if place is not None and prediction[place] == token:
+            places.add(place)
+    return len(places)
 
 
 class PredictedDrafter:

@@ -188,23 +188,45 @@ class LLM:
         prompts = [self.encode_chat(conversation, tools) for conversation in as_conversations(messages)]
         return self.generate(prompts, params, spec, on_step)
 
-    def render_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """The text that the checkpoint's chat template makes of a conversation, up to where the answer begins.
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that the checkpoint's chat template makes of a conversation, up to where the answer begins;
+        `options` are variables of the template, such as `enable_thinking`.
 
         Raises:
             InputError, CheckpointError: see `chat`.
         """
         self._check_open()
-        return self._encoder.render_chat(messages, tools)
+        return self._encoder.render_chat(messages, tools, options)
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """Token ids of `render_chat`: a prompt for `generate`, `stream` and `AsyncEngine`.
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of `render_chat`: a prompt for `generate`, `stream` and `AsyncEngine`. Special tokens that a
+        message spells are text.
 
         Raises:
             InputError, CheckpointError: see `chat`.
         """
         self._check_open()
-        return self._encoder.encode_chat(messages, tools)
+        return self._encoder.encode_chat(messages, tools, options)
+
+    def encode_plain(self, field: str, text: str) -> list[int]:
+        """Token ids of a text in which nothing is a special token, and to which none is added; `field` names it in
+        errors.
+
+        Raises:
+            InputError: not a text, or the folder has no tokenizer.
+        """
+        self._check_open()
+        return self._encoder.encode_plain(field, text)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None

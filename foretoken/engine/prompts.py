@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foretoken.engine.quoted_specials import QuotedSpecials
 from foretoken.errors import InputError, MismatchError
 from foretoken.model.tokenizer import Tokenizer
 from foretoken.params import check_text
@@ -107,7 +108,12 @@ class PromptEncoder:
             raise InputError("text", text, "must be a text")
         return self._encode("prompt", text, add_special_tokens=True)
 
-    def render_chat(self, messages: object, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def render_chat(
+        self,
+        messages: object,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
         """The text that the chat template makes of a conversation, up to where the answer begins.
 
         Raises:
@@ -115,20 +121,41 @@ class PromptEncoder:
             CheckpointError: the template is broken.
         """
         conversation = as_conversation(messages)
-        return self._of_field("messages", conversation).apply_chat_template(conversation, tools=tools)
+        tokenizer = self._of_field("messages", conversation)
+        return tokenizer.apply_chat_template(conversation, tools=tools, options=options)
 
-    def encode_chat(self, messages: object, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """Token ids of `render_chat`; the template writes its own begin-of-text token, so none is added.
+    def encode_chat(
+        self,
+        messages: object,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of `render_chat`; the template writes its own begin-of-text token, so none is added. Special tokens
+        in the messages are text: only the template writes special tokens.
 
         Raises:
             InputError, CheckpointError, MismatchError: see `render_chat`, `encode`.
         """
-        return self._encode("messages", self.render_chat(messages, tools), add_special_tokens=False)
+        specials = () if self._tokenizer is None else self._tokenizer.special_texts
+        quoted = QuotedSpecials(as_conversation(messages), specials)
+        text = self.render_chat(quoted.messages, tools, options)
+        ids: list[int] = []
+        for part, is_plain in quoted.parts(text):
+            ids += self._encode("messages", part, add_special_tokens=False, is_plain=is_plain)
+        return ids
 
-    def _encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
+    def encode_plain(self, field: str, text: str) -> list[int]:
+        """Token ids of a text in which nothing is a special token; `field` names it in errors.
+
+        Raises:
+            InputError, MismatchError: see `encode`.
+        """
+        return self._encode(field, text, add_special_tokens=False, is_plain=True)
+
+    def _encode(self, field: str, text: str, add_special_tokens: bool, is_plain: bool = False) -> list[int]:
         check_text(field, text)
         tokenizer = self._of_field(field, text)
-        ids = tokenizer.encode(text, add_special_tokens)
+        ids = tokenizer.encode_plain(text) if is_plain else tokenizer.encode(text, add_special_tokens)
         beyond = next((token for token in ids if token >= self._vocab_size), None)
         if beyond is not None:
             raise MismatchError(

@@ -46,10 +46,11 @@ class Counters:
     `num_drafts` counts rounds of a request in which something was drafted. `num_probed` counts rows of probes
     (`core.Probes`): they cost as much as drafted tokens and are never accepted. Tokens verified inside a drafter (the
     levels of a cascade) are `num_inner_drafted` and `num_inner_accepted`, and count nowhere else. `drafted_at` and
-    `accepted_at` count by position in the draft, `drafted_by` and `accepted_by` by drafter. `num_near_ties` counts
-    greedy tokens whose two best logits differ by at most one rounding unit: only there can 16-bit arithmetic make a
-    speculative answer differ from a plain one; `near_tie_gap` is the widest such gap. `draft_failures` counts by
-    drafter the calls that raised, exceeded their time or returned an invalid draft.
+    `accepted_at` count by position in the draft, `drafted_by` and `accepted_by` by drafter, `drafts_by` the rounds by
+    drafter ("mix": several in one draft). `num_near_ties` counts greedy tokens whose two best logits differ by at most
+    one rounding unit: only there can 16-bit arithmetic make a speculative answer differ from a plain one;
+    `near_tie_gap` is the widest such gap. `draft_failures` counts by drafter the calls that raised, exceeded their time
+    or returned an invalid draft.
 
     `draft_s` is drafting, `verify_s` the target's forward and the rule for decoding rows, `prompt_s` for prompt rows,
     and `wasted_s`, a part of `draft_s` + `verify_s`, was spent on rejected tokens. `queued_s` is the time from arrival
@@ -86,6 +87,7 @@ class Counters:
     drafted_by: dict[str, int] = field(default_factory=dict)
     accepted_by: dict[str, int] = field(default_factory=dict)
     draft_failures: dict[str, int] = field(default_factory=dict)
+    drafts_by: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_rejected(self) -> int:
@@ -134,6 +136,9 @@ class Counters:
     def _count_guesses(self, counts: RoundCounts) -> None:
         emitted = counts.path[: counts.num_emitted]
         self.num_drafts += 1
+        names = {name for name in counts.provenance if name is not None}
+        whose = names.pop() if len(names) == 1 else "mix" if names else "unknown"
+        self.drafts_by[whose] = self.drafts_by.get(whose, 0) + 1
         self.num_drafted += len(counts.depths)
         self.num_accepted += len(emitted)
         self.num_cut += len(counts.path) - len(emitted)
@@ -156,11 +161,12 @@ class Counters:
     def _values(self, *names: str) -> dict[str, Any]:
         """Some fields or properties for JSON, and those that all counters share."""
         values = {name: getattr(self, name) for name in (*names, *_PUBLIC)}
-        values |= {name: dict(getattr(self, name)) for name in ("drafted_by", "accepted_by", "draft_failures")}
+        values |= {name: dict(getattr(self, name)) for name in _BY_DRAFTER}
         return values | {"accepted_per_position": [list(pair) for pair in self.accepted_per_position]}
 
 
-_CONTAINERS = ("drafted_at", "accepted_at", "drafted_by", "accepted_by", "draft_failures")
+_BY_DRAFTER = ("drafts_by", "drafted_by", "accepted_by", "draft_failures")
+_CONTAINERS = ("drafted_at", "accepted_at", *_BY_DRAFTER)
 _PUBLIC = (
     "num_steps",
     "num_drafts",

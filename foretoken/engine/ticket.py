@@ -32,6 +32,7 @@ class Ticket:
 
     def __init__(self, office: Office) -> None:
         self._office = office
+        self.request_id: int | None = None  # once the engine has begun it; None for one that was refused
         self._changed = threading.Condition()
         self._pieces: list[StepOutput] = []
         self._answer: GenerateOutput | None = None

@@ -36,8 +36,10 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None,
     special_tokens: Mapping[str, str],
     where: str,
+    options: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the text that `source` makes of a chat, as transformers would; `where` names the folder in errors.
+    `options` are further variables; they replace none of those that are set here.
 
     Raises:
         InputError: the template refuses the messages.
@@ -49,6 +51,7 @@ def render(
             "of a language model"
         )
     values = {
+        **_plain(options or {}),
         "messages": [_with_reasoning(message) for message in _plain(messages)],
         "tools": _plain(tools),
         "documents": None,

@@ -45,18 +45,44 @@ class Begun(msgspec.Struct, frozen=True, tag="begun"):
     prompt_ids: tuple[tuple[int, ...], ...]
 
 
+class RoundEvent(msgspec.Struct, frozen=True, array_like=True):
+    """What was drafted for one answer in one step, and what became of it (`Call.trace`).
+
+    `time_s` counts from the request's arrival. `token_ids`, `texts` and `parents` (-1: the last emitted token) describe
+    the draft, `probabilities` the chance of each to be accepted, None where the rule did not compute it. `num_planned`
+    tokens might have been drafted. `why` says why nothing, or not all, was drafted or accepted; "" if all was.
+    """
+
+    step: int
+    time_s: float
+    draft_s: float
+    verify_s: float
+    batch_size: int
+    num_planned: int
+    drafter: str | None
+    token_ids: tuple[int, ...]
+    texts: tuple[str, ...]
+    parents: tuple[int, ...]
+    probabilities: tuple[float | None, ...]
+    num_accepted: int
+    why: str
+
+
 class Piece(msgspec.Struct, frozen=True, tag="piece"):
-    """What one step added to one answer: text that cannot be taken back, and tokens."""
+    """What one step added to one answer: text that cannot be taken back, and tokens. `round` only with `Call.trace`."""
 
     index: int
     text: str
     tokens: tuple[TokenEvent, ...]
+    round: RoundEvent | None = None
 
 
 class AnswerEnded(msgspec.Struct, frozen=True, tag="ended"):
     """One answer is complete. `finish_reason` is "stop", "length" or "abort"; `stats` is `RequestStats.as_dict()`.
 
     `prompt` has the prompt's tokens with their log-probabilities where those were asked for; () otherwise.
+    `prediction` counts the tokens of `SamplingParams.prediction`: those at places that the answer followed, each place
+    once, and all others; None without a prediction.
     """
 
     index: int
@@ -65,21 +91,29 @@ class AnswerEnded(msgspec.Struct, frozen=True, tag="ended"):
     num_tokens: int
     stats: dict[str, Any]
     prompt: tuple[TokenEvent, ...] = ()
+    prediction: tuple[int, int] | None = None
 
 
 class AnswerFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """One answer failed; the others of the call go on. `error` is the name of a class in `foretoken.errors`."""
+    """One answer failed; the others of the call go on. `error` is the name of a class in `foretoken.errors`; if that is
+    an `InputError`, `field` is the parameter that could not be honoured and `message` the remedy.
+    """
 
     index: int
     error: str
     message: str
+    field: str = ""
 
 
 Event = Begun | Piece | AnswerEnded | AnswerFailed
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What is known of the served model once it is loaded."""
+    """What is known of the served model once it is loaded.
+
+    `tool_style` is how its chat template lets it write calls (`model_files.tool_style`), None where it takes no tools.
+    `middle_marks` are the tokens before prefix, suffix and middle of a text that is filled in, None without such.
+    """
 
     name: str
     max_model_len: int
@@ -93,3 +127,5 @@ class ModelInfo(msgspec.Struct, frozen=True):
     default_spec: dict[str, Any]
     max_waiting: int
     num_parameters: int | None = None
+    tool_style: str | None = None
+    middle_marks: tuple[tuple[int, ...], int, int] | None = None

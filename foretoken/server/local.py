@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foretoken.core import StepOutput, TokenLogprobs
+from foretoken.draft.predicted import num_followed
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.engine.output import GenerateOutput
 from foretoken.engine.ticket import Ticket
 from foretoken.errors import InputError
 from foretoken.model.tokenizer import Tokenizer
-from foretoken.server.events import Alternative, AnswerEnded, AnswerFailed, Begun, Event, ModelInfo, Piece, TokenEvent
+from foretoken.server.events import AnswerEnded, AnswerFailed, Begun, Event, ModelInfo, Piece, TokenEvent
+from foretoken.server.gauges import gauges
+from foretoken.server.life.plain import plain
+from foretoken.server.model_files import middle_marks, tool_style
+from foretoken.server.rounds import RoundLog
 from foretoken.server.service import Call, State
+from foretoken.server.spellings import TokenSpellings
 
 
 class LocalService:
@@ -24,6 +30,7 @@ class LocalService:
     def __init__(self, engine: AsyncEngine, name: str) -> None:
         self.engine = engine
         self._texts = TokenSpellings(engine.llm.tokenizer)
+        self._rounds = RoundLog(engine.llm.engine.watchers, self._texts)
         self._info = _info(engine, name)
 
     @property
@@ -38,9 +45,17 @@ class LocalService:
 
     async def open(self, call: Call) -> LocalGeneration:
         """See `Service.open`."""
-        prompt_ids = await self.engine.in_thread(lambda: self._encode_all(call))
-        tickets = await self.engine.submit_all(prompt_ids, call.params, call.spec)
-        return LocalGeneration(tickets, prompt_ids, self._texts)
+        prompt_ids, prediction = await self.engine.in_thread(lambda: (self._encode_all(call), self._predicted(call)))
+        params = call.params
+        if params.prediction is not None and prediction:
+            params = replace(params, prediction=prediction)
+        if not call.trace:
+            tickets = await self.engine.submit_all(prompt_ids, params, call.spec)
+            return LocalGeneration(tickets, prompt_ids, self._texts, _Followed.of(call, prediction))
+        with self._rounds.opening() as opened:
+            tickets = await self.engine.submit_all(prompt_ids, params, call.spec)
+            opened(tickets)
+        return LocalGeneration(tickets, prompt_ids, self._texts, _Followed.of(call, prediction), self._rounds)
 
     async def tokenize(
         self, prompt: str | None, messages: Sequence[Any] | None = None, add_special_tokens: bool = True
@@ -65,7 +80,7 @@ class LocalService:
 
     async def stats(self) -> dict[str, Any]:
         """See `Service.stats`."""
-        return self.engine.llm.stats.as_dict()
+        return self.engine.llm.stats.as_dict() | gauges(self.engine.llm)
 
     def _tokenizer(self, field: str, value: object) -> Tokenizer:
         tokenizer = self.engine.llm.tokenizer
@@ -76,17 +91,60 @@ class LocalService:
     def _encode_all(self, call: Call) -> list[list[int]]:
         llm = self.engine.llm
         if call.messages is not None:
-            return [llm.encode_chat(call.messages, call.tools)]
+            return [llm.encode_chat(call.messages, call.tools, call.template_options)]
         return [llm.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in call.prompts]
+
+    def _predicted(self, call: Call) -> tuple[int, ...]:
+        """The tokens of the prediction."""
+        if not call.prediction:
+            return ()
+        ids = self.engine.llm.encode_plain("prediction", call.prediction)
+        if len(ids) > self._info.max_model_len:
+            raise InputError("prediction", len(ids), f"must have at most {self._info.max_model_len} tokens")
+        return tuple(ids)
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """How far answers followed the tokens of a prediction; `is_drafted`: whether they were drafted at all."""
+
+    tokens: tuple[int, ...]
+    is_drafted: bool
+
+    @classmethod
+    def of(cls, call: Call, tokens: tuple[int, ...]) -> _Followed | None:
+        return None if call.prediction is None else cls(tokens, call.params.prediction is not None)
+
+    def count(self, answer: Sequence[int]) -> tuple[int, int]:
+        """See `AnswerEnded.prediction`."""
+        num_kept = num_followed(self.tokens, answer) if self.is_drafted else 0
+        return num_kept, len(self.tokens) - num_kept
 
 
 class LocalGeneration:
     """A call whose answers run in this process, one ticket each, prompt by prompt."""
 
-    def __init__(self, tickets: Sequence[Ticket], prompt_ids: Sequence[Sequence[int]], texts: TokenSpellings) -> None:
+    def __init__(
+        self,
+        tickets: Sequence[Ticket],
+        prompt_ids: Sequence[Sequence[int]],
+        texts: TokenSpellings,
+        followed: _Followed | None = None,
+        rounds: RoundLog | None = None,
+    ) -> None:
         self._tickets, self._prompt_ids, self._texts = tickets, prompt_ids, texts
+        self._followed, self._rounds = followed, rounds
 
     async def __aiter__(self) -> AsyncGenerator[Event]:
+        try:
+            async with contextlib.aclosing(self._all()) as events:
+                async for event in events:
+                    yield event
+        finally:
+            if self._rounds is not None:
+                self._rounds.closed(self._tickets)
+
+    async def _all(self) -> AsyncGenerator[Event]:
         yield Begun(tuple(tuple(ids) for ids in self._prompt_ids))
         if len(self._tickets) == 1:
             async for event in self._events(0):
@@ -132,13 +190,14 @@ class LocalGeneration:
         try:
             async for output in ticket:
                 if output.token_ids or output.text:
-                    yield Piece(index, output.text, self._tokens(output))
+                    round_ = None if self._rounds is None else self._rounds.take(output)
+                    yield Piece(index, output.text, self._tokens(output), round_)
             answer = await ticket.wait()
         except Exception as error:  # noqa: BLE001 - the error of this answer; the others go on
-            yield AnswerFailed(index, type(error).__name__, str(error))
+            yield _failure(index, error)
             return
         if answer.error is not None:
-            yield AnswerFailed(index, type(answer.error).__name__, str(answer.error))
+            yield _failure(index, answer.error)
         else:
             yield AnswerEnded(
                 index,
@@ -147,6 +206,7 @@ class LocalGeneration:
                 len(answer.token_ids),
                 answer.stats.as_dict(),
                 self._prompt_tokens(answer),
+                None if self._followed is None else self._followed.count(answer.token_ids),
             )
 
     def _tokens(self, output: StepOutput) -> tuple[TokenEvent, ...]:
@@ -163,44 +223,10 @@ class LocalGeneration:
         return tuple(self._texts.event(token_id, one, "prompt") for token_id, one in scored)
 
 
-class TokenSpellings:
-    """What single tokens write, kept once looked up."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self._data = None if tokenizer is None else tokenizer.token_bytes
-        self._known: dict[int, tuple[str, bytes | None]] = {}
-
-    def of(self, token_id: int) -> tuple[str, bytes | None]:
-        """Text and bytes of a token; ("", None) without a tokenizer."""
-        found = self._known.get(token_id)
-        if found is None:
-            found = self._known[token_id] = self._look_up(token_id)
-        return found
-
-    def event(
-        self,
-        token_id: int,
-        scored: TokenLogprobs | None,
-        kind: str,
-        drafter: str | None = None,
-        step: int = 0,
-        probability: float | None = None,
-    ) -> TokenEvent:
-        """A token with its provenance and log-probabilities."""
-        text, data = self.of(token_id)
-        if scored is None:
-            return TokenEvent(token_id, text, data, kind, drafter, step, probability)
-        top = tuple(Alternative(one, *self.of(one), logprob) for one, logprob in scored.top)
-        return TokenEvent(token_id, text, data, kind, drafter, step, probability, scored.logprob, scored.rank, top)
-
-    def _look_up(self, token_id: int) -> tuple[str, bytes | None]:
-        if self._tokenizer is None:
-            return "", None
-        if self._data is None:
-            return self._tokenizer.decode([token_id]), None
-        data = self._data.get(token_id, b"")
-        return data.decode("utf-8", "replace"), data
+def _failure(index: int, error: Exception) -> AnswerFailed:
+    if isinstance(error, InputError):
+        return AnswerFailed(index, type(error).__name__, error.remedy, error.field)
+    return AnswerFailed(index, type(error).__name__, str(error))
 
 
 def _info(engine: AsyncEngine, name: str) -> ModelInfo:
@@ -220,6 +246,8 @@ def _info(engine: AsyncEngine, name: str) -> ModelInfo:
         pad_token=None,
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
-        default_spec={key: value for key, value in asdict(llm.spec).items() if value is not None},
+        default_spec=plain(llm.spec),
         max_waiting=engine.max_waiting,
+        tool_style=None if tokenizer is None else tool_style(tokenizer.chat_template),
+        middle_marks=None if tokenizer is None else middle_marks(tokenizer.vocabulary, tokenizer.opening_ids),
     )

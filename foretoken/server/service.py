@@ -17,6 +17,9 @@ class Call:
     """One HTTP request: `prompts`, or one conversation `messages`; each prompt is answered `params.n` times.
 
     `spec` None: the server's default. `template_options` go to the chat template (white-listed by the HTTP layer).
+    `prediction` is the text that the answers are expected to resemble: counted in any case (`AnswerEnded.prediction`)
+    and drafted if it stands in `params.prediction` too; it is read as plain text, without special tokens. `trace`:
+    every piece says what was drafted for it (`events.RoundEvent`).
     """
 
     params: SamplingParams
@@ -25,6 +28,8 @@ class Call:
     tools: Sequence[Mapping[str, Any]] | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     spec: SpecConfig | None = None
+    prediction: str | None = None
+    trace: bool = False
 
 
 class Generation(Protocol):

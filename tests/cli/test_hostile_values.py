@@ -35,11 +35,13 @@ EMPTY_IS_WRONG = {
     ),
     "bench load": ("batches", "load", "settings", "slices", "name"),
     "bench profile": ("drafters", "name"),
+    "bench url": ("url", "rate", "slices", "name"),
     "simulate": ("arrivals", "settings"),
     "widen": ("to", "dtype"),
     "train lm": ("shape",),
 }
 NEEDED = {
+    "bench url": ["--url", "http://127.0.0.1:9"],
     "generate": ["--prompt", "x"],
     "widen": ["--out", "wide", "--to", "25m"],
     "train lm": ["--out", "run"],

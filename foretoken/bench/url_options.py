@@ -1,0 +1,97 @@
+"""Options of a load measurement on an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from foretoken.bench.prompts import ALL
+from foretoken.bench.report import check_name
+from foretoken.errors import InputError
+from foretoken.files import check_folder
+from foretoken.params import TEMPERATURES, check_number, check_text, check_whole
+
+MOST_REQUESTS = 1_000_000  # all are planned before the first is sent
+_RATES = (1e-6, 1e6)  # requests per second
+_MOST_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class UrlOptions:
+    """What to send to which endpoint.
+
+    `url` is the server's address, with or without `/v1`. `model` None: the first that `/v1/models` names. `rates` are
+    mean arrivals per second of a Poisson process, one run each; `trace` is a file of arrivals in their place. A prompt
+    is continued as it stands, or with `chat` sent as a user's message. `deadlines`: a request is good if its time to
+    the first token, its time per further token and its whole time are within those that are set; without one, every
+    request that succeeds is good. `key_variable` names the environment variable with the API key: a key on the command
+    line would be in the report. `timeout_s`: a server that is silent for so long has failed the request.
+    """
+
+    url: str
+    model: str | None = None
+    rates: tuple[float, ...] = (1.0,)
+    requests: int = 64
+    trace: Path | None = None
+    prompts: Path | None = None
+    slices: tuple[str, ...] = (ALL,)
+    prompts_per_slice: int = 8
+    chat: bool = False
+    max_tokens: int = 64
+    temperature: float = 0.0
+    stop_at_eos: bool = False
+    warmup: int = 2
+    ttft_deadline_s: float | None = None
+    tpot_deadline_s: float | None = None
+    e2e_deadline_s: float | None = None
+    timeout_s: float = 600.0
+    key_variable: str = "OPENAI_API_KEY"
+    out: Path | None = None
+    name: str = "url"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_address()
+        for name, low, high in (
+            ("requests", 1, MOST_REQUESTS),
+            ("prompts_per_slice", 1, MOST_REQUESTS),
+            ("max_tokens", 1, 1 << 20),
+            ("warmup", 0, MOST_REQUESTS),
+            ("seed", 0, 2**63 - MOST_REQUESTS),  # request i is sent with seed + i
+        ):
+            check_whole(name, getattr(self, name), low, high)
+        if not self.rates:
+            raise InputError("rate", "", "give requests per second, several separated by commas")
+        for rate in self.rates:
+            check_number("rate", rate, *_RATES)
+        check_number("temperature", self.temperature, *TEMPERATURES)
+        check_number("timeout_s", self.timeout_s, 0.0, _MOST_S, open_low=True)
+        for name in ("ttft_deadline_s", "tpot_deadline_s", "e2e_deadline_s"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), 0.0, _MOST_S, open_low=True)
+        for name in ("model", "key_variable"):
+            if getattr(self, name) == "":
+                raise InputError(name, "", "must not be empty; leave it out")
+        check_name(self.name)
+        if self.out is not None:
+            check_folder(self.out)
+
+    @property
+    def base(self) -> str:
+        """The address without `/v1` and without a slash at its end."""
+        return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+    def _check_address(self) -> None:
+        check_text("url", self.url)
+        try:
+            parts = urlsplit(self.url)
+            is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_usable = False
+        if not is_usable or not self.url.isprintable() or " " in self.url:
+            raise InputError("url", self.url, "give the address of a server, such as http://127.0.0.1:8000")
+        if parts.username is not None or parts.password is not None:
+            raise InputError("url", parts.hostname, f"holds a name or password; put the key into ${self.key_variable}")
+        if parts.query or parts.fragment:
+            raise InputError("url", self.url, "must end with the path: no ? and no #")

@@ -1,0 +1,173 @@
+"""`foretoken bench --url`: load on an OpenAI-compatible endpoint in an open loop: requests come when they are due,
+whether or not earlier ones were answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from foretoken.bench.progress import Tell, progress
+from foretoken.bench.report import Report, load_average, write_report
+from foretoken.bench.url_client import Endpoint, UrlSample, open_client
+from foretoken.bench.url_options import UrlOptions
+from foretoken.bench.url_plan import (
+    UrlRequest,
+    chosen_prompts,
+    poisson_requests,
+    trace_requests,
+    warmup_requests,
+)
+from foretoken.bench.url_rows import UrlRow, summarise_url
+from foretoken.bench.url_tables import EXPLAINED, url_tables
+from foretoken.printing.console import Console
+
+_BUSY_LOAD = 0.9  # load average per core, above which the client may have been too slow
+_MOST_LAG_S = 0.05
+
+
+@dataclass
+class UrlRun:
+    """One load: what was planned, what came of it, and what the endpoint's own counters said before and after."""
+
+    setting: str
+    requests: Sequence[UrlRequest]
+    samples: list[UrlSample] = field(default_factory=list)
+    counters: list[dict[str, float] | None] = field(default_factory=list)
+
+
+def run_url(options: UrlOptions, command: str = "foretoken bench --url") -> Report:
+    """Measure, and write the dated result where options ask for it; the caller prints the report.
+
+    Progress goes to standard error. After Ctrl-C the report holds what was measured until then, and says so; requests
+    under way count as errors "interrupted".
+
+    Raises:
+        InputError, StorageError: prompts or a trace that cannot be used.
+        UnavailableError: the endpoint does not answer.
+    """
+    runs = plan_runs(options)
+    load, found = load_average(), {"model": options.model or ""}
+    try:
+        asyncio.run(_measure(options, runs, found))
+        interrupted = False
+    except KeyboardInterrupt:
+        interrupted = True
+    rows = [summarise_url(run.setting, run.samples, options, _between(run)) for run in runs if run.samples]
+    report = Report(
+        title=f"Load on {options.base}",
+        command=command,
+        options=asdict(options),
+        results={"kind": "url", **found, "rows": rows, "requests": _requests(runs), "interrupted": interrupted},
+        tables=url_tables(rows, options),
+        explained=EXPLAINED,
+        caveats=(*_repeats(options, runs), *_caveats(rows, load, interrupted)),
+    )
+    return write_report(report, options.out, options.name) if options.out is not None else report
+
+
+def plan_runs(options: UrlOptions) -> list[UrlRun]:
+    """The loads of a measurement: one for each rate, or that of the trace.
+
+    Raises:
+        InputError, StorageError: see `url_plan`.
+    """
+    prompts = chosen_prompts(options)
+    if options.trace is not None:
+        return [UrlRun(f"trace {options.trace.name}", trace_requests(options, prompts, options.trace, options.warmup))]
+    return [
+        UrlRun(f"{rate:g}/s", poisson_requests(options, prompts, rate, options.warmup + place * options.requests))
+        for place, rate in enumerate(options.rates)
+    ]
+
+
+async def _measure(options: UrlOptions, runs: Sequence[UrlRun], found: dict[str, str]) -> None:
+    async with open_client(options) as client:
+        endpoint = Endpoint(options, client)
+        await endpoint.open()
+        found["model"] = endpoint.model
+        await _warm_up(endpoint, options)
+        with progress(sum(len(run.requests) for run in runs) + 1) as tell:
+            tell(runs[0].setting)
+            for run in runs:
+                run.counters.append(await endpoint.spec_counters())
+                await _drive(endpoint, run, tell)
+                run.counters.append(await endpoint.spec_counters())
+
+
+async def _warm_up(endpoint: Endpoint, options: UrlOptions) -> None:
+    """Send the warm-up, one after the other; a failure shows again in the run."""
+    if options.warmup:
+        Console(stderr=True).line(f"warming up with {options.warmup} requests")
+    for request in warmup_requests(options, chosen_prompts(options)):
+        await endpoint.send(request, UrlSample(request.index, request.slice, 0.0), time.monotonic)
+
+
+async def _drive(endpoint: Endpoint, run: UrlRun, tell: Tell) -> None:
+    """Send every request when it is due; returns after the last has ended."""
+    began = time.monotonic()
+
+    def clock() -> float:
+        return time.monotonic() - began
+
+    async def one(request: UrlRequest, sample: UrlSample) -> None:
+        try:
+            await endpoint.send(request, sample, clock)
+        finally:
+            sample.ended_s = sample.ended_s or clock()
+        tell(run.setting)
+
+    async with asyncio.TaskGroup() as tasks:
+        for request in run.requests:
+            await asyncio.sleep(max(0.0, request.arrival_s - clock()))
+            sample = UrlSample(request.index, request.slice, request.arrival_s)
+            run.samples.append(sample)
+            tasks.create_task(one(request, sample))
+
+
+def _between(run: UrlRun) -> tuple[int, int] | None:
+    """Drafted and accepted tokens by the endpoint's counters, from before the run to after it."""
+    known = [counters for counters in run.counters if counters is not None]
+    if len(known) != 2:  # the endpoint has none, or the run was interrupted
+        return None
+    before, after = known
+    return round(after["drafted"] - before["drafted"]), round(after["accepted"] - before["accepted"])
+
+
+def _requests(runs: Sequence[UrlRun]) -> list[dict[str, Any]]:
+    """Every request with its times, so that other figures can be computed later; no texts."""
+    return [{"setting": run.setting, **asdict(sample)} for run in runs for sample in run.samples]
+
+
+def _repeats(options: UrlOptions, runs: Sequence[UrlRun]) -> list[str]:
+    """A note where prompts come more than once."""
+    texts = [request.text for run in runs for request in run.requests]
+    num_sent, num_texts = len(texts) + options.warmup, len(set(texts))
+    if num_sent <= num_texts:
+        return []
+    return [
+        f"{num_sent} requests, warm-up included, share {num_texts} prompts: a server that caches prefixes or drafts "
+        "from earlier answers is faster on repeats. Give more prompts for figures without them."
+    ]
+
+
+def _caveats(rows: Sequence[UrlRow], load: float, interrupted: bool) -> list[str]:
+    found = []
+    if interrupted:
+        found.append("The run was interrupted: these are the measurements until then.")
+    for row in rows:
+        if row.errors:
+            counts = ", ".join(f"{code} {count}" for code, count in row.errors.items())
+            failed = row.num_requests - row.num_ok
+            found.append(f"{row.setting}: {failed} of {row.num_requests} requests failed ({counts}).")
+        if row.lag_s_p99 > _MOST_LAG_S:
+            found.append(
+                f"{row.setting}: 1 % of requests were sent {row.lag_s_p99:.2f} s late or more: the client was too slow."
+            )
+    if load > _BUSY_LOAD * (os.cpu_count() or 1):
+        found.append(f"The machine was busy when the run began: load average {load:.1f}.")
+    return found

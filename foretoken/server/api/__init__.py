@@ -1,0 +1,1 @@
+"""The HTTP API: an ASGI application over a `Service`."""

@@ -1,0 +1,96 @@
+"""The ASGI application."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from fastapi import APIRouter, FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foretoken import __version__
+from foretoken.server.api import chat, completions, responses
+from foretoken.server.api.caller import caller_of
+from foretoken.server.api.config import ApiConfig
+from foretoken.server.api.errors import CODE_KEY, ERROR_SCHEMA, install_handlers
+from foretoken.server.api.exchange import RECORDED_KEY, Api
+from foretoken.server.api.request_id import RequestIds, request_id_of
+from foretoken.server.api.status import status_router
+from foretoken.server.api.tokenization import tokenization_router
+from foretoken.server.record import RequestObserver, RequestRecord
+from foretoken.server.service import Service
+
+RouterMaker = Callable[[Api], APIRouter]
+GENERATING_PATHS = (chat.PATH, completions.PATH, responses.PATH)
+
+
+def create_app(
+    service: Service,
+    config: ApiConfig | None = None,
+    observers: Sequence[RequestObserver] = (),
+    routers: Sequence[APIRouter | RouterMaker] = (),
+) -> FastAPI:
+    """The application over a service. `routers` are further routes: routers, or functions that make one of an `Api`."""
+    api = Api(service, config or ApiConfig(), tuple(observers))
+    app = FastAPI(
+        title="foretoken",
+        version=__version__,
+        description="Speculative decoding behind OpenAI's interface.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses={"default": {"description": "An error", "content": {"application/json": {"schema": ERROR_SCHEMA}}}},
+    )
+    app.state.api = api
+    for router in (
+        chat.chat_router(api),
+        completions.completion_router(api),
+        responses.responses_router(api),
+        tokenization_router(api),
+        status_router(api),
+        *(router if isinstance(router, APIRouter) else router(api) for router in routers),
+    ):
+        app.include_router(router)
+    install_handlers(app)
+    app.add_middleware(RefusalRecords, api=api)
+    app.add_middleware(RequestIds)
+    return app
+
+
+class RefusalRecords:
+    """ASGI layer: a record for every request for answers that was refused before it had a call."""
+
+    def __init__(self, app: ASGIApp, api: Api) -> None:
+        self._app, self._api = app, api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or scope["path"] not in GENERATING_PATHS:
+            await self._app(scope, receive, send)
+            return
+        began_unix_s, began_s, status = time.time(), time.perf_counter(), 500
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        finally:
+            if RECORDED_KEY not in scope:
+                caller, info = caller_of(scope), self._api.service.info
+                self._api.tell(
+                    RequestRecord(
+                        request_id=request_id_of(scope),
+                        route=scope["path"],
+                        model="" if info is None else info.name,
+                        began_unix_s=began_unix_s,
+                        duration_s=time.perf_counter() - began_s,
+                        status=status,
+                        reason=scope.get(CODE_KEY, "internal_error"),
+                        key=caller.key,
+                        tenant=caller.tenant,
+                    )
+                )

@@ -1,0 +1,124 @@
+"""The body of a request: strict JSON, before any field is looked at."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
+
+from foretoken.server.api.errors import CLIENT_GONE, ApiError, final
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_IN_THREAD_BYTES = 64 << 10  # a larger body takes milliseconds to read, for which the event loop should not wait
+
+
+def read_json(data: bytes) -> Any:  # noqa: ANN401 - any JSON value
+    """The value of a JSON text as UTF-8.
+
+    Raises:
+        ApiError: no JSON; two fields of one name, a byte order mark, NaN or an infinite number, half a surrogate pair.
+    """
+    if data.startswith(b"\xef\xbb\xbf"):
+        raise _invalid("begins with a byte order mark; leave it out")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _invalid(f"is not UTF-8 at byte {error.start}") from None
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_finite)
+        if "\\u" in text:
+            _check_surrogates(value)
+    except json.JSONDecodeError as error:
+        raise _invalid(f"is no JSON at byte {len(text[: error.pos].encode('utf-8', 'replace'))}") from None
+    except RecursionError:
+        raise _invalid("is nested too deep") from None
+    except ValueError:  # an integer of more digits than Python reads
+        raise _invalid("has a number of too many digits") from None
+    return value
+
+
+def _invalid(message: str) -> ApiError:
+    return ApiError(400, "invalid_json", f"the body {message}")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ApiError(400, "duplicate_key", "the body has an object with two fields of one name")
+    return found
+
+
+def _constant(_name: str) -> float:
+    raise _invalid("has a number that is not finite")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise _invalid("has a number that is not finite")
+    return number
+
+
+def _check_surrogates(value: object) -> None:
+    """JSON can spell halves of surrogate pairs, which are no text."""
+    if isinstance(value, str):
+        if _SURROGATE.search(value):
+            raise _invalid("has half of a surrogate pair in a text")
+    elif isinstance(value, list):
+        for item in value:
+            _check_surrogates(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_surrogates(key)
+            _check_surrogates(item)
+
+
+class StrictRequest(Request):
+    """A request whose body is read by `read_json`, and only as uncompressed JSON."""
+
+    async def body(self) -> bytes:
+        """The body's bytes.
+
+        Raises:
+            ApiError: another content type, or a compressed body.
+        """
+        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, "unsupported_media_type", "the content type must be application/json")
+        if self.headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise ApiError(415, "unsupported_media_type", "the body must not be compressed")
+        try:
+            return await super().body()
+        except ClientDisconnect:
+            raise final(CLIENT_GONE, "client_gone", "the client closed the connection") from None
+
+    async def json(self) -> Any:  # noqa: ANN401 - any JSON value
+        """The body's value.
+
+        Raises:
+            ApiError: see `read_json`.
+        """
+        data = await self.body()
+        if len(data) > _IN_THREAD_BYTES:
+            return await asyncio.to_thread(read_json, data)
+        return read_json(data)
+
+
+class JsonRoute(APIRoute):
+    """A route with a body of strict JSON."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        """See `APIRoute`."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(StrictRequest(request.scope, request.receive))
+
+        return handle

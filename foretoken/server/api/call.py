@@ -1,0 +1,265 @@
+"""From the fields of a request to the `Call` that a service answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foretoken.config import SamplingParams
+from foretoken.errors import InputError
+from foretoken.server.api.caller import Caller, tenant_of
+from foretoken.server.api.config import ApiConfig
+from foretoken.server.api.errors import ApiError, invalid, unsupported
+from foretoken.server.api.messages import checked_messages
+from foretoken.server.api.schemas import ChatRequest, CompletionRequest, SamplingFields
+from foretoken.server.api.speculation import default_spec, spec_of, uses_prediction
+from foretoken.server.api.structure import structure_of, tools_of
+from foretoken.server.events import ModelInfo
+from foretoken.server.service import Call
+
+_TIERS = {"auto": 0, "default": 0, "scale": 0, "flex": 10, "priority": -10, "fast": -10}
+_COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+_CALLERS_OWN = {"max_tokens": "max_tokens", "prediction": "prediction.content", "tenant": "cache_salt"}
+# What each template may be told; anything else could replace what the server itself says.
+TEMPLATE_OPTIONS = ("enable_thinking", "thinking", "reasoning_effort")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a request is checked against: the served model, the settings, and who asks."""
+
+    info: ModelInfo
+    config: ApiConfig
+    caller: Caller
+
+
+def chat_call(body: ChatRequest, terms: Terms) -> Call:
+    """The call of a chat request.
+
+    Raises:
+        ApiError: a field that cannot be honoured.
+    """
+    info = terms.info
+    _refuse_chat_features(body)
+    if not info.has_tokenizer or not info.has_chat_template:
+        raise unsupported("messages", "the model has no chat template; use /v1/completions")
+    limits = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise invalid("max_completion_tokens", "and max_tokens disagree; give one")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "needs logprobs=true", body.top_logprobs)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    most = max((limit for limit in limits if limit is not None), default=terms.config.default_max_tokens)
+    messages = checked_messages(body.messages)
+    params = _params(body, terms, most, logprobs, "top_logprobs", num_prompts=1)
+    return Call(
+        params,
+        messages=messages,
+        prediction=body.prediction,
+        tools=tools_of(body, info),
+        template_options=_template_options(body),
+        spec=spec_of(body, default_spec(info.default_spec), terms.config),
+        trace=wants_rounds(body, terms.config),
+    )
+
+
+def completion_call(body: CompletionRequest, terms: Terms) -> Call:
+    """The call of a completion request.
+
+    Raises:
+        ApiError: a field that cannot be honoured.
+    """
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise unsupported("best_of", "other than n is not supported")
+    _check_prompts(body.prompt, terms)
+    most = body.max_tokens or _COMPLETION_MAX_TOKENS
+    params = _params(body, terms, most, body.logprobs, "logprobs", len(body.prompt), bool(body.echo))
+    return Call(
+        params,
+        prompts=body.prompt,
+        prediction=body.prediction,
+        spec=spec_of(body, default_spec(terms.info.default_spec), terms.config),
+        trace=wants_rounds(body, terms.config),
+    )
+
+
+def check_model(model: str | None, info: ModelInfo) -> None:
+    """Whether the named model is the served one; none named: it is.
+
+    Raises:
+        ApiError: 404.
+    """
+    if model is not None and model != info.name:
+        raise ApiError(404, "model_not_found", "model: is not served here; see /v1/models", "model")
+
+
+def metrics_level(body: SamplingFields, config: ApiConfig) -> str:
+    """How much `metrics` of the response has."""
+    asked = None if body.foretoken is None else body.foretoken.metrics
+    return config.request_metrics if asked is None else asked
+
+
+def wants_trace(body: SamplingFields) -> bool:
+    """Whether the response has `foretoken.trace`."""
+    return body.foretoken is not None and body.foretoken.trace
+
+
+def wants_rounds(body: SamplingFields, config: ApiConfig) -> bool:
+    """Whether the response needs to know what was drafted in each step."""
+    return wants_trace(body) or metrics_level(body, config) == "detailed"
+
+
+def slice_of(body: SamplingFields) -> str:
+    """The kind of text that the request names, in our field or in OpenAI's `metadata`.
+
+    Raises:
+        ApiError: it is no short text.
+    """
+    if body.foretoken is not None and body.foretoken.slice is not None:
+        return body.foretoken.slice
+    named = (body.metadata or {}).get("slice", "")
+    if not isinstance(named, str) or len(named) > 64:
+        raise invalid("metadata.slice", "must be a text of at most 64 characters")
+    return named
+
+
+def tier_of(body: SamplingFields) -> str | None:
+    """The service tier that was used, for the response; None where none was asked for."""
+    return "default" if body.service_tier == "auto" else body.service_tier
+
+
+def _params(
+    body: SamplingFields,
+    terms: Terms,
+    max_tokens: int | None,
+    logprobs: int | None,
+    logprobs_param: str,
+    num_prompts: int,
+    has_prompt_logprobs: bool = False,
+) -> SamplingParams:
+    config = terms.config
+    most = min(max_tokens or terms.info.max_model_len, terms.info.max_model_len)
+    num_answers = num_prompts * (body.n or 1)
+    _check_counts(body, terms, num_answers, most)
+    if logprobs is not None and logprobs > config.max_logprobs:
+        raise invalid(logprobs_param, f"must be at most {config.max_logprobs}", logprobs)
+    given: dict[str, Any] = {
+        name: value
+        for name in _PASSED_ON
+        if (value := getattr(body, name)) is not None and not (name == "min_tokens" and value == 0)
+    }
+    given |= {
+        "max_tokens": most,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_k": max(0, body.top_k or 0),
+        "stop": _checked_stops(body, config),
+        "logprobs": logprobs,
+        "logprobs_of": "model",
+        "prompt_logprobs": logprobs if has_prompt_logprobs else None,
+        "priority": _TIERS[body.service_tier or "default"] if body.priority is None else body.priority,
+        "prediction": (body.prediction or None) if uses_prediction(body, config) else None,
+        "tenant": tenant_of(terms.caller, body.cache_salt or ""),
+        "slice": slice_of(body),
+        **structure_of(body, terms.info),
+    }
+    try:
+        return SamplingParams(**given)
+    except InputError as error:
+        raise invalid(_CALLERS_OWN.get(error.field, error.field), error.remedy, error.value) from None
+
+
+_PASSED_ON = (
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "n",
+    "seed",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "ignore_eos",
+    "min_tokens",
+    "bad_words",
+)
+
+
+def _check_counts(body: SamplingFields, terms: Terms, num_answers: int, max_tokens: int) -> None:
+    """Numbers whose product could be large, before anything of that size is made."""
+    config, info = terms.config, terms.info
+    n = body.n or 1
+    if n > config.max_choices:
+        raise invalid("n", f"must be at most {config.max_choices}", n)
+    if num_answers > info.max_waiting:
+        raise invalid("n", f"prompts times n must be at most {info.max_waiting}, the length of the queue", num_answers)
+    budget = config.max_request_tokens
+    if config.max_pending_tokens is not None:
+        budget = min(budget, config.max_pending_tokens)
+    if num_answers * max_tokens > budget:
+        message = f"max_tokens: prompts times n times max_tokens must be at most {budget}"
+        raise ApiError(400, "too_many_tokens", f"{message} (got {num_answers * max_tokens})", "max_tokens")
+    for token in body.logit_bias or ():
+        if token >= info.vocab_size:
+            raise invalid("logit_bias", f"token ids must be less than {info.vocab_size}", token)
+    if len(body.logit_bias or ()) > config.max_logit_bias:
+        raise invalid("logit_bias", f"must have at most {config.max_logit_bias} entries", len(body.logit_bias or ()))
+    words = body.bad_words or ()
+    if len(words) > config.max_bad_words or sum(map(len, words)) > config.max_bad_word_tokens:
+        raise invalid(
+            "bad_words", f"must be at most {config.max_bad_words} of {config.max_bad_word_tokens} characters together"
+        )
+    if body.stop_token_ids:
+        raise unsupported("stop_token_ids", "is not supported; use stop")
+    if body.include_stop_str_in_output:
+        raise unsupported("include_stop_str_in_output", "is not supported; the answer ends before the stop string")
+
+
+def _checked_stops(body: SamplingFields, config: ApiConfig) -> list[str]:
+    stops = body.stop_strings
+    if len(stops) > config.max_stop_strings:
+        raise invalid("stop", f"must be at most {config.max_stop_strings} texts", len(stops))
+    if any(not text or len(text) > config.max_text_chars for text in stops):
+        raise invalid("stop", f"each must have 1 to {config.max_text_chars} characters")
+    return stops
+
+
+def _check_prompts(prompts: Sequence[Any], terms: Terms) -> None:
+    info, config = terms.info, terms.config
+    if len(prompts) > config.max_prompts:
+        raise invalid("prompt", f"must be at most {config.max_prompts} prompts", len(prompts))
+    for prompt in prompts:
+        if not prompt:
+            raise invalid("prompt", "is empty; give at least one token")
+        if isinstance(prompt, str):
+            if not info.has_tokenizer:
+                raise unsupported("prompt", "the model has no tokenizer; give token ids")
+            continue
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < info.vocab_size:
+                raise invalid("prompt", f"token ids must be whole numbers from 0 to {info.vocab_size - 1}", token)
+
+
+def _refuse_chat_features(body: ChatRequest) -> None:
+    """What would change the answer and does not exist here."""
+    for name in ("audio", "functions", "function_call", "web_search_options", "chat_template"):
+        if getattr(body, name):
+            raise unsupported(name, "is not supported")
+    if body.modalities not in (None, ["text"]):
+        raise unsupported("modalities", "this model writes text only")
+
+
+def _template_options(body: ChatRequest) -> Mapping[str, Any]:
+    """What the request tells the chat template.
+
+    Raises:
+        ApiError: a name that is not on the list.
+    """
+    given = dict(body.chat_template_kwargs or {})
+    for name, value in given.items():
+        if name not in TEMPLATE_OPTIONS:
+            raise unsupported("chat_template_kwargs", f"takes {', '.join(TEMPLATE_OPTIONS)} only")
+        if not isinstance(value, bool | str) or (isinstance(value, str) and len(value) > 64):
+            raise invalid("chat_template_kwargs", "values must be true, false or short texts")
+    if body.reasoning_effort is not None:
+        given.setdefault("reasoning_effort", body.reasoning_effort)
+    return given

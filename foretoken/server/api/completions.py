@@ -1,0 +1,104 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from foretoken.server.api.body import JsonRoute
+from foretoken.server.api.call import Terms, check_model, completion_call
+from foretoken.server.api.caller import caller_of
+from foretoken.server.api.errors import unsupported
+from foretoken.server.api.exchange import Api, Exchange
+from foretoken.server.api.generating import answer, name_of, notice_unknown
+from foretoken.server.api.logprobs import completion_logprobs
+from foretoken.server.api.middle import with_suffix
+from foretoken.server.api.pacing import PieceGroup
+from foretoken.server.api.schemas import CompletionRequest
+from foretoken.server.api.writer import ResponseWriter
+from foretoken.server.events import AnswerEnded
+
+PATH = "/v1/completions"
+
+
+def completion_router(api: Api) -> APIRouter:
+    """The route."""
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post(PATH, summary="The continuation of a text")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        info = api.ready_info()
+        notice_unknown(body, api.config)
+        check_model(body.model, info)
+        name_of(body, request)
+        if body.stream and body.echo and body.logprobs is not None:
+            raise unsupported("echo", "with logprobs is not streamed; leave stream out")
+        body = await with_suffix(api, body, info)
+        call = completion_call(body, Terms(info, api.config, caller_of(request.scope)))
+        exchange = Exchange(api, request.scope, call, info, bool(body.stream))
+        echoed = [
+            prompt if isinstance(prompt, str) else await api.service.detokenize(prompt) if info.has_tokenizer else ""
+            for prompt in (body.prompt if body.echo else ())
+        ]
+        frame = ResponseWriter(exchange, body, "cmpl", "text_completion", "text_completion")
+        choices = TextChoices(frame, body, echoed)
+        return await answer(exchange, request, lambda: frame.stream(choices), lambda: frame.whole(choices.whole()))
+
+    return router
+
+
+class TextChoices:
+    """See `ChoiceWriter`; `echoed` has the text of each prompt, or nothing where prompts are not repeated."""
+
+    def __init__(self, frame: ResponseWriter, body: CompletionRequest, echoed: list[str]) -> None:
+        self._frame, self._has_logprobs = frame, body.logprobs is not None
+        self._echoed, self._n = echoed, frame.exchange.call.params.n
+        self._offsets = [len(self._prompt_of(index)) for index in range(frame.exchange.num_answers)]
+
+    def _prompt_of(self, index: int) -> str:
+        return self._echoed[index // self._n] if self._echoed else ""
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """See `ChoiceWriter`."""
+        for index in range(len(self._offsets)):
+            if self._prompt_of(index):
+                yield _choice(index, self._prompt_of(index))
+
+    def piece(self, group: PieceGroup) -> dict[str, Any] | None:
+        """See `ChoiceWriter`."""
+        piece = group.piece
+        if not piece.text and not (piece.tokens and (self._has_logprobs or self._frame.shows_tokens)):
+            return None
+        choice = _choice(piece.index, piece.text)
+        if self._has_logprobs:
+            choice["logprobs"] = completion_logprobs(piece.tokens, self._offsets[piece.index])
+        self._offsets[piece.index] += sum(len(token.text) for token in piece.tokens)
+        if self._frame.shows_ids:
+            choice["token_ids"] = [token.token_id for token in piece.tokens]
+        return choice
+
+    def ended(self, event: AnswerEnded) -> dict[str, Any]:
+        """See `ChoiceWriter`."""
+        return _choice(event.index, "", event.finish_reason)
+
+    def whole(self) -> list[dict[str, Any]]:
+        """See `ChoiceWriter`."""
+        exchange, choices = self._frame.exchange, []
+        for index, progress in enumerate(exchange.book.answers):
+            assert progress.ended is not None
+            choice = _choice(index, self._prompt_of(index) + progress.text, progress.ended.finish_reason)
+            if self._has_logprobs:
+                first = exchange.book.answers[index - index % self._n].ended
+                prompt = () if first is None else first.prompt
+                choice["logprobs"] = completion_logprobs([*prompt, *progress.tokens], 0)
+            if self._frame.shows_ids:
+                choice["token_ids"] = [token.token_id for token in progress.tokens]
+                choice["prompt_token_ids"] = exchange.prompt_ids[index // self._n]
+            choices.append(choice | self._frame.of_choice(progress.ended))
+        return choices
+
+
+def _choice(index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}

@@ -1,0 +1,306 @@
+"""Every error of the API as one JSON envelope: status, type and code from closed sets, messages without secrets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Literal, get_args
+
+import msgspec
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from foretoken import errors
+from foretoken.server.events import AnswerFailed
+
+ErrorCode = Literal[
+    # the request
+    "invalid_json",
+    "not_an_object",
+    "duplicate_key",
+    "invalid_value",
+    "missing_field",
+    "unknown_field",
+    "context_length_exceeded",
+    "capacity_exceeded",
+    "too_many_tokens",
+    "unsupported_feature",
+    "unsupported_media_type",
+    "body_too_large",
+    "headers_too_large",
+    "request_timeout",
+    # who and where
+    "missing_api_key",
+    "invalid_api_key",
+    "forbidden",
+    "host_not_allowed",
+    "origin_not_allowed",
+    "model_not_found",
+    "route_not_found",
+    "method_not_allowed",
+    # load
+    "queue_full",
+    "token_budget_full",
+    "rate_limited",
+    "loading",
+    "draining",
+    "restarting",
+    "engine_failed",
+    # what happened on the way
+    "queue_deadline",
+    "generation_deadline",
+    "client_gone",
+    "slow_consumer",
+    "numerical_error",
+    "engine_error",
+    "worker_died",
+    "internal_error",
+]
+CODES: tuple[str, ...] = get_args(ErrorCode)
+MAX_MESSAGE_BYTES = 1024
+CODE_KEY = "foretoken.error_code"  # of the ASGI scope: the code of the error that was sent
+CLIENT_GONE = 499  # nginx's number for a client that left; logged, never sent
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "overloaded",
+    503: "unavailable_error",
+}
+_PATH = re.compile(r"(?:[A-Za-z]:\\|~?/)(?:[^\s/\\:;,'\"()]+[/\\])+[^\s/\\:;,'\"()]*")
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{5,}\b|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
+_LINES = re.compile(r"\s+")
+
+
+ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string", "maxLength": MAX_MESSAGE_BYTES},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"enum": list(CODES)},
+            },
+        }
+    },
+}
+
+
+class ApiError(HTTPException):
+    """An error as the client gets it. `param` names the field; `extra` are further fields of the envelope."""
+
+    def __init__(
+        self,
+        status: int,
+        code: ErrorCode,
+        message: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        **extra: int,
+    ) -> None:
+        assert code in CODES
+        super().__init__(status, clean(message), dict(headers or {}))
+        self.code, self.param, self.extra = code, param, extra
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The envelope."""
+        return {
+            "error": {
+                "message": self.detail,
+                "type": type_of(self.status_code),
+                "param": self.param,
+                "code": self.code,
+                **self.extra,
+            }
+        }
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return json_response(self.body, self.status_code, self.headers)
+
+
+def type_of(status: int) -> str:
+    """The error's type by its HTTP code."""
+    return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def clean(text: str) -> str:
+    """A message without paths, addresses and line breaks, at most `MAX_MESSAGE_BYTES` long."""
+    text = _ADDRESS.sub("<address>", _PATH.sub("<path>", _LINES.sub(" ", text[: 4 * MAX_MESSAGE_BYTES])))
+    data = text.encode("utf-8", "replace")
+    return text if len(data) <= MAX_MESSAGE_BYTES else data[: MAX_MESSAGE_BYTES - 3].decode("utf-8", "ignore") + "..."
+
+
+def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A JSON response."""
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """400 for a feature that this model or server does not have."""
+    return ApiError(400, "unsupported_feature", f"{param}: {message}", param)
+
+
+def invalid(param: str, message: str, value: object = None, code: ErrorCode = "invalid_value") -> ApiError:
+    """400 for a field; `value` is shown if it is a number."""
+    return ApiError(400, code, f"{param}: {message}{shown(value)}", param)
+
+
+def shown(value: object) -> str:
+    """A number in parentheses; nothing for texts and everything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    number = f"{value:.6g}" if isinstance(value, float) else str(value) if abs(value) < 10**30 else "a longer number"
+    return f" (got {number})"
+
+
+def later(status: Literal[429, 503], code: ErrorCode, message: str, retry_after_s: int) -> ApiError:
+    """An error that may not come again: `Retry-After` says when to try."""
+    return ApiError(status, code, message, headers={"retry-after": str(retry_after_s)})
+
+
+def final(status: int, code: ErrorCode, message: str) -> ApiError:
+    """An error of the server that must not be retried by itself: the request may be its cause."""
+    return ApiError(status, code, message, headers={"x-should-retry": "false"})
+
+
+# ---- from the errors of the package
+
+_Maker = Callable[[errors.ForetokenError, int], ApiError]
+
+
+def of_exception(error: Exception, retry_after_s: int) -> ApiError:
+    """The API's error for an exception of the package; anything unknown is an internal error without a text."""
+    if isinstance(error, ApiError):
+        return error
+    for kind, make in _MAKERS:
+        if isinstance(error, kind):
+            return make(error, retry_after_s)
+    return final(500, "internal_error", "the server failed to answer this request")
+
+
+def of_failure(event: AnswerFailed) -> ApiError:
+    """The API's error for an answer that failed inside the engine."""
+    if event.field:  # found out on the way, such as a structure that has no room for `min_tokens`
+        return invalid(event.field, event.message)
+    if event.error == "NumericsError":
+        return _numerical(errors.NumericsError(), 0)
+    if event.error == "WorkerDiedError":
+        return _worker_died(errors.WorkerDiedError(), 0)
+    return _engine(errors.EngineError(), 0)
+
+
+def _engine(_error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
+    return final(500, "engine_error", "the engine failed on this request; others go on")
+
+
+def _numerical(_error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
+    return final(500, "numerical_error", "the model computed numbers that are not finite for this request")
+
+
+def _input(error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
+    assert isinstance(error, errors.InputError)
+    return invalid(error.field, error.remedy, error.value)
+
+
+def _unusable(error: errors.ForetokenError, retry_after_s: int) -> ApiError:
+    """A template that breaks or never ends does so on what the client sent; other files are the operator's."""
+    if "chat template" in str(error):
+        return ApiError(400, "unsupported_feature", f"messages: {error}", "messages")
+    return _engine(error, retry_after_s)
+
+
+def _worker_died(_error: errors.ForetokenError, _retry_after_s: int) -> ApiError:
+    return final(500, "worker_died", "the engine's process died while this request ran; it is being restarted")
+
+
+def unavailable(state: str, retry_after_s: int) -> ApiError:
+    """503 for a service in this state; one that says "ready" was not so a moment ago."""
+    code: ErrorCode = _BY_STATE.get(state, "loading")
+    return later(503, code, f"the server takes no requests now: {code}", retry_after_s)
+
+
+_BY_STATE: dict[str, ErrorCode] = {
+    "draining": "draining",
+    "restarting": "restarting",
+    "failed": "engine_failed",
+}
+
+
+_MAKERS: tuple[tuple[type[errors.ForetokenError], _Maker], ...] = (
+    (errors.ContextLengthError, lambda e, _s: ApiError(400, "context_length_exceeded", str(e), "prompt")),
+    (errors.InputError, _input),
+    (errors.OverloadedError, lambda e, s: later(429, "queue_full", str(e), s)),
+    (errors.CapacityError, lambda e, _s: ApiError(400, "capacity_exceeded", str(e), "max_tokens")),
+    (errors.UnavailableError, lambda _e, s: unavailable("restarting", s)),
+    (errors.WorkerDiedError, _worker_died),
+    (errors.NumericsError, _numerical),
+    (errors.CheckpointError, _unusable),
+    (errors.UnsupportedModelError, lambda e, _s: ApiError(400, "unsupported_feature", str(e))),
+    (errors.ForetokenError, _engine),
+)
+
+
+# ---- from the framework
+
+_BY_STATUS: dict[int, ErrorCode] = {
+    404: "route_not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "body_too_large",
+    415: "unsupported_media_type",
+    431: "headers_too_large",
+}
+_NAME = re.compile(r"[A-Za-z0-9_.]{1,64}")
+
+
+def of_validation(found: Sequence[Mapping[str, Any]]) -> ApiError:
+    """400 for the first of pydantic's findings; it names the field, and the value if that is a number."""
+    first = found[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    param = ".".join(part if _NAME.fullmatch(part) else "?" for part in place) or None
+    kind = str(first["type"])
+    code: ErrorCode = "missing_field" if kind == "missing" else "not_an_object" if param is None else "invalid_value"
+    if kind in _OWN_CODES:
+        code = _OWN_CODES[kind]
+    more = f" ({len(found) - 1} more problems)" if len(found) > 1 else ""
+    label = param or "the body"
+    return ApiError(400, code, f"{label}: {first['msg']}{shown(first.get('input'))}{more}", param)
+
+
+_OWN_CODES: dict[str, ErrorCode] = {"extra_forbidden": "unknown_field", "unsupported_feature": "unsupported_feature"}
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Give every error of the application the envelope."""
+
+    async def api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return _send(request, error)
+
+    async def validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _send(request, of_validation(error.errors()))
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, StarletteHTTPException)
+        status = error.status_code
+        code: ErrorCode = _BY_STATUS.get(status, "invalid_value" if status < 500 else "internal_error")
+        return _send(request, ApiError(status, code, HTTPStatus(status).phrase, headers=error.headers))
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(RequestValidationError, validation)
+    app.add_exception_handler(StarletteHTTPException, http_error)
+
+
+def _send(request: Request, error: ApiError) -> Response:
+    request.scope[CODE_KEY] = error.code
+    return error.response()

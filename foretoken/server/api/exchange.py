@@ -1,0 +1,279 @@
+"""One HTTP request that generates: from opening its call to its record."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from foretoken.errors import ContextLengthError, ForetokenError, UnavailableError
+from foretoken.server.api.answers import AnswerBook
+from foretoken.server.api.budget import TokenBudget
+from foretoken.server.api.caller import caller_of
+from foretoken.server.api.config import ApiConfig
+from foretoken.server.api.errors import (
+    CLIENT_GONE,
+    ApiError,
+    ErrorCode,
+    final,
+    later,
+    of_exception,
+    of_failure,
+    unavailable,
+)
+from foretoken.server.api.request_id import request_id_of
+from foretoken.server.events import AnswerEnded, AnswerFailed, Begun, Event, ModelInfo
+from foretoken.server.record import RequestObserver, RequestRecord
+from foretoken.server.service import Call, Generation, Service
+
+_log = logging.getLogger("foretoken.server")
+_Result = TypeVar("_Result")
+RECORDED_KEY = "foretoken.recorded"  # of the ASGI scope: its request has a record
+
+# HTTP code, reason in the record and metrics, text; for requests that were left before their end.
+_LEFT: dict[str, tuple[int, ErrorCode, str]] = {
+    "client": (CLIENT_GONE, "client_gone", "the client closed the connection"),
+    "slow_consumer": (CLIENT_GONE, "slow_consumer", "the client read more slowly than its answer was written"),
+    "queue_deadline": (504, "queue_deadline", "no token came within the server's limit for queue and prompt"),
+    "generation_deadline": (504, "generation_deadline", "the answer took longer than the server's limit"),
+}
+
+
+@dataclass(frozen=True)
+class Api:
+    """What all routes share."""
+
+    service: Service
+    config: ApiConfig
+    observers: Sequence[RequestObserver]
+    budget: TokenBudget = field(default_factory=TokenBudget)
+
+    def ready_info(self) -> ModelInfo:
+        """The served model.
+
+        Raises:
+            ApiError: 503 while no requests are taken.
+        """
+        state, info = self.service.state, self.service.info
+        if state != "ready" or info is None:
+            raise unavailable(state, self.config.retry_after_s)
+        return info
+
+    def tell(self, record: RequestRecord) -> None:
+        """Give a record to all observers; what one raises is logged."""
+        for observer in self.observers:
+            try:
+                observer.finished(record)
+            except Exception:  # noqa: BLE001 - an observer must not cost a client its answer
+                _log.exception("an observer of requests failed")
+
+
+class Exchange:
+    """Runs one call, notes what came, leaves it when nobody wants it any more, and writes its record once."""
+
+    def __init__(self, api: Api, scope: MutableMapping[str, Any], call: Call, info: ModelInfo, is_stream: bool) -> None:
+        self.api, self.call, self.info, self.is_stream = api, call, info, is_stream
+        self.request_id = request_id_of(scope)
+        self.prompt_ids: tuple[tuple[int, ...], ...] = ()
+        self.began_unix_s = time.time()
+        self._began_s = time.perf_counter()
+        self.num_answers = max(1, len(call.prompts)) * call.params.n
+        self.book = AnswerBook(self.num_answers, self._began_s)
+        self.left = ""  # why the call was left before its end
+        self._scope = scope
+        self._generation: Generation | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_reserved = 0
+        self._is_finished = False
+
+    async def open(self) -> None:
+        """Have the service queue the call.
+
+        Raises:
+            ApiError: it is refused, or was not queued in time.
+        """
+        config, loop = self.api.config, asyncio.get_running_loop()
+        num_tokens = self.num_answers * self.call.params.max_tokens
+        self.api.budget.take(num_tokens, config)
+        self._num_reserved = num_tokens
+        deadline = loop.time() + config.first_token_timeout_s
+        try:
+            async with asyncio.timeout_at(deadline):
+                self._generation = await self.api.service.open(self.call)
+        except TimeoutError:
+            raise self._leave_error("queue_deadline") from None
+        except ForetokenError as error:
+            raise self._refusal(error) from error
+        self._timers = [
+            loop.call_at(deadline, self._expire, "queue_deadline"),
+            loop.call_later(config.request_timeout_s, self._expire, "generation_deadline"),
+        ]
+
+    async def events(self) -> AsyncGenerator[Event]:
+        """The events of the call; every way out of the iteration frees what the call holds.
+
+        Raises:
+            ApiError: an answer failed, a deadline passed, or the engine died.
+        """
+        assert self._generation is not None
+        num_open = self.num_answers
+        try:
+            async for event in self._generation:
+                self.book.note(event)
+                if isinstance(event, Begun):
+                    self._begin(event)
+                elif isinstance(event, AnswerFailed):
+                    _log.warning("request %s failed: %s: %s", self.request_id, event.error, event.message)
+                    raise of_failure(event)
+                elif isinstance(event, AnswerEnded):
+                    if event.finish_reason == "abort":
+                        raise self._leave_error(self.left)
+                    num_open -= 1
+                elif self._timers and self.book.ttft_s is not None:
+                    self._timers.pop(0).cancel() if len(self._timers) == 2 else None
+                yield event
+        except ForetokenError as error:
+            raise self._refusal(error) from error
+        finally:
+            if num_open:
+                await self._cancel()
+
+    def leave(self, reason: str) -> None:
+        """Let the call go, for the first reason given: its events end with an error."""
+        if not self.left and not self._is_finished:
+            self.left = reason
+            task = asyncio.create_task(self._cancel())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def unless_gone(self, receive: Any, work: Coroutine[Any, Any, _Result]) -> _Result:  # noqa: ANN401 - ASGI's
+        """The result of `work`, which is cancelled when the client hangs up first.
+
+        Raises:
+            ApiError: the client is gone; also what `work` raises.
+        """
+        task, gone = asyncio.create_task(work), asyncio.create_task(hung_up(receive))
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self.left = self.left or "client"
+                raise self._leave_error("client")
+            return task.result()
+        finally:
+            await stop(task, gone)
+
+    def finish(self, status: int, reason: str = "") -> None:
+        """The request has ended: give back its share of the budget and report it. Only the first call counts."""
+        if self._is_finished:
+            return
+        self._is_finished = True
+        for timer in self._timers:
+            timer.cancel()
+        self.api.budget.give_back(self._num_reserved)
+        self._scope[RECORDED_KEY] = True
+        self.api.tell(self._record(status, reason))
+
+    async def closed(self) -> None:
+        """Wait until everything that was left is free."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _cancel(self) -> None:
+        if self._generation is not None:
+            await asyncio.shield(self._generation.cancel())
+
+    def _expire(self, reason: str) -> None:
+        if reason != "queue_deadline" or self.book.ttft_s is None:
+            self.leave(reason)
+
+    def _begin(self, event: Begun) -> None:
+        """The prompts are known: whether the list of their log-probabilities would be too long."""
+        self.prompt_ids = event.prompt_ids
+        count = self.call.params.prompt_logprobs
+        most = self.api.config.max_prompt_logprobs
+        if count is not None and sum(map(len, event.prompt_ids)) * (count + 1) > most:
+            message = f"echo: prompt tokens times alternatives must be at most {most} with logprobs"
+            raise ApiError(400, "too_many_tokens", message, "logprobs")
+
+    def _refusal(self, error: ForetokenError) -> ApiError:
+        if isinstance(error, UnavailableError) and self.api.service.state != "ready":
+            return unavailable(self.api.service.state, self.api.config.retry_after_s)
+        made = of_exception(error, self.api.config.retry_after_s)
+        if isinstance(error, ContextLengthError):
+            found = re.match(r"\d+", str(error.value))
+            made.extra |= {"n_ctx": self.info.max_model_len, "max_tokens": self.call.params.max_tokens}
+            made.extra |= {} if found is None else {"n_prompt_tokens": int(found.group())}
+            made.param = "prompt" if self.call.messages is None else "messages"
+        return made
+
+    def _leave_error(self, reason: str) -> ApiError:
+        if reason not in _LEFT:
+            return later(503, "draining", "the engine was stopped", self.api.config.retry_after_s)
+        self.left = self.left or reason
+        return final(*_LEFT[reason])
+
+    def _record(self, status: int, reason: str) -> RequestRecord:
+        book, params = self.book, self.call.params
+        ends, caller = book.ended, caller_of(self._scope)
+        used = [end.prediction for end in ends if end.prediction is not None]
+        spec = self.call.spec
+        return RequestRecord(
+            request_id=self.request_id,
+            route=str(self._scope["path"]),
+            model=self.info.name,
+            began_unix_s=self.began_unix_s,
+            duration_s=time.perf_counter() - self._began_s,
+            status=status,
+            reason=reason,
+            is_stream=self.is_stream,
+            finish_reasons=tuple(end.finish_reason for end in ends),
+            num_prompt_tokens=sum(map(len, self.prompt_ids)),
+            num_cached_tokens=sum(int(end.stats["num_cached_tokens"]) for end in ends if end.index % params.n == 0),
+            num_completion_tokens=book.num_tokens,
+            ttft_s=book.ttft_s,
+            inter_token_s=tuple(book.inter_token_s),
+            key=caller.key,
+            tenant=caller.tenant,
+            slice=params.slice,
+            drafter="" if spec is None else spec.drafter or "",
+            stats=tuple(end.stats for end in ends),
+            accepted_prediction_tokens=sum(pair[0] for pair in used) if used else None,
+            rejected_prediction_tokens=sum(pair[1] for pair in used) if used else None,
+            attributes=_attributes(self.call),
+        )
+
+
+def _attributes(call: Call) -> dict[str, Any]:
+    """The request's parameters under OpenTelemetry's names; never a text."""
+    params = call.params
+    return {
+        "gen_ai.operation.name": "text_completion" if call.messages is None else "chat",
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty,
+        "gen_ai.request.presence_penalty": params.presence_penalty,
+        "gen_ai.request.choice.count": params.n,
+    }
+
+
+async def hung_up(receive: Any) -> None:  # noqa: ANN401 - ASGI's
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def stop(*tasks: Awaitable[Any]) -> None:
+    """Cancel tasks and wait for their end."""
+    for task in tasks:
+        assert isinstance(task, asyncio.Task)
+        task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,149 @@
+"""`response_format` and `structured_outputs`: what a request says of the form of its answer, as sampling parameters.
+
+Nothing is compiled here: the engine compiles in its preparing threads, within the limits of `foretoken.model.grammar`,
+and keeps what it compiled in a cache bounded by bytes. Schemas are passed on as JSON text, so that their nesting ends
+here.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from foretoken.server.api.errors import invalid
+
+MAX_SCHEMA_CHARS = 512 * 1024  # as `grammar.MAX_TEXT_BYTES`
+MAX_CHOICES = 1024  # texts of `structured_outputs.choice`; the limit on their bytes is the grammar's
+
+# Between the parts of JSON text inside a grammar: a space, or a new line and its indentation. The library's default,
+# any white space, lets a model write blank lines until its tokens run out.
+_WHITESPACE = r" |\r?\n[ \t]{0,40}"
+
+
+class JsonSchemaFormat(BaseModel):
+    """The schema of `response_format`. `strict` is accepted and always in force."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """`response_format` of a chat request."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """`structured_outputs`: exactly one of its fields. `grammar` is in Lark syntax."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: Annotated[str, StringConstraints(min_length=1)] | None = None
+    choice: (
+        Annotated[list[Annotated[str, StringConstraints(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+        | None
+    ) = None
+    grammar: Annotated[str, StringConstraints(min_length=1)] | None = None
+
+
+def structure_fields(response_format: ResponseFormat | None, outputs: StructuredOutputs | None) -> dict[str, str]:
+    """The one field of `SamplingParams` that holds the answer to its form; {} for free text.
+
+    Raises:
+        ApiError: two forms, none in `structured_outputs`, or a schema that cannot be written as JSON.
+    """
+    asked = {} if response_format is None else _of_format(response_format)
+    if outputs is None:
+        return asked
+    given = [
+        name for name in ("json", "json_object", "regex", "choice", "grammar") if _given(outputs, name) is not None
+    ]
+    if len(given) != 1:
+        raise invalid("structured_outputs", "give exactly one of json, json_object, regex, choice, grammar")
+    if asked:
+        raise invalid("structured_outputs", "response_format holds the answer to a form already; give one of the two")
+    return _of_outputs(outputs, given[0])
+
+
+def json_text(field: str, value: object) -> str:
+    """A value of a request as JSON text.
+
+    Raises:
+        ApiError: too long, or nested too deeply.
+    """
+    check_size(field, value)
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        raise invalid(field, "is nested too deeply; use $ref for what repeats") from None
+
+
+def check_size(field: str, value: object) -> None:
+    """Refuse what a grammar would refuse for its length, before it is written out: that would hold up the event loop.
+
+    Raises:
+        ApiError: more than `MAX_SCHEMA_CHARS`.
+    """
+    num_chars, waiting = 0, [value]
+    while waiting:
+        one = waiting.pop()
+        num_chars += len(one) if isinstance(one, str) else 1
+        if isinstance(one, dict):
+            num_chars += sum(map(len, one))
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+        if num_chars + len(waiting) > MAX_SCHEMA_CHARS:
+            raise invalid(field, f"is longer than {MAX_SCHEMA_CHARS // 1024} kB; make it smaller")
+
+
+def json_rule(field: str, schema: dict[str, Any]) -> str:
+    """A Lark expression for JSON text that fits `schema`.
+
+    Raises:
+        ApiError: too long, or nested too deeply.
+    """
+    spaced = schema if "x-guidance" in schema else {"x-guidance": {"whitespace_pattern": _WHITESPACE}, **schema}
+    return f"%json {json_text(field, spaced)}"
+
+
+def lark_text(text: str) -> str:
+    """A Lark expression for exactly this text."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _given(outputs: StructuredOutputs, name: str) -> object:
+    return outputs.json_ if name == "json" else getattr(outputs, name)
+
+
+def _of_format(asked: ResponseFormat) -> dict[str, str]:
+    if asked.type == "text":
+        return {}
+    if asked.type == "json_object":
+        return {"json_schema": '{"type": "object"}'}
+    if asked.json_schema is None:
+        raise invalid("response_format.json_schema", "type json_schema needs it, with a name and a schema")
+    schema = {"type": "object"} if asked.json_schema.schema_ is None else asked.json_schema.schema_
+    return {"json_schema": json_text("response_format.json_schema", schema)}
+
+
+def _of_outputs(outputs: StructuredOutputs, name: str) -> dict[str, str]:
+    if name == "json":
+        schema = outputs.json_
+        return {"json_schema": schema if isinstance(schema, str) else json_text("structured_outputs.json", schema)}
+    if name == "json_object":
+        return {"json_schema": '{"type": "object"}'}
+    if outputs.choice is not None:
+        return {"grammar": "start: " + " | ".join(lark_text(text) for text in outputs.choice)}
+    return {name: getattr(outputs, name)}

@@ -1,0 +1,81 @@
+"""Messages of a chat: those of the request as the template takes them, and the answer's as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from foretoken.server.api.errors import invalid, unsupported
+from foretoken.server.api.tools import template_message
+
+
+def checked_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with their parts of text joined.
+
+    Raises:
+        ApiError: a message without role or content, or with parts that are not text.
+    """
+    return [_checked(f"messages.{place}", message) for place, message in enumerate(messages)]
+
+
+def _checked(param: str, message: dict[str, Any]) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or not 0 < len(role) <= 64:
+        raise invalid(f"{param}.role", "must be a text such as user")
+    content = message.get("content")
+    if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+        raise invalid(f"{param}.tool_call_id", "a message of role tool must name the call that it answers")
+    calls = message.get("tool_calls")
+    if calls is not None and (not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls)):
+        raise invalid(f"{param}.tool_calls", "must be a list of calls")
+    if content is None and not (role == "assistant" and calls):
+        raise invalid(f"{param}.content", "must be a text or a list of parts")
+    if isinstance(content, list):
+        content = "\n".join(_part(param, part) for part in content)
+    if content is not None and not isinstance(content, str):
+        raise invalid(f"{param}.content", "must be a text or a list of parts")
+    return template_message(param, {**message, "content": content or ""})
+
+
+def _part(param: str, part: object) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise invalid(f"{param}.content", "each part must be an object with a type")
+    if part["type"] != "text":
+        raise unsupported(f"{param}.content", "this model reads text only")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise invalid(f"{param}.content", "a part of type text must have a text")
+    return text
+
+
+class MessageShaper(Protocol):
+    """Makes the message of one answer from its text, piece by piece."""
+
+    def push(self, text: str) -> dict[str, Any]:
+        """Fields of the next delta; {} while nothing can be sent."""
+
+    def finish(self, finish_reason: str) -> tuple[dict[str, Any], str]:
+        """What was held back, and the reason why the answer ended."""
+
+    def message(self) -> dict[str, Any]:
+        """Fields of the whole message, after `finish`: `content` and others, without the role."""
+
+
+class PlainMessage:
+    """An answer that is its text."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    def push(self, text: str) -> dict[str, Any]:
+        """See `MessageShaper`."""
+        self._texts.append(text)
+        return {"content": text} if text else {}
+
+    def finish(self, finish_reason: str) -> tuple[dict[str, Any], str]:
+        """See `MessageShaper`."""
+        return {}, finish_reason
+
+    def message(self) -> dict[str, Any]:
+        """See `MessageShaper`."""
+        return {"content": "".join(self._texts)}

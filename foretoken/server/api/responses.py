@@ -1,0 +1,189 @@
+"""`/v1/responses`: a chat in the shape of OpenAI's newer interface; no state is kept between requests."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from foretoken.server.api.body import JsonRoute
+from foretoken.server.api.call import Terms, chat_call, check_model, tier_of
+from foretoken.server.api.caller import caller_of
+from foretoken.server.api.errors import ApiError
+from foretoken.server.api.exchange import Api, Exchange
+from foretoken.server.api.generating import answer, name_of, notice_unknown
+from foretoken.server.api.logprobs import chat_logprobs
+from foretoken.server.api.pacing import PieceGroup, paced
+from foretoken.server.api.response_items import ResponseItems
+from foretoken.server.api.responses_request import ResponsesRequest, as_chat, wants_logprobs
+from foretoken.server.api.schemas import ChatRequest
+from foretoken.server.api.structure import shaper_of
+from foretoken.server.api.usage import usage
+from foretoken.server.api.writer import ResponseWriter
+from foretoken.server.events import AnswerEnded, TokenEvent
+
+PATH = "/v1/responses"
+_Json = dict[str, Any]
+# What fields of a chat are called here.
+_PARAMS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+
+
+def responses_router(api: Api) -> APIRouter:
+    """The route."""
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post(PATH, summary="A response to a conversation")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        info = api.ready_info()
+        notice_unknown(body, api.config)
+        check_model(body.model, info)
+        name_of(body, request)
+        try:
+            chat = as_chat(body)
+            call = chat_call(chat, Terms(info, api.config, caller_of(request.scope)))
+            exchange = Exchange(api, request.scope, call, info, bool(body.stream))
+            writer = ResponsesWriter(exchange, body, chat)
+            return await answer(exchange, request, writer.stream, writer.whole)
+        except ApiError as error:
+            error.param = _PARAMS.get(error.param or "", error.param)
+            raise
+
+    return router
+
+
+class ResponsesWriter:
+    """One response, whole or as events."""
+
+    def __init__(self, exchange: Exchange, body: ResponsesRequest, chat: ChatRequest) -> None:
+        self._exchange, self._body = exchange, body
+        self._shaper, self._items = shaper_of(chat, exchange.info), ResponseItems()
+        self._frame = ResponseWriter(exchange, body, "resp", "response", "response")
+        self._num_sent = 0
+
+    def whole(self) -> _Json:
+        """The response that is not streamed."""
+        progress = self._exchange.book.answers[0]
+        assert progress.ended is not None
+        for _ in self._piece_events(progress.text, progress.tokens):
+            pass
+        for _ in self._end_events(progress.ended):
+            pass
+        return self._response(progress.ended)
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        """The events of the stream, encoded."""
+        exchange, is_begun = self._exchange, False
+        async with (
+            contextlib.aclosing(exchange.events()) as events,
+            contextlib.aclosing(paced(events, exchange.api.config)) as groups,
+        ):
+            async for event in groups:
+                if not is_begun:
+                    is_begun = True
+                    for kind in ("response.created", "response.in_progress"):
+                        yield self._encoded({"type": kind, "response": self._response(None)})
+                if isinstance(event, PieceGroup):
+                    for made in self._piece_events(event.piece.text, event.piece.tokens):
+                        yield self._encoded(made)
+                elif isinstance(event, AnswerEnded):
+                    for made in self._end_events(event):
+                        yield self._encoded(made)
+                    response = self._response(event)
+                    yield self._encoded({"type": f"response.{response['status']}", "response": response})
+
+    def _piece_events(self, text: str, tokens: Any) -> Iterator[_Json]:  # noqa: ANN401 - tokens of either container
+        return self._items.add(self._shaper.push(text), self._logprobs(tokens))
+
+    def _end_events(self, event: AnswerEnded) -> Iterator[_Json]:
+        delta, _ = self._shaper.finish(event.finish_reason)
+        yield from self._items.add(delta, [])
+        yield from self._items.close(_status(event))
+
+    def _logprobs(self, tokens: list[TokenEvent] | tuple[TokenEvent, ...]) -> list[_Json]:
+        if not wants_logprobs(self._body):
+            return []
+        entries: list[_Json] = chat_logprobs(tokens)["content"]
+        for entry in entries:
+            for one in (entry, *entry["top_logprobs"]):
+                one["bytes"] = one["bytes"] or []
+        return entries
+
+    def _encoded(self, event: _Json) -> bytes:
+        """An event; padded like those of a chat where that is asked for."""
+        kind, event["sequence_number"] = event["type"].encode(), self._num_sent
+        self._num_sent += 1
+        return b"event: %b\n%b" % (kind, self._frame.encoded(event))
+
+    def _response(self, ended: AnswerEnded | None) -> _Json:
+        body, exchange, params = self._body, self._exchange, self._exchange.call.params
+        status = "in_progress" if ended is None else _status(ended)
+        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        made: _Json = {
+            "id": f"resp_{exchange.request_id}",
+            "object": "response",
+            "created_at": int(exchange.began_unix_s),
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "error": None,
+            "incomplete_details": incomplete,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": exchange.info.name,
+            "output": [] if ended is None else self._items.items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None} if body.reasoning is None else body.reasoning.model_dump(),
+            "store": False,
+            "temperature": params.temperature,
+            "text": _text(body),
+            "tool_choice": _choice(body),
+            "tools": [_tool(tool.model_dump()) for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None if ended is None else _usage(exchange, body.prediction is not None),
+            "user": body.user,
+        }
+        if tier_of(body) is not None:
+            made["service_tier"] = tier_of(body)
+        if ended is not None:
+            made |= self._frame.reports()
+        return made
+
+
+def _status(event: AnswerEnded) -> str:
+    return "incomplete" if event.finish_reason == "length" else "completed"
+
+
+def _text(body: ResponsesRequest) -> _Json:
+    given: _Json = {} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
+    return {"format": {"type": "text"}, **given}
+
+
+def _choice(body: ResponsesRequest) -> Any:  # noqa: ANN401 - a word or an object
+    choice = body.tool_choice or "auto"
+    return choice if isinstance(choice, str) else choice.model_dump()
+
+
+def _tool(tool: _Json) -> _Json:
+    return {"type": "function", **tool, "strict": bool(tool["strict"])}
+
+
+def _usage(exchange: Exchange, has_prediction: bool) -> _Json:
+    found = usage(exchange, has_prediction)
+    return {
+        "input_tokens": found["prompt_tokens"],
+        "input_tokens_details": found["prompt_tokens_details"],
+        "output_tokens": found["completion_tokens"],
+        "output_tokens_details": found["completion_tokens_details"],
+        "total_tokens": found["total_tokens"],
+    }

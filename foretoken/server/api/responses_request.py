@@ -1,0 +1,222 @@
+"""The body of `/v1/responses`, and the chat that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from foretoken.server.api.errors import invalid, unsupported
+from foretoken.server.api.forms import JsonSchemaFormat, ResponseFormat
+from foretoken.server.api.schemas import ChatRequest, Count, SamplingFields, ShortText, Whole
+from foretoken.server.api.tools import (
+    MAX_TOOLS,
+    AllowedTools,
+    AllowedToolsChoice,
+    FunctionTool,
+    NamedFunction,
+    NamedToolChoice,
+    Tool,
+    ToolChoice,
+)
+
+_INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")  # the second adds nothing here
+
+
+class ResponsesTool(FunctionTool):
+    """A function, whose fields stand beside its type here."""
+
+    type: Literal["function"]
+
+
+class NamedResponsesTool(NamedFunction):
+    """`tool_choice` that forces one function."""
+
+    type: Literal["function"]
+
+
+class AllowedResponsesTools(BaseModel):
+    """`tool_choice` that leaves some of the tools."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedResponsesTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ResponseTextFormat(BaseModel):
+    """`text.format`, whose fields stand beside its type here."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: ShortText | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(BaseModel):
+    """`text`: the form of the answer."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    format: ResponseTextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(BaseModel):
+    """`reasoning`: what the chat template may be given."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    effort: ShortText | None = None
+    summary: ShortText | None = None
+
+
+class ResponsesRequest(SamplingFields):
+    """The body of `/v1/responses`, as far as no state is kept between requests."""
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedResponsesTool | AllowedResponsesTools | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    top_logprobs: Whole | None = None
+    include: list[str] | None = None
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    previous_response_id: ShortText | None = None
+    conversation: ShortText | dict[str, Any] | None = None
+    background: bool | None = None
+    prompt: dict[str, Any] | None = None
+    max_tool_calls: Count | None = None
+
+
+def wants_logprobs(body: ResponsesRequest) -> bool:
+    """Whether the texts of the response have log-probabilities."""
+    return _INCLUDES[0] in (body.include or ())
+
+
+def as_chat(body: ResponsesRequest) -> ChatRequest:
+    """The chat request that a response answers; its fields were checked already, those of `input` are checked here.
+
+    Raises:
+        ApiError: a field that needs state between requests, or that does not exist here.
+    """
+    _refuse_state(body)
+    shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
+    return ChatRequest.model_construct(
+        **shared
+        | {
+            "messages": _messages(body),
+            "max_tokens": None,
+            "max_completion_tokens": body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens,
+            "logprobs": wants_logprobs(body),
+            "top_logprobs": body.top_logprobs if wants_logprobs(body) else None,
+            "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
+            "tool_choice": _choice(body),
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "response_format": _format(body),
+            "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+        }
+    )
+
+
+def _refuse_state(body: ResponsesRequest) -> None:
+    for name in ("previous_response_id", "conversation", "background", "prompt", "max_tool_calls"):
+        if getattr(body, name):
+            raise unsupported(name, "is not supported: no state is kept between requests; send the whole input")
+    if body.truncation == "auto":
+        raise unsupported("truncation", "auto is not supported; shorten the input")
+    if (body.n or 1) > 1:
+        raise unsupported("n", "a response has one answer")
+    unknown = [name for name in body.include or () if name not in _INCLUDES]
+    if unknown:
+        raise unsupported("include", f"takes {_INCLUDES[0]} only")
+
+
+def _format(body: ResponsesRequest) -> ResponseFormat | None:
+    form = None if body.text is None else body.text.format
+    if form is None:
+        return body.response_format
+    if form.type == "json_schema" and form.schema_ is None:
+        raise invalid("text.format", "type json_schema needs a name and a schema")
+    schema = JsonSchemaFormat.model_construct(name=form.name or "answer", schema_=form.schema_)
+    return ResponseFormat.model_construct(type=form.type, json_schema=schema)
+
+
+def _tool(tool: ResponsesTool) -> Tool:
+    function = FunctionTool.model_construct(**{name: getattr(tool, name) for name in FunctionTool.model_fields})
+    return Tool.model_construct(type="function", function=function)
+
+
+def _choice(body: ResponsesRequest) -> ToolChoice | None:
+    choice = body.tool_choice
+    if isinstance(choice, NamedResponsesTool):
+        return _named(choice)
+    if isinstance(choice, AllowedResponsesTools):
+        allowed = AllowedTools.model_construct(mode=choice.mode, tools=[_named(tool) for tool in choice.tools])
+        return AllowedToolsChoice.model_construct(type="allowed_tools", allowed_tools=allowed)
+    return choice
+
+
+def _named(tool: NamedResponsesTool) -> NamedToolChoice:
+    return NamedToolChoice.model_construct(type="function", function=NamedFunction.model_construct(name=tool.name))
+
+
+def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """Input items as messages of a chat."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    for place, item in enumerate(body.input):
+        _add_item(messages, f"input.{place}", item)
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], param: str, item: Mapping[str, Any]) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = item.get("role")
+        content = _text(f"{param}.content", item.get("content"))
+        messages.append({"role": "system" if role == "developer" else role, "content": content})
+    elif kind == "function_call":
+        if not all(isinstance(item.get(name), str) for name in ("call_id", "name", "arguments")):
+            raise invalid(param, "a function_call has the texts call_id, name and arguments")
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        calls = messages[-1].setdefault("tool_calls", [])
+        calls.append({"id": item["call_id"], "type": "function", "function": function})
+    elif kind == "function_call_output":
+        if not isinstance(item.get("call_id"), str):
+            raise invalid(f"{param}.call_id", "must name the call that it answers")
+        content = _text(f"{param}.output", item.get("output"))
+        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+    else:
+        raise unsupported(f"{param}.type", "is not supported; give message, function_call or function_call_output")
+
+
+def _text(param: str, content: object) -> str:
+    """The text of a content that is a text or a list of parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or not content:
+        raise invalid(param, "must be a text or a list of parts")
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise invalid(param, "each part must be an object with a type")
+        if part["type"] not in ("input_text", "output_text", "text"):
+            raise unsupported(param, "this model reads text only")
+        if not isinstance(part.get("text"), str):
+            raise invalid(param, "a part must have a text")
+        texts.append(part["text"])
+    return "\n".join(texts)

@@ -1,0 +1,242 @@
+"""The fields of a request, with their types and bounds: those of OpenAI, vLLM's extensions, and ours."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from foretoken.params import PRIORITIES, TEMPERATURES
+from foretoken.server.api.forms import ResponseFormat, StructuredOutputs
+from foretoken.server.api.tools import ToolChoice, ToolList
+
+MAX_WHOLE = 2**31 - 1  # of counts without a limit of their own; each has one that the server's settings say
+_NAME_CHARS = 256
+
+Whole = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
+Count = Annotated[int, Field(ge=1, le=MAX_WHOLE)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+ShortText = Annotated[str, Field(max_length=_NAME_CHARS)]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    return PydanticCustomError("wrong_shape", "{message}", {"message": message})
+
+
+def _as_bias(value: object) -> object:
+    """JSON has texts as keys; token ids are numbers."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise _wrong("must map token ids to numbers")
+    found: dict[int, Any] = {}
+    for key, number in value.items():
+        if not isinstance(key, str) or not key.isascii() or not key.isdecimal() or len(key) > 10:
+            raise _wrong("keys must be token ids")
+        if isinstance(number, bool) or not isinstance(number, int | float) or not -100 <= number <= 100:
+            raise _wrong("values must be numbers from -100 to 100")
+        found[int(key)] = number
+    return found
+
+
+def _as_prompt(value: object) -> object:
+    """A text, token ids, or a list of either; checked here, since a union over a million ids takes seconds."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise _wrong("must be a text, a list of token ids, or a list of those, and not empty")
+    if set(map(type, value)) == {int}:
+        return [value]
+    for item in value:
+        if isinstance(item, str):
+            continue
+        if not isinstance(item, list) or set(map(type, item)) - {int}:
+            raise _wrong("must be a text, a list of token ids, or a list of those; ids are whole numbers")
+    return value
+
+
+def _as_prediction(value: object) -> object:
+    """The text of a prediction in OpenAI's shape; "" for null and for no content."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or value.get("type") != "content" or set(value) - {"type", "content"}:
+        raise _wrong('must be {"type": "content", "content": text}')
+    content = value.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise _wrong("content must be a text or a list of parts")
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise _wrong('every part of content must be {"type": "text", "text": text}')
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+_TEXT_OR_IDS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}
+_PREDICTION_SCHEMA = {
+    "anyOf": [
+        {"type": "null"},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "content"},
+                "content": {
+                    "anyOf": [
+                        {"type": "null"},
+                        {"type": "string"},
+                        {
+                            "type": "array",
+                            "items": {
+                                "type": "object",
+                                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                                "required": ["type", "text"],
+                            },
+                        },
+                    ]
+                },
+            },
+            "required": ["type"],
+            "additionalProperties": False,
+        },
+    ]
+}
+Prompts = Annotated[
+    list[Any],
+    BeforeValidator(_as_prompt),
+    WithJsonSchema({"anyOf": [*_TEXT_OR_IDS["anyOf"], {"type": "array", "items": _TEXT_OR_IDS, "minItems": 1}]}),
+]
+Prediction = Annotated[str | None, BeforeValidator(_as_prediction), WithJsonSchema(_PREDICTION_SCHEMA)]
+LogitBias = Annotated[
+    dict[int, float] | None,
+    BeforeValidator(_as_bias),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "null"},
+                {
+                    "type": "object",
+                    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+                },
+            ]
+        }
+    ),
+]
+
+
+class StreamOptions(BaseModel):
+    """How a stream is sent."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None
+
+
+class SpecFields(BaseModel):
+    """Speculation for one request; an unknown field is an error here."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    drafter: ShortText | None = None
+    num_draft: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] | None = None
+    rule: ShortText | None = None
+    exact: bool | None = None
+
+
+class OwnFields(BaseModel):
+    """What this server adds to a request; an unknown field is an error here."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    trace: bool = False
+    metrics: Literal["none", "summary", "detailed"] | None = None
+    slice: Annotated[str, Field(max_length=64)] | None = None
+
+
+class SamplingFields(BaseModel):
+    """What requests for texts and for chats share."""
+
+    model_config = ConfigDict(strict=True, extra="allow", populate_by_name=True)
+
+    model: ShortText | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: LogitBias = None
+    max_tokens: Count | None = None
+    metadata: dict[str, Any] | None = None
+    n: Count | None = None
+    prediction: Prediction = None
+    prompt_cache_key: ShortText | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    safety_identifier: ShortText | None = None
+    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
+    service_tier: ServiceTier | None = None
+    stop: str | list[str] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=TEMPERATURES[0], lt=TEMPERATURES[1], allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    user: ShortText | None = None
+    # vLLM's
+    top_k: Annotated[int, Field(ge=-1, le=MAX_WHOLE)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=100, allow_inf_nan=False)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Whole | None = None
+    bad_words: list[str] | None = None
+    stop_token_ids: list[Whole] | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=_NAME_CHARS)] | None = None
+    priority: Annotated[int, Field(ge=PRIORITIES[0], le=PRIORITIES[1])] | None = None
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
+    # ours, and the names under which others know `spec.num_draft`
+    spec: SpecFields | None = None
+    foretoken: OwnFields | None = None
+    num_draft_tokens: Annotated[int, Field(ge=0, le=1024)] | None = None
+    draft_num_predict: Annotated[int, Field(ge=0, le=1024)] | None = None
+    speculative_n_max: Annotated[int, Field(ge=0, le=1024)] | None = Field(None, alias="speculative.n_max")
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+
+class ChatRequest(SamplingFields):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Whole | None = None
+    max_completion_tokens: Count | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ShortText | None = None
+    tool_choice: ToolChoice | None = None
+    tools: ToolList | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: ShortText | dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+
+
+class CompletionRequest(SamplingFields):
+    """The body of `/v1/completions`."""
+
+    prompt: Prompts
+    best_of: Count | None = None
+    echo: bool | None = None
+    logprobs: Whole | None = None
+    suffix: str | None = None

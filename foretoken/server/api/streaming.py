@@ -1,0 +1,155 @@
+"""Server-sent events: a bounded buffer between the engine's events and a socket that may be slow or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from foretoken.server.api.errors import ApiError, final
+from foretoken.server.api.exchange import Exchange, hung_up, stop
+
+_log = logging.getLogger("foretoken.server")
+DONE = b"data: [DONE]\n\n"
+_PING = b": ping\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def frame(body: object) -> bytes:
+    """An event with a JSON body."""
+    return b"data: %b\n\n" % msgspec.json.encode(body)
+
+
+def padded_frame(body: dict[str, Any], bucket_bytes: int) -> bytes:
+    """An event whose length is a multiple of `bucket_bytes`, filled up in its field `obfuscation`."""
+    bare = msgspec.json.encode(body | {"obfuscation": ""})
+    missing = -(len(bare) + len(b"data: \n\n")) % bucket_bytes
+    return b'data: %b%b"}\n\n' % (bare[:-2], b"0" * missing)
+
+
+class EventStream(Response):
+    """A response that sends `frames` as they come. Call `start` before it is returned: what fails before the first
+    event is a plain error.
+    """
+
+    def __init__(self, exchange: Exchange, frames: AsyncIterator[bytes]) -> None:
+        super().__init__()
+        self._exchange, self._frames = exchange, frames
+        self._config = exchange.api.config
+        self._buffer: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._changed, self._is_full = asyncio.Event(), asyncio.Event()
+        self._has_ended = False
+        self._error: ApiError | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, receive: Receive) -> None:
+        """Wait for the first event, or until a comment must be sent.
+
+        Raises:
+            ApiError: the call failed before its first event, or the client left.
+        """
+        feeder, watcher = asyncio.create_task(self._feed()), asyncio.create_task(hung_up(receive))
+        self._tasks = [feeder, watcher]
+        arrival = asyncio.create_task(self._arrived())
+        try:
+            await asyncio.wait({arrival, watcher}, timeout=self._config.ping_s, return_when=asyncio.FIRST_COMPLETED)
+            if watcher.done():
+                self._exchange.leave("client")
+                await feeder
+                raise self._error or final(499, "client_gone", "the client closed the connection")
+            if self._error is not None and not self._buffer:
+                raise self._error
+        except BaseException:
+            await self._close()
+            raise
+        finally:
+            await stop(arrival)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's
+        """See ASGI."""
+        watcher = self._tasks[1]
+        sender, overflow = asyncio.create_task(self._send(send)), asyncio.create_task(self._overflow())
+        try:
+            await asyncio.wait({sender, watcher, overflow}, return_when=asyncio.FIRST_COMPLETED)
+            if overflow.done():  # the socket takes no more: it is closed, since an error could not be sent either
+                self._exchange.leave("slow_consumer")
+            elif not sender.done() or sender.exception() is not None:  # gone, or the socket broke in mid-sentence
+                self._exchange.leave("client")
+        finally:
+            await stop(sender, overflow)
+            await self._close()
+            self._finish()
+
+    async def _close(self) -> None:
+        """End everything that runs for this response."""
+        feeder, watcher = self._tasks
+        if not feeder.done():
+            self._exchange.leave("client")  # without effect where there is a reason already
+            await stop(feeder)
+        await stop(watcher)
+        await self._exchange.closed()
+
+    def _finish(self) -> None:
+        exchange = self._exchange
+        if exchange.left:
+            is_gone = exchange.left in ("client", "slow_consumer")
+            exchange.finish(499 if is_gone else 200, exchange.left)
+        else:
+            exchange.finish(200, "" if self._error is None else self._error.code)
+
+    async def _arrived(self) -> None:
+        await self._changed.wait()
+
+    async def _overflow(self) -> None:
+        await self._is_full.wait()
+
+    async def _feed(self) -> None:
+        try:
+            async for data in self._frames:
+                self._put(data)
+        except ApiError as error:
+            self._error = error
+        except Exception:  # noqa: BLE001 - a stream must end with an event whatever happens
+            _log.exception("request %s: its stream broke down", self._exchange.request_id)
+            self._error = final(500, "internal_error", "the server failed to write this answer")
+        finally:
+            self._has_ended = True
+            self._changed.set()
+
+    def _put(self, data: bytes) -> None:
+        self._buffer.append(data)
+        self._num_bytes += len(data)
+        self._changed.set()
+        if self._num_bytes > self._config.stream_buffer_bytes:
+            self._is_full.set()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
+        while True:
+            self._changed.clear()
+            if self._buffer:
+                data = b"".join(self._buffer)
+                self._buffer.clear()
+                self._num_bytes = 0
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                continue
+            if self._has_ended:
+                break
+            try:
+                async with asyncio.timeout(self._config.ping_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                await send({"type": "http.response.body", "body": _PING, "more_body": True})
+        last = b"" if self._error is None else frame(self._error.body)
+        await send({"type": "http.response.body", "body": last, "more_body": False})

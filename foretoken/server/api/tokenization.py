@@ -1,0 +1,98 @@
+"""`/tokenize`, `/detokenize`, `/tokenizer_info`: at the root, where vLLM has them and lm-evaluation-harness asks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from foretoken.errors import ForetokenError
+from foretoken.server.api.body import JsonRoute
+from foretoken.server.api.call import check_model
+from foretoken.server.api.errors import invalid, json_response, of_exception, unsupported
+from foretoken.server.api.exchange import Api
+from foretoken.server.api.messages import checked_messages
+from foretoken.server.events import ModelInfo
+
+MAX_DETOKENIZED = 1 << 20  # tokens of one request
+
+
+class TokenizeRequest(BaseModel):
+    """The body of `/tokenize`: a text, or a conversation under the model's chat template."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(BaseModel):
+    """The body of `/detokenize`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    tokens: Annotated[list[Any], Field(max_length=MAX_DETOKENIZED, json_schema_extra={"items": {"type": "integer"}})]
+
+
+def tokenization_router(api: Api) -> APIRouter:
+    """The routes."""
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post("/tokenize", summary="Token ids of a text or a conversation")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        info = _info(api)
+        check_model(body.model, info)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        if body.messages is not None and not info.has_chat_template:
+            raise unsupported("messages", "the model has no chat template; give a prompt")
+        messages = None if body.messages is None else checked_messages(body.messages)
+        try:
+            tokens = await api.service.tokenize(body.prompt, messages, body.add_special_tokens)
+        except ForetokenError as error:
+            raise of_exception(error, api.config.retry_after_s) from error
+        return json_response({"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens})
+
+    @router.post("/detokenize", summary="The text of token ids")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        info = _info(api)
+        check_model(body.model, info)
+        for token in body.tokens:
+            if type(token) is not int or not 0 <= token < info.vocab_size:
+                raise invalid("tokens", f"must be whole numbers from 0 to {info.vocab_size - 1}", token)
+        try:
+            return json_response({"prompt": await api.service.detokenize(body.tokens)})
+        except ForetokenError as error:
+            raise of_exception(error, api.config.retry_after_s) from error
+
+    @router.get("/tokenizer_info", summary="Special tokens of the model")
+    async def tokenizer_info() -> Response:
+        info = _info(api)
+        return json_response(
+            {
+                "eos_token": info.eos_token,
+                "bos_token": info.bos_token,
+                "pad_token": info.pad_token,
+                "eos_token_ids": info.eos_token_ids,
+                "vocab_size": info.vocab_size,
+                "max_model_len": info.max_model_len,
+            }
+        )
+
+    return router
+
+
+def _info(api: Api) -> ModelInfo:
+    """The served model, which has a tokenizer.
+
+    Raises:
+        ApiError: it has none, or is not loaded.
+    """
+    info = api.ready_info()
+    if not info.has_tokenizer:
+        raise unsupported("model", "has no tokenizer; give token ids to /v1/completions")
+    return info

@@ -1,0 +1,207 @@
+"""`tools` and `tool_choice`: which functions an answer may call, and the grammar that holds it to them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from foretoken.server.api.errors import invalid, unsupported
+from foretoken.server.api.forms import check_size, json_rule, lark_text
+from foretoken.server.api.tool_reader import CLOSE_TAG, OPEN_TAG, ToolStyle
+
+MAX_TOOLS = 128  # OpenAI's
+_Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class FunctionTool(BaseModel):
+    """The function of a tool. `parameters` is a JSON schema, none for a function without arguments."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: _Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(BaseModel):
+    """The function of a `tool_choice`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: _Name
+
+
+class NamedToolChoice(BaseModel):
+    """`tool_choice` that forces one function."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(BaseModel):
+    """Those of the tools that may be called, and whether one must be."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(BaseModel):
+    """`tool_choice` that leaves some of the tools."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolList = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice
+
+
+@dataclass(frozen=True)
+class Callables:
+    """The functions that an answer may call, whether it must call one, and whether that is all it may do."""
+
+    functions: tuple[FunctionTool, ...] = ()
+    is_forced: bool = False
+    is_single: bool = False
+
+
+def callables(tools: Sequence[Tool] | None, choice: ToolChoice | None, style: ToolStyle | None) -> Callables:
+    """What `tools` and `tool_choice` come to; none without tools and for `tool_choice` "none".
+
+    Raises:
+        ApiError: contradictory fields, too long schemas, or a chat template that takes no tools (`style` None).
+    """
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise invalid("tool_choice", "needs tools to choose from")
+        return Callables()
+    functions = {tool.function.name: tool.function for tool in tools}
+    if len(functions) < len(tools):
+        raise invalid("tools", "two functions have the same name; give each its own")
+    check_size("tools", [[tool.function.description or "", tool.function.parameters] for tool in tools])
+    if style is None:
+        raise unsupported("tools", "the model's chat template takes no tools; leave them out")
+    if choice == "none":
+        return Callables()
+    names, is_forced = _chosen(functions, choice)
+    if not functions.keys() >= set(names):
+        raise invalid("tool_choice", "names a function that is not among the tools")
+    return Callables(tuple(functions[name] for name in names), is_forced, isinstance(choice, NamedToolChoice))
+
+
+def held_form(called: Callables, style: ToolStyle, is_parallel: bool, form: Mapping[str, str]) -> Mapping[str, str]:
+    """The field of `SamplingParams` that holds an answer with calls to its form; `form` is that of an answer without.
+
+    A forced call, calls beside a form of the answer, those of `strict` functions and calls of which there may be one
+    only are held to a grammar; other calls are free.
+
+    Raises:
+        ApiError: a form that cannot stand beside tools.
+    """
+    is_strict = any(function.strict for function in called.functions)
+    if called.is_forced or form or is_strict or not is_parallel:
+        return {"grammar": _grammar(called, style, is_parallel, form)}
+    return {}
+
+
+def template_message(param: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates read it: arguments of earlier calls as objects, not as JSON text.
+
+    Raises:
+        ApiError: a call without a name, or arguments that are no JSON object.
+    """
+    if not message.get("tool_calls"):
+        return {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**message, "tool_calls": [_template_call(f"{param}.tool_calls", call) for call in message["tool_calls"]]}
+
+
+def _template_call(param: str, call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise invalid(param, "each must have a function with a name")
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except (ValueError, TypeError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise invalid(param, "arguments must be the text of a JSON object")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _chosen(functions: Mapping[str, FunctionTool], choice: ToolChoice | None) -> tuple[list[str], bool]:
+    if isinstance(choice, NamedToolChoice):
+        return [choice.function.name], True
+    if isinstance(choice, AllowedToolsChoice):
+        allowed = choice.allowed_tools
+        return list(dict.fromkeys(tool.function.name for tool in allowed.tools)), allowed.mode == "required"
+    return list(functions), choice == "required"
+
+
+def _grammar(called: Callables, style: ToolStyle, is_parallel: bool, form: Mapping[str, str]) -> str:
+    """A Lark grammar of the answers that may be given."""
+    call = " | ".join(f"call_{i}" for i in range(len(called.functions)))
+    rules = [f"call: {call}", *(f"call_{i}: {_call_rule(one, style)}" for i, one in enumerate(called.functions))]
+    if style == "tags":
+        first = f"{lark_text(OPEN_TAG)} call"
+        rules.append(f"calls: {first}" + (f' ("\\n" {first})*' if is_parallel else ""))
+    else:
+        rules.append("calls: call" + (' | "[" call (", " call)* "]"' if is_parallel else ""))
+    if called.is_forced:
+        start = ["start: calls"]
+    elif form:
+        start = [f"start: calls | {_answer_rule(form)}"]
+    elif style == "tags":
+        start = _texts_between_calls(is_parallel)
+    else:  # text that no reader takes for a call
+        start = ["start: calls | other", r"other: OTHER?", r"OTHER: /[^\s{\[](.|\n)*/"]
+    return "\n".join([*start, *rules])
+
+
+def _call_rule(function: FunctionTool, style: ToolStyle) -> str:
+    """A Lark expression for a call, as the templates that people use spell it, behind its tag."""
+    key = "parameters" if style == "json_parameters" else "arguments"
+    begin, end = f'{{"name": "{function.name}", "{key}": ', "}"
+    if style == "tags":
+        begin, end = f"\n{begin}", f"{end}\n{CLOSE_TAG}"
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    given = function.parameters or schema
+    rule = json_rule("tools.function.parameters", given if "type" in given else {"type": "object", **given})
+    return f"{lark_text(begin)} {rule} {lark_text(end)}"
+
+
+def _texts_between_calls(is_parallel: bool) -> list[str]:
+    """Any text, in which every opening tag is followed by a call; without parallel calls the first one ends it."""
+    start = "start: tagged* TEXT" if is_parallel else "start: tagged | TEXT"
+    return [start, "tagged: opening call", f"opening[lazy]: TEXT {lark_text(OPEN_TAG)}", r"TEXT: /(.|\n)*/"]
+
+
+def _answer_rule(form: Mapping[str, str]) -> str:
+    if "json_schema" not in form:
+        raise unsupported("structured_outputs", "only a JSON form can stand beside tools; leave one of them out")
+    try:
+        schema = json.loads(form["json_schema"])
+    except (ValueError, RecursionError):
+        schema = None
+    if not isinstance(schema, dict):
+        raise invalid("structured_outputs.json", "must be a JSON schema: an object")
+    return json_rule("response_format.json_schema", schema)

@@ -1,0 +1,148 @@
+"""What chats and completions share when they write a response: its frame, its reports, and its stream."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any, Protocol
+
+from foretoken.server.api.call import metrics_level, tier_of, wants_trace
+from foretoken.server.api.exchange import Exchange
+from foretoken.server.api.pacing import PieceGroup, paced
+from foretoken.server.api.schemas import SamplingFields, StreamOptions
+from foretoken.server.api.streaming import DONE, frame, padded_frame
+from foretoken.server.api.usage import metrics, spec_report, timings, trace_record, usage
+from foretoken.server.events import AnswerEnded, RoundEvent, TokenEvent
+
+_Json = dict[str, Any]
+
+
+class ChoiceWriter(Protocol):
+    """Writes the choices of one kind of response."""
+
+    def opening(self) -> Iterator[_Json]:
+        """Choices of the first chunk of each answer; may be none."""
+
+    def piece(self, group: PieceGroup) -> _Json | None:
+        """The choice of a chunk; None while nothing can be sent."""
+
+    def ended(self, event: AnswerEnded) -> _Json:
+        """The choice of the last chunk of an answer."""
+
+
+class ResponseWriter:
+    """The fields around the choices: names, times, and the reports of what it cost."""
+
+    def __init__(self, exchange: Exchange, body: SamplingFields, prefix: str, whole: str, chunk: str) -> None:
+        self.exchange, self.body = exchange, body
+        self._level = metrics_level(body, exchange.api.config)
+        self._has_trace = wants_trace(body)
+        self._options = body.stream_options or StreamOptions()
+        self._whole, self._chunk = whole, chunk
+        config = exchange.api.config
+        asked = self._options.include_obfuscation
+        is_padded = config.force_obfuscation or (config.obfuscation if asked is None else asked)
+        self._bucket_bytes = config.obfuscation_bucket_bytes if is_padded else 0
+        self._head = {
+            "id": f"{prefix}-{exchange.request_id}",
+            "created": int(exchange.began_unix_s),
+            "model": exchange.info.name,
+            "system_fingerprint": None,
+        }
+        if tier_of(body) is not None:
+            self._head["service_tier"] = tier_of(body)
+
+    @property
+    def shows_ids(self) -> bool:
+        """Whether the response lists token ids."""
+        return bool(self.body.return_token_ids)
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether a chunk without text tells something."""
+        return self.shows_ids or self._has_trace or self._options.continuous_usage_stats
+
+    def whole(self, choices: list[_Json]) -> _Json:
+        """A response that is not streamed."""
+        return {**self._head, "object": self._whole, "choices": choices, "usage": self._usage(), **self.reports()}
+
+    def of_choice(self, event: AnswerEnded) -> _Json:
+        """What a choice reports of itself: metrics, where there are several answers."""
+        if self.exchange.num_answers == 1 or self._level == "none":
+            return {}
+        return {"metrics": metrics(self.exchange.book.answers[event.index], self._level)}
+
+    async def stream(self, writer: ChoiceWriter) -> AsyncGenerator[bytes]:
+        """The events of a stream, encoded."""
+        exchange, is_open = self.exchange, False
+        events = exchange.events()
+        async with contextlib.aclosing(events), contextlib.aclosing(paced(events, exchange.api.config)) as groups:
+            async for event in groups:
+                if not is_open and isinstance(event, PieceGroup | AnswerEnded):
+                    is_open = True
+                    for choice in writer.opening():
+                        yield self._encoded([choice])
+                if isinstance(event, PieceGroup):
+                    written = writer.piece(event)
+                    if written is not None:
+                        yield self._encoded([written], self._trace_of(event))
+                elif isinstance(event, AnswerEnded):
+                    last = writer.ended(event) | self.of_choice(event)
+                    is_last = len(exchange.book.ended) == exchange.num_answers
+                    reports = self.reports(with_trace=False) if is_last and not self._options.include_usage else {}
+                    yield self._encoded([last], reports)
+        if self._options.include_usage:
+            yield self._encoded([], self.reports(with_trace=False), has_ended=True)
+        yield DONE
+
+    def _encoded(self, choices: list[_Json], more: _Json | None = None, has_ended: bool = False) -> bytes:
+        chunk = {**self._head, "object": self._chunk, "choices": choices, **(more or {})}
+        if has_ended or self._options.continuous_usage_stats:
+            chunk["usage"] = self._usage()
+        elif self._options.include_usage:
+            chunk["usage"] = None
+        return self.encoded(chunk)
+
+    def encoded(self, body: _Json) -> bytes:
+        """An event, padded where that is asked for."""
+        return padded_frame(body, self._bucket_bytes) if self._bucket_bytes else frame(body)
+
+    def _usage(self) -> _Json:
+        return usage(self.exchange, self.body.prediction is not None)
+
+    def reports(self, with_trace: bool = True) -> _Json:
+        """What the request cost, beside `usage`."""
+        exchange = self.exchange
+        spec = exchange.call.spec
+        drafter = None if spec is None else spec.drafter
+        own: _Json = {"spec": spec_report(exchange.book, drafter, None if drafter else self._why_off())}
+        if with_trace and self._has_trace:
+            own["trace"] = [
+                record
+                for index, answer in enumerate(exchange.book.answers)
+                for record in self._records(index, answer.tokens, answer.rounds)
+            ]
+        made: _Json = {"timings": timings(exchange), "foretoken": own}
+        if exchange.num_answers == 1 and self._level != "none":
+            made["metrics"] = metrics(exchange.book.answers[0], self._level)
+        return made
+
+    def _why_off(self) -> str:
+        if self.body.prediction and not self.exchange.api.config.predictions:
+            return "prediction_disabled"
+        return "off_server" if self.body.spec is None else "off_request"
+
+    def _trace_of(self, group: PieceGroup) -> _Json:
+        """The records of a chunk, one for each of its steps."""
+        if not self._has_trace:
+            return {}
+        return {"foretoken": {"trace": self._records(group.piece.index, group.piece.tokens, group.rounds)}}
+
+    def _records(self, index: int, tokens: Sequence[TokenEvent], rounds: Sequence[RoundEvent]) -> list[_Json]:
+        """A record for each step of one answer."""
+        emitted: dict[int, list[TokenEvent]] = {one.step: [] for one in rounds}
+        for token in tokens:
+            emitted.setdefault(token.step, []).append(token)
+        by_step = {one.step: one for one in rounds}
+        name, why_off = self.exchange.request_id, self._why_off()
+        return [trace_record(name, index, step, emitted[step], by_step.get(step), why_off) for step in sorted(emitted)]

@@ -1,0 +1,106 @@
+"""One request's body: counted while it is read, and given a time; a refusal ends the request from outside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+
+from foretoken.server.api.errors import ApiError
+from foretoken.server.guard.config import GuardConfig
+from foretoken.server.guard.origins import Headers, values_of
+from foretoken.server.guard.refusal import body_too_large, body_too_slow, raw
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_LINGER_S = 2.0  # how long a refused client may go on sending before its connection is closed
+
+
+class GuardedRequest:
+    """`receive` and `send` of one request for the application behind the guard.
+
+    `added_headers` go to every response. After `refuse` the application sees a client that left, and what it still
+    sends is dropped.
+    """
+
+    def __init__(
+        self,
+        headers: Headers,
+        receive: Receive,
+        send: Send,
+        config: GuardConfig,
+        added_headers: Headers,
+        request_id: str,
+    ) -> None:
+        self._headers, self._receive, self._send, self._config = headers, receive, send, config
+        self._added_headers, self._request_id = list(added_headers), request_id
+        self._num_bytes = 0
+        self._began_s = asyncio.get_running_loop().time()
+        self._is_complete = False  # the whole body was read
+        self._has_started = False  # a response was begun
+        self.is_refused = False
+
+    async def receive(self) -> Message:
+        """The next message. A body that is too long or too slow ends the request."""
+        if self.is_refused:
+            return {"type": "http.disconnect"}
+        if self._is_complete:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                message = await self._receive()
+        except TimeoutError:
+            await self.refuse(body_too_slow(self._num_bytes))
+            return {"type": "http.disconnect"}
+        if message["type"] == "http.request":
+            self._num_bytes += len(message.get("body", b""))
+            self._is_complete = not message.get("more_body", False)
+            if self._num_bytes > self._config.max_body_bytes:
+                await self.refuse(body_too_large(self._num_bytes, self._config.max_body_bytes))
+                return {"type": "http.disconnect"}
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Pass on what the application answers, with the added headers."""
+        if self.is_refused:
+            return
+        if message["type"] == "http.response.start":
+            self._has_started = True
+            message = {**message, "headers": [*message.get("headers", ()), *self._added_headers]}
+        await self._send(message)
+
+    async def refuse(self, error: ApiError) -> None:
+        """Answer in place of the application, if it has not begun to, and close the connection where a body is left."""
+        self.is_refused = True
+        if self._has_started:
+            return
+        has_body = self._announces_body() and not self._is_complete
+        headers, body = raw(error, self._request_id)
+        headers += [*self._added_headers, *([(b"connection", b"close")] if has_body else [])]
+        await self._send({"type": "http.response.start", "status": error.status_code, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        if has_body and error.status_code != 408 and not values_of(self._headers, b"expect"):
+            await self._discard_body()
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    @property
+    def _deadline_s(self) -> float:
+        return self._began_s + self._config.body_timeout_s + self._num_bytes / self._config.min_body_bytes_per_s
+
+    def _announces_body(self) -> bool:
+        sizes: Sequence[str] = values_of(self._headers, b"content-length")
+        return bool(values_of(self._headers, b"transfer-encoding")) or any(size.strip("0") for size in sizes)
+
+    async def _discard_body(self) -> None:
+        """Read on for a moment: a connection that is closed with bytes unread loses the answer on its way."""
+        num_left, is_open = 2 * self._config.max_body_bytes, True
+        try:
+            async with asyncio.timeout(_LINGER_S):
+                while is_open and num_left > 0:
+                    message = await self._receive()
+                    num_left -= len(message.get("body", b""))
+                    is_open = message["type"] == "http.request" and message.get("more_body", False)
+        except TimeoutError:
+            return

@@ -1,0 +1,111 @@
+"""Connections below ASGI: a time for the headers of a request, a limit on connections, h11 with a bounded buffer.
+
+An application is called when the headers are there, so a client that sends them slowly must be stopped in the
+protocol. uvicorn's parser based on httptools has no limit for headers: h11 is always used here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from foretoken.server.api.errors import ApiError
+from foretoken.server.guard.config import GuardConfig
+from foretoken.server.guard.refusal import not_http, raw, too_many_connections
+
+
+def uvicorn_options(config: GuardConfig) -> dict[str, Any]:
+    """Keywords for `uvicorn.Config` that put the limits of `config` in force."""
+
+    class Limited(GuardedProtocol):
+        guard = config
+
+    return {
+        "http": Limited,
+        "ws": "none",
+        "h11_max_incomplete_event_size": config.max_header_bytes,
+        "timeout_keep_alive": config.keep_alive_s,
+        "server_header": False,
+        "proxy_headers": False,  # they would let a client choose its address
+    }
+
+
+class GuardedProtocol(H11Protocol):
+    """One connection."""
+
+    guard: GuardConfig
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - uvicorn's own
+        super().__init__(*arguments, **options)
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """Take a connection, or answer that there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > self.guard.max_connections:
+            self._close_with(too_many_connections())
+            return
+        self._watch_headers()  # a client that sends nothing is a slow one
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the timer."""
+        self._unwatch_headers()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a request; the first ones of a request start its time."""
+        if self._header_timer is None and self._awaits_headers:
+            self._watch_headers()
+        kept = self.timeout_keep_alive_task if self._is_leftover else None
+        if kept is not None:  # the rest of a body that nobody reads does not keep the connection open
+            self.timeout_keep_alive_task = None
+        super().data_received(data)
+        if kept is not None:
+            if self._is_leftover and self.timeout_keep_alive_task is None:
+                self.timeout_keep_alive_task = kept
+            else:
+                kept.cancel()
+
+    def handle_events(self) -> None:
+        """Read what has come; headers that are complete stop the time."""
+        super().handle_events()
+        if not self._awaits_headers:
+            self._unwatch_headers()
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's text
+        """What is not HTTP, or has headers that are too large, in the envelope of all errors."""
+        self._close_with(not_http())
+
+    @property
+    def _awaits_headers(self) -> bool:
+        return self.conn.their_state is h11.IDLE
+
+    @property
+    def _is_leftover(self) -> bool:
+        """Whether a body still comes in whose request was answered."""
+        return self.conn.their_state is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete
+
+    def _watch_headers(self) -> None:
+        self._header_timer = self.loop.call_later(self.guard.header_timeout_s, self._on_header_timeout)
+
+    def _unwatch_headers(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _on_header_timeout(self) -> None:
+        self._header_timer = None
+        self.transport.close()
+
+    def _close_with(self, error: ApiError) -> None:
+        """Answer, where nothing was answered yet, and close."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            headers, body = raw(error, secrets.token_hex(12))
+            answer = h11.Response(status_code=error.status_code, headers=[*headers, (b"connection", b"close")])
+            for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()

@@ -1,0 +1,63 @@
+"""`LifeConfig`: how workers are started, watched, restarted and ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foretoken.errors import ConfigError
+from foretoken.params import check_number, check_whole
+
+_DAY_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class LifeConfig:
+    """Times in seconds.
+
+    - `workers`: processes that each hold an engine with all of the weights; `devices`: one for each worker, "" for the
+      device of the engine's configuration. More workers than devices go round them.
+    - `watchdog_s`: a worker whose step takes longer, or that gives no sign of life for so long, is restarted.
+    - `drain_s`: how long requests in flight may go on after SIGTERM; 0 ends them at once, with an error.
+    - `first_restart_s`, `longest_restart_s`: the pause before a restart; it doubles with each death until the worker
+      has run for `good_s`.
+    - `failed_starts`: after so many starts in a row that did not come to an answer the worker is given up.
+    - `quarantine_s`: how long a request is refused that was in flight at two deaths; 0: never.
+    - `max_unread_events`: of one call; a reader that leaves more of them loses the call.
+
+    Raises:
+        ConfigError, InputError: a value that makes no sense; names the field.
+    """
+
+    workers: int = 1
+    devices: tuple[str, ...] = ()
+    watchdog_s: float = 120.0  # far longer than any step of a model that answers at a usable speed
+    drain_s: float = 30.0  # Kubernetes kills after 30 by default; most answers take less
+    first_restart_s: float = 0.5
+    longest_restart_s: float = 30.0
+    good_s: float = 60.0
+    failed_starts: int = 5
+    quarantine_s: float = 600.0
+    max_waiting: int = 256  # requests, per worker
+    max_unread_events: int = 65_536  # steps of an answer as long as any context here
+    beat_s: float = 0.25  # also how late the watchdog may be
+
+    def __post_init__(self) -> None:
+        check_whole("workers", self.workers, low=1, high=64)
+        check_whole("failed_starts", self.failed_starts, low=1)
+        check_whole("max_waiting", self.max_waiting, low=1)
+        check_whole("max_unread_events", self.max_unread_events, low=1)
+        for name in ("watchdog_s", "first_restart_s", "longest_restart_s", "good_s", "beat_s"):
+            check_number(name, getattr(self, name), low=0.0, high=_DAY_S, open_low=True)
+        for name in ("drain_s", "quarantine_s"):
+            check_number(name, getattr(self, name), low=0.0, high=_DAY_S)
+        if self.longest_restart_s < self.first_restart_s:
+            raise ConfigError("longest_restart_s", self.longest_restart_s, "must be at least first_restart_s")
+        if self.watchdog_s < 2 * self.beat_s:
+            raise ConfigError("watchdog_s", self.watchdog_s, f"must be at least {2 * self.beat_s:g}, two signs of life")
+        if isinstance(self.devices, str) or not all(isinstance(device, str) for device in self.devices):
+            raise ConfigError("devices", self.devices, "must be a list of devices, such as cuda:0,cuda:1")
+        object.__setattr__(self, "devices", tuple(self.devices))
+
+    def device_of(self, number: int) -> str | None:
+        """The device of a worker, counted from 0; None for that of the engine's configuration."""
+        return (self.devices[number % len(self.devices)] if self.devices else "") or None

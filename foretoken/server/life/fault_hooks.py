@@ -1,0 +1,111 @@
+"""Faults on demand, for tests: `FORETOKEN_FAULT=point:nth:action`, obeyed only where `FORETOKEN_TEST=1`.
+
+| point | counted | actions |
+|---|---|---|
+| `load` | starts of an engine | `exit`, `raise`, `hang` |
+| `open` | calls that were taken | `exit` |
+| `step` | steps of the engine, after the canary | `exit`, `raise`, `hang`, `poison` |
+
+`poison` marks the first request of the nth step: from then on every step in which it takes part raises. A worker that
+was restarted obeys no fault: otherwise nothing could recover.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from foretoken.errors import ConfigError
+from foretoken.params import is_count
+
+if TYPE_CHECKING:  # the front asks `is_test_build`, and has no torch
+    from foretoken.core import Batch
+    from foretoken.engine.engine import Engine
+
+TEST_VARIABLE = "FORETOKEN_TEST"
+FAULT_VARIABLE = "FORETOKEN_FAULT"
+_ACTIONS: Mapping[str, tuple[str, ...]] = {
+    "load": ("exit", "raise", "hang"),
+    "open": ("exit",),
+    "step": ("exit", "raise", "hang", "poison"),
+}
+
+
+class FaultOnDemand(RuntimeError):
+    """What the action `raise` raises."""
+
+
+@dataclass
+class FaultHook:
+    """One fault: `action` at the `nth` time that `point` is passed since it was armed."""
+
+    point: str = ""
+    nth: int = 0
+    action: str = ""
+    is_armed: bool = False
+    num_passed: int = 0
+    poisoned: set[int] = field(default_factory=set)
+
+    def passes(self, point: str) -> None:
+        """Count a passage of `point`, and act if it is the one.
+
+        Raises:
+            FaultOnDemand: that is the action.
+        """
+        if not self.is_armed or point != self.point:
+            return
+        self.num_passed += 1
+        if self.num_passed == self.nth:
+            self._act()
+
+    def watch_steps(self, engine: Engine) -> None:
+        """Pass `step` whenever the engine asks the target."""
+        runner = engine.runner
+        forward: Callable[..., object] = runner.forward
+
+        def hooked(batch: Batch, *arguments: object) -> object:
+            numbers = [entry.request.request_id for entry in batch.entries]
+            if self.action == "poison" and self.is_armed and self.num_passed + 1 == self.nth:
+                self.poisoned.add(numbers[0])
+            self.passes("step")
+            if self.poisoned.intersection(numbers):
+                raise FaultOnDemand
+            return forward(batch, *arguments)
+
+        runner.forward = hooked  # type: ignore[method-assign, assignment]
+
+    def _act(self) -> None:
+        if self.action == "exit":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.action == "hang":
+            threading.Event().wait()
+        if self.action == "raise":
+            raise FaultOnDemand
+
+
+def is_test_build() -> bool:
+    """Whether faults may be asked for, and invariants seen."""
+    return os.environ.get(TEST_VARIABLE) == "1"
+
+
+def fault_hook() -> FaultHook:
+    """The fault that the environment asks for; one that never acts if there is none.
+
+    Raises:
+        ConfigError: no such fault, or one without `FORETOKEN_TEST=1`.
+    """
+    text = os.environ.get(FAULT_VARIABLE)
+    if not text:
+        return FaultHook()
+    if not is_test_build():
+        raise ConfigError(FAULT_VARIABLE, text, f"faults are for tests: set {TEST_VARIABLE}=1, or unset it")
+    point, _, rest = text.partition(":")
+    nth, _, action = rest.partition(":")
+    if action not in _ACTIONS.get(point, ()) or not is_count(nth) or int(nth) < 1:
+        known = ", ".join(f"{one}:1:{what}" for one, actions in _ACTIONS.items() for what in actions)
+        raise ConfigError(FAULT_VARIABLE, text, f"must be point:nth:action, such as {known}")
+    return FaultHook(point, int(nth), action)

@@ -1,0 +1,257 @@
+"""`RemoteService`: the engine of a worker process, seen from the front."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
+
+from foretoken.errors import ForetokenError, InputError, OverloadedError, UnavailableError
+from foretoken.server.events import Event, ModelInfo
+from foretoken.server.life.plain import plain
+from foretoken.server.life.wire import (
+    AskInvariants,
+    AskStats,
+    Cancel,
+    Channel,
+    Command,
+    Detokenize,
+    Happened,
+    Message,
+    Open,
+    Over,
+    Ping,
+    Refused,
+    Returned,
+    Tokenize,
+)
+from foretoken.server.life.wire_errors import from_wire
+from foretoken.server.service import Call, State
+
+
+class RemoteService:
+    """`Service` over a channel to a worker that has loaded its engine. Whoever reads the channel calls `take` with what
+    comes, and `fail` once when the worker is gone.
+    """
+
+    def __init__(self, channel: Channel, info: ModelInfo, max_unread_events: int) -> None:
+        self._channel, self._info, self._max_unread = channel, info, max_unread_events
+        self._numbers = itertools.count()
+        self._pending: dict[int, _Pending] = {}
+        self._death: ForetokenError | None = None
+
+    @property
+    def state(self) -> State:
+        """See `Service.state`."""
+        return "ready" if self._death is None else "restarting"
+
+    @property
+    def info(self) -> ModelInfo:
+        """See `Service.info`."""
+        return self._info
+
+    @property
+    def num_open(self) -> int:
+        """Commands that are not answered to the end."""
+        return len(self._pending)
+
+    @property
+    def fingerprints(self) -> list[bytes]:
+        """Those of the calls in flight."""
+        return [pending.fingerprint for pending in self._pending.values() if pending.fingerprint]
+
+    async def open(self, call: Call, fingerprint: bytes = b"") -> RemoteGeneration:
+        """See `Service.open`. `fingerprint` is remembered while the call is in flight.
+
+        Raises:
+            WorkerDiedError: the engine's process died meanwhile.
+        """
+        number = next(self._numbers)
+        pending = self._send(
+            number,
+            lambda: Open(
+                call=number,
+                params=plain(call.params),
+                prompts=[prompt if isinstance(prompt, str) else list(prompt) for prompt in call.prompts],
+                messages=None if call.messages is None else list(call.messages),
+                tools=None if call.tools is None else list(call.tools),
+                template_options=dict(call.template_options),
+                spec=None if call.spec is None else plain(call.spec),
+                prediction=call.prediction,
+                trace=call.trace,
+            ),
+        )
+        pending.fingerprint = fingerprint
+        try:
+            await pending.first
+        except asyncio.CancelledError:
+            self.leave(number)
+            raise
+        return RemoteGeneration(self, number, pending)
+
+    async def tokenize(
+        self, prompt: str | None, messages: Sequence[Mapping[str, Any]] | None = None, add_special_tokens: bool = True
+    ) -> list[int]:
+        """See `Service.tokenize`."""
+        listed = None if messages is None else list(messages)
+        found: list[int] = await self._ask(lambda number: Tokenize(number, prompt, listed, add_special_tokens))
+        return found
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """See `Service.detokenize`."""
+        return str(await self._ask(lambda number: Detokenize(number, list(token_ids))))
+
+    async def stats(self) -> dict[str, Any]:
+        """See `Service.stats`."""
+        found: dict[str, Any] = await self._ask(AskStats)
+        return found
+
+    async def invariants(self) -> dict[str, Any]:
+        """What the worker holds now, see `wire.Invariants`."""
+        found: dict[str, Any] = await self._ask(AskInvariants)
+        return found
+
+    async def ping(self) -> None:
+        """Return as soon as the worker answers."""
+        await self._ask(Ping)
+
+    def take(self, message: Message) -> None:
+        """Deliver an event or an answer to whoever waits for it; what nobody waits for any more is dropped."""
+        if not isinstance(message, Happened | Over | Refused | Returned):
+            raise TypeError(f"{type(message).__name__} belongs to no call")
+        pending = self._pending.get(message.call)
+        if isinstance(message, Happened):
+            if pending is not None and not pending.put(message.event, self._max_unread):
+                self.leave(message.call)
+            return
+        if pending is None:
+            return
+        del self._pending[message.call]
+        if isinstance(message, Returned):
+            pending.end(None, message.value)
+        else:
+            pending.end(from_wire(message.error) if isinstance(message, Refused) else None)
+
+    def leave(self, number: int) -> None:
+        """Let the worker free a call; nothing more of it is taken."""
+        if self._pending.pop(number, None) is not None:
+            self._channel.send(Cancel(number))
+
+    def ask_to_stop(self, number: int) -> None:
+        """Let the worker end a call; its last events are still taken."""
+        if number in self._pending:
+            self._channel.send(Cancel(number))
+
+    def fail(self, error: ForetokenError) -> None:
+        """End everything in flight, and whatever is asked from now on, with `error`."""
+        self._death = error
+        pending, self._pending = self._pending, {}
+        for one in pending.values():
+            one.end(type(error)(str(error)))  # each reader raises its own
+
+    def abandon(self, reason: str) -> None:
+        """Leave everything in flight; its readers get an `UnavailableError`."""
+        for number, pending in list(self._pending.items()):
+            self.leave(number)
+            pending.end(UnavailableError(reason))
+
+    def _send(self, number: int, command: Callable[[], Command]) -> _Pending:
+        """Send a command, and wait for what comes.
+
+        Raises:
+            InputError: it holds what cannot be sent: a number beyond 64 bits, half of a surrogate pair.
+            UnavailableError: the worker is gone.
+        """
+        if self._death is not None:
+            raise UnavailableError("the engine is being restarted")
+        try:
+            self._channel.send(command())
+        except (OverflowError, UnicodeEncodeError, TypeError, ValueError) as error:
+            raise InputError(
+                "request", None, "holds a number beyond 64 bits, a text that is not Unicode, or is too long"
+            ) from error
+        pending = self._pending[number] = _Pending()
+        return pending
+
+    async def _ask(self, command: Callable[[int], Command]) -> Any:  # noqa: ANN401 - what the command returns
+        number = next(self._numbers)
+        pending = self._send(number, lambda: command(number))
+        try:
+            return await pending.first
+        except asyncio.CancelledError:
+            self.leave(number)
+            raise
+
+
+class RemoteGeneration:
+    """A call that runs in a worker."""
+
+    def __init__(self, service: RemoteService, number: int, pending: _Pending) -> None:
+        self._service, self._number, self._pending = service, number, pending
+
+    async def __aiter__(self) -> AsyncGenerator[Event]:
+        try:
+            while True:
+                event = await self._pending.next()
+                if event is None:
+                    return
+                yield event
+        finally:
+            self._service.leave(self._number)
+
+    async def cancel(self) -> None:
+        """See `Generation.cancel`."""
+        self._service.ask_to_stop(self._number)
+
+
+class _Pending:
+    """What came for one command and was not read yet. `first` is done with its answer, first event, or error."""
+
+    def __init__(self) -> None:
+        self.first: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.fingerprint = b""  # of a call
+        self._events: deque[Event] = deque()
+        self._arrived = asyncio.Event()
+        self._error: ForetokenError | None = None
+        self._has_ended = False
+
+    def put(self, event: Event, most: int) -> bool:
+        """Keep an event for the reader; False, and an error for the reader, if too many wait for it."""
+        if len(self._events) >= most:
+            self.end(OverloadedError(f"{most} events of the answer were not read: the call was cancelled"))
+            return False
+        self._events.append(event)
+        self._arrived.set()
+        if not self.first.done():
+            self.first.set_result(None)
+        return True
+
+    def end(self, error: ForetokenError | None, value: object = None) -> None:
+        """Nothing more comes. Only the first call counts."""
+        if self._has_ended:
+            return
+        self._has_ended, self._error = True, error
+        self._arrived.set()
+        if self.first.done():
+            return
+        if error is None:
+            self.first.set_result(value)
+        else:
+            self.first.set_exception(error)
+
+    async def next(self) -> Event | None:
+        """The next event; None at the end.
+
+        Raises:
+            ForetokenError: with which the call ended.
+        """
+        while not self._events:
+            if self._has_ended:
+                if self._error is not None:
+                    raise self._error
+                return None
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._events.popleft()

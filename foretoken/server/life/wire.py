@@ -1,0 +1,205 @@
+"""What front and worker say to each other, and how: msgpack messages, each behind its length, over a socket pair.
+
+The pair is made by the front and inherited by the worker, so nobody else can connect, and either side reads the end of
+the stream when the other one dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+import msgspec
+
+from foretoken.errors import EngineError
+from foretoken.server.events import Event, ModelInfo
+from foretoken.server.life.wire_errors import WireError
+
+_LENGTH_BYTES = 4
+# Far above a prompt of a million tokens or the log-probabilities of one; below what a broken length would ask for.
+MOST_MESSAGE_BYTES = 256 << 20
+
+
+class LoadEngine(msgspec.Struct, frozen=True, tag="load"):
+    """Build the engine: `plain` values of an `EngineConfig`. `draft_required`: do not serve without the draft.
+    `takes_faults`: obey `FORETOKEN_FAULT` (test builds)."""
+
+    engine: dict[str, Any]
+    name: str
+    max_waiting: int
+    beat_s: float
+    draft_required: bool = False
+    takes_faults: bool = False
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """`Service.open`; `call` numbers everything that belongs to it from now on."""
+
+    call: int
+    params: dict[str, Any]
+    prompts: list[str | list[int]]
+    messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    template_options: dict[str, Any] = {}
+    spec: dict[str, Any] | None = None
+    prediction: str | None = None
+    trace: bool = False
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """`Generation.cancel`, also of a call that is still being opened."""
+
+    call: int
+
+
+class Tokenize(msgspec.Struct, frozen=True, tag="tokenize"):
+    """`Service.tokenize`."""
+
+    call: int
+    prompt: str | None
+    messages: list[Any] | None
+    add_special_tokens: bool
+
+
+class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):
+    """`Service.detokenize`."""
+
+    call: int
+    token_ids: list[int]
+
+
+class AskStats(msgspec.Struct, frozen=True, tag="stats"):
+    """`Service.stats`."""
+
+    call: int
+
+
+class AskInvariants(msgspec.Struct, frozen=True, tag="invariants"):
+    """What the worker holds now: requests, blocks, tasks, threads, file handles."""
+
+    call: int
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Answered at once."""
+
+    call: int
+
+
+class ArmFaults(msgspec.Struct, frozen=True, tag="arm_faults"):
+    """Begin to count towards `FORETOKEN_FAULT` (test builds): the canary is not counted."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Close the engine and end."""
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """The engine is built."""
+
+    info: ModelInfo
+    load_s: float
+    drafters: tuple[str, ...]
+
+
+class NotLoaded(msgspec.Struct, frozen=True, tag="not_loaded"):
+    """The engine could not be built; the worker ends."""
+
+    error: WireError
+    exit_code: int
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """Sent at intervals. `step_s`: how long the engine's thread has been at its running step; None while it waits."""
+
+    step_s: float | None
+    num_steps: int
+
+
+class Happened(msgspec.Struct, frozen=True, tag="event"):
+    """An event of a call."""
+
+    call: int
+    event: Event
+
+
+class Over(msgspec.Struct, frozen=True, tag="over"):
+    """No more events of a call."""
+
+    call: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """A command failed."""
+
+    call: int
+    error: WireError
+
+
+class Returned(msgspec.Struct, frozen=True, tag="answer"):
+    """What a command returns: token ids, a text, or figures."""
+
+    call: int
+    value: Any
+
+
+Command = LoadEngine | Open | Cancel | Tokenize | Detokenize | AskStats | AskInvariants | Ping | ArmFaults | Stop
+Message = Loaded | NotLoaded | Beat | Happened | Over | Refused | Returned
+
+_Kind = TypeVar("_Kind")
+
+
+class Channel:
+    """One end of the pair: writes what it is given, reads messages of `kind` (a union of the classes above).
+
+    What is sent within one turn of the event loop is written at once: a step of many answers is one write.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any) -> None:  # noqa: ANN401 - a union
+        self._reader, self._writer = reader, writer
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._unsent: list[bytes] = []
+
+    def send(self, message: Command | Message) -> None:
+        """Write a message soon; without effect once the other side is gone.
+
+        Raises:
+            OverflowError, UnicodeEncodeError, TypeError, ValueError: it holds a value that msgpack cannot write.
+        """
+        data = self._encoder.encode(message)
+        if len(data) > MOST_MESSAGE_BYTES:
+            raise ValueError(f"a message of {len(data)} bytes; at most {MOST_MESSAGE_BYTES} can be sent")
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent += [len(data).to_bytes(_LENGTH_BYTES, "big"), data]
+
+    async def drained(self) -> None:
+        """Wait until the other side has taken most of what was written."""
+        await self._writer.drain()
+
+    async def receive(self) -> Any:  # noqa: ANN401 - of the union
+        """The next message; None when the other side has closed or died.
+
+        Raises:
+            EngineError: what came is no message.
+        """
+        try:
+            length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
+            if length > MOST_MESSAGE_BYTES:
+                raise EngineError(f"a message of {length} bytes was announced; at most {MOST_MESSAGE_BYTES} are taken")
+            return self._decoder.decode(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise EngineError(f"what came from the other process is no message: {error}") from error
+
+    def close(self) -> None:
+        """Write what is left, and end the stream."""
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        data, self._unsent = b"".join(self._unsent), []
+        if data and not self._writer.is_closing():
+            self._writer.write(data)

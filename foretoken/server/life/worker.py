@@ -1,0 +1,256 @@
+"""The process of one engine: `python -m foretoken.server.life.worker FD`, started by `worker_process`.
+
+It answers commands (`wire`) from the front over the inherited socket FD, and ends when that is closed: no worker
+outlives its front. SIGINT and SIGTERM are the front's matter and ignored here, since a terminal and a service manager
+send them to every process of the group. SIGUSR1 writes the stacks of all threads to standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from foretoken.errors import ForetokenError
+from foretoken.server.life.plain import engine_config_of, sampling_params_of, spec_of
+from foretoken.server.life.wire import (
+    ArmFaults,
+    AskInvariants,
+    AskStats,
+    Beat,
+    Cancel,
+    Channel,
+    Command,
+    Detokenize,
+    Happened,
+    Loaded,
+    LoadEngine,
+    NotLoaded,
+    Open,
+    Over,
+    Ping,
+    Refused,
+    Returned,
+    Stop,
+    Tokenize,
+)
+from foretoken.server.life.wire_errors import to_wire, to_wire_of_loading
+from foretoken.server.service import Call, Generation
+
+if TYPE_CHECKING:
+    from foretoken.engine.async_engine import AsyncEngine
+    from foretoken.server.life.fault_hooks import FaultHook
+    from foretoken.server.local import LocalService
+
+READ_BYTES = 4 << 20  # read ahead of the decoder; long prompts come in few pieces
+_CLOSING_S = 5.0  # for the running step to end; then the process ends without it
+
+
+@dataclass(eq=False)
+class _Running:
+    """A command that is being answered; `generation` is None before a call was opened."""
+
+    task: asyncio.Task[None]
+    generation: Generation | None = None
+
+
+class Worker:
+    """Answers commands of a front with the engine of this process."""
+
+    def __init__(self, channel: Channel, load: LoadEngine) -> None:
+        self._channel, self._load = channel, load
+        self._running: dict[int, _Running] = {}
+        self._service: LocalService | None = None
+        self._hook: FaultHook | None = None
+
+    async def run(self) -> None:
+        """Load, then answer commands until the front closes or asks to stop."""
+        loading = asyncio.create_task(self._start())
+        while True:
+            command = await self._channel.receive()
+            if command is None or isinstance(command, Stop):
+                break
+            if isinstance(command, Cancel):
+                await self._cancel(command.call)
+            elif isinstance(command, ArmFaults):
+                if self._hook is not None:
+                    self._hook.is_armed = True
+            else:
+                task = asyncio.create_task(self._answer(command))
+                self._running[command.call] = _Running(task)
+                task.add_done_callback(lambda task, call=command.call: self._ended(call, task))  # type: ignore[misc]  # bound in the loop
+        if self._service is None and not loading.done():
+            self._end(0)  # no thread can be interrupted while it loads
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        if self._service is not None:
+            await self._close(self._service.engine)
+
+    async def _close(self, engine: AsyncEngine) -> None:
+        timer = threading.Timer(_CLOSING_S, self._end, (0,))
+        timer.daemon = True
+        timer.start()
+        for one in self._running.values():
+            one.task.cancel()
+        await asyncio.to_thread(engine.close)
+        await asyncio.to_thread(engine.llm.close)
+        timer.cancel()
+
+    def _end(self, code: int) -> NoReturn:
+        """End the process at once, whatever threads do."""
+        sys.stderr.flush()
+        os._exit(code)
+
+    # ---- the engine
+
+    async def _start(self) -> None:
+        began = time.perf_counter()
+        try:
+            engine, service = await asyncio.to_thread(self._build)
+        except Exception as error:  # noqa: BLE001 - reported to the front
+            code = error.exit_code if isinstance(error, ForetokenError) else 1
+            if not isinstance(error, ForetokenError):
+                traceback.print_exception(error)
+            self._channel.send(NotLoaded(to_wire_of_loading(error), code))
+            self._channel.close()
+            return
+        self._service, llm = service, engine.llm
+        drafters = tuple(sorted(llm.spec.leaves))
+        self._channel.send(Loaded(service.info, time.perf_counter() - began, drafters))
+        while engine.is_running:
+            began_s = engine.turn_began_s
+            step_s = None if began_s is None else time.perf_counter() - began_s
+            self._channel.send(Beat(step_s, llm.engine.stats.num_steps))
+            await asyncio.sleep(self._load.beat_s)
+        print("the engine's thread has broken down: the worker ends", file=sys.stderr, flush=True)
+        self._end(1)
+
+    def _build(self) -> tuple[AsyncEngine, LocalService]:
+        """Build the engine, in a thread: importing torch and reading weights take seconds."""
+        if self._load.takes_faults:
+            from foretoken.server.life.fault_hooks import fault_hook
+
+            self._hook = fault_hook()
+            self._hook.is_armed = True
+            self._hook.passes("load")
+            self._hook.is_armed = False
+        from foretoken.server.life.loading import build_engine
+        from foretoken.server.local import LocalService
+
+        config = engine_config_of(self._load.engine)
+        engine = build_engine(config, self._load.max_waiting, self._load.draft_required)
+        if self._hook is not None:
+            self._hook.watch_steps(engine.llm.engine)
+        return engine, LocalService(engine, self._load.name)
+
+    # ---- commands
+
+    async def _cancel(self, call: int) -> None:
+        running = self._running.get(call)
+        if running is None:
+            return
+        if running.generation is None:
+            running.task.cancel()
+        else:
+            await running.generation.cancel()
+
+    async def _answer(self, command: Any) -> None:  # noqa: ANN401 - a command with a call
+        call = command.call
+        try:
+            if self._service is None:
+                raise AssertionError("the front asks before the engine is loaded")
+            if isinstance(command, Open):
+                await self._generate(command, self._service)
+            else:
+                self._channel.send(Returned(call, await self._value(command, self._service)))
+        except Exception as error:  # noqa: BLE001 - the error of this call; the others go on
+            if not isinstance(error, ForetokenError):  # without its message, which may hold a user's text
+                print(f"{type(error).__name__} in a call:", file=sys.stderr)
+                traceback.print_tb(error.__traceback__)
+            self._channel.send(Refused(call, to_wire(error)))
+
+    def _ended(self, call: int, task: asyncio.Task[None]) -> None:
+        """A command was answered, or cancelled, perhaps before its task began."""
+        del self._running[call]
+        if task.cancelled():
+            self._channel.send(Over(call))
+
+    async def _generate(self, command: Open, service: LocalService) -> None:
+        call = Call(
+            params=sampling_params_of(command.params),
+            prompts=command.prompts,
+            messages=command.messages,
+            tools=command.tools,
+            template_options=command.template_options,
+            spec=spec_of(command.spec),
+            prediction=command.prediction,
+            trace=command.trace,
+        )
+        if self._hook is not None:
+            self._hook.passes("open")
+        generation = await service.open(call)
+        self._running[command.call].generation = generation
+        async for event in generation:
+            self._channel.send(Happened(command.call, event))
+            await self._channel.drained()
+        self._channel.send(Over(command.call))
+
+    async def _value(self, command: Any, service: LocalService) -> Any:  # noqa: ANN401
+        if isinstance(command, Tokenize):
+            return await service.tokenize(command.prompt, command.messages, command.add_special_tokens)
+        if isinstance(command, Detokenize):
+            return await service.detokenize(command.token_ids)
+        if isinstance(command, AskStats):
+            return await service.stats()
+        if isinstance(command, AskInvariants):
+            return await self._invariants(service)
+        assert isinstance(command, Ping)
+        return None
+
+    async def _invariants(self, service: LocalService) -> dict[str, Any]:
+        files = "/proc/self/fd"
+        return {
+            **(await service.stats())["invariants"],
+            "pid": os.getpid(),
+            "num_calls": len(self._running) - 1,  # without this one
+            "num_tasks": len(asyncio.all_tasks()),
+            "num_threads": threading.active_count(),
+            "num_files": len(os.listdir(files)) if os.path.isdir(files) else None,
+        }
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+async def _serve(descriptor: int) -> None:
+    connection = socket.socket(fileno=descriptor)
+    connection.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=READ_BYTES)
+    channel = Channel(reader, writer, Command)
+    load = await channel.receive()
+    if isinstance(load, LoadEngine):
+        await Worker(channel, load).run()
+
+
+def main() -> None:
+    """Serve the front until it is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    warnings.showwarning = _show_warning
+    asyncio.run(_serve(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

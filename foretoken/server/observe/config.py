@@ -1,0 +1,54 @@
+"""`ObserveConfig`: what is measured, logged and kept of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from foretoken.errors import ConfigError
+from foretoken.params import check_flag, check_number, check_whole
+
+LogFormat = Literal["text", "json", "none"]
+LOG_FORMATS: tuple[str, ...] = ("text", "json", "none")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    """Metrics, history, request log and traces.
+
+    - `metrics_alias`: "vllm" also exposes the series that vLLM has under its names.
+    - `stats_max_age_s`: two scrapes within it see the same engine counters.
+    - `slices`: values of `slice` that become labels; others count as "other", since clients choose them.
+    - `history`: SQLite file of finished requests' figures, never texts (None: not kept); `history_max_age_days` and
+      `history_max_bytes`: older requests are deleted.
+    - `request_log`: one line per finished request on standard error, "text" or "json"; "none" writes none.
+    - `tracing`: OpenTelemetry spans over OTLP, configured by the usual OTEL_* variables; needs the extra `otel`.
+
+    Raises:
+        ConfigError, InputError: a value that cannot be honoured; names the field.
+    """
+
+    metrics_alias: str | None = None
+    stats_max_age_s: float = 0.25  # several scrapers at once ask the engine once
+    slices: tuple[str, ...] = ()
+    history: str | None = None
+    history_max_age_days: float = 90.0
+    history_max_bytes: int = 256 * MIB  # about a million requests
+    request_log: LogFormat = "text"
+    tracing: bool = False
+
+    def __post_init__(self) -> None:
+        if self.metrics_alias not in (None, "vllm"):
+            raise ConfigError("metrics_alias", self.metrics_alias, "choose vllm, or leave it out")
+        if self.request_log not in LOG_FORMATS:
+            raise ConfigError("request_log", self.request_log, f"choose one of {', '.join(LOG_FORMATS)}")
+        slices: Sequence[str] = self.slices
+        if isinstance(slices, str) or not all(isinstance(one, str) for one in slices):
+            raise ConfigError("slices", slices, "must be a list of names")
+        object.__setattr__(self, "slices", tuple(slices))
+        check_number("stats_max_age_s", self.stats_max_age_s, low=0.0, high=3600.0)
+        check_number("history_max_age_days", self.history_max_age_days, low=0.0, high=36_500.0, open_low=True)
+        check_whole("history_max_bytes", self.history_max_bytes, low=MIB)
+        check_flag("tracing", self.tracing)

@@ -1,0 +1,221 @@
+"""`ServerMetrics`: what `/metrics` shows, from the engine's statistics, finished requests and responses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from foretoken.errors import ForetokenError
+from foretoken.server.api.errors import CODES
+from foretoken.server.observe.alias import alias_families
+from foretoken.server.observe.config import ObserveConfig
+from foretoken.server.observe.engine_counters import EngineCounters
+from foretoken.server.observe.figures import why_plain
+from foretoken.server.observe.loop_lag import LoopLag
+from foretoken.server.observe.metric_table import OF_ENGINE, OF_REQUESTS, OF_SERVER, PREFIX, Metric
+from foretoken.server.record import RequestRecord
+from foretoken.server.service import Service
+
+# Labels are from closed sets: what a set does not have counts as "other".
+FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "abort", "error"})
+REASONS = frozenset({*CODES, "client"})
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_REJECTED = frozenset({429, 503})
+_CLIENT_LEFT = 499  # never sent: what is below was refused for its content
+
+_GAUGES = {
+    "num_requests_running": "num_running",
+    "num_requests_waiting": "num_waiting",
+    "kv_cache_usage_perc": "kv_cache_usage",
+    "draft_kv_cache_usage_perc": "draft_kv_cache_usage",
+}
+
+
+class ServerMetrics(Collector):
+    """Metrics of one server in a registry of its own. See `record.RequestObserver`."""
+
+    def __init__(self, service: Service, config: ObserveConfig) -> None:
+        self._service, self._config = service, config
+        self._registry = CollectorRegistry()
+        self._counters = EngineCounters(config.slices)
+        self._stats: Mapping[str, Any] = {}
+        self._num_restarts = 0
+        self._is_up = False
+        self._read_s = float("-inf")
+        self._reading: asyncio.Lock | None = None
+        self._dropped: dict[str, Callable[[], int]] = {}
+        self._counted = {m.name: _counter(m, self._registry) for m in (*OF_REQUESTS, *OF_SERVER) if _is_own(m)}
+        histograms = [metric for metric in (*OF_REQUESTS, *OF_SERVER) if metric.kind == "histogram"]
+        self._measured = {metric.name: _histogram(metric, self._registry) for metric in histograms}
+        self._lag = LoopLag(self._measured["event_loop_lag_seconds"].observe)
+        self._registry.register(self)
+
+    def finished(self, record: RequestRecord) -> None:
+        """See `RequestObserver.finished`."""
+        if record.ttft_s is not None:
+            self._measured["time_to_first_token_seconds"].observe(record.ttft_s)
+        gap = self._measured["inter_token_latency_seconds"]
+        for gap_s in record.inter_token_s:
+            gap.observe(gap_s)
+        if record.status < 400:
+            self._measured["e2e_request_latency_seconds"].observe(record.duration_s)
+        for reason in record.finish_reasons:
+            self._counted["request_success"].labels(_within(reason, FINISH_REASONS)).inc()
+        if record.status in _REJECTED:
+            self._counted["admission_rejections"].labels(_within(record.reason, REASONS)).inc()
+        elif record.reason and not 400 <= record.status < _CLIENT_LEFT:
+            self._counted["requests_aborted"].labels(_within(record.reason, REASONS)).inc()
+        self._count_answers(record)
+
+    def count_response(self, route: str, method: str, code: int) -> None:
+        """A response was begun; `route` is a template of the application, or "other"."""
+        self._counted["http_requests"].labels(route, _within(method, METHODS), str(code)).inc()
+
+    def watch_loop(self) -> None:
+        """Measure the lag of the running event loop from now on."""
+        self._lag.watch()
+
+    def watch_dropped(self, name: str, count: Callable[[], int]) -> None:
+        """Show what a writer has dropped, under the metric `name`."""
+        self._dropped[name] = count
+
+    async def text(self) -> bytes:
+        """The metrics in Prometheus' text format, with the engine's figures of this moment if it answers."""
+        await self._read()
+        families = list(self._registry.collect())
+        if self._config.metrics_alias is not None:
+            families += alias_families(families)
+        return generate_latest(_Collected(_without_created(families)))
+
+    def collect(self) -> Iterator[Family]:
+        """See `Collector`: what is not counted here."""
+        for metric in OF_ENGINE:
+            if metric.kind == "gauge":
+                yield from self._gauge(metric)
+            else:
+                series = self._counters.totals.get(metric.name, {} if metric.labels else {(): 0.0})
+                if metric.name == "engine_restarts":
+                    series = {(): float(self._num_restarts)}
+                yield _family(metric, series)
+        for metric in OF_SERVER:
+            if metric.name in self._dropped or metric.name.endswith(("_rows", "_lines")):
+                yield _family(metric, {(): float(self._dropped.get(metric.name, int)())})
+        yield GaugeMetricFamily(PREFIX + "scrape_engine_up", OF_SERVER[-1].help, value=float(self._is_up))
+
+    # ---- the engine
+
+    async def _read(self) -> None:
+        """Ask the engine, unless that was just done. An engine that does not answer keeps its counters and has no
+        requests.
+        """
+        if self._reading is None:
+            self._reading = asyncio.Lock()  # belongs to the loop that serves
+        async with self._reading:
+            if time.monotonic() - self._read_s < self._config.stats_max_age_s:
+                return
+            try:
+                stats = await self._service.stats()
+            except ForetokenError:
+                self._stats, self._is_up = {}, False
+            else:
+                for one in engines_of(stats):
+                    self._counters.add(one, str(one.get("engine", "")))
+                self._num_restarts = max(self._num_restarts, int(stats.get("num_restarts", 0)))
+                self._stats, self._is_up = stats, True
+            self._read_s = time.monotonic()
+
+    def _gauge(self, metric: Metric) -> Iterator[Family]:
+        if metric.name == "spec_estimated_speedup_ratio":
+            speedup = self._stats.get("estimated_speedup")
+            family = GaugeMetricFamily(PREFIX + metric.name, metric.help)
+            if speedup is not None:
+                family.add_metric((), max(0.0, float(speedup)))
+            yield family
+            return
+        value = float(self._stats.get(_GAUGES[metric.name], 0.0))
+        yield GaugeMetricFamily(PREFIX + metric.name, metric.help, value=max(0.0, value))
+
+    # ---- requests
+
+    def _count_answers(self, record: RequestRecord) -> None:
+        for stats in record.stats:
+            self._measured["request_queue_time_seconds"].observe(stats["queued_s"])
+            for drafter, seconds in _drafting_s(stats, record.drafter):
+                self._counted["draft_seconds"].labels(drafter).inc(seconds)
+            for drafter in stats["disabled_drafters"]:
+                self._counted["drafter_disabled"].labels(drafter).inc()
+        why = why_plain(record)
+        if why is not None:
+            self._counted["requests_not_speculated"].labels(why).inc()
+        if record.reason == "numerical_error":
+            self._counted["corrupted_requests"].inc()
+            self._counted["numerical_errors"].inc()
+        for result, count in (
+            ("accepted", record.accepted_prediction_tokens),
+            ("rejected", record.rejected_prediction_tokens),
+        ):
+            if count:
+                self._counted["prediction_tokens"].labels(result).inc(count)
+
+
+class _Collected:
+    """Families in place of a registry."""
+
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        return self._families
+
+
+def engines_of(stats: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The statistics of each engine: those of the replicas, or of the one that there is."""
+    return list(stats.get("replicas", ())) or [stats]
+
+
+def _drafting_s(stats: Mapping[str, Any], drafter: str) -> Iterator[tuple[str, float]]:
+    """Drafting time of an answer by drafter: in proportion to the drafted tokens, all its own drafter's without any."""
+    total = sum(stats["drafted_by"].values())
+    if total:
+        for name, count in stats["drafted_by"].items():
+            yield name, stats["draft_s"] * count / total
+    elif drafter and stats["draft_s"] > 0:
+        yield drafter, stats["draft_s"]
+
+
+def _is_own(metric: Metric) -> bool:
+    """Whether it is counted by `ServerMetrics` itself."""
+    return metric.kind == "counter" and not metric.name.endswith(("_rows", "_lines"))
+
+
+def _counter(metric: Metric, registry: CollectorRegistry) -> Counter:
+    return Counter(PREFIX + metric.name, metric.help, metric.labels, registry=registry)
+
+
+def _histogram(metric: Metric, registry: CollectorRegistry) -> Histogram:
+    return Histogram(PREFIX + metric.name, metric.help, metric.labels, buckets=metric.bounds_s, registry=registry)
+
+
+def _family(metric: Metric, series: Mapping[tuple[str, ...], float]) -> Family:
+    family = CounterMetricFamily(PREFIX + metric.name, metric.help, labels=metric.labels)
+    for labels, value in sorted(series.items()):
+        family.add_metric(labels, value)
+    return family
+
+
+def _without_created(families: Iterable[Family]) -> Iterator[Family]:
+    """Without the times at which counters were made, which readers by prefix take for counts."""
+    for family in families:
+        family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+        yield family
+
+
+def _within(value: str, known: Iterable[str]) -> str:
+    return value if value in known else "other"

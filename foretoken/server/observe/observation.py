@@ -1,0 +1,73 @@
+"""`Observation`: everything that watches one server, put together from an `ObserveConfig`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from foretoken.server.observe.config import ObserveConfig
+from foretoken.server.observe.history import History
+from foretoken.server.observe.metrics import ServerMetrics
+from foretoken.server.observe.request_log import RequestLog
+from foretoken.server.observe.responses import App, counted
+from foretoken.server.observe.tracing import OpenTelemetrySink, Tracing
+from foretoken.server.record import RequestObserver
+from foretoken.server.service import Service
+
+
+class Observation:
+    """`observers` and `routers` are for `create_app`; `around` goes around the guard. Close it after the server.
+
+    Raises:
+        ConfigError: tracing without its extra.
+        StorageError: the history can never be written.
+    """
+
+    def __init__(self, service: Service, config: ObserveConfig) -> None:
+        self.metrics = ServerMetrics(service, config)
+        self.tracing = Tracing(OpenTelemetrySink()) if config.tracing else None
+        self.history = (
+            None
+            if config.history is None
+            else History(Path(config.history), config.history_max_age_days, config.history_max_bytes)
+        )
+        self.log = None if config.request_log == "none" else RequestLog(config.request_log)
+        if self.history is not None:
+            history = self.history
+            self.metrics.watch_dropped("history_dropped_rows", lambda: history.num_dropped)
+        if self.log is not None:
+            log = self.log
+            self.metrics.watch_dropped("request_log_dropped_lines", lambda: log.num_dropped)
+
+    @property
+    def observers(self) -> tuple[RequestObserver, ...]:
+        """Takers of finished requests."""
+        return tuple(one for one in (self.metrics, self.tracing, self.history, self.log) if one is not None)
+
+    @property
+    def routers(self) -> tuple[APIRouter, ...]:
+        """The route `/metrics`."""
+        return (metrics_router(self.metrics),)
+
+    def around(self, app: App) -> App:
+        """`app` with its responses counted and its trace context kept."""
+        return counted(app, self.metrics)
+
+    def close(self) -> None:
+        """Write and send what is left."""
+        for one in (self.tracing, self.history, self.log):
+            if one is not None:
+                one.close()
+
+
+def metrics_router(metrics: ServerMetrics) -> APIRouter:
+    """A router with `/metrics`, in Prometheus' text format."""
+    router = APIRouter()
+
+    @router.get("/metrics", include_in_schema=False)
+    async def show() -> Response:
+        return Response(await metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return router

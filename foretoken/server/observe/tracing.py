@@ -1,0 +1,140 @@
+"""OpenTelemetry spans of finished requests, after the conventions for generative models (status: Development).
+
+A span is made when its request has ended, with the times of the request, so nothing runs while tokens are emitted. The
+extra `otel` brings the SDK and the OTLP exporter; where they go is set by the usual OTEL_* variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from foretoken.errors import ConfigError
+from foretoken.server.observe.figures import RequestFigures, figures_of
+from foretoken.server.observe.responses import TRACE_HEADERS
+from foretoken.server.record import RequestRecord
+
+PROVIDER = "foretoken"
+_NS = 1_000_000_000
+_ALLOWED = "gen_ai.request."  # of a record's attributes; none of them holds a message
+
+AttributeValue = str | bool | int | float | Sequence[str]
+
+
+class SpanSink(Protocol):
+    """Where spans go: `OpenTelemetrySink`, or a list in tests."""
+
+    def add(
+        self,
+        name: str,
+        start_unix_s: float,
+        end_unix_s: float,
+        attributes: Mapping[str, AttributeValue],
+        parent: Mapping[str, str] | None,
+        error: str | None,
+    ) -> None:
+        """One span of kind SERVER; `parent` has the headers of its trace context."""
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+class Tracing:
+    """See `record.RequestObserver`."""
+
+    def __init__(self, sink: SpanSink) -> None:
+        self._sink = sink
+
+    def finished(self, record: RequestRecord) -> None:
+        """See `RequestObserver.finished`."""
+        figures = figures_of(record)
+        attributes = span_attributes(record, figures)
+        name = f"{attributes['gen_ai.operation.name']} {record.model}"
+        end_unix_s = record.began_unix_s + record.duration_s
+        error = attributes.get("error.type")
+        parent = TRACE_HEADERS.get()
+        self._sink.add(name, record.began_unix_s, end_unix_s, attributes, parent, None if error is None else str(error))
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._sink.close()
+
+
+def span_attributes(record: RequestRecord, figures: RequestFigures) -> dict[str, AttributeValue]:
+    """The attributes of a request's span; those that are not known are left out."""
+    stats = record.stats
+    given: dict[str, Any] = {key: value for key, value in record.attributes.items() if key.startswith(_ALLOWED)}
+    found = given | {
+        "gen_ai.operation.name": record.attributes.get("gen_ai.operation.name", "chat"),
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": record.model,
+        "gen_ai.request.stream": record.is_stream,
+        "gen_ai.response.id": figures.request_id,
+        "gen_ai.response.model": record.model,
+        "gen_ai.response.finish_reasons": list(record.finish_reasons) or None,
+        "gen_ai.response.time_to_first_chunk": record.ttft_s,
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": record.num_completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
+        "http.response.status_code": record.status,
+        "http.route": record.route,
+        "error.type": (record.reason or str(record.status)) if record.status >= 400 or record.reason else None,
+        "foretoken.spec.drafter": record.drafter or None,
+        "foretoken.spec.num_drafted": figures.num_drafted,
+        "foretoken.spec.num_accepted": figures.num_accepted,
+        "foretoken.spec.num_steps": figures.num_steps,
+        "foretoken.spec.mean_acceptance_length": 1 + figures.num_accepted / figures.num_drafts
+        if stats and figures.num_drafts
+        else None,
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+class OpenTelemetrySink:
+    """Spans for OTLP, sent in batches from a thread of the SDK.
+
+    Raises:
+        ConfigError: the extra `otel` is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # type: ignore[import-not-found, unused-ignore]
+            from opentelemetry.sdk.resources import Resource  # type: ignore[import-not-found, unused-ignore]
+            from opentelemetry.sdk.trace import TracerProvider  # type: ignore[import-not-found, unused-ignore]
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor  # type: ignore[import-not-found, unused-ignore]
+        except ImportError as error:
+            raise ConfigError(
+                "tracing", True, f"needs the extra otel: pip install 'foretoken[otel]' ({error})"
+            ) from None
+        self._provider: Any = TracerProvider(resource=Resource.create({"service.name": PROVIDER}))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer = self._provider.get_tracer(PROVIDER)
+
+    def add(
+        self,
+        name: str,
+        start_unix_s: float,
+        end_unix_s: float,
+        attributes: Mapping[str, AttributeValue],
+        parent: Mapping[str, str] | None,
+        error: str | None,
+    ) -> None:
+        """See `SpanSink.add`."""
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        span = self._tracer.start_span(
+            name,
+            context=TraceContextTextMapPropagator().extract(dict(parent or {})),
+            kind=trace.SpanKind.SERVER,
+            attributes=dict(attributes),
+            start_time=int(start_unix_s * _NS),
+        )
+        if error is not None:
+            span.set_status(trace.Status(trace.StatusCode.ERROR, error))
+        span.end(end_time=int(end_unix_s * _NS))
+
+    def close(self) -> None:
+        """See `SpanSink.close`."""
+        self._provider.shutdown()

@@ -1,0 +1,159 @@
+"""`run_server`: the HTTP server in front of its workers, from the first connection to an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from foretoken.server.composition import Composed, compose
+from foretoken.server.config import ServerConfig
+from foretoken.server.events import ModelInfo
+from foretoken.server.life.fault_hooks import TEST_VARIABLE, is_test_build
+from foretoken.server.life.replicas import Replicas
+from foretoken.server.listening import listening_socket, url_of
+
+_log = logging.getLogger("foretoken.server")
+
+INTERRUPTED = 130
+_CODES: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGHUP: 129}  # after a drain; SIGTERM is an orderly end
+_LAST_BYTES_S = 5  # for responses that have ended to reach their clients, after the drain
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """What is known when the first worker is ready."""
+
+    url: str
+    info: ModelInfo
+    drafters: tuple[str, ...]
+    load_s: float
+    num_workers: int
+
+
+def run_server(config: ServerConfig, on_ready: Callable[[Readiness], None]) -> int:
+    """Serve until a signal; the exit code. `on_ready` is called once, from the event loop.
+
+    SIGTERM, SIGHUP and a first SIGINT drain: no new requests, those in flight may end within `config.life.drain_s`. A
+    second SIGINT ends the process at once.
+
+    Raises:
+        ConfigError: the start is refused.
+        StorageError: the port is in use; a file cannot be read.
+        ForetokenError: no worker could be started.
+    """
+    config.check_start()
+    if is_test_build():
+        print(f"TEST BUILD ({TEST_VARIABLE}=1): faults can be injected, do not serve users with it", file=sys.stderr)
+    listener = listening_socket(config.guard.host, config.port)
+    try:
+        with _logging_to_stderr():
+            return asyncio.run(_Front(config, listener, on_ready).run())
+    finally:
+        listener.close()
+
+
+class _Front:
+    def __init__(self, config: ServerConfig, listener: socket.socket, on_ready: Callable[[Readiness], None]) -> None:
+        self._config, self._listener, self._on_ready = config, listener, on_ready
+        self._service = Replicas(config.engine, config.model_name, config.life, config.draft_required)
+        self._signals: list[int] = []
+        self._url = url_of(listener, config.tls_cert is not None)
+
+    async def run(self) -> int:
+        service, changes = self._service, self._service.changes
+        composed = compose(service, self._config)
+        server = _HttpServer(_uvicorn_config(composed, self._config), self._on_signal)
+        self._loop = asyncio.get_running_loop()
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+            self._loop.add_signal_handler(signal.SIGHUP, self._on_signal, signal.SIGHUP)
+        service.start()
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        serving.add_done_callback(lambda _task: changes.announce())
+        announcing = asyncio.create_task(self._announce())
+        try:
+            await changes.until(lambda: bool(self._signals) or service.failure is not None or serving.done())
+            if self._signals:
+                await self._drain()
+        finally:
+            announcing.cancel()
+            server.should_exit = True
+            await serving
+            await service.close()
+            composed.close()
+        if service.failure is not None:
+            raise service.failure
+        return next((_CODES[number] for number in self._signals if number in _CODES), 0)
+
+    async def _announce(self) -> None:
+        service = self._service
+        await service.changes.until(lambda: service.state == "ready")
+        first = next(worker for worker in service.workers if worker.state == "ready")
+        assert first.info is not None
+        self._on_ready(Readiness(self._url, first.info, first.drafters, first.load_s, len(service.workers)))
+
+    async def _drain(self) -> None:
+        drain_s = self._config.life.drain_s
+        num_open = self._service.num_open
+        name = signal.Signals(self._signals[0]).name
+        _log.info("%s: draining, %d requests in flight, at most %g s", name, num_open, drain_s)
+        if not await self._service.drain(drain_s):
+            _log.warning("requests were still in flight after %g s: they ended with an error", drain_s)
+
+    def _on_signal(self, number: int) -> None:
+        if number == signal.SIGINT and signal.SIGINT in self._signals:
+            self._service.kill_now()
+            os.write(2, b"interrupted\n")
+            os._exit(INTERRUPTED)
+        self._signals.append(number)
+        self._loop.call_soon_threadsafe(self._service.changes.announce)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn with the signals left to us: its own way would close the listener before the drain."""
+
+    def __init__(self, config: uvicorn.Config, on_signal: Callable[[int], None]) -> None:
+        super().__init__(config)
+        self._on_signal = on_signal
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler
+        """SIGTERM or SIGINT came."""
+        self._on_signal(sig)
+
+
+def _uvicorn_config(composed: Composed, config: ServerConfig) -> uvicorn.Config:
+    options: dict[str, Any] = {
+        "lifespan": "off",
+        "log_config": None,
+        "access_log": False,  # the request log has it
+        "timeout_graceful_shutdown": _LAST_BYTES_S,
+        "ssl_certfile": config.tls_cert,
+        "ssl_keyfile": config.tls_key,
+    }
+    return uvicorn.Config(composed.app, **options, **composed.uvicorn_options)
+
+
+@contextmanager
+def _logging_to_stderr() -> Iterator[None]:
+    """Lines with a time for the server's own messages, and for warnings of uvicorn."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    levels = {_log: logging.INFO, logging.getLogger("uvicorn.error"): logging.WARNING}
+    for logger, level in levels.items():
+        logger.addHandler(handler)
+        logger.setLevel(level)
+    try:
+        yield
+    finally:
+        for logger in levels:
+            logger.removeHandler(handler)

@@ -1,0 +1,150 @@
+"""The flags of `foretoken serve`, and what is printed when the server is ready. Nothing is served here."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from foretoken import SpecConfig
+from foretoken.cli import serve_options
+from foretoken.server import run
+from foretoken.server.config import ServerConfig
+from foretoken.server.events import ModelInfo
+from foretoken.server.run import Readiness
+from tests.cli.conftest import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+INFO = ModelInfo("m", 100, 50, (0,), None, None, None, False, False, {}, 4)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
+    """The configuration of every server that would have run."""
+    found: list[ServerConfig] = []
+
+    def stand_in(config: ServerConfig, on_ready: Callable[[Readiness], None]) -> int:
+        found.append(config)
+        on_ready(Readiness("http://127.0.0.1:8000", INFO, ("ngram",), 1.25, config.life.workers))
+        return 0
+
+    monkeypatch.setattr(run, "run_server", stand_in)
+    return found
+
+
+def test_with_nothing_named_it_serves_the_reference_family(foretoken: Run, served: list[ServerConfig]) -> None:
+    done = foretoken("serve")
+    assert done.code == 0, done.err
+    (config,) = served
+    assert config.engine.model == "reference:target"
+    assert config.engine.spec == SpecConfig("auto", draft="reference:draft")
+    assert (config.guard.host, config.port, config.model_name) == ("127.0.0.1", 8000, "reference:target")
+    assert not config.api.obfuscation
+    assert [spec.drafter for spec in config.api.specs] == ["ngram", "suffix", "draft_model"]
+    for text in ("http://127.0.0.1:8000/v1", "m (reference:target)", "ngram", "none: every program", "ready after 1.2"):
+        assert text in done.out
+    assert done.err == "loading reference:target\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "spec"),
+    [
+        (("-t", "m"), None),
+        (("--num-draft", 3), SpecConfig("auto", draft="reference:draft", num_draft=3)),
+        (("--drafter", "none"), SpecConfig()),
+        (("--drafter", "ngram"), SpecConfig("ngram")),
+        (("-t", "m", "--draft", "d", "--draft-required"), SpecConfig("draft_model", "d")),
+    ],
+)
+def test_how_it_speculates(
+    foretoken: Run, served: list[ServerConfig], flags: tuple[object, ...], spec: SpecConfig | None
+) -> None:
+    assert foretoken("serve", *flags).code == 0
+    assert served[0].engine.spec == spec
+    assert served[0].draft_required == ("--draft-required" in flags)
+
+
+def test_flags_reach_their_configurations(
+    foretoken: Run, served: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("key").write_text("from-a-file\n")
+    done = foretoken(
+        *("serve", "--json", "--target", "folder/some-model", "--host", "0.0.0.0", "--port", 0, "--api-key", "@key"),
+        *("--workers", 2, "--devices", "cuda:0", "--devices", "cuda:1", "--drain-s", 5, "--watchdog-s", 9),
+        *("--strict", "--no-predictions", "--max-choices", 4, "--granularity", "interval:50", "--ping-s", 3),
+        *("--cors-origins", "https://a.example", "--metrics-public", "--max-body-bytes", 1000),
+        *("--metrics-alias", "vllm", "--history", "h.sqlite", "--request-log", "json", "--slices", "code"),
+        *("--dtype", "float32", "--device", "cpu", "--cache-tokens", 512, "--max-batch-size", 3, "--shadow-rate", 0.1),
+    )
+    assert done.code == 0, done.err
+    assert json.loads(done.lines[-1])["key"] is True
+    assert "from-a-file" not in done.out + done.err
+    (config,) = served
+    assert (config.model_name, config.guard.api_key, config.port) == ("some-model", "from-a-file", 0)
+    assert (config.life.workers, config.life.devices, config.life.drain_s) == (2, ("cuda:0", "cuda:1"), 5)
+    assert (config.api.strict, config.api.predictions, config.api.max_choices) == (True, False, 4)
+    assert config.api.obfuscation  # other machines reach it
+    assert (config.guard.cors_origins, config.guard.max_body_bytes) == (("https://a.example",), 1000)
+    assert (config.observe.metrics_alias, config.observe.slices, config.observe.history) == (
+        "vllm",
+        ("code",),
+        "h.sqlite",
+    )
+    assert (config.engine.dtype, config.engine.cache_tokens, config.engine.shadow_rate) == ("float32", 512, 0.1)
+    monkeypatch.setenv(serve_options.KEY_VARIABLE, "from-the-environment")
+    assert foretoken("serve").code == 0
+    assert served[1].guard.api_key == "from-the-environment"
+
+
+def test_files_of_deployment_use_flags_that_exist() -> None:
+    lines = (ROOT / "tests" / "cli_options.txt").read_text().splitlines()
+    known = {line.split()[-1] for line in lines if line.startswith("foretoken serve ")} | {"--help"}
+    others = {"--now", "--rm", "--secret", "--build-arg", "--from", "--index-url", "--no-deps", "--no-build-isolation"}
+    others |= {"--system", "--create-home", "--uid", "--start-period", "--interval", "--timeout"}  # of other commands
+    for name in ("deploy/foretoken.service", "deploy/Containerfile", "docs/serving/operations.md"):
+        flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (ROOT / name).read_text()))
+        assert len(flags & known) >= 3
+        assert flags - others <= known, (name, flags - known)
+
+
+def test_keys_in_settings_are_not_shown(foretoken: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORETOKEN_SERVE__API_KEY", "from-a-setting")
+    for flags in ((), ("--json",)):
+        done = foretoken("config", "show", "--origin", *flags)
+        assert done.code == 0, done.err
+        assert "from-a-setting" not in done.out
+        assert "FORETOKEN_SERVE__API_KEY" in done.out or flags
+
+
+def test_every_setting_of_the_server_has_a_flag() -> None:
+    for kind, words in serve_options.PANELS.values():
+        derived = serve_options.DERIVED.get(kind, frozenset())
+        assert {field.name for field in fields(kind)} == set(words) | derived  # type: ignore[arg-type]
+
+
+def test_the_front_imports_no_torch(tmp_path: Path) -> None:
+    """Settings from outside are checked without importing other verbs."""
+    (tmp_path / "foretoken.toml").write_text("[serve]\nworkers = 2\n")
+    code = (
+        "import os, sys\n"
+        f"os.environ |= {{'FORETOKEN_TOML': {str(tmp_path / 'foretoken.toml')!r}, 'FORETOKEN_SERVE__PORT': '70000'}}\n"
+        "from foretoken.cli.app import run\n"
+        "import foretoken.server.run\n"
+        "assert run(['serve']) == 2\n"
+        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n", done.stderr
+    assert "port=70000" in done.stderr
+
+
+def test_without_the_extra_it_says_what_to_install(foretoken: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "foretoken.server.run", None)
+    done = foretoken("serve")
+    assert (done.code, "pip install 'foretoken[server]'" in done.err) == (2, True)

@@ -1,0 +1,25 @@
+"""The drafters over which cases marked SPEC run; each is cheap on the reference pair."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foretoken import SpecConfig
+from foretoken.server.api.config import ApiConfig
+
+_CHAIN = SpecConfig("draft_model", draft="reference:draft", num_draft=3)
+_TREE = SpecConfig("draft_model", draft="reference:draft", num_draft=6, tree="static", branching=2)
+
+# name -> the field `spec` of a request
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "off": {"drafter": None},
+    "ngram": {"drafter": "ngram", "num_draft": 4},
+    "suffix": {"drafter": "suffix", "num_draft": 4},
+    "draft_model": {"drafter": "draft_model"},
+    "tree": {"drafter": "draft_model"},
+}
+
+
+def config_for(drafter: str, **settings: Any) -> ApiConfig:
+    """Settings under which a request that names `draft_model` gets the one that is meant."""
+    return ApiConfig(specs=(_TREE if drafter == "tree" else _CHAIN,), **settings)

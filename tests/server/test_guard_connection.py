@@ -1,0 +1,228 @@
+"""The guard on real sockets: slow, endless and oversized requests, and the number of connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+
+from foretoken.server.guard.app import guarded
+from foretoken.server.guard.config import MIB, GuardConfig
+from foretoken.server.guard.connection import uvicorn_options
+
+REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+
+async def echo_length(scope: Any, receive: Any, send: Any) -> None:
+    """Counts the body without keeping it."""
+    count, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        count, more = count + len(message["body"]), message["more_body"]
+    body = str(count).encode()
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": 200, "headers": [length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+class Running:
+    """A server with its port."""
+
+    def __init__(self, config: GuardConfig) -> None:
+        self.server = uvicorn.Server(
+            uvicorn.Config(
+                guarded(echo_length, config),
+                port=0,
+                lifespan="off",
+                log_level="critical",
+                **uvicorn_options(config),
+            )
+        )
+
+    @property
+    def port(self) -> int:
+        return self.server.servers[0].sockets[0].getsockname()[1]
+
+    @property
+    def num_connections(self) -> int:
+        return len(self.server.server_state.connections)
+
+    async def until(self, count: int) -> None:
+        """Wait for a number of open connections."""
+        while self.num_connections != count:
+            await asyncio.sleep(0.005)
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def talk(self, *data: bytes) -> bytes:
+        """All that is answered to `data` until the connection is closed."""
+        reader, writer = await self.connect()
+        try:
+            for part in data:
+                writer.write(part)
+                await writer.drain()
+            return await reader.read()
+        except ConnectionError:  # closed with bytes unread
+            return b""
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def serving(config: GuardConfig) -> AsyncIterator[Running]:
+    running = Running(config)
+    task = asyncio.create_task(running.server.serve())
+    while not running.server.started:
+        await asyncio.sleep(0.005)
+    try:
+        yield running
+    finally:
+        running.server.should_exit = True
+        await task
+
+
+def served(config: GuardConfig, play: Callable[[Running], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(60), serving(config) as running:
+            await play(running)
+
+    asyncio.run(run())
+
+
+def resident_mib() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / MIB
+
+
+def test_giant_body() -> None:
+    """Case 16."""
+
+    async def play(running: Running) -> None:
+        size = 33 * MIB
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        piece, before = b"x" * MIB, resident_mib()
+        announced = await running.talk(head + f"Content-Length: {size}\r\n\r\n".encode(), *[piece] * 33)
+        chunk = b"100000\r\n" + piece + b"\r\n"
+        endless = await running.talk(head + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 33, b"0\r\n\r\n")
+        for answer in (announced, endless):
+            front, _, body = answer.partition(b"\r\n\r\n")
+            assert front.startswith(b"HTTP/1.1 413 ")
+            assert b"content-type: application/json" in front
+            error = json.loads(body)["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "body_too_large")
+            assert str(32 * MIB) in error["message"]
+        assert resident_mib() - before < 16  # neither body was kept
+        largest = await running.talk(head + f"Content-Length: {32 * MIB}\r\n\r\n".encode(), *[piece] * 32)
+        assert largest.endswith(str(32 * MIB).encode())
+
+    served(GuardConfig(), play)
+
+
+def test_giant_headers() -> None:
+    """Case 17."""
+
+    async def play(running: Running) -> None:
+        many, long = [b"a: b\r\n" * 1000] * 100, [b"a: ", *[b"b" * MIB] * 32]
+        before = resident_mib()
+        for lines in (many, long, many[:1]):
+            answer = await running.talk(REQUEST, *lines, b"\r\n\r\n")
+            assert answer == b"" or answer.split()[1] in (b"400", b"431")
+            await running.until(0)
+        assert resident_mib() - before < 16
+        reader, writer = await running.connect()  # endless ones: closed before 128 KiB could be sent
+        writer.write(REQUEST)
+        sent = 0
+        try:
+            while sent < MIB:
+                writer.write(b"a: b\r\n" * 100)
+                await writer.drain()
+                sent += 600
+                await asyncio.sleep(0)
+            answer = await reader.read()
+        except ConnectionError:
+            answer = b""
+        writer.close()
+        assert answer == b"" or b" 400 " in answer or b" 431 " in answer
+        assert (await running.talk(REQUEST + b"Connection: close\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+    served(GuardConfig(), play)
+
+
+def test_slowloris() -> None:
+    """Case 28."""
+    config = GuardConfig(header_timeout_s=0.3, body_timeout_s=0.3, keep_alive_s=0.3, max_connections=260)
+
+    async def trickle(running: Running, head: bytes) -> bytes:
+        """A byte at a time for as long as the server reads it."""
+        reader, writer = await running.connect()
+        answer = asyncio.create_task(reader.read())
+        try:
+            writer.write(head)
+            while not answer.done():
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+        return (await asyncio.gather(answer, return_exceptions=True))[0] if answer.done() else b""
+
+    async def play(running: Running) -> None:
+        idle = [await running.connect() for _ in range(200)]
+        await running.until(200)
+        assert (await running.talk(REQUEST + b"Connection: close\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+        silent, headers, body, again = await asyncio.gather(
+            running.talk(),
+            trickle(running, REQUEST + b"a: "),
+            trickle(running, post),
+            trickle(running, REQUEST + b"\r\n" + REQUEST + b"a: "),  # a second request on the same connection
+        )
+        assert (silent, headers) == (b"", b"")
+        assert body.startswith(b"HTTP/1.1 408 ")
+        assert again.startswith(b"HTTP/1.1 200 ")
+        assert again.count(b"HTTP/1.1") == 1
+        await running.until(0)  # the idle ones, too
+        for _, writer in idle:
+            writer.close()
+        answered, writer = await running.connect()  # one that goes on sending after it was refused
+        writer.write(b"POST /admin HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\nabc")
+        assert b"403" in await answered.readuntil(b"}}")
+        await running.until(0)
+        writer.close()
+
+    served(config, play)
+
+
+def test_a_connection_too_many_is_refused() -> None:
+    async def play(running: Running) -> None:
+        kept = [await running.connect() for _ in range(2)]
+        await running.until(2)
+        answer = await running.talk()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "unavailable_error"
+        for _, writer in kept:
+            writer.close()
+        await running.until(0)
+        assert (await running.talk(REQUEST + b"Connection: close\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+    served(GuardConfig(max_connections=2), play)
+
+
+def test_what_is_not_http_gets_the_envelope() -> None:
+    async def play(running: Running) -> None:
+        answer = await running.talk(b"HELLO\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+
+    served(GuardConfig(), play)

@@ -1,0 +1,316 @@
+"""History, request log and traces: what is kept of requests, and that a full disk or a locked file stops nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken.errors import ConfigError, StorageError
+from foretoken.server.observe.background import Background
+from foretoken.server.observe.figures import figures_of, quantile
+from foretoken.server.observe.history import History
+from foretoken.server.observe.history_schema import COLUMNS
+from foretoken.server.observe.request_log import RequestLog
+from foretoken.server.observe.responses import TRACE_HEADERS
+from foretoken.server.observe.summaries import summarise, values_of_history
+from foretoken.server.observe.tracing import OpenTelemetrySink, Tracing
+from tests.server.records import drafted, record, stats_of
+
+MIB = 1 << 20
+DAY_S = 86_400.0
+
+
+def history(path: Path, days: float = 90.0, max_bytes: int = 64 * MIB) -> History:
+    return History(path, days, max_bytes)
+
+
+def test_figures_survive_a_restart_and_hold_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+    for number in range(2):
+        kept = history(path)
+        kept.finished(record(request_id=f"req-{number}"))
+        kept.finished(record(request_id="tell me a secret", slice="a text of the user"))
+        kept.close()
+    with closing(sqlite3.connect(path)) as connection:
+        rows = connection.execute("SELECT * FROM requests").fetchall()
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert len(rows) == 4
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert "secret" not in repr(rows)
+    assert "text of the user" not in repr(rows)
+    assert "req-1" in repr(rows)
+    assert "tell me" not in path.read_bytes().decode("latin-1")
+
+
+def test_summaries_by_day_drafter_and_key(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+    kept, now = history(path), time.time()
+    for number in range(10):
+        kept.finished(record(began_unix_s=now, ttft_s=(number + 1) / 10))
+    kept.finished(
+        record(began_unix_s=now - DAY_S, drafter="suffix", key="bob", stats=(stats_of(drafted(2, 2, "suffix")),))
+    )
+    kept.finished(record(began_unix_s=now, status=500, reason="error", stats=(), ttft_s=9.0))
+    kept.drain()
+    (everything,) = summarise(path)
+    assert (everything.num_requests, everything.num_failed) == (12, 1)
+    assert everything.num_drafted == 10 * 6 + 2
+    assert everything.acceptance_rate == (10 * 3 + 2) / 62
+    by_key = {one.group: one for one in summarise(path, by=("key", "drafter"))}
+    assert list(by_key) == [("alice", "ngram"), ("bob", "suffix")]
+    assert by_key["bob", "suffix"].acceptance_rate == 1.0
+    assert by_key["alice", "ngram"].quantiles["ttft_s"] == {0.5: 0.5, 0.95: 1.0, 0.99: 1.0}
+    assert by_key["alice", "ngram"].wasted_share == pytest.approx(0.25)
+    assert [one.num_requests for one in summarise(path, by=("day",))] == [1, 11]
+    assert summarise(path, since_unix_s=now + 1) == []
+    assert [one.num_requests for one in summarise(path, where={"drafter": "suffix"})] == [1]
+    assert len(values_of_history(path, "ttft_s", where={"key": "alice"})) == 10
+    kept.close()
+    with pytest.raises(ConfigError, match="by"):
+        summarise(path, by=("prompt; DROP TABLE requests",))
+    with pytest.raises(ConfigError, match="figure"):
+        values_of_history(path, "text")
+
+
+def test_old_requests_are_deleted_by_age_and_size(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+    kept = history(path, days=1.0)
+    for _ in range(5):
+        kept.finished(record(began_unix_s=time.time() - 2 * DAY_S))
+    kept.finished(record())
+    kept.drain()
+    kept.close()
+    history(path, days=1.0).close()
+    assert [one.num_requests for one in summarise(path)] == [1]
+    path = tmp_path / "large.db"
+    kept = history(path)
+    for number in range(4000):  # in batches that the queue takes
+        kept.finished(record(request_id=f"{number:064}", key="k" * 64, began_unix_s=1e9 + number))
+    kept.drain()
+    kept.close()
+    before = path.stat().st_size
+    small = history(path, days=36_500.0, max_bytes=MIB)
+    small.finished(record())
+    small.drain()
+    small.close()
+    assert path.stat().st_size <= MIB < before
+    (left,) = summarise(path)
+    assert 0 < left.num_requests < 4000
+    assert values_of_history(path, "began_unix_s")[-2] == 1e9 + 3999  # the oldest went
+
+
+def test_a_locked_file_costs_rows_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 70, the history."""
+    monkeypatch.setattr("foretoken.server.observe.history._BUSY_S", 0.01)
+    path = tmp_path / "history.db"
+    kept = history(path)
+    kept.finished(record(request_id="before"))
+    kept.drain()
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        for _ in range(3):
+            kept.finished(record(request_id="lost"))
+        kept.drain()
+        assert kept.num_dropped == 3
+        other.execute("ROLLBACK")
+    kept.finished(record(request_id="after"))
+    kept.drain()
+    assert values_of_history(path, "request_id") == ["before", "after"]
+    kept.close()
+    assert kept.num_dropped == 3
+
+
+def test_a_full_disk_costs_rows_and_nothing_else(tmp_path: Path) -> None:
+    """Case 70, the disk: SQLite reports a file that may not grow like a disk that is full."""
+    path = tmp_path / "history.db"
+    kept = history(path)
+    kept.finished(record(request_id="before"))
+    kept.drain()
+    assert kept._connection is not None
+    pages = kept._connection.execute("PRAGMA page_count").fetchone()[0]
+    kept._connection.execute(f"PRAGMA max_page_count = {pages}")
+    for _ in range(200):
+        kept.finished(record(request_id="x" * 60))
+    kept.drain()
+    assert kept.num_dropped > 0
+    kept.finished(record(request_id="after"))  # a new connection has no such limit: there is room again
+    kept.drain()
+    kept.close()
+    assert values_of_history(path, "request_id")[-1] == "after"
+    full = RequestLog("text", open("/dev/full", "w"))  # noqa: SIM115 - closed below
+    full.finished(record())
+    full.drain()
+    assert full.num_dropped == 1
+    full.close()
+    with pytest.raises(OSError, match="No space"):
+        full._stream.close()
+
+
+@pytest.mark.parametrize("content", [b"no database at all, but text" * 100, None])
+def test_another_programs_file_is_refused_at_the_start(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "other.db"
+    if content is None:
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("CREATE TABLE photos (id INTEGER)")
+    else:
+        path.write_bytes(content)
+    before = path.read_bytes()
+    with pytest.raises(StorageError, match="history"):
+        history(path)
+    assert path.read_bytes() == before
+    with pytest.raises(StorageError, match="history"):
+        history(tmp_path / "no" / "folder.db")
+
+
+def test_a_later_schema_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+    history(path).close()
+    with closing(sqlite3.connect(path)) as connection:
+        columns = [row[1] for row in connection.execute("PRAGMA table_info(requests)")]
+        connection.execute("PRAGMA user_version = 99")
+    assert columns == ["id", *COLUMNS]
+    for use in (history, summarise):
+        with pytest.raises(StorageError, match="99"):
+            use(path)
+
+
+def test_what_does_not_fit_into_the_queue_is_dropped() -> None:
+    import threading
+
+    entered, go_on, seen = threading.Event(), threading.Event(), list[int]()
+
+    def slow(batch: Any) -> int:
+        entered.set()
+        go_on.wait()
+        seen.extend(batch)
+        return 0
+
+    background: Background[int] = Background("test", slow, most_queued=2)
+    background.put(0)
+    entered.wait()
+    for number in range(1, 6):
+        background.put(number)
+    assert background.num_dropped == 3
+    go_on.set()
+    background.close()
+    assert seen == [0, 1, 2]
+    background.put(7)
+    assert background.num_dropped == 4
+
+
+def test_a_writer_that_raises_goes_on() -> None:
+    seen: list[int] = []
+
+    def broken(batch: Any) -> int:
+        if 1 in batch:
+            raise ZeroDivisionError
+        seen.extend(batch)
+        return 0
+
+    background: Background[int] = Background("test", broken)
+    for number in (1, 2):
+        background.put(number)
+        background.drain()
+    background.close()
+    assert (seen, background.num_dropped) == ([2], 1)
+
+
+# ---- log
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_one_line_for_each_request(log_format: Any) -> None:
+    stream = io.StringIO()
+    log = RequestLog(log_format, stream)
+    log.finished(record())
+    log.finished(record(request_id="a\nforged=line", status=499, reason="client", stats=(), ttft_s=None))
+    log.close()
+    first, second = stream.getvalue().splitlines()
+    if log_format == "json":
+        values = json.loads(first)
+        assert (values["id"], values["tokens"], values["acceptance"], values["ttft_s"]) == ("req-1", 6, 0.5, 0.1)
+        assert json.loads(second)["id"].startswith("sha256:")
+    else:
+        assert "id=req-1 " in first
+        assert " tokens=6 " in first
+        assert " acceptance=0.5" in first
+        assert "reason=client" in second
+        assert "forged" not in second
+
+
+def test_reasons_for_not_speculating() -> None:
+    def why(**changes: Any) -> str:
+        return figures_of(record(**changes)).why_plain
+
+    assert why() == ""
+    assert why(stats=(stats_of(),), drafter="") == "off"
+    assert why(stats=(stats_of(),)) == "nothing_proposed"
+    assert why(stats=(stats_of(),), num_completion_tokens=1) == "too_short"
+    assert why(stats=(stats_of(draft_failures={"ngram": 1}),)) == "drafter_failed"
+    assert why(stats=(stats_of(disabled_drafters={"ngram": "x"}),)) == "drafter_disabled"
+    assert why(stats=()) == ""
+
+
+def test_quantiles_are_nearest_ranks() -> None:
+    assert [quantile([1.0, 2.0, 3.0, 4.0], share) for share in (0.0, 0.25, 0.5, 0.75, 0.99, 1.0)] == [1, 1, 2, 3, 4, 4]
+    assert quantile([], 0.5) is None
+
+
+# ---- traces
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.spans: list[tuple[Any, ...]] = []
+        self.is_closed = False
+
+    def add(self, *span: Any) -> None:
+        self.spans.append(span)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_spans_follow_the_conventions_and_the_trace_of_the_client() -> None:
+    sink = Sink()
+    tracing = Tracing(sink)
+    parent = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+
+    async def answer() -> None:
+        TRACE_HEADERS.set(parent)
+        settings = {"gen_ai.request.temperature": 0.5, "gen_ai.input.messages": "a text"}
+        tracing.finished(record(began_unix_s=100.0, attributes=settings))
+        TRACE_HEADERS.set(None)
+        tracing.finished(
+            record(status=500, reason="error", stats=(), attributes={"gen_ai.operation.name": "text_completion"})
+        )
+
+    asyncio.run(answer())
+    tracing.close()
+    (name, start, end, attributes, found, error), failed = sink.spans
+    assert (name, start, end, found, error) == ("chat reference", 100.0, 100.5, parent, None)
+    assert attributes["gen_ai.request.temperature"] == 0.5
+    assert attributes["gen_ai.usage.input_tokens"] == 10
+    assert attributes["gen_ai.usage.cache_read.input_tokens"] == 4
+    assert attributes["gen_ai.response.finish_reasons"] == ["stop"]
+    assert attributes["foretoken.spec.mean_acceptance_length"] == 1 + 3 / 2
+    assert "a text" not in repr(attributes)
+    assert failed[0] == "text_completion reference"
+    assert (failed[4], failed[5], failed[3]["error.type"]) == (None, "error", "error")
+    assert sink.is_closed
+
+
+def test_without_the_extra_tracing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match="foretoken\\[otel\\]"):
+        OpenTelemetrySink()

@@ -1,0 +1,384 @@
+"""Speculation seen through HTTP: answers are the target's, reports add up, and what is asked for is what is done."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from foretoken import SpecConfig
+from foretoken.server.api.app import create_app
+from foretoken.server.api.config import ApiConfig
+from foretoken.server.local import LocalService
+from tests.helpers.fake_service import FakeService
+from tests.helpers.http import Records, client_of, events_of, run, text_of
+from tests.server.drafters import DRAFTERS, config_for
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = "def read(self, path):\n    with open(path) as file:\n        return file.read()\n\ndef read_all("
+SPECULATIVE = [name for name in DRAFTERS if name != "off"]
+
+
+def ask(app: Any, *bodies: dict[str, Any], path: str = TEXT, status: int = 200) -> list[Any]:
+    """The JSON of each answer, or the events of each stream; one after the other."""
+
+    async def send() -> list[Any]:
+        found = []
+        async with client_of(app) as client:
+            for body in bodies:
+                response = await client.post(path, json=body)
+                assert response.status_code == status, response.text
+                found.append(events_of(response.text) if body.get("stream") else response.json())
+        return found
+
+    return run(send())
+
+
+def greedy(**fields: Any) -> dict[str, Any]:
+    return {"prompt": PROMPT, "temperature": 0, "max_tokens": 24, **fields}
+
+
+def near(found: Any, expected: Any, tolerance: float = 1e-3) -> bool:
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(near(found[key], expected[key]) for key in expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(near, found, expected))
+    return abs(found - expected) < tolerance if isinstance(expected, float) else found == expected
+
+
+@pytest.mark.parametrize("drafter", SPECULATIVE)
+def test_lossless_greedy(service: LocalService, drafter: str) -> None:
+    """Case 42: over HTTP; tests/engine/test_exactness.py has all drafters and rules."""
+    app = create_app(service, config_for(drafter))
+    plain, drafted = ask(app, *(greedy(logprobs=2, spec=spec) for spec in (DRAFTERS["off"], DRAFTERS[drafter])))
+    assert drafted["choices"][0]["text"] == plain["choices"][0]["text"]
+    assert near(drafted["choices"][0]["logprobs"], plain["choices"][0]["logprobs"])
+    assert drafted["foretoken"]["spec"]["num_drafted"] > 0
+    assert plain["foretoken"]["spec"]["num_drafted"] == 0
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.1},
+    "logit_bias": {"logit_bias": {"40": 5, "41": -100}},
+    "bad_words": {"bad_words": ["self"]},
+    "min_tokens": {"min_tokens": 6},
+    "grammar": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "boolean"}}}
+    },
+    "logprobs": {"logprobs": 1},
+    "n": {"n": 2},
+    "stop": {"stop": ["\n"]},
+    "seed": {"seed": 5},
+    "echo": {"echo": True},
+}
+
+
+@pytest.mark.parametrize("drafter", SPECULATIVE)
+def test_feature_cross(service: LocalService, drafter: str) -> None:
+    """Case 45: every pair of features with one drafter, every feature with every drafter; the answer is that of plain
+    decoding.
+    """
+    app = create_app(service, config_for(drafter))
+    pairs = list(itertools.combinations(FEATURES, 2))[SPECULATIVE.index(drafter) :: len(SPECULATIVE)]
+    assert {name for pair in pairs for name in pair} == set(FEATURES)
+    for first, second in pairs:
+        body = greedy(max_tokens=7, **FEATURES[first] | FEATURES[second])
+        # the shortest texts that the grammar allows have fewer tokens
+        status = 400 if {first, second} == {"min_tokens", "grammar"} else 200
+        plain, drafted = ask(app, *({**body, "spec": DRAFTERS[name]} for name in ("off", drafter)), status=status)
+        if status == 400:
+            assert plain["error"]["param"] == drafted["error"]["param"] == "min_tokens"
+            continue
+        for one, other in zip(plain["choices"], drafted["choices"], strict=True):
+            assert one["text"] == other["text"], (first, second)
+            assert one["finish_reason"] == other["finish_reason"], (first, second)
+        assert plain["usage"]["completion_tokens"] == drafted["usage"]["completion_tokens"]
+
+
+def check_trimmed(app: Any, body: dict[str, Any], stop: str) -> str:
+    """Text, tokens, log-probabilities, usage and stream of one answer all end before `stop`; its text."""
+    whole, events = ask(app, {**body, "logprobs": 0}, {**body, "stream": True})
+    (choice,) = whole["choices"]
+    assert stop not in choice["text"]
+    assert choice["finish_reason"] == "stop"
+    assert text_of(events) == choice["text"]
+    assert len(choice["token_ids"]) == whole["usage"]["completion_tokens"] == len(choice["logprobs"]["tokens"])
+    ids = [one for event in events for one in (event["choices"][0].get("token_ids") or [])]
+    assert ids == choice["token_ids"]
+    return str(choice["text"])
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_stop_string_spanning(service: LocalService, drafter: str) -> None:
+    """Case 53."""
+    app = create_app(service, config_for(drafter))
+    body = greedy(spec=DRAFTERS[drafter], max_tokens=20, return_token_ids=True)
+    (free,) = ask(app, body)
+    text = free["choices"][0]["text"]
+    assert len(text) > 12
+    for begin in (0, 1, 3, 5, 8):
+        for length in (1, 4):
+            stop = text[begin : begin + length]
+            found = check_trimmed(app, {**body, "stop": [stop]}, stop)
+            assert found == text[: text.index(stop)]
+    overlapping = [text[4:9], text[6:8]]
+    found = check_trimmed(app, {**body, "stop": overlapping}, text[6:8])
+    assert found in [text[: text.index(stop)] for stop in overlapping]
+    assert found == check_trimmed(app, {**body, "stop": overlapping, "spec": DRAFTERS["off"]}, text[6:8])
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_utf8_split(service: LocalService, drafter: str) -> None:
+    """Case 54: characters of several tokens each, forced one token after the other."""
+    assert service.engine.llm.tokenizer is not None
+    for wanted in ("\U0001f468\u200d\U0001f469\u200d\U0001f467", "한국어", "é😀猫"):
+        ids = service.engine.llm.tokenizer.encode(wanted)
+        assert len(ids) > len(wanted)
+        app = create_app(service, config_for(drafter))
+        pattern = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": wanted}}}
+        body = {"prompt": f'"{wanted}" "{wanted}" "', "temperature": 0, "max_tokens": 40, "response_format": pattern}
+        whole, events = ask(app, *({**body, "spec": DRAFTERS[drafter], "stream": flag} for flag in (False, True)))
+        text = whole["choices"][0]["text"]
+        assert text == text_of(events) == f'"{wanted}"'
+        assert "\ufffd" not in "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_max_tokens_inside_run(service: LocalService, drafter: str) -> None:
+    """Case 55."""
+    app = create_app(service, config_for(drafter))
+    spec = DRAFTERS[drafter]
+    for count in (1, 2, 3, 5, 7):
+        (found,) = ask(app, greedy(max_tokens=count, ignore_eos=True, spec=spec))
+        assert found["usage"]["completion_tokens"] == count
+        assert found["choices"][0]["finish_reason"] == "length"
+    assert service.info.max_model_len == 2048
+    (found,) = ask(app, {"prompt": [100, 101, 102] * 681, "max_tokens": 50, "ignore_eos": True, "spec": spec})
+    assert found["usage"]["total_tokens"] == service.info.max_model_len
+    assert found["choices"][0]["finish_reason"] == "length"
+    (found,) = ask(app, greedy(min_tokens=9, max_tokens=12, stop=["e", " ", "\n"], spec=spec))
+    assert 9 <= found["usage"]["completion_tokens"] <= 12
+
+
+def prediction(content: Any) -> dict[str, Any]:
+    return {"type": "content", "content": content}
+
+
+@pytest.mark.parametrize("drafter", ["default", *DRAFTERS])
+def test_prediction_api(service: LocalService, drafter: str) -> None:
+    """Case 57: the answer is the same with it; every token of it is accepted or rejected."""
+    app = create_app(service, config_for(drafter))
+    spec = {} if drafter == "default" else {"spec": DRAFTERS[drafter]}
+    body = greedy(max_tokens=16, ignore_eos=True, **spec)
+    (free,) = ask(app, body)
+    text = free["choices"][0]["text"]
+    assert "accepted_prediction_tokens" not in free["usage"]["completion_tokens_details"]
+    half = text[: len(text) // 2] + " and then something else entirely\n" + text[len(text) // 2 :]
+    is_used = drafter != "off"
+    for content in (text, half, [{"type": "text", "text": text}]):
+        (found,) = ask(app, {**body, "prediction": prediction(content)})
+        assert found["choices"][0]["text"] == text
+        details = found["usage"]["completion_tokens_details"]
+        num_tokens = len(service.engine.llm.encode_plain("prediction", content if isinstance(content, str) else text))
+        assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] == num_tokens
+        if content == text and is_used:
+            assert details["accepted_prediction_tokens"] >= 13
+            assert found["foretoken"]["spec"]["num_steps"] < 11
+        if not is_used:
+            assert details["accepted_prediction_tokens"] == 0
+    stopped, n = ask(
+        app,
+        {**body, "stop": [text[9:12]], "prediction": prediction(text)},
+        {**body, "n": 2, "prediction": prediction(text)},
+    )
+    assert stopped["choices"][0]["text"] == text[: text.index(text[9:12])]
+    assert [choice["text"] for choice in n["choices"]] == [text] * 2
+    for empty in (None, prediction(""), prediction(None), prediction([])):
+        (found,) = ask(app, {**body, "prediction": empty})
+        counts = (found["usage"]["completion_tokens_details"].get(f"{kind}_prediction_tokens") for kind in KINDS)
+        assert list(counts) == ([None, None] if empty is None else [0, 0])
+
+
+KINDS = ("accepted", "rejected")
+
+
+def test_prediction_that_is_refused_or_disabled(service: LocalService) -> None:
+    """Case 57."""
+    app = create_app(service)
+    (found,) = ask(app, greedy(prediction=prediction("word " * 200_000)), status=400)
+    assert found["error"]["param"] == "prediction"
+    for wrong in (3, "text", {"content": "a"}, prediction(3), prediction([{"type": "image"}]), prediction(["a"])):
+        (found,) = ask(app, greedy(prediction=wrong), status=400)
+        assert found["error"]["param"] == "prediction"
+    disabled = create_app(service, ApiConfig(predictions=False))
+    (found,) = ask(disabled, greedy(prediction=prediction("def read(")))
+    details = found["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == 0
+    assert details["rejected_prediction_tokens"] > 0
+    assert found["foretoken"]["spec"]["why_off"] == "prediction_disabled"
+
+
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def test_usage_conservation(service: LocalService) -> None:
+    """Case 58: responses, records, the engine's totals and the trace count the same tokens."""
+    records, engine = Records(), service.engine.llm
+    totals = []
+    before = engine.stats.as_dict()
+    for drafter, spec in DRAFTERS.items():
+        app = create_app(service, config_for(drafter), [records])
+        bodies = [
+            greedy(spec=spec, foretoken={"trace": True, "metrics": "detailed"}),
+            greedy(spec=spec, n=2, temperature=1, seed=3, foretoken={"trace": True}, return_token_ids=True),
+            greedy(spec=spec, stop=["file"], foretoken={"trace": True}, **STREAMED),
+        ]
+        first, second, third = ask(app, *bodies)
+        check_metrics(first)
+        totals += [check_report(found) for found in (first, second, third[-1])]
+        check_trace(first, first["foretoken"]["trace"])
+        check_trace(second, second["foretoken"]["trace"])
+        streamed = [one for event in third for one in event.get("foretoken", {}).get("trace", ())]
+        check_trace(third[-1], streamed)
+    after = engine.stats.as_dict()
+    for place, name in enumerate(("num_emitted", "num_drafted", "num_accepted", "num_rejected")):
+        assert sum(total[place] for total in totals) == after[name] - before[name], name
+        assert sum(one[name] for record in records.all for one in record.stats) == after[name] - before[name], name
+
+
+def check_report(found: Any) -> tuple[int, int, int, int]:
+    report, used, timings = found["foretoken"]["spec"], found["usage"], found["timings"]
+    assert report["num_drafted"] == report["num_accepted"] + report["num_rejected"] + report["num_cut"]
+    assert report["num_emitted"] == used["completion_tokens"] == timings["predicted_n"]
+    assert (timings["draft_n"], timings["draft_n_accepted"]) == (report["num_drafted"], report["num_accepted"])
+    assert used["total_tokens"] == used["prompt_tokens"] + used["completion_tokens"]
+    cached = used["prompt_tokens_details"]
+    assert cached["cached_tokens"] + cached["cache_write_tokens"] == used["prompt_tokens"]
+    assert timings["cache_n"] + timings["prompt_n"] == used["prompt_tokens"]
+    assert sum(one["num_drafted"] for one in report["by_drafter"].values()) == report["num_drafted"]
+    return report["num_emitted"], report["num_drafted"], report["num_accepted"], report["num_rejected"]
+
+
+def check_metrics(found: Any) -> None:
+    metrics, report = found["metrics"], found["foretoken"]["spec"]
+    assert sum(metrics["per_step_accepted"]) == report["num_accepted"]
+    assert sum(metrics["per_step_drafted"]) == report["num_drafted"]
+    spec = metrics["speculative_decoding"]
+    if not report["num_drafts"]:
+        assert spec is None
+        return
+    histogram = spec["acceptance_histogram"]
+    assert sum(histogram) == spec["num_spec_steps"] == report["num_drafts"]
+    assert sum(place * count for place, count in enumerate(histogram)) == report["num_accepted"]
+    assert spec["mean_acceptance_length"] == pytest.approx(1 + report["num_accepted"] / report["num_drafts"])
+    assert spec["draft_acceptance_rate"] == pytest.approx(report["num_accepted"] / report["num_drafted"])
+
+
+def check_trace(found: Any, trace: Sequence[Any]) -> None:
+    report = found["foretoken"]["spec"]
+    emitted = [token for record in trace for token in record["emitted"]]
+    assert len(emitted) == found["usage"]["completion_tokens"]
+    assert sum(token["kind"] == "accepted" for token in emitted) == report["num_accepted"]
+    assert sum(len(draft["ids"]) for record in trace for draft in record["drafts"]) == report["num_drafted"]
+    assert sum(record["num_accepted"] for record in trace) == report["num_accepted"]
+    for record in trace:
+        assert record["batch_size"] >= 1
+        assert record["t_ms"] > 0
+        if not record["drafts"]:
+            assert record["why"] in ("off_request", "no_match", "k0_cost", "length_clamped")
+
+
+# ---- what a request may ask for
+
+
+def spec_for(config: ApiConfig | None = None, default: dict[str, Any] | None = None, **fields: Any) -> SpecConfig:
+    """The configuration that a request runs with."""
+    fake = FakeService()
+    assert fake.info is not None
+    if default is not None:
+        fake.info = msgspec.structs.replace(fake.info, default_spec=default)
+    ask(create_app(fake, config), {"prompt": "a", **fields})
+    spec = fake.calls[-1].spec
+    assert spec is not None
+    return spec
+
+
+def test_a_request_chooses_its_drafter() -> None:
+    draft = {"drafter": "draft_model", "draft": "reference:draft", "num_draft": 3}
+    assert spec_for() == SpecConfig()
+    assert spec_for(default=draft) == SpecConfig(**draft)
+    assert spec_for(default=draft, spec={"drafter": None}) == SpecConfig()
+    assert spec_for(default=draft, spec={"num_draft": 0}) == SpecConfig()
+    assert spec_for(default=draft, spec={"num_draft": 5}) == SpecConfig("draft_model", "reference:draft", num_draft=5)
+    assert spec_for(spec={"drafter": "ngram", "num_draft": "auto"}) == SpecConfig("ngram")
+    assert spec_for(spec={"drafter": "ngram", "rule": "coupled"}).rule == "coupled"
+    for alias in ("num_draft_tokens", "draft_num_predict", "speculative.n_max"):
+        assert spec_for(default=draft, **{alias: 7}).num_draft == 7
+    assert spec_for(prediction=prediction("a")) == SpecConfig("predicted")
+    assert spec_for(prediction=prediction("a"), spec={"drafter": None}) == SpecConfig()
+    assert spec_for(default=draft, prediction=prediction("a")).leaves == {"predicted", "draft_model"}
+
+
+def refusal(config: ApiConfig | None = None, **fields: Any) -> Any:
+    (found,) = ask(create_app(FakeService(), config), {"prompt": "a", **fields}, status=400)
+    return found["error"]
+
+
+def test_what_a_request_may_not_choose() -> None:
+    assert refusal(spec={"drafter": "draft_model"})["code"] == "unsupported_feature"
+    assert refusal(spec={"drafter": "medusa9"})["param"] == "spec.drafter"
+    assert refusal(spec={"drafter": "ngram", "rule": "typical"})["param"] == "spec.rule"
+    assert refusal(spec={"drafter": "ngram", "rule": "magic"})["param"] == "spec.rule"
+    assert refusal(spec={"rule": "magic"})["param"] == "spec.rule"
+    assert refusal(spec={"num_draft": 3}, num_draft_tokens=4)["param"] == "spec.num_draft"
+    assert refusal(num_draft_tokens=3, draft_num_predict=4)["param"] == "spec.num_draft"
+    assert refusal(spec={"drafter": None, "num_draft": 3})["param"] == "spec.num_draft"
+    assert refusal(spec={"draft": "/etc/passwd"})["param"] == "spec.draft"
+    lossy = ApiConfig(allow_lossy=True)
+    assert refusal(lossy, spec={"drafter": "ngram", "rule": "typical", "exact": True})["param"] == "spec.exact"
+    assert spec_for(lossy, spec={"drafter": "ngram", "rule": "typical"}).allow_lossy
+
+
+def test_settings_of_a_request_reach_the_engine() -> None:
+    fake = FakeService()
+    ask(
+        create_app(fake),
+        {"prompt": "a", "service_tier": "flex", "cache_salt": "s", "metadata": {"slice": "code"}, "request_id": "r-1"},
+        {"prompt": "a", "service_tier": "priority", "foretoken": {"slice": "chat"}},
+        {"prompt": "a", "priority": 3, "service_tier": "auto"},
+    )
+    first, second, third = (call.params for call in fake.calls)
+    assert (first.priority, first.tenant, first.slice) == (10, "\0s", "code")
+    assert (second.priority, second.tenant, second.slice) == (-10, "", "chat")
+    assert third.priority == 3
+    (found,) = ask(create_app(fake), {"prompt": "a", "service_tier": "auto", "request_id": "r-2"})
+    assert (found["service_tier"], found["id"]) == ("default", "cmpl-r-2")
+    ask(create_app(fake), {"messages": [{"role": "user", "content": "a"}], "reasoning_effort": "low"}, path=CHAT)
+    assert fake.calls[-1].template_options == {"reasoning_effort": "low"}
+    (refused,) = ask(
+        create_app(fake),
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tokenize": True}},
+        path=CHAT,
+        status=400,
+    )
+    assert refused["error"]["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_padded_chunks_have_one_size(service: LocalService, drafter: str) -> None:
+    """Case 59: with bursts and with log-probabilities."""
+    app = create_app(service, config_for(drafter, obfuscation=True))
+    body = greedy(spec=DRAFTERS[drafter], stream=True, stream_options={"include_usage": True})
+
+    async def sizes(**fields: Any) -> list[int]:
+        async with client_of(app) as client:
+            response = await client.post(TEXT, json={**body, **fields})
+            return [len(part) + 2 for part in response.content.split(b"\n\n") if part and b"[DONE]" not in part]
+
+    assert len(set(run(sizes())[:-1])) == 1
+    assert len(set(run(sizes(logprobs=3))[:-1])) == 1
+    plain = run(sizes(stream_options={"include_obfuscation": False}))
+    assert len(set(plain)) > 1

@@ -1,0 +1,306 @@
+"""Streams over a real socket: what is sent, and what happens when the reader is slow or leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from foretoken.engine.async_engine import AsyncEngine
+from foretoken.errors import NumericsError, WorkerDiedError
+from foretoken.server.api.app import create_app
+from foretoken.server.api.config import ApiConfig
+from foretoken.server.events import AnswerFailed, Begun
+from foretoken.server.local import LocalService
+from tests.helpers.fake_service import FakeService, ended, piece
+from tests.helpers.http import RawClient, Records, Serving, client_of, events_of, run, text_of
+from tests.server.drafters import DRAFTERS, config_for
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = "def read(self, path):\n"
+LONG = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    """Until something holds that other threads bring about."""
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.002)
+
+
+def idle(engine: AsyncEngine) -> Callable[[], bool]:
+    return lambda: not engine.llm.engine.has_work and not engine._orders
+
+
+def stream(app: Any, path: str = TEXT, **body: Any) -> list[Any]:
+    """The events of one stream."""
+
+    async def read() -> str:
+        async with client_of(app) as client:
+            response = await client.post(path, json={"stream": True, **body})
+            assert response.status_code == 200, response.text
+            assert response.headers["content-type"].startswith("text/event-stream")
+            return response.text
+
+    return events_of(run(read()))
+
+
+# ---- rules of section 6
+
+
+def test_a_stream_has_the_shape_that_clients_know(service: LocalService) -> None:
+    app = create_app(service)
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    events = stream(app, CHAT, **body, stream_options={"include_usage": True})
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [choice["finish_reason"] for event in events for choice in event["choices"]][-1] == "length"
+    assert all(event["usage"] is None for event in events[:-1])
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] == 5
+    assert len({event["id"] for event in events}) == 1
+
+    async def whole() -> Any:
+        async with client_of(app) as client:
+            return (await client.post(CHAT, json=body)).json()
+
+    answer = run(whole())
+    assert answer["choices"][0]["message"]["content"] == text_of(events)
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_running_usage_stands_on_every_chunk_that_asks_for_it(service: LocalService) -> None:
+    events = stream(
+        create_app(service),
+        prompt=PROMPT,
+        max_tokens=4,
+        ignore_eos=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+    assert 0 < counts[0] < 4
+
+
+def test_an_event_is_sent_for_each_verify_step_token_or_interval(service: LocalService) -> None:
+    body = {"prompt": PROMPT * 3, "max_tokens": 40, "temperature": 0, "spec": {"drafter": "ngram", "num_draft": 4}}
+
+    def chunks(granularity: str) -> list[Any]:
+        app = create_app(service, ApiConfig(granularity=granularity))
+        events = stream(app, **body, return_token_ids=True, foretoken={"trace": True})
+        return [event for event in events if event["choices"][0].get("token_ids")]
+
+    by_step, by_token, by_time = chunks("step"), chunks("token"), chunks("interval:200")
+    sizes = [len(event["choices"][0]["token_ids"]) for event in by_step]
+    assert max(sizes) > 1  # a burst of accepted tokens in one event
+    assert all(len(event["foretoken"]["trace"]) == 1 for event in by_step)
+    assert {len(event["choices"][0]["token_ids"]) for event in by_token} == {1}
+    assert len(by_time) < len(by_step)
+    ids = [
+        [one for event in found for one in event["choices"][0]["token_ids"]] for found in (by_step, by_token, by_time)
+    ]
+    assert ids[0] == ids[1] == ids[2]
+    assert text_of(by_step) == text_of(by_token) == text_of(by_time)
+    assert sum(len(event["foretoken"]["trace"]) for event in by_time) == len(by_step)
+
+
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [
+        (AnswerFailed(0, "NumericsError", "nan"), "numerical_error"),
+        (AnswerFailed(0, "EngineError", "secret"), "engine_error"),
+        (WorkerDiedError("gone"), "worker_died"),
+        (NumericsError("nan"), "numerical_error"),
+        (ended(0, "", "abort"), "draining"),
+    ],
+)
+def test_errors_are_codes_before_the_first_byte_and_events_after_it(last: Any, code: str) -> None:
+    records = Records()
+    app = create_app(FakeService((Begun(((1,),)), last)), observers=[records])
+
+    async def ask(is_stream: bool) -> httpx2.Response:
+        async with client_of(app) as client:
+            return await client.post(TEXT, json={"prompt": "a", "stream": is_stream})
+
+    for is_stream in (False, True):
+        response = run(ask(is_stream))
+        assert response.status_code == (503 if code == "draining" else 500)
+        assert response.json()["error"]["code"] == code
+        assert response.headers.get("x-should-retry") == (None if code == "draining" else "false")
+    app = create_app(FakeService((Begun(((1,),)), piece(0, "a"), last)), observers=[records])
+    events = stream(app, prompt="a")
+    assert events[-1]["error"]["code"] == code
+    assert text_of(events[:-1]) == "a"
+    assert [(record.status, record.reason) for record in records.all[-1:]] == [(200, code)]
+
+
+def test_sse_keepalive() -> None:
+    """Case 41."""
+    release = asyncio.Event()
+    app = create_app(FakeService((Begun(((1,),)), release, piece(0, "a"), ended(0, "a"))), ApiConfig(ping_s=0.01))
+    sent: list[bytes] = []
+
+    async def read() -> None:
+        async def receive() -> dict[str, Any]:
+            if not asked:
+                asked.append(1)
+                return {"type": "http.request", "body": b'{"prompt": "a", "stream": true}'}
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            if sent.count(b": ping\n\n") == 3:
+                release.set()
+
+        asked: list[int] = []
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": TEXT, "query_string": b"", "headers": headers}
+        await app(scope, receive, send)
+
+    run(read())
+    text = b"".join(sent).decode()
+    assert text.count(": ping\n\n") >= 3
+    assert text_of(events_of(text)) == "a"
+    assert text.endswith("data: [DONE]\n\n")
+
+
+# ---- every way of leaving
+
+
+@pytest.mark.parametrize(
+    ("drafter", "style"), [*((name, "close") for name in DRAFTERS), ("off", "half_close"), ("off", "reset")]
+)
+def test_disconnect_stream(service: LocalService, serving: Serving, drafter: str, style: str) -> None:
+    """Case 24."""
+    records, engine = Records(), service.engine
+    address = serving(create_app(service, config_for(drafter), [records]))
+    client = RawClient(address, {**LONG, "stream": True, "spec": DRAFTERS[drafter]})
+    client.read_until(b"data: ")
+    leave(client, style)
+    wait_until(idle(engine), "the request was not freed")
+    wait_until(lambda: bool(records.all), "no record")
+    (record,) = records.all
+    assert (record.status, record.reason) == (499, "client")
+    assert 0 < record.num_completion_tokens < 1500
+
+
+def leave(client: RawClient, style: str) -> None:
+    if style == "half_close":
+        client.socket.shutdown(socket.SHUT_WR)
+        wait_closed(client)
+    elif style == "reset":
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    client.close()
+
+
+def wait_closed(client: RawClient) -> None:
+    """Read until the server closes."""
+    while client.socket.recv(65536):
+        pass
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_disconnect_nonstream(service: LocalService, serving: Serving, drafter: str) -> None:
+    """Case 25."""
+    records, engine = Records(), service.engine
+    address = serving(create_app(service, config_for(drafter), [records]))
+    client = RawClient(address, {**LONG, "spec": DRAFTERS[drafter]})
+    wait_until(lambda: engine.llm.engine.has_work, "it never ran")
+    client.close()
+    wait_until(idle(engine), "the request was not freed")
+    wait_until(lambda: bool(records.all), "no record")
+    assert (records.all[0].status, records.all[0].reason) == (499, "client")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_disconnect_in_queue(service: LocalService, serving: Serving, is_stream: bool) -> None:
+    """Case 26: while eight others fill the batch."""
+    engine, records = service.engine, Records()
+    address = serving(create_app(service, observers=[records]))
+    others = RawClient(address, {**LONG, "n": 8, "stream": True})
+    others.read_until(b"data: ")
+    client = RawClient(address, {**LONG, "stream": is_stream})
+    wait_until(lambda: len(engine.llm.engine.scheduler.waiting) == 1, "it never waited")
+    client.close()
+    wait_until(lambda: not engine.llm.engine.scheduler.waiting, "it still waits")
+    assert engine.llm.engine.has_work
+    others.close()
+    wait_until(idle(engine), "not all answers of n were freed")
+    wait_until(lambda: len(records.all) == 2, "no records")
+    assert {record.reason for record in records.all} == {"client"}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_disconnect_in_prefill(service: LocalService, serving: Serving, is_stream: bool) -> None:
+    """Case 26: a long prompt is read in chunks."""
+    engine = service.engine
+    address = serving(create_app(service))
+    tokens = [100 + place % 3000 for place in range(1900)]
+    client = RawClient(address, {"prompt": tokens, "max_tokens": 100, "stream": is_stream})
+    wait_until(lambda: engine.llm.engine.has_work, "it never ran")
+    num_before = engine.llm.stats.num_aborted
+    client.close()
+    wait_until(idle(engine), "the request was not freed")
+    assert engine.llm.stats.num_aborted == num_before + 1
+
+
+def test_disconnect_at_the_last_step(service: LocalService, serving: Serving) -> None:
+    """Case 26: the answer is complete, and nobody is aborted for nothing."""
+    engine, records = service.engine, Records()
+    address = serving(create_app(service, observers=[records]))
+    num_before = engine.llm.stats.num_aborted
+    client = RawClient(address, {"prompt": PROMPT, "max_tokens": 3, "ignore_eos": True, "stream": True})
+    client.read_until(b'"finish_reason":"length"')
+    client.close()
+    wait_until(lambda: bool(records.all), "no record")
+    assert records.all[0].reason in ("", "client")
+    assert engine.llm.stats.num_aborted == num_before
+
+
+def test_slow_client(service: LocalService, serving: Serving) -> None:
+    """Case 27: a reader that does not read holds up nobody."""
+    engine = service.engine
+    address = serving(create_app(service))
+    slow = RawClient(address, {**LONG, "stream": True, "logprobs": 20, "n": 4}, buffer=4096)
+    with httpx2.Client(base_url=f"http://{address[0]}:{address[1]}", timeout=60) as client:
+        fast = client.post(TEXT, json={"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True})
+        assert fast.json()["usage"]["completion_tokens"] == 30
+    assert engine.llm.engine.has_work
+    slow.close()
+    wait_until(idle(engine), "the request was not freed")
+
+
+def test_slow_client_is_dropped_when_its_buffer_is_full(serving: Serving) -> None:
+    """Case 27."""
+    records, text = Records(), "x" * 20_000
+    fake = FakeService((Begun(((1,),)), *(piece(0, text, step) for step in range(1000)), ended(0, text)))
+    address = serving(create_app(fake, ApiConfig(stream_buffer_bytes=200_000), [records]))
+    slow = RawClient(address, {"prompt": "a", "stream": True}, buffer=4096)
+    wait_until(lambda: bool(records.all), "the slow reader was not dropped")
+    assert (records.all[0].status, records.all[0].reason) == (499, "slow_consumer")
+    assert fake.generations[0].num_cancelled
+    fake.script = (Begun(((1,),)), *(piece(0, "a", step) for step in range(9)), ended(0, "a" * 9))
+    fast = RawClient(address, {"prompt": "a", "stream": True})
+    assert fast.read_until(b"data: [DONE]\n\n").count(b"data: ") == 11
+    slow.close()
+    fast.close()
+
+
+def test_what_observers_raise_costs_nothing(service: LocalService) -> None:
+    class Broken:
+        def finished(self, record: object) -> None:
+            raise RuntimeError("broken")
+
+    records = Records()
+    events = stream(create_app(service, observers=[Broken(), records]), prompt=PROMPT, max_tokens=2)
+    assert text_of(events)
+    assert len(records.all) == 1
+    assert json.dumps(records.all[0].attributes)

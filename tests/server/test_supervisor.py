@@ -1,0 +1,357 @@
+"""Workers over several lives: restarts, canary, watchdog, quarantine, replicas, drain. No process is started here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from foretoken import SamplingParams
+from foretoken.engine_config import EngineConfig
+from foretoken.errors import CheckpointError, ConfigError, EngineError, InputError, UnavailableError, WorkerDiedError
+from foretoken.server.events import AnswerEnded, Event, Piece
+from foretoken.server.life import supervisor
+from foretoken.server.life.canary import CanaryAnswer, difference
+from foretoken.server.life.config import LifeConfig
+from foretoken.server.life.fault_hooks import fault_hook
+from foretoken.server.life.merging import merged
+from foretoken.server.life.quarantine import Quarantine
+from foretoken.server.life.replicas import Replicas
+from foretoken.server.life.routing import PrefixRouting
+from foretoken.server.life.supervisor import Watchdog
+from foretoken.server.service import Call, Generation
+from tests.helpers.workers import ProcessHere, ScriptedService
+
+QUICK: dict[str, Any] = {"first_restart_s": 0.001, "longest_restart_s": 0.01, "beat_s": 0.01}
+CALL = Call(SamplingParams(), [[1]])
+HELD = Call(SamplingParams(tenant="hold"), [[1]])
+
+
+def broken() -> ScriptedService:
+    raise CheckpointError("no such folder")
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> type[ProcessHere]:
+    """Workers run in the event loop of the test."""
+
+    class Processes(ProcessHere):
+        started: list[ProcessHere] = []  # noqa: RUF012 - of this test
+
+    monkeypatch.setattr(supervisor, "WorkerProcess", Processes)
+    return Processes
+
+
+@asynccontextmanager
+async def replicas(processes: type[ProcessHere], *makers: Callable[[], Any], **options: Any) -> AsyncIterator[Replicas]:
+    """Started; each start of a worker takes the next maker."""
+    processes.makers = makers
+    service = Replicas(EngineConfig("m"), "m", LifeConfig(**QUICK | options))
+    service.start()
+    try:
+        yield service
+    finally:
+        await service.close()
+
+
+async def left(generation: Generation) -> list[Event]:
+    """Every event up to the end."""
+    return [event async for event in generation]
+
+
+async def until(service: Replicas, condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        await service.changes.until(condition)
+
+
+async def ready(service: Replicas) -> None:
+    await until(service, lambda: service.state == "ready")
+
+
+async def tokens_of(service: Replicas, call: Call) -> list[int]:
+    pieces = [event async for event in await service.open(call) if isinstance(event, Piece)]
+    return [token.token_id for piece in pieces for token in piece.tokens]
+
+
+def test_a_worker_that_died_is_restarted_and_its_calls_end(processes: type[ProcessHere]) -> None:
+    async def run() -> None:
+        async with replicas(processes, ScriptedService, quarantine_s=0.0) as service:
+            assert service.state == "loading"
+            assert service.info is None
+            with pytest.raises(UnavailableError, match="being loaded"):
+                await service.open(CALL)
+            await ready(service)
+            assert await tokens_of(service, CALL) == [3, 4]
+            for number in range(3):
+                held = await service.open(HELD)
+                processes.started[number].kill_now()
+                with pytest.raises(WorkerDiedError):
+                    await left(held)
+                await until(service, lambda: service.state != "ready")
+                with pytest.raises(UnavailableError, match="restarted"):
+                    await service.tokenize("x")
+                await ready(service)
+            assert await service.tokenize("x") == [1]
+            held_now = await service.invariants()
+            assert (held_now["num_open"], held_now["workers"][0]["num_starts"]) == (0, 4)
+            assert (await service.stats())["num_restarts"] == 3
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_sends_nonsense_is_replaced(processes: type[ProcessHere]) -> None:
+    async def run() -> None:
+        async with replicas(processes, ScriptedService) as service:
+            for number, nonsense in enumerate((b"\xff\xff\xff\xff", b"\x00\x00\x00\x01x", bytes((0, 0, 0, 1, 0xC0)))):
+                await ready(service)
+                held = await service.open(Call(SamplingParams(tenant="hold"), [[number]]))
+                processes.started[number]._theirs._writer.write(nonsense)
+                with pytest.raises(WorkerDiedError):
+                    await left(held)
+                await until(service, lambda: service.state != "ready")
+            await ready(service)
+
+    asyncio.run(run())
+
+
+def test_no_room_for_a_process_is_a_failed_start(processes: type[ProcessHere], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_room() -> ProcessHere:
+        raise OSError(12, "Cannot allocate memory")
+
+    async def run() -> None:
+        async with replicas(processes, ScriptedService, failed_starts=3) as service:
+            await ready(service)
+            monkeypatch.setattr(processes, "start", no_room)
+            processes.started[0].kill_now()
+            await until(service, lambda: service.failure is not None)
+
+    asyncio.run(run())
+
+
+def test_a_start_that_cannot_succeed_is_not_repeated(processes: type[ProcessHere]) -> None:
+    async def run() -> None:
+        async with replicas(processes, broken) as service:
+            await until(service, lambda: service.failure is not None)
+            assert isinstance(service.failure, CheckpointError)
+            assert (service.state, len(processes.started)) == ("failed", 1)
+
+    asyncio.run(run())
+
+
+def test_starts_that_fail_later_are_repeated_a_few_times(processes: type[ProcessHere]) -> None:
+    async def run() -> None:
+        async with replicas(processes, ScriptedService, broken, failed_starts=3) as service:
+            await ready(service)
+            processes.started[0].kill_now()
+            await until(service, lambda: service.failure is not None)
+            assert isinstance(service.failure, EngineError)
+            assert "3 times in a row" in str(service.failure)
+            assert len(processes.started) == 4
+
+    asyncio.run(run())
+
+
+def test_another_answer_to_the_canary_keeps_the_worker_out(
+    processes: type[ProcessHere], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        makers = (ScriptedService, lambda: ScriptedService((3, 5)), ScriptedService)
+        async with replicas(processes, *makers) as service:
+            await ready(service)
+            processes.started[0].kill_now()
+            await until(service, lambda: service.state == "restarting")
+            await ready(service)
+            assert len(processes.started) == 3
+
+    with caplog.at_level(logging.CRITICAL, "foretoken.server"):
+        asyncio.run(run())
+    assert any("not that of the first start (other tokens, from 1 on)" in line for line in caplog.messages)
+
+
+def test_differences_of_canary_answers() -> None:
+    golden = CanaryAnswer("ab", (1, 2), ("-0x1.8p+0", "-0x1.0p-1"))
+    assert difference(golden, CanaryAnswer("ab", (1, 2), ("-0x1.8p+0", "-0x1.0p-1"))) == ""
+    assert "log-probabilities" in difference(golden, CanaryAnswer("ab", (1, 2), ("-0x1.8p+0", "-0x1.1p-1")))
+    assert "from the end on" in difference(golden, CanaryAnswer("a", (1,), ("-0x1.8p+0",)))
+    assert "other text" in difference(golden, CanaryAnswer("ac", (1, 2), golden.logprobs))
+
+
+def test_the_watchdog_sees_long_steps_and_silence() -> None:
+    watchdog = Watchdog(10.0)
+    watchdog.beat(None, 100.0)
+    assert watchdog.reason(109.0) == ""
+    assert "no sign of life" in watchdog.reason(111.0)
+    watchdog.beat(4.0, 112.0)
+    assert watchdog.reason(117.0) == ""
+    assert "a step has lasted 11.0 s" in watchdog.reason(119.0)
+    watchdog.beat(0.1, 119.0)
+    assert watchdog.reason(119.0) == ""
+
+
+def test_a_stuck_worker_is_killed_and_its_calls_end(processes: type[ProcessHere]) -> None:
+    async def run() -> None:
+        async with replicas(processes, ScriptedService, watchdog_s=0.05) as service:
+            await ready(service)
+            first = processes.started[0]
+            held = await service.open(HELD)
+            stuck = service.workers[0]._stuck
+            stuck.beat = lambda _step_s, _now_s: None  # type: ignore[method-assign]  # the worker says nothing more
+            with pytest.raises(WorkerDiedError):
+                await left(held)
+            assert first.num_dumps == 1
+            assert first.task.done()
+            del stuck.beat
+            await ready(service)
+
+    asyncio.run(run())
+
+
+def test_a_request_in_flight_at_two_deaths_is_refused(processes: type[ProcessHere]) -> None:
+    async def run() -> None:
+        async with replicas(processes, ScriptedService) as service:
+            for number in range(2):
+                await ready(service)
+                held = await service.open(HELD)
+                processes.started[number].kill_now()
+                with pytest.raises(WorkerDiedError):
+                    await left(held)
+                await until(service, lambda: service.state != "ready")
+            await ready(service)
+            with pytest.raises(InputError, match="died 2 times"):
+                await service.open(HELD)
+            assert await tokens_of(service, Call(SamplingParams(), [[2]])) == [3, 4]
+
+    asyncio.run(run())
+
+
+def test_quarantine_ends() -> None:
+    now = [0.0]
+    quarantine = Quarantine(60.0, lambda: now[0])
+    quarantine.died([b"a", b"b"])
+    quarantine.died([b"a"])
+    quarantine.check(b"b")
+    with pytest.raises(InputError):
+        quarantine.check(b"a")
+    assert len(quarantine) == 1
+    now[0] = 61.0
+    quarantine.check(b"a")
+    off = Quarantine(0.0)
+    off.died([b"a"])
+    off.died([b"a"])
+    off.check(b"a")
+
+
+def test_calls_are_spread_and_follow_their_prefix(processes: type[ProcessHere]) -> None:
+    async def run() -> None:
+        async with replicas(processes, ScriptedService, workers=2) as service:
+            await until(service, lambda: all(worker.state == "ready" for worker in service.workers))
+            held = [await service.open(Call(SamplingParams(tenant="hold"), [[number]])) for number in range(6)]
+            assert [worker.service.num_open for worker in service.workers if worker.service] == [3, 3]
+            again = await service.open(Call(SamplingParams(tenant="hold"), [[1]]))  # known to the second worker
+            assert [worker.service.num_open for worker in service.workers if worker.service] == [3, 4]
+            processes.started[0].kill_now()
+            await until(service, lambda: service.workers[0].state != "ready")
+            assert service.state == "ready"  # the other one goes on
+            for one in (*held[1::2], again):
+                await one.cancel()
+                assert [event async for event in one][-1] == AnswerEnded(0, "abort", "", 2, {})
+            stats = await service.stats()
+            assert stats["acceptance_rate"] == 0.5
+
+    asyncio.run(run())
+
+
+def test_routing_prefers_the_least_loaded_where_the_prefix_is_too_busy() -> None:
+    routing = PrefixRouting()
+    call = Call(SamplingParams(), ["a" * 1000 + "b"])
+    same = Call(SamplingParams(), ["a" * 1000 + "c"])
+    other_tenant = Call(SamplingParams(tenant="t"), ["a" * 1000 + "b"])
+    assert routing.choose(call, {0: 3, 1: 2}) == 1
+    assert routing.choose(same, {0: 0, 1: 4}) == 1
+    assert routing.choose(other_tenant, {0: 0, 1: 4}) == 0
+    assert routing.choose(same, {0: 0, 1: 5}) == 0
+    assert routing.choose(same, {0: 4, 1: 0}) == 0
+    assert routing.choose(same, {1: 9}) == 1
+
+
+def test_statistics_of_workers_add_up() -> None:
+    one = {"num_drafted": 4, "num_accepted": 1, "acceptance_rate": 0.25, "num_emitted": 10, "inter_token_s": 1.0}
+    other = {"num_drafted": 4, "num_accepted": 3, "acceptance_rate": 0.75, "num_emitted": 30, "inter_token_s": 2.0}
+    rest: dict[str, Any] = {"drafted_by": {"ngram": 2}, "accepted_per_position": [[3, 1], [1, 0]], "prefix": None}
+    more: dict[str, Any] = {
+        "drafted_by": {"ngram": 1, "suffix": 5},
+        "accepted_per_position": [[1, 1]],
+        "prefix": {"num_found_tokens": 2},
+        "kv_cache_usage": 0.5,
+    }
+    found = merged([one | rest | {"kv_cache_usage": 0.25}, other | more])
+    assert (found["num_drafted"], found["acceptance_rate"], found["inter_token_s"]) == (8, 0.5, 1.75)
+    assert found["drafted_by"] == {"ngram": 3, "suffix": 5}
+    assert found["accepted_per_position"] == [[4, 2], [1, 0]]
+    assert (found["prefix"], found["kv_cache_usage"]) == ({"num_found_tokens": 2}, 0.5)
+    assert merged([one]) == one
+
+
+@pytest.mark.parametrize("drain_s", [0.0, 0.05])
+def test_a_drain_refuses_new_calls_and_ends_the_others(processes: type[ProcessHere], drain_s: float) -> None:
+    async def run() -> None:
+        async with replicas(processes, ScriptedService) as service:
+            await ready(service)
+            held = await service.open(HELD)
+            draining = asyncio.create_task(service.drain(drain_s))
+            await asyncio.sleep(0)
+            assert service.state == "draining"
+            with pytest.raises(UnavailableError, match="shutting down"):
+                await service.open(CALL)
+            assert not await draining
+            with pytest.raises(UnavailableError, match="shutting down"):
+                await left(held)
+
+    asyncio.run(run())
+
+
+def test_a_drain_waits_for_what_is_in_flight(processes: type[ProcessHere]) -> None:
+    async def run() -> None:
+        async with replicas(processes, ScriptedService) as service:
+            await ready(service)
+            held = await service.open(HELD)
+            draining = asyncio.create_task(service.drain(60.0))
+            await held.cancel()
+            assert isinstance([event async for event in held][-1], AnswerEnded)
+            assert await draining
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_test", "message"),
+    [
+        ("step:1:raise", "", "faults are for tests"),
+        ("step:0:raise", "1", "point:nth:action"),
+        ("x", "1", "load:1:exit"),
+    ],
+)
+def test_faults_are_for_test_builds(monkeypatch: pytest.MonkeyPatch, fault: str, is_test: str, message: str) -> None:
+    monkeypatch.setenv("FORETOKEN_FAULT", fault)
+    monkeypatch.setenv("FORETOKEN_TEST", is_test)
+    with pytest.raises(ConfigError, match=message):
+        fault_hook()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"workers": 0}, {"watchdog_s": 0.0}, {"beat_s": 100.0}, {"drain_s": -1.0}, {"longest_restart_s": 0.1}],
+)
+def test_life_settings_are_checked(values: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(values)).replace("beat_s", "watchdog_s")):
+        LifeConfig(**values)
+
+
+def test_devices_go_round_the_workers() -> None:
+    config = LifeConfig(workers=3, devices=("cuda:0", "cuda:1"))
+    assert [config.device_of(number) for number in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert LifeConfig().device_of(0) is None

@@ -1,0 +1,161 @@
+"""Tools and forms of answers: what a request is held to, and what is read from the answer's text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from foretoken.server.api.errors import ApiError
+from foretoken.server.api.forms import ResponseFormat, StructuredOutputs, structure_fields
+from foretoken.server.api.tool_reader import ToolReader, ToolStyle
+from foretoken.server.api.tools import (
+    Callables,
+    FunctionTool,
+    NamedToolChoice,
+    Tool,
+    callables,
+    held_form,
+    template_message,
+)
+from foretoken.server.model_files import middle_marks, tool_style
+
+NAMES = ("f", "g")
+
+
+def read(style: ToolStyle, text: str, width: int) -> tuple[str, list[list[str]], str]:
+    """Content, calls and finish reason, from deltas of `width` characters each; the whole message says the same."""
+    reader = ToolReader(style, NAMES)
+    deltas = [reader.push(text[place : place + width]) for place in range(0, len(text), width)]
+    last, reason = reader.finish("stop")
+    content, calls = "", list[list[str]]()
+    for delta in [*deltas, last]:
+        content += delta.get("content", "")
+        for part in delta.get("tool_calls", ()):
+            if "id" in part:
+                assert part["index"] == len(calls)
+                calls.append([part["function"]["name"], ""])
+            calls[part["index"]][1] += part["function"]["arguments"]
+    message = reader.message()
+    assert (message["content"] or "") == content
+    assert [
+        [call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())
+    ] == calls
+    return content, calls, reason
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("style", "text", "content", "calls"),
+    [
+        ("tags", "Hello <b> world  \n", "Hello <b> world  \n", []),
+        (
+            "tags",
+            'Hi\n<tool_call>\n{"name": "f", "arguments": {"a": "}</tool_call>", "b": [1, {"c": "\\""}]}}\n'
+            "</tool_call>\n"
+            '<tool_call>{"name":"g","arguments":{}}</tool_call>\n',
+            "Hi",
+            [["f", '{"a": "}</tool_call>", "b": [1, {"c": "\\""}]}'], ["g", "{}"]],
+        ),
+        (
+            "tags",
+            'a <tool_call>{"name": "unknown", "arguments": {}}</tool_call> b',
+            'a <tool_call>{"name": "unknown", "arguments": {}}</tool_call> b',
+            [],
+        ),
+        ("tags", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [["f", '{"a": 1}']]),
+        ("tags", '<tool_call>{"name": "f", "arguments": {"a": 1', "", [["f", '{"a": 1']]),
+        ("tags", "a < b <tool_c", "a < b <tool_c", []),
+        ("tags", "<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", []),
+        ("json_parameters", '{"name": "f", "parameters": {"a": 1}}', "", [["f", '{"a": 1}']]),
+        (
+            "json_arguments",
+            '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]\n',
+            "",
+            [["f", '{"a": 1}'], ["g", "{}"]],
+        ),
+        ("json_arguments", '{"other": 1}', '{"other": 1}', []),
+        ("json_arguments", '{"name": "f"', '{"name": "f"', []),
+        ("json_arguments", ' see {"name": "f", "arguments": {}}', ' see {"name": "f", "arguments": {}}', []),
+    ],
+)
+def test_calls_are_read_however_the_text_is_cut(
+    style: ToolStyle, text: str, content: str, calls: list[list[str]], width: int
+) -> None:
+    assert read(style, text, width) == (content, calls, "tool_calls" if calls else "stop")
+
+
+def test_a_call_that_is_cut_off_keeps_the_reason() -> None:
+    reader = ToolReader("tags", NAMES)
+    reader.push('<tool_call>{"name": "f", "arguments": {"a')
+    assert reader.finish("length")[1] == "length"
+    assert reader.message()["tool_calls"][0]["function"]["arguments"] == '{"a'
+    reader = ToolReader("tags", NAMES)
+    reader.push('Now\n<tool_call>\n{"name": "f", "argu')
+    assert reader.finish("length") == ({}, "length")
+    assert reader.message() == {"content": "Now"}
+
+
+def tool(name: str, strict: bool | None = None) -> Tool:
+    return Tool(type="function", function=FunctionTool(name=name, strict=strict))
+
+
+def test_tool_choice_decides_what_is_held() -> None:
+    tools, named = (
+        [tool("f"), tool("g")],
+        NamedToolChoice.model_validate({"type": "function", "function": {"name": "g"}}),
+    )
+    assert callables(tools, "none", "tags") == Callables()
+    assert held_form(callables(tools, "auto", "tags"), "tags", True, {}) == {}
+    assert held_form(callables(tools, "auto", "tags"), "tags", False, {})
+    assert held_form(callables([tool("f", strict=True)], None, "tags"), "tags", True, {})
+    forced = callables(tools, named, "tags")
+    assert [function.name for function in forced.functions] == ["g"]
+    assert '\\"g\\"' in held_form(forced, "tags", True, {})["grammar"]
+    for wrong, choice in ((None, "required"), ([tool("f")], named), ([tool("f"), tool("f")], "auto")):
+        with pytest.raises(ApiError):
+            callables(wrong, choice, "tags")  # type: ignore[arg-type]
+    with pytest.raises(ApiError) as refused:
+        callables(tools, "auto", None)
+    assert refused.value.code == "unsupported_feature"
+
+
+def test_forms_of_answers() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+    assert json.loads(structure_fields(form, None)["json_schema"]) == schema
+    assert structure_fields(ResponseFormat(type="text"), None) == {}
+    assert structure_fields(ResponseFormat(type="json_object"), None) == {"json_schema": '{"type": "object"}'}
+    assert structure_fields(None, StructuredOutputs(regex="a+")) == {"regex": "a+"}
+    assert structure_fields(None, StructuredOutputs(choice=["a", 'b"'])) == {"grammar": 'start: "a" | "b\\""'}
+    for wrong in (
+        (form, StructuredOutputs(regex="a+")),
+        (None, StructuredOutputs()),
+        (None, StructuredOutputs(regex="a", grammar="b")),
+        (ResponseFormat(type="json_schema"), None),
+    ):
+        with pytest.raises(ApiError):
+            structure_fields(*wrong)
+
+
+def test_earlier_calls_reach_the_template_as_objects() -> None:
+    call: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    found = template_message("messages.0", {"role": "assistant", "content": "", "tool_calls": [call]})
+    assert found["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    for wrong in ("[1]", "no JSON", "[" * 10_000, 5):
+        with pytest.raises(ApiError):
+            template_message(
+                "m", {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": wrong}}]}
+            )
+
+
+def test_what_model_files_say() -> None:
+    assert tool_style(None) is None
+    assert tool_style("{{ messages }}") is None
+    assert tool_style("{% if tools %}<tool_call>{% endif %}") == "tags"
+    assert tool_style('{{ tools }} {"name": name, "parameters": object}') == "json_parameters"
+    assert tool_style('{{ tools }} {\\"name\\": name, \\"parameters\\": object}') == "json_parameters"
+    assert tool_style("{{ tools }} [TOOL_CALLS]") == "json_arguments"
+    assert middle_marks({"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3}, [9]) == ((9, 1), 2, 3)
+    assert middle_marks({"<fim_prefix>": 1}, []) is None

@@ -1,0 +1,374 @@
+"""Requests that are refused: each with the envelope, the field's name, and before the engine sees anything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import resource
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from foretoken.errors import ContextLengthError
+from foretoken.server.api.app import create_app
+from foretoken.server.api.body import read_json
+from foretoken.server.api.config import ApiConfig
+from foretoken.server.api.errors import CODES, ApiError, clean, of_exception
+from foretoken.server.events import AnswerEnded, Begun, TokenEvent
+from foretoken.server.local import LocalService
+from tests.helpers.fake_service import INFO, FakeService, ended, piece
+from tests.helpers.http import JSON, Records, client_of, run
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+class Trial:
+    """One application over a scripted service, and what it answers to one body after another."""
+
+    def __init__(self, config: ApiConfig | None = None, service: FakeService | None = None) -> None:
+        self.service, self.records = service or FakeService(), Records()
+        self.app = create_app(self.service, config, [self.records])
+
+    def post(self, path: str, *bodies: Any, headers: dict[str, str] | None = None) -> list[tuple[int, Any]]:
+        """Status and JSON for each body; bytes are sent as they are."""
+
+        async def send() -> list[tuple[int, Any]]:
+            found = []
+            async with client_of(self.app) as client:
+                for body in bodies:
+                    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                    response = await client.post(path, content=data, headers=JSON if headers is None else headers)
+                    assert response.headers["x-request-id"]
+                    found.append((response.status_code, response.json()))
+            return found
+
+        return run(send())
+
+    def refused(self, path: str, *bodies: Any, status: int = 400, param: str | None = "") -> list[dict[str, Any]]:
+        """The errors of bodies that must all be refused; the engine has seen none, and each has a record."""
+        before = len(self.records.all), len(self.service.calls)
+        errors = []
+        for body, (code, answer) in zip(bodies, self.post(path, *bodies), strict=True):
+            assert code == status, (str(body)[:200], answer)
+            error = answer["error"]
+            assert error["code"] in CODES
+            assert error["type"] == "invalid_request_error" or status in (404, 429)
+            assert param == "" or error["param"] == param, (str(body)[:200], error)
+            errors.append(error)
+        assert len(self.service.calls) == before[1]
+        new = self.records.all[before[0] :]
+        assert [(record.status, record.reason) for record in new] == [(status, one["code"]) for one in errors]
+        return errors
+
+
+@pytest.fixture(scope="module")
+def trial() -> Trial:
+    return Trial()
+
+
+def texts(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "a", **fields}
+
+
+def test_bad_json(trial: Trial) -> None:
+    """Case 1."""
+    bodies = [
+        b'{"prompt": "a"',
+        b'{"prompt": "a"} x',
+        b'{"prompt": "a", "prompt": "b"}',
+        b'\xef\xbb\xbf{"prompt": "a"}',
+        b'{"prompt": "a", "metadata": {"x": 1, "x": 2}}',
+        b"[" * 100_000,
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b"{'prompt': 'a'}",
+        b"",
+    ]
+    codes = [error["code"] for error in trial.refused(TEXT, *bodies)]
+    assert codes[:5] == ["invalid_json", "invalid_json", "duplicate_key", "invalid_json", "duplicate_key"]
+    assert set(codes[5:]) <= {"invalid_json", "missing_field"}
+
+
+def test_non_object_body(trial: Trial) -> None:
+    """Case 2."""
+    for path in (TEXT, CHAT):
+        trial.refused(path, [], None, "x", 1, True, param=None)
+
+
+def test_wrong_content_type(trial: Trial) -> None:
+    """Case 3."""
+    for headers in ({"content-type": "text/plain"}, {}, {**JSON, "content-encoding": "gzip"}):
+        ((status, answer),) = trial.post(TEXT, texts(), headers=headers)
+        assert (status, answer["error"]["code"]) == (415, "unsupported_media_type")
+    assert trial.post(TEXT, texts(), headers={"content-type": "application/json; charset=utf-8"})[0][0] == 200
+
+
+def test_messages_shapes(trial: Trial) -> None:
+    """Case 4."""
+    ok = HELLO[0]
+    shapes: list[Any] = [
+        None,
+        "string",
+        [],
+        [123],
+        [{}],
+        [{"role": 123, "content": "a"}],
+        [{"role": "user", "content": 123}],
+        [ok, {}],
+        [{"role": "user"}],
+        [{"role": "tool", "content": "4"}],
+        [{"role": "", "content": "a"}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": ["a"]}],
+        [{"role": "assistant", "tool_calls": 3}],
+    ]
+    errors = trial.refused(CHAT, *({"messages": shape} for shape in shapes))
+    assert all(error["param"].startswith("messages") for error in errors)
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]
+    assert trial.refused(CHAT, {"messages": image})[0]["code"] == "unsupported_feature"
+    turns = [ok, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert [status for status, _ in trial.post(CHAT, {"messages": turns}, {"messages": parts})] == [200, 200]
+    assert trial.service.calls[-1].messages == [{"role": "user", "content": "a\nb"}]
+
+
+def test_empty_prompt(trial: Trial) -> None:
+    """Case 5."""
+    trial.refused(TEXT, *({"prompt": value} for value in ("", [], [[]], ["a", ""], [[1], []])), param="prompt")
+
+
+def test_token_ids_out_of_range(trial: Trial) -> None:
+    """Case 6."""
+    wrong = [-1, INFO.vocab_size, 2**31, 2**70, True, 1.5, None]
+    trial.refused(TEXT, *({"prompt": [1, value]} for value in wrong), param="prompt")
+    trial.refused(TEXT, *({"prompt": [[1], [value]]} for value in wrong), param="prompt")
+
+
+FLOATS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+
+
+def test_numbers_nonfinite(trial: Trial) -> None:
+    """Case 7."""
+    for number in (b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999"):
+        trial.refused(TEXT, *(b'{"prompt": "a", "%s": %s}' % (name.encode(), number) for name in FLOATS))
+        trial.refused(TEXT, b'{"prompt": "a", "logit_bias": {"3": %s}}' % number)
+        trial.refused(TEXT, b'{"prompt": "a", "max_tokens": %s}' % number)
+    for name in FLOATS:
+        trial.refused(TEXT, *(texts(**{name: value}) for value in ("NaN", "1", [1], {}, True)), param=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", (-1, 100)),
+        ("top_p", (0, 1.1)),
+        ("min_p", (-0.1, 1.1)),
+        ("presence_penalty", (-2.1, 2.1)),
+        ("frequency_penalty", (-2.1, 2.1)),
+        ("repetition_penalty", (0, -1, 101)),
+        ("seed", (2**64, -1)),
+        ("max_tokens", (0, -1, 2**63)),
+        ("min_tokens", (-1, 17, 2**63)),
+        ("top_k", (-2, 2**63)),
+        ("n", (0, -1)),
+        ("priority", (-101, 101)),
+        ("spec.num_draft", (-1, 1025)),
+    ],
+)
+def test_numbers_range(trial: Trial, name: str, values: tuple[float, ...]) -> None:
+    """Case 8."""
+    outer, _, inner = name.partition(".")
+    bodies = [texts(**{outer: {inner: value} if inner else value}) for value in values]
+    for value, error in zip(values, trial.refused(TEXT, *bodies), strict=True):
+        assert error["param"].startswith(name)
+        assert re.search(r"\(got -?[\d.e+]+\)", error["message"]), error
+        assert str(value)[:5] in error["message"] or value == 2**64 or value == 2**63
+
+
+def test_huge_n(trial: Trial) -> None:
+    """Case 9."""
+    bodies = [texts(n=10**6), texts(best_of=10**6), texts(n=10**18), {"prompt": ["a"] * 60, "n": 100}]
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    trial.refused(TEXT, *bodies)
+    small = Trial(ApiConfig(max_request_tokens=1000))
+    assert small.refused(TEXT, texts(n=10, max_tokens=101), param="max_tokens")[0]["code"] == "too_many_tokens"
+    assert small.post(TEXT, texts(n=1, max_tokens=1000))[0][0] == 200
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - grown < 5 << 10  # KiB
+
+
+def test_huge_logprobs(trial: Trial) -> None:
+    """Case 10."""
+    trial.refused(CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 10**6}, param="top_logprobs")
+    trial.refused(CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, param="top_logprobs")
+    trial.refused(CHAT, {"messages": HELLO, "top_logprobs": 2}, param="top_logprobs")
+    trial.refused(TEXT, texts(logprobs=10**6), texts(logprobs=21), param="logprobs")
+    token = TokenEvent(1, "a", b"a", "prompt", logprob=-1.0)
+    script = (Begun(((1,) * 8000,)), piece(0, "a"), AnswerEnded(0, "stop", "a", 1, ended(0, "").stats, (token,) * 8000))
+    capped = Trial(service=FakeService(script))
+    ((status, answer),) = capped.post(TEXT, texts(echo=True, logprobs=20, max_tokens=1))
+    assert (answer["error"]["code"], answer["error"]["param"], status) == ("too_many_tokens", "logprobs", 400)
+    assert capped.service.generations[0].num_cancelled
+    assert capped.post(TEXT, texts(echo=True, logprobs=5, max_tokens=1))[0][0] == 200
+
+
+def test_logit_bias_bad(trial: Trial) -> None:
+    """Case 11."""
+    many = {str(token): 1 for token in range(4096)}
+    values: list[Any] = [{"a": 1}, {"-1": 1}, {"1.5": 1}, {"²": 1}, {"": 1}, {str(INFO.vocab_size): 1}, {"1": 101}]
+    values += [{"1": -101}, {"1": "x"}, {"1": True}, {"1": None}, many, [1], "x"]
+    values.append({str(token): 1 for token in range(10**5)})
+    trial.refused(TEXT, *(texts(logit_bias=value) for value in values), param="logit_bias")
+    assert trial.post(TEXT, texts(logit_bias={"5": -100}))[0][0] == 200
+    assert trial.service.calls[-1].params.logit_bias == {5: -100}
+
+
+def test_stop_limits(trial: Trial) -> None:
+    """Case 12."""
+    values: list[Any] = [list("abcde"), "", [""], ["a", ""], "x" * 10**6, 3, [3], [["a"]], {"a": 1}]
+    errors = trial.refused(TEXT, *(texts(stop=value) for value in values))
+    assert all(error["param"].startswith("stop") for error in errors)
+    assert trial.post(TEXT, texts(stop=None), texts(stop="a"), texts(stop=list("abcd")))[-1][0] == 200
+
+
+def test_unknown_fields(trial: Trial, caplog: pytest.LogCaptureFixture) -> None:
+    """Case 14."""
+    known = {"store": True, "metadata": {"a": "b"}, "user": "u", "safety_identifier": "s", "service_tier": "flex"}
+    known |= {"prompt_cache_key": "k", "stream_options": {"continuous_usage_stats": True}, "stop": None}
+    with caplog.at_level(logging.WARNING, "foretoken.server"):
+        assert trial.post(TEXT, texts(**known))[0][0] == 200
+        assert not caplog.records
+        assert [status for status, _ in trial.post(TEXT, *[texts(never_heard_of=1)] * 3)] == [200] * 3
+        assert len([one for one in caplog.records if "never_heard_of" in one.getMessage()]) == 1
+    strict = Trial(ApiConfig(strict=True))
+    assert strict.refused(TEXT, texts(never_heard_of=1), param="never_heard_of")[0]["code"] == "unknown_field"
+    assert strict.post(TEXT, texts(**known))[0][0] == 200
+
+
+def test_unknown_keys_inside_our_own_objects_are_refused(trial: Trial) -> None:
+    assert trial.refused(TEXT, texts(spec={"gamma": 3}), param="spec.gamma")[0]["code"] == "unknown_field"
+    assert trial.refused(TEXT, texts(foretoken={"tracing": True}), param="foretoken.tracing")
+
+
+def test_unknown_model(trial: Trial) -> None:
+    """Case 15."""
+    for path, body in ((TEXT, texts()), (CHAT, {"messages": HELLO})):
+        (error,) = trial.refused(path, {**body, "model": "gpt-9"}, status=404, param="model")
+        assert (error["code"], error["type"]) == ("model_not_found", "not_found_error")
+        assert "gpt-9" not in error["message"]
+        assert [status for status, _ in trial.post(path, body, {**body, "model": "fake"})] == [200, 200]
+
+
+def test_giant_prompt(service: LocalService) -> None:
+    """Case 18."""
+    app = create_app(service)
+    context = service.info.max_model_len
+    loops: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0.001)
+            loops.append(time.perf_counter() - began)
+
+    async def ask() -> list[Any]:
+        watcher = asyncio.create_task(watch())
+        found = []
+        async with client_of(app) as client:
+            for body in (
+                {"prompt": [5] * (context + 1), "max_tokens": 3},
+                {"prompt": [5] * (context + 1), "max_tokens": 3, "stream": True},
+                {"prompt": "word " * (10**6 // 5), "max_tokens": 3},
+            ):
+                response = await client.post(TEXT, json=body)
+                found.append((response.status_code, response.json()["error"]))
+        watcher.cancel()
+        return found
+
+    found = run(ask())
+    assert found[0] == found[1]  # streamed or not
+    for status, error in found:
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+        assert (error["n_ctx"], error["max_tokens"]) == (context, 3)
+        assert error["n_prompt_tokens"] > context
+    assert loops  # tokenising left the loop free to turn
+
+
+def test_invalid_utf8_request(trial: Trial, service: LocalService) -> None:
+    """Case 19."""
+    trial.refused(TEXT, b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": "\\ud83d"}', b'{"prompt": "a\\udc00b"}')
+    trial.refused(TEXT, b'{"prompt": ["\\ud800"], "stop": "a"}', b'{"prompt": "a", "stop": ["\\udfff"]}')
+    app = create_app(service)
+
+    async def ask() -> list[int]:
+        async with client_of(app) as client:
+            odd = ["a\0b", "\u202eabc\u202c", "e" + "\u0301" * 10**3, "\U0001f468\u200d\U0001f469"]
+            return [(await client.post(TEXT, json={"prompt": text, "max_tokens": 1})).status_code for text in odd]
+
+    assert run(ask()) == [200] * 4
+
+
+def test_special_tokens_as_text(service: LocalService) -> None:
+    """Case 20."""
+    llm = service.engine.llm
+    assert llm.tokenizer is not None
+    special = llm.tokenizer.token(next(iter(llm.tokenizer.special_ids)))
+    assert special
+    spelt = [{"role": "user", "content": f"say {special} now, {special}"}]
+    ids = llm.encode_chat(spelt)
+    assert not set(ids) & llm.tokenizer.special_ids
+    assert llm.tokenizer.decode(ids) == llm.render_chat(spelt)
+    app = create_app(service)
+
+    async def ask() -> int:
+        async with client_of(app) as client:
+            body = {"messages": spelt, "max_tokens": 1, "temperature": 0}
+            return int((await client.post(CHAT, json=body)).json()["usage"]["prompt_tokens"])
+
+    assert run(ask()) == len(ids)
+
+
+SECRETS = (
+    "/home/user/models/target/config.json",
+    "C:\\Users\\me\\model.gguf",
+    "~/.ssh/id",
+    "0x7f3a9c01beef",
+    "10.1.2.3:8000",
+)
+
+
+def test_error_text_clean(trial: Trial) -> None:
+    """Case 23."""
+    for secret in SECRETS:
+        assert secret not in clean(f"cannot read {secret} now")
+    assert "a b" in clean("a\nb")
+    assert len(clean("é" * 5000).encode()) <= 1024
+    for error in (RuntimeError("secret /a/b"), ContextLengthError("prompt", "9 tokens", "x" * 5000)):
+        made = of_exception(error, 1)
+        assert len(made.detail.encode()) <= 1024
+        assert "/a/b" not in made.detail
+    marker = "purple-elephant"
+    bodies = [texts(stop=[marker] * 9), texts(model=marker), texts(spec={"drafter": marker}), texts(n=marker)]
+    bodies += [texts(service_tier=marker), texts(logit_bias={marker: 1}), texts(metadata={"slice": marker * 9})]
+    bodies += [texts(spec={marker: 1}), texts(response_format={"type": marker}), texts(spec={"rule": marker})]
+    for status, answer in trial.post(TEXT, *bodies):
+        assert status in (400, 404)
+        assert marker not in answer["error"]["message"]
+        assert "Traceback" not in answer["error"]["message"]
+    broken = Trial(service=FakeService())
+    broken.service.refusal = RuntimeError(f"secret {SECRETS[0]}")
+    ((status, answer),) = broken.post(TEXT, texts())
+    assert (status, answer["error"]["code"]) == (500, "internal_error")
+    assert "secret" not in msgspec.json.encode(answer).decode()
+
+
+def test_strict_reader_takes_what_json_allows() -> None:
+    assert read_json(b' {"a": [1, 2.5, null, true, "\\ud83d\\ude00", "x"], "b": {}} ') == {
+        "a": [1, 2.5, None, True, "😀", "x"],
+        "b": {},
+    }
+    with pytest.raises(ApiError, match="surrogate"):
+        read_json(b'{"\\ud83d": 1}')
