@@ -26,7 +26,7 @@ from foretoken.server.listening import listening_socket, url_of
 _log = logging.getLogger("foretoken.server")
 
 INTERRUPTED = 130
-_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGHUP: 129}  # after a drain; SIGTERM is an orderly end
+_CODES: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGHUP: 129}  # after a drain; SIGTERM is an orderly end
 _LAST_BYTES_S = 5  # for responses that have ended to reach their clients, after the drain
 
 

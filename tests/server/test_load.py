@@ -122,7 +122,7 @@ def mixed_bodies(spec: dict[str, Any]) -> list[dict[str, Any]]:
         {"temperature": 1, "stop": ["self", "\n\n"]},
     ]
     return [
-        {"prompt": prompt, "seed": 7 * number, "max_tokens": 8, "spec": {**spec, **coupled(spec)}, **option}
+        {"prompt": prompt, "seed": 7 * number, "max_tokens": 6, "spec": {**spec, **coupled(spec)}, **option}
         for number, (prompt, option) in enumerate((prompt, option) for prompt in prompts for option in options)
     ]
 
@@ -138,11 +138,11 @@ def test_mixed_sampling_batch(service: LocalService, drafter: str) -> None:
     app = create_app(service, config_for(drafter))
     bodies = mixed_bodies(DRAFTERS[drafter])
     together = texts_of(run(post_all(app, bodies)))
-    for number in range(0, 32, 5):
+    for number in range(0, 32, 11):
         assert texts_of(run(post_all(app, [bodies[number]]))) == [together[number]]
     if drafter != "off":
-        plain = [{**body, "spec": {"drafter": None}} for body in bodies[1::6]]
-        expected = [{**body, "spec": {"drafter": "ngram", "num_draft": 0}} for body in bodies[1::6]]
+        plain = [{**body, "spec": {"drafter": None}} for body in bodies[1::12]]
+        expected = [{**body, "spec": {"drafter": "ngram", "num_draft": 0}} for body in bodies[1::12]]
         assert texts_of(run(post_all(app, plain))) == texts_of(run(post_all(app, expected)))
 
 
@@ -184,7 +184,7 @@ def test_kv_exhaustion_preempt(service: LocalService, small_engine: AsyncEngine,
     config = config_for(drafter)
     bodies = [
         {"prompt": f"def read_{number}(self):\n", "temperature": 0, "max_tokens": 32, "ignore_eos": True}
-        for number in range(9)
+        for number in range(7)
     ]
     for body in bodies:
         body["spec"] = DRAFTERS[drafter]
