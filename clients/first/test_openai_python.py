@@ -85,14 +85,8 @@ def test_a_stream_is_the_answer_and_ends_with_its_usage(client: openai.OpenAI) -
 
 
 def test_completions_validate_strictly(client: openai.OpenAI) -> None:
-    common: Any = {
-        "model": MODEL,
-        "prompt": ["def add(", "class "],
-        "max_tokens": 6,
-        "n": 2,
-        "logprobs": 2,
-        "temperature": 0,
-    }
+    prompts = ["def add(", "class "]
+    common: Any = {"model": MODEL, "prompt": prompts, "max_tokens": 6, "n": 2, "logprobs": 2, "temperature": 0}
     raw = client.completions.with_raw_response.create(**common)
     found = Completion.model_validate_json(raw.text, strict=True)
     assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
