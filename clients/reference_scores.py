@@ -19,6 +19,9 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = []
     for context, continuation in json.load(sys.stdin):
+        # As the harness does: white space at the end of a context counts as the continuation's.
+        stripped = context.rstrip()
+        context, continuation = stripped, context[len(stripped) :] + continuation
         whole = tokenizer.encode(context + continuation, add_special_tokens=False).ids
         start = len(tokenizer.encode(context, add_special_tokens=False).ids)
         with torch.no_grad():

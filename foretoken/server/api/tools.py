@@ -14,6 +14,8 @@ from foretoken.server.api.forms import check_size, json_rule, lark_text
 from foretoken.server.api.tool_reader import CLOSE_TAG, OPEN_TAG, ToolStyle
 
 MAX_TOOLS = 128  # OpenAI's
+# Words of a schema beside which "no further properties" would say something else.
+_OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
 _Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
@@ -183,10 +185,16 @@ def _call_rule(function: FunctionTool, style: ToolStyle) -> str:
     begin, end = f'{{"name": "{function.name}", "{key}": ', "}"
     if style == "tags":
         begin, end = f"\n{begin}", f"{end}\n{CLOSE_TAG}"
-    schema = {"type": "object", "properties": {}, "additionalProperties": False}
-    given = function.parameters or schema
-    rule = json_rule("tools.function.parameters", given if "type" in given else {"type": "object", **given})
+    rule = json_rule("tools.function.parameters", _arguments_schema(function.parameters or {"properties": {}}))
     return f"{lark_text(begin)} {rule} {lark_text(end)}"
+
+
+def _arguments_schema(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments: an object, and without arguments that it does not name unless it says so."""
+    schema = parameters if "type" in parameters or "$ref" in parameters else {"type": "object", **parameters}
+    if "properties" in schema and not _OPEN.intersection(schema):
+        return {**schema, "additionalProperties": False}
+    return schema
 
 
 def _texts_between_calls(is_parallel: bool) -> list[str]:
