@@ -71,12 +71,11 @@ class Observed:
 async def observe(app: Any, prompt: int, body: dict[str, Any]) -> Observed:  # noqa: ANN401 - an ASGI application
     """Stream one answer, and note its writes."""
     sizes, times, waiting = list[int](), list[float](), [json.dumps(body).encode()]
-    never = asyncio.get_running_loop().create_future()
 
     async def receive() -> dict[str, Any]:
         if waiting:
             return {"type": "http.request", "body": waiting.pop(), "more_body": False}
-        return dict(await never)
+        return dict(await asyncio.get_running_loop().create_future())  # it never leaves
 
     async def send(message: dict[str, Any]) -> None:
         if message.get("body"):

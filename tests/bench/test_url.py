@@ -47,7 +47,7 @@ def test_every_request_is_sent_and_counted(fake: Fake, prompts: Path, monkeypatc
     assert len(fake.asked) == 8  # two of them the warm-up
     path, headers, body = fake.asked[2]
     assert (path, headers["authorization"]) == ("/v1/completions", "Bearer secret-key")
-    assert (body["model"], body["prompt"], body["max_tokens"], body["seed"]) == ("fake", "one", 9, 5)
+    assert (body["model"], body["prompt"], body["max_tokens"], body["seed"]) == ("fake", "one", 9, 7)
     assert body["ignore_eos"] is True
     assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     assert {asked[2]["prompt"] for asked in fake.asked} == {"one", "two"}
@@ -159,6 +159,9 @@ def test_an_interrupt_keeps_what_was_measured(fake: Fake, prompts: Path, tmp_pat
 def test_a_row_for_every_rate(fake: Fake, prompts: Path) -> None:
     report = run_url(options_of(fake, prompts, rates=(500.0, 1000.0), requests=3))
     assert [(row.setting, row.num_ok) for row in report.rows] == [("500/s", 3), ("1000/s", 3)]
+    assert sorted(body["seed"] for _, _, body in fake.asked) == list(range(6))
+    assert "6 requests, warm-up included, share 2 prompts" in " ".join(report.caveats)
+    assert "prompts" not in " ".join(run_url(options_of(fake, prompts, requests=2)).caveats)
 
 
 # ---- arrivals

@@ -43,6 +43,7 @@ def test_figures_survive_a_restart_and_hold_no_text(tmp_path: Path) -> None:
         rows = connection.execute("SELECT * FROM requests").fetchall()
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert len(rows) == 4
+    assert path.stat().st_mode & 0o777 == 0o600
     assert "secret" not in repr(rows)
     assert "text of the user" not in repr(rows)
     assert "req-1" in repr(rows)

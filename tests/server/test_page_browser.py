@@ -169,7 +169,7 @@ def test_a_model_with_a_template_has_conversations(context: Any, url: str) -> No
     first = [{"role": "user", "content": "question 1"}]
     assert sent[0] == first
     assert sent[1] == [*first, {"role": "assistant", "content": "reply 1"}, {"role": "user", "content": "question 2"}]
-    assert page.locator(".tok.lookup").count() == 2
+    assert page.locator(".answer .tok.lookup").count() == 2
 
 
 def test_a_character_of_several_tokens_belongs_to_the_first(page: Any) -> None:
