@@ -98,6 +98,8 @@ class LibraryProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(60)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
     def _read(self) -> str:
         assert self._process.stdout is not None

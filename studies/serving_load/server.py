@@ -94,6 +94,9 @@ def loaded_server(options: Sequence[str]) -> Iterator[LoadedServer]:
             process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def kept(invariants: dict[str, Any]) -> list[str]:
