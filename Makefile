@@ -32,7 +32,7 @@ coverage: $(VENV)/.ready
 
 # Long proofs, minutes each: -vv names the one that runs.
 proof: $(VENV)/.ready
-	$(BIN)/pytest proof -vv
+	$(BIN)/pytest proof -vv -n 2 --dist worksteal
 
 # Real clients, unmodified, against a running server; they have environments of their own, Node its folder.
 clients: $(VENV)/.ready $(CLIENTS)/.ready $(CLIENTS2)/.ready clients/node_modules/.ready

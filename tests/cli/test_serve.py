@@ -46,7 +46,7 @@ def test_with_nothing_named_it_serves_the_reference_family(foretoken: Run, serve
     assert config.engine.spec == SpecConfig("auto", draft="reference:draft")
     assert (config.guard.host, config.port, config.model_name) == ("127.0.0.1", 8000, "reference:target")
     assert not config.api.obfuscation
-    assert [spec.drafter for spec in config.api.specs] == ["ngram", "suffix", "draft_model"]
+    assert [spec.drafter for spec in config.api.specs] == ["suffix", "draft_model"]
     for text in ("http://127.0.0.1:8000/v1", "m (reference:target)", "ngram", "none: every program", "ready after 1.2"):
         assert text in done.out
     assert done.err == "loading reference:target\n"

@@ -159,7 +159,7 @@ def test_ready(server: Server) -> None:
     """What is printed once the model is loaded; the front has no torch, and no key is shown."""
     facts = server.facts
     assert facts["target"] == "reference:target"
-    assert {"draft_model", "ngram", "suffix"} <= set(facts["drafters"])
+    assert {"draft_model", "suffix"} <= set(facts["drafters"])
     assert facts["key"] is True
     assert server.get("/ready").status_code == 200
     assert "users-key" not in server.err

@@ -190,7 +190,7 @@ def _call_rule(function: FunctionTool, style: ToolStyle) -> str:
 
 
 def _arguments_schema(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments: an object, and without arguments that it does not name unless it says so."""
+    """The schema of a function's arguments: an object, without arguments that it does not name unless it says so."""
     schema = parameters if "type" in parameters or "$ref" in parameters else {"type": "object", **parameters}
     if "properties" in schema and not _OPEN.intersection(schema):
         return {**schema, "additionalProperties": False}
