@@ -36,8 +36,8 @@ proof: $(VENV)/.ready
 
 # Real clients, unmodified, against a running server; they have environments of their own, Node its folder.
 clients: $(VENV)/.ready $(CLIENTS)/.ready $(CLIENTS2)/.ready clients/node_modules/.ready
-	FORETOKEN_PYTHON=$(BIN)/python $(CLIENTS)/bin/pytest -c clients/pytest.ini clients/first
-	FORETOKEN_PYTHON=$(BIN)/python $(CLIENTS2)/bin/pytest -c clients/pytest.ini clients/second
+	SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/pytest -c clients/pytest.ini clients/first
+	SERVER_PYTHON=$(BIN)/python $(CLIENTS2)/bin/pytest -c clients/pytest.ini clients/second
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

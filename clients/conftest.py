@@ -14,7 +14,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-PYTHON = os.environ.get("FORETOKEN_PYTHON", str(ROOT / ".venv/bin/python"))
+PYTHON = os.environ.get("SERVER_PYTHON", str(ROOT / ".venv/bin/python"))
 MODEL = "reference"
 
 # Clients that look for updates or send statistics would wait for a network that a test must not need.

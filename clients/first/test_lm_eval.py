@@ -12,14 +12,25 @@ import pytest
 from conftest import HERE, MODEL, PYTHON, ROOT
 from lm_eval.tasks import TaskManager
 
+TASK: dict[str, Any] = {
+    "task": "foretoken_builtins",
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": str(HERE / "tasks/builtins.jsonl")}},
+    "output_type": "multiple_choice",
+    "test_split": "test",
+    "doc_to_text": "{{context}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "{{answer}}",
+    "target_delimiter": "",
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+}
+
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_loglikelihoods_are_those_of_transformers(
     base_url: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    data = {"data_files": {"test": str(HERE / "tasks/builtins.jsonl")}}
-    task: Any = {"task": "foretoken_builtins", "dataset_kwargs": data}
     results: Any = lm_eval.simple_evaluate(
         model="local-completions",
         model_args={
@@ -28,8 +39,8 @@ def test_loglikelihoods_are_those_of_transformers(
             "tokenizer_backend": "remote",
             "max_retries": 1,
         },
-        tasks=[task],
-        task_manager=TaskManager(include_path=str(HERE / "tasks")),
+        tasks=[TASK],
+        task_manager=TaskManager(include_defaults=False),
         batch_size=batch_size,
         bootstrap_iters=0,
     )

@@ -7,14 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from conftest import MODEL
 
-def test_guidellm_benchmark(server: str, folder: Path, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions"])
+def test_guidellm_run(server: str, folder: Path, tmp_path: Path, route: str) -> None:
     output = tmp_path / "benchmarks.json"
-    command = [str(Path(sys.executable).with_name("guidellm")), "benchmark", "run", "--target", server]
-    command += ["--processor", str(folder), "--profile", "synchronous", "--max-requests", "4"]
-    command += ["--data", "prompt_tokens=32,output_tokens=8", "--output-path", str(output), "--disable-console"]
+    command = [str(Path(sys.executable).with_name("guidellm")), "run", "--disable-console"]
+    command += ["--backend", f"kind=openai_http,target={server},model={MODEL},request_format={route}"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={folder}", "--profile", "kind=synchronous"]
+    command += ["--constraint", "kind=max_requests,count=4"]
+    command += ["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"]
+    command += ["--output", f"kind=json,path={output}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (benchmark,) = json.loads(output.read_text())["benchmarks"]
     requests = benchmark["requests"]
     assert len(requests["successful"]) == 4

@@ -220,6 +220,19 @@ def test_disconnect_nonstream(service: LocalService, serving: Serving, drafter: 
     assert (records.all[0].status, records.all[0].reason) == (499, "client")
 
 
+def test_disconnect_between_two_intervals(service: LocalService, serving: Serving) -> None:
+    """Case 24: also while events are gathered, and traced."""
+    records = Records()
+    address = serving(create_app(service, ApiConfig(granularity="interval:30"), [records]))
+    client = RawClient(address, {**LONG, "stream": True, "n": 2, "foretoken": {"trace": True}})
+    client.read_until(b"data: ")
+    client.close()
+    wait_until(lambda: bool(records.all), "no record")
+    assert records.all[0].reason == "client"
+    assert not service._rounds._tickets
+    assert service._rounds not in service.engine.llm.engine.watchers
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_disconnect_in_queue(service: LocalService, serving: Serving, is_stream: bool) -> None:
     """Case 26: while eight others fill the batch."""

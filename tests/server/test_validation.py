@@ -331,6 +331,19 @@ def test_special_tokens_as_text(service: LocalService) -> None:
     assert run(ask()) == len(ids)
 
 
+def test_template_options_reach_the_template(service: LocalService) -> None:
+    app = create_app(service)
+
+    async def ask(**fields: Any) -> int:
+        async with client_of(app) as client:
+            response = await client.post(CHAT, json={"messages": HELLO, "max_tokens": 1, **fields})
+            return int(response.json()["usage"]["prompt_tokens"])
+
+    plain = run(ask())
+    assert run(ask(chat_template_kwargs={"enable_thinking": True})) > plain
+    assert run(ask(chat_template_kwargs={"enable_thinking": False})) == plain
+
+
 SECRETS = (
     "/home/user/models/target/config.json",
     "C:\\Users\\me\\model.gguf",
