@@ -125,6 +125,18 @@ def test_refused_requests_count_with_their_codes() -> None:
     assert counted == {("other", "GET", "401"): 1, ("/v1/models", "GET", "200"): 2}
 
 
+def test_a_body_that_is_refused_half_way_is_no_client_that_left() -> None:
+    service = StatsService()
+    observation = Observation(service, ObserveConfig(request_log="none"))
+    app = create_app(service, observers=observation.observers)
+    headers = [HOST, (b"content-type", b"application/json"), (b"transfer-encoding", b"chunked")]
+    small = observation.around(guarded(app, GuardConfig(max_body_bytes=100)))
+    reply = asyncio.run(ask(small, scope_of("POST", "/v1/completions", headers), *[b"x" * 60] * 3))
+    assert reply.status == 413
+    assert [s.labels["code"] for s in _samples(observation, "foretoken_http_requests_total")] == ["413"]
+    assert _samples(observation, "foretoken_requests_aborted_total") == []
+
+
 def _samples(observation: Observation, name: str) -> list[Any]:
     families = observation.metrics._registry.collect()
     return [sample for family in families for sample in family.samples if sample.name == name]

@@ -12,7 +12,6 @@ from typing import Any
 
 from foretoken.server.api.caller import SCOPE_KEY
 from foretoken.server.api.errors import ApiError
-from foretoken.server.api.request_id import request_id_of
 from foretoken.server.guard.access import METRICS_PATHS, PUBLIC_PATHS, identify, need_of
 from foretoken.server.guard.body import GuardedRequest, Receive, Send
 from foretoken.server.guard.config import GuardConfig
@@ -60,7 +59,7 @@ class _Guard:
             return
         headers: Headers = scope["headers"]
         added = [*_SAFE_HEADERS, *self._origins.response_headers(headers)]
-        request = GuardedRequest(headers, receive, send, self._config, added, request_id_of(scope))
+        request = GuardedRequest(scope, receive, send, self._config, added)
         refusal = self._of_headers(scope)
         if refusal is None and self._origins.is_preflight(scope["method"], headers):
             await self._answer_preflight(request, headers)

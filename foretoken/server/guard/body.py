@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from foretoken.server.api.errors import ApiError
+from foretoken.server.api.exchange import RECORDED_KEY
+from foretoken.server.api.request_id import request_id_of
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.guard.origins import Headers, values_of
 from foretoken.server.guard.refusal import body_too_large, body_too_slow, raw
@@ -26,16 +28,11 @@ class GuardedRequest:
     """
 
     def __init__(
-        self,
-        headers: Headers,
-        receive: Receive,
-        send: Send,
-        config: GuardConfig,
-        added_headers: Headers,
-        request_id: str,
+        self, scope: Message, receive: Receive, send: Send, config: GuardConfig, added_headers: Headers
     ) -> None:
-        self._headers, self._receive, self._send, self._config = headers, receive, send, config
-        self._added_headers, self._request_id = list(added_headers), request_id
+        self._scope, self._receive, self._send, self._config = scope, receive, send, config
+        self._headers: Headers = scope["headers"]
+        self._added_headers = list(added_headers)
         self._num_bytes = 0
         self._began_s = asyncio.get_running_loop().time()
         self._is_complete = False  # the whole body was read
@@ -74,10 +71,11 @@ class GuardedRequest:
     async def refuse(self, error: ApiError) -> None:
         """Answer in place of the application, if it has not begun to, and close the connection where a body is left."""
         self.is_refused = True
+        self._scope[RECORDED_KEY] = True  # for the application it would be a client that left
         if self._has_started:
             return
         has_body = self._announces_body() and not self._is_complete
-        headers, body = raw(error, self._request_id)
+        headers, body = raw(error, request_id_of(self._scope))
         headers += [*self._added_headers, *([(b"connection", b"close")] if has_body else [])]
         await self._send({"type": "http.response.start", "status": error.status_code, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
