@@ -185,12 +185,13 @@ def _call_rule(function: FunctionTool, style: ToolStyle) -> str:
     begin, end = f'{{"name": "{function.name}", "{key}": ', "}"
     if style == "tags":
         begin, end = f"\n{begin}", f"{end}\n{CLOSE_TAG}"
-    rule = json_rule("tools.function.parameters", _arguments_schema(function.parameters or {"properties": {}}))
+    parameters = _arguments_schema(function.parameters or {"properties": {}})
+    rule = json_rule("tools.function.parameters", parameters, whitespace=" ")  # as templates write them, in one line
     return f"{lark_text(begin)} {rule} {lark_text(end)}"
 
 
 def _arguments_schema(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments: an object, and without arguments that it does not name unless it says so."""
+    """The schema of a function's arguments: an object, without arguments that it does not name unless it says so."""
     schema = parameters if "type" in parameters or "$ref" in parameters else {"type": "object", **parameters}
     if "properties" in schema and not _OPEN.intersection(schema):
         return {**schema, "additionalProperties": False}
