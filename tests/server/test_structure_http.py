@@ -132,10 +132,21 @@ def test_schema_bombs(server: Server) -> None:
 
 
 def test_a_bomb_is_refused_by_its_field(server: Server) -> None:
-    for name in ("deep", "many values", "pattern in a tool", "no grammar"):
+    for name, param in (
+        ("deep", None),
+        ("many values", "response_format.json_schema"),
+        ("recursive", "response_format"),
+        ("pattern in a tool", "tools"),
+        ("no grammar", "structured_outputs"),
+    ):
         reply = server.post("/v1/chat/completions", BOMBS[name])
         assert reply.status_code == 400, name
         assert reply.json()["error"]["type"] == "invalid_request_error"
+        assert reply.json()["error"]["param"] == param
+    body = {"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": {"$ref": "#"}}}}
+    assert server.post("/v1/responses", body).json()["error"]["param"] == "text.format"
+    reply = server.post("/v1/completions", {"prompt": "x", "structured_outputs": {"grammar": "start: (("}})
+    assert reply.json()["error"]["param"] == "structured_outputs"
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram", "suffix"])

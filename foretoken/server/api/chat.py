@@ -10,12 +10,13 @@ from fastapi import APIRouter, Request, Response
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import Terms, chat_call, check_model
 from foretoken.server.api.caller import caller_of
+from foretoken.server.api.errors import ApiError
 from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.generating import answer, name_of, notice_unknown
 from foretoken.server.api.logprobs import chat_logprobs
 from foretoken.server.api.pacing import PieceGroup
 from foretoken.server.api.schemas import ChatRequest
-from foretoken.server.api.structure import shaper_of
+from foretoken.server.api.structure import shaper_of, source_of
 from foretoken.server.api.writer import ResponseWriter
 from foretoken.server.events import AnswerEnded
 
@@ -36,7 +37,11 @@ def chat_router(api: Api) -> APIRouter:
         exchange = Exchange(api, request.scope, call, info, bool(body.stream))
         frame = ResponseWriter(exchange, body, "chatcmpl", "chat.completion", "chat.completion.chunk")
         choices = ChatChoices(frame, body)
-        return await answer(exchange, request, lambda: frame.stream(choices), lambda: frame.whole(choices.whole()))
+        try:
+            return await answer(exchange, request, lambda: frame.stream(choices), lambda: frame.whole(choices.whole()))
+        except ApiError as error:
+            error.param = source_of(body, error.param)
+            raise
 
     return router
 

@@ -10,13 +10,14 @@ from fastapi import APIRouter, Request, Response
 from foretoken.server.api.body import JsonRoute
 from foretoken.server.api.call import Terms, check_model, completion_call
 from foretoken.server.api.caller import caller_of
-from foretoken.server.api.errors import unsupported
+from foretoken.server.api.errors import ApiError, unsupported
 from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.generating import answer, name_of, notice_unknown
 from foretoken.server.api.logprobs import completion_logprobs
 from foretoken.server.api.middle import with_suffix
 from foretoken.server.api.pacing import PieceGroup
 from foretoken.server.api.schemas import CompletionRequest
+from foretoken.server.api.structure import source_of
 from foretoken.server.api.writer import ResponseWriter
 from foretoken.server.events import AnswerEnded
 
@@ -44,7 +45,11 @@ def completion_router(api: Api) -> APIRouter:
         ]
         frame = ResponseWriter(exchange, body, "cmpl", "text_completion", "text_completion")
         choices = TextChoices(frame, body, echoed)
-        return await answer(exchange, request, lambda: frame.stream(choices), lambda: frame.whole(choices.whole()))
+        try:
+            return await answer(exchange, request, lambda: frame.stream(choices), lambda: frame.whole(choices.whole()))
+        except ApiError as error:
+            error.param = source_of(body, error.param)
+            raise
 
     return router
 

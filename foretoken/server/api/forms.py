@@ -19,7 +19,7 @@ MAX_CHOICES = 1024  # texts of `structured_outputs.choice`; the limit on their b
 
 # Between the parts of JSON text inside a grammar: a space, or a new line and its indentation. The library's default,
 # any white space, lets a model write blank lines until its tokens run out.
-_WHITESPACE = r" |\r?\n[ \t]{0,40}"
+WHITESPACE = r" |\r?\n[ \t]{0,40}"
 
 
 class JsonSchemaFormat(BaseModel):
@@ -108,13 +108,13 @@ def check_size(field: str, value: object) -> None:
             raise invalid(field, f"is longer than {MAX_SCHEMA_CHARS // 1024} kB; make it smaller")
 
 
-def json_rule(field: str, schema: dict[str, Any]) -> str:
-    """A Lark expression for JSON text that fits `schema`.
+def json_rule(field: str, schema: dict[str, Any], whitespace: str = WHITESPACE) -> str:
+    """A Lark expression for JSON text that fits `schema`, with `whitespace` (a regular expression) between its parts.
 
     Raises:
         ApiError: too long, or nested too deeply.
     """
-    spaced = schema if "x-guidance" in schema else {"x-guidance": {"whitespace_pattern": _WHITESPACE}, **schema}
+    spaced = schema if "x-guidance" in schema else {"x-guidance": {"whitespace_pattern": whitespace}, **schema}
     return f"%json {json_text(field, spaced)}"
 
 

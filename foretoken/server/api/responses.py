@@ -20,7 +20,7 @@ from foretoken.server.api.pacing import PieceGroup, paced
 from foretoken.server.api.response_items import ResponseItems
 from foretoken.server.api.responses_request import ResponsesRequest, as_chat, wants_logprobs
 from foretoken.server.api.schemas import ChatRequest
-from foretoken.server.api.structure import shaper_of
+from foretoken.server.api.structure import shaper_of, source_of
 from foretoken.server.api.usage import usage
 from foretoken.server.api.writer import ResponseWriter
 from foretoken.server.events import AnswerEnded, TokenEvent
@@ -46,6 +46,7 @@ def responses_router(api: Api) -> APIRouter:
         notice_unknown(body, api.config)
         check_model(body.model, info)
         name_of(body, request)
+        chat: ChatRequest | None = None
         try:
             chat = as_chat(body)
             call = chat_call(chat, Terms(info, api.config, caller_of(request.scope)))
@@ -53,7 +54,8 @@ def responses_router(api: Api) -> APIRouter:
             writer = ResponsesWriter(exchange, body, chat)
             return await answer(exchange, request, writer.stream, writer.whole)
         except ApiError as error:
-            error.param = _PARAMS.get(error.param or "", error.param)
+            param = error.param if chat is None else source_of(chat, error.param)
+            error.param = _PARAMS.get(param or "", param)
             raise
 
     return router

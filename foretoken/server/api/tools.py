@@ -185,7 +185,8 @@ def _call_rule(function: FunctionTool, style: ToolStyle) -> str:
     begin, end = f'{{"name": "{function.name}", "{key}": ', "}"
     if style == "tags":
         begin, end = f"\n{begin}", f"{end}\n{CLOSE_TAG}"
-    rule = json_rule("tools.function.parameters", _arguments_schema(function.parameters or {"properties": {}}))
+    parameters = _arguments_schema(function.parameters or {"properties": {}})
+    rule = json_rule("tools.function.parameters", parameters, whitespace=" ")  # as templates write them, in one line
     return f"{lark_text(begin)} {rule} {lark_text(end)}"
 
 
