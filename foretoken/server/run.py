@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,11 +52,11 @@ def run_server(config: ServerConfig, on_ready: Callable[[Readiness], None]) -> i
         ForetokenError: no worker could be started.
     """
     config.check_start()
-    if is_test_build():
-        print(f"TEST BUILD ({TEST_VARIABLE}=1): faults can be injected, do not serve users with it", file=sys.stderr)
     listener = listening_socket(config.guard.host, config.port)
     try:
         with _logging_to_stderr():
+            if is_test_build():
+                _log.warning("TEST BUILD (%s=1): faults can be injected, do not serve users with it", TEST_VARIABLE)
             return asyncio.run(_Front(config, listener, on_ready).run())
     finally:
         listener.close()

@@ -44,7 +44,7 @@ A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with refe
         (("--drafter", "auto", "--parts", "ngram,foo"), "drafter='foo': choose one of"),
         (
             ("--drafter", "auto", "--exit-layer", "2"),
-            "(parts: ngram, suffix): name early_exit among the parts, or leave it out",
+            "(parts: suffix): name early_exit among the parts, or leave it out",
         ),
         (
             ("--drafter", "auto", "--min-confidence", "0.5"),

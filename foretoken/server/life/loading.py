@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 import warnings
 from dataclasses import replace
 
@@ -10,6 +10,8 @@ from foretoken.engine.async_engine import AsyncEngine
 from foretoken.engine.llm import LLM
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import CheckpointError, SpeculationWarning, StorageError, UnsupportedModelError
+
+_log = logging.getLogger("foretoken.worker")
 
 # Faults of a draft that is missing or broken. One that does not fit its target (MismatchError) always ends the start.
 _BROKEN_DRAFT = (CheckpointError, StorageError, UnsupportedModelError)
@@ -34,4 +36,4 @@ def build_engine(config: EngineConfig, max_waiting: int, draft_required: bool) -
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    _log.info("%s", text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import logging
 import os
 import signal
 import socket
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from foretoken.engine.async_engine import AsyncEngine
     from foretoken.server.life.fault_hooks import FaultHook
     from foretoken.server.local import LocalService
+
+_log = logging.getLogger("foretoken.worker")
 
 READ_BYTES = 4 << 20  # read ahead of the decoder; long prompts come in few pieces
 _CLOSING_S = 5.0  # for the running step to end; then the process ends without it
@@ -131,7 +134,7 @@ class Worker:
             step_s = None if began_s is None else time.perf_counter() - began_s
             self._channel.send(Beat(step_s, llm.engine.stats.num_steps))
             await asyncio.sleep(self._load.beat_s)
-        print("the engine's thread has broken down: the worker ends", file=sys.stderr, flush=True)
+        _log.critical("the engine's thread has broken down: the worker ends")
         self._end(1)
 
     def _build(self) -> tuple[AsyncEngine, LocalService]:
@@ -174,8 +177,8 @@ class Worker:
                 self._channel.send(Returned(call, await self._value(command, self._service)))
         except Exception as error:  # noqa: BLE001 - the error of this call; the others go on
             if not isinstance(error, ForetokenError):  # without its message, which may hold a user's text
-                print(f"{type(error).__name__} in a call:", file=sys.stderr)
-                traceback.print_tb(error.__traceback__)
+                where = "".join(traceback.format_tb(error.__traceback__))
+                _log.warning("%s in a call:\n%s", type(error).__name__, where)
             self._channel.send(Refused(call, to_wire(error)))
 
     def _ended(self, call: int, task: asyncio.Task[None]) -> None:
@@ -229,7 +232,7 @@ class Worker:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    _log.warning("%s", message)
 
 
 async def _serve(descriptor: int) -> None:
@@ -248,6 +251,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     warnings.showwarning = _show_warning
     asyncio.run(_serve(int(sys.argv[1])))
 
