@@ -51,7 +51,7 @@ format: $(VENV)/.ready
 
 # A headless Chromium for the tests of the server's page, which are skipped without one. Needs node and npm.
 browser: $(VENV)/.ready
-	$(BIN)/python -m pip install -q playwright
+	$(BIN)/python -m pip install -q playwright==1.65.2
 	scripts/get_browser.sh
 
 # torch goes first and pinned: left to a range, pip would take the newest build with its CUDA libraries.

@@ -46,18 +46,21 @@ def chosen_prompts(options: UrlOptions) -> tuple[Prompt, ...]:
     return found
 
 
-def poisson_requests(options: UrlOptions, prompts: Sequence[Prompt], rate: float) -> list[UrlRequest]:
-    """`options.requests` arrivals, `rate` a second on average; the same seed gives the same, scaled in time."""
+def poisson_requests(options: UrlOptions, prompts: Sequence[Prompt], rate: float, first: int = 0) -> list[UrlRequest]:
+    """`options.requests` arrivals, `rate` a second on average; the same seed gives the same, scaled in time.
+
+    `first` is the number of the first request, which decides its prompt and its seed.
+    """
     rng, now, found = random.Random(f"arrivals {options.seed}"), 0.0, []
-    for index in range(options.requests):
+    for index in range(first, first + options.requests):
         now += rng.expovariate(1.0) / rate
         found.append(_request(options, prompts[index % len(prompts)], index, now, options.max_tokens))
     return found
 
 
-def trace_requests(options: UrlOptions, prompts: Sequence[Prompt], path: Path) -> list[UrlRequest]:
+def trace_requests(options: UrlOptions, prompts: Sequence[Prompt], path: Path, first: int = 0) -> list[UrlRequest]:
     """The requests of a trace: JSON lines with `arrival_s`, and optionally `prompt`, `max_tokens` and `slice`; without
-    a prompt, the next of `prompts`.
+    a prompt, the next of `prompts`. `first`: see `poisson_requests`.
 
     Raises:
         InputError: names the line and what is wrong with it.
@@ -67,7 +70,7 @@ def trace_requests(options: UrlOptions, prompts: Sequence[Prompt], path: Path) -
     if not 0 < len(lines) <= MOST_REQUESTS:
         raise InputError("trace", str(path), f"must hold 1 to {MOST_REQUESTS} requests, one a line")
     parsed = sorted((_line(path, number, line) for number, line in lines), key=lambda raw: float(raw["arrival_s"]))
-    return [_traced(options, prompts[index % len(prompts)], index, raw) for index, raw in enumerate(parsed)]
+    return [_traced(options, prompts[index % len(prompts)], index, raw) for index, raw in enumerate(parsed, first)]
 
 
 def warmup_requests(options: UrlOptions, prompts: Sequence[Prompt]) -> list[UrlRequest]:

@@ -32,7 +32,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class UrlRow:
-    """One run. `ttft_s`, `itl_s`, `tpot_s` and `e2e_s` map p50, p95 and p99 to figures, over requests that succeeded.
+    """One run. `ttft_s`, `itl_s`, `tpot_s` and `e2e_s` map mean, p50, p95 and p99 to figures, over requests that
+    succeeded.
 
     `lag_s_p99`: how late requests were sent. `errors` counts by code. `goodput_per_s`: requests within all deadlines.
     `num_drafted`, `num_accepted` and `acceptance_rate` (of drafted tokens) are None where the endpoint does not report
@@ -101,7 +102,7 @@ def is_good(sample: UrlSample, options: UrlOptions) -> bool:
 
 
 def percentiles(values: Sequence[Sequence[float]], seed: int) -> dict[str, Estimate]:
-    """p50, p95 and p99 of all values, those of each request in a list of its own; {} without values.
+    """Mean, p50, p95 and p99 of all values, those of each request in a list of its own; {} without values.
 
     Whole requests are drawn again with replacement: the gaps of one answer are not independent.
     """
@@ -111,12 +112,12 @@ def percentiles(values: Sequence[Sequence[float]], seed: int) -> dict[str, Estim
         return {}
     order = np.argsort(flat, kind="stable")
     flat, owners = flat[order], owners[order]
-    names = [f"p{round(100 * share)}" for share in SHARES]
-    points = _quantiles(flat, np.ones(len(flat)))
+    names = ["mean", *(f"p{round(100 * share)}" for share in SHARES)]
+    points = _figures(flat, np.ones(len(flat)))
     if sum(1 for own in values if own) < _LEAST:
         return {name: Estimate(point) for name, point in zip(names, points, strict=True)}
     rng = np.random.default_rng(seed)
-    drawn = np.array([_quantiles(flat, _weights(rng, len(values))[owners]) for _ in range(_NUM_DRAWS)])
+    drawn = np.array([_figures(flat, _weights(rng, len(values))[owners]) for _ in range(_NUM_DRAWS)])
     lows, highs = np.quantile(drawn, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2], axis=0)
     return {
         name: Estimate(point, float(low), float(high))
@@ -141,15 +142,18 @@ def throughput(samples: Sequence[UrlSample], span_s: float, seed: int) -> Estima
 
 
 def _weights(rng: np.random.Generator, count: int) -> _Array:
-    """How often each of `count` requests comes in a draw of as many; never all zero for one with values."""
+    """How often each of `count` requests comes in a draw of as many."""
     return np.bincount(rng.integers(count, size=count), minlength=count).astype(np.float64)
 
 
-def _quantiles(ordered: _Array, weights: _Array) -> list[float]:
-    """The smallest values at or below which at least a share of the weight lies."""
+def _figures(ordered: _Array, weights: _Array) -> list[float]:
+    """The mean, and the smallest values at or below which at least a share of the weight lies."""
     passed = np.cumsum(weights)
+    if passed[-1] == 0:  # a draw of requests without values
+        weights, passed = np.ones(len(ordered)), np.arange(1.0, len(ordered) + 1)
     places = np.searchsorted(passed, [share * passed[-1] for share in SHARES])
-    return [float(ordered[min(place, len(ordered) - 1)]) for place in places]
+    mean = float(ordered @ weights / passed[-1])
+    return [mean, *(float(ordered[min(place, len(ordered) - 1)]) for place in places)]
 
 
 def _drafted(done: Sequence[UrlSample], counters: tuple[int, int] | None) -> tuple[int | None, int | None]:

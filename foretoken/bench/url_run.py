@@ -65,7 +65,7 @@ def run_url(options: UrlOptions, command: str = "foretoken bench --url") -> Repo
         results={"kind": "url", **found, "rows": rows, "requests": _requests(runs), "interrupted": interrupted},
         tables=url_tables(rows, options),
         explained=EXPLAINED,
-        caveats=tuple(_caveats(rows, load, interrupted)),
+        caveats=(*_repeats(options, runs), *_caveats(rows, load, interrupted)),
     )
     return write_report(report, options.out, options.name) if options.out is not None else report
 
@@ -78,8 +78,11 @@ def plan_runs(options: UrlOptions) -> list[UrlRun]:
     """
     prompts = chosen_prompts(options)
     if options.trace is not None:
-        return [UrlRun(f"trace {options.trace.name}", trace_requests(options, prompts, options.trace))]
-    return [UrlRun(f"{rate:g}/s", poisson_requests(options, prompts, rate)) for rate in options.rates]
+        return [UrlRun(f"trace {options.trace.name}", trace_requests(options, prompts, options.trace, options.warmup))]
+    return [
+        UrlRun(f"{rate:g}/s", poisson_requests(options, prompts, rate, options.warmup + place * options.requests))
+        for place, rate in enumerate(options.rates)
+    ]
 
 
 async def _measure(options: UrlOptions, runs: Sequence[UrlRun], found: dict[str, str]) -> None:
@@ -128,15 +131,28 @@ async def _drive(endpoint: Endpoint, run: UrlRun, tell: Tell) -> None:
 
 def _between(run: UrlRun) -> tuple[int, int] | None:
     """Drafted and accepted tokens by the endpoint's counters, from before the run to after it."""
-    if len(run.counters) != 2 or run.counters[0] is None or run.counters[1] is None:
+    known = [counters for counters in run.counters if counters is not None]
+    if len(known) != 2:  # the endpoint has none, or the run was interrupted
         return None
-    before, after = run.counters
+    before, after = known
     return round(after["drafted"] - before["drafted"]), round(after["accepted"] - before["accepted"])
 
 
 def _requests(runs: Sequence[UrlRun]) -> list[dict[str, Any]]:
     """Every request with its times, so that other figures can be computed later; no texts."""
     return [{"setting": run.setting, **asdict(sample)} for run in runs for sample in run.samples]
+
+
+def _repeats(options: UrlOptions, runs: Sequence[UrlRun]) -> list[str]:
+    """A note where prompts come more than once."""
+    texts = [request.text for run in runs for request in run.requests]
+    num_sent, num_texts = len(texts) + options.warmup, len(set(texts))
+    if num_sent <= num_texts:
+        return []
+    return [
+        f"{num_sent} requests, warm-up included, share {num_texts} prompts: a server that caches prefixes or drafts "
+        "from earlier answers is faster on repeats. Give more prompts for figures without them."
+    ]
 
 
 def _caveats(rows: Sequence[UrlRow], load: float, interrupted: bool) -> list[str]:

@@ -14,6 +14,7 @@ EXPLAINED = (
     "the end. In brackets: 95 % bootstrap intervals over requests, for tokens/s over equal parts of the run."
 )
 _TIMES = ("ttft_s", "itl_s", "tpot_s", "e2e_s")
+_COLUMNS = ("mean", "p50", "p95", "p99")
 
 
 def url_tables(rows: Sequence[UrlRow], options: UrlOptions) -> tuple[Table, ...]:
@@ -43,11 +44,11 @@ def _latency(rows: Sequence[UrlRow]) -> Table:
     lines = tuple(
         (row.setting, name.removesuffix("_s"), *_cells(getattr(row, name))) for row in rows for name in _TIMES
     )
-    return Table("Latency, ms", ("load", "time", "p50", "p95", "p99"), lines, justify="llr")
+    return Table("Latency, ms", ("load", "time", *_COLUMNS), lines, justify="llr")
 
 
 def _cells(found: Mapping[str, Estimate]) -> tuple[str, ...]:
-    return tuple(_told(found[name], 1000.0, 1) if name in found else "" for name in ("p50", "p95", "p99"))
+    return tuple(_told(found[name], 1000.0, 1) if name in found else "" for name in _COLUMNS)
 
 
 def _told(figure: Estimate, scale: float, digits: int) -> str:

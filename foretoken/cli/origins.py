@@ -56,9 +56,7 @@ def default_map(root: TyperGroup) -> dict[str, Any]:
         StorageError: the file is not readable TOML.
     """
     found: dict[str, Any] = {}
-    if not _read_file() and not _variables():
-        return found  # without looking at every option of every verb, which imports them all
-    for verb, name, value, source in resolved(root):
+    for verb, name, value, source in resolved(root, _mentioned(root)):
         if source != "default":
             place = found
             for part in _command_path(root, verb):
@@ -90,9 +88,10 @@ def check_environment(root: TyperGroup) -> None:
     Raises:
         ConfigError: names the variable and the nearest known one.
     """
+    for variable in _OTHER_VARIABLES & os.environ.keys():
+        check_text(variable, os.environ[variable])
     known = _OTHER_VARIABLES
-    if _variables():
-        known |= {_variable(verb, name) for verb, name, *_ in _options(root)}
+    known |= {_variable(verb, name) for verb, name, *_ in _options(root, only=_mentioned(root))}
     for variable, value in os.environ.items():
         if variable.startswith(_PREFIX) and variable not in known:
             near = difflib.get_close_matches(variable, known, n=1)
@@ -101,13 +100,22 @@ def check_environment(root: TyperGroup) -> None:
                 value,
                 f"no setting of this name; did you mean {near[0]}?" if near else "no setting of this name; unset it",
             )
-        if variable in _OTHER_VARIABLES:
-            check_text(variable, value)
 
 
 def _variables() -> list[str]:
     """The variables that settings may read."""
     return [name for name in os.environ if name.startswith(_PREFIX) and name not in _OTHER_VARIABLES]
+
+
+def _mentioned(root: TyperGroup) -> frozenset[str] | None:
+    """The verbs of which the environment or the file sets something: the others need not be imported. None, which is
+    all of them, where a variable is of no verb: one of them may be meant.
+    """
+    names = {name.upper(): name for name in root.commands}
+    named = {variable.removeprefix(_PREFIX).partition("__")[0] for variable in _variables()}
+    if not named <= names.keys():
+        return None
+    return frozenset(names[name] for name in named) | (frozenset(_read_file()) & frozenset(root.commands))
 
 
 @dataclass(frozen=True)
@@ -123,11 +131,11 @@ class _Kind:
         return f"a list, each {_WORDS[self.item]}" if self.is_list else _WORDS[self.item]
 
 
-def resolved(root: TyperGroup) -> Iterator[tuple[str, str, Any, str]]:
-    """(verb, setting, value, origin) of every option."""
+def resolved(root: TyperGroup, only: frozenset[str] | None = None) -> Iterator[tuple[str, str, Any, str]]:
+    """(verb, setting, value, origin) of every option of every verb, or of those in `only`."""
     file = _read_file()
     _check_table(file, root, "")
-    for verb, name, option, kind in _options(root):
+    for verb, name, option, kind in _options(root, only=only):
         place: Any = file
         for part in verb.split():
             place = place.get(part, {})
@@ -189,9 +197,14 @@ def _variable(verb: str, name: str) -> str:
     return _PREFIX + "__".join([*verb.upper().split(), name.upper()])
 
 
-def _options(command: TyperGroup | TyperCommand, verb: str = "") -> Iterator[tuple[str, str, TyperOption, _Kind]]:
+def _options(
+    command: TyperGroup | TyperCommand, verb: str = "", only: frozenset[str] | None = None
+) -> Iterator[tuple[str, str, TyperOption, _Kind]]:
     if isinstance(command, TyperGroup):
-        for name, child in command.commands.items():
+        for name in command.commands:
+            if only is not None and name not in only:
+                continue  # without importing it
+            child = command.commands[name]
             assert isinstance(child, TyperGroup | TyperCommand)
             yield from _options(child, verb if name == default_command(command) else f"{verb} {name}".strip())
         return
@@ -240,11 +253,11 @@ def _check_table(table: Mapping[str, Any], command: TyperGroup | TyperCommand, v
     where = f"[{verb.replace(' ', '.')}] in {_path()}" if verb else str(_path())
     default = default_command(command)
     commands = command.commands if isinstance(command, TyperGroup) else {}
-    verbs = {name: child for name, child in commands.items() if name != default}
-    kinds = {name: kind for place, name, _, kind in _options(command, verb) if place == verb}
+    verbs = [name for name in commands if name != default]
+    kinds = {name: kind for place, name, _, kind in _options(command, verb) if place == verb} if verb else {}
     for key, value in table.items():
         if key in verbs:
-            child = verbs[key]
+            child = commands[key]
             assert isinstance(child, TyperGroup | TyperCommand)
             if not isinstance(value, dict):
                 raise ConfigError(

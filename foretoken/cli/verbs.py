@@ -94,7 +94,7 @@ VERBS: Mapping[str, VerbSource] = {
     "bench": VerbSource(
         "bench",
         "app",
-        "Measure speed, throughput under load, or the cost of steps; without a command, speed.",
+        "Measure speed, throughput under load, the cost of steps, or (--url) a server; without a command, speed.",
     ),
     "train": VerbSource(
         "train",

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +77,7 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._num_coming = 0  # being prepared, or prepared and not yet seen by the engine's thread
         self._is_closing = False
+        self.turn_began_s: float | None = None  # on `time.perf_counter`; None while the thread waits: for watchdogs
         self._cause: BaseException | None = None  # why the thread ended, where nobody closed
         self._process = os.getpid()
         self._preparing = ThreadPoolExecutor(_NUM_PREPARING, thread_name_prefix="foretoken-prepare")
@@ -319,12 +321,14 @@ class AsyncEngine:
                 self._wake.wait()
             commands, self._commands = self._commands, deque()
             is_closing = self._is_closing
+            self.turn_began_s = time.perf_counter()
         for command in commands:
             command(engine)
         if is_closing:
             return False
         if engine.has_work:
             self._step(engine)
+        self.turn_began_s = None
         return True
 
     def _step(self, engine: Engine) -> None:

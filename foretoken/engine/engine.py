@@ -68,7 +68,6 @@ class Engine:
         self.clock = StepClock()
         self._outputs: list[StepOutput] = []  # emitted and not returned yet
         self._is_stepping = False
-        self.step_began_s: float | None = None  # on `time.perf_counter`, of the step that runs: for watchdogs
         self._leaving: list[int] = []  # requests that were aborted while a step ran
 
     def seed(self, profile: Profile, specs: Mapping[str, SpecConfig]) -> None:
@@ -86,7 +85,7 @@ class Engine:
         """
         if self._is_stepping:
             raise EngineError("a step was asked for while one runs: watchers may not run steps")
-        self._is_stepping, self.step_began_s = True, time.perf_counter()
+        self._is_stepping = True
         try:
             if self.has_work:
                 decoding = self._admit()
@@ -103,7 +102,7 @@ class Engine:
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._is_stepping, self.step_began_s = False, None
+            self._is_stepping = False
         for request_id in self._leaving:
             self.abort(request_id)
         self._leaving.clear()

@@ -6,10 +6,8 @@ A folder with another kind of tokenizer file goes through transformers once, whi
 from __future__ import annotations
 
 import codecs
-import functools
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +19,7 @@ from foretoken.errors import CheckpointError, InputError
 from foretoken.model.chat_template import render
 from foretoken.model.fields import check_links, read_json, shown
 from foretoken.model.quiet import quiet_transformers
+from foretoken.model.token_bytes import BYTE_TOKEN, byte_level, token_writer
 from foretoken.params import check_text
 
 _OTHER_FILES = (
@@ -32,7 +31,6 @@ _OTHER_FILES = (
     "tokenizer_config.json",
     "tekken.json",
 )
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _TRIAL = "Tokens: 12 naïve 猫 😀\n\tend\x00."
 _REPLACEMENT = "\ufffd"
 _MAX_HELD = 32  # no character needs as many tokens; a stream of broken bytes must not grow the window for ever
@@ -129,7 +127,7 @@ class Tokenizer:
 
         What a decoder does at the ends of a text (SentencePiece drops the space in front) is not in here.
         """
-        write = _token_writer(self.decoder)
+        write = token_writer(self.decoder)
         if write is None:
             return None
         return {
@@ -409,56 +407,6 @@ class _Stream(Protocol):
     def flush(self) -> str: ...
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The visible character that byte-level vocabularies write for each byte (GPT-2), reversed."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
-
-
-_BYTE_OF = _byte_alphabet()
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _byte_level(token: str) -> bytes:
-    try:
-        return bytes([_BYTE_OF[character] for character in token])
-    except KeyError:  # an added token, written as it is
-        return token.encode()
-
-
-def _token_writer(decoder: Mapping[str, Any]) -> Callable[[str], bytes] | None:
-    """What a decoder (as `tokenizer.json` describes it) makes of one token inside a text; None if that depends on
-    others.
-    """
-    steps = list(decoder.get("decoders", [])) if decoder.get("type") == "Sequence" else [decoder]
-    kinds = [step.get("type") for step in steps]
-    if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
-        return _byte_level
-    spaces: list[tuple[str, str]] = []  # text that stands for other text, a mark for the space above all
-    joined = (
-        kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
-    )  # what comes behind this step works on the whole text
-    for step in steps[:joined]:
-        if step.get("type") == "Metaspace":
-            spaces.append((step["replacement"], " "))
-        elif step.get("type") == "Replace" and "String" in step["pattern"]:
-            spaces.append((step["pattern"]["String"], step["content"]))
-        elif step.get("type") != "ByteFallback":
-            return None
-    if any(kind != "Strip" for kind in kinds[joined + 1 :]):
-        return None
-
-    def write(token: str) -> bytes:
-        if "ByteFallback" in kinds and _BYTE_TOKEN.fullmatch(token):
-            return bytes([int(token[3:5], 16)])
-        for mark, text in spaces:
-            token = token.replace(mark, text)
-        return token.encode()
-
-    return write
-
-
 class _ByteLevelStream:
     """Tokens are bytes: an incremental UTF-8 decoder knows by itself when a character is whole."""
 
@@ -466,7 +414,7 @@ class _ByteLevelStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int, token: str) -> str:  # noqa: ARG002 - the other stream decodes by id
-        return self._utf8.decode(_byte_level(token))
+        return self._utf8.decode(byte_level(token))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -490,7 +438,7 @@ class _WindowStream:
         self._may_split = not tokenizer.decoder or "ByteLevel" in described
 
     def push(self, token_id: int, token: str) -> str:
-        is_byte = self._has_bytes and _BYTE_TOKEN.fullmatch(token) is not None
+        is_byte = self._has_bytes and BYTE_TOKEN.fullmatch(token) is not None
         if is_byte:
             self._in_bytes = True
             self._held.append(token_id)

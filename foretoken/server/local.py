@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,8 +147,9 @@ class LocalGeneration:
     async def _all(self) -> AsyncGenerator[Event]:
         yield Begun(tuple(tuple(ids) for ids in self._prompt_ids))
         if len(self._tickets) == 1:
-            async for event in self._events(0):
-                yield event
+            async with contextlib.aclosing(self._events(0)) as own:
+                async for event in own:
+                    yield event
             return
         async with contextlib.aclosing(self._merged()) as events:
             async for event in events:
@@ -185,7 +186,7 @@ class LocalGeneration:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _events(self, index: int) -> AsyncIterator[Event]:
+    async def _events(self, index: int) -> AsyncGenerator[Event]:
         ticket = self._tickets[index]
         try:
             async for output in ticket:

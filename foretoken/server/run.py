@@ -26,6 +26,7 @@ from foretoken.server.listening import listening_socket, url_of
 _log = logging.getLogger("foretoken.server")
 
 INTERRUPTED = 130
+_CODES: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGHUP: 129}  # after a drain; SIGTERM is an orderly end
 _LAST_BYTES_S = 5  # for responses that have ended to reach their clients, after the drain
 
 
@@ -43,8 +44,8 @@ class Readiness:
 def run_server(config: ServerConfig, on_ready: Callable[[Readiness], None]) -> int:
     """Serve until a signal; the exit code. `on_ready` is called once, from the event loop.
 
-    SIGTERM and a first SIGINT drain: no new requests, those in flight may end within `config.life.drain_s`. A second
-    SIGINT ends the process at once.
+    SIGTERM, SIGHUP and a first SIGINT drain: no new requests, those in flight may end within `config.life.drain_s`. A
+    second SIGINT ends the process at once.
 
     Raises:
         ConfigError: the start is refused.
@@ -74,6 +75,8 @@ class _Front:
         composed = compose(service, self._config)
         server = _HttpServer(_uvicorn_config(composed, self._config), self._on_signal)
         self._loop = asyncio.get_running_loop()
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+            self._loop.add_signal_handler(signal.SIGHUP, self._on_signal, signal.SIGHUP)
         service.start()
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         serving.add_done_callback(lambda _task: changes.announce())
@@ -90,7 +93,7 @@ class _Front:
             composed.close()
         if service.failure is not None:
             raise service.failure
-        return INTERRUPTED if signal.SIGINT in self._signals else 0
+        return next((_CODES[number] for number in self._signals if number in _CODES), 0)
 
     async def _announce(self) -> None:
         service = self._service

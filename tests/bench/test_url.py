@@ -47,7 +47,7 @@ def test_every_request_is_sent_and_counted(fake: Fake, prompts: Path, monkeypatc
     assert len(fake.asked) == 8  # two of them the warm-up
     path, headers, body = fake.asked[2]
     assert (path, headers["authorization"]) == ("/v1/completions", "Bearer secret-key")
-    assert (body["model"], body["prompt"], body["max_tokens"], body["seed"]) == ("fake", "one", 9, 5)
+    assert (body["model"], body["prompt"], body["max_tokens"], body["seed"]) == ("fake", "one", 9, 7)
     assert body["ignore_eos"] is True
     assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     assert {asked[2]["prompt"] for asked in fake.asked} == {"one", "two"}
@@ -55,7 +55,7 @@ def test_every_request_is_sent_and_counted(fake: Fake, prompts: Path, monkeypatc
     assert row.num_tokens == 36  # three events of two tokens each
     assert row.ttft_s["p50"].value > 0
     assert row.ttft_s["p50"].low <= row.ttft_s["p50"].value <= row.ttft_s["p50"].high
-    assert set(row.itl_s) == set(row.tpot_s) == set(row.e2e_s) == {"p50", "p95", "p99"}
+    assert set(row.itl_s) == set(row.tpot_s) == set(row.e2e_s) == {"mean", "p50", "p95", "p99"}
     assert row.acceptance_rate is None
     assert "not reported" in markdown(report)
     assert "secret-key" not in report.json_line()
@@ -159,6 +159,9 @@ def test_an_interrupt_keeps_what_was_measured(fake: Fake, prompts: Path, tmp_pat
 def test_a_row_for_every_rate(fake: Fake, prompts: Path) -> None:
     report = run_url(options_of(fake, prompts, rates=(500.0, 1000.0), requests=3))
     assert [(row.setting, row.num_ok) for row in report.rows] == [("500/s", 3), ("1000/s", 3)]
+    assert sorted(body["seed"] for _, _, body in fake.asked) == list(range(6))
+    assert "6 requests, warm-up included, share 2 prompts" in " ".join(report.caveats)
+    assert "prompts" not in " ".join(run_url(options_of(fake, prompts, requests=2)).caveats)
 
 
 # ---- arrivals
@@ -265,7 +268,7 @@ def test_goodput_counts_answers_within_all_deadlines() -> None:
 
 def test_percentiles_are_those_of_the_values_and_the_interval_holds_them() -> None:
     found = percentiles([[float(value)] for value in range(1, 101)], seed=0)
-    assert [found[name].value for name in ("p50", "p95", "p99")] == [50.0, 95.0, 99.0]
+    assert [found[name].value for name in ("mean", "p50", "p95", "p99")] == [50.5, 50.0, 95.0, 99.0]
     assert 35 < found["p50"].low < 50 < found["p50"].high < 65
     few = percentiles([[1.0], [2.0]], seed=0)
     assert (few["p99"].value, few["p99"].low) == (2.0, None)

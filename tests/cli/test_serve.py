@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -101,6 +102,17 @@ def test_flags_reach_their_configurations(
     assert served[1].guard.api_key == "from-the-environment"
 
 
+def test_files_of_deployment_use_flags_that_exist() -> None:
+    lines = (ROOT / "tests" / "cli_options.txt").read_text().splitlines()
+    known = {line.split()[-1] for line in lines if line.startswith("foretoken serve ")} | {"--help"}
+    others = {"--now", "--rm", "--secret", "--build-arg", "--from", "--index-url", "--no-deps", "--no-build-isolation"}
+    others |= {"--system", "--create-home", "--uid", "--start-period", "--interval", "--timeout"}  # of other commands
+    for name in ("deploy/foretoken.service", "deploy/Containerfile", "docs/serving/operations.md"):
+        flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (ROOT / name).read_text()))
+        assert len(flags & known) >= 3
+        assert flags - others <= known, (name, flags - known)
+
+
 def test_keys_in_settings_are_not_shown(foretoken: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORETOKEN_SERVE__API_KEY", "from-a-setting")
     for flags in ((), ("--json",)):
@@ -116,12 +128,15 @@ def test_every_setting_of_the_server_has_a_flag() -> None:
         assert {field.name for field in fields(kind)} == set(words) | derived  # type: ignore[arg-type]
 
 
-def test_the_front_imports_no_torch() -> None:
+def test_the_front_imports_no_torch(tmp_path: Path) -> None:
+    """Settings from outside are checked without importing other verbs."""
+    (tmp_path / "foretoken.toml").write_text("[serve]\nworkers = 2\n")
     code = (
-        "import sys\n"
+        "import os, sys\n"
+        f"os.environ |= {{'FORETOKEN_TOML': {str(tmp_path / 'foretoken.toml')!r}, 'FORETOKEN_SERVE__PORT': '70000'}}\n"
         "from foretoken.cli.app import run\n"
         "import foretoken.server.run\n"
-        "assert run(['serve', '--port', '70000']) == 2\n"
+        "assert run(['serve']) == 2\n"
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

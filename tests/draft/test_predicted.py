@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from foretoken import LLM, InputError, SamplingParams, SpecConfig
-from foretoken.draft.predicted import PredictedDrafter
+from foretoken.draft.predicted import PredictedDrafter, num_followed
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.rounds import Alone
 
@@ -197,3 +197,11 @@ def test_the_usual_parts_hold_predicted_for_requests_with_a_prediction(
         own = [*usual, *(["predicted"] if one.prediction else []), "draft_model"]
         assert [part.drafter for part in state.request.spec.configs] == own
         assert state.error is None
+
+
+def test_places_of_a_prediction_count_once() -> None:
+    assert num_followed((1, 2, 3, 4), (1, 2, 3, 4)) == 4
+    assert num_followed((1, 2, 3, 4), ()) == num_followed((), (1, 2)) == 0
+    assert num_followed((1, 2, 3, 4), (1, 2, 9, 9)) == 2
+    assert num_followed((1, 2, 3, 4, 5), (1, 2, 3, 1, 2, 3, 4, 5)) == 5  # taken up again behind a repeat
+    assert num_followed((7, 8, 1, 2, 3), (1, 2, 3)) == 1  # found after two tokens of agreement

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 import httpx2
 import uvicorn
@@ -16,12 +17,27 @@ from starlette.types import ASGIApp
 from foretoken.server.record import RequestRecord
 
 URL = "http://test"
+_Result = TypeVar("_Result")
 JSON = {"content-type": "application/json"}
 
 
 def client_of(app: ASGIApp) -> httpx2.AsyncClient:
     """A client of an application in this process."""
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url=URL, timeout=60)
+
+
+def run(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """What a coroutine returns; no task may be left then."""
+
+    async def checked() -> _Result:
+        result = await work
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        if left:  # those that end by themselves are given a moment
+            await asyncio.wait(left, timeout=2)
+        assert not [task for task in left if not task.done()]
+        return result
+
+    return asyncio.run(checked())
 
 
 def events_of(text: str) -> list[Any]:

@@ -58,10 +58,11 @@ class ScriptedService:
     def __post_init__(self) -> None:
         self.engine = SimpleNamespace(
             is_running=True,
+            turn_began_s=None,
             close=lambda: None,
             llm=SimpleNamespace(
                 spec=SimpleNamespace(leaves=("ngram",)),
-                engine=SimpleNamespace(step_began_s=None, stats=SimpleNamespace(num_steps=0)),
+                engine=SimpleNamespace(stats=SimpleNamespace(num_steps=0)),
                 close=lambda: None,
             ),
         )

@@ -12,9 +12,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 
@@ -29,7 +28,6 @@ CHAT_TEMPLATE = (
     "{% if enable_thinking %}<think>{% endif %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 CANARY = "def read(self):\n"
-_Result = TypeVar("_Result")
 
 
 @pytest.fixture(scope="session")
@@ -66,21 +64,6 @@ def service(served_engine: AsyncEngine, golden: list[tuple[int, float]]) -> Iter
     yield LocalService(served_engine, "reference")
     _leak0(served_engine, before)
     assert _canary(served_engine) == golden, "the canary's answer has changed"
-
-
-@pytest.fixture
-def run() -> Callable[[Coroutine[Any, Any, _Result]], _Result]:
-    """Runs a coroutine; no task may be left when it returns."""
-
-    async def checked(work: Coroutine[Any, Any, _Result]) -> _Result:
-        result = await work
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        if left:  # those that end by themselves are given a moment
-            await asyncio.wait(left, timeout=2)
-        assert not [task for task in left if not task.done()]
-        return result
-
-    return lambda work: asyncio.run(checked(work))
 
 
 @pytest.fixture

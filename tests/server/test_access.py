@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from foretoken import LLM
-from foretoken.engine.async_engine import AsyncEngine
 from foretoken.engine.stats import EngineStats
+from foretoken.engine_config import EngineConfig
 from foretoken.server.api.app import create_app
+from foretoken.server.composition import compose
+from foretoken.server.config import ServerConfig
 from foretoken.server.guard.access import PUBLIC_PATHS, need_of
 from foretoken.server.guard.app import App, guarded
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.local import LocalService
 from foretoken.server.observe.config import ObserveConfig
 from foretoken.server.observe.observation import Observation
-from foretoken.server.page.board import stats_router
-from foretoken.server.page.page import page_router
 from tests.helpers.fake_service import FakeService
 from tests.server.asgi import HOST, Reply, ask, scope_of
 
@@ -44,13 +42,16 @@ TRICKS = (
 )
 
 
-def whole_app(service: Any, guard: GuardConfig) -> tuple[App, set[str]]:
-    """The application as it is served, and the templates of its routes."""
-    observation = Observation(service, ObserveConfig(request_log="none"))
-    routers = [*observation.routers, page_router(), stats_router(service)]
-    app = create_app(service, observers=observation.observers, routers=routers)
-    paths = set(app.openapi()["paths"]) | {"/", "/metrics"}
-    return observation.around(guarded(app, guard)), paths
+def whole_app(service: Any, guard: GuardConfig) -> App:
+    """The application as it is served."""
+    config = ServerConfig(EngineConfig("reference:target"), guard=guard, observe=ObserveConfig(request_log="none"))
+    return compose(service, config).app
+
+
+def paths_of(app: App) -> set[str]:
+    """The templates of its routes."""
+    described = asyncio.run(ask(app, scope_of("GET", "/openapi.json", headers_for(USER))))
+    return {*json.loads(described.body)["paths"], "/", "/metrics", "/openapi.json"}
 
 
 class StatsService(FakeService):
@@ -75,8 +76,17 @@ def status(app: App, method: str, path: str, token: str | None) -> int:
 
 def test_auth_matrix() -> None:
     """Case 71: every route and method with no key, a wrong one, a user's and the operator's."""
-    app, paths = whole_app(StatsService(), GuardConfig(api_key=USER, admin_key=ADMIN))
-    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/v1/stats"} <= paths
+    app = whole_app(StatsService(), GuardConfig(api_key=USER, admin_key=ADMIN))
+    paths = paths_of(app)
+    assert {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/health",
+        "/metrics",
+        "/v1/stats",
+        "/tokenize",
+    } <= paths
     for path in sorted(paths):
         for method in METHODS:
             is_public = path in PUBLIC_PATHS and method in ("GET", "HEAD")
@@ -89,18 +99,18 @@ def test_auth_matrix() -> None:
 @pytest.mark.parametrize("path", TRICKS)
 def test_auth_matrix_of_odd_paths(path: str) -> None:
     """Case 71: no spelling of a path gets around the key, and none that a user has the key for reaches more."""
-    app, _ = whole_app(StatsService(), GuardConfig(api_key=USER, admin_key=ADMIN))
+    app = whole_app(StatsService(), GuardConfig(api_key=USER, admin_key=ADMIN))
     assert status(app, "GET", path, None) == 401
     assert status(app, "GET", path, USER) == 404
 
 
 def test_auth_matrix_of_admin_routes() -> None:
     """Case 71: a user's key opens no admin route, whatever its spelling; nor does a server without an admin key."""
-    app, _ = whole_app(StatsService(), GuardConfig(api_key=USER, admin_key=ADMIN))
+    app = whole_app(StatsService(), GuardConfig(api_key=USER, admin_key=ADMIN))
     for path in ("/debug/invariants", "//debug/invariants", "/DEBUG/invariants", "/admin", "/./admin/x"):
         assert [status(app, "GET", path, token) for token in (None, "x" * 12, USER, ADMIN)] == [401, 401, 403, 404]
     for guard in (GuardConfig(), GuardConfig(api_key=USER)):
-        app, _ = whole_app(StatsService(), guard)
+        app = whole_app(StatsService(), guard)
         assert status(app, "GET", "/debug/invariants", USER) == 403
     assert need_of("GET", "/administration") == "key"
 
@@ -121,12 +131,6 @@ def _samples(observation: Observation, name: str) -> list[Any]:
 
 
 # ---- tenants
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[LocalService]:
-    with LLM("reference:target", dtype="float32", profile="off", cache_tokens=4096) as llm, AsyncEngine(llm) as engine:
-        yield LocalService(engine, "reference")
 
 
 PROMPT = (
@@ -177,12 +181,11 @@ def test_salt_isolation(service: LocalService, tmp_path: Path) -> None:
 async def _whole(app: App, headers: list[tuple[bytes, bytes]], body: bytes) -> Reply:
     """An answer whose client waits for it."""
     reply, waiting = Reply(), [body]
-    never = asyncio.get_running_loop().create_future()
 
     async def receive() -> dict[str, Any]:
         if waiting:
             return {"type": "http.request", "body": waiting.pop(), "more_body": False}
-        return await never
+        return await asyncio.get_running_loop().create_future()  # it never leaves
 
     async def send(message: dict[str, Any]) -> None:
         reply.status = message.get("status", reply.status)

@@ -43,6 +43,7 @@ def test_figures_survive_a_restart_and_hold_no_text(tmp_path: Path) -> None:
         rows = connection.execute("SELECT * FROM requests").fetchall()
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert len(rows) == 4
+    assert path.stat().st_mode & 0o777 == 0o600
     assert "secret" not in repr(rows)
     assert "text of the user" not in repr(rows)
     assert "req-1" in repr(rows)
@@ -203,6 +204,23 @@ def test_what_does_not_fit_into_the_queue_is_dropped() -> None:
     assert seen == [0, 1, 2]
     background.put(7)
     assert background.num_dropped == 4
+
+
+def test_a_writer_that_raises_goes_on() -> None:
+    seen: list[int] = []
+
+    def broken(batch: Any) -> int:
+        if 1 in batch:
+            raise ZeroDivisionError
+        seen.extend(batch)
+        return 0
+
+    background: Background[int] = Background("test", broken)
+    for number in (1, 2):
+        background.put(number)
+        background.drain()
+    background.close()
+    assert (seen, background.num_dropped) == ([2], 1)
 
 
 # ---- log

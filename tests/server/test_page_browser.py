@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from foretoken.server.api.config import ApiConfig
 from foretoken.server.local import LocalService
 from foretoken.server.page.board import stats_router
 from foretoken.server.page.page import page_router
-from tests.server.browser import FOLDER, chromium, served
+from tests.server.serving import FOLDER, chromium, served
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium: run scripts/get_browser.sh")
@@ -126,6 +127,69 @@ def test_plain_and_speculative_side_by_side(page: Any) -> None:
     assert plain.locator(".tok.model").count() == 0
     assert speculative.locator(".tok.model").count() > 0
     assert plain.locator(".answer").text_content() == speculative.locator(".answer").text_content()
+
+
+def test_both_together_say_that_they_shared_a_batch(page: Any) -> None:
+    mode(page, "both")
+    page.evaluate("document.getElementById('settings').open = true")
+    page.select_option("[name=turns]", "together")
+    ask(page)
+    page.wait_for_selector(".verdict:has(b)")
+    assert "Both ran in one batch" in page.text_content(".verdict")
+
+
+def test_a_model_with_a_template_has_conversations(context: Any, url: str) -> None:
+    """The reference model has none, so the description of the model and the answers are made here."""
+    sent: list[Any] = []
+
+    def describe(route: Any) -> None:
+        answer = route.fetch()
+        found = answer.json()
+        found["model"]["has_chat_template"] = True
+        route.fulfill(response=answer, json=found)
+
+    def reply(route: Any) -> None:
+        sent.append(route.request.post_data_json["messages"])
+        emitted = [{"id": 5, "text": f"reply {len(sent)}", "drafter": "ngram", "kind": "accepted", "p_accept": 0.5}]
+        chunk = {"foretoken": {"trace": [{"step": 0, "emitted": emitted}]}}
+        chunk["choices"] = [{"index": 0, "delta": {"content": f"reply {len(sent)}"}}]  # type: ignore[assignment]
+        body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+        route.fulfill(content_type="text/event-stream", body=body)
+
+    page = context.new_page()
+    page.route("**/v1/stats", describe)
+    page.route("**/v1/chat/completions", reply)
+    page.goto(url)
+    page.wait_for_selector("#prompt-label:has-text('Message')")
+    for number in (1, 2):
+        page.fill("#prompt", f"question {number}")
+        page.press("#prompt", "Enter")
+        page.wait_for_selector(f".answer[aria-busy=false]:has-text('reply {number}')")
+        assert page.input_value("#prompt") == ""
+    first = [{"role": "user", "content": "question 1"}]
+    assert sent[0] == first
+    assert sent[1] == [*first, {"role": "assistant", "content": "reply 1"}, {"role": "user", "content": "question 2"}]
+    assert page.locator(".answer .tok.lookup").count() == 2
+
+
+def test_a_character_of_several_tokens_belongs_to_the_first(page: Any) -> None:
+    emitted = [
+        {"id": 1, "text": "\ufffd", "bytes": [0xC3], "drafter": None, "kind": "plain"},
+        {"id": 2, "text": "\ufffd!", "bytes": [0xA9, 0x21], "drafter": "ngram", "kind": "accepted"},
+    ]
+    steps = [{"step": number, "emitted": [token]} for number, token in enumerate(emitted)]
+    chunks = [
+        {"choices": [{"index": 0, "text": ""}], "foretoken": {"trace": steps[:1]}},
+        {"choices": [{"index": 0, "text": "é!"}], "foretoken": {"trace": steps[1:]}},
+    ]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route("**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    ask(page)
+    page.wait_for_selector(ANSWERED)
+    assert page.eval_on_selector_all(".answer .tok", "all => all.map(e => [e.className, e.textContent])") == [
+        ["tok plain", "é"],
+        ["tok lookup", "!"],
+    ]
 
 
 def test_the_board_moves(page: Any) -> None:

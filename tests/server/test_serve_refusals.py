@@ -13,7 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from foretoken import EngineConfig, SamplingParams, SpecConfig
+from foretoken.errors import CheckpointError, SpeculationWarning
 from foretoken.server.life import supervisor
+from foretoken.server.life.loading import build_engine
 from tests.cli.conftest import Run, clean_place, foretoken  # noqa: F401 - fixtures
 from tests.helpers.checkpoints import foreign_tokenizer
 from tests.helpers.workers import ProcessHere
@@ -172,6 +175,22 @@ def test_draft_missing_and_required(foretoken: Run, text_pair: SimpleNamespace, 
         arguments = ("--draft", draft, "--draft-required")
         code, err = refused(foretoken, "-t", text_pair.target, *START[:-2], *arguments)
         assert (code, message in err) == (3, True), err
+
+
+def test_draft_missing(text_pair: SimpleNamespace, tmp_path: Path) -> None:
+    """Case 52: without `--draft-required` the server warns and decodes without the draft, with the same answers."""
+    shutil.copytree(text_pair.draft, tmp_path / "cut")
+    truncated(tmp_path / "cut")
+    for draft in (tmp_path / "nowhere", tmp_path / "cut"):
+        spec = SpecConfig("draft_model", str(draft))
+        config = EngineConfig(text_pair.target, spec, dtype="float32", profile="off")
+        with pytest.warns(SpeculationWarning, match="serving without the draft"):
+            engine = build_engine(config, max_waiting=4, draft_required=False)
+        with engine, engine.llm as llm:
+            assert "draft_model" not in llm.spec.leaves
+            assert len(engine.submit("the list", SamplingParams(max_tokens=4)).result().token_ids) == 4
+        with pytest.raises(CheckpointError):
+            build_engine(config, max_waiting=4, draft_required=True)
 
 
 def test_startup_refusals(foretoken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

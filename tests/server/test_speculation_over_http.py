@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from foretoken import SpecConfig
@@ -14,7 +14,7 @@ from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.local import LocalService
 from tests.helpers.fake_service import FakeService
-from tests.helpers.http import Records, client_of, events_of, text_of
+from tests.helpers.http import Records, client_of, events_of, run, text_of
 from tests.server.drafters import DRAFTERS, config_for
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -34,7 +34,7 @@ def ask(app: Any, *bodies: dict[str, Any], path: str = TEXT, status: int = 200) 
                 found.append(events_of(response.text) if body.get("stream") else response.json())
         return found
 
-    return asyncio.run(send())
+    return run(send())
 
 
 def greedy(**fields: Any) -> dict[str, Any]:
@@ -65,7 +65,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": {"40": 5, "41": -100}},
     "bad_words": {"bad_words": ["self"]},
     "min_tokens": {"min_tokens": 6},
-    "grammar": {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "boolean"}}}},
+    "grammar": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "boolean"}}}
+    },
     "logprobs": {"logprobs": 1},
     "n": {"n": 2},
     "stop": {"stop": ["\n"]},
@@ -136,7 +138,7 @@ def test_utf8_split(service: LocalService, drafter: str) -> None:
         ids = service.engine.llm.tokenizer.encode(wanted)
         assert len(ids) > len(wanted)
         app = create_app(service, config_for(drafter))
-        pattern = {"type": "json_schema", "json_schema": {"schema": {"const": wanted}}}
+        pattern = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": wanted}}}
         body = {"prompt": f'"{wanted}" "{wanted}" "', "temperature": 0, "max_tokens": 40, "response_format": pattern}
         whole, events = ask(app, *({**body, "spec": DRAFTERS[drafter], "stream": flag} for flag in (False, True)))
         text = whole["choices"][0]["text"]
@@ -170,21 +172,21 @@ def test_prediction_api(service: LocalService, drafter: str) -> None:
     """Case 57: the answer is the same with it; every token of it is accepted or rejected."""
     app = create_app(service, config_for(drafter))
     spec = {} if drafter == "default" else {"spec": DRAFTERS[drafter]}
-    body = greedy(max_tokens=24, ignore_eos=True, **spec)
+    body = greedy(max_tokens=16, ignore_eos=True, **spec)
     (free,) = ask(app, body)
     text = free["choices"][0]["text"]
     assert "accepted_prediction_tokens" not in free["usage"]["completion_tokens_details"]
     half = text[: len(text) // 2] + " and then something else entirely\n" + text[len(text) // 2 :]
     is_used = drafter != "off"
-    for content in (text, half, "nothing of the kind", [{"type": "text", "text": text}]):
+    for content in (text, half, [{"type": "text", "text": text}]):
         (found,) = ask(app, {**body, "prediction": prediction(content)})
         assert found["choices"][0]["text"] == text
         details = found["usage"]["completion_tokens_details"]
         num_tokens = len(service.engine.llm.encode_plain("prediction", content if isinstance(content, str) else text))
         assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] == num_tokens
         if content == text and is_used:
-            assert details["accepted_prediction_tokens"] >= 20
-            assert found["foretoken"]["spec"]["num_steps"] < 16
+            assert details["accepted_prediction_tokens"] >= 13
+            assert found["foretoken"]["spec"]["num_steps"] < 11
         if not is_used:
             assert details["accepted_prediction_tokens"] == 0
     stopped, n = ask(
@@ -297,8 +299,6 @@ def spec_for(config: ApiConfig | None = None, default: dict[str, Any] | None = N
     fake = FakeService()
     assert fake.info is not None
     if default is not None:
-        import msgspec
-
         fake.info = msgspec.structs.replace(fake.info, default_spec=default)
     ask(create_app(fake, config), {"prompt": "a", **fields})
     spec = fake.calls[-1].spec
@@ -378,7 +378,7 @@ def test_padded_chunks_have_one_size(service: LocalService, drafter: str) -> Non
             response = await client.post(TEXT, json={**body, **fields})
             return [len(part) + 2 for part in response.content.split(b"\n\n") if part and b"[DONE]" not in part]
 
-    assert len(set(asyncio.run(sizes())[:-1])) == 1
-    assert len(set(asyncio.run(sizes(logprobs=3))[:-1])) == 1
-    plain = asyncio.run(sizes(stream_options={"include_obfuscation": False}))
+    assert len(set(run(sizes())[:-1])) == 1
+    assert len(set(run(sizes(logprobs=3))[:-1])) == 1
+    plain = run(sizes(stream_options={"include_obfuscation": False}))
     assert len(set(plain)) > 1

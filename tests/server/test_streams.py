@@ -19,7 +19,7 @@ from foretoken.server.api.config import ApiConfig
 from foretoken.server.events import AnswerFailed, Begun
 from foretoken.server.local import LocalService
 from tests.helpers.fake_service import FakeService, ended, piece
-from tests.helpers.http import RawClient, Records, Serving, client_of, events_of, text_of
+from tests.helpers.http import RawClient, Records, Serving, client_of, events_of, run, text_of
 from tests.server.drafters import DRAFTERS, config_for
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -49,7 +49,7 @@ def stream(app: Any, path: str = TEXT, **body: Any) -> list[Any]:
             assert response.headers["content-type"].startswith("text/event-stream")
             return response.text
 
-    return events_of(asyncio.run(read()))
+    return events_of(run(read()))
 
 
 # ---- rules of section 6
@@ -70,7 +70,7 @@ def test_a_stream_has_the_shape_that_clients_know(service: LocalService) -> None
         async with client_of(app) as client:
             return (await client.post(CHAT, json=body)).json()
 
-    answer = asyncio.run(whole())
+    answer = run(whole())
     assert answer["choices"][0]["message"]["content"] == text_of(events)
     assert answer["choices"][0]["finish_reason"] == "length"
 
@@ -130,7 +130,7 @@ def test_errors_are_codes_before_the_first_byte_and_events_after_it(last: Any, c
             return await client.post(TEXT, json={"prompt": "a", "stream": is_stream})
 
     for is_stream in (False, True):
-        response = asyncio.run(ask(is_stream))
+        response = run(ask(is_stream))
         assert response.status_code == (503 if code == "draining" else 500)
         assert response.json()["error"]["code"] == code
         assert response.headers.get("x-should-retry") == (None if code == "draining" else "false")
@@ -165,7 +165,7 @@ def test_sse_keepalive() -> None:
         scope = {"type": "http", "method": "POST", "path": TEXT, "query_string": b"", "headers": headers}
         await app(scope, receive, send)
 
-    asyncio.run(read())
+    run(read())
     text = b"".join(sent).decode()
     assert text.count(": ping\n\n") >= 3
     assert text_of(events_of(text)) == "a"
@@ -218,6 +218,19 @@ def test_disconnect_nonstream(service: LocalService, serving: Serving, drafter: 
     wait_until(idle(engine), "the request was not freed")
     wait_until(lambda: bool(records.all), "no record")
     assert (records.all[0].status, records.all[0].reason) == (499, "client")
+
+
+def test_disconnect_between_two_intervals(service: LocalService, serving: Serving) -> None:
+    """Case 24: also while events are gathered, and traced."""
+    records = Records()
+    address = serving(create_app(service, ApiConfig(granularity="interval:30"), [records]))
+    client = RawClient(address, {**LONG, "stream": True, "n": 2, "foretoken": {"trace": True}})
+    client.read_until(b"data: ")
+    client.close()
+    wait_until(lambda: bool(records.all), "no record")
+    assert records.all[0].reason == "client"
+    assert not service._rounds._tickets
+    assert service._rounds not in service.engine.llm.engine.watchers
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -103,6 +103,35 @@ def test_a_worker_that_died_is_restarted_and_its_calls_end(processes: type[Proce
     asyncio.run(run())
 
 
+def test_a_worker_that_sends_nonsense_is_replaced(processes: type[ProcessHere]) -> None:
+    async def run() -> None:
+        async with replicas(processes, ScriptedService) as service:
+            for number, nonsense in enumerate((b"\xff\xff\xff\xff", b"\x00\x00\x00\x01x", bytes((0, 0, 0, 1, 0xC0)))):
+                await ready(service)
+                held = await service.open(Call(SamplingParams(tenant="hold"), [[number]]))
+                processes.started[number]._theirs._writer.write(nonsense)
+                with pytest.raises(WorkerDiedError):
+                    await left(held)
+                await until(service, lambda: service.state != "ready")
+            await ready(service)
+
+    asyncio.run(run())
+
+
+def test_no_room_for_a_process_is_a_failed_start(processes: type[ProcessHere], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_room() -> ProcessHere:
+        raise OSError(12, "Cannot allocate memory")
+
+    async def run() -> None:
+        async with replicas(processes, ScriptedService, failed_starts=3) as service:
+            await ready(service)
+            monkeypatch.setattr(processes, "start", no_room)
+            processes.started[0].kill_now()
+            await until(service, lambda: service.failure is not None)
+
+    asyncio.run(run())
+
+
 def test_a_start_that_cannot_succeed_is_not_repeated(processes: type[ProcessHere]) -> None:
     async def run() -> None:
         async with replicas(processes, broken) as service:

@@ -21,7 +21,7 @@ from foretoken.server.api.errors import CODES, ApiError, clean, of_exception
 from foretoken.server.events import AnswerEnded, Begun, TokenEvent
 from foretoken.server.local import LocalService
 from tests.helpers.fake_service import INFO, FakeService, ended, piece
-from tests.helpers.http import JSON, Records, client_of
+from tests.helpers.http import JSON, Records, client_of, run
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -47,7 +47,7 @@ class Trial:
                     found.append((response.status_code, response.json()))
             return found
 
-        return asyncio.run(send())
+        return run(send())
 
     def refused(self, path: str, *bodies: Any, status: int = 400, param: str | None = "") -> list[dict[str, Any]]:
         """The errors of bodies that must all be refused; the engine has seen none, and each has a record."""
@@ -288,7 +288,7 @@ def test_giant_prompt(service: LocalService) -> None:
         watcher.cancel()
         return found
 
-    found = asyncio.run(ask())
+    found = run(ask())
     assert found[0] == found[1]  # streamed or not
     for status, error in found:
         assert (status, error["code"]) == (400, "context_length_exceeded")
@@ -308,7 +308,7 @@ def test_invalid_utf8_request(trial: Trial, service: LocalService) -> None:
             odd = ["a\0b", "\u202eabc\u202c", "e" + "\u0301" * 10**3, "\U0001f468\u200d\U0001f469"]
             return [(await client.post(TEXT, json={"prompt": text, "max_tokens": 1})).status_code for text in odd]
 
-    assert asyncio.run(ask()) == [200] * 4
+    assert run(ask()) == [200] * 4
 
 
 def test_special_tokens_as_text(service: LocalService) -> None:
@@ -328,7 +328,20 @@ def test_special_tokens_as_text(service: LocalService) -> None:
             body = {"messages": spelt, "max_tokens": 1, "temperature": 0}
             return int((await client.post(CHAT, json=body)).json()["usage"]["prompt_tokens"])
 
-    assert asyncio.run(ask()) == len(ids)
+    assert run(ask()) == len(ids)
+
+
+def test_template_options_reach_the_template(service: LocalService) -> None:
+    app = create_app(service)
+
+    async def ask(**fields: Any) -> int:
+        async with client_of(app) as client:
+            response = await client.post(CHAT, json={"messages": HELLO, "max_tokens": 1, **fields})
+            return int(response.json()["usage"]["prompt_tokens"])
+
+    plain = run(ask())
+    assert run(ask(chat_template_kwargs={"enable_thinking": True})) > plain
+    assert run(ask(chat_template_kwargs={"enable_thinking": False})) == plain
 
 
 SECRETS = (

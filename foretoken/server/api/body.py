@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 
-from foretoken.server.api.errors import ApiError
+from foretoken.server.api.errors import CLIENT_GONE, ApiError, final
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _IN_THREAD_BYTES = 64 << 10  # a larger body takes milliseconds to read, for which the event loop should not wait
 
 
@@ -30,14 +33,14 @@ def read_json(data: bytes) -> Any:  # noqa: ANN401 - any JSON value
         raise _invalid(f"is not UTF-8 at byte {error.start}") from None
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_finite)
+        if "\\u" in text:
+            _check_surrogates(value)
     except json.JSONDecodeError as error:
         raise _invalid(f"is no JSON at byte {len(text[: error.pos].encode('utf-8', 'replace'))}") from None
     except RecursionError:
         raise _invalid("is nested too deep") from None
     except ValueError:  # an integer of more digits than Python reads
         raise _invalid("has a number of too many digits") from None
-    if "\\u" in text or "\\U" in text:
-        _check_surrogates(value)
     return value
 
 
@@ -66,7 +69,7 @@ def _finite(text: str) -> float:
 def _check_surrogates(value: object) -> None:
     """JSON can spell halves of surrogate pairs, which are no text."""
     if isinstance(value, str):
-        if any("\ud800" <= character <= "\udfff" for character in value):
+        if _SURROGATE.search(value):
             raise _invalid("has half of a surrogate pair in a text")
     elif isinstance(value, list):
         for item in value:
@@ -91,7 +94,10 @@ class StrictRequest(Request):
             raise ApiError(415, "unsupported_media_type", "the content type must be application/json")
         if self.headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise ApiError(415, "unsupported_media_type", "the body must not be compressed")
-        return await super().body()
+        try:
+            return await super().body()
+        except ClientDisconnect:
+            raise final(CLIENT_GONE, "client_gone", "the client closed the connection") from None
 
     async def json(self) -> Any:  # noqa: ANN401 - any JSON value
         """The body's value.

@@ -234,7 +234,7 @@ def _check_prompts(prompts: Sequence[Any], terms: Terms) -> None:
             if not info.has_tokenizer:
                 raise unsupported("prompt", "the model has no tokenizer; give token ids")
             continue
-        for token in prompt:
+        for token in (min(prompt), max(prompt)):
             if not 0 <= token < info.vocab_size:
                 raise invalid("prompt", f"token ids must be whole numbers from 0 to {info.vocab_size - 1}", token)
 

@@ -163,7 +163,7 @@ def shown(value: object) -> str:
 
 
 def later(status: Literal[429, 503], code: ErrorCode, message: str, retry_after_s: int) -> ApiError:
-    """An error that may not come again: it says when to try."""
+    """An error that may not come again: `Retry-After` says when to try."""
     return ApiError(status, code, message, headers={"retry-after": str(retry_after_s)})
 
 

@@ -122,9 +122,9 @@ class Exchange:
             ApiError: an answer failed, a deadline passed, or the engine died.
         """
         assert self._generation is not None
-        num_open = self.num_answers
+        num_open, iterator = self.num_answers, aiter(self._generation)
         try:
-            async for event in self._generation:
+            async for event in iterator:
                 self.book.note(event)
                 if isinstance(event, Begun):
                     self._begin(event)
@@ -143,6 +143,8 @@ class Exchange:
         finally:
             if num_open:
                 await self._cancel()
+            if isinstance(iterator, AsyncGenerator):
+                await iterator.aclose()
 
     def leave(self, reason: str) -> None:
         """Let the call go, for the first reason given: its events end with an error."""

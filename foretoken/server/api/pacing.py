@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass
 
@@ -24,8 +25,9 @@ class PieceGroup:
 async def paced(events: AsyncIterator[Event], config: ApiConfig) -> AsyncGenerator[Event | PieceGroup]:
     """The events in their order for each answer, pieces grouped as the settings say."""
     if config.interval_s:
-        async for group in _by_interval(events, config.interval_s):
-            yield group
+        async with contextlib.aclosing(_by_interval(events, config.interval_s)) as groups:
+            async for group in groups:
+                yield group
         return
     async for event in events:
         if not isinstance(event, Piece):

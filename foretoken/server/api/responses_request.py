@@ -46,7 +46,7 @@ class AllowedResponsesTools(BaseModel):
     tools: Annotated[list[NamedResponsesTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class ResponsesTextFormat(BaseModel):
+class ResponseTextFormat(BaseModel):
     """`text.format`, whose fields stand beside its type here."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -63,7 +63,7 @@ class TextOptions(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    format: ResponsesTextFormat | None = None
+    format: ResponseTextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 

@@ -49,12 +49,12 @@ def _as_prompt(value: object) -> object:
         return [value]
     if not isinstance(value, list) or not value:
         raise _wrong("must be a text, a list of token ids, or a list of those, and not empty")
-    if all(type(item) is int for item in value):
+    if set(map(type, value)) == {int}:
         return [value]
     for item in value:
         if isinstance(item, str):
             continue
-        if not isinstance(item, list) or not all(type(token) is int for token in item):
+        if not isinstance(item, list) or set(map(type, item)) - {int}:
             raise _wrong("must be a text, a list of token ids, or a list of those; ids are whole numbers")
     return value
 

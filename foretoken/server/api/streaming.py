@@ -52,6 +52,8 @@ class EventStream(Response):
         self._has_ended = False
         self._error: ApiError | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._silence: asyncio.TimerHandle
+        self._sent_s, self._is_silent = asyncio.get_running_loop().time(), False  # when something was sent last
 
     async def start(self, receive: Receive) -> None:
         """Wait for the first event, or until a comment must be sent.
@@ -135,21 +137,36 @@ class EventStream(Response):
             self._is_full.set()
 
     async def _send(self, send: Send) -> None:
+        """Everything that is in the buffer whenever something is, and comments while nothing is."""
         await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
-        while True:
-            self._changed.clear()
-            if self._buffer:
-                data = b"".join(self._buffer)
-                self._buffer.clear()
-                self._num_bytes = 0
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-                continue
-            if self._has_ended:
-                break
-            try:
-                async with asyncio.timeout(self._config.ping_s):
+        self._watch_silence()
+        try:
+            while True:
+                self._changed.clear()
+                if self._buffer:
+                    data = b"".join(self._buffer)
+                    self._buffer.clear()
+                    self._num_bytes = 0
+                elif self._has_ended:
+                    break
+                elif self._is_silent:
+                    data = _PING
+                else:
                     await self._changed.wait()
-            except TimeoutError:
-                await send({"type": "http.response.body", "body": _PING, "more_body": True})
+                    continue
+                self._is_silent = False
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                self._sent_s = asyncio.get_running_loop().time()
+        finally:
+            self._silence.cancel()
         last = b"" if self._error is None else frame(self._error.body)
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _watch_silence(self) -> None:
+        """Find out when a comment is due, by one timer for each `ping_s` instead of one for each event."""
+        loop = asyncio.get_running_loop()
+        rest_s = self._sent_s + self._config.ping_s - loop.time()
+        if rest_s <= 0:
+            self._is_silent, rest_s = True, self._config.ping_s
+            self._changed.set()
+        self._silence = loop.call_later(rest_s, self._watch_silence)

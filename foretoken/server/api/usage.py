@@ -164,6 +164,8 @@ def trace_record(
     emitted = []
     for token in tokens:
         shown: dict[str, Any] = {"id": token.token_id, "text": token.text, "drafter": token.drafter, "kind": token.kind}
+        if token.data is not None and "\ufffd" in token.text:  # a part of a character: only its bytes tell which
+            shown["bytes"] = list(token.data)
         if token.logprob is not None:
             shown["logprob"] = token.logprob
         if token.probability is not None:

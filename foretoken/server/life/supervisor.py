@@ -64,7 +64,11 @@ class SupervisedWorker:
         """Keep a worker alive until this is cancelled, or no start succeeds."""
         num_failed, pause_s = 0, self._config.first_restart_s
         while True:
-            good_s = await self._live()
+            good_s: float | None = None
+            try:
+                good_s = await self._live()
+            except Exception:  # noqa: BLE001 - such as no room for a process: a start that failed, not the end of all
+                _log.exception("worker %d: could not be run", self.number)
             if good_s is None:
                 num_failed += 1
                 if self.failure is not None or num_failed >= self._config.failed_starts:
@@ -183,21 +187,17 @@ class SupervisedWorker:
     async def _read(self, process: WorkerProcess, service: RemoteService) -> None:
         """Deliver what the worker sends, until it is gone."""
         clock = asyncio.get_running_loop().time
-        self._stuck.beat(None, clock())
-        while True:
-            try:
-                message = await process.channel.receive()
-            except EngineError as error:
-                _log.warning("worker %d: %s", self.number, error)
-                break
-            if message is None:
-                break
-            if isinstance(message, Beat):
-                self._stuck.beat(message.step_s, clock())
-            else:
-                service.take(message)
-        self._on_death(service)
-        service.fail(_death())
+        try:
+            while (message := await process.channel.receive()) is not None:
+                if isinstance(message, Beat):
+                    self._stuck.beat(message.step_s, clock())
+                else:
+                    service.take(message)
+        except (EngineError, TypeError) as error:
+            _log.warning("worker %d: %s", self.number, error)
+        finally:
+            self._on_death(service)
+            service.fail(_death())
 
     async def _watch(self, process: WorkerProcess) -> None:
         """Kill a worker that is stuck."""

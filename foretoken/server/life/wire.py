@@ -110,7 +110,7 @@ class NotLoaded(msgspec.Struct, frozen=True, tag="not_loaded"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """Sent at intervals. `step_s`: how long the running step has lasted; None between steps."""
+    """Sent at intervals. `step_s`: how long the engine's thread has been at its running step; None while it waits."""
 
     step_s: float | None
     num_steps: int

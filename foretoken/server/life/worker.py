@@ -127,7 +127,7 @@ class Worker:
         drafters = tuple(sorted(llm.spec.leaves))
         self._channel.send(Loaded(service.info, time.perf_counter() - began, drafters))
         while engine.is_running:
-            began_s = llm.engine.step_began_s
+            began_s = engine.turn_began_s
             step_s = None if began_s is None else time.perf_counter() - began_s
             self._channel.send(Beat(step_s, llm.engine.stats.num_steps))
             await asyncio.sleep(self._load.beat_s)

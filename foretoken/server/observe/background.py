@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Generic, TypeVar
 
 _Item = TypeVar("_Item")
 
+_log = logging.getLogger("foretoken.server")
 _MOST_AT_ONCE = 256
 _CLOSING_S = 5.0  # a disk that hangs does not hold up the end of the server for longer
 
@@ -16,9 +18,9 @@ _CLOSING_S = 5.0  # a disk that hangs does not hold up the end of the server for
 class Background(Generic[_Item]):
     """Gives batches of items to `handle` in a thread of its own; items are put from any thread without waiting.
 
-    `handle` must not raise; it returns how many items of a batch it could not handle. `num_dropped` counts those and
-    the items that did not fit into the queue of `most_queued`. `handle` gets an empty batch every `idle_s` seconds
-    without items, for work of its own.
+    `handle` returns how many items of a batch it could not handle; if it raises, all of them, and the error is logged.
+    `num_dropped` counts those and the items that did not fit into the queue of `most_queued`. `handle` gets an empty
+    batch every `idle_s` seconds without items, for work of its own.
     """
 
     def __init__(
@@ -64,7 +66,12 @@ class Background(Generic[_Item]):
     def _run(self) -> None:
         while True:
             batch, is_last = self._take()
-            self._count_dropped(self._handle(batch))
+            try:
+                num_lost = self._handle(batch)
+            except Exception:  # noqa: BLE001 - what a writer does must not end its thread
+                _log.exception("%s lost %d items", self._thread.name, len(batch))
+                num_lost = len(batch)
+            self._count_dropped(num_lost)
             for _ in range(len(batch) + is_last):
                 self._queue.task_done()
             if is_last:

@@ -7,7 +7,7 @@ version than this program's is refused.
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -45,6 +45,8 @@ def connect(path: Path, busy_s: float) -> sqlite3.Connection:
         sqlite3.Error: it cannot be opened or written now.
         StorageError: it is another program's file, or of a later version.
     """
+    with suppress(OSError):  # SQLite says what is wrong
+        path.touch(mode=0o600)  # names of keys and what they used are for the server alone
     connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
         _prepare(connection, path)

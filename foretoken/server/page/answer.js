@@ -2,12 +2,7 @@
 
 import { element, percent } from "./dom.js";
 import { StepStrip } from "./steps.js";
-import { Speller, classOf, describe } from "./tokens.js";
-
-// `mismatch_at:3` and `mismatch_at:5` are one reason.
-function reasonOf(why) {
-  return why.split(":")[0];
-}
+import { Speller, classOf, describe, reasonWords } from "./tokens.js";
 
 export class AnswerPane {
   constructor(title, groups) {
@@ -59,7 +54,10 @@ export class AnswerPane {
     counts.tokens += tokens.length;
     counts.accepted += accepted;
     counts.drafted += drafted;
-    if (step.why) counts.why.set(reasonOf(step.why), (counts.why.get(reasonOf(step.why)) || 0) + 1);
+    if (step.why && step.why !== "off_request") {
+      const words = reasonWords(step.why);
+      counts.why.set(words, (counts.why.get(words) || 0) + 1);
+    }
     this.strip.add([...tokens.map((token) => classOf(token, this.groups)), ...Array(Math.max(0, drafted - accepted)).fill("rejected")]);
     return tokens;
   }
@@ -102,7 +100,7 @@ export class AnswerPane {
     const parts = [`${tokens} tokens in ${steps} steps`];
     if (drafted) parts.push(`${accepted} of ${drafted} guesses accepted (${percent(accepted / drafted)})`);
     const reasons = [...why].sort((a, b) => b[1] - a[1]).slice(0, 3);
-    if (reasons.length) parts.push(`why not more: ${reasons.map(([name, times]) => `${name} ${times}x`).join(", ")}`);
+    if (reasons.length) parts.push(`why not more: ${reasons.map(([words, times]) => `${words} (${times})`).join(", ")}`);
     if (reason) parts.push(`ended: ${reason}`);
     this.summary = parts.join(" · ");
     if (this.current < 0) this.detail.textContent = this.summary;

@@ -106,7 +106,8 @@ function tiles(pairs) {
 
 function curve(speeds) {
   const most = Math.max(1, ...speeds);
-  const points = speeds.map((speed, place) => `${HISTORY - speeds.length + place} ${(38 - (36 * speed) / most).toFixed(1)}`);
+  const pitch = (HISTORY - 1) / Math.max(1, speeds.length - 1);
+  const points = speeds.map((speed, place) => `${(place * pitch).toFixed(1)} ${(38 - (36 * speed) / most).toFixed(1)}`);
   const label = `Tokens per second over the last minute, at most ${most.toFixed(0)}`;
   const box = { class: "spark", viewBox: `0 0 ${HISTORY - 1} 40`, preserveAspectRatio: "none", role: "img", "aria-label": label };
   return svg("svg", box, svg("path", { d: `M${points.join(" L")}` }));

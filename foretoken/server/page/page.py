@@ -33,11 +33,10 @@ def page_router() -> APIRouter:
         "content-security-policy": policy,
         "cache-control": "no-cache",
         "referrer-policy": "no-referrer",
-        "x-content-type-options": "nosniff",
     }
     router = APIRouter()
 
-    @router.get("/", include_in_schema=False)
+    @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page() -> Response:
         return Response(html, media_type="text/html; charset=utf-8", headers=headers)
 

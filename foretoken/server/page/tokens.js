@@ -11,6 +11,33 @@ export const LEGEND = [
   ["plain", "plain", "the target's own, nothing was guessed"],
 ];
 
+// Why a step drafted nothing, or not all of a draft was accepted. Codes of the trace that are not here stay as they are.
+const WHY = {
+  off_request: "plain decoding was asked for",
+  off_server: "the server has no drafter",
+  prefill: "the prompt was read",
+  warmup: "the drafter was not ready",
+  k0_cost: "drafting would have cost more than it brings",
+  k0_load: "too many requests ran",
+  k0_acceptance: "guesses were not expected to be accepted",
+  no_match: "nothing was found to guess from",
+  mismatch_at: "a guess was rejected",
+  budget_trimmed: "the step had no room for more",
+  length_clamped: "the answer was about to end",
+  grammar_blocked: "the grammar forbids the guess",
+  vocab_unmapped: "the draft's vocabulary lacks the token",
+  drafter_failed: "the drafter failed",
+  drafter_disabled: "the drafter was disabled",
+  prediction_disabled: "predictions are switched off",
+  sampling_unsupported: "the drafter cannot follow these sampling parameters",
+};
+
+// The words for a reason: `mismatch_at:3` and `mismatch_at:5` are one.
+export function reasonWords(why) {
+  const code = why.split(":")[0];
+  return WHY[code] || code;
+}
+
 // The class of a token; `groups` maps drafters to model, lookup or prediction.
 export function classOf(token, groups) {
   if (token.kind !== "accepted") return token.kind;
@@ -33,7 +60,7 @@ function stepWords({ drafts = [], num_accepted: accepted, batch_size: batch, why
   const words = [];
   if (drafted) words.push(`${accepted} of ${drafted} guesses accepted`);
   if (batch > 1) words.push(`batch of ${batch}`);
-  if (why) words.push(why);
+  if (why) words.push(reasonWords(why));
   return words.length ? ` (${words.join(", ")})` : "";
 }
 

@@ -26,7 +26,8 @@ export class Turn {
     this.panes = modes.map((mode) => ({ mode, pane: new AnswerPane(TITLES[mode], groups), text: "" }));
     this.verdict = element("p", { class: "verdict", role: "status" });
     const panes = element("div", { class: "panes" }, ...this.panes.map(({ pane }) => pane.root));
-    this.root = element("section", { class: "turn", "aria-label": "Turn" }, element("div", { class: "asked" }, asked), panes, this.verdict);
+    const question = element("div", { class: "asked", tabindex: "0", role: "group", "aria-label": "Prompt of this turn" }, asked);
+    this.root = element("section", { class: "turn", "aria-label": "Turn" }, question, panes, this.verdict);
   }
 
   get answer() {

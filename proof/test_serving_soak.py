@@ -1,0 +1,33 @@
+"""Load on a server in processes of its own: nothing is lost or stays behind. Long runs: `studies.serving_load`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from studies.serving_load.server import loaded_server
+from studies.serving_load.soak import soak
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 72, two minutes of it. The slope of the memory needs hours: the study measures it, no test judges it."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    options = ("--dtype", "float32", "--cost-profile", "off", "--cache-tokens", "8192", "--drafter", "auto")
+    with loaded_server(options) as server:
+        asyncio.run(soak(server, minutes=0.25, rate=3.0, seed=1))  # what is filled once is filled
+        found = asyncio.run(soak(server, minutes=1.75, rate=3.0, seed=2))
+        metrics = asyncio.run(server.metrics())
+    assert found["num_requests"] > 200
+    assert found["num_left"] > 0
+    assert found["errors"] == {}
+    assert found["kept"] == []
+    assert found["files_after"] <= found["files_before"] + 1
+    assert found["threads_after"] <= found["threads_before"] + 1
+    assert metrics['foretoken_requests_aborted_total{reason="client"}'] >= found["num_left"]
+    assert metrics["foretoken_num_requests_running"] == metrics["foretoken_num_requests_waiting"] == 0
+    assert metrics["foretoken_kv_cache_usage_perc"] == metrics["foretoken_draft_kv_cache_usage_perc"] == 0
+    assert metrics["foretoken_engine_restarts_total"] == 0

@@ -1,0 +1,129 @@
+"""A server in processes of its own, and what it holds: memory, file handles, blocks, requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import UnavailableError
+from studies.serving_load.client import get
+
+KEY = "studies-admin-key"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the front and its workers hold at one moment."""
+
+    resident_bytes: int
+    num_files: int
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class LoadedServer:
+    """A running server; `pid` is its front."""
+
+    port: int
+    pid: int
+    model: str
+
+    async def metrics(self) -> dict[str, float]:
+        """Every sample of `/metrics` by its name with labels."""
+        text = (await get(self.port, "/metrics", KEY)).decode()
+        samples = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in samples}
+
+    async def invariants(self) -> dict[str, Any]:
+        """See `/debug/invariants`."""
+        body = await get(self.port, "/debug/invariants", KEY)
+        return dict(json.loads(body)) if body else {}
+
+    async def idle(self) -> dict[str, Any]:
+        """Wait until nothing runs or waits, and nothing is open; what is held then."""
+        while True:
+            found = await self.invariants()
+            busy = found.get("num_open", 1) or any(
+                worker.get("num_running", 1) or worker.get("num_waiting", 1) for worker in found.get("workers", [{}])
+            )
+            if not busy:
+                return found
+            await asyncio.sleep(0.05)
+
+    def held(self) -> Held:
+        """Memory, file handles and threads of all processes of the server."""
+        pids = [self.pid, *_children(self.pid)]
+        return Held(
+            sum(_resident(pid) for pid in pids),
+            sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),
+            sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids),
+        )
+
+
+@contextmanager
+def loaded_server(options: Sequence[str]) -> Iterator[LoadedServer]:
+    """`foretoken serve` with further `options`, until the end of the block.
+
+    Raises:
+        UnavailableError: it did not start; its own words are on standard error.
+    """
+    environment = {**os.environ, "FORETOKEN_TEST": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--json", "--admin-key", KEY]
+    command += ["--request-log", "none", *options]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise UnavailableError(f"the server did not start (exit code {process.wait()})")
+        facts = json.loads(line)
+        port = int(re.search(r":(\d+)", facts["url"].removeprefix("http://"))[1])  # type: ignore[index]
+        yield LoadedServer(port, process.pid, facts["model"])
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def kept(invariants: dict[str, Any]) -> list[str]:
+    """What an idle server should not hold."""
+    found = []
+    for worker in invariants.get("workers", []):
+        for name, pool in worker.get("pools", {}).items():
+            if pool["used"] or pool["free"] != pool["total"]:
+                found.append(f"worker {worker['number']}: {pool['used']} tokens of the cache {name!r}")
+        if worker.get("num_calls"):
+            found.append(f"worker {worker['number']}: {worker['num_calls']} calls")
+    if invariants.get("num_open"):
+        found.append(f"front: {invariants['num_open']} calls")
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # ended meanwhile
+        if int(fields[1]) == pid:
+            found.append(int(path.parent.name))
+    return [*found, *(grandchild for child in found for grandchild in _children(child))]
+
+
+def _resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

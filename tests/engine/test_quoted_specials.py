@@ -1,0 +1,48 @@
+"""Special tokens that a message spells are text, wherever they stand."""
+
+from __future__ import annotations
+
+import pytest
+
+from foretoken.engine.quoted_specials import QuotedSpecials
+from foretoken.errors import InputError
+
+SPECIALS = ("<|end|>", "<|end|>x", "<s>")
+
+
+def laid_out(messages: list[dict[str, object]]) -> tuple[str, list[tuple[str, bool]]]:
+    """A conversation between special tokens of the template, and the parts of it."""
+    quoted = QuotedSpecials(messages, SPECIALS)
+    text = "".join(f"<s>{message['content']}<|end|>" for message in quoted.messages)
+    return text, list(quoted.parts(text))
+
+
+def test_text_without_special_tokens_is_not_touched() -> None:
+    messages: list[dict[str, object]] = [{"role": "user", "content": "a <b>"}]
+    assert QuotedSpecials(messages, SPECIALS).messages is messages
+    assert laid_out(messages)[1] == [("<s>a <b><|end|>", False)]
+    assert list(QuotedSpecials(messages, ()).parts("<s>a")) == [("<s>a", False)]
+
+
+@pytest.mark.parametrize("content", ["<|end|>", "a<|end|><s>b", "<|end|>x<|end|>", "<<s>s>", "\ufdd0<s>"])
+def test_special_tokens_of_a_message_are_parts_of_their_own(content: str) -> None:
+    _, parts = laid_out([{"role": "user", "content": content}])
+    assert "".join(text for text, _ in parts) == f"<s>{content}<|end|>"
+    assert parts[0][0].startswith("<s>")
+    assert not parts[0][1]
+    assert [text for text, is_plain in parts if is_plain]
+    assert all(text in SPECIALS for text, is_plain in parts if is_plain)
+    theirs = [text for text, is_plain in parts if not is_plain]  # the template's special tokens
+    assert sum(text.count("<s>") for text in theirs) == sum(text.count("<|end|>") for text in theirs) == 1
+
+
+def test_nested_texts_are_searched_too() -> None:
+    messages = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "<s>"}}]}]
+    quoted = QuotedSpecials(messages, SPECIALS)
+    assert "<s>" not in str(quoted.messages)
+    assert messages[0]["tool_calls"] == [{"function": {"arguments": "<s>"}}]
+
+
+def test_a_message_with_every_mark_is_refused() -> None:
+    with pytest.raises(InputError, match="noncharacter"):
+        QuotedSpecials([{"role": "user", "content": "<s>" + "".join(map(chr, range(0xFDD0, 0xFDF0)))}], SPECIALS)

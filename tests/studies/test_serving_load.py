@@ -1,0 +1,85 @@
+"""The arithmetic of the studies of the server; the server itself runs in `proof`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from studies.serving_load.__main__ import failures
+from studies.serving_load.client import StreamAnswer, _events
+from studies.serving_load.server import kept
+from studies.serving_load.soak import _lag_share
+from studies.serving_load.statistics import quantile_of, theil_sen
+from studies.side_channel import Observed, recognised
+
+
+def test_a_slope_does_not_follow_outliers() -> None:
+    line = [(float(x), 3.0 * x + 1) for x in range(20)]
+    assert theil_sen(line) == pytest.approx(3.0)
+    assert theil_sen([*line[:5], (5.5, 1e9), *line[5:]]) == pytest.approx(3.0, abs=0.2)
+    assert theil_sen([(0.0, 5.0)]) == 0.0
+
+
+def test_quantiles() -> None:
+    assert quantile_of(list(range(1, 101)), 0.99) == 99
+    assert math.isnan(quantile_of([], 0.5))
+
+
+def stream(*lines: bytes, leave_after: int | None = None) -> tuple[str, StreamAnswer]:
+    async def read() -> tuple[str, StreamAnswer]:
+        reader, answer = asyncio.StreamReader(), StreamAnswer(0.0)
+        reader.feed_data(b"".join(line + b"\r\n" for line in lines))
+        reader.feed_eof()
+        return await _events(reader, answer, leave_after, 0.0), answer
+
+    return asyncio.run(read())
+
+
+def test_the_client_reads_events() -> None:
+    last = b'data: {"choices": [], "usage": {"completion_tokens": 7}}'
+    error, answer = stream(b"header: x", b"", b"3f", b'data: {"choices": []}', b": ping", last, b"data: [DONE]")
+    assert (error, len(answer.times_s), answer.num_tokens) == ("", 2, 7)
+    assert stream(b'data: {"choices": []}')[0] == "cut"
+    assert stream(b'data: {"error": {}}')[0] == "stream"
+    assert stream(last, last, leave_after=1)[0] == "left"
+
+
+def test_what_is_kept_is_found() -> None:
+    pool = {"free": 90, "used": 10, "total": 100}
+    empty = {"free": 100, "used": 0, "total": 100}
+    found = kept({"num_open": 1, "workers": [{"number": 0, "num_calls": 2, "pools": {"target": pool, "draft": empty}}]})
+    assert [line.split(":")[0] for line in found] == ["worker 0", "worker 0", "front"]
+    assert kept({"num_open": 0, "workers": [{"number": 0, "num_calls": 0, "pools": {"target": empty}}]}) == []
+
+
+def test_the_verdict() -> None:
+    good: dict[str, Any] = {
+        "errors": {},
+        "kept": [],
+        "files_before": 10,
+        "files_after": 11,
+        "resident_mb_per_hour": 50.0,
+    }
+    short, long = (argparse.Namespace(minutes=minutes, most_mb_per_hour=1.0) for minutes in (1.0, 10.0))
+    assert failures({"soak": good}, short) == []
+    assert failures({"cost": {}}, long) == []
+    assert failures({"soak": good}, long) == ["memory: 50.00 MB an hour"]
+    bad = good | {"errors": {"cut": 2}, "kept": ["front: 1 calls"], "files_after": 40}
+    assert len(failures({"soak": bad}, short)) == 3
+
+
+def test_the_share_of_late_timers() -> None:
+    name = "foretoken_event_loop_lag_seconds"
+    before = {f"{name}_count": 100.0, f'{name}_bucket{{le="0.05"}}': 100.0}
+    after = {f"{name}_count": 300.0, f'{name}_bucket{{le="0.05"}}': 298.0}
+    assert _lag_share(before, after, "0.05") == pytest.approx(0.01)
+
+
+def test_prompts_are_recognised_by_what_differs() -> None:
+    streams = [Observed(prompt, (10 * prompt, 20), (0.0, 1.0)) for prompt in range(4) for _ in range(3)]
+    assert recognised(streams, "sizes") == 1.0
+    assert recognised(streams, "times") < 0.5
