@@ -10,6 +10,7 @@ import asyncio
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.msgpack import Decoder as MessageDecoder
 
 from foretoken.errors import EngineError
 from foretoken.server.events import Event, ModelInfo
@@ -157,7 +158,7 @@ class Channel:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any) -> None:  # noqa: ANN401 - a union
         self._reader, self._writer = reader, writer
-        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._decoder = MessageDecoder(kind)
         self._encoder = msgspec.msgpack.Encoder()
         self._unsent: list[bytes] = []
 
