@@ -76,7 +76,7 @@ def loaded_server(options: Sequence[str]) -> Iterator[LoadedServer]:
     Raises:
         UnavailableError: it did not start; its own words are on standard error.
     """
-    environment = {**os.environ, "FORETOKEN_TEST": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "FORETOKEN_TEST": "1"}
     command = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--json", "--admin-key", KEY]
     command += ["--request-log", "none", *options]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
