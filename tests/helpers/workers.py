@@ -20,9 +20,18 @@ INFO = ModelInfo("stand-in", 100, 50, (0,), None, None, None, False, False, {}, 
 
 async def channels() -> tuple[Channel, Channel]:
     """The front's end and the worker's end of one connection."""
-    ours, theirs = socket.socketpair()
-    front = Channel(*await asyncio.open_connection(sock=ours), Message)
-    return front, Channel(*await asyncio.open_connection(sock=theirs), Command)
+    ends, opened = socket.socketpair(), list[Channel]()
+    try:
+        for end, kind in zip(ends, (Message, Command), strict=True):
+            opened.append(Channel(*await asyncio.open_connection(sock=end), kind))
+    except BaseException:  # a test may cancel the start
+        for channel in opened:
+            channel.close()
+        for end in ends[len(opened) :]:
+            end.close()
+        raise
+    front, worker = opened
+    return front, worker
 
 
 @dataclass

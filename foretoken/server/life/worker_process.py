@@ -49,7 +49,13 @@ class WorkerProcess:
         finally:
             theirs.close()
         ours.setblocking(False)
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_READ_BYTES)
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours, limit=_READ_BYTES)
+        except BaseException:  # such as a front that ends meanwhile: nobody else knows of the process
+            ours.close()
+            process.kill()
+            process.wait()
+            raise
         return cls(process, Channel(reader, writer, Message))
 
     @property
