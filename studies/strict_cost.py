@@ -18,7 +18,8 @@ from torch import Tensor
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.open import model_folder
-from foretoken.model.paged import DEFAULT_BLOCK_SIZE, PagedModel
+from foretoken.model.paged import PagedModel
+from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
 from foretoken.model.strict import StrictModel
 from studies.command import record
 

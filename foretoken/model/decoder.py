@@ -136,7 +136,16 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[R, V]` of the rows `hidden` [R, D]; call it for the rows that somebody reads."""
-        logits: Tensor = self.lm_head(self.norm(hidden))
+        return self.output_logits(self.final_norm(hidden))
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """The final norm of a residual stream [R, D]."""
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+    def output_logits(self, normed: Tensor) -> Tensor:
+        """Logits `[R, V]` of rows `normed` [R, D] behind the final norm."""
+        logits: Tensor = self.lm_head(normed)
         if self.shard.world == 1:
             return logits
         return self.collective.all_gather(logits)[:, : self.config.vocab_size]

@@ -18,7 +18,7 @@ from foretoken.model.fields import Fields, shown
 from foretoken.model.layers import can_pack
 from foretoken.model.loader import parse_dtype, read_raw_config, stored_dtype
 from foretoken.model.open import native_config
-from foretoken.model.paged import DEFAULT_BLOCK_SIZE
+from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
 from foretoken.model.quant import check_quant, matrix_bytes, table_bytes
 from foretoken.model.rope import TABLE_BLOCK
 from foretoken.model.weights import HEAD, Weights

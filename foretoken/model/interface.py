@@ -4,7 +4,7 @@ sequence that can be cut back.
 Two implementations: `paged.PagedModel` (our decoder over a block-table cache) and `hf.TransformersModel` (any other
 causal model of transformers). Code outside `model/` depends on these protocols only, never on a class that implements
 them. A sequence is identified by a number that the caller chooses. Optional capabilities are protocols of their own
-(`PrefixModel`, `TwinModel`, `EarlyExitModel`), tested with `isinstance`.
+(`PrefixModel`, `TwinModel`, `SharesWeights`, `EarlyExitModel`), tested with `isinstance`.
 """
 
 from __future__ import annotations
@@ -222,6 +222,24 @@ class EarlySegment:
     num_logits: int = 1
 
 
+class SharedWeights(Protocol):
+    """The parts of a target that trained heads use as they are: embedding, final norm, output matrix."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """`tokens` [T] -> the residual stream [T, D] before the first layer."""
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """The final norm of a residual stream [R, D]."""
+
+    def output_logits(self, normed: Tensor) -> Tensor:
+        """Logits `[R, V]` of rows `normed` [R, D] behind the final norm."""
+
+
+@runtime_checkable
+class SharesWeights(LanguageModel, SharedWeights, Protocol):
+    """A language model whose embedding, final norm and output matrix a trained head may use."""
+
+
 @runtime_checkable
 class EarlyExitModel(LanguageModel, Protocol):
     """A language model that can draft for itself: it runs some of its layers over rows that its next `forward` will
@@ -240,11 +258,6 @@ class EarlyExitModel(LanguageModel, Protocol):
 
         Raises:
             CapacityError: no room for the rows.
-        """
-
-    def exit_logits(self, hidden: Tensor) -> Tensor:
-        """Logits `[R, V]` of what the final norm and the head make of a residual stream `hidden` [R, D]: a tap of any
-        layer.
         """
 
     def head_cost(self) -> float:

@@ -16,7 +16,8 @@ from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, check_
 from foretoken.model.fields import shown
 from foretoken.model.interface import OpenModel
 from foretoken.model.loader import load_decoder, read_config, read_raw_config, resolve_folder
-from foretoken.model.paged import DEFAULT_BLOCK_SIZE, PagedModel
+from foretoken.model.paged import PagedModel
+from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
 from foretoken.model.strict import StrictModel
 from foretoken.model.weights import Weights
 

@@ -28,7 +28,8 @@ from foretoken.model.attention.strict import (
 from foretoken.model.decoder import Decoder
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.layers import Linear
-from foretoken.model.paged import DEFAULT_BLOCK_SIZE, ForwardInputs, PagedModel
+from foretoken.model.paged import PagedModel
+from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE, ForwardInputs
 
 # Row counts to try, smallest first; the smallest is what a single row pays for. A CPU reads the weights once for up to
 # about 8 rows at no extra cost, a GPU for far more. All are multiples of the smallest: CPU kernels treat odd remainders
@@ -74,7 +75,7 @@ class StrictModel(PagedModel):
     @torch.inference_mode()
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
         """See `interface.LanguageModel`."""
-        inputs = self._admit(segments)
+        inputs = self.admit(segments)
         taps = taps if inputs.tapped else ()
         out = self._run(tokens, inputs, taps)
         if not bool(torch.isfinite(out.logits).all()):

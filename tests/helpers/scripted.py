@@ -101,9 +101,6 @@ class ScriptedModel:
             ]
         return torch.stack(logits)
 
-    def exit_logits(self, hidden: Tensor) -> Tensor:
-        raise AssertionError("a script has no residual stream")
-
     def head_cost(self) -> float:
         return 1.0
 

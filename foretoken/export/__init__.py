@@ -1,0 +1,1 @@
+"""Trained drafters and draft models as other engines want them: directories and launch lines."""

@@ -1,0 +1,1 @@
+"""Trained heads: small networks that read the target's hidden states and guess the tokens that follow."""

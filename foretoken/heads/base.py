@@ -1,0 +1,71 @@
+"""What every trained head is to the trainer, the checkpoint reader and its drafter.
+
+The names of a head's parameters are those of its checkpoint format (`formats`), so `state_dict()` is the file.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from foretoken.heads.config import HeadConfig
+from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.model.interface import SharedWeights
+
+
+@dataclass(frozen=True)
+class HeadBatch:
+    """Windows of text with what the frozen target computed for them: B windows of S rows.
+
+    Row t was computed from `tokens[:, t]`; the target's distribution at it is that of `tokens[:, t + 1]`. `wanted`
+    says of each token whether the target will have to write it (answers, not prompts): only such tokens are learnt.
+    """
+
+    tokens: Tensor  # [B, S + 1] int64
+    wanted: Tensor  # [B, S + 1] bool
+    states: Mapping[int, Tensor]  # by layer, each [B, S, D]
+    normed: Tensor  # [B, S, D] behind the target's final norm
+
+
+@dataclass(frozen=True)
+class Place:
+    """A head's guesses at one place of a draft, for some rows of a batch, in training.
+
+    `logits` [R, V_d] over the head's vocabulary should equal the target's at `rows` [R] (of the batch, flattened over
+    [B, S]). `number` counts from 0, the first drafted token. `extra_loss` is a scalar that the kind of head adds
+    (features, confidence).
+    """
+
+    number: int
+    logits: Tensor
+    rows: Tensor
+    extra_loss: Tensor | None = None
+
+
+class Head(nn.Module, ABC):
+    """A trained head; frozen parts of the target (`SharedWeights`) are handed in, never part of `state_dict`."""
+
+    name: str  # of its drafter
+
+    def __init__(self, config: HeadConfig, vocabulary: DraftVocabulary) -> None:
+        super().__init__()
+        self.config, self.vocabulary = config, vocabulary
+
+    @abstractmethod
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Taps of the target that it reads."""
+
+    @abstractmethod
+    def initialise(self, seed: int) -> None:
+        """Random weights for training."""
+
+    @abstractmethod
+    def places(self, batch: HeadBatch, target: SharedWeights, num_places: int, seed: int) -> Iterator[Place]:
+        """Its guesses along `batch` at the first `num_places` places of a draft, as they would be at inference: later
+        places build on its own earlier ones. `seed` chooses anchors, where a kind of head samples them.
+
+        Rows whose target row would lie outside the window, or whose token is not `wanted`, are left out.
+        """

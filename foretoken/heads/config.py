@@ -1,0 +1,100 @@
+"""Shapes and options of the three kinds of trained heads. Layers are counted as taps are: `l` is the residual stream
+after `l` layers of the target (transformers' `hidden_states[l]`, the "enter" convention of vLLM and llama.cpp).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from foretoken.errors import ConfigError
+from foretoken.model.architecture import ModelConfig
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """EAGLE-1/2 (`version=1`) or EAGLE-3 / 3.1 (`version=3`): decoder layers over the target's hidden states.
+
+    `layer` is the shape of the head's own layers (`num_layers` of them; `vocab_size` is the target's). Version 1 reads
+    the state behind the target's final norm, version 3 the three of `taps` (low, mid, high), fused.
+    """
+
+    version: Literal[1, 3]
+    layer: ModelConfig
+    target_hidden_size: int
+    target_num_layers: int
+    taps: tuple[int, ...]  # (target_num_layers,) for version 1
+    draft_vocab_size: int  # the target's for a head without a vocabulary of its own
+    fc_bias: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False  # EAGLE-3.1: a norm for each tap
+    norm_output: bool = False  # EAGLE-3.1: feedback behind the norm
+
+    def __post_init__(self) -> None:
+        _check_taps(self.taps, self.target_num_layers)
+        if self.version == 1 and self.taps != (self.target_num_layers,):
+            raise ConfigError("taps", self.taps, f"EAGLE-1 reads the last state, {(self.target_num_layers,)}")
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """Medusa heads, each `num_blocks` residual blocks and an output matrix over the last hidden state.
+
+    With `is_sequential` (Hydra, Ankner et al. 2402.05109) head k also sees the embeddings of the k tokens before its
+    own. Without `has_own_output` the target's output matrix is used.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    target_num_layers: int
+    num_heads: int = 4
+    num_blocks: int = 1
+    is_sequential: bool = False
+    has_own_output: bool = True
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """A block drafter (DFlash, DSpark): layers that see the target's states as more keys and values and guess
+    `block_size` tokens in one pass.
+
+    Slot k sees the target's states before the anchor, the anchor and (if `is_causal`) the slots before it, else all
+    slots; slot k predicts the token behind it, the anchor's slot included. A correction of rank `markov_rank` (0: none)
+    adds W2 W1[token before] to each slot's logits.
+    """
+
+    layer: ModelConfig
+    target_hidden_size: int
+    target_num_layers: int
+    taps: tuple[int, ...]
+    draft_vocab_size: int
+    block_size: int = 8
+    markov_rank: int = 64
+    is_causal: bool = True
+    has_confidence: bool = False
+
+    def __post_init__(self) -> None:
+        _check_taps(self.taps, self.target_num_layers)
+        if self.block_size < 1:
+            raise ConfigError("block_size", self.block_size, "must be at least 1")
+
+
+HeadConfig = EagleConfig | MedusaConfig | BlockConfig
+
+
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """The layers that EAGLE-3 reads unless told otherwise: low, mid, high.
+
+    Raises:
+        ConfigError: the target is too shallow for three different ones.
+    """
+    taps = (2, num_layers // 2, num_layers - 3)
+    if len(set(taps)) < 3 or list(taps) != sorted(taps):
+        raise ConfigError("taps", None, f"a target of {num_layers} layers needs taps of its own: name three of them")
+    return taps
+
+
+def _check_taps(taps: tuple[int, ...], num_layers: int) -> None:
+    if not taps or list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] <= num_layers:
+        raise ConfigError("taps", taps, f"must be ascending layers between 0 and {num_layers}, each once")
