@@ -20,8 +20,8 @@ from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, merge_dra
 from foretoken.draft.base import Factory, Feedback, HiddenRows, product_of
 from foretoken.draft.by_place import propose_by_place
 from foretoken.draft.chain import PROBABILITIES
+from foretoken.draft.heads import open_head
 from foretoken.draft.lookup_tree import LookupTree, assemble
-from foretoken.draft.open_head import open_head
 from foretoken.draft.rank_tree import NUM_RANKS, RankChances, RankTree, best_ranks
 from foretoken.heads.medusa import MedusaHead
 from foretoken.model.interface import LanguageModel, SharesWeights
@@ -81,11 +81,9 @@ class MedusaDrafter:
         """See `base.Factory`.
 
         Raises:
-            ConfigError, CheckpointError, MismatchError, UnsupportedModelError: see `open_head`.
+            ConfigError, ModelError: see `open_head`.
         """
-        head, target = open_head(factory, spec, cls.name)
-        assert isinstance(head, MedusaHead)
-        return cls(head, target)
+        return cls(*open_head(factory, spec, MedusaHead))
 
     def models(self) -> Sequence[LanguageModel]:
         """See `base.ModelDrafter`: none beside the target."""
