@@ -21,7 +21,7 @@ from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Factory, Feedback, HiddenRows, product_of
 from foretoken.draft.by_place import propose_by_place
 from foretoken.draft.chain import PROBABILITIES
-from foretoken.draft.heads import open_head
+from foretoken.draft.open_head import open_head
 from foretoken.draft.stored_rows import StoredRows
 from foretoken.heads.block import BlockHead
 from foretoken.heads.block_attention import CachedAttention

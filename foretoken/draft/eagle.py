@@ -22,7 +22,7 @@ from foretoken.draft import branches, chain
 from foretoken.draft.base import Factory, Feedback, HiddenRows, product_of
 from foretoken.draft.branches import Growth
 from foretoken.draft.chain import PROBABILITIES, Chain
-from foretoken.draft.heads import open_head
+from foretoken.draft.open_head import open_head
 from foretoken.draft.stored_rows import StoredRows
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_cache import CachedEagle, EagleGuess

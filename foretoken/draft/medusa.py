@@ -20,8 +20,8 @@ from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, merge_dra
 from foretoken.draft.base import Factory, Feedback, HiddenRows, product_of
 from foretoken.draft.by_place import propose_by_place
 from foretoken.draft.chain import PROBABILITIES
-from foretoken.draft.heads import open_head
 from foretoken.draft.lookup_tree import LookupTree, assemble
+from foretoken.draft.open_head import open_head
 from foretoken.draft.rank_tree import NUM_RANKS, RankChances, RankTree, best_ranks
 from foretoken.heads.medusa import MedusaHead
 from foretoken.model.interface import LanguageModel, SharesWeights

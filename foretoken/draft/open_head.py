@@ -1,8 +1,6 @@
-"""Opens a trained head for a target: its folder, whether it fits, in the target's number format."""
+"""The trained head that a configuration names, ready to draft for its target."""
 
 from __future__ import annotations
-
-from typing import TypeVar
 
 import torch
 
@@ -18,33 +16,26 @@ from foretoken.model.interface import LanguageModel, SharesWeights
 from foretoken.model.layers import Linear
 from foretoken.model.open import native_config
 
-_Head = TypeVar("_Head", bound=Head)
 
-
-def open_head(factory: Factory, spec: SpecConfig, kind: type[_Head]) -> tuple[_Head, SharesWeights]:
-    """The head that `spec` names, ready to run (its matrices packed, on a CPU that can), and the target, whose
-    embedding and output matrix it uses.
+def open_head(factory: Factory, spec: SpecConfig, kind: str) -> tuple[Head, SharesWeights]:
+    """The head of `spec.head` for drafter `kind`, in the target's number format and place, and the target.
 
     Raises:
-        ConfigError: no head is named, one that another drafter runs, or a target without those parts.
-        CheckpointError, UnsupportedModelError, MismatchError: see `load_head`.
+        ConfigError: no head is named, it is of another kind, or the target has no parts that a head can use.
+        CheckpointError, MismatchError, UnsupportedModelError: see `load_head`.
     """
     if spec.head is None:
-        raise ConfigError("head", None, f"drafter={spec.drafter!r} needs {A_HEAD}")
-    folder = head_folder(spec.head)
+        raise ConfigError("head", None, f"drafter={kind!r} needs {A_HEAD}")
+    folder, target = head_folder(spec.head), factory.target
     found = head_kind(folder)
-    if found != kind.name:
-        raise ConfigError("head", spec.head, f"is run by drafter={found!r}, not {spec.drafter!r}")
-    target = factory.target
+    if found != kind:
+        raise ConfigError("head", spec.head, f"is a head of drafter={found!r}, not of {kind!r}; name that drafter")
     if not isinstance(target, SharesWeights):
-        raise ConfigError(
-            "head", spec.head, "this target does not hand out its embedding and output matrix; draft without a head"
-        )
+        reason = "this target does not hand out its embedding and output matrix"
+        raise ConfigError("head", spec.head, f"{reason}; choose a drafter without a head")
     width, dtype = _embedding_of(target, spec.head)
     config = native_config(factory.folder) or _described(target, width)
-    head = load_head(folder, config, dtype, target.device, factory.folder)
-    assert isinstance(head, kind)
-    head.requires_grad_(False).eval()
+    head = load_head(folder, config, dtype, target.device, factory.folder).requires_grad_(False)
     for module in head.modules():
         if isinstance(module, Linear):
             module.pack()
@@ -57,19 +48,19 @@ def _embedding_of(target: SharesWeights, head: str) -> tuple[int, torch.dtype]:
 
     Raises:
         ConfigError: the output matrix reads rows of another width.
+        UnsupportedModelError: the target has no embedding table or output matrix.
     """
     embedded = target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))
     try:
         target.output_logits(embedded)
     except RuntimeError as error:
-        raise ConfigError(
-            "head", head, "embedding and output matrix of this target differ in width; draft without a head"
-        ) from error
+        reason = "embedding and output matrix of this target differ in width"
+        raise ConfigError("head", head, f"{reason}; choose a drafter without a head") from error
     return embedded.shape[-1], embedded.dtype
 
 
 def _described(target: LanguageModel, width: int) -> ModelConfig:
-    """What a head must fit, of a target that runs through transformers; heads and head_dim are not compared."""
+    """What a head must fit, of a target that runs through transformers; of its layers only their number counts."""
     return ModelConfig(
         model_type="other",
         vocab_size=target.vocab_size,
