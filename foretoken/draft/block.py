@@ -89,7 +89,9 @@ class BlockDrafter:
         Raises:
             ConfigError, ModelError: see `open_head`.
         """
-        return cls(*open_head(factory, spec, BlockHead))
+        head, target = open_head(factory, spec, cls.name)
+        assert isinstance(head, BlockHead)
+        return cls(head, target)
 
     def models(self) -> Sequence[LanguageModel]:
         """See `base.ModelDrafter`: none beside the target."""

@@ -66,9 +66,11 @@ class EagleDrafter:
         """See `base.Factory`.
 
         Raises:
-            ConfigError, ModelError: see `open_head`.
+            ConfigError, CheckpointError, MismatchError, UnsupportedModelError: see `open_head`.
         """
-        return cls(CachedEagle(*open_head(factory, spec, EagleHead)))
+        head, target = open_head(factory, spec, cls.name)
+        assert isinstance(head, EagleHead)
+        return cls(CachedEagle(head, target))
 
     def models(self) -> Sequence[LanguageModel]:
         """See `base.ModelDrafter`: none beside the target."""

@@ -83,7 +83,9 @@ class MedusaDrafter:
         Raises:
             ConfigError, ModelError: see `open_head`.
         """
-        return cls(*open_head(factory, spec, MedusaHead))
+        head, target = open_head(factory, spec, cls.name)
+        assert isinstance(head, MedusaHead)
+        return cls(head, target)
 
     def models(self) -> Sequence[LanguageModel]:
         """See `base.ModelDrafter`: none beside the target."""
