@@ -14,6 +14,7 @@ import torch
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.config import DRAFT_DTYPES, DRAFTERS, QUANTISED
 from foretoken.core import Batch, BatchEntry, Request
+from foretoken.draft.base import HiddenRows
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
@@ -23,6 +24,7 @@ from foretoken.engine.engine import Engine
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
+from foretoken.registry import HEADS
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import tiny_checkpoint, token_ids
 from tests.helpers.scripted import ScriptedModel, recite
@@ -31,6 +33,7 @@ from tests.helpers.watch import Watched, check_cache
 
 LOW_BIT = ("draft_model:int8", "draft_model:int4")
 MODEL_TREES = ("draft_model/static", "draft_model/best_first")
+HEAD_TREES = ("eagle/best_first", "medusa/static", "medusa:hydra/static", "medusa/best_first", "block/best_first")
 CASES = (
     "draft_model",
     *LOW_BIT,
@@ -41,10 +44,16 @@ CASES = (
     "predicted",
     "early_exit",
     "lookahead",
+    "eagle",
+    "medusa",
+    "medusa:hydra",
+    "block",
+    "block:cut",
+    *HEAD_TREES,
     "cascade",
     "mix",
 )
-TREES = (*MODEL_TREES, "ngram", "suffix", "recycling", "lookahead", "mix")
+TREES = (*MODEL_TREES, *HEAD_TREES, "ngram", "suffix", "recycling", "lookahead", "mix")
 
 TREES_OF_A_MODEL = ("chain", "static", "best_first")
 
@@ -196,9 +205,10 @@ def test_eos_anywhere(
             assert out.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("name", [case for case in CASES if not case.startswith(HEADS)])
 def test_eos_inside_an_accepted_run(name: str) -> None:
     """The target recites a text that the prompt holds already, so that every drafter guesses all of it, the end
-    included.
+    included. Of trained heads, which need a target with hidden states: tests/draft/test_trained_heads.py.
     """
     text = list(range(1, 21))
     prompt = [*text, 1, 2]
@@ -285,6 +295,10 @@ def test_propose_gives_each_request_its_own_number(
     entries = [entry(100 + i, prompt, i % 4, params, spec(num_draft=3)) for i in range(7)]
     for one in entries:
         watched.start(one.request)
+        if layers := watched.hidden_layers():
+            read = len(prompt) - 1, llm.target.config.hidden_size
+            states = {layer: torch.randn(read) for layer in layers}
+            watched.read_hidden([HiddenRows(one.request.request_id, 0, tuple(prompt[:-1]), prompt[-1], states)])
         if isinstance(watched.inner, EarlyExitDrafter):  # drafts in the target's cache
             llm.target.open(one.request.request_id)
             llm.target.forward(torch.tensor(prompt[:-1]), [Segment(one.request.request_id, len(prompt) - 1, (), 0)])

@@ -20,6 +20,8 @@ from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.draft.suffix import SuffixDrafter
 from foretoken.model.interface import EarlyExitModel, LanguageModel
+from foretoken.registry import HEADS
+from tests.helpers.tiny_heads import tiny_head
 
 # Tokens that some tests' answers hold and others' do not: a prediction may be wrong.
 PREDICTION = tuple(range(3, 60))
@@ -33,15 +35,27 @@ def predicting(spec: SpecConfig, params: SamplingParams, prediction: Sequence[in
 def spec_of(name: str, draft: Path | str | None, **options: object) -> SpecConfig:
     """`SpecConfig` of a drafter with the options it cannot do without; `early_exit` never gives up guessing.
 
-    `draft_model:int4` is a draft model in that format, `draft_model/static` one that drafts static trees.
+    `draft_model:int4` is a draft model in that format, `draft_model/static` one that drafts static trees,
+    `medusa:hydra` a kind of `medusa`. Heads are random, and are written for the target beside `draft` when there is one.
     """
     drafter, dtype, tree = re.fullmatch(r"(\w+)(?::(\w+))?(?:/(\w+))?", name).groups()
     needed = {
+        **{one: {"head": head_beside(name.split("/")[0], draft), "tree": tree or "chain"} for one in HEADS},
         "draft_model": {"draft": str(draft), "draft_dtype": dtype or "auto", "tree": tree or "chain"},
         **{one: {"draft": str(draft)} for one in ("cascade", "mix")},
         "early_exit": {"exit_layer": 1},
     }
     return SpecConfig(drafter, **needed.get(drafter, {}) | options)
+
+
+def head_beside(kind: str, draft: Path | str | None) -> str | None:
+    """A random head of `kind` for the target in the folder beside `draft`; just a name where there is no target."""
+    if draft is None:
+        return None
+    target, head = Path(draft).parent / "target", Path(draft).parent / "heads" / kind.replace(":", "-")
+    if (target / "config.json").exists() and not head.exists():
+        tiny_head(head, target, kind)
+    return str(head)
 
 
 def key_of(name: str, draft: str | None = None) -> DrafterKey:

@@ -8,10 +8,21 @@ from typing import Any
 import torch
 
 from foretoken.core import Batch, Draft, Request, Verdict
-from foretoken.draft.base import Drafter, Feedback, FollowsText, Reads, Releases, Taps
+from foretoken.draft.base import (
+    Drafter,
+    Feedback,
+    FollowsText,
+    HiddenRows,
+    HiddenStateReader,
+    PrefixStates,
+    Reads,
+    Releases,
+    Taps,
+)
 from foretoken.draft.block import BlockDrafter
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.eagle import EagleDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.lookahead import MOST_CONTINUATIONS, MOST_TOKENS, LookaheadDrafter
 from foretoken.draft.medusa import MedusaDrafter
@@ -78,6 +89,21 @@ class Watched:
             # A tree counts as its accepted path and, if that does not end at a leaf, one guess more.
             num_drafted = draft.lengths[b] if draft.is_chain(b) else num_accepted + goes_on(draft, b, verdict.paths[b])
             STATE_CHECKS[type(self.inner)](self.inner, sequence, self.texts[sequence], num_drafted, num_accepted)
+
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.inner.hidden_layers() if isinstance(self.inner, HiddenStateReader) else ()
+
+    def read_hidden(self, rows: Sequence[HiddenRows]) -> None:
+        assert isinstance(self.inner, HiddenStateReader)
+        self.inner.read_hidden(rows)
+
+    def export_states(self, request_id: int, start: int, stop: int) -> object:
+        assert isinstance(self.inner, PrefixStates)
+        return self.inner.export_states(request_id, start, stop)
+
+    def adopt_states(self, request_id: int, blocks: Sequence[object]) -> None:
+        assert isinstance(self.inner, PrefixStates)
+        self.inner.adopt_states(request_id, blocks)
 
     @property
     def num_read_tokens(self) -> int:
@@ -269,6 +295,16 @@ def check_medusa_state(
     assert own.stop in (0, len(text) - 1)
 
 
+def check_eagle_state(
+    drafter: EagleDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
+) -> None:
+    """States of the whole text before the last token, and the text itself; the cache holds some of them."""
+    own = drafter._known[sequence]
+    assert own.num_rows in (0, len(text) - 1)
+    assert own.text[: own.num_rows + 1] == text[: own.num_rows + 1]
+    assert drafter.cache.length(sequence) <= len(own.features) <= own.num_rows
+
+
 def check_block_state(
     drafter: BlockDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
 ) -> None:
@@ -290,6 +326,7 @@ STATE_CHECKS: dict[type, Callable[[Any, int, list[int], int, int], None]] = {
     OtherVocabularyDrafter: check_other_vocabulary_state,
     CascadeDrafter: check_cascade_state,
     MixDrafter: check_mix_state,
+    EagleDrafter: check_eagle_state,
     MedusaDrafter: check_medusa_state,
     BlockDrafter: check_block_state,
 }
