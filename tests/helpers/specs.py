@@ -36,7 +36,7 @@ def spec_of(name: str, draft: Path | str | None, **options: object) -> SpecConfi
     """`SpecConfig` of a drafter with the options it cannot do without; `early_exit` never gives up guessing.
 
     `draft_model:int4` is a draft model in that format, `draft_model/static` one that drafts static trees,
-    `medusa:hydra` a kind of `medusa`. Heads are random, and are written for the target beside `draft` when there is one.
+    `medusa:hydra` a kind of `medusa`. Heads are random, written for the target beside `draft` where there is one.
     """
     drafter, dtype, tree = re.fullmatch(r"(\w+)(?::(\w+))?(?:/(\w+))?", name).groups()
     needed = {
