@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import tiny_checkpoint, token_ids
 from tests.helpers.scripted import ScriptedModel, recite
 from tests.helpers.specs import bare_drafter, key_of, predicting, spec_of
-from tests.helpers.watch import Watched, check_cache
+from tests.helpers.watch import Watched, WatchedReader, check_cache
 
 LOW_BIT = ("draft_model:int8", "draft_model:int4")
 MODEL_TREES = ("draft_model/static", "draft_model/best_first")
@@ -43,16 +44,18 @@ CASES = (
     "recycling",
     "predicted",
     "early_exit",
-    "lookahead",
     "eagle",
+    "eagle:1",
+    *HEAD_TREES,
     "medusa",
     "medusa:hydra",
     "block",
     "block:cut",
-    *HEAD_TREES,
+    "lookahead",
     "cascade",
     "mix",
 )
+HEAD_CASES = tuple(case for case in CASES if re.split("[:/]", case)[0] in HEADS)
 TREES = (*MODEL_TREES, *HEAD_TREES, "ngram", "suffix", "recycling", "lookahead", "mix")
 
 TREES_OF_A_MODEL = ("chain", "static", "best_first")
@@ -205,10 +208,10 @@ def test_eos_anywhere(
             assert out.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("name", [case for case in CASES if not case.startswith(HEADS)])
+@pytest.mark.parametrize("name", [case for case in CASES if case not in HEAD_CASES])
 def test_eos_inside_an_accepted_run(name: str) -> None:
     """The target recites a text that the prompt holds already, so that every drafter guesses all of it, the end
-    included. Of trained heads, which need a target with hidden states: tests/draft/test_trained_heads.py.
+    included. It has no hidden states: heads are in tests/draft/test_trained_heads.py.
     """
     text = list(range(1, 21))
     prompt = [*text, 1, 2]
@@ -280,6 +283,16 @@ def entry(request_id: int, prompt: list[int], num_draft: int, params: SamplingPa
     return BatchEntry(request, len(prompt) - 1, (prompt[-1],), True, num_draft)
 
 
+def states_of(llm: LLM, request_id: int, prompt: list[int], layers: Sequence[int]) -> HiddenRows:
+    """The target's states of a prompt without its last token."""
+    count = len(prompt) - 1
+    llm.target.open(request_id)
+    segment = Segment(request_id, count, (), 0, num_taps=count)
+    states = llm.target.forward(torch.tensor(prompt[:-1]), [segment], layers).taps
+    llm.target.close(request_id)
+    return HiddenRows(request_id, 0, tuple(prompt[:-1]), prompt[-1], states)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_propose_gives_each_request_its_own_number(
     llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], temperature: float, monkeypatch: pytest.MonkeyPatch
@@ -295,14 +308,12 @@ def test_propose_gives_each_request_its_own_number(
     entries = [entry(100 + i, prompt, i % 4, params, spec(num_draft=3)) for i in range(7)]
     for one in entries:
         watched.start(one.request)
-        if layers := watched.hidden_layers():
-            read = len(prompt) - 1, llm.target.config.hidden_size
-            states = {layer: torch.randn(read) for layer in layers}
-            watched.read_hidden([HiddenRows(one.request.request_id, 0, tuple(prompt[:-1]), prompt[-1], states)])
         if isinstance(watched.inner, EarlyExitDrafter):  # drafts in the target's cache
             llm.target.open(one.request.request_id)
             llm.target.forward(torch.tensor(prompt[:-1]), [Segment(one.request.request_id, len(prompt) - 1, (), 0)])
             llm.target.commit(one.request.request_id, len(prompt) - 1)
+        if isinstance(watched, WatchedReader) and watched.hidden_layers():
+            watched.read_hidden([states_of(llm, one.request.request_id, prompt, watched.hidden_layers())])
         if isinstance(watched.inner, LookaheadDrafter):  # its pool knows two tokens at a time
             watched.inner._requests[one.request.request_id].pool.add(8, (9, 5))
     draft = watched.propose(Batch(tuple(entries)))

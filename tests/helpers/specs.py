@@ -35,27 +35,29 @@ def predicting(spec: SpecConfig, params: SamplingParams, prediction: Sequence[in
 def spec_of(name: str, draft: Path | str | None, **options: object) -> SpecConfig:
     """`SpecConfig` of a drafter with the options it cannot do without; `early_exit` never gives up guessing.
 
-    `draft_model:int4` is a draft model in that format, `draft_model/static` one that drafts static trees,
-    `medusa:hydra` a kind of `medusa`. Heads are random, written for the target beside `draft` where there is one.
+    `draft_model:int4` is a draft model in that format, `draft_model/static` one that drafts static trees, `eagle:1` an
+    EAGLE-1 head, `medusa:hydra` and `block:cut` kinds of those. Random heads are made beside the draft, for the target
+    there.
     """
     drafter, dtype, tree = re.fullmatch(r"(\w+)(?::(\w+))?(?:/(\w+))?", name).groups()
     needed = {
-        **{one: {"head": head_beside(name.split("/")[0], draft), "tree": tree or "chain"} for one in HEADS},
         "draft_model": {"draft": str(draft), "draft_dtype": dtype or "auto", "tree": tree or "chain"},
         **{one: {"draft": str(draft)} for one in ("cascade", "mix")},
         "early_exit": {"exit_layer": 1},
     }
+    if drafter in HEADS:
+        needed[drafter] = {"head": _head(name.split("/")[0], draft), "tree": tree or "chain"}
     return SpecConfig(drafter, **needed.get(drafter, {}) | options)
 
 
-def head_beside(kind: str, draft: Path | str | None) -> str | None:
-    """A random head of `kind` for the target in the folder beside `draft`; just a name where there is no target."""
+def _head(kind: str, draft: Path | str | None) -> str | None:
+    """The folder of a head beside the draft's; made where there is a target for it."""
     if draft is None:
         return None
-    target, head = Path(draft).parent / "target", Path(draft).parent / "heads" / kind.replace(":", "-")
-    if (target / "config.json").exists() and not head.exists():
-        tiny_head(head, target, kind)
-    return str(head)
+    folder, target = Path(draft).parent / kind.replace(":", "-"), Path(draft).parent / "target"
+    if target.exists() and not folder.exists():
+        tiny_head(folder, target, kind)
+    return str(folder)
 
 
 def key_of(name: str, draft: str | None = None) -> DrafterKey:
