@@ -34,7 +34,7 @@ from tests.helpers.watch import Watched, WatchedReader, check_cache
 
 LOW_BIT = ("draft_model:int8", "draft_model:int4")
 MODEL_TREES = ("draft_model/static", "draft_model/best_first")
-HEAD_TREES = ("eagle/best_first", "medusa/static", "medusa:hydra/static", "medusa/best_first", "block/best_first")
+HEAD_TREES = ("eagle/best_first", "medusa:hydra/static", "block:cut/best_first")
 CASES = (
     "draft_model",
     *LOW_BIT,
@@ -48,9 +48,7 @@ CASES = (
     "eagle:1",
     *HEAD_TREES,
     "medusa",
-    "medusa:hydra",
     "block",
-    "block:cut",
     "lookahead",
     "cascade",
     "mix",
