@@ -10,6 +10,7 @@ from foretoken.errors import ConfigError
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import load_head
 from foretoken.heads.kind import head_kind
+from foretoken.heads.probe import probe_at_load
 from foretoken.model.architecture import NATIVE_MODEL_TYPES
 from foretoken.model.interface import SharesWeights
 from foretoken.model.layers import Linear
@@ -39,6 +40,7 @@ def open_head(factory: Factory, spec: SpecConfig, kind: str) -> tuple[Head, Shar
         raise ConfigError("head", spec.head, f"is a head of drafter={found!r}, not of {kind!r}; name that drafter")
     dtype = target.embed(torch.zeros(1, dtype=torch.int64, device=target.device)).dtype
     head = load_head(folder, config, dtype, target.device, factory.folder).requires_grad_(False)
+    probe_at_load(head, target)
     for module in head.modules():
         if isinstance(module, Linear):
             module.pack()
