@@ -148,7 +148,7 @@ class _Maker:
         feeds_back = isinstance(self.config, EagleConfig) and self.config.norm_output
         if name == "norm.weight" and not feeds_back:
             return self._copied(small, self.first, None)
-        return torch.cat([part.repeat(self.copies) for part in small.split(self.small)])
+        return torch.cat([part.repeat(self.copies) for part in torch.split(small, self.small)])
 
     @staticmethod
     def _copied(small: Tensor, rows: Tensor, columns: Tensor | None) -> Tensor:

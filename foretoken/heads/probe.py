@@ -96,7 +96,7 @@ def probe(head: Head, target: SharesWeights, start: int = 0, num_rows: int = NUM
 def _own_text(target: SharesWeights, start: int, num_rows: int, layers: list[int]) -> HeadBatch:
     """One window that the target continues greedily, with its states at `layers`."""
     sequence = -1  # no request has this number
-    tokens, states = [start], []
+    tokens, states = [start], list[dict[int, Tensor]]()
     target.open(sequence)
     try:
         num_rows = min(num_rows, target.max_context_tokens - 1)

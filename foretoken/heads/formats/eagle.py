@@ -126,7 +126,7 @@ def eagle_tensors(config: EagleConfig) -> Iterator[tuple[str, Shape]]:
     for number in range(layer.num_layers):
         reads_embedding = number == 0 and config.version == 3
         prefix = "midlayer" if config.version == 3 and layer.num_layers == 1 else f"layers.{number}"
-        norms = ("post_attention_layernorm",)
+        norms: tuple[str, ...] = ("post_attention_layernorm",)
         if number or reads_embedding:
             norms = ("input_layernorm", *norms)
         if reads_embedding:
