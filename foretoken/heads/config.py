@@ -30,6 +30,7 @@ class EagleConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False  # EAGLE-3.1: a norm for each tap
     norm_output: bool = False  # EAGLE-3.1: feedback behind the norm
+    has_own_output: bool = False  # an `lm_head` also for the whole vocabulary; a cut one always has it
 
     def __post_init__(self) -> None:
         _check_taps(self.taps, self.target_num_layers)
