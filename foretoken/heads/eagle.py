@@ -110,6 +110,13 @@ class EagleHead(Head):
         """See `Head`."""
         initialise_weights(self, self.config.layer.num_layers, seed)
 
+    @torch.no_grad()
+    def begin_from(self, target: SharedWeights) -> None:
+        """See `Head`: an output matrix of its own begins as the target's."""
+        if self.lm_head is not None and (weight := self.lm_head.weight) is not None:
+            identity = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+            weight.copy_(self.vocabulary.restrict(target.output_logits(identity)).T)
+
     def features(self, states: Mapping[int, Tensor], target: SharedWeights) -> Tensor:
         """What the head keeps of the target's `states`, by layer [n, Dt]: [n, D]. Row i depends on rows i alone."""
         if self.config.version == 1:

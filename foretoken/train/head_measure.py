@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foretoken.heads.base import Head, HeadBatch
-from foretoken.heads.losses import LossConfig, compare, target_logits
+from foretoken.heads.losses import LossConfig, compare, same_argmax, target_logits
 from foretoken.train.frozen_target import FrozenTarget
 
 
@@ -55,11 +55,12 @@ def _by_position(
 ) -> tuple[Tensor, Tensor]:
     """alpha and equal argmax by place and position of the first guess, each `[K, B * S]`, NaN where there is none."""
     alphas, matches = [], []
-    with torch.autocast(target.device.type, torch.bfloat16):
+    with target.autocast():
         logits = target_logits(batch, target.decoder)
         for place in head.places(batch, target.decoder, num_places, seed):
             compared = compare(place, logits, head.vocabulary, LossConfig())
-            for found, values in ((alphas, compared.alpha), (matches, compared.is_greedy.float())):
+            match = same_argmax(place, logits, head.vocabulary)
+            for found, values in ((alphas, compared.alpha), (matches, match)):
                 line = torch.full((batch.wanted[:, 1:].numel(),), float("nan"), device=values.device)
                 line[place.rows - place.number] = values.float()
                 found.append(line)

@@ -40,7 +40,8 @@ class HeadTrainConfig:
     """One run; lengths in tokens, times in seconds.
 
     A step is `accumulate` batches of `batch_windows` windows of `length` tokens. `num_places` guesses are learnt at
-    each position. The run ends early after `patience` validations without a better head (0: never).
+    each position, from a random `row_share` of the positions: in a small head the output matrix costs most, and
+    neighbours teach much the same. The run ends early after `patience` validations without a better head (0: never).
     """
 
     tokens: int = 3_000_000
@@ -48,6 +49,7 @@ class HeadTrainConfig:
     accumulate: int = 1
     length: int = 512
     num_places: int = 4
+    row_share: float = 1.0
     warmup_steps: int = 30
     decay_share: float = 0.5
     clip_norm: float = 1.0
@@ -68,6 +70,8 @@ class HeadTrainConfig:
             raise ConfigError("validate_every_steps", self.validate_every_steps, "must be at least 1")
         if self.length < 2 * self.num_places:
             raise ConfigError("length", self.length, f"must be at least twice the {self.num_places} places")
+        if not 0 < self.row_share <= 1:
+            raise ConfigError("row_share", self.row_share, "must lie above 0 and be at most 1")
         if not 0 <= self.decay_share <= 1:
             raise ConfigError("decay_share", self.decay_share, "must lie between 0 and 1")
         if not 0 <= self.seed < 2**63:
@@ -188,9 +192,12 @@ class HeadTrainer:
         config, piece = self.config, self.step * self.config.accumulate + part
         numbers = range(piece * config.batch_windows, (piece + 1) * config.batch_windows)
         tokens, wanted = self.data.train.batch(numbers, config.length, config.seed)
+        if config.row_share < 1:
+            generator = torch.Generator().manual_seed(config.seed + piece)
+            wanted &= torch.rand(wanted.shape, generator=generator) < config.row_share
         batch = self.target.read(tokens, wanted, self.head.hidden_layers())
         loss = torch.zeros((), device=self.target.device)
-        with torch.autocast(self.target.device.type, torch.bfloat16):
+        with self.target.autocast():
             logits = target_logits(batch, self.target.decoder)
             for place in self.head.places(batch, self.target.decoder, config.num_places, config.seed + piece):
                 compared = compare(place, logits, self.head.vocabulary, config.loss)
