@@ -112,9 +112,11 @@ class EagleHead(Head):
 
     @torch.no_grad()
     def begin_from(self, target: SharedWeights) -> None:
-        """See `Head`: an output matrix of its own begins as the target's."""
-        if self.lm_head is not None and (weight := self.lm_head.weight) is not None:
-            identity = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+        """See `Head`: its own output matrix begins as the target's."""
+        if self.lm_head is not None:
+            assert self.lm_head.weight is not None, "training begins before matrices are packed"
+            weight = self.lm_head.weight
+            identity = torch.eye(self.config.layer.hidden_size, dtype=weight.dtype, device=weight.device)
             weight.copy_(self.vocabulary.restrict(target.output_logits(identity)).T)
 
     def features(self, states: Mapping[int, Tensor], target: SharedWeights) -> Tensor:

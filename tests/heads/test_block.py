@@ -162,9 +162,7 @@ def test_a_ragged_batch_over_the_cache_is_the_twin(kind: dict[str, object]) -> N
         new = [length - held[s] for s, length, _ in round_]
         blocks = [5 if not head.config.is_causal else size for _, _, size in round_]
         inputs = [[11 + s, *[7] * (size - 1)] for (s, _, _), size in zip(round_, blocks, strict=True)]
-        context = torch.cat(
-            [head.features({la: st[held[s] : n] for la, st in texts[s].items()}) for s, n, _ in round_]
-        )
+        context = torch.cat([head.features({la: st[held[s] : n] for la, st in texts[s].items()}) for s, n, _ in round_])
         attention = CachedAttention(cache, [s for s, _, _ in round_], new, blocks, head.config.is_causal)
         flat = torch.tensor([token for own in inputs for token in own])
         hidden = head.run(flat, context, attention.positions, attention, target)
