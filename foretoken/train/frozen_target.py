@@ -24,7 +24,7 @@ def fast_precision(device: torch.device | str) -> Precision:
     """bfloat16 where matrices are multiplied faster in it: on GPUs, and on processors with AMX; else float32."""
     if torch.device(device).type != "cpu":
         return "bfloat16"
-    return "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"  # noqa: SLF001 - torch exports no other way
+    return "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
 
 
 class FrozenTarget:

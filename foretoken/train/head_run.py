@@ -1,4 +1,4 @@
-"""A whole run of `foretoken train eagle|medusa|block`: text, head, training, the finished directory and its manifest."""
+"""A whole run of `foretoken train eagle|medusa|block`: text, head, training, the finished directory, a manifest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 import foretoken
 from foretoken.errors import ConfigError, MismatchError, StorageError
 from foretoken.files import check_folder, to_json
-from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import save_head
 from foretoken.model.open import model_folder, open_device
 from foretoken.model.tokenizer import load_tokenizer
@@ -113,12 +112,22 @@ def prepare_run(job: HeadJob) -> PreparedRun:
 def _text(job: HeadJob, folder: Path, vocab_size: int) -> HeadData:
     if job.answers is not None:
         return answered_data(job.answers, folder, vocab_size, job.settings.held_out_share)
-    tokenizer, data = prepare(job.corpus or job.out)
-    words = load_tokenizer(folder)
+    return library_data(job.corpus or job.out, folder)
+
+
+def library_data(corpus: Path, target: Path) -> HeadData:
+    """The standard library's source as running text for the target in the folder `target`; kept in `corpus`.
+
+    Raises:
+        MismatchError: the target has another tokenizer.
+        StorageError: see `prepare`.
+    """
+    tokenizer, data = prepare(corpus)
+    words = load_tokenizer(target)
     if words is None or words.vocabulary != tokenizer.get_vocab():
         raise MismatchError(
-            f"the standard library's text has the reference family's tokenizer, {folder} another: write answers of your "
-            "own target with `foretoken train answers` and train on them (--answers)"
+            f"the standard library's text has the reference family's tokenizer, {target} another: write answers of "
+            "your own target with `foretoken train answers` and train on them (--answers)"
         )
     return HeadData(TokenText.running(data.train), TokenText.running(data.held_out), "the standard library")
 
@@ -140,8 +149,8 @@ def train_head(job: HeadJob, ranks: Ranks | None = None) -> HeadResult:
     ranks = ranks or Ranks()
     run = prepare_run(job)
 
-    def keep(head: Head) -> None:
-        save_head(head, job.out / HEAD, run.target.decoder.config, run.folder, job.target, dtype="bfloat16")
+    def keep() -> None:
+        save_head(run.new.head, job.out / HEAD, run.target.decoder.config, run.folder, job.target, dtype="bfloat16")
 
     trainer = HeadTrainer(run.new.head, run.target, run.data, job.settings.train, job.out, keep, ranks)
     if ranks.is_first:
@@ -156,7 +165,7 @@ def plan_head(job: HeadJob) -> HeadPlan:
     """What `train_head` would take, from the sizes and two measured steps; trains nothing that stays."""
     run = prepare_run(job)
     config = dataclasses.replace(job.settings.train, report_every_steps=1 << 30)
-    trainer = HeadTrainer(run.new.head, run.target, run.data, config, job.out / "dry-run", lambda _head: None)
+    trainer = HeadTrainer(run.new.head, run.target, run.data, config, job.out / "dry-run", lambda: None)
     trainer.train_step()  # the first one fills memory
     started = time.perf_counter()
     trainer.train_step()

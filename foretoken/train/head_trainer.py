@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError, NumericsError, StorageError
-from foretoken.heads.base import Head
 from foretoken.heads.losses import LossConfig, compare, target_logits, weighted_loss
 from foretoken.printing.console import Console
+from foretoken.train.draft_student import Student
 from foretoken.train.frozen_target import FrozenTarget
 from foretoken.train.head_data import HeadData
 from foretoken.train.head_measure import HeadAcceptance, measure_head
@@ -108,15 +108,22 @@ class HeadTrainer:
 
     def __init__(
         self,
-        head: Head,
+        head: Student,
         target: FrozenTarget,
         data: HeadData,
         config: HeadTrainConfig,
         folder: Path,
-        keep: Callable[[Head], None],
+        keep: Callable[[], None],
         ranks: Ranks | None = None,
     ) -> None:
-        self.head, self.target, self.data, self.config, self.folder, self.keep = head, target, data, config, folder, keep
+        self.head, self.target, self.data, self.config, self.folder, self.keep = (
+            head,
+            target,
+            data,
+            config,
+            folder,
+            keep,
+        )
         self.ranks = ranks or Ranks()
         self._parameters = [p for p in head.parameters() if p.requires_grad]
         self.optimizers = make_optimizers(head, config.optimizer)
@@ -177,9 +184,9 @@ class HeadTrainer:
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, config.clip_norm)
         if not (math.isfinite(float(loss)) and math.isfinite(float(norm))):
             raise NumericsError(
-                f"the loss of step {self.step} is {float(loss)}, its gradient's norm {float(norm)}: the last saved state "
-                f"and the best head are kept in {self.folder}; start again with lower rates (optimizer.matrix_rate, "
-                "optimizer.vector_rate)"
+                f"the loss of step {self.step} is {float(loss)}, its gradient's norm {float(norm)}: the last saved "
+                f"state and the best head are kept in {self.folder}; start again with lower rates "
+                "(train.optimizer.matrix_rate, train.optimizer.vector_rate)"
             )
         for optimizer in self.optimizers:
             optimizer.step()
@@ -222,7 +229,7 @@ class HeadTrainer:
         if is_better:
             self.best, self._num_worse = found, 0
             if self.ranks.is_first:
-                self.keep(self.head)
+                self.keep()
         else:
             self._num_worse += 1
         self._record({"step": self.step, "seconds": round(self.seconds, 1), "validation": asdict(found)})
@@ -266,9 +273,7 @@ class HeadTrainer:
         self.step, self.seconds, self._num_worse = meta["step"], meta["seconds"], meta["num_worse"]
         if meta["best"] is not None:
             best = meta["best"]
-            self.best = HeadAcceptance(
-                **best | {"sampled": tuple(best["sampled"]), "greedy": tuple(best["greedy"])}
-            )
+            self.best = HeadAcceptance(**best | {"sampled": tuple(best["sampled"]), "greedy": tuple(best["greedy"])})
         self._cut_curve()
         self._say(f"resumed at step {self.step} of {self.config.num_steps}")
 
