@@ -54,7 +54,7 @@ def widened_head(head: Head, layout: WidenPlan) -> Head:
         ConfigError: see `widen_head`.
     """
     config = _wide_config(head.config, layout)
-    state, maker = head_state(head), _Maker(head.config, config, layout)
+    state, maker = head_state(head), _HeadMaker(head.config, config, layout)
     with torch.device("meta"):
         wide = make_head(config, head.vocabulary)
     made = {name: maker.make(name, tensor) for name, tensor in state.items()}
@@ -97,7 +97,7 @@ def _wide_tap(tap: int, layout: WidenPlan) -> int:
     return 0 if tap == 0 else layout.layers.index(tap - 1) + 1
 
 
-class _Maker:
+class _HeadMaker:
     """Makes the tensors of the wide head; rows and columns are lists of source indices, -1 where there is none."""
 
     def __init__(self, config: HeadConfig, wide: HeadConfig, layout: WidenPlan) -> None:

@@ -30,7 +30,7 @@ _OLDEST_VLLM = (0, 20)  # before it, keys of --speculative-config differ
 
 
 @dataclass(frozen=True)
-class Engine:
+class OtherEngine:
     """An engine by the name of `--to` and its version, given or the newest that is known here."""
 
     name: str
@@ -45,7 +45,7 @@ class Engine:
         return f"{NAMES[self.name]} {self.version}"
 
 
-def engine_of(name: str, version: str | None) -> Engine:
+def engine_of(name: str, version: str | None) -> OtherEngine:
     """The engine called `name`.
 
     Raises:
@@ -53,7 +53,7 @@ def engine_of(name: str, version: str | None) -> Engine:
     """
     if name not in NEWEST:
         raise ConfigError("to", name, f"choose one of {', '.join(NEWEST)}")
-    engine = Engine(name, version or NEWEST[name])
+    engine = OtherEngine(name, version or NEWEST[name])
     if not engine.numbers:
         raise ConfigError("engine_version", version, f"give a version such as {NEWEST[name]}")
     return engine
@@ -79,7 +79,7 @@ _RUNS = {
 }
 
 
-def refusal_reason(config: HeadConfig, engine: Engine) -> str | None:
+def refusal_reason(config: HeadConfig, engine: OtherEngine) -> str | None:
     """Why `engine` cannot run such a head; None if it can."""
     method, known = method_of(config), [name for name, engines in _RUNS.items() if engine.name in engines]
     if engine.name not in _RUNS[method]:
@@ -92,7 +92,7 @@ def refusal_reason(config: HeadConfig, engine: Engine) -> str | None:
     return _block_reason(config, engine) if isinstance(config, BlockConfig) else _medusa_reason(config, engine)
 
 
-def _eagle_reason(config: EagleConfig, engine: Engine) -> str | None:
+def _eagle_reason(config: EagleConfig, engine: OtherEngine) -> str | None:
     name = NAMES[engine.name]
     if config.version == 1:
         if config.fc_bias and engine.name == "vllm":
@@ -122,7 +122,7 @@ def _eagle_reason(config: EagleConfig, engine: Engine) -> str | None:
     return None
 
 
-def _block_reason(config: BlockConfig, engine: Engine) -> str | None:
+def _block_reason(config: BlockConfig, engine: OtherEngine) -> str | None:
     if 0 in config.taps:
         return f"{NAMES[engine.name]} counts outputs of layers, and tap 0 is the embedding"
     if config.is_causal and engine.name != "vllm":
@@ -132,7 +132,7 @@ def _block_reason(config: BlockConfig, engine: Engine) -> str | None:
     return None
 
 
-def _medusa_reason(config: MedusaConfig, engine: Engine) -> str | None:
+def _medusa_reason(config: MedusaConfig, engine: OtherEngine) -> str | None:
     if engine.name == "vllm" and engine.numbers[:2] > _LAST_MEDUSA_VLLM:
         return "vLLM runs Medusa up to 0.32 only; give --engine-version 0.32, or train an eagle head"
     if engine.name == "tgi" and not config.has_own_output and config.num_blocks > 1:

@@ -6,7 +6,7 @@ import json
 import shlex
 from dataclasses import dataclass, field
 
-from foretoken.export.engines import Engine, method_of
+from foretoken.export.engines import OtherEngine, method_of
 from foretoken.heads.config import BlockConfig, EagleConfig, HeadConfig, MedusaConfig
 from foretoken.heads.formats.layer_ids import are_default_taps, taps_to_outputs
 
@@ -29,7 +29,7 @@ class Launch:
         return env + shlex.join(self.argv)
 
 
-def launch_of(config: HeadConfig, engine: Engine, target: str, head: str, num_draft: int) -> Launch:
+def launch_of(config: HeadConfig, engine: OtherEngine, target: str, head: str, num_draft: int) -> Launch:
     """How `engine` starts `target` with the head in the folder `head`, guessing `num_draft` tokens."""
     makers = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "llamacpp": _llamacpp, "tgi": _tgi}
     return makers[engine.name](config, engine, target, head, num_draft)
@@ -42,7 +42,7 @@ def most_draft(config: HeadConfig) -> int | None:
     return config.num_heads if isinstance(config, MedusaConfig) else config.num_places
 
 
-def _vllm(config: HeadConfig, engine: Engine, target: str, head: str, num_draft: int) -> Launch:  # noqa: ARG001
+def _vllm(config: HeadConfig, engine: OtherEngine, target: str, head: str, num_draft: int) -> Launch:  # noqa: ARG001
     # Without "method" it is guessed from the path.
     spec: dict[str, object] = {"method": method_of(config), "model": head, "num_speculative_tokens": num_draft}
     if isinstance(config, EagleConfig):
@@ -51,7 +51,7 @@ def _vllm(config: HeadConfig, engine: Engine, target: str, head: str, num_draft:
     return Launch(("vllm", "serve", target, "--speculative-config", json.dumps(spec)), notes=notes)
 
 
-def _sglang(config: HeadConfig, engine: Engine, target: str, head: str, num_draft: int) -> Launch:  # noqa: ARG001
+def _sglang(config: HeadConfig, engine: OtherEngine, target: str, head: str, num_draft: int) -> Launch:  # noqa: ARG001
     algorithm = {"eagle": "EAGLE", "eagle3": "EAGLE3", "dflash": "DFLASH", "dspark": "DSPARK"}[method_of(config)]
     argv = ["python", "-m", "sglang.launch_server", "--model-path", target]
     argv += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", head]
@@ -66,7 +66,7 @@ def _sglang(config: HeadConfig, engine: Engine, target: str, head: str, num_draf
     return Launch(tuple(argv), notes=tuple(notes))
 
 
-def _trtllm(config: HeadConfig, engine: Engine, target: str, head: str, num_draft: int) -> Launch:
+def _trtllm(config: HeadConfig, engine: OtherEngine, target: str, head: str, num_draft: int) -> Launch:
     kind = {"eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark"}[method_of(config)]
     lines = ["speculative_config:", f"  decoding_type: {kind}", f"  max_draft_len: {num_draft}"]
     lines.append(f"  speculative_model: {json.dumps(head)}")
@@ -76,7 +76,7 @@ def _trtllm(config: HeadConfig, engine: Engine, target: str, head: str, num_draf
     return Launch(("trtllm-serve", target, option, "spec.yaml"), files={"spec.yaml": "\n".join(lines) + "\n"})
 
 
-def _llamacpp(config: HeadConfig, engine: Engine, target: str, head: str, num_draft: int) -> Launch:  # noqa: ARG001
+def _llamacpp(config: HeadConfig, engine: OtherEngine, target: str, head: str, num_draft: int) -> Launch:  # noqa: ARG001
     convert = ("python", "convert_hf_to_gguf.py")
     prepare = (
         (*convert, target, "--outtype", "bf16", "--outfile", "target.gguf"),
@@ -91,7 +91,7 @@ def _llamacpp(config: HeadConfig, engine: Engine, target: str, head: str, num_dr
     return Launch(tuple(argv), prepare=prepare, notes=notes)
 
 
-def _tgi(config: HeadConfig, engine: Engine, target: str, head: str, num_draft: int) -> Launch:  # noqa: ARG001
+def _tgi(config: HeadConfig, engine: OtherEngine, target: str, head: str, num_draft: int) -> Launch:  # noqa: ARG001
     notes = (
         f"The target is {target}, named by base_model_name_or_path in config.json.",
         "TGI turns Medusa off for batches of more than 128 tokens.",

@@ -8,13 +8,13 @@ import json
 from collections.abc import Callable
 
 from foretoken.errors import ConfigError
-from foretoken.export.engines import NAMES, Engine
+from foretoken.export.engines import NAMES, OtherEngine
 from foretoken.export.launch import Launch
 
 _Maker = Callable[[str, str, int], Launch]
 
 
-def plain_launch(drafter: str, engine: Engine, target: str, draft: str | None, num_draft: int) -> Launch:
+def plain_launch(drafter: str, engine: OtherEngine, target: str, draft: str | None, num_draft: int) -> Launch:
     """How `engine` starts `target` with one of our drafters that has a counterpart there.
 
     Raises:

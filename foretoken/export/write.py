@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foretoken.errors import ConfigError, StorageError
-from foretoken.export.engines import Engine, method_of, refusal_reason
+from foretoken.export.engines import OtherEngine, method_of, refusal_reason
 from foretoken.export.launch import Launch, launch_of, most_draft
 from foretoken.export.plain import plain_launch
 from foretoken.heads.base import Head
@@ -30,7 +30,7 @@ def export_head(
     head_folder: Path,
     target_folder: Path,
     target_name: str,
-    engine: Engine,
+    engine: OtherEngine,
     out: Path,
     num_draft: int,
     as_speculators: bool = False,
@@ -67,7 +67,7 @@ def export_head(
 
 
 def export_plain(
-    drafter: str, target_name: str, draft: str | None, engine: Engine, out: Path, num_draft: int
+    drafter: str, target_name: str, draft: str | None, engine: OtherEngine, out: Path, num_draft: int
 ) -> Launch:
     """Write the launch files of a drafter without a head.
 
@@ -80,7 +80,7 @@ def export_plain(
     return launch
 
 
-def _check(head: Head, engine: Engine, num_draft: int, as_speculators: bool) -> None:
+def _check(head: Head, engine: OtherEngine, num_draft: int, as_speculators: bool) -> None:
     reason = refusal_reason(head.config, engine)
     if reason is not None:
         raise ConfigError("to", str(engine), reason)
@@ -91,7 +91,7 @@ def _check(head: Head, engine: Engine, num_draft: int, as_speculators: bool) -> 
         raise ConfigError("num_draft", num_draft, f"this head guesses at most {most} tokens")
 
 
-def _adapt(folder: Path, head: Head, engine: Engine) -> None:
+def _adapt(folder: Path, head: Head, engine: OtherEngine) -> None:
     """Change the directory where an engine reads another variant than the portable one."""
     if engine.name != "sglang":
         return
@@ -112,7 +112,7 @@ def _adapt(folder: Path, head: Head, engine: Engine) -> None:
     path.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
-def _write(out: Path, engine: Engine, launch: Launch, method: str, num_draft: int, fill: Any) -> None:  # noqa: ANN401
+def _write(out: Path, engine: OtherEngine, launch: Launch, method: str, num_draft: int, fill: Any) -> None:  # noqa: ANN401
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise StorageError(f"{out} exists already; choose another folder or remove it")
@@ -134,7 +134,7 @@ def _write(out: Path, engine: Engine, launch: Launch, method: str, num_draft: in
         raise StorageError(f"cannot write the export to {out}: {error}") from error
 
 
-def launch_json(engine: Engine, launch: Launch) -> dict[str, Any]:
+def launch_json(engine: OtherEngine, launch: Launch) -> dict[str, Any]:
     """What a program needs to start the engine: `argv` runs in the folder of the files."""
     return {
         "engine": engine.name,
@@ -146,7 +146,7 @@ def launch_json(engine: Engine, launch: Launch) -> dict[str, Any]:
     }
 
 
-def _readable(engine: Engine, launch: Launch, method: str, num_draft: int) -> str:
+def _readable(engine: OtherEngine, launch: Launch, method: str, num_draft: int) -> str:
     before = [*(Launch(argv).command() for argv in launch.prepare), launch.command()]
     lines = [
         f"# {method} in {engine}",
