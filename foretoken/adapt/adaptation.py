@@ -95,6 +95,8 @@ class Adaptation:
                 yield Rest.LONG
                 continue
             yield from self._prove()
+            if self.offer is not None:
+                continue
             yield from self._learn()
             if self._is_judged or self._clock_s() - self._changed_s < self._config.swap_interval_s:
                 yield Rest.LONG if self._may_not_learn else Rest.SHORT
