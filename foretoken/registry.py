@@ -51,6 +51,8 @@ DRAFTERS: dict[str, Traits] = {
     "early_exit": Traits(
         "foretoken.draft.early_exit:EarlyExitDrafter", samples=True, fields=("exit_layer", "skip_layers", *_SAMPLING)
     ),
+    "medusa": Traits("foretoken.draft.medusa:MedusaDrafter", samples=True, fields=(*_SAMPLING, "tree", "branching")),
+    "block": Traits("foretoken.draft.block:BlockDrafter", samples=True, fields=(*_SAMPLING, "tree", "branching")),
     "lookahead": Traits("foretoken.draft.lookahead:LookaheadDrafter", fields=("lookahead_window", "lookahead_ngram")),
     "cascade": Traits(
         "foretoken.draft.cascade:CascadeDrafter", composite=True, fields=("draft", "draft_dtype", *_SAMPLING)

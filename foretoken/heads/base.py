@@ -62,6 +62,9 @@ class Head(nn.Module, ABC):
     def initialise(self, seed: int) -> None:
         """Random weights for training."""
 
+    def begin_from(self, target: SharedWeights) -> None:
+        """Before training, after `initialise`: take over what begins as a copy of the target's weights."""
+
     @abstractmethod
     def places(self, batch: HeadBatch, target: SharedWeights, num_places: int, seed: int) -> Iterator[Place]:
         """Its guesses along `batch` at the first `num_places` places of a draft, as they would be at inference: later

@@ -30,6 +30,7 @@ class EagleConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False  # EAGLE-3.1: a norm for each tap
     norm_output: bool = False  # EAGLE-3.1: feedback behind the norm
+    has_own_output: bool = False  # an `lm_head` also for the whole vocabulary; a cut one always has it
 
     def __post_init__(self) -> None:
         _check_taps(self.taps, self.target_num_layers)
@@ -41,8 +42,8 @@ class EagleConfig:
 class MedusaConfig:
     """Medusa heads, each `num_blocks` residual blocks and an output matrix over the last hidden state.
 
-    With `is_sequential` (Hydra, Ankner et al. 2402.05109) head k also sees the embeddings of the k tokens before its
-    own. Without `has_own_output` the target's output matrix is used.
+    With `is_sequential` (Hydra, Ankner et al. 2402.05109) head k, counted from 0, also sees the embeddings of the
+    anchor and of the k guesses before its own. Without `has_own_output` the target's output matrix is used.
     """
 
     hidden_size: int
@@ -60,8 +61,8 @@ class BlockConfig:
     `block_size` tokens in one pass.
 
     Slot k sees the target's states before the anchor, the anchor and (if `is_causal`) the slots before it, else all
-    slots; slot k predicts the token behind it, the anchor's slot included. A correction of rank `markov_rank` (0: none)
-    adds W2 W1[token before] to each slot's logits.
+    slots; slot k predicts the token behind it, the anchor's slot included (if `predicts_at_anchor`). A correction of
+    rank `markov_rank` (0: none) adds W2 W1[token before] to each slot's logits.
     """
 
     layer: ModelConfig
@@ -73,11 +74,18 @@ class BlockConfig:
     markov_rank: int = 64
     is_causal: bool = True
     has_confidence: bool = False
+    mask_token: int = 0  # its embedding in the target stands at the slots behind the anchor
+    predicts_at_anchor: bool = True  # False (DFlash): slot k predicts its own token, the anchor's slot nothing
 
     def __post_init__(self) -> None:
         _check_taps(self.taps, self.target_num_layers)
-        if self.block_size < 1:
-            raise ConfigError("block_size", self.block_size, "must be at least 1")
+        if self.num_places < 1:
+            raise ConfigError("block_size", self.block_size, f"must be at least {1 + (not self.predicts_at_anchor)}")
+
+    @property
+    def num_places(self) -> int:
+        """Tokens that one pass guesses."""
+        return self.block_size - (not self.predicts_at_anchor)
 
 
 HeadConfig = EagleConfig | MedusaConfig | BlockConfig

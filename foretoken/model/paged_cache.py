@@ -6,6 +6,7 @@ attention that `attention` makes for them, then committed or forgotten.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -65,6 +66,14 @@ class PagedCache:
             PagedAttention if device.type == "cpu" else BatchedAttention
         )
         self.tables: dict[int, BlockTable] = {}
+
+    def twin_cache(self) -> PagedCache:
+        """Other sequences over the same memory: only while nothing is held here, not to be used once something is."""
+        assert not self.tables, "a sequence is open"
+        assert not self.allocator.num_kept, "a text is kept"
+        twin = copy.copy(self)
+        twin.allocator, twin.tables = BlockAllocator(self.allocator.num_blocks, self.block_size), {}
+        return twin
 
     @property
     def device(self) -> torch.device:

@@ -32,17 +32,19 @@ _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 class Weights:
     """The tensors of a checkpoint folder by name, whole files and shards alike; nothing is read until asked for.
 
+    `file` is the name of a whole one.
+
     Raises:
         CheckpointError: no safetensors, a missing shard, or a truncated or corrupt file.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, file: str = WEIGHTS) -> None:
+        self.folder, self._whole = folder, file
         self._file_of: dict[str, Path] = {}
         self._about: dict[str, tuple[tuple[int, ...], str]] = {}
         check_links(folder)
         for file in self._files():
-            with _opened(file) as tensors:
+            with opened(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
                     if name in self._file_of:
                         raise CheckpointError(
@@ -54,8 +56,8 @@ class Weights:
 
     def _files(self) -> list[Path]:
         self._index: dict[str, str] = {}
-        if (self.folder / WEIGHTS).exists():  # transformers prefers it too
-            return [self.folder / WEIGHTS]
+        if (self.folder / self._whole).exists():  # transformers prefers it too
+            return [self.folder / self._whole]
         if (self.folder / INDEX).exists():
             self._index = self._read_index()
             files = [checkpoint_file(self.folder, name) for name in sorted(set(self._index.values()))]
@@ -66,7 +68,7 @@ class Weights:
                     )
             return files
         refuse_pickle(self.folder)
-        raise CheckpointError(f"{self.folder} holds neither {WEIGHTS} nor {INDEX}")
+        raise CheckpointError(f"{self.folder} holds neither {self._whole} nor {INDEX}")
 
     def _read_index(self) -> dict[str, str]:
         fields = Fields(read_json(self.folder / INDEX), str(self.folder / INDEX))
@@ -121,7 +123,23 @@ class Weights:
         """
         self._check_shape(name, shape)
         # Opened anew for each tensor: pages of a mapped file count as our memory until it is closed.
-        with _opened(self._file_of[name]) as tensors:
+        with opened(self._file_of[name]) as tensors:
+            tensor: Tensor = tensors.get_tensor(name)
+        return tensor
+
+    def read_table(self, name: str, shape: tuple[int, ...], stored: str) -> Tensor:
+        """A tensor of numbers or flags, of exactly the dtype `stored` ("I64", "BOOL").
+
+        Raises:
+            CheckpointError: missing, or of another shape or dtype.
+        """
+        self._require(name)
+        if self._about[name] != (shape, stored):
+            found = f"{self._about[name][1]} {list(self.shape(name))}"
+            raise CheckpointError(
+                f"tensor {name} in {self._file_of[name]} is {found}; config.json asks for {stored} {list(shape)}"
+            )
+        with opened(self._file_of[name]) as tensors:
             tensor: Tensor = tensors.get_tensor(name)
         return tensor
 
@@ -146,7 +164,7 @@ class Weights:
 
     def equal(self, name: str, other: str) -> bool:
         """Whether two tensors of one shape hold the same numbers."""
-        with _opened(self._file_of[name]) as tensors, _opened(self._file_of[other]) as others:
+        with opened(self._file_of[name]) as tensors, opened(self._file_of[other]) as others:
             return torch.equal(tensors.get_tensor(name), others.get_tensor(other).to(self.dtype(name)))
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
@@ -165,7 +183,7 @@ class Weights:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def opened(file: Path) -> Iterator[Any]:
     """`safe_open` whose failures say which file is broken."""
     try:
         handle: Any = safe_open(file, framework="pt")

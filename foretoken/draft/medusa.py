@@ -1,0 +1,181 @@
+"""Medusa heads over the target's last hidden state (`heads.medusa`; Cai et al. 2401.10774, Hydra: 2402.05109).
+
+Nothing is kept of a request but the newest state. A chain is drawn from the heads' distributions; "best_first" grows a
+tree over the products of their chances; "static" has Medusa's sparse tree of rank tuples, whose shape follows from how
+often each head's rank was right for this request (`rank_tree`). Its guesses are the heads' likeliest tokens, whatever
+the temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from foretoken.config import SpecConfig
+from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, merge_drafts
+from foretoken.draft.base import Feedback, HiddenRows, product_of
+from foretoken.draft.by_place import propose_by_place
+from foretoken.draft.chain import PROBABILITIES
+from foretoken.draft.lookup_tree import LookupTree, assemble
+from foretoken.draft.rank_tree import NUM_RANKS, RankChances, RankTree, best_ranks
+from foretoken.heads.medusa import MedusaHead
+from foretoken.model.interface import LanguageModel, SharesWeights
+from foretoken.transfer import to_device, to_host
+
+
+@dataclass
+class _Newest:
+    """The newest state of a request, in front of the target's final norm, and what its tree's shape follows from."""
+
+    chances: RankChances
+    state: Tensor | None = None  # [1, D]
+    stop: int = 0  # position behind it
+    tree: RankTree | None = None  # of the round that is not committed
+
+
+@dataclass(frozen=True)
+class _Guesses:
+    """What the heads say of all places (`by_place.PlaceLogits`); request b's state is row `row[b]`."""
+
+    head: MedusaHead
+    target: SharesWeights
+    states: Tensor  # [A, D] behind the target's final norm
+    row: dict[int, int]
+
+    @torch.inference_mode()
+    def at(self, place: int, requests: Sequence[int], before: Tensor) -> Tensor:
+        """See `by_place.PlaceLogits`; heads that do not see the guesses before theirs are asked once per request."""
+        device = self.states.device
+        if self.head.config.is_sequential:
+            beside = self.target.embed(before.flatten()).view(len(requests), -1)  # [A, (place + 1) * D]
+            states = self.states[to_device([self.row[b] for b in requests], device)]
+            return self.head.vocabulary.expand(self.head.guess(place, states, beside, self.target))
+        asked = {b: i for i, b in enumerate(dict.fromkeys(requests))}
+        states = self.states[to_device([self.row[b] for b in asked], device)]
+        logits = self.head.vocabulary.expand(self.head.guess(place, states, None, self.target))
+        return logits[to_device([asked[b] for b in requests], device)]
+
+    def confidence(self, place: int, request: int) -> float:  # noqa: ARG002
+        """See `by_place.PlaceLogits`: they have none."""
+        return 1.0
+
+
+class MedusaDrafter:
+    """Chains and trees from trained heads that each guess one place."""
+
+    name = "medusa"
+    keeps_answers = False  # see `base.FollowsText`
+
+    def __init__(self, head: MedusaHead, target: SharesWeights) -> None:
+        self.head, self.target = head, target
+        self._requests: dict[int, _Newest] = {}
+        self._num_ranks = min(NUM_RANKS, len(head.vocabulary.ids))
+
+    def models(self) -> Sequence[LanguageModel]:
+        """See `base.ModelDrafter`: none beside the target."""
+        return ()
+
+    def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> MedusaDrafter:
+        """See `base.ModelDrafter`."""
+        target = twin(self.target)
+        assert isinstance(target, SharesWeights)
+        return type(self)(self.head, target)
+
+    def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
+        """See `base.Variants`: the chance that a position is drafted."""
+        return product_of(spec, PROBABILITIES if spec.draft_probability == "auto" else {})
+
+    def hidden_layers(self) -> tuple[int, ...]:
+        """See `base.HiddenStateReader`: the last."""
+        return self.head.hidden_layers()
+
+    def start(self, request: Request) -> None:
+        """Nothing is known of a request yet."""
+        chances = RankChances(self.head.config.num_heads, self._num_ranks)
+        self._requests[request.request_id] = _Newest(chances)
+
+    @torch.inference_mode()
+    def read_hidden(self, rows: Sequence[HiddenRows]) -> None:
+        """See `base.HiddenStateReader`: the last row is kept."""
+        (layer,) = self.head.hidden_layers()
+        for one in rows:
+            own = self._requests[one.request_id]
+            own.state, own.stop = one.states[layer][-1:].clone(), one.stop  # a copy: the rest is not held on to
+
+    def propose(self, batch: Batch) -> Draft:
+        """Guess up to `num_draft` tokens per request, all of the batch together; none where the newest state is not
+        that before the anchor.
+        """
+        entries = batch.decoding
+        owns = [self._requests[entry.request.request_id] for entry in entries]
+        most = [
+            min(entry.num_draft, self.head.config.num_heads)
+            if own.state is not None and own.stop == entry.round_start - 1
+            else 0
+            for own, entry in zip(owns, entries, strict=True)
+        ]
+        guesses = self._read(owns, most)
+        ranked = [b for b, entry in enumerate(entries) if entry.takes_trees and entry.request.spec.tree == "static"]
+        others = [b for b in range(len(entries)) if b not in ranked]
+        device = self.target.device
+        parts = []
+        if others:
+            row = {i: guesses.row[b] for i, b in enumerate(others) if most[b]}
+            chosen = [entries[b] for b in others], [most[b] for b in others], replace(guesses, row=row)
+            parts.append((others, propose_by_place(self.name, device, *chosen)))
+        if ranked:
+            parts.append((ranked, self._propose_ranked(entries, most, ranked, guesses)))
+        return merge_drafts(len(entries), parts, device)
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:  # noqa: ARG002
+        """Count which ranks were right."""
+        for b, entry in enumerate(batch.decoding):
+            own = self._requests[entry.request.request_id]
+            if own.tree is not None:
+                own.tree.count(verdict.emitted(b), own.chances)
+                own.tree = None
+
+    def follow(self, request_id: int, tokens: Sequence[int]) -> None:
+        """See `base.FollowsText`: what was emitted comes as hidden states."""
+
+    def finish(self, request_id: int) -> None:
+        """Forget a request."""
+        del self._requests[request_id]
+
+    def export_states(self, request_id: int, start: int, stop: int) -> object:  # noqa: ARG002
+        """See `base.PrefixStates`: nothing, the newest state never comes from the cache."""
+        return ()
+
+    def adopt_states(self, request_id: int, blocks: Sequence[object]) -> None:
+        """See `base.PrefixStates`: the last token of a text is never adopted, so its state will be read."""
+
+    @torch.inference_mode()
+    def _read(self, owns: Sequence[_Newest], most: Sequence[int]) -> _Guesses:
+        """The newest states of the requests that draft, behind the target's final norm."""
+        asked = [b for b, num in enumerate(most) if num]
+        states = [state for b in asked if (state := owns[b].state) is not None]
+        normed = self.target.final_norm(torch.cat(states)) if states else torch.empty(0)
+        return _Guesses(self.head, self.target, normed, {b: i for i, b in enumerate(asked)})
+
+    def _propose_ranked(
+        self, entries: Sequence[BatchEntry], most: Sequence[int], requests: Sequence[int], guesses: _Guesses
+    ) -> Draft:
+        """Trees of rank tuples, filled with tokens level by level."""
+        trees: dict[int, RankTree] = {}
+        for b in requests:
+            own = self._requests[entries[b].request.request_id]
+            own.tree = trees[b] = RankTree(best_ranks(own.chances, entries[b].num_draft, most[b]))
+        inner = [(b, node) for b in requests for node in trees[b].inner([-1])]
+        place = 0
+        while inner:
+            before = [[entries[b].pending[-1], *trees[b].path(node)] for b, node in inner]
+            logits = guesses.at(place, [b for b, _ in inner], to_device(before, self.target.device))
+            (tops,) = to_host(logits.topk(self._num_ranks, dim=-1).indices)
+            filled = [(b, trees[b].fill(node, own)) for (b, node), own in zip(inner, tops, strict=True)]
+            inner = [(b, node) for b, children in filled for node in trees[b].inner(children)]
+            place += 1
+        drawn = [LookupTree(tuple(trees[b].tokens), tuple(node.parent for node in trees[b].ranks)) for b in requests]
+        return assemble(self.name, drawn)

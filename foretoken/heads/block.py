@@ -1,0 +1,212 @@
+"""Block drafters: one pass guesses all the tokens behind the anchor (DFlash, `z-lab/dflash`; DSpark,
+`deepseek-ai/DeepSpec`; JetSpec, `hao-ai-lab/JetSpec`).
+
+The target's states before the anchor are fused and read by every layer as keys and values. The slots begin as the
+anchor's embedding and that of a mask token. A light correction then makes each slot's logits depend on the token before
+it (DSpark's Markov head), so that a chain is drawn from left to right without another pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foretoken.errors import ConfigError
+from foretoken.heads.base import Head, HeadBatch, Place
+from foretoken.heads.block_attention import BlockLayer, ContextAttention, WindowAttention
+from foretoken.heads.config import BlockConfig
+from foretoken.heads.layers import initialise_weights
+from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.model.interface import SharedWeights
+from foretoken.model.layers import Embedding, Linear, RMSNorm
+from foretoken.model.rope import RotaryTable
+
+# In training every so many rows of text have an anchor: blocks of 8 are then about twice as many rows as the text.
+_ROWS_PER_ANCHOR = 4
+
+
+class MarkovHead(nn.Module):
+    """W2 W1[token before]: what the token before a slot adds to its logits."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.markov_w1 = Embedding(config.layer.vocab_size, config.markov_rank)
+        self.markov_w2 = Linear(config.markov_rank, config.draft_vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`tokens` [R] of the target's vocabulary -> [R, V_d]."""
+        out: Tensor = self.markov_w2(self.markov_w1(tokens))
+        return out
+
+
+class ConfidenceHead(nn.Module):
+    """The chance that the token guessed at a slot will be accepted, as a logit."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.proj = Linear(hidden_size, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`hidden` [R, D] -> [R]."""
+        out: Tensor = self.proj(hidden).squeeze(-1)
+        return out
+
+
+class BlockHead(Head):
+    """See the module.
+
+    Raises:
+        ConfigError: a configuration that no such head has.
+    """
+
+    name = "block"
+    config: BlockConfig
+
+    def __init__(self, config: BlockConfig, vocabulary: DraftVocabulary) -> None:
+        super().__init__(config, vocabulary)
+        _check(config, vocabulary)
+        hidden, eps = config.layer.hidden_size, config.layer.norm_eps
+        self.fc = Linear(len(config.taps) * config.target_hidden_size, hidden)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.layers = nn.ModuleList(BlockLayer(config.layer) for _ in range(config.layer.num_layers))
+        self.norm = RMSNorm(hidden, eps)
+        self.lm_head = None if vocabulary.is_whole else Linear(hidden, config.draft_vocab_size)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(hidden) if config.has_confidence else None
+        self._rotary: RotaryTable | None = None
+
+    def hidden_layers(self) -> tuple[int, ...]:
+        """See `Head`."""
+        return self.config.taps
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """See `Head`; the correction begins at nothing."""
+        initialise_weights(self, self.config.layer.num_layers, seed)
+        if self.markov_head is not None and self.markov_head.markov_w2.weight is not None:
+            self.markov_head.markov_w2.weight.zero_()
+
+    @torch.no_grad()
+    def begin_from(self, target: SharedWeights) -> None:
+        """See `Head`: an output matrix of its own begins as the target's."""
+        if self.lm_head is not None and (weight := self.lm_head.weight) is not None:
+            identity = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+            weight.copy_(self.vocabulary.restrict(target.output_logits(identity)).T)
+
+    def features(self, states: Mapping[int, Tensor]) -> Tensor:
+        """What the layers read of the target's `states`, by layer [n, Dt]: [n, D]. Row i depends on rows i alone."""
+        taps = torch.cat([states[layer] for layer in self.config.taps], dim=-1)
+        out: Tensor = self.hidden_norm(self.fc(taps.to(self.norm.weight.dtype)))
+        return out
+
+    def run(
+        self, tokens: Tensor, context: Tensor, positions: Tensor, attention: ContextAttention, target: SharedWeights
+    ) -> Tensor:
+        """The slots' states behind the last norm, [T, D]: blocks of `tokens` [T], anchor and masks.
+
+        `context` [C, D] are features of new context rows; `positions` [C + T] are theirs and the slots'.
+        """
+        x = target.embed(tokens)
+        rotary = self.rotary.at(positions)
+        for number, layer in enumerate(self.layers):
+            x = layer(context, x, rotary, attention, number)
+        out: Tensor = self.norm(x)
+        return out
+
+    def logits(self, hidden: Tensor, target: SharedWeights) -> Tensor:
+        """Logits over the head's vocabulary `[R, V_d]` of slots `hidden` [R, D], without the correction."""
+        own: Tensor = target.output_logits(hidden) if self.lm_head is None else self.lm_head(hidden)
+        return own
+
+    def correct(self, logits: Tensor, before: Tensor) -> Tensor:
+        """`logits` [R, V_d] with what the tokens `before` [R] the guessed ones make of them."""
+        return logits if self.markov_head is None else logits + self.markov_head(before)
+
+    def places(self, batch: HeadBatch, target: SharedWeights, num_places: int, seed: int) -> Iterator[Place]:
+        """See `Head`: blocks at random anchors, all of them in one pass; each place is corrected by the text's own
+        token before it.
+        """
+        config, tokens = self.config, batch.tokens
+        num_windows, num_rows = tokens.shape[0], tokens.shape[1] - 1
+        num_places = min(num_places, config.num_places)
+        first = config.block_size - config.num_places  # the first slot that guesses
+        num_slots = num_places + first if config.is_causal else config.block_size
+        anchors, is_anchor = _anchors(batch, seed)
+        hidden = self._slots(batch, target, anchors, num_slots)  # [B, A, W, D]
+        whole = torch.arange(num_windows, device=tokens.device)[:, None].expand_as(anchors)
+        for number in range(num_places):
+            row = anchors + number  # what the target's row says, this place guesses
+            inside = is_anchor & (row < num_rows)
+            inside &= batch.wanted[whole, (row + 1).clamp(max=num_rows)]
+            window, row = whole[inside], row[inside]  # [R] each
+            own = hidden[:, :, first + number][inside]  # [R, D]
+            logits = self.correct(self.logits(own, target), tokens[window, row])
+            rows = window * num_rows + row
+            yield Place(number, logits, rows, self._confidence_loss(own, logits, batch, rows, target))
+
+    def _slots(self, batch: HeadBatch, target: SharedWeights, anchors: Tensor, num_slots: int) -> Tensor:
+        """States behind the last norm of the blocks at `anchors` [B, A]: [B, A, W, D]."""
+        num_windows, num_rows = batch.tokens.shape[0], batch.tokens.shape[1] - 1
+        slots = torch.arange(num_slots, device=anchors.device)
+        # Slots behind the end of the context only fill up blocks.
+        places = (anchors[:, :, None] + slots).clamp(max=self.config.layer.max_context_tokens - 1)  # [B, A, W]
+        inputs = torch.full_like(places, self.config.mask_token)
+        inputs[:, :, 0] = batch.tokens.gather(1, anchors)
+        rows = torch.arange(num_rows, device=anchors.device).repeat(num_windows)
+        context = self.features({layer: state.flatten(0, 1) for layer, state in batch.states.items()})
+        attention = WindowAttention(self.config.layer, anchors, num_rows, num_slots, self.config.is_causal)
+        hidden = self.run(inputs.flatten(), context, torch.cat((rows, places.flatten())), attention, target)
+        return hidden.view(*places.shape, -1)
+
+    def _confidence_loss(
+        self, hidden: Tensor, logits: Tensor, batch: HeadBatch, rows: Tensor, target: SharedWeights
+    ) -> Tensor | None:
+        """Cross entropy of the confidence and the chance sum min(p, q) that a guess is accepted; it trains nothing
+        else.
+        """
+        if self.confidence_head is None or not len(rows):
+            return None
+        with torch.no_grad():
+            p = target.output_logits(batch.normed.flatten(0, 1)[rows]).float().softmax(-1)
+            accepted = self.vocabulary.restrict(p).minimum(logits.float().softmax(-1)).sum(-1)  # [R]
+        guessed = self.confidence_head(hidden.detach()).float()
+        return F.binary_cross_entropy_with_logits(guessed, accepted.clamp(0, 1))
+
+    @property
+    def rotary(self) -> RotaryTable:
+        """cos and sin table in the weights' own dtype and device."""
+        if self._rotary is None:
+            weight = self.norm.weight
+            self._rotary = RotaryTable(self.config.layer, weight.device, weight.dtype)
+        return self._rotary
+
+
+def _anchors(batch: HeadBatch, seed: int) -> tuple[Tensor, Tensor]:
+    """Random anchors of each window whose next token is wanted: positions [B, A], and which of them are such."""
+    allowed = batch.wanted[:, 1:].cpu()  # [B, S]
+    chance = torch.rand(allowed.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(~allowed, -1.0)
+    count = -(-allowed.shape[1] // _ROWS_PER_ANCHOR)
+    best = chance.topk(count, dim=1)
+    device = batch.tokens.device
+    return best.indices.to(device), (best.values >= 0).to(device)
+
+
+def _check(config: BlockConfig, vocabulary: DraftVocabulary) -> None:
+    hidden, target_hidden = config.layer.hidden_size, config.target_hidden_size
+    if hidden != target_hidden:
+        raise ConfigError(
+            "hidden_size", hidden, f"must be the target's, {target_hidden}: the slots begin as the target's embeddings"
+        )
+    if config.layer.sliding_window:
+        raise ConfigError("sliding_window", config.layer.sliding_window, "block drafters attend to the whole text")
+    if len(vocabulary.ids) != config.draft_vocab_size:
+        raise ConfigError(
+            "draft_vocab_size", config.draft_vocab_size, f"the vocabulary has {len(vocabulary.ids)} tokens"
+        )
+    if not 0 <= config.mask_token < config.layer.vocab_size:
+        raise ConfigError(
+            "mask_token", config.mask_token, f"must be a token of the target, below {config.layer.vocab_size}"
+        )

@@ -1,0 +1,156 @@
+"""What the slots of a block attend to: the target's states before the anchor, as keys and values that each layer of the
+drafter makes of them, and the slots of their own block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.heads.layers import HeadAttention, HeadMLP
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.attention.paged import PagedAttention
+from foretoken.model.interface import Segment
+from foretoken.model.layers import RMSNorm
+from foretoken.model.paged_cache import PagedCache
+from foretoken.model.rope import rotate
+from foretoken.transfer import to_device
+
+
+class ContextAttention(Protocol):
+    """Stores this pass's keys and values and returns what each slot's query reads."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`query` [T, H, K] of the slots; `key` and `value` [C + T, G, K] of C new context rows, then of the slots ->
+        [T, H, K].
+        """
+        ...
+
+
+class BlockAttention(HeadAttention):
+    """Attention whose keys and values come from context rows and slots alike, through the same matrices."""
+
+    def read(
+        self, context: Tensor, x: Tensor, rotary: tuple[Tensor, Tensor], attention: ContextAttention, layer: int
+    ) -> Tensor:
+        """`context` [C, D] and slots `x` [T, D] -> [T, D]; `rotary` of all C + T rows."""
+        cos, sin = rotary
+        first, seen = len(context), torch.cat((context, x))
+        query = self.q_proj(x).view(len(x), -1, self.shape.head_dim)  # [T, H, K]
+        key, value = (
+            project(seen).view(len(seen), -1, self.shape.head_dim) for project in (self.k_proj, self.v_proj)
+        )  # [C + T, G, K]
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = rotate(query, cos[first:], sin[first:]), rotate(key, cos, sin)
+        out: Tensor = self.o_proj(attention.attend(layer, query, key, value).reshape(len(x), -1))
+        return out
+
+
+class BlockLayer(nn.Module):
+    """Pre-norm attention and gated MLP over the slots; context rows are read as they are, without the layer's norm."""
+
+    def __init__(self, shape: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.self_attn = BlockAttention(shape, shape.hidden_size)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.mlp = HeadMLP(shape)
+
+    def forward(
+        self, context: Tensor, x: Tensor, rotary: tuple[Tensor, Tensor], attention: ContextAttention, layer: int
+    ) -> Tensor:
+        """The residual stream of the slots `x` [T, D] behind this layer."""
+        x = x + self.self_attn.read(context, self.input_layernorm(x), rotary, attention, layer)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class WindowAttention:
+    """Training: A blocks of W slots in each of B windows of S context rows, no cache.
+
+    `anchors` [B, A] are their anchors' positions; a slot sees the context rows before its anchor.
+    """
+
+    def __init__(self, shape: ModelConfig, anchors: Tensor, num_rows: int, num_slots: int, is_causal: bool) -> None:
+        self.shape, self.num_slots = shape, num_slots
+        self.num_windows, self.num_blocks = anchors.shape
+        self.num_rows = num_rows
+        ones = torch.ones(num_slots, num_slots, dtype=torch.bool, device=anchors.device)
+        own = ones.tril() if is_causal else ones
+        before = torch.arange(num_rows, device=anchors.device) < anchors[:, :, None, None]  # [B, A, 1, S]
+        self._visible = torch.cat((before.expand(-1, -1, num_slots, -1), own.expand(*anchors.shape, -1, -1)), dim=-1)[
+            :, None, None
+        ]  # [B, 1, 1, A, W, S + W]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG002
+        """See `ContextAttention`."""
+        heads, groups, head_dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
+        windows, blocks, slots, rows = self.num_windows, self.num_blocks, self.num_slots, self.num_rows
+        past = windows * rows
+        q = query.view(windows, blocks, slots, groups, heads // groups, head_dim).permute(0, 3, 4, 1, 2, 5)
+        q = q * head_dim**-0.5  # [B, G, H/G, A, W, K]
+        flat = q.reshape(windows, groups, -1, head_dim)  # [B, G, H/G * A * W, K]
+        context_key, context_value = (
+            one[:past].view(windows, rows, groups, head_dim).transpose(1, 2) for one in (key, value)
+        )  # [B, G, S, K]
+        own_key, own_value = (
+            one[past:].view(windows, blocks, slots, groups, head_dim).permute(0, 3, 1, 2, 4)[:, :, None]
+            for one in (key, value)
+        )  # [B, G, 1, A, W, K]
+        scores = torch.cat(
+            ((flat @ context_key.transpose(2, 3)).view(*q.shape[:-1], rows), q @ own_key.transpose(-1, -2)), dim=-1
+        )  # [B, G, H/G, A, W, S + W]
+        scores = scores if scores.dtype == torch.float64 else scores.float()
+        weights = scores.masked_fill(~self._visible, float("-inf")).softmax(-1).to(value.dtype)
+        read = weights[..., rows:] @ own_value
+        read = read + (weights[..., :rows].reshape(*flat.shape[:-1], rows) @ context_value).view(q.shape)
+        return read.permute(0, 3, 4, 1, 2, 5).reshape(-1, heads, head_dim)
+
+
+class CachedAttention:
+    """Inference: a block behind the context of each of some sequences; keys and values are in `cache`.
+
+    `num_new` and `num_slots` count the new context rows and the slots of each. `commit` keeps the context rows; the
+    slots are forgotten, the next pass overwrites them.
+
+    Raises:
+        CapacityError: no room for the rows.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        sequences: Sequence[int],
+        num_new: Sequence[int],
+        num_slots: Sequence[int],
+        is_causal: bool,
+    ) -> None:
+        self._rows = [(one, rows) for one, rows in zip(sequences, num_new, strict=True) if rows]
+        new = cache.admit([Segment(one, rows, (), 0) for one, rows in self._rows])
+        slots = cache.admit([Segment(one, rows) for one, rows in zip(sequences, num_slots, strict=True)], num_new)
+        self._cache, self._num_new = cache, len(new.positions)
+        device = cache.device
+        self.positions = to_device([*new.positions, *slots.positions], device)  # [C + T]
+        self._new_slots, own = to_device(new.slots, device), to_device(slots.slots, device)
+        kind = cache.attention
+        if not is_causal:
+            kind = PagedAttention  # the one whose mask can be left out
+            for reader in slots.readers:
+                reader.masks[None] = None
+        self._attention = kind(cache.local, cache.pool, own, slots.readers)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `ContextAttention`."""
+        first = self._num_new
+        if first:
+            self._cache.pool.write(layer, self._new_slots, key[:first], value[:first])
+        return self._attention.attend(layer, query, key[first:], value[first:])
+
+    def commit(self) -> None:
+        """After the pass: keep the context rows."""
+        for sequence, rows in self._rows:
+            self._cache.commit(sequence, rows)

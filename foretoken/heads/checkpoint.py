@@ -1,0 +1,296 @@
+"""Directories of trained heads: read one for a target, write one.
+
+Read are the portable EAGLE-3 directory, EAGLE-1/2, Medusa, DFlash and DSpark, and speculators' form of them
+(`formats`). The names and shapes that `config.json` asks for are compared with the headers of the file before a weight
+is read: engines load a head with a tensor too few, or too many, without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from foretoken.errors import CheckpointError, ModelError, StorageError
+from foretoken.heads.base import Head
+from foretoken.heads.block import BlockHead
+from foretoken.heads.config import BlockConfig, EagleConfig, HeadConfig, MedusaConfig
+from foretoken.heads.eagle import EagleHead
+from foretoken.heads.formats.block import block_from_json, block_json, block_tensors
+from foretoken.heads.formats.eagle import eagle_from_json, eagle_json, eagle_tensors, network_name
+from foretoken.heads.formats.layers import Shape
+from foretoken.heads.formats.medusa import (
+    MEDUSA_WEIGHTS,
+    TOKEN_MAP,
+    medusa_from_json,
+    medusa_json,
+    medusa_name,
+    medusa_tensors,
+    medusa_vocab_size,
+)
+from foretoken.heads.formats.pairing import NOTE, check_note, target_note
+from foretoken.heads.formats.speculators import from_speculators, is_speculators
+from foretoken.heads.kind import head_kind
+from foretoken.heads.medusa import MedusaHead
+from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.fields import Fields, read_json
+from foretoken.model.loader import parse_dtype, stored_dtype
+from foretoken.model.weights import INDEX, WEIGHTS, Weights
+from foretoken.model.writing import writing_folder
+
+_OFFSETS, _MASK = "d2t", "t2d"  # target id = draft id + d2t[draft id]; the mask of the same ids
+_EMBEDDING = "embed_tokens.weight"
+_SHOWN = 3  # tensors that an error names
+
+
+def load_head(
+    folder: Path,
+    target: ModelConfig,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    target_folder: Path | None = None,
+) -> Head:
+    """The head in `folder`, its weights plain (not packed) and trainable. "auto" is the dtype it is stored in.
+
+    With `target_folder` its tokenizer is compared with the one the head was trained with, where the head knows it.
+
+    Raises:
+        CheckpointError: a file or tensor that is missing, truncated, superfluous or malformed.
+        MismatchError: made for another target or tokenizer.
+        UnsupportedModelError: a kind or variant of head that is not run here.
+        ConfigError: the target has too few layers for the head's defaults.
+    """
+    kind, place = head_kind(folder), torch.device(device)
+    check_note(folder, target, target_folder)
+    fields = read_fields(folder)
+    weights = Weights(folder, MEDUSA_WEIGHTS if (folder / MEDUSA_WEIGHTS).exists() else WEIGHTS)
+    config = read_head_config(fields, kind, target, frozenset(weights.own_names))
+    stored = _stored_names(weights, config)
+    vocabulary = _read_vocabulary(weights, config, fields)
+    expected = head_tensors(config, len(vocabulary.ids))
+    problems = tensor_problems(weights, stored, expected)
+    if problems:
+        raise CheckpointError(f"{folder}: " + "; ".join(problems[:_SHOWN]) + _more(len(problems) - _SHOWN))
+    wanted = parse_dtype(dtype, stored_dtype(fields.raw, weights, fields.where))
+    with torch.device("meta"):
+        head = make_head(config, vocabulary.to(place))
+    state = {name: weights.read(stored[name], shape).to(place, wanted, copy=True) for name, shape in expected.items()}
+    head.load_state_dict(state, strict=True, assign=True)
+    return head
+
+
+def save_head(
+    head: Head,
+    folder: Path,
+    target: ModelConfig,
+    target_folder: Path | None = None,
+    target_name: str | None = None,
+    dtype: str | torch.dtype = "auto",
+) -> None:
+    """Write `head` as the directory of its kind, with a note on its target; "auto" keeps the dtype of the weights.
+
+    `target_folder` adds the tokenizer's digest to the note; `target_name` is what TGI has to load beside Medusa heads.
+    Files are written beside their final names first: a crash or a full disk leaves the old ones whole.
+
+    Raises:
+        StorageError: the folder cannot be written.
+        ModelError: the head is packed.
+        ConfigError: layers that the format has no words for.
+    """
+    state = head_state(head)
+    wanted = parse_dtype(dtype, next(iter(state.values())).dtype)
+    raw = head_json(head.config, str(wanted).removeprefix("torch."), len(head.vocabulary.ids), target_name)
+    tensors = {name: tensor.detach().to("cpu", wanted) for name, tensor in state.items()}
+    tensors |= vocabulary_tables(head.config, head.vocabulary)
+    write_head(folder, raw, tensors, {NOTE: target_note(target, target_folder)})
+
+
+def write_head(
+    folder: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], notes: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Write `config.json`, the weights under the name that its kind has, and `notes` by file name.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    file = MEDUSA_WEIGHTS if raw.get("model_type") == "medusa" else WEIGHTS
+    try:
+        with writing_folder(folder, ".writing-") as draft:
+            plain = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+            save_file(plain, draft / file, metadata={"format": "pt"})
+            for name, content in {"config.json": raw, **notes}.items():
+                (draft / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            (folder / INDEX).unlink(missing_ok=True)  # of an older, sharded head
+            for path in sorted(draft.iterdir(), reverse=True):  # the weights before what describes them
+                path.chmod(0o644)
+                os.replace(path, folder / path.name)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"cannot write the head to {folder}: {error}") from error
+
+
+def read_fields(folder: Path) -> Fields:
+    """`config.json` of a head; speculators' form is rewritten into that of its kind.
+
+    Raises:
+        CheckpointError: missing or malformed.
+    """
+    fields = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    return from_speculators(fields) if is_speculators(fields) else fields
+
+
+def read_head_config(fields: Fields, kind: str, target: ModelConfig, names: frozenset[str]) -> HeadConfig:
+    """The configuration of a head of this `kind`, from its `config.json` and the `names` of its tensors.
+
+    Raises:
+        CheckpointError, MismatchError, UnsupportedModelError, ConfigError: see `load_head`.
+    """
+    if kind == "medusa":
+        return medusa_from_json(fields, target, names)
+    if kind == "block":
+        return block_from_json(fields, target)
+    return eagle_from_json(fields, target, names)
+
+
+def head_json(config: HeadConfig, dtype: str, draft_vocab_size: int, target_name: str | None = None) -> dict[str, Any]:
+    """`config.json` of a head.
+
+    Raises:
+        ConfigError: layers that the format has no words for.
+    """
+    if isinstance(config, MedusaConfig):
+        return medusa_json(config, dtype, draft_vocab_size, target_name)
+    return block_json(config, dtype) if isinstance(config, BlockConfig) else eagle_json(config, dtype)
+
+
+def head_tensors(config: HeadConfig, draft_vocab_size: int) -> dict[str, Shape]:
+    """Name and shape of every tensor of a head's network: `state_dict()` of the head."""
+    if isinstance(config, MedusaConfig):
+        return dict(medusa_tensors(config, draft_vocab_size))
+    return dict(block_tensors(config) if isinstance(config, BlockConfig) else eagle_tensors(config))
+
+
+def make_head(config: HeadConfig, vocabulary: DraftVocabulary) -> Head:
+    """The network of a configuration, on torch's default device.
+
+    Raises:
+        ConfigError: a configuration that no head has.
+    """
+    if isinstance(config, MedusaConfig):
+        return MedusaHead(config, vocabulary)
+    return BlockHead(config, vocabulary) if isinstance(config, BlockConfig) else EagleHead(config, vocabulary)
+
+
+def head_state(head: Head) -> dict[str, Tensor]:
+    """The weights of a head by name.
+
+    Raises:
+        ModelError: it is packed.
+    """
+    state = head.state_dict()
+    expected = head_tensors(head.config, len(head.vocabulary.ids))
+    missing = sorted(expected.keys() - state.keys())
+    if missing:
+        raise ModelError(
+            f"the head has no plain weights left to write ({missing[0]}): load it again, without packing it"
+        )
+    return state
+
+
+def vocabulary_tables(config: HeadConfig, vocabulary: DraftVocabulary) -> dict[str, Tensor]:
+    """The tables that tell an engine which tokens a head guesses among.
+
+    EAGLE-3 always has them; other kinds where the vocabulary is cut.
+    """
+    ids = vocabulary.ids.cpu()
+    if vocabulary.is_whole and not (isinstance(config, EagleConfig) and config.version == 3):
+        return {}
+    if isinstance(config, MedusaConfig):
+        return {TOKEN_MAP: ids}
+    mask = torch.zeros(vocabulary.target_vocab_size, dtype=torch.bool)
+    mask[ids] = True
+    return {_OFFSETS: ids - torch.arange(len(ids)), _MASK: mask}
+
+
+def tensor_problems(weights: Weights, stored: Mapping[str, str], expected: Mapping[str, Shape]) -> list[str]:
+    """What the headers have too few, too many or in another shape; `stored` has the file's names by the network's."""
+    problems = [f"tensor {name} is missing" for name in expected if name not in stored]
+    for name, own in stored.items():
+        if name not in expected:
+            problems.append(f"tensor {own} has no place in the head that config.json describes")
+        elif weights.shape(own) != expected[name]:
+            found, wanted = list(weights.shape(own)), list(expected[name])
+            problems.append(f"tensor {own} has shape {found}; config.json asks for {wanted}")
+        else:
+            weights.dtype(own)
+    return problems
+
+
+def _stored_names(weights: Weights, config: HeadConfig) -> dict[str, str]:
+    """Name in the file of every tensor of the network, by the network's; tables and a copied embedding left out.
+
+    Raises:
+        CheckpointError: one tensor under two names, or an embedding that is not the target's shape.
+    """
+    found: dict[str, str] = {}
+    for name in weights.own_names:
+        if name in (_OFFSETS, _MASK, TOKEN_MAP):
+            continue
+        if name == _EMBEDDING and not isinstance(config, MedusaConfig):
+            _check_embedding(weights, config)
+            continue
+        own = network_name(config, name) if isinstance(config, EagleConfig) else name
+        own = medusa_name(name, config.num_blocks) if isinstance(config, MedusaConfig) else own
+        if own in found:
+            raise CheckpointError(f"{weights.folder} holds one tensor twice, as {found[own]} and {name}")
+        found[own] = name
+    return found
+
+
+def _check_embedding(weights: Weights, config: EagleConfig | BlockConfig) -> None:
+    shape = (config.layer.vocab_size, config.target_hidden_size)
+    if weights.shape(_EMBEDDING) != shape:
+        raise CheckpointError(
+            f"tensor {_EMBEDDING} in {weights.folder} has shape {list(weights.shape(_EMBEDDING))}, the target's is "
+            f"{list(shape)}: a head with an embedding of its own is not run here"
+        )
+
+
+def _read_vocabulary(weights: Weights, config: HeadConfig, fields: Fields) -> DraftVocabulary:
+    """The head's tokens from its tables.
+
+    Raises:
+        CheckpointError: a table is missing, or is no list of the target's tokens, each once.
+    """
+    if isinstance(config, MedusaConfig):
+        whole, size, table = config.vocab_size, medusa_vocab_size(fields), TOKEN_MAP
+    else:
+        whole, size, table = config.layer.vocab_size, config.draft_vocab_size, _OFFSETS
+    if table not in weights and size == whole:
+        return DraftVocabulary.whole(whole)
+    ids = weights.read_table(table, (size,), "I64")
+    if table == _OFFSETS:
+        ids = ids + torch.arange(size)
+    if not bool((ids >= 0).all() and (ids < whole).all()):
+        raise CheckpointError(
+            f"{table} of {weights.folder} names tokens outside of the target's {whole:,}; d2t holds offsets (the "
+            "target's number minus the head's), not numbers"
+        )
+    if not bool((ids[1:] > ids[:-1]).all()):
+        raise CheckpointError(f"{table} of {weights.folder} does not name the target's tokens ascending, each once")
+    if _MASK in weights:
+        mask = weights.read_table(_MASK, (whole,), "BOOL")
+        if not torch.equal(mask.nonzero().flatten(), ids):
+            raise CheckpointError(f"t2d and d2t of {weights.folder} name different tokens")
+    return DraftVocabulary(ids.clone(), whole)
+
+
+def _more(count: int) -> str:
+    return f"; and {count} more" if count > 0 else ""

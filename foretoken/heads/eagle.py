@@ -1,0 +1,211 @@
+"""EAGLE heads: decoder layers that continue the target's hidden states by one position at a time.
+
+Row t pairs the target's state of position t with the token at t + 1, has rotary position t and guesses the token at
+t + 2. Behind the last row of the text the head goes on from its own output.
+
+- Version 1 (EAGLE-1 and -2, Li et al. 2401.15077 and 2406.16858): the state behind the target's final norm and the
+  token's embedding are joined into the layer's input; the output is the next such state, and the target's output matrix
+  reads it.
+- Version 3 (EAGLE-3, Li et al. 2503.01840, and 3.1): states of several layers are fused into one feature; the attention
+  of the first layer reads it beside the embedding, and the residual stream carries it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foretoken.errors import ConfigError
+from foretoken.heads.base import Head, HeadBatch, Place
+from foretoken.heads.config import EagleConfig
+from foretoken.heads.layers import HeadAttention, HeadMLP, initialise_weights
+from foretoken.heads.unrolled import UnrolledAttention
+from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.model.decoder import Attention
+from foretoken.model.interface import SharedWeights
+from foretoken.model.layers import Linear, RMSNorm
+from foretoken.model.rope import RotaryTable
+
+# EAGLE-1's loss is 1.0 on features and 0.1 on tokens (eagle/train/main.py); the trainer's loss on tokens has weight 1.
+_FEATURE_WEIGHT = 10.0
+
+
+class EagleRows(NamedTuple):
+    """What a pass computes, each [T, D]: `output` is what logits are read from, `feedback` the next step's feature."""
+
+    output: Tensor
+    feedback: Tensor
+
+
+class EagleLayer(nn.Module):
+    """One decoder layer. The first of version 3 has the embedding beside the residual stream; the first of version 1
+    has no norm before its attention.
+    """
+
+    def __init__(self, config: EagleConfig, is_first: bool) -> None:
+        super().__init__()
+        shape = config.layer
+        self.reads_embedding = is_first and config.version == 3
+        self.norm_before_residual = config.norm_before_residual
+        self.self_attn = HeadAttention(shape, shape.hidden_size * (2 if self.reads_embedding else 1))
+        self.mlp = HeadMLP(shape)
+        has_input_norm = self.reads_embedding or not is_first
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps) if has_input_norm else None
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.norm_eps) if self.reads_embedding else None
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
+
+    def forward(
+        self, x: Tensor, embedded: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, layer: int
+    ) -> Tensor:
+        """One layer over the residual stream `x` [T, D] and the embeddings of its tokens, same shape."""
+        seen = x if self.input_layernorm is None or self.hidden_norm is not None else self.input_layernorm(x)
+        if self.input_layernorm is not None and self.hidden_norm is not None:
+            normed = self.hidden_norm(x)
+            seen = torch.cat((self.input_layernorm(embedded), normed), dim=-1)  # [T, 2D]
+            x = normed if self.norm_before_residual else x
+        x = x + self.self_attn(seen, *rotary, attention, layer)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class EagleHead(Head):
+    """See the module.
+
+    Raises:
+        ConfigError: a configuration that no such head has.
+    """
+
+    name = "eagle"
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig, vocabulary: DraftVocabulary) -> None:
+        super().__init__(config, vocabulary)
+        _check(config, vocabulary)
+        hidden, target_hidden, num_taps = config.layer.hidden_size, config.target_hidden_size, len(config.taps)
+        wide = num_taps * target_hidden if config.version == 3 else hidden + target_hidden
+        self.fc = Linear(wide, hidden, config.fc_bias)
+        eps = config.layer.norm_eps
+        self.input_norm = RMSNorm(wide, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(target_hidden, eps) for _ in range(num_taps)) if config.fc_norm else None
+        layers = [EagleLayer(config, number == 0) for number in range(config.layer.num_layers)]
+        if config.version == 3 and len(layers) == 1:
+            self.midlayer = layers[0]
+        else:
+            self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(hidden, eps) if config.version == 3 else None
+        has_output = config.has_own_output or not vocabulary.is_whole
+        self.lm_head = Linear(hidden, config.draft_vocab_size) if has_output else None
+        self._layers = tuple(layers)
+        self._rotary: RotaryTable | None = None
+
+    def hidden_layers(self) -> tuple[int, ...]:
+        """See `Head`."""
+        return self.config.taps
+
+    def initialise(self, seed: int) -> None:
+        """See `Head`."""
+        initialise_weights(self, self.config.layer.num_layers, seed)
+
+    @torch.no_grad()
+    def begin_from(self, target: SharedWeights) -> None:
+        """See `Head`: its own output matrix begins as the target's."""
+        if self.lm_head is not None:
+            assert self.lm_head.weight is not None, "training begins before matrices are packed"
+            weight = self.lm_head.weight
+            identity = torch.eye(self.config.layer.hidden_size, dtype=weight.dtype, device=weight.device)
+            weight.copy_(self.vocabulary.restrict(target.output_logits(identity)).T)
+
+    def features(self, states: Mapping[int, Tensor], target: SharedWeights) -> Tensor:
+        """What the head keeps of the target's `states`, by layer [n, Dt]: [n, D]. Row i depends on rows i alone."""
+        if self.config.version == 1:
+            return target.final_norm(states[self.config.taps[0]])
+        taps = [states[layer].to(self.norm_dtype) for layer in self.config.taps]
+        if self.fc_norm is not None:
+            taps = [norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)]
+        wide = torch.cat(taps, dim=-1)
+        fused: Tensor = self.fc(wide if self.input_norm is None else self.input_norm(wide))
+        return fused
+
+    def run(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, attention: Attention, target: SharedWeights
+    ) -> EagleRows:
+        """One pass over `tokens` [T] with the features [T, D] of the positions before them, `positions` [T]."""
+        embedded = target.embed(tokens)  # [T, D]
+        x = features
+        if self.config.version == 1:
+            x = self.fc(torch.cat((embedded, features), dim=-1))
+        rotary = self.rotary.at(positions)
+        for number, layer in enumerate(self._layers):
+            x = layer(x, embedded, rotary, attention, number)
+        if self.norm is None:
+            return EagleRows(x, x)
+        output = self.norm(x)
+        return EagleRows(output, output if self.config.norm_output else x)
+
+    def logits(self, output: Tensor, target: SharedWeights) -> Tensor:
+        """Logits over the head's vocabulary `[R, V_d]` of rows `output` [R, D] of `EagleRows`."""
+        own: Tensor = target.output_logits(output) if self.lm_head is None else self.lm_head(output)
+        return own
+
+    def places(self, batch: HeadBatch, target: SharedWeights, num_places: int, seed: int) -> Iterator[Place]:  # noqa: ARG002
+        """See `Head`: training-time test, `num_places` steps over every row (version 1 was trained with one)."""
+        num_windows, num_rows = batch.tokens.shape[0], batch.tokens.shape[1] - 1
+        attention = UnrolledAttention(self.config.layer, num_windows, num_rows)
+        device = batch.tokens.device
+        start = torch.arange(num_rows, device=device).repeat(num_windows)  # [B * S]
+        own = batch.normed if self.config.version == 1 else None
+        flat = {layer: state.flatten(0, 1) for layer, state in batch.states.items()}
+        features = self.features(flat, target) if own is None else own.flatten(0, 1)
+        for step in range(num_places):
+            if step + 1 >= num_rows:
+                return
+            # Rows whose token lies behind the window read its last one: no row that is used sees them.
+            column = (torch.arange(num_rows, device=device) + 1 + step).clamp(max=num_rows)
+            rows = self.run(batch.tokens[:, column].flatten(), features, start + step, attention, target)
+            learnt = torch.zeros(num_windows, num_rows, dtype=torch.bool, device=device)
+            learnt[:, : num_rows - 1 - step] = batch.wanted[:, 2 + step :]
+            chosen = learnt.flatten().nonzero().squeeze(1)  # [R]
+            output = rows.output[chosen]
+            extra = None
+            if own is not None:
+                extra = _FEATURE_WEIGHT * F.smooth_l1_loss(output, own.flatten(0, 1)[chosen + 1 + step])
+            yield Place(step, self.logits(output, target), chosen + 1 + step, extra)
+            features = rows.feedback
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """Number format of the weights that are never packed."""
+        return self._layers[0].post_attention_layernorm.weight.dtype
+
+    @property
+    def rotary(self) -> RotaryTable:
+        """cos and sin table in the weights' own dtype and device."""
+        weight = self._layers[0].post_attention_layernorm.weight
+        if self._rotary is None:
+            self._rotary = RotaryTable(self.config.layer, weight.device, weight.dtype)
+        return self._rotary
+
+
+def _check(config: EagleConfig, vocabulary: DraftVocabulary) -> None:
+    hidden, target_hidden = config.layer.hidden_size, config.target_hidden_size
+    if hidden != target_hidden:
+        raise ConfigError(
+            "hidden_size", hidden, f"must be the target's, {target_hidden}: the head uses the target's embeddings"
+        )
+    if config.layer.sliding_window:
+        raise ConfigError("sliding_window", config.layer.sliding_window, "EAGLE heads attend to the whole text")
+    if len(vocabulary.ids) != config.draft_vocab_size:
+        raise ConfigError(
+            "draft_vocab_size", config.draft_vocab_size, f"the vocabulary has {len(vocabulary.ids)} tokens"
+        )
+    if config.version == 1 and not vocabulary.is_whole:
+        raise ConfigError("draft_vocab_size", config.draft_vocab_size, "an EAGLE-1 head has the target's vocabulary")
+    only_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_own_output")
+    if config.version == 1:
+        for name in only_3:
+            if getattr(config, name):
+                raise ConfigError(name, True, "EAGLE-1 heads have neither norms around fc nor an output matrix")

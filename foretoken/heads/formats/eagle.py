@@ -1,0 +1,170 @@
+"""EAGLE heads: version 3 is the portable directory that vLLM, SGLang, TensorRT-LLM and llama.cpp read alike, version 1
+serves EAGLE-1 and EAGLE-2 (SafeAILab/EAGLE; vllm/model_executor/models/llama_eagle3.py; sglang's llama_eagle3.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from foretoken.errors import ConfigError, UnsupportedModelError
+from foretoken.heads.config import EagleConfig, default_taps
+from foretoken.heads.formats.layer_ids import are_default_taps, outputs_to_taps, taps_to_outputs
+from foretoken.heads.formats.layers import Shape, layer_from_json, layer_json, layer_tensors
+from foretoken.heads.formats.pairing import check_sizes, cover_context
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.fields import Fields
+
+ARCHITECTURE_3 = "LlamaForCausalLMEagle3"
+ARCHITECTURE_1, ARCHITECTURE_1_BIAS = "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"
+NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+_MOST_TAPS = 1024  # bounds a list that is read before it is compared with the target
+
+
+def eagle_json(config: EagleConfig, dtype: str) -> dict[str, Any]:
+    """`config.json` of a head.
+
+    Raises:
+        ConfigError: layers that the format has no words for.
+    """
+    layer = config.layer
+    if layer.model_type != "llama" or layer.qk_norm:
+        raise ConfigError("model_type", layer.model_type, "the layers of an EAGLE head are written as llama's")
+    raw = layer_json(layer, dtype) | {"target_hidden_size": config.target_hidden_size, "bias": config.fc_bias}
+    if config.version == 1:
+        # vLLM reads the first and has no bias; SGLang the second, which leaves a missing bias random.
+        return raw | {"architectures": [ARCHITECTURE_1_BIAS if config.fc_bias else ARCHITECTURE_1]}
+    raw |= {"architectures": [ARCHITECTURE_3], "draft_vocab_size": config.draft_vocab_size}
+    raw |= {flag: getattr(config, flag) for flag in NORM_FLAGS}
+    own: dict[str, Any] = {}
+    if config.norm_before_fc:
+        own["norm_before_fc"] = True  # llama.cpp reads the top level only, TensorRT-LLM this only
+    if not are_default_taps(config.taps, config.target_num_layers):
+        raw[_AUX_IDS] = list(config.taps)  # vLLM and llama.cpp
+        own |= {"use_aux_hidden_state": True, _AUX_IDS: taps_to_outputs(config.taps)}  # SGLang
+    return raw | {"eagle_config": own} if own else raw
+
+
+def eagle_from_json(fields: Fields, target: ModelConfig, names: frozenset[str]) -> EagleConfig:
+    """The head that a `config.json` and the `names` of its tensors describe.
+
+    Raises:
+        CheckpointError: a key that is missing, of the wrong type or out of bounds.
+        MismatchError: made for another target.
+        UnsupportedModelError: a variant that is not run here.
+    """
+    version_3 = is_version_3(fields)
+    raw = dict(fields.raw)
+    if version_3 and not fields.has("num_hidden_layers"):
+        raw["num_hidden_layers"] = 1
+    refuse_variants(names)
+    layer = layer_from_json(raw, fields.where, "llama")
+    wide = fields.whole_or("target_hidden_size", layer.hidden_size)
+    layer, where = cover_context(layer, target), fields.where
+    if not version_3:
+        check_sizes(where, target, wide, layer.vocab_size, ())
+        return EagleConfig(
+            version=1,
+            layer=layer,
+            target_hidden_size=wide,
+            target_num_layers=target.num_layers,
+            taps=(target.num_layers,),
+            draft_vocab_size=layer.vocab_size,
+            fc_bias="fc.bias" in names,
+        )
+    taps = _taps(fields, target)
+    check_sizes(where, target, wide, layer.vocab_size, taps)
+    own = fields.fields("eagle_config") or Fields({}, where)
+    size = fields.whole_or("draft_vocab_size", layer.vocab_size, most=layer.vocab_size)
+    return EagleConfig(
+        version=3,
+        layer=layer,
+        target_hidden_size=wide,
+        target_num_layers=target.num_layers,
+        taps=taps,
+        draft_vocab_size=size,
+        fc_bias="fc.bias" in names,
+        norm_before_residual=fields.flag("norm_before_residual"),
+        norm_before_fc=fields.flag("norm_before_fc", own.flag("norm_before_fc")),
+        fc_norm=fields.flag("fc_norm"),
+        norm_output=fields.flag("norm_output"),
+        has_own_output=size == layer.vocab_size and "lm_head.weight" in names,
+    )
+
+
+def is_version_3(fields: Fields) -> bool:
+    """EAGLE-3 by the name of its architecture, or by a vocabulary of its own."""
+    return any("Eagle3" in name for name in fields.texts("architectures") or ()) or fields.has("draft_vocab_size")
+
+
+def refuse_variants(names: frozenset[str]) -> None:
+    """Refuse P-EAGLE by name.
+
+    Raises:
+        UnsupportedModelError: it guesses several tokens in one pass with a mask that these layers do not have.
+    """
+    if "mask_hidden" in names:
+        raise UnsupportedModelError(
+            "the head holds mask_hidden: P-EAGLE, a parallel variant that is not run here; take an EAGLE-3 head, or "
+            "train a block drafter (foretoken train block)"
+        )
+
+
+def eagle_tensors(config: EagleConfig) -> Iterator[tuple[str, Shape]]:
+    """Name and shape of every tensor of the network, as `EagleHead` names them."""
+    layer, hidden, wide = config.layer, config.layer.hidden_size, config.target_hidden_size
+    inputs = len(config.taps) * wide if config.version == 3 else hidden + wide
+    yield "fc.weight", (hidden, inputs)
+    if config.fc_bias:
+        yield "fc.bias", (hidden,)
+    if config.norm_before_fc:
+        yield "input_norm.weight", (inputs,)
+    if config.fc_norm:
+        yield from ((f"fc_norm.{number}.weight", (wide,)) for number in range(len(config.taps)))
+    for number in range(layer.num_layers):
+        reads_embedding = number == 0 and config.version == 3
+        prefix = "midlayer" if config.version == 3 and layer.num_layers == 1 else f"layers.{number}"
+        norms = ("post_attention_layernorm",)
+        if number or reads_embedding:
+            norms = ("input_layernorm", *norms)
+        if reads_embedding:
+            norms = ("hidden_norm", *norms)
+        yield from layer_tensors(layer, prefix, 2 * hidden if reads_embedding else hidden, norms)
+    if config.version == 3:
+        yield "norm.weight", (hidden,)
+    if config.has_own_output or config.draft_vocab_size < layer.vocab_size:
+        yield "lm_head.weight", (config.draft_vocab_size, hidden)
+
+
+def network_name(config: EagleConfig, name: str) -> str:
+    """How `EagleHead` calls a tensor of a file: several spellings of the layer are in use."""
+    if config.version == 3 and config.layer.num_layers == 1:
+        return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
+
+
+def _taps(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
+    """Layers that an EAGLE-3 head reads: the top level (enter) before `eagle_config` (output), as in vLLM."""
+    ids = layer_ids(fields, _AUX_IDS)
+    if ids is not None:
+        return ids
+    own = fields.fields("eagle_config")
+    outputs = None if own is None else layer_ids(own, _AUX_IDS)
+    return default_taps(target.num_layers) if outputs is None else outputs_to_taps(outputs)
+
+
+def layer_ids(fields: Fields, key: str) -> tuple[int, ...] | None:
+    """A list of layers, ascending, each once (engines sort them); None where there is none.
+
+    Raises:
+        CheckpointError: something else.
+    """
+    value = fields.raw.get(key)
+    if value is None:
+        return None
+    good = isinstance(value, list) and 0 < len(value) <= _MOST_TAPS
+    good = good and all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value)
+    if not good or value != sorted(set(value)):
+        raise fields.refusal(key, "a list of layer numbers, ascending, each once")
+    return tuple(value)

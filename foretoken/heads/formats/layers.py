@@ -1,0 +1,63 @@
+"""The decoder layers of a head: their part of config.json, and their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from foretoken.model.architecture import ModelConfig, config_from_hf, config_to_hf
+
+Shape = tuple[int, ...]
+
+
+def layer_json(layer: ModelConfig, dtype: str) -> dict[str, Any]:
+    """Keys of `config.json`, written by hand: the rope in both spellings and no null.
+
+    `save_pretrained` of transformers 5 writes `rope_parameters` alone, and an engine on transformers 4 then runs with a
+    base of 10,000.
+    """
+    raw = config_to_hf(layer)
+    scaling = raw.pop("rope_scaling")
+    raw["rope_parameters"] = {"rope_type": layer.rope.kind, "rope_theta": layer.rope.theta, **(scaling or {})}
+    if scaling is not None:
+        raw["rope_scaling"] = scaling
+    raw |= {"tie_word_embeddings": False, "torch_dtype": dtype}
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def layer_from_json(raw: Mapping[str, Any], where: str, model_type: str) -> ModelConfig:
+    """The layers described by a head's configuration, read as those of a `model_type`.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: see `config_from_hf`.
+    """
+    own = {key: value for key, value in raw.items() if key not in ("architectures", "is_encoder_decoder")}
+    return config_from_hf(own | {"model_type": model_type, "tie_word_embeddings": False}, where)
+
+
+def layer_tensors(
+    layer: ModelConfig, prefix: str, in_features: int, norms: tuple[str, ...]
+) -> Iterator[tuple[str, Shape]]:
+    """Name and shape of every tensor of one layer whose attention reads `in_features`; `norms` are of the hidden
+    size.
+    """
+    hidden, wide, size = layer.hidden_size, layer.intermediate_size, layer.head_dim
+    q, kv = layer.num_heads * size, layer.num_kv_heads * size
+    linears = (
+        ("self_attn.q_proj", q, in_features, layer.qkv_bias),
+        ("self_attn.k_proj", kv, in_features, layer.qkv_bias),
+        ("self_attn.v_proj", kv, in_features, layer.qkv_bias),
+        ("self_attn.o_proj", hidden, q, layer.o_bias),
+        ("mlp.gate_proj", wide, hidden, layer.mlp_bias),
+        ("mlp.up_proj", wide, hidden, layer.mlp_bias),
+        ("mlp.down_proj", hidden, wide, layer.mlp_bias),
+    )
+    for name, rows, columns, has_bias in linears:
+        yield f"{prefix}.{name}.weight", (rows, columns)
+        if has_bias:
+            yield f"{prefix}.{name}.bias", (rows,)
+    for norm in norms:
+        yield f"{prefix}.{norm}.weight", (hidden,)
+    if layer.qk_norm:
+        yield f"{prefix}.self_attn.q_norm.weight", (size,)
+        yield f"{prefix}.self_attn.k_norm.weight", (size,)

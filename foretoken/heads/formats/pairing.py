@@ -1,0 +1,90 @@
+"""Whether a head was made for a target: sizes, layers, and the note about its target that a head's folder carries."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import MismatchError
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.fields import Fields, read_json
+
+NOTE = "target.json"  # other engines read neither it nor any other file of this name
+
+
+def check_sizes(where: str, target: ModelConfig, hidden_size: int, vocab_size: int, taps: tuple[int, ...]) -> None:
+    """Compare what a head says of its target with the target.
+
+    Raises:
+        MismatchError: another hidden size or vocabulary, or too few layers.
+    """
+    pairs = (("hidden_size", hidden_size, target.hidden_size), ("vocab_size", vocab_size, target.vocab_size))
+    for name, own, real in pairs:
+        if own != real:
+            raise MismatchError(
+                f"{where}: the head was made for a target with {name}={own:,}, this one has {real:,}; "
+                "take the head of this target"
+            )
+    if taps and taps[-1] > target.num_layers:
+        raise MismatchError(
+            f"{where}: the head reads the hidden state after layer {taps[-1]}, the target has {target.num_layers} "
+            "layers; take the head of this target"
+        )
+
+
+def cover_context(layer: ModelConfig, target: ModelConfig) -> ModelConfig:
+    """The same layers for every position of the target. Published heads often name the length of their training."""
+    return replace(layer, max_context_tokens=max(layer.max_context_tokens, target.max_context_tokens))
+
+
+def target_note(target: ModelConfig, folder: Path | None) -> dict[str, Any]:
+    """What is kept of the target beside a head; `folder` is the target's, for its tokenizer."""
+    note: dict[str, Any] = {
+        "model_type": target.model_type,
+        "hidden_size": target.hidden_size,
+        "num_hidden_layers": target.num_layers,
+        "vocab_size": target.vocab_size,
+    }
+    digest = None if folder is None else tokenizer_digest(folder)
+    return note if digest is None else note | {"tokenizer": digest}
+
+
+def check_note(head: Path, target: ModelConfig, folder: Path | None) -> None:
+    """Compare the note of a head with the target, if it has one.
+
+    Raises:
+        MismatchError: made for another number of layers, or for another tokenizer.
+        CheckpointError: the note is malformed.
+    """
+    path = head / NOTE
+    if not path.exists():
+        return
+    fields = Fields(read_json(path), str(path))
+    layers = fields.whole("num_hidden_layers")
+    if layers != target.num_layers:
+        raise MismatchError(
+            f"{path}: the head was trained on a target of {layers} layers, this one has {target.num_layers}; its "
+            "hidden states are not those the head knows"
+        )
+    trained, own = fields.text("tokenizer"), None if folder is None else tokenizer_digest(folder)
+    if trained is not None and own is not None and trained != own:
+        raise MismatchError(
+            f"{path}: the head was trained with another tokenizer than that of {folder}: the same numbers are other "
+            "texts; take the tokenizer's files from the head's own target"
+        )
+
+
+def tokenizer_digest(folder: Path) -> str | None:
+    """Digest of what a `tokenizer.json` makes of a text, without settings of length; None where there is none."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    described: Mapping[str, Any] = {
+        key: value for key, value in read_json(path).items() if key not in ("truncation", "padding", "version")
+    }
+    text = json.dumps(described, sort_keys=True, ensure_ascii=True)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

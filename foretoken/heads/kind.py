@@ -1,0 +1,95 @@
+"""Which drafter runs a head, from its files alone; reads neither weights nor torch."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.model.fields import Fields, read_json, shown
+
+_MOST_HEADER_BYTES = 1 << 26
+# What other engines run and this one does not, with what to take in its place.
+_REFUSED = {
+    "mlp_speculator": "an MLP speculator (IBM); train medusa heads for this target (foretoken train medusa)",
+    "peagle": "P-EAGLE, which guesses in parallel; take an EAGLE-3 head, or train a block drafter",
+    "dflash2": "DFlash2, whose convolutions are not run here; train a block drafter (foretoken train block)",
+    "domino": "Domino, which only SGLang runs; train a block drafter (foretoken train block)",
+}
+_SPECULATORS = {"eagle3": "eagle", "dflash": "block", "dspark": "block"}
+
+
+def head_kind(folder: Path) -> str:
+    """The drafter that runs the head in `folder`: "eagle", "medusa" or "block".
+
+    Raises:
+        CheckpointError: no directory of a head.
+        UnsupportedModelError: a kind of head that is not run here; the message names it.
+    """
+    fields = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    kind = kind_of(fields)
+    if kind is not None:
+        return kind
+    names = _tensor_names(folder)
+    if any(name.startswith("speculator.") for name in names):
+        raise refusal(folder, "mlp_speculator")
+    if "fc.weight" in names:  # SafeAILab's EAGLE-1 heads call themselves LlamaForCausalLM
+        return "eagle"
+    raise CheckpointError(
+        f"{folder} is no head that is known here (model_type={shown(fields.text('model_type'))}, "
+        f"architectures={shown(fields.raw.get('architectures'))}); give the directory of an EAGLE, Medusa, DFlash or "
+        "DSpark head, or of a speculators export"
+    )
+
+
+def kind_of(fields: Fields) -> str | None:
+    """The same by `config.json`; None if it does not say.
+
+    Raises:
+        UnsupportedModelError: see `head_kind`.
+    """
+    model_type = fields.text("model_type", "") or ""
+    speculators = fields.text("speculators_model_type")
+    names = " ".join(fields.texts("architectures") or ()).lower()
+    for kind in _REFUSED:
+        if kind in (model_type, speculators) or kind.replace("_", "") in names.replace("_", ""):
+            raise refusal(fields.where, kind)
+    if speculators is not None:
+        if speculators not in _SPECULATORS:
+            known = ", ".join(_SPECULATORS)
+            raise UnsupportedModelError(
+                f"{fields.where}: speculators_model_type={shown(speculators)} is not run here; known: {known}"
+            )
+        return _SPECULATORS[speculators]
+    if model_type == "medusa" or fields.has("medusa_num_heads"):
+        return "medusa"
+    if "dflash" in names or "dspark" in names:
+        return "block"
+    return "eagle" if "eagle" in names or fields.has("draft_vocab_size") else None
+
+
+def refusal(where: object, kind: str) -> UnsupportedModelError:
+    """The error for a kind of head that is not run here."""
+    return UnsupportedModelError(f"{where} is {_REFUSED[kind]}")
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    """Names in `model.safetensors`, from its header; none where there is no such file.
+
+    Raises:
+        CheckpointError: truncated or corrupt.
+    """
+    path = folder / "model.safetensors"
+    if not path.exists():
+        return []
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > _MOST_HEADER_BYTES:
+                raise ValueError(f"a header of {size:,} bytes")
+            header: Any = json.loads(file.read(size))
+        return [name for name in header if name != "__metadata__"]
+    except (OSError, ValueError, RecursionError, struct.error) as error:
+        raise CheckpointError(f"{path} is truncated or corrupt ({error}): download it again") from error

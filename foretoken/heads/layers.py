@@ -1,0 +1,71 @@
+"""Attention and MLP of a head's decoder layer, with one matrix per projection, named as the checkpoints name them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.decoder import Attention
+from foretoken.model.layers import Linear, RMSNorm
+from foretoken.model.rope import rotate
+
+
+class HeadAttention(nn.Module):
+    """Self-attention of `shape` over rows of `in_features`; what a row sees is decided by the `Attention` it is given.
+
+    Queries and keys have norms of their own where `shape.qk_norm` (Qwen3).
+    """
+
+    def __init__(self, shape: ModelConfig, in_features: int) -> None:
+        super().__init__()
+        self.shape = shape
+        rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = Linear(in_features, rows, shape.qkv_bias)
+        self.k_proj = Linear(in_features, kv_rows, shape.qkv_bias)
+        self.v_proj = Linear(in_features, kv_rows, shape.qkv_bias)
+        self.o_proj = Linear(rows, shape.hidden_size, shape.o_bias)
+        self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, layer: int) -> Tensor:
+        """`x` [T, in] -> [T, D]; `layer` is the number that keys and values are kept under."""
+        heads = (x.shape[0], -1, self.shape.head_dim)
+        query, key = self.q_proj(x).view(heads), self.k_proj(x).view(heads)  # [T, H, K], [T, G, K]
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        value = self.v_proj(x).view(heads)
+        read = attention.attend(layer, rotate(query, cos, sin), rotate(key, cos, sin), value)
+        out: Tensor = self.o_proj(read.reshape(x.shape[0], -1))
+        return out
+
+
+class HeadMLP(nn.Module):
+    """SwiGLU (Shazeer 2002.05202)."""
+
+    def __init__(self, shape: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size, shape.mlp_bias)
+        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size, shape.mlp_bias)
+        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, shape.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [T, D], same shape back."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+@torch.no_grad()
+def initialise_weights(head: nn.Module, num_layers: int, seed: int) -> None:
+    """Random weights for training: normal(0.02), output matrices of layers scaled down by depth (GPT-2), norms 1."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = (2 * num_layers) ** -0.5
+    for name, parameter in head.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            std = 0.02 * (scale if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
+            parameter.normal_(0.0, std, generator=generator)
