@@ -6,12 +6,15 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from foretoken.errors import ConfigError
-from foretoken.registry import DRAFTERS, traits_of
+from foretoken.registry import DRAFTERS, HEADS, traits_of
 
 if TYPE_CHECKING:
     from foretoken.config import SpecConfig
 
 A_DRAFT = "the folder or hub id of a draft model (reference:draft goes with reference:target)"
+
+
+A_HEAD = "the folder or hub id of a trained head (reference:eagle goes with reference:target)"
 
 
 def is_lookup(spec: SpecConfig) -> bool:
@@ -37,6 +40,8 @@ def check_parts(spec: SpecConfig) -> None:
             )
         if part.drafter == "draft_model" and part.draft is None:
             raise ConfigError("draft", None, f"part 'draft_model' of drafter={spec.drafter!r} needs {A_DRAFT}")
+        if part.drafter in HEADS and part.head is None:
+            raise ConfigError("head", None, f"part {part.drafter!r} of drafter={spec.drafter!r} needs {A_HEAD}")
         if part.draft_probability != spec.draft_probability and part.samples:
             raise ConfigError(
                 "draft_probability",
@@ -77,7 +82,7 @@ def _check_merged(spec: SpecConfig) -> None:
         raise ConfigError(
             "tree",
             others[0].tree,
-            "a mix merges other guesses with chains only; use the draft model alone, or drafter='auto'",
+            "a mix merges other guesses with chains only; use it alone, or drafter='auto'",
         )
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-from foretoken.composite_checks import A_DRAFT, check_nesting, check_parts, is_lookup
+from foretoken.composite_checks import A_DRAFT, A_HEAD, check_nesting, check_parts, is_lookup
 from foretoken.errors import ConfigError
 from foretoken.params import SamplingParams as SamplingParams
 from foretoken.params import check_flag, check_number, check_text, check_whole
 from foretoken.registry import DRAFTERS as DRAFTERS
+from foretoken.registry import HEADS, FrozenOptions, check_options, head_drafter, traits_of
 from foretoken.registry import PLAIN as PLAIN
-from foretoken.registry import FrozenOptions, check_options, traits_of
 from foretoken.registry import known_drafters as known_drafters
 
 QUANTISED: tuple[str, ...] = ("int8", "int4")
@@ -57,6 +57,9 @@ class SpecConfig:
     - `min_confidence` c: stop before a position where the draft's likeliest token has less than c.
     - `draft_top_k` k: draft from the k likeliest tokens of the draft only (0: from all).
 
+    `head` is the folder or hub id of a trained head, which reads the target's hidden states: drafters `eagle` (EAGLE-1,
+    -2, -3), `medusa` and `block`; `auto` and `mix` take the drafter that runs it as a part.
+
     `draft_vocabulary` says how a draft model whose tokenizer is not the target's is used: not at all ("same"), in text
     that is encoded again ("strings"), in the tokens that both have ("intersection"), or by "auto": where the tokenizers
     agree as "same", else strings at temperature 0 and the intersection above.
@@ -87,10 +90,11 @@ class SpecConfig:
     - `cascade`: each part's guesses are verified by the next part, a draft model, exactly; the last one's tokens are
       the guesses. Cheapest first; `ngram` under `draft_model` by default.
     - `mix`: the likeliest guesses of all parts as one tree; under rules that take chains only, the likelier chain.
-      At most one part may ask a model. `ngram`, `suffix`, `recycling`, and `draft_model` where there is a draft, by
-      default. To use one drafter at a time, the best one in each round: `auto`.
+      At most one part may ask a model. `ngram`, `suffix`, `recycling`, and `draft_model` where there is a draft (or
+      the drafter of a `head`), by default. To use one drafter at a time, the best one in each round: `auto`.
     - `auto`: the engine chooses anew in every round which drafter guesses for which request, and how many tokens, for
-      all requests of the step together; `suffix`, and `draft_model` where there is a draft, by default.
+      all requests of the step together; `suffix`, `draft_model` where there is a draft, and the drafter of a `head`, by
+      default.
     """
 
     drafter: str | None = field(default=None, metadata=_help("Which drafter guesses; none for plain decoding."))
@@ -140,6 +144,10 @@ class SpecConfig:
         metadata=_help("Most guesses after one guess of a tree: a number, or one for each depth, as 4,2,1."),
     )
     options: Mapping[str, Any] = FrozenOptions()
+    head: str | None = field(
+        default=None,
+        metadata=_help("A trained head of the target: a folder, a hub id, or reference:eagle, :medusa, :block."),
+    )
 
     def __post_init__(self) -> None:
         if self.drafter == PLAIN:
@@ -154,6 +162,8 @@ class SpecConfig:
             )
         if self.draft is not None and (not isinstance(self.draft, str) or not self.draft):
             raise ConfigError("draft", self.draft, f"must be {A_DRAFT}")
+        if self.head is not None and (not isinstance(self.head, str) or not self.head):
+            raise ConfigError("head", self.head, f"must be {A_HEAD}")
         self._check_given_parts()
         check_nesting(self)
         if self.rule not in RULES:
@@ -210,7 +220,8 @@ class SpecConfig:
         spec = self
         if prediction is not None and not self.parts and self.drafter in ("mix", "auto"):
             names = list(self._usual_parts())
-            names.insert(names.index("draft_model") if "draft_model" in names else len(names), "predicted")
+            models = [place for place, name in enumerate(names) if name in ("draft_model", *HEADS)]
+            names.insert(min(models, default=len(names)), "predicted")
             spec = replace(self, parts=tuple(names))
         if prediction is not None and "predicted" not in spec.leaves:
             raise self._only_for("prediction", prediction, "predicted")
@@ -299,10 +310,13 @@ class SpecConfig:
         if self.drafter == "cascade":
             return ("ngram", "draft_model")
         usual = {"auto": ("suffix",), "mix": ("ngram", "suffix", "recycling")}.get(str(self.drafter), ())
-        return (*usual, "draft_model") if usual and self.draft is not None else usual
+        if not usual:
+            return ()
+        asked = ("draft_model",) if self.draft is not None else ()
+        return (*usual, *asked, head_drafter(self.head)) if self.head is not None else (*usual, *asked)
 
     def _check_texts(self) -> None:
-        for name in ("draft", "corpus"):
+        for name in ("draft", "corpus", "head"):
             value = getattr(self, name)
             if isinstance(value, str):
                 check_text(name, value)
@@ -312,8 +326,9 @@ class SpecConfig:
             self._needs("corpus")
 
     def _check_draft(self) -> None:
-        if self.draft is not None:
-            self._needs("draft")
+        for name in ("draft", "head"):
+            if getattr(self, name) is not None:
+                self._needs(name)
         if self.draft_dtype not in DRAFT_DTYPES:
             raise ConfigError("draft_dtype", self.draft_dtype, f"choose one of {', '.join(DRAFT_DTYPES)}")
         if self.draft_dtype != "auto":

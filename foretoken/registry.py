@@ -53,6 +53,10 @@ DRAFTERS: dict[str, Traits] = {
     ),
     "medusa": Traits("foretoken.draft.medusa:MedusaDrafter", samples=True, fields=(*_SAMPLING, "tree", "branching")),
     "block": Traits("foretoken.draft.block:BlockDrafter", samples=True, fields=(*_SAMPLING, "tree", "branching")),
+    **{
+        name: Traits(f"foretoken.draft.{name}:{kind}", samples=True, fields=("head", *_SAMPLING, "tree", "branching"))
+        for name, kind in (("eagle", "EagleDrafter"), ("medusa", "MedusaDrafter"), ("block", "BlockDrafter"))
+    },
     "lookahead": Traits("foretoken.draft.lookahead:LookaheadDrafter", fields=("lookahead_window", "lookahead_ngram")),
     "cascade": Traits(
         "foretoken.draft.cascade:CascadeDrafter", composite=True, fields=("draft", "draft_dtype", *_SAMPLING)
@@ -60,6 +64,8 @@ DRAFTERS: dict[str, Traits] = {
     "mix": Traits("foretoken.draft.mix:MixDrafter", composite=True),
     "auto": Traits(None, composite=True),
 }
+HEADS = ("eagle", "medusa", "block")  # drafters of trained heads
+_HEAD_KIND = "foretoken.heads.kind:kind_of_head"
 ADDED: dict[str, Traits] = {}  # by `add_drafter`, in the order in which they came
 
 
@@ -111,8 +117,20 @@ def add_traits(name: str, traits: Traits) -> None:
 def load_source(name: str) -> Any:  # noqa: ANN401 - a class or a function
     """The class or function that makes a drafter, imported if need be."""
     source = traits_of(name).source
-    if not isinstance(source, str):
-        return source
+    return _imported(source) if isinstance(source, str) else source
+
+
+def head_drafter(head: str) -> str:
+    """The drafter that runs the trained head of this name, read from its files.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: no head that is known here.
+    """
+    name: str = _imported(_HEAD_KIND)(head)
+    return name
+
+
+def _imported(source: str) -> Any:  # noqa: ANN401 - whatever "module:attribute" names
     module, _, attribute = source.partition(":")
     return getattr(importlib.import_module(module), attribute)
 

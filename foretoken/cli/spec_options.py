@@ -18,7 +18,7 @@ from foretoken.config import PLAIN, SpecConfig
 from foretoken.errors import ConfigError
 from foretoken.field_text import parse_field, union_members
 from foretoken.files import check_readable
-from foretoken.registry import known_drafters, options_class
+from foretoken.registry import head_drafter, known_drafters, options_class
 
 _PLAIN = (int, float, bool, str)  # types that a flag has; every other field is a text
 # A flag that names its drafter where no other flag does.
@@ -44,7 +44,7 @@ def with_spec_flags(verb: Callable[..., None]) -> Callable[..., None]:
 def spec_from(given: Mapping[str, Any]) -> SpecConfig:
     """`SpecConfig` from flags by name, other flags among them; texts are read as their fields have it.
 
-    A draft, a prediction, a corpus, layers or parts without a drafter name the drafter that takes them.
+    A draft, a head, a prediction, a corpus, layers or parts without a drafter name the drafter that takes them.
 
     Raises:
         ConfigError: a value that no drafter or rule takes.
@@ -83,7 +83,9 @@ def named_drafter(given: Mapping[str, Any]) -> str | None:
         return str(given["drafter"])
     unset: dict[str, object] = {"parts": "", "exit_layer": "auto"}  # what these flags hold where they were not given
     named = [name for name in _TAKERS if given.get(name) not in (None, unset.get(name))]
-    return _TAKERS[named[0]] if named else None
+    if named:
+        return _TAKERS[named[0]]
+    return None if given.get("head") is None else head_drafter(str(given["head"]))
 
 
 def options_from(drafter: str | None, texts: Sequence[str]) -> dict[str, Any]:
@@ -104,10 +106,10 @@ def options_from(drafter: str | None, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def check_sources(spec: SpecConfig | None) -> None:
-    """Whether the draft and the text that `spec` names are there, before the target is loaded.
+    """Whether the draft, the head and the text that `spec` names are there, before the target is loaded.
 
     Raises:
-        ModelError: no such draft.
+        ModelError: no such draft or head.
         StorageError: the corpus cannot be opened.
     """
     if spec is None:
@@ -116,6 +118,8 @@ def check_sources(spec: SpecConfig | None) -> None:
         from foretoken.model.open import model_folder  # imports torch, which `serve` does without
 
         model_folder(spec.draft)
+    if spec.head is not None:
+        head_drafter(spec.head)
     if spec.corpus is not None:
         check_readable("corpus", Path(spec.corpus))
 

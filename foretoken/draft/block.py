@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
-from foretoken.draft.base import Feedback, HiddenRows, product_of
+from foretoken.draft.base import Factory, Feedback, HiddenRows, product_of
 from foretoken.draft.by_place import propose_by_place
 from foretoken.draft.chain import PROBABILITIES
+from foretoken.draft.open_head import open_head
 from foretoken.draft.stored_rows import StoredRows
 from foretoken.heads.block import BlockHead
 from foretoken.heads.block_attention import CachedAttention
@@ -79,11 +81,22 @@ class BlockDrafter:
         self._round = 0
         self.num_read_tokens = 0  # see `base.Reads`
 
+    @classmethod
+    def make(cls, factory: Factory, spec: SpecConfig) -> Self:
+        """See `base.Factory`.
+
+        Raises:
+            ConfigError, CheckpointError, MismatchError, UnsupportedModelError: see `open_head`.
+        """
+        head, target = open_head(factory, spec, cls.name)
+        assert isinstance(head, BlockHead)
+        return cls(head, target)
+
     def models(self) -> Sequence[LanguageModel]:
         """See `base.ModelDrafter`: none beside the target."""
         return ()
 
-    def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> BlockDrafter:
+    def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:
         """See `base.ModelDrafter`."""
         target = twin(self.target)
         assert isinstance(target, SharesWeights)

@@ -26,15 +26,16 @@ GRAMMAR = "grammar"  # the drafter's name in the provenance of tokens that a gra
 
 
 def drafter_key(spec: SpecConfig) -> DrafterKey | None:
-    """Which drafter serves `spec`: its name, the draft model (its format, the use of its vocabulary) or corpus it works
-    with, its own options, its parts.
+    """Which drafter serves `spec`: its name, the draft model (its format, the use of its vocabulary), head or corpus it
+    works with, its own options, its parts.
 
     None for plain decoding.
     """
     if spec.drafter is None:
         return None
     parts = [drafter_key(part) for part in spec.configs]
-    return repr((spec.drafter, spec.draft, spec.draft_dtype, spec.draft_vocabulary, spec.corpus, spec.options, *parts))
+    model = (spec.draft, spec.draft_dtype, spec.draft_vocabulary, spec.head)
+    return repr((spec.drafter, *model, spec.corpus, spec.options, *parts))
 
 
 def own_drafters(spec: SpecConfig) -> dict[DrafterKey, SpecConfig]:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, merge_drafts
-from foretoken.draft.base import Feedback, HiddenRows, product_of
+from foretoken.draft.base import Factory, Feedback, HiddenRows, product_of
 from foretoken.draft.by_place import propose_by_place
 from foretoken.draft.chain import PROBABILITIES
 from foretoken.draft.lookup_tree import LookupTree, assemble
+from foretoken.draft.open_head import open_head
 from foretoken.draft.rank_tree import NUM_RANKS, RankChances, RankTree, best_ranks
 from foretoken.heads.medusa import MedusaHead
 from foretoken.model.interface import LanguageModel, SharesWeights
@@ -74,11 +76,22 @@ class MedusaDrafter:
         self._requests: dict[int, _Newest] = {}
         self._num_ranks = min(NUM_RANKS, len(head.vocabulary.ids))
 
+    @classmethod
+    def make(cls, factory: Factory, spec: SpecConfig) -> Self:
+        """See `base.Factory`.
+
+        Raises:
+            ConfigError, CheckpointError, MismatchError, UnsupportedModelError: see `open_head`.
+        """
+        head, target = open_head(factory, spec, cls.name)
+        assert isinstance(head, MedusaHead)
+        return cls(head, target)
+
     def models(self) -> Sequence[LanguageModel]:
         """See `base.ModelDrafter`: none beside the target."""
         return ()
 
-    def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> MedusaDrafter:
+    def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:
         """See `base.ModelDrafter`."""
         target = twin(self.target)
         assert isinstance(target, SharesWeights)

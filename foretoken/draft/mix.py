@@ -18,7 +18,18 @@ from typing import Self
 
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, empty_draft, merge_drafts
-from foretoken.draft.base import Drafter, Factory, Feedback, Reads, Releases, Taps, variants_of
+from foretoken.draft.base import (
+    Drafter,
+    Factory,
+    Feedback,
+    HiddenRows,
+    HiddenStateReader,
+    PrefixStates,
+    Reads,
+    Releases,
+    Taps,
+    variants_of,
+)
 from foretoken.draft.lookup_tree import Lookup
 from foretoken.draft.merge import first_nodes, graft, share_of
 from foretoken.draft.tree import OVERLAP, TreeNode, merge_trees
@@ -47,6 +58,7 @@ class MixDrafter:
                 "parts", names, "all parts of a mix but one must show their guesses; use drafter='auto' for these"
             )
         self._model = others[0] if others else None  # place of the part that runs a model
+        self._reader = self._reading_part()
         self._drawn: dict[int, int] = {}  # by request: guesses of the model part in this round; they stand first
         self.num_read_tokens = 0  # see `base.Reads`: of the model part
 
@@ -103,6 +115,25 @@ class MixDrafter:
         """Layers whose residual stream some part wants."""
         return tuple(sorted({layer for part in self.parts if isinstance(part, Taps) for layer in part.taps()}))
 
+    def hidden_layers(self) -> tuple[int, ...]:
+        """See `base.HiddenStateReader`: those of the part that runs a model, if it is a trained head."""
+        return () if self._reader is None else self._reader.hidden_layers()
+
+    def read_hidden(self, rows: Sequence[HiddenRows]) -> None:
+        """See `base.HiddenStateReader`."""
+        assert self._reader is not None
+        self._reader.read_hidden(rows)
+
+    def export_states(self, request_id: int, start: int, stop: int) -> object:
+        """See `base.PrefixStates`."""
+        assert self._reader is not None
+        return self._reader.export_states(request_id, start, stop)
+
+    def adopt_states(self, request_id: int, blocks: Sequence[object]) -> None:
+        """See `base.PrefixStates`."""
+        assert self._reader is not None
+        self._reader.adopt_states(request_id, blocks)
+
     def release(self, request_id: int) -> None:
         """See `base.Releases`: every part that has a cache."""
         for part in self.parts:
@@ -114,6 +145,19 @@ class MixDrafter:
         self._drawn.pop(request_id, None)
         for part in self.parts:
             part.finish(request_id)
+
+    def _reading_part(self) -> PrefixStates | None:
+        """The part that reads hidden states; it must share them, because a mix says of all its parts that they do.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        part = None if self._model is None else self.parts[self._model]
+        if part is None or not isinstance(part, HiddenStateReader):
+            return None
+        if not isinstance(part, PrefixStates):
+            raise ConfigError("parts", part.name, "reads hidden states without sharing them; use drafter='auto'")
+        return part
 
     def _plan(self, entry: BatchEntry) -> _MergePlan:
         """What the lookups guess, and how much the model part draws: settled before anything is drawn."""

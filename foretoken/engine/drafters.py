@@ -60,8 +60,8 @@ class DrafterFactory:
                 "opened a draft model, but its cost cannot be measured: give it the methods models() and fresh() of "
                 "draft.base.ModelDrafter",
             )
-        reader = next((part for part in members if part is not drafter and reads_hidden_states(type(part))), None)
-        if reader is not None:
+        reader = next((part for part in members if reads_hidden_states(type(part))), None)
+        if reader is not None and not reads_hidden_states(type(drafter)):
             raise ConfigError(
                 "parts",
                 reader.name,

@@ -21,6 +21,37 @@ _REFUSED = {
 _SPECULATORS = {"eagle3": "eagle", "dflash": "block", "dspark": "block"}
 
 
+_REFERENCE_PREFIX = "reference:"
+_REFERENCE_FOLDER = Path(__file__).resolve().parent.parent / "reference"
+
+
+def head_folder(name: str) -> Path:
+    """The folder of a head: a local one, a hub id, or `reference:eagle` and others that ship with the package.
+
+    Raises:
+        CheckpointError: there is no such thing.
+    """
+    if name.startswith(_REFERENCE_PREFIX):
+        folder = _REFERENCE_FOLDER / name.removeprefix(_REFERENCE_PREFIX)
+        if not (folder / "config.json").exists():
+            raise CheckpointError(f"{name!r} is not part of the reference family of this installation")
+        return folder
+    if (folder := Path(name)).is_dir():
+        return folder
+    from foretoken.model.loader import resolve_folder  # imports torch, which a local head does without
+
+    return resolve_folder(name)
+
+
+def kind_of_head(name: str) -> str:
+    """`head_kind` of a folder, a hub id, or `reference:eagle` and others that ship with the package.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: see `head_folder` and `head_kind`.
+    """
+    return head_kind(head_folder(name))
+
+
 def head_kind(folder: Path) -> str:
     """The drafter that runs the head in `folder`: "eagle", "medusa" or "block".
 

@@ -148,6 +148,33 @@ class TransformersModel:
         fresh._sequences = {}
         return fresh
 
+    @torch.inference_mode()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `interface.SharedWeights`: rows of the table, without what a family does to them afterwards.
+
+        Raises:
+            UnsupportedModelError: the family has no such table.
+        """
+        return self._part(self._model.get_input_embeddings(), "embedding table")(tokens)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """See `interface.SharedWeights`: the last tap of such a model comes after its final norm already."""
+        return hidden
+
+    @torch.inference_mode()
+    def output_logits(self, normed: Tensor) -> Tensor:
+        """See `interface.SharedWeights`: the output matrix alone.
+
+        Raises:
+            UnsupportedModelError: the family has none.
+        """
+        return self._part(self._model.get_output_embeddings(), "output matrix")(normed)
+
+    def _part(self, module: _Foreign, what: str) -> _Foreign:
+        if module is None:
+            raise UnsupportedModelError(f"{self.folder} has no {what} that a trained head could use; draft without one")
+        return module
+
     def open(self, sequence: int) -> None:
         """Begin an empty sequence."""
         assert sequence not in self._sequences, f"sequence {sequence} is open already"

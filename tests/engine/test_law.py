@@ -101,6 +101,31 @@ def free_specs(name: str, count: int) -> list[SpecConfig]:
     return [SpecConfig(name, num_draft=5, rule=rules[i % 6]) for i in range(count)]
 
 
+def head_specs(name: str, count: int) -> list[SpecConfig]:
+    """A trained head's chains and trees, drawn or of ranks, with and without ways to draft less."""
+    chains = [
+        SpecConfig(
+            name,
+            num_draft=1 + i % 4,
+            rule=("block", "rejection", "tree", "coupled")[i % 4],
+            min_confidence=(0.0, 0.35)[i // 4 % 2],
+            draft_probability=(1.0, 0.6)[i // 8 % 2],
+        )
+        for i in range(count // 2)
+    ]
+    trees = [
+        SpecConfig(
+            name,
+            num_draft=1 + i % 6,
+            rule=("tree", "traversal", "coupled")[i % 3],
+            tree=TREES[1 + i % 2],
+            branching=((2, 2, 2), (3, 1, 2))[i // 2 % 2],
+        )
+        for i in range(count - len(chains))
+    ]
+    return [*chains, *trees]
+
+
 def cascade_specs(count: int) -> list[SpecConfig]:
     """A lookup under a model, and a model under a model."""
     rules = ("block", "rejection", "tree", "coupled")
@@ -170,6 +195,7 @@ def groups(count: int) -> dict[str, list[SpecConfig]]:
             for i in range(count)
         ],
         **{name: free_specs(name, count) for name in ("suffix", "recycling", "predicted", "lookahead")},
+        **{name: head_specs(name, count) for name in ("medusa", "block")},
         "cascade": cascade_specs(count),
         "mix": mix_specs(count),
         "auto": auto_specs(count),

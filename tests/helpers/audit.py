@@ -6,10 +6,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from foretoken.draft.block import BlockDrafter
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.lookahead import LookaheadDrafter
+from foretoken.draft.medusa import MedusaDrafter
 from foretoken.draft.mix import MixDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
@@ -42,6 +44,8 @@ KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
         or (drafter.lookup is not None and kept_by(drafter.lookup))
     ),
     MixDrafter: lambda drafter: drafter._drawn or any(kept_by(part) for part in drafter.parts),
+    MedusaDrafter: lambda drafter: drafter._requests,
+    BlockDrafter: lambda drafter: drafter._contexts or drafter.cache.tables or drafter.cache.check(),
 }
 
 

@@ -34,6 +34,7 @@ from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from tests.helpers.checkpoints import tiny_checkpoint
+from tests.helpers.random_heads import head_drafter, random_head
 from tests.helpers.specs import key_of, predicting
 
 VOCAB, LENGTH = 5, 5
@@ -143,6 +144,10 @@ def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None
         key_of("mix", "reverse"): MixDrafter(
             [NgramDrafter(), SuffixDrafter(), RecyclingDrafter(VOCAB), DraftModelDrafter(draft(narrow.reverse))]
         ),
+        **{
+            key_of(name): head_drafter(random_head(kind, narrow.target.config), target)
+            for name, kind in (("medusa", "medusa:hydra"), ("block", "block:cut"))
+        },
     }
     return Engine(target, drafters, limits=limits or SchedulerConfig(64, 200), eos_token_ids=(EOS,))
 

@@ -39,7 +39,7 @@ def random_head(name: str, target: ModelConfig, seed: int = 0) -> Head:
         head = BlockHead(
             BlockConfig(
                 layer, target.hidden_size, target.num_layers, taps, len(vocabulary.ids), 6, 4, not open_,
-                name == "block:cut", 5, not open_,
+                name == "block:cut", target.vocab_size - 2, not open_,
             ),
             vocabulary,
         )  # fmt: skip

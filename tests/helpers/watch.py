@@ -9,10 +9,12 @@ import torch
 
 from foretoken.core import Batch, Draft, Request, Verdict
 from foretoken.draft.base import Drafter, Feedback, FollowsText, Reads, Releases, Taps
+from foretoken.draft.block import BlockDrafter
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.lookahead import MOST_CONTINUATIONS, MOST_TOKENS, LookaheadDrafter
+from foretoken.draft.medusa import MedusaDrafter
 from foretoken.draft.mix import MixDrafter
 from foretoken.draft.ngram import NgramDrafter
 from foretoken.draft.other_vocabulary import OtherVocabularyDrafter
@@ -258,6 +260,24 @@ def check_mix_state(drafter: MixDrafter, sequence: int, text: list[int], num_dra
         STATE_CHECKS[type(part)](part, sequence, text, 0, 0)
 
 
+def check_medusa_state(
+    drafter: MedusaDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
+) -> None:
+    """The newest state is that before the anchor, wherever the target has run the text so far."""
+    own = drafter._requests[sequence]
+    assert own.tree is None
+    assert own.stop in (0, len(text) - 1)
+
+
+def check_block_state(
+    drafter: BlockDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
+) -> None:
+    """States of the whole text before the anchor; the cache holds some of them, and no slot."""
+    own = drafter._contexts[sequence]
+    assert own.num_rows in (0, len(text) - 1)
+    assert drafter.cache.length(sequence) <= len(own.fused) <= own.num_rows
+
+
 # A new drafter adds a line.
 STATE_CHECKS: dict[type, Callable[[Any, int, list[int], int, int], None]] = {
     NgramDrafter: check_index_state,
@@ -270,6 +290,8 @@ STATE_CHECKS: dict[type, Callable[[Any, int, list[int], int, int], None]] = {
     OtherVocabularyDrafter: check_other_vocabulary_state,
     CascadeDrafter: check_cascade_state,
     MixDrafter: check_mix_state,
+    MedusaDrafter: check_medusa_state,
+    BlockDrafter: check_block_state,
 }
 
 

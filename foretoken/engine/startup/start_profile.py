@@ -19,7 +19,15 @@ import torch
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.core import Batch, Draft, Request, Verdict
-from foretoken.draft.base import Drafter, Feedback, ModelDrafter, parts_of, variants_of
+from foretoken.draft.base import (
+    Drafter,
+    Feedback,
+    HiddenRows,
+    HiddenStateReader,
+    ModelDrafter,
+    parts_of,
+    variants_of,
+)
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.engine.engine import Engine
 from foretoken.engine.startup.machine import machine, versions
@@ -56,7 +64,7 @@ def describe_target(target: LanguageModel) -> dict[str, Any]:
 
 def describe_drafter(spec: SpecConfig, drafter: Drafter) -> dict[str, Any]:
     """The same of a drafter: its models, and what shapes its work."""
-    fields = ("drafter", "draft_dtype", "draft_vocabulary", "exit_layer", "skip_layers", "tree", "branching")
+    fields = ("drafter", "head", "draft_dtype", "draft_vocabulary", "exit_layer", "skip_layers", "tree", "branching")
     layers = {
         name: list(value) if isinstance(value, tuple) else value
         for name in fields
@@ -171,6 +179,23 @@ class _Metered:
         self.inner.finish(request_id)
 
 
+class _MeteredReader(_Metered):
+    """The same of a drafter that reads hidden states."""
+
+    def __init__(self, inner: Drafter) -> None:
+        super().__init__(inner)
+        assert isinstance(inner, HiddenStateReader)
+        self.reader: HiddenStateReader = inner
+
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Hand on."""
+        return self.reader.hidden_layers()
+
+    def read_hidden(self, rows: Sequence[HiddenRows]) -> None:
+        """Hand on."""
+        self.reader.read_hidden(rows)
+
+
 @dataclass
 class _StartRun:
     """One measurement; `twins` by the identity of the model."""
@@ -197,7 +222,7 @@ class _StartRun:
         if made is not None:
             assert isinstance(made[1], ModelDrafter)
             inner = made[1].fresh(self.twin)
-        metered = _Metered(inner)
+        metered = _MeteredReader(inner) if isinstance(inner, HiddenStateReader) else _Metered(inner)
         group, key = DrafterGroup(target), drafter_key(spec)
         assert key is not None
         group.drafters[key] = metered

@@ -1,0 +1,74 @@
+"""The trained head that a configuration names, ready to draft for its target."""
+
+from __future__ import annotations
+
+import torch
+
+from foretoken.composite_checks import A_HEAD
+from foretoken.config import SpecConfig
+from foretoken.draft.base import Factory
+from foretoken.errors import ConfigError
+from foretoken.heads.base import Head
+from foretoken.heads.checkpoint import load_head
+from foretoken.heads.kind import head_folder, head_kind
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.interface import LanguageModel, SharesWeights
+from foretoken.model.layers import Linear
+from foretoken.model.open import native_config
+
+
+def open_head(factory: Factory, spec: SpecConfig, kind: str) -> tuple[Head, SharesWeights]:
+    """The head of `spec.head` for drafter `kind`, in the target's number format and place, and the target.
+
+    Raises:
+        ConfigError: no head is named, it is of another kind, or the target has no parts that a head can use.
+        CheckpointError, MismatchError, UnsupportedModelError: see `load_head`.
+    """
+    if spec.head is None:
+        raise ConfigError("head", None, f"drafter={kind!r} needs {A_HEAD}")
+    folder, target = head_folder(spec.head), factory.target
+    found = head_kind(folder)
+    if found != kind:
+        raise ConfigError("head", spec.head, f"is a head of drafter={found!r}, not of {kind!r}; name that drafter")
+    if not isinstance(target, SharesWeights):
+        reason = "this target does not hand out its embedding and output matrix"
+        raise ConfigError("head", spec.head, f"{reason}; choose a drafter without a head")
+    width, dtype = _embedding_of(target, spec.head)
+    config = native_config(factory.folder) or _described(target, width)
+    head = load_head(folder, config, dtype, target.device, factory.folder).requires_grad_(False)
+    for module in head.modules():
+        if isinstance(module, Linear):
+            module.pack()
+    return head, target
+
+
+@torch.inference_mode()
+def _embedding_of(target: SharesWeights, head: str) -> tuple[int, torch.dtype]:
+    """Width and number format of the target's embeddings.
+
+    Raises:
+        ConfigError: the output matrix reads rows of another width.
+        UnsupportedModelError: the target has no embedding table or output matrix.
+    """
+    embedded = target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))
+    try:
+        target.output_logits(embedded)
+    except RuntimeError as error:
+        reason = "embedding and output matrix of this target differ in width"
+        raise ConfigError("head", head, f"{reason}; choose a drafter without a head") from error
+    return embedded.shape[-1], embedded.dtype
+
+
+def _described(target: LanguageModel, width: int) -> ModelConfig:
+    """What a head must fit, of a target that runs through transformers; of its layers only their number counts."""
+    return ModelConfig(
+        model_type="other",
+        vocab_size=target.vocab_size,
+        hidden_size=width,
+        intermediate_size=width,
+        num_layers=target.num_layers,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=width,
+        max_context_tokens=target.max_context_tokens,
+    )

@@ -1,0 +1,59 @@
+"""An EAGLE head over a cache of blocks: one pass for the rows of many requests.
+
+Row t of a sequence is that of the target's state of position t. Rows made from the target's states are kept; rows made
+from the head's own output are guesses, of which nothing is kept (they are made again from the target's states once they
+are accepted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.heads.eagle import EagleHead
+from foretoken.model.interface import Segment, SharesWeights
+from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE, PagedCache
+from foretoken.transfer import to_device
+
+
+@dataclass(frozen=True)
+class EagleGuess:
+    """Of the rows that were asked for: `logits` [R, V] over the target's vocabulary, `feedback` [R, D]."""
+
+    logits: Tensor
+    feedback: Tensor
+
+
+class CachedEagle:
+    """`head` for `target` with keys and values of its own, for as many tokens as the target's cache holds."""
+
+    def __init__(self, head: EagleHead, target: SharesWeights, cache: PagedCache | None = None) -> None:
+        self.head, self.target = head, target
+        self.vocabulary = head.vocabulary.to(target.device)
+        # A target that rounds nothing has no blocks of its own.
+        block = max(target.footprint_tokens(1), min(DEFAULT_BLOCK_SIZE, target.capacity_tokens))
+        self.cache = cache or PagedCache(
+            head.config.layer, head.norm_dtype, target.device, target.capacity_tokens, block
+        )
+
+    @torch.inference_mode()
+    def features(self, states: dict[int, Tensor]) -> Tensor:
+        """What is kept of the target's states, by layer [n, D]: [n, D]."""
+        return self.head.features(states, self.target)
+
+    @torch.inference_mode()
+    def run(self, tokens: Tensor, features: Tensor, segments: Sequence[Segment]) -> EagleGuess:
+        """Run rows of `tokens` [T] with their `features` [T, D], and keep the pending ones."""
+        inputs = self.cache.admit(segments)
+        positions, slots = to_device([inputs.positions, inputs.slots], self.cache.device)
+        wanted = to_device(inputs.wanted, self.cache.device)
+        attention = self.cache.attention(self.head.config.layer, self.cache.pool, slots, inputs.readers)
+        rows = self.head.run(tokens, features, positions, attention, self.target)
+        for segment in segments:
+            if segment.num_pending:
+                self.cache.commit(segment.sequence, segment.num_pending)
+        logits = self.head.logits(rows.output[wanted], self.target)
+        return EagleGuess(self.vocabulary.expand(logits), rows.feedback[wanted])

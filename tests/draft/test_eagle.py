@@ -1,0 +1,212 @@
+"""The EAGLE drafter in the engine: every chain and every tree is what its head makes of a fresh run over the text.
+
+The oracle is the eager twin of `tests/heads/test_eagle.py`, fed with the target's states of the whole text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken import LLM, ConfigError, SamplingParams, SpecConfig
+from foretoken.core import Batch, Draft
+from foretoken.draft import eagle
+from foretoken.draft.eagle import EagleDrafter
+from foretoken.draft.group import DrafterGroup, drafter_key
+from foretoken.engine.engine import Engine
+from foretoken.engine.scheduler import SchedulerConfig
+from foretoken.engine.startup.start_profile import measure_start, model_drafters
+from foretoken.heads.eagle import EagleHead
+from foretoken.heads.eagle_cache import CachedEagle
+from foretoken.model.decoder import Decoder
+from foretoken.model.loader import load_decoder
+from foretoken.model.paged import PagedModel
+from tests.draft.test_trained_heads import BLOCK, GREEDY, PROMPTS, CheckedReleasing, fresh_states, run
+from tests.heads.test_eagle import Twin
+from tests.helpers.audit import check_idle
+from tests.helpers.checkpoints import tiny_checkpoint, token_ids
+from tests.helpers.tiny_heads import eagle_head, tiny_head
+
+KINDS = {
+    "3": {},
+    "1": {"version": 1},
+    "3.1": {"fc_norm": True, "norm_output": True},
+    "norms": {"norm_before_fc": True, "norm_before_residual": True},
+}
+
+
+@pytest.fixture(scope="module")
+def decoder(pair: SimpleNamespace) -> Decoder:
+    return load_decoder(pair.target, dtype="float64").requires_grad_(False)
+
+
+@torch.no_grad()
+def expected_logits(head: EagleHead, decoder: Decoder, text: Sequence[int], guesses: Sequence[int]) -> Tensor:
+    """What the head says behind the text and behind each of `guesses`, [1 + len(guesses), V]."""
+    states, twin = fresh_states(decoder, text[:-1], head.hidden_layers()), Twin(head, decoder)
+    found, feedback = [], torch.empty(0)
+    for place in range(len(text) - 1):
+        feature = twin.feature({layer: state[place] for layer, state in states.items()})
+        logits, feedback = twin.step(text[place + 1], feature, place)
+    found.append(logits)
+    for place, token in enumerate(guesses, start=len(text) - 1):
+        logits, feedback = twin.step(token, feedback, place)
+        found.append(logits)
+    return head.vocabulary.expand(torch.stack(found))
+
+
+class CheckedEagle(CheckedReleasing):
+    """Compares every path of every draft, of greedy requests, with the oracle."""
+
+    def propose(self, batch: Batch) -> Draft:
+        draft = self.inner.propose(batch)
+        self.largest_batch = max(self.largest_batch, sum(length > 0 for length in draft.lengths))
+        for b, entry in enumerate(batch.decoding):
+            text = self.texts[entry.request.request_id]
+            assert entry.round_start == len(text)
+            if len(entry.pending) > 1 or len(text) == 1 or not entry.num_draft:
+                assert not draft.lengths[b]
+                self.num_unread += 1
+                continue
+            assert draft.lengths[b] == entry.num_draft
+            tokens = draft.tokens[draft.offsets[b] : draft.offsets[b + 1]].tolist()
+            parents = draft.parents[draft.offsets[b] : draft.offsets[b + 1]]
+            for node, path in enumerate(draft.paths(b)[1:]):
+                logits = expected_logits(self.inner.head, self.decoder, text, path[:-1])[-1]
+                rank = sum(parent == parents[node] for parent in parents[:node])
+                assert logits.topk(rank + 1).indices[-1] == tokens[node]
+                self.num_checked += 1
+        return draft
+
+
+def engine_of(
+    decoder: Decoder, head: EagleHead, num_slots: int, chunk: int = 512, **options: object
+) -> tuple[Engine, CheckedEagle, SpecConfig]:
+    target = PagedModel(decoder, num_slots, BLOCK)
+    drafter = EagleDrafter(CachedEagle(head, target))
+    drafter.head = head  # type: ignore[attr-defined]  # where `CheckedHead` looks for it
+    checked, spec = CheckedEagle(drafter, decoder), SpecConfig("eagle", num_draft=5, **options)
+    group = DrafterGroup(target)
+    group.add(drafter_key(spec), checked)
+    return Engine(target, group, limits=SchedulerConfig(8, chunk)), checked, spec
+
+
+@pytest.mark.parametrize("tree", ["chain", "static", "best_first"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_slots", "chunk"), [(4096, 512), (112, 11)], ids=["whole", "tight"])
+def test_every_draft_is_that_of_a_fresh_run_over_the_text(
+    decoder: Decoder, kind: str, tree: str, num_slots: int, chunk: int
+) -> None:
+    """Ragged batches with plain requests, requests that are preempted, prefixes that are adopted the second time."""
+    if (kind in ("3.1", "norms")) and (tree == "static" or num_slots < 1000):
+        return  # the flags act in the network alone
+    head = eagle_head(decoder.config, **KINDS[kind]).double()
+    engine, checked, spec = engine_of(decoder, head, num_slots, chunk, tree=tree)
+    specs = [replace(spec, num_draft=1 + i) if i % 4 != 3 else SpecConfig() for i in range(len(PROMPTS))]
+    plain = run(engine, PROMPTS, [SpecConfig()] * len(PROMPTS), replace(GREEDY, tenant="plain"))
+    for turn in range(2):
+        found = run(engine, PROMPTS, specs)
+        assert [state.output_ids for state in found] == [state.output_ids for state in plain]
+        assert checked.num_checked > 40 * (turn + 1)
+        if num_slots > 1000:
+            assert checked.largest_batch >= 4
+            assert not turn or any(state.stats.num_prefix_tokens for state in found)
+    assert num_slots > 1000 or engine.stats.num_preempted > 0
+    check_idle(engine)
+
+
+def test_long_texts_in_pieces_and_states_of_rounds_without_a_draft(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eagle, "_PIECE_TOKENS", 7)
+    monkeypatch.setattr(eagle, "_MOST_UNREAD", 3)
+    engine, checked, spec = engine_of(decoder, eagle_head(decoder.config).double(), 4096, 16)
+    auto = [replace(spec, num_draft=n) for n in (0, 2, 2)]
+    states = run(engine, [token_ids(n, seed=n) for n in (50, 51, 64)], auto)
+    assert checked.num_checked > 20
+    assert states[0].stats.num_drafted == 0
+
+
+def test_the_heads_cache_gives_way(decoder: Decoder) -> None:
+    """Requests that do not draft lose what the head holds of them, and get it again."""
+    head = eagle_head(decoder.config).double()
+    engine, checked, spec = engine_of(decoder, head, 4096)
+    inner = checked.inner
+    assert isinstance(inner, EagleDrafter)
+    small = PagedModel(decoder, 60, BLOCK)
+    inner.runner.cache = inner.cache = CachedEagle(head, small).cache
+    params = replace(GREEDY, max_tokens=12)
+    for num_draft in (3, 3):
+        states = [engine.submit(token_ids(20, seed=i), params, replace(spec, num_draft=num_draft)) for i in range(2)]
+        while engine.has_work:
+            used = [state.num_rounds for state in states]
+            for state in states:  # they draft in turns
+                state.spec = replace(spec, num_draft=num_draft) if min(used) == state.num_rounds else state.spec
+            engine.step()
+    assert checked.num_checked > 10
+
+
+def test_costs_are_measured_without_a_trace(pair: SimpleNamespace) -> None:
+    target = PagedModel(load_decoder(pair.target, dtype="float32"), 2048, 16)
+    drafter, spec = EagleDrafter(CachedEagle(eagle_head(target.config), target)), SpecConfig("eagle")
+    profile = measure_start(target, model_drafters([(spec, drafter)]), "tiny", budget_s=0.5)
+    assert profile is not None
+    guesses = dict(profile.drafters["eagle"].guesses.points)
+    assert set(guesses) == {1, 2, 4, 8}
+    assert guesses[8] > guesses[1]  # it really guessed
+    assert not drafter._known
+    assert drafter.cache.num_free_tokens() == drafter.cache.capacity_tokens
+    drafter.cache.check()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_targets_that_run_through_transformers(tmp_path_factory: pytest.TempPathFactory, family: str) -> None:
+    from foretoken.heads.checkpoint import save_head
+    from foretoken.model.architecture import ModelConfig
+
+    folder = tmp_path_factory.mktemp("foreign")
+    target = tiny_checkpoint(folder / "target", family)
+    with LLM(target, cache_tokens=1024, dtype="float32") as llm:
+        width = llm.target.embed(torch.zeros(1, dtype=torch.int64)).shape[-1]
+        layers = llm.target.num_layers
+        config = ModelConfig("llama", llm.target.vocab_size, width, 40, layers, 4, 2, 8, 256)
+        head = eagle_head(config)
+        save_head(head, folder / "head", config)
+        prompts, params = [token_ids(n, seed=n) for n in (2, 9, 20)], SamplingParams(max_tokens=10, ignore_eos=True)
+        plain = llm.generate(prompts, params, SpecConfig())
+        found = llm.generate(prompts, params, SpecConfig("eagle", head=str(folder / "head"), num_draft=3))
+        assert [out.token_ids for out in found] == [out.token_ids for out in plain]
+        assert sum(out.stats.num_drafted for out in found) > 30
+
+
+@pytest.mark.parametrize("name", ["auto", "mix"])
+def test_a_head_is_a_part(pair: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    head = tiny_head(tmp_path_factory.mktemp("head"), pair.target, "eagle")
+    spec = SpecConfig(name, head=str(head), num_draft=4 if name == "mix" else "auto")
+    assert [part.drafter for part in spec.configs][-1] == "eagle"
+    assert spec.configs[-1].head == str(head)
+    with LLM(pair.target, dtype="float32") as llm:
+        plain = llm.generate(PROMPTS, GREEDY, SpecConfig())
+        found = llm.generate(PROMPTS, GREEDY, spec)
+        assert [out.token_ids for out in found] == [out.token_ids for out in plain]
+        if name == "mix":
+            names = {origin.drafter for out in found for origin in out.provenance}
+            assert sum(out.stats.num_drafted for out in found) > 50
+            assert names <= {None, "ngram", "suffix", "recycling", "eagle"}
+
+
+def test_what_cannot_be_opened_is_named(pair: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("heads")
+    medusa = tiny_head(folder / "medusa", pair.target, "medusa")
+    with LLM(pair.target, dtype="float32") as llm:
+        with pytest.raises(ConfigError, match="head=None: drafter='eagle' needs"):
+            llm.prepare(SpecConfig("eagle"))
+        with pytest.raises(ConfigError, match="is a head of drafter='medusa', not of 'eagle'"):
+            llm.prepare(SpecConfig("eagle", head=str(medusa)))
+    with pytest.raises(ConfigError, match="^head='x': only drafter='eagle' takes it"):
+        SpecConfig("ngram", head="x")

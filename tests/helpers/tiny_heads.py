@@ -1,0 +1,49 @@
+"""Directories of small random heads for a target."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from foretoken.heads.base import Head
+from foretoken.heads.checkpoint import save_head
+from foretoken.heads.config import EagleConfig
+from foretoken.heads.eagle import EagleHead
+from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.model.architecture import ModelConfig
+from foretoken.model.loader import read_config
+from tests.helpers.checkpoints import randomise
+from tests.helpers.random_heads import random_head
+
+KINDS = ("eagle", "eagle1", "medusa", "block")
+
+
+def eagle_head(target: ModelConfig, version: int = 3, seed: int = 0, **options: bool) -> EagleHead:
+    """A random EAGLE head; version 3 knows all tokens but every fifth."""
+    layer = replace(
+        target, model_type="llama", num_layers=1, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False,
+        sliding_window=(),
+    )  # fmt: skip
+    ids = torch.arange(target.vocab_size)
+    taps = (target.num_layers,)
+    if version == 3:
+        ids = ids[ids % 5 != 3]
+        taps = tuple(sorted({1, max(1, target.num_layers // 2), target.num_layers}))
+    config = EagleConfig(version, layer, target.hidden_size, target.num_layers, taps, len(ids), **options)
+    head = EagleHead(config, DraftVocabulary(ids, target.vocab_size))
+    randomise(head, seed)
+    return head.requires_grad_(False)
+
+
+def tiny_head(folder: Path, target_folder: Path, kind: str, seed: int = 0) -> Path:
+    """Write a random head of `kind` for the target in a folder, and return the head's folder."""
+    target = read_config(target_folder)
+    head: Head
+    if kind.startswith("eagle"):
+        head = eagle_head(target, 1 if kind == "eagle1" else 3, seed)
+    else:
+        head = random_head(kind, target, seed)
+    save_head(head, folder, target, target_folder)
+    return folder
