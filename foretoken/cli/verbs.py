@@ -99,7 +99,7 @@ VERBS: Mapping[str, VerbSource] = {
     "train": VerbSource(
         "train",
         "app",
-        ("Train a language model from scratch, or distil a draft from one. Interrupted runs resume."),
+        ("Train heads and draft models for a target, or a language model from scratch. Interrupted runs resume."),
     ),
     "config": VerbSource(
         "settings",

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foretoken.errors import CheckpointError, ModelError, StorageError
+from foretoken.errors import CheckpointError, ConfigError, ModelError, StorageError
 from foretoken.heads.base import Head
 from foretoken.heads.block import BlockHead
 from foretoken.heads.config import BlockConfig, EagleConfig, HeadConfig, MedusaConfig
@@ -36,7 +36,7 @@ from foretoken.heads.formats.medusa import (
     medusa_vocab_size,
 )
 from foretoken.heads.formats.pairing import NOTE, check_note, target_note
-from foretoken.heads.formats.speculators import from_speculators, is_speculators
+from foretoken.heads.formats.speculators import from_speculators, is_speculators, speculators_json
 from foretoken.heads.kind import head_kind
 from foretoken.heads.medusa import MedusaHead
 from foretoken.heads.vocabulary import DraftVocabulary
@@ -113,6 +113,25 @@ def save_head(
     write_head(folder, raw, tensors, {NOTE: target_note(target, target_folder)})
 
 
+def save_speculators(
+    head: Head, folder: Path, target: ModelConfig, num_draft: int, target_name: str, target_architecture: str
+) -> None:
+    """Write `head` in the form of vLLM's speculators, whose directory also names the target and `num_draft`.
+
+    Raises:
+        StorageError, ModelError: see `save_head`.
+        ConfigError: a kind of head that the form has no words for.
+    """
+    if isinstance(head.config, MedusaConfig):
+        raise ConfigError("head", "medusa", "the speculators form is written for EAGLE-3 and block drafters")
+    state = head_state(head)
+    dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    raw = speculators_json(head.config, dtype, num_draft, target_name, target_architecture)
+    named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in state.items()}
+    tables = vocabulary_tables(head.config, head.vocabulary)
+    write_head(folder, raw, named | tables, {NOTE: target_note(target, None)})
+
+
 def write_head(
     folder: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], notes: Mapping[str, Mapping[str, Any]]
 ) -> None:
@@ -124,7 +143,7 @@ def write_head(
     file = MEDUSA_WEIGHTS if raw.get("model_type") == "medusa" else WEIGHTS
     try:
         with writing_folder(folder, ".writing-") as draft:
-            plain = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+            plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
             save_file(plain, draft / file, metadata={"format": "pt"})
             for name, content in {"config.json": raw, **notes}.items():
                 (draft / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

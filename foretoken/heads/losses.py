@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from foretoken.model.interface import SharedWeights
 
 LossKind = Literal["kl", "reverse_kl", "jsd", "tv", "nla", "lk"]
 LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)
+_MOST_KEPT_BYTES = 256 << 20  # of the target's logits of a batch
 _TINY = 1e-30  # keeps the logarithm of a probability that float32 rounds to 0 finite
 
 
@@ -59,32 +60,38 @@ class RowLogits(Protocol):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A place's rows against the target: the mean loss, and by row alpha [R] and whether the likeliest token is the
-    same [R].
-    """
+    """A place's rows against the target: the mean loss, and alpha by row, [R]."""
 
     loss: Tensor
     alpha: Tensor
-    is_greedy: Tensor
 
 
 def target_logits(batch: HeadBatch, target: SharedWeights) -> RowLogits:
-    """The target's logits of rows of `batch`, computed for the rows that are asked for."""
+    """The target's logits of rows of `batch`: all computed once where they take little memory, as every place asks for
+    nearly the same rows; else those that are asked for.
+    """
     normed = batch.normed.flatten(0, 1)  # [B * S, D]
-
-    def of(rows: Tensor) -> Tensor:
-        return target.output_logits(normed[rows])
-
-    return of
+    if not len(normed):
+        return lambda rows: target.output_logits(normed[rows])
+    first = target.output_logits(normed[:1])
+    if len(normed) * first.nbytes > _MOST_KEPT_BYTES:
+        return lambda rows: target.output_logits(normed[rows])
+    whole = target.output_logits(normed)  # [B * S, V]
+    return lambda rows: whole[rows]
 
 
 def compare(place: Place, target: RowLogits, vocabulary: DraftVocabulary, config: LossConfig) -> Comparison:
     """Loss and acceptance of one place; the gradient reaches `place.logits` only."""
     if not len(place.rows):
         none = place.logits.new_zeros(0, dtype=torch.float32)
-        return Comparison(place.logits.float().sum(), none, none.bool())
-    loss, alpha, is_greedy = _Compared.apply(place.logits, place.rows, target, vocabulary, config)  # type: ignore[no-untyped-call]
-    return Comparison(loss, alpha, is_greedy)
+        return Comparison(place.logits.float().sum(), none)
+    loss, alpha = _Compared.apply(place.logits, place.rows, target, vocabulary, config)  # type: ignore[no-untyped-call]
+    return Comparison(loss, alpha)
+
+
+def same_argmax(place: Place, target: RowLogits, vocabulary: DraftVocabulary) -> Tensor:
+    """Whether the likeliest token of head and target is the same, by row [R]."""
+    return target(place.rows).argmax(-1) == vocabulary.to_target(place.logits.argmax(-1))
 
 
 def weighted_loss(place: Place, compared: Comparison, config: LossConfig) -> Tensor:
@@ -104,10 +111,10 @@ class _Compared(torch.autograd.Function):
         target: RowLogits,
         vocabulary: DraftVocabulary,
         config: LossConfig,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         count, dtype = len(rows), torch.promote_types(logits.dtype, torch.float32)
         loss = torch.empty(count, dtype=dtype, device=logits.device)
-        alpha, is_greedy = torch.empty_like(loss), torch.empty(count, dtype=torch.bool, device=logits.device)
+        alpha = torch.empty_like(loss)
         gradient = torch.empty_like(logits) if logits.requires_grad else None
         rule = _RULES[config.kind]
         for start in range(0, count, config.chunk_rows):
@@ -115,16 +122,15 @@ class _Compared(torch.autograd.Function):
             theirs = target(rows[part]).to(dtype)  # [C, V]
             own = logits[part].to(dtype)  # [C, V_d]
             log_p, log_q = vocabulary.restrict(theirs).log_softmax(-1), own.log_softmax(-1)
-            q = log_q.exp()
-            loss[part], slope = rule(log_p, log_q, q)
-            share = 0.0 if vocabulary.is_whole else _log_share(theirs, vocabulary)  # of p that the head can reach
-            alpha[part] = torch.minimum((log_p + share).exp_(), q).sum(-1)
-            is_greedy[part] = theirs.argmax(-1) == vocabulary.to_target(own.argmax(-1))
+            p, q = log_p.exp(), log_q.exp()
+            common = torch.minimum(p, q).sum(-1)  # [C]
+            loss[part], slope = rule(_Rows(log_p, log_q, p, q, common))
+            alpha[part] = common if vocabulary.is_whole else _alpha(theirs, q, vocabulary)
             if gradient is not None:
                 gradient[part] = slope.div_(count).to(gradient.dtype)
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(alpha, is_greedy)
-        return loss.mean(), alpha, is_greedy
+        ctx.mark_non_differentiable(alpha)
+        return loss.mean(), alpha
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
@@ -132,53 +138,63 @@ class _Compared(torch.autograd.Function):
         return (gradient * grads[0], None, None, None, None)
 
 
-def _log_share(theirs: Tensor, vocabulary: DraftVocabulary) -> Tensor:
-    """log of the probability [C, 1] that the target gives to the head's vocabulary."""
-    return vocabulary.restrict(theirs).logsumexp(-1, keepdim=True) - theirs.logsumexp(-1, keepdim=True)
+def _alpha(theirs: Tensor, q: Tensor, vocabulary: DraftVocabulary) -> Tensor:
+    """alpha [C] against the target's whole distribution, of a head with a cut vocabulary."""
+    return torch.minimum(vocabulary.restrict(theirs.softmax(-1)), q).sum(-1)
+
+
+class _Rows(NamedTuple):
+    """Both distributions over the head's vocabulary, `[C, V_d]`, and `common` = sum min(p, q), [C]."""
+
+    log_p: Tensor
+    log_q: Tensor
+    p: Tensor
+    q: Tensor
+    common: Tensor
 
 
 # A rule returns the loss [C] and its derivative by the head's logits [C, V_d]. With f the loss and g = df/dq,
 # df/dz = q (g - sum_x q(x) g(x)).
-_Rule = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+_Rule = Callable[[_Rows], tuple[Tensor, Tensor]]
 
 
 def _through_softmax(q: Tensor, by_q: Tensor) -> Tensor:
-    return q * (by_q - (q * by_q).sum(-1, keepdim=True))
+    weighted = q * by_q
+    return weighted.sub_(q * weighted.sum(-1, keepdim=True))
 
 
-def _kl(log_p: Tensor, log_q: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    p = log_p.exp()
-    return (p * (log_p - log_q)).sum(-1), q - p
+def _kl(rows: _Rows) -> tuple[Tensor, Tensor]:
+    return (rows.p * (rows.log_p - rows.log_q)).sum(-1), rows.q - rows.p
 
 
-def _reverse_kl(log_p: Tensor, log_q: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    gap = log_q - log_p
-    return (q * gap).sum(-1), _through_softmax(q, gap)
+def _reverse_kl(rows: _Rows) -> tuple[Tensor, Tensor]:
+    gap = rows.log_q - rows.log_p
+    return (rows.q * gap).sum(-1), _through_softmax(rows.q, gap)
 
 
-def _jsd(log_p: Tensor, log_q: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    p = log_p.exp()
-    log_m = ((p + q) / 2).clamp_min(_TINY).log()
-    to_q = log_q - log_m
-    return ((p * (log_p - log_m)).sum(-1) + (q * to_q).sum(-1)) / 2, _through_softmax(q, to_q / 2)
+def _jsd(rows: _Rows) -> tuple[Tensor, Tensor]:
+    log_m = ((rows.p + rows.q) / 2).clamp_min(_TINY).log()
+    to_q = rows.log_q - log_m
+    value = ((rows.p * (rows.log_p - log_m)).sum(-1) + (rows.q * to_q).sum(-1)) / 2
+    return value, _through_softmax(rows.q, to_q / 2)
 
 
-def _tv(log_p: Tensor, _log_q: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    p = log_p.exp()
-    return 1 - torch.minimum(p, q).sum(-1), _through_softmax(q, -(q < p).to(q.dtype))
+def _tv(rows: _Rows) -> tuple[Tensor, Tensor]:
+    below = rows.q * (rows.q < rows.p)  # df/dq is -1 there, else 0
+    return 1 - rows.common, (rows.q * below.sum(-1, keepdim=True)).sub_(below)
 
 
-def _nla(log_p: Tensor, log_q: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    lost, slope = _tv(log_p, log_q, q)
-    alpha = (1 - lost).clamp_min(_TINY)
+def _nla(rows: _Rows) -> tuple[Tensor, Tensor]:
+    _, slope = _tv(rows)
+    alpha = rows.common.clamp_min(_TINY)
     return -alpha.log(), slope / alpha[:, None]
 
 
-def _lk(log_p: Tensor, log_q: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    lost, by_tv = _tv(log_p, log_q, q)
-    divergence, by_kl = _kl(log_p, log_q, q)
-    weight = torch.exp(-3 * (1 - lost))  # a constant of the step
-    return weight * divergence + (1 - weight) * lost, torch.lerp(by_tv, by_kl, weight[:, None])
+def _lk(rows: _Rows) -> tuple[Tensor, Tensor]:
+    lost, by_tv = _tv(rows)
+    divergence, by_kl = _kl(rows)
+    weight = torch.exp(-3 * rows.common)  # a constant of the step
+    return weight * divergence + (1 - weight) * lost, by_tv.lerp_(by_kl, weight[:, None])
 
 
 _RULES: dict[LossKind, _Rule] = {

@@ -178,7 +178,7 @@ def answered_data(path: Path, target: Path, vocab_size: int, held_out_share: flo
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """A name of the checkpoint in `folder`: its configuration, tokenizer, chat template, and the size of its weights."""
+    """A name of the checkpoint in `folder`: its configuration, tokenizer, chat template and first weights."""
     digest = hashlib.sha256()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (folder / name).is_file():
@@ -203,9 +203,7 @@ def _encode(llm: LLM, prompt: PromptContent, config: AnswerConfig) -> list[int]:
 
 def _params(config: AnswerConfig, place: int) -> SamplingParams:
     seed = None if config.temperature == 0 else (config.seed + 1_000_003 * place) % _MOST_SEED
-    return SamplingParams(
-        max_tokens=config.max_tokens, temperature=config.temperature, top_p=config.top_p, seed=seed
-    )
+    return SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature, top_p=config.top_p, seed=seed)
 
 
 def _resume(path: Path, header: Mapping[str, Any]) -> set[int]:

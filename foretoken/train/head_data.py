@@ -57,9 +57,7 @@ class TokenText:
         """How often each token of the target is wanted, `[V]`."""
         return torch.from_numpy(np.bincount(self.ids[self.wanted], minlength=vocab_size))
 
-    def window(
-        self, number: int, length: int, seed: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    def window(self, number: int, length: int, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Window `number`: `[length + 1]` ids and their mask, a function of (seed, number) alone.
 
         A document is drawn by its wanted tokens. It is read from its beginning, as the target will, unless it is longer

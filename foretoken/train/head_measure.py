@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretoken.heads.base import Head, HeadBatch
-from foretoken.heads.losses import LossConfig, compare, target_logits
+from foretoken.heads.base import HeadBatch
+from foretoken.heads.losses import LossConfig, compare, same_argmax, target_logits
+from foretoken.train.draft_student import Student
 from foretoken.train.frozen_target import FrozenTarget
 
 
@@ -30,14 +31,16 @@ class HeadAcceptance:
 
 
 @torch.no_grad()
-def measure_head(head: Head, target: FrozenTarget, batches: Iterable[HeadBatch], num_places: int) -> HeadAcceptance:
+def measure_head(head: Student, target: FrozenTarget, batches: Iterable[HeadBatch], num_places: int) -> HeadAcceptance:
     """Acceptance of `num_places` places along `batches`, at most those that the head has."""
     sampled, greedy = [], []
+    head.eval()
     for number, batch in enumerate(batches):
         alpha, match = _by_position(head, target, batch, num_places, seed=number)
         whole = ~alpha.isnan().any(0)
         sampled.append(alpha[:, whole])
         greedy.append(match[:, whole])
+    head.train()
     alpha, match = torch.cat(sampled, 1), torch.cat(greedy, 1)  # [K, R]
     if not alpha.shape[1]:
         return HeadAcceptance(0, (), (), 1.0, 1.0)
@@ -51,15 +54,16 @@ def measure_head(head: Head, target: FrozenTarget, batches: Iterable[HeadBatch],
 
 
 def _by_position(
-    head: Head, target: FrozenTarget, batch: HeadBatch, num_places: int, seed: int
+    head: Student, target: FrozenTarget, batch: HeadBatch, num_places: int, seed: int
 ) -> tuple[Tensor, Tensor]:
     """alpha and equal argmax by place and position of the first guess, each `[K, B * S]`, NaN where there is none."""
     alphas, matches = [], []
-    with torch.autocast(target.device.type, torch.bfloat16):
+    with target.autocast():
         logits = target_logits(batch, target.decoder)
         for place in head.places(batch, target.decoder, num_places, seed):
             compared = compare(place, logits, head.vocabulary, LossConfig())
-            for found, values in ((alphas, compared.alpha), (matches, compared.is_greedy.float())):
+            match = same_argmax(place, logits, head.vocabulary)
+            for found, values in ((alphas, compared.alpha), (matches, match)):
                 line = torch.full((batch.wanted[:, 1:].numel(),), float("nan"), device=values.device)
                 line[place.rows - place.number] = values.float()
                 found.append(line)

@@ -18,6 +18,7 @@ from foretoken.heads.medusa import MedusaHead
 from foretoken.model.architecture import ModelConfig
 from foretoken.train.draft_vocabulary import most_frequent
 from foretoken.train.frozen_target import FrozenTarget
+from foretoken.train.head_trainer import HeadTrainConfig
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,17 @@ class BlockShape:
 
 
 HeadShape = EagleShape | MedusaShape | BlockShape
+
+
+def usual_training(shape: HeadShape) -> HeadTrainConfig:
+    """The training of each kind unless set: as many places as it guesses; where the output matrix is most of the cost,
+    half of the rows.
+    """
+    if isinstance(shape, BlockShape):
+        return HeadTrainConfig(num_places=shape.block_size)
+    if isinstance(shape, MedusaShape):
+        return HeadTrainConfig(num_places=shape.num_heads)
+    return HeadTrainConfig(num_places=4, row_share=0.5)
 
 
 @dataclass(frozen=True)
@@ -112,7 +124,8 @@ def _eagle_config(shape: EagleShape, target: ModelConfig, draft_vocab_size: int)
 
 
 def _block_config(shape: BlockShape, target: ModelConfig, draft_vocab_size: int) -> BlockConfig:
-    layer = dataclasses.replace(_layer(target, shape.num_layers, shape.intermediate_size), qk_norm=True)
+    layer = _layer(target, shape.num_layers, shape.intermediate_size)
+    layer = dataclasses.replace(layer, model_type="qwen3", qk_norm=True)  # as DFlash and DSpark have it
     return BlockConfig(
         layer=layer,
         target_hidden_size=target.hidden_size,
@@ -130,6 +143,7 @@ def _layer(target: ModelConfig, num_layers: int, intermediate_size: int | None) 
     """The target's own layer, in another number."""
     return dataclasses.replace(
         target,
+        model_type="llama",
         num_layers=num_layers,
         intermediate_size=intermediate_size or target.intermediate_size,
         qkv_bias=False,

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError, NumericsError, StorageError
-from foretoken.heads.base import Head
 from foretoken.heads.losses import LossConfig, compare, target_logits, weighted_loss
 from foretoken.printing.console import Console
+from foretoken.train.draft_student import Student
 from foretoken.train.frozen_target import FrozenTarget
 from foretoken.train.head_data import HeadData
 from foretoken.train.head_measure import HeadAcceptance, measure_head
@@ -40,7 +40,8 @@ class HeadTrainConfig:
     """One run; lengths in tokens, times in seconds.
 
     A step is `accumulate` batches of `batch_windows` windows of `length` tokens. `num_places` guesses are learnt at
-    each position. The run ends early after `patience` validations without a better head (0: never).
+    each position, from a random `row_share` of the positions: in a small head the output matrix costs most, and
+    neighbours teach much the same. The run ends early after `patience` validations without a better head (0: never).
     """
 
     tokens: int = 3_000_000
@@ -48,6 +49,7 @@ class HeadTrainConfig:
     accumulate: int = 1
     length: int = 512
     num_places: int = 4
+    row_share: float = 1.0
     warmup_steps: int = 30
     decay_share: float = 0.5
     clip_norm: float = 1.0
@@ -68,6 +70,8 @@ class HeadTrainConfig:
             raise ConfigError("validate_every_steps", self.validate_every_steps, "must be at least 1")
         if self.length < 2 * self.num_places:
             raise ConfigError("length", self.length, f"must be at least twice the {self.num_places} places")
+        if not 0 < self.row_share <= 1:
+            raise ConfigError("row_share", self.row_share, "must lie above 0 and be at most 1")
         if not 0 <= self.decay_share <= 1:
             raise ConfigError("decay_share", self.decay_share, "must lie between 0 and 1")
         if not 0 <= self.seed < 2**63:
@@ -104,15 +108,22 @@ class HeadTrainer:
 
     def __init__(
         self,
-        head: Head,
+        head: Student,
         target: FrozenTarget,
         data: HeadData,
         config: HeadTrainConfig,
         folder: Path,
-        keep: Callable[[Head], None],
+        keep: Callable[[], None],
         ranks: Ranks | None = None,
     ) -> None:
-        self.head, self.target, self.data, self.config, self.folder, self.keep = head, target, data, config, folder, keep
+        self.head, self.target, self.data, self.config, self.folder, self.keep = (
+            head,
+            target,
+            data,
+            config,
+            folder,
+            keep,
+        )
         self.ranks = ranks or Ranks()
         self._parameters = [p for p in head.parameters() if p.requires_grad]
         self.optimizers = make_optimizers(head, config.optimizer)
@@ -173,9 +184,9 @@ class HeadTrainer:
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, config.clip_norm)
         if not (math.isfinite(float(loss)) and math.isfinite(float(norm))):
             raise NumericsError(
-                f"the loss of step {self.step} is {float(loss)}, its gradient's norm {float(norm)}: the last saved state "
-                f"and the best head are kept in {self.folder}; start again with lower rates (optimizer.matrix_rate, "
-                "optimizer.vector_rate)"
+                f"the loss of step {self.step} is {float(loss)}, its gradient's norm {float(norm)}: the last saved "
+                f"state and the best head are kept in {self.folder}; start again with lower rates "
+                "(train.optimizer.matrix_rate, train.optimizer.vector_rate)"
             )
         for optimizer in self.optimizers:
             optimizer.step()
@@ -188,9 +199,12 @@ class HeadTrainer:
         config, piece = self.config, self.step * self.config.accumulate + part
         numbers = range(piece * config.batch_windows, (piece + 1) * config.batch_windows)
         tokens, wanted = self.data.train.batch(numbers, config.length, config.seed)
+        if config.row_share < 1:
+            generator = torch.Generator().manual_seed(config.seed + piece)
+            wanted &= torch.rand(wanted.shape, generator=generator) < config.row_share
         batch = self.target.read(tokens, wanted, self.head.hidden_layers())
         loss = torch.zeros((), device=self.target.device)
-        with torch.autocast(self.target.device.type, torch.bfloat16):
+        with self.target.autocast():
             logits = target_logits(batch, self.target.decoder)
             for place in self.head.places(batch, self.target.decoder, config.num_places, config.seed + piece):
                 compared = compare(place, logits, self.head.vocabulary, config.loss)
@@ -215,7 +229,7 @@ class HeadTrainer:
         if is_better:
             self.best, self._num_worse = found, 0
             if self.ranks.is_first:
-                self.keep(self.head)
+                self.keep()
         else:
             self._num_worse += 1
         self._record({"step": self.step, "seconds": round(self.seconds, 1), "validation": asdict(found)})
@@ -259,9 +273,7 @@ class HeadTrainer:
         self.step, self.seconds, self._num_worse = meta["step"], meta["seconds"], meta["num_worse"]
         if meta["best"] is not None:
             best = meta["best"]
-            self.best = HeadAcceptance(
-                **best | {"sampled": tuple(best["sampled"]), "greedy": tuple(best["greedy"])}
-            )
+            self.best = HeadAcceptance(**best | {"sampled": tuple(best["sampled"]), "greedy": tuple(best["greedy"])})
         self._cut_curve()
         self._say(f"resumed at step {self.step} of {self.config.num_steps}")
 

@@ -23,7 +23,7 @@ class OptimizerConfig:
 
     kind: OptimizerKind = "muon"
     matrix_rate: float = 4e-3
-    vector_rate: float = 3e-3
+    vector_rate: float = 2e-3
     weight_decay: float = 0.05
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Settings of a run: a file of JSON or TOML, then `name=value` with dotted names, each checked against the dataclass."""
+"""Settings of a run: a file of JSON or TOML, then `name=value` with dotted names, checked against the dataclass."""
 
 from __future__ import annotations
 

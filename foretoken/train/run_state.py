@@ -32,9 +32,7 @@ def save_state(
     for index, optimizer in enumerate(optimizers):
         for key, state in optimizer.state_dict()["state"].items():
             for name, value in state.items():
-                tensors[f"optimizer.{index}.{key}.{name}"] = (
-                    value if isinstance(value, Tensor) else torch.tensor(value)
-                )
+                tensors[f"optimizer.{index}.{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
     partial = folder / (STATE_WEIGHTS + ".partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,9 +59,7 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
             meta: dict[str, Any] = json.loads(handle.metadata()["state"])
             return meta
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is not a complete training state ({error}); remove it to start again"
-        ) from error
+        raise CheckpointError(f"{path} is not a complete training state ({error}); remove it to start again") from error
 
 
 def restore_state(folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -228,4 +228,3 @@ class Trainer:
 
     def _say(self, line: str) -> None:
         self._console.line(line)
-

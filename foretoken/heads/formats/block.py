@@ -113,7 +113,7 @@ def _refuse_variants(fields: Fields) -> None:
         )
     if fields.flag("enable_confidence_head") and fields.flag("confidence_head_with_markov"):
         raise UnsupportedModelError(
-            f"{fields.where}: confidence_head_with_markov=true is not run here: the confidence reads the hidden state alone"
+            f"{fields.where}: confidence_head_with_markov=true is not run here; the confidence reads the hidden state"
         )
     if fields.flag("use_swa"):
         raise UnsupportedModelError(f"{fields.where}: use_swa=true (a sliding window) is not run here")

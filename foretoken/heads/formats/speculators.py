@@ -35,6 +35,8 @@ _LAYER_KEYS = (
     "mlp_bias",
     "layer_types",
     "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
 )
 _BLOCK_KEYS = (
     "block_size",

@@ -1,0 +1,207 @@
+"""The forms of other engines: layers counted in two ways, speculators' keys, which drafter runs what."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from foretoken.errors import CheckpointError, ConfigError, MismatchError, UnsupportedModelError
+from foretoken.heads.checkpoint import load_head, save_head, save_speculators
+from foretoken.heads.config import BlockConfig, EagleConfig
+from foretoken.heads.formats.layer_ids import are_default_taps, outputs_to_taps, taps_to_outputs
+from foretoken.heads.kind import head_kind
+from tests.helpers.stored_heads import TARGET, block_config, eagle_config, stored_head
+
+
+def test_outputs_are_one_below_taps() -> None:
+    """Tap 3 is what layer 3 gets, which is what layer 2 gave."""
+    assert taps_to_outputs((1, 3, 6)) == [0, 2, 5]
+    assert outputs_to_taps((0, 2, 5)) == (1, 3, 6)
+    with pytest.raises(ConfigError, match="embedding"):
+        taps_to_outputs((0, 2))
+
+
+def test_default_taps() -> None:
+    assert are_default_taps((2, 4, 5), 8)
+    assert are_default_taps((2, 16, 29), 32)
+    assert not are_default_taps((1, 15, 28), 32)  # the same layers, counted as outputs
+    assert not are_default_taps((2, 2, 2), 5)
+
+
+def written(folder: Path, config: EagleConfig | BlockConfig) -> dict[str, Any]:
+    save_head(stored_head(config), folder, TARGET)
+    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return raw
+
+
+def rewrite(folder: Path, raw: dict[str, Any]) -> Any:
+    (folder / "config.json").write_text(json.dumps(raw))
+    return load_head(folder, TARGET).config
+
+
+def test_default_layers_are_not_named(tmp_path: Path) -> None:
+    """Only the default means the same to every engine."""
+    raw = written(tmp_path, eagle_config())
+    assert "eagle_config" not in raw
+    assert "eagle_aux_hidden_state_layer_ids" not in raw
+
+
+def test_other_layers_are_named_in_both_ways(tmp_path: Path) -> None:
+    """vLLM and llama.cpp read the top level (enter), SGLang `eagle_config` (output)."""
+    raw = written(tmp_path, eagle_config(taps=(1, 3, 6)))
+    assert raw["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
+    assert raw["eagle_config"] == {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 2, 5]}
+    alone = {key: value for key, value in raw.items() if key != "eagle_aux_hidden_state_layer_ids"}
+    assert rewrite(tmp_path, alone).taps == (1, 3, 6)
+    top = {key: value for key, value in raw.items() if key != "eagle_config"}
+    assert rewrite(tmp_path, top).taps == (1, 3, 6)
+    assert rewrite(tmp_path, raw | {"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}).taps == (2, 3, 6)
+
+
+def test_layers_of_a_block_drafter_are_outputs(tmp_path: Path) -> None:
+    raw = written(tmp_path, block_config(taps=(1, 4, 7)))
+    assert raw["dflash_config"]["target_layer_ids"] == [0, 3, 6]
+
+
+def test_a_norm_before_fc_is_named_twice(tmp_path: Path) -> None:
+    """llama.cpp reads the top level alone, TensorRT-LLM `eagle_config` alone."""
+    raw = written(tmp_path, eagle_config(norm_before_fc=True))
+    assert raw["norm_before_fc"] is raw["eagle_config"]["norm_before_fc"] is True
+    del raw["norm_before_fc"]
+    assert rewrite(tmp_path, raw).norm_before_fc
+
+
+def test_dflash_and_dspark_differ_in_what_a_missing_key_means(tmp_path: Path) -> None:
+    for name, config in (
+        ("dspark", block_config()),
+        ("dflash", block_config(markov_rank=0, is_causal=False, predicts_at_anchor=False)),
+    ):
+        raw = written(tmp_path / name, config)
+        del raw["dflash_config"]["sample_from_anchor"]
+        assert rewrite(tmp_path / name, raw).predicts_at_anchor == (name == "dspark")
+
+
+def test_keys_of_dspark_may_stand_in_dflash_config(tmp_path: Path) -> None:
+    """So do SpecForge's files."""
+    raw = written(tmp_path, block_config())
+    for key in ("markov_rank", "markov_head_type", "block_size"):
+        raw["dflash_config"][key] = raw.pop(key)
+    assert rewrite(tmp_path, raw) == block_config()
+
+
+def test_a_block_drafter_of_another_target(tmp_path: Path) -> None:
+    raw = written(tmp_path, block_config())
+    (tmp_path / "target.json").unlink()
+    with pytest.raises(MismatchError, match="36 layers"):
+        rewrite(tmp_path, raw | {"num_target_layers": 36})
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"markov_head_type": "gated"}, "gated"),
+        ({"enable_confidence_head": True, "confidence_head_with_markov": True}, "confidence_head_with_markov"),
+        ({"use_swa": True}, "use_swa"),
+    ],
+)
+def test_variants_of_dspark_are_refused_by_name(tmp_path: Path, keys: dict[str, Any], words: str) -> None:
+    raw = written(tmp_path, block_config())
+    with pytest.raises(UnsupportedModelError, match=words):
+        rewrite(tmp_path, raw | keys)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        eagle_config(draft_vocab_size=30),
+        eagle_config(taps=(1, 3, 6), norm_before_residual=True, norm_output=True),
+        block_config(),
+        block_config(markov_rank=0, is_causal=False, predicts_at_anchor=False),
+    ],
+    ids=["eagle3", "eagle3-norms", "dspark", "dflash"],
+)
+def test_speculators_round_trip(tmp_path: Path, config: EagleConfig | BlockConfig) -> None:
+    head = stored_head(config)
+    save_speculators(head, tmp_path, TARGET, 3, "org/target", "LlamaForCausalLM")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    # What vLLM does not start without.
+    assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    assert raw["speculators_config"]["verifier"]["name_or_path"] == "org/target"
+    assert raw["speculators_model_type"] == raw["speculators_config"]["algorithm"]
+    assert isinstance(raw["transformer_layer_config"], dict)
+    assert not any(name.startswith("midlayer") for name in load_file(tmp_path / "model.safetensors"))
+    again = load_head(tmp_path, TARGET)
+    assert head_kind(tmp_path) == head.name
+    assert again.config == config
+    state = again.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in head.state_dict().items())
+
+
+def test_speculators_writes_every_flag_and_reads_a_missing_one_as_true(tmp_path: Path) -> None:
+    save_speculators(stored_head("eagle3"), tmp_path, TARGET, 3, "org/target", "LlamaForCausalLM")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert [raw[flag] for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")] == [False] * 4
+    assert raw["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    del raw["norm_before_residual"]
+    assert rewrite(tmp_path, raw).norm_before_residual is True
+
+
+def test_speculators_has_no_words_for_medusa_and_eagle_1(tmp_path: Path) -> None:
+    for name in ("medusa", "eagle1"):
+        with pytest.raises(ConfigError, match="EAGLE-3 and block"):
+            save_speculators(stored_head(name), tmp_path, TARGET, 3, "org/target", "LlamaForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle"),
+        ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}, "eagle"),
+        ({"medusa_num_heads": 4}, "medusa"),
+        ({"model_type": "medusa"}, "medusa"),
+        ({"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}, "block"),
+        ({"architectures": ["Qwen3DSparkModel"]}, "block"),
+        ({"speculators_model_type": "dspark"}, "block"),
+    ],
+)
+def test_kind_of_a_head(tmp_path: Path, raw: dict[str, Any], expected: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert head_kind(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"model_type": "mlp_speculator"}, "MLP speculator"),
+        ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "MLP speculator"),
+        ({"speculators_model_type": "peagle"}, "P-EAGLE"),
+        ({"speculators_model_type": "dflash2"}, "DFlash2"),
+        ({"architectures": ["DominoDraftModel"]}, "Domino"),
+        ({"speculators_model_type": "other"}, "other"),
+    ],
+)
+def test_kinds_that_are_not_run_are_refused_by_name(tmp_path: Path, raw: dict[str, Any], words: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedModelError, match=words):
+        head_kind(tmp_path)
+
+
+def test_kind_by_the_tensors(tmp_path: Path) -> None:
+    """Published EAGLE-1 heads call themselves LlamaForCausalLM."""
+    raw = written(tmp_path, eagle_config(1)) | {"architectures": ["LlamaForCausalLM"]}
+    rewrite(tmp_path, raw)
+    assert head_kind(tmp_path) == "eagle"
+    save_file({"speculator.emb.0.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="MLP speculator"):
+        head_kind(tmp_path)
+    save_file({"model.norm.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="no head that is known"):
+        head_kind(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(CheckpointError, match="truncated or corrupt"):
+        head_kind(tmp_path)
