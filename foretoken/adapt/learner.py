@@ -12,8 +12,8 @@ from torch.nn import Parameter
 
 from foretoken.adapt.buffer import Window
 from foretoken.control.adaptation import emitted_per_step
-from foretoken.heads.base import Head, HeadBatch, Place
-from foretoken.heads.losses import Comparison, LossConfig, compare, target_logits, weighted_loss
+from foretoken.heads.base import Head, HeadBatch
+from foretoken.heads.losses import LossConfig, compare, same_argmax, target_logits, weighted_loss
 from foretoken.heads.weights import plain_copy, weights_of
 from foretoken.model.interface import SharedWeights, SharesWeights
 
@@ -63,10 +63,13 @@ class HeadLearner:
     def learn(self, window: Window) -> None:
         """See `Learner`: every fourth window changes the weights."""
         self._num_windows += 1
+        batch = self._batch(window)
+        logits, vocabulary = target_logits(batch, self._target), self._head.vocabulary
         with torch.enable_grad():
             losses = [
-                weighted_loss(place, compared, self._config)
-                for place, compared in self._compared(self._head, window, self._num_windows)
+                weighted_loss(place, compare(place, logits, vocabulary, self._config), self._config)
+                for place in self._head.places(batch, self._target, NUM_PLACES, self._num_windows)
+                if len(place.rows)
             ]
             if not losses:
                 return
@@ -81,11 +84,16 @@ class HeadLearner:
         """See `Learner`: by equal likeliest tokens for greedy requests, else by sum min(p, q) at temperature 1."""
         for name, own in self._parameters(self._judge):
             own.copy_(weights[name])
-        acceptances = [
-            float((compared.is_greedy.float() if window.is_greedy else compared.alpha).mean())
-            for _, compared in self._compared(self._judge, window, seed=0)
+        batch = self._batch(window)
+        logits, vocabulary = target_logits(batch, self._target), self._judge.vocabulary
+        accepted = [
+            same_argmax(place, logits, vocabulary).float()
+            if window.is_greedy
+            else compare(place, logits, vocabulary, self._config).alpha
+            for place in self._judge.places(batch, self._target, NUM_PLACES, seed=0)
+            if len(place.rows)
         ]
-        return emitted_per_step(acceptances)
+        return emitted_per_step([float(rows.mean()) for rows in accepted])
 
     def weights(self) -> Weights:
         """See `Learner`."""
@@ -98,14 +106,6 @@ class HeadLearner:
             own.copy_(weights[name])
             own.grad = None
         self._optimizer = self._new_optimizer()
-
-    def _compared(self, head: Head, window: Window, seed: int) -> Iterator[tuple[Place, Comparison]]:
-        """The guesses of `head` along a window, place by place, beside the target's."""
-        batch = self._batch(window)
-        logits = target_logits(batch, self._target)
-        for place in head.places(batch, self._target, NUM_PLACES, seed):
-            if len(place.rows):
-                yield place, compare(place, logits, head.vocabulary, self._config)
 
     def _batch(self, window: Window) -> HeadBatch:
         """A window as a batch of one, in float32."""
