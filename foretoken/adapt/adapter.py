@@ -88,6 +88,8 @@ class Adapter:
 
     def begin(self, request: Request) -> None:
         """A request was queued."""
+        if self._is_closed:
+            return
         self.take_on()
         for pupil in self._pupils.values():
             pupil.adaptation.buffer.begin(request.request_id, len(request.prompt_ids), request.params.greedy)

@@ -276,6 +276,16 @@ class LLM:
         return () if self._adapter is None else self._adapter.states
 
     @property
+    def adaptation_s(self) -> float:
+        """Processor time that learning has taken, in seconds."""
+        return 0.0 if self._adapter is None else self._adapter.spent_s
+
+    def end_adaptation(self) -> None:
+        """Let drafters learn no more, and forget the text they learnt from; what they have learnt stays in use."""
+        if self._adapter is not None:
+            self._adapter.close()
+
+    @property
     def trace_error(self) -> StorageError | None:
         """Why the trace ends before the answers do; None while it is whole."""
         return None if self._trace is None else self._trace.error

@@ -27,6 +27,7 @@ from foretoken.heads.weights import replace_weights, weights_of
 from foretoken.model.interface import SharesWeights
 from foretoken.model.paged import PagedModel
 from tests.adapt.small_heads import KINDS, drafter_name, drafter_of, small_head
+from tests.helpers import faults
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.distribution import (
     ALARM,
@@ -226,6 +227,7 @@ def test_a_learner_that_raises_ends_learning_and_nothing_else(pair: SimpleNamesp
     with LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=2048) as llm:
         spec, _ = with_head(llm, "medusa")
         adapter = adapted(llm, BrokenLearner)
+        faults.expect("a learner that raises")
         with pytest.warns(UserWarning, match="AdaptationWatcher raised RuntimeError: no gradient"):
             served_until(llm, spec, plain, lambda: llm.stats.num_faults > 0)
         served_until(llm, spec, plain, iter([False, True]).__next__)
