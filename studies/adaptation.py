@@ -30,6 +30,7 @@ from foretoken.bench.progress import Tell, progress
 from foretoken.bench.workload import Prompt, slices
 from foretoken.control.adaptation import AdaptConfig
 from foretoken.errors import ForetokenError
+from foretoken.files import to_json
 from foretoken.printing.console import Console
 from foretoken.train.corpus import Corpus, standard_library
 from studies.command import arguments, record, setting_of
@@ -81,7 +82,7 @@ def main() -> int:
     out: Path | None = options.out
     result = record("adaptation", {"setting": setting_of(options), **found}, out)
     if options.json:
-        Console().json_line(result)
+        Console().json_line(to_json(result))
     else:
         show(found)
     return 0
@@ -226,12 +227,12 @@ def show(found: dict[str, Any]) -> None:
     ]
     console.table(("seconds after the shift", "requests", "tokens a step"), lines)
     latency = found["plain_ms_per_token"]
-    lines = [
+    figures = [
         (name.replace("_", " "), str(own["num_requests"]), f"{own['median']:.2f}", f"{own['p95']:.2f}")
         for name, own in latency.items()
         if own["num_requests"]
     ]
-    console.table(("plain requests", "requests", "median ms/token", "p95"), lines)
+    console.table(("plain requests", "requests", "median ms/token", "p95"), figures)
     for state in found["adaptations"]:
         console.line(", ".join(f"{name} {value}" for name, value in state.items()))
     console.line(f"learning took {found['learning_s']:.1f} s of processor time")

@@ -196,14 +196,17 @@ def compare_trees(options: HeldOutOptions, llm: LLM, settings: Sequence[BatchSet
             own = replace(options, ways=(SAMPLED,))
             walk_all(own, kind(llm, options.draft, NO_POLICIES, options.seed), [setting], prompts, walks, tell)
             both.append({(walk.prompt, 0): (float(len(walk.token_ids)), float(walk.num_steps)) for walk in walks})
-        ratio = paired_ratio(*both)
+        ratio = paired_ratio(both[0], both[1])
         assert ratio is not None
-        rates = [sum(tokens for tokens, _ in one.values()) / sum(steps for _, steps in one.values()) for one in both]
         assert setting.choice is not None
-        found.append(
-            TreePair(setting.choice.name, options.temperature, len(both[0]), *rates, ratio.ratio, ratio.low, ratio.high)
-        )
+        name, sampled_child, deterministic = setting.choice.name, _rate(both[0]), _rate(both[1])
+        figures = (sampled_child, deterministic, ratio.ratio, ratio.low, ratio.high)
+        found.append(TreePair(name, options.temperature, len(both[0]), *figures))
     return found
+
+
+def _rate(walks: Mapping[tuple[int, int], tuple[float, float]]) -> float:
+    return sum(tokens for tokens, _ in walks.values()) / sum(steps for _, steps in walks.values())
 
 
 def _tree_table(pairs: Sequence[TreePair]) -> Table:
