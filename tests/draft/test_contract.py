@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.config import DRAFT_DTYPES, DRAFTERS, QUANTISED
 from foretoken.core import Batch, BatchEntry, Request
+from foretoken.draft.base import HiddenRows
 from foretoken.draft.draft_model import DraftModelDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
@@ -23,11 +25,12 @@ from foretoken.engine.engine import Engine
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
+from foretoken.registry import HEADS
 from tests.helpers.audit import check_idle
 from tests.helpers.checkpoints import tiny_checkpoint, token_ids
 from tests.helpers.scripted import ScriptedModel, recite
 from tests.helpers.specs import bare_drafter, key_of, predicting, spec_of
-from tests.helpers.watch import Watched, check_cache
+from tests.helpers.watch import Watched, WatchedReader, check_cache
 
 LOW_BIT = ("draft_model:int8", "draft_model:int4")
 MODEL_TREES = ("draft_model/static", "draft_model/best_first")
@@ -40,11 +43,17 @@ CASES = (
     "recycling",
     "predicted",
     "early_exit",
+    "eagle",
+    "eagle:1",
+    "eagle/best_first",
+    "medusa",
+    "block",
     "lookahead",
     "cascade",
     "mix",
 )
-TREES = (*MODEL_TREES, "ngram", "suffix", "recycling", "lookahead", "mix")
+HEAD_CASES = tuple(case for case in CASES if re.split("[:/]", case)[0] in HEADS)
+TREES = (*MODEL_TREES, "eagle/best_first", "ngram", "suffix", "recycling", "lookahead", "mix")
 
 TREES_OF_A_MODEL = ("chain", "static", "best_first")
 
@@ -196,6 +205,7 @@ def test_eos_anywhere(
             assert out.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("name", [case for case in CASES if case not in HEAD_CASES])  # no hidden states are recited
 def test_eos_inside_an_accepted_run(name: str) -> None:
     """The target recites a text that the prompt holds already, so that every drafter guesses all of it, the end
     included.
@@ -270,6 +280,16 @@ def entry(request_id: int, prompt: list[int], num_draft: int, params: SamplingPa
     return BatchEntry(request, len(prompt) - 1, (prompt[-1],), True, num_draft)
 
 
+def states_of(llm: LLM, request_id: int, prompt: list[int], layers: Sequence[int]) -> HiddenRows:
+    """The target's states of a prompt without its last token."""
+    count = len(prompt) - 1
+    llm.target.open(request_id)
+    segment = Segment(request_id, count, (), 0, num_taps=count)
+    states = llm.target.forward(torch.tensor(prompt[:-1]), [segment], layers).taps
+    llm.target.close(request_id)
+    return HiddenRows(request_id, 0, tuple(prompt[:-1]), prompt[-1], states)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_propose_gives_each_request_its_own_number(
     llm: LLM, watched: Watched, spec: functools.partial[SpecConfig], temperature: float, monkeypatch: pytest.MonkeyPatch
@@ -289,6 +309,8 @@ def test_propose_gives_each_request_its_own_number(
             llm.target.open(one.request.request_id)
             llm.target.forward(torch.tensor(prompt[:-1]), [Segment(one.request.request_id, len(prompt) - 1, (), 0)])
             llm.target.commit(one.request.request_id, len(prompt) - 1)
+        if isinstance(watched, WatchedReader) and watched.hidden_layers():
+            watched.read_hidden([states_of(llm, one.request.request_id, prompt, watched.hidden_layers())])
         if isinstance(watched.inner, LookaheadDrafter):  # its pool knows two tokens at a time
             watched.inner._requests[one.request.request_id].pool.add(8, (9, 5))
     draft = watched.propose(Batch(tuple(entries)))

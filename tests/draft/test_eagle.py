@@ -115,7 +115,7 @@ def test_every_draft_is_that_of_a_fresh_run_over_the_text(
         assert checked.num_checked > 40 * (turn + 1)
         if num_slots > 1000:
             assert checked.largest_batch >= 4
-            assert not turn or any(state.stats.num_prefix_tokens for state in found)
+            assert not turn or sum(state.stats.num_cached_tokens for state in found) > 40
     assert num_slots > 1000 or engine.stats.num_preempted > 0
     check_idle(engine)
 
@@ -208,5 +208,5 @@ def test_what_cannot_be_opened_is_named(pair: SimpleNamespace, tmp_path_factory:
             llm.prepare(SpecConfig("eagle"))
         with pytest.raises(ConfigError, match="is a head of drafter='medusa', not of 'eagle'"):
             llm.prepare(SpecConfig("eagle", head=str(medusa)))
-    with pytest.raises(ConfigError, match="^head='x': only drafter='eagle' takes it"):
+    with pytest.raises(ConfigError, match="only drafter='eagle' takes it"):
         SpecConfig("ngram", head="x")

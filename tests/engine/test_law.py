@@ -21,6 +21,7 @@ from foretoken.draft import branches, cascade
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.model.processors import RequestProcessors
 from foretoken.model.randomness import Purpose, round_uniforms, uniforms
+from foretoken.registry import HEADS
 from foretoken.verify.base import verdict_at
 from foretoken.verify.rejection import RejectionRule
 from tests.helpers.distribution import (
@@ -195,7 +196,7 @@ def groups(count: int) -> dict[str, list[SpecConfig]]:
             for i in range(count)
         ],
         **{name: free_specs(name, count) for name in ("suffix", "recycling", "predicted", "lookahead")},
-        **{name: head_specs(name, count) for name in ("medusa", "block")},
+        **{name: head_specs(name, count) for name in HEADS},
         "cascade": cascade_specs(count),
         "mix": mix_specs(count),
         "auto": auto_specs(count),

@@ -20,6 +20,7 @@ from foretoken import SamplingParams, SpecConfig
 from foretoken.config import QUANTISED
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.eagle import EagleDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.draft.lookahead import LookaheadDrafter
@@ -30,12 +31,14 @@ from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.draft.suffix import SuffixDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.scheduler import SchedulerConfig
+from foretoken.heads.eagle_cache import CachedEagle
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from tests.helpers.checkpoints import tiny_checkpoint
 from tests.helpers.random_heads import head_drafter, random_head
 from tests.helpers.specs import key_of, predicting
+from tests.helpers.tiny_heads import eagle_head
 
 VOCAB, LENGTH = 5, 5
 EOS = 4  # only ever banned (min_tokens): the answers go on after it
@@ -148,6 +151,7 @@ def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None
             key_of(name): head_drafter(random_head(kind, narrow.target.config), target)
             for name, kind in (("medusa", "medusa:hydra"), ("block", "block:cut"))
         },
+        key_of("eagle"): EagleDrafter(CachedEagle(eagle_head(narrow.target.config), target)),
     }
     return Engine(target, drafters, limits=limits or SchedulerConfig(64, 200), eos_token_ids=(EOS,))
 

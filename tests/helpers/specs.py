@@ -20,6 +20,8 @@ from foretoken.draft.predicted import PredictedDrafter
 from foretoken.draft.recycling import RecyclingDrafter
 from foretoken.draft.suffix import SuffixDrafter
 from foretoken.model.interface import EarlyExitModel, LanguageModel
+from foretoken.registry import HEADS
+from tests.helpers.tiny_heads import tiny_head
 
 # Tokens that some tests' answers hold and others' do not: a prediction may be wrong.
 PREDICTION = tuple(range(3, 60))
@@ -33,7 +35,8 @@ def predicting(spec: SpecConfig, params: SamplingParams, prediction: Sequence[in
 def spec_of(name: str, draft: Path | str | None, **options: object) -> SpecConfig:
     """`SpecConfig` of a drafter with the options it cannot do without; `early_exit` never gives up guessing.
 
-    `draft_model:int4` is a draft model in that format, `draft_model/static` one that drafts static trees.
+    `draft_model:int4` is a draft model in that format, `draft_model/static` one that drafts static trees, `eagle:1` an
+    EAGLE-1 head. Random heads are made beside the draft, for the target there.
     """
     drafter, dtype, tree = re.fullmatch(r"(\w+)(?::(\w+))?(?:/(\w+))?", name).groups()
     needed = {
@@ -41,7 +44,19 @@ def spec_of(name: str, draft: Path | str | None, **options: object) -> SpecConfi
         **{one: {"draft": str(draft)} for one in ("cascade", "mix")},
         "early_exit": {"exit_layer": 1},
     }
+    if drafter in HEADS:
+        needed[drafter] = {"head": _head(f"{drafter}{dtype or ''}", draft), "tree": tree or "chain"}
     return SpecConfig(drafter, **needed.get(drafter, {}) | options)
+
+
+def _head(kind: str, draft: Path | str | None) -> str | None:
+    """The folder of a head beside the draft's; made where there is a target for it."""
+    if draft is None:
+        return None
+    folder, target = Path(draft).parent / kind, Path(draft).parent / "target"
+    if target.exists() and not folder.exists():
+        tiny_head(folder, target, kind)
+    return str(folder)
 
 
 def key_of(name: str, draft: str | None = None) -> DrafterKey:

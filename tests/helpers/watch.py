@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from foretoken.core import Batch, Draft, Request, Verdict
-from foretoken.draft.base import Drafter, Feedback, FollowsText, Reads, Releases, Taps
+from foretoken.draft.base import Drafter, Feedback, FollowsText, HiddenRows, PrefixStates, Reads, Releases, Taps
 from foretoken.draft.block import BlockDrafter
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.eagle import EagleDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
+from foretoken.draft.hidden_states import reads_hidden_states
 from foretoken.draft.lookahead import MOST_CONTINUATIONS, MOST_TOKENS, LookaheadDrafter
 from foretoken.draft.medusa import MedusaDrafter
 from foretoken.draft.mix import MixDrafter
@@ -29,6 +31,9 @@ from foretoken.model.paged import PagedModel
 
 class Watched:
     """`inner` with checks around every call; `texts` is what it was told of every request."""
+
+    def __new__(cls, inner: Drafter, vocab_size: int) -> Watched:  # noqa: ARG004
+        return object.__new__(WatchedReader if reads_hidden_states(type(inner)) else cls)
 
     def __init__(self, inner: Drafter, vocab_size: int) -> None:
         self.inner, self.name, self.vocab_size = inner, inner.name, vocab_size
@@ -90,6 +95,27 @@ class Watched:
     def finish(self, request_id: int) -> None:
         del self.texts[request_id]
         self.inner.finish(request_id)
+
+
+class WatchedReader(Watched):
+    """The same of a drafter that reads hidden states."""
+
+    @property
+    def reader(self) -> PrefixStates:
+        assert isinstance(self.inner, PrefixStates)
+        return self.inner
+
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.reader.hidden_layers()
+
+    def read_hidden(self, rows: Sequence[HiddenRows]) -> None:
+        self.reader.read_hidden(rows)
+
+    def export_states(self, request_id: int, start: int, stop: int) -> object:
+        return self.reader.export_states(request_id, start, stop)
+
+    def adopt_states(self, request_id: int, blocks: Sequence[object]) -> None:
+        self.reader.adopt_states(request_id, blocks)
 
 
 def goes_on(draft: Draft, request: int, path: tuple[int, ...]) -> bool:
@@ -278,6 +304,16 @@ def check_block_state(
     assert drafter.cache.length(sequence) <= len(own.fused) <= own.num_rows
 
 
+def check_eagle_state(
+    drafter: EagleDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
+) -> None:
+    """The text; states of all of it before the anchor; the cache holds rows of some of them, and no guess."""
+    own = drafter._known[sequence]
+    assert own.text[: len(text)] == text
+    assert own.num_rows in (0, len(text) - 1)
+    assert drafter.cache.length(sequence) <= len(own.features) <= own.num_rows
+
+
 # A new drafter adds a line.
 STATE_CHECKS: dict[type, Callable[[Any, int, list[int], int, int], None]] = {
     NgramDrafter: check_index_state,
@@ -292,6 +328,7 @@ STATE_CHECKS: dict[type, Callable[[Any, int, list[int], int, int], None]] = {
     MixDrafter: check_mix_state,
     MedusaDrafter: check_medusa_state,
     BlockDrafter: check_block_state,
+    EagleDrafter: check_eagle_state,
 }
 
 
