@@ -35,7 +35,7 @@ CONFIG = HeadTrainConfig(
 SHAPES: dict[str, HeadShape] = {
     "eagle": EagleShape(draft_vocab_size=30),
     "eagle1": EagleShape(version=1),
-    "medusa": MedusaShape(num_heads=3),
+    "medusa": MedusaShape(num_heads=3, has_own_output=True),
     "block": BlockShape(num_layers=1, block_size=3, markov_rank=4),
 }
 
@@ -48,9 +48,7 @@ def tiny_text() -> HeadData:
 
 def tiny_target(folder: Path) -> FrozenTarget:
     """A target that has learnt `tiny_text`; its layers are just enough for three taps."""
-    model = Decoder(
-        ModelConfig("llama", VOCABULARY, 32, 64, 7, 2, 1, 16, 64, tie_embeddings=True, eos_token_ids=(0,))
-    )
+    model = Decoder(ModelConfig("llama", VOCABULARY, 32, 64, 7, 2, 1, 16, 64, tie_embeddings=True, eos_token_ids=(0,)))
     model.initialise(0)
     ids = tiny_text().train.ids.astype(np.uint16)
     config = TrainConfig(
