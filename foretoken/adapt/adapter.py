@@ -12,7 +12,7 @@ from functools import cache
 from typing import cast
 
 from foretoken.adapt.adaptation import Adaptation, AdaptationState, Rest
-from foretoken.adapt.background import Background
+from foretoken.adapt.background import LearnerThread
 from foretoken.adapt.buffer import ExampleBuffer
 from foretoken.adapt.learner import HeadLearner, Learner
 from foretoken.control.adaptation import AdaptConfig
@@ -57,7 +57,7 @@ class Adapter:
         self._target, self._drafters, self._config, self._make_learner = target, drafters, config, make_learner
         self._pupils: dict[DrafterKey, _Pupil] = {}
         self._new: list[tuple[DrafterKey, Sequence[HiddenRows]]] = []  # of the running step
-        self._background = Background(
+        self._background = LearnerThread(
             lambda: [pupil.units for pupil in list(self._pupils.values())], config.share, self._fail
         )
         self._is_started = self._is_closed = False

@@ -17,7 +17,7 @@ _LONG_REST_S = 0.05  # between two looks at whether there is something to learn
 _NICE = 19  # the lowest priority: a step that wants the core gets it
 
 
-class Background:
+class LearnerThread:
     """Takes units of work from `sources` in turn, in a thread, until closed.
 
     A source is a generator of `Adaptation.work`; `sources` is asked before every round of units, since drafters may be

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from foretoken.adapt.adaptation import Rest
-from foretoken.adapt.background import Background
+from foretoken.adapt.background import LearnerThread
 
 
 class Source:
@@ -42,7 +42,7 @@ def until(condition: object, limit_s: float = 20.0) -> None:
 def test_it_keeps_its_share_and_its_own_settings() -> None:
     source, before, own_nice = Source(), torch.get_num_threads(), os.nice(0)
     units = source.work()
-    background = Background(lambda: [units], 0.05, pytest.fail)
+    background = LearnerThread(lambda: [units], 0.05, pytest.fail)
     torch.set_num_threads(2)
     try:
         began = time.perf_counter()
@@ -76,7 +76,7 @@ def test_what_a_unit_raises_ends_learning_alone() -> None:
 
     errors: list[Exception] = []
     units = broken()
-    background = Background(lambda: [units], 1.0, errors.append)
+    background = LearnerThread(lambda: [units], 1.0, errors.append)
     background.start()
     until(lambda: errors)
     background.close()
@@ -84,4 +84,4 @@ def test_what_a_unit_raises_ends_learning_alone() -> None:
 
 
 def test_closing_before_it_began_does_nothing() -> None:
-    Background(list, 0.5, pytest.fail).close()
+    LearnerThread(list, 0.5, pytest.fail).close()

@@ -16,18 +16,18 @@ from tests.helpers.tiny_heads import tiny_head
 
 
 @pytest.fixture(scope="module")
-def folders(pair: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def folders(text_pair: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("heads")
-    return {kind: str(tiny_head(root / kind, Path(pair.target), kind)) for kind in ("eagle", "medusa")}
+    return {kind: str(tiny_head(root / kind, Path(text_pair.target), kind)) for kind in ("eagle", "medusa")}
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "eagle", "medusa"])
-def test_trees_have_a_sampled_child_or_none(pair: SimpleNamespace, folders: dict[str, str], kind: str) -> None:
-    settings = {one.choice.name: one for one in heads.tree_settings(folders, str(pair.draft), 6)}
+def test_trees_have_a_sampled_child_or_none(text_pair: SimpleNamespace, folders: dict[str, str], kind: str) -> None:
+    settings = {one.choice.name: one for one in heads.tree_settings(folders, str(text_pair.draft), 6)}
     params = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True, seed=1)
-    with LLM(pair.target, SpecConfig(), dtype="float32", cache_tokens=512) as llm:
+    with LLM(text_pair.target, SpecConfig(), dtype="float32", cache_tokens=512) as llm:
         for stage_kind, has_drawn in ((heads.Stage, True), (heads.DeterministicStage, False)):
-            stage = stage_kind(llm, str(pair.draft), NO_POLICIES, 0)
+            stage = stage_kind(llm, str(text_pair.draft), NO_POLICIES, 0)
             stage.enter(settings[kind])
             drawn: list[bool] = []
             (drafter,) = llm.engine.drafters.drafters.values()
@@ -44,9 +44,9 @@ def test_trees_have_a_sampled_child_or_none(pair: SimpleNamespace, folders: dict
             assert all(one == has_drawn for one in drawn)
 
 
-def test_the_study_runs(pair: SimpleNamespace, folders: dict[str, str]) -> None:
+def test_the_study_runs(text_pair: SimpleNamespace, folders: dict[str, str]) -> None:
     given = argparse.Namespace(
-        target=str(pair.target), draft=None, dtype="float32", device="cpu", threads=None, **folders, num_draft=2,
+        target=str(text_pair.target), draft=None, dtype="float32", device="cpu", threads=None, **folders, num_draft=2,
         num_nodes=3, slices=("code",), prompts_per_slice=2, max_tokens=6, temperatures=("1.0",), tree_temperature=1.0,
         without_trees=False, seed=0,
     )  # fmt: skip
@@ -54,6 +54,6 @@ def test_the_study_runs(pair: SimpleNamespace, folders: dict[str, str]) -> None:
     report = heads.study(given)
     assert {row.setting for row in report.rows} == {"ngram-2", "suffix-2", "recycling-2", "eagle-2", "medusa-2"}
     assert {row.text for row in report.rows} == {"forced", "greedy", "sampled 1"}
-    assert [pair.drafter for pair in report.results["trees"]] == ["eagle", "medusa"]
+    assert [one.drafter for one in report.results["trees"]] == ["eagle", "medusa"]
     assert any("block was not measured" in caveat for caveat in report.caveats)
     assert len(report.tables) == 2
