@@ -51,8 +51,6 @@ DRAFTERS: dict[str, Traits] = {
     "early_exit": Traits(
         "foretoken.draft.early_exit:EarlyExitDrafter", samples=True, fields=("exit_layer", "skip_layers", *_SAMPLING)
     ),
-    "medusa": Traits("foretoken.draft.medusa:MedusaDrafter", samples=True, fields=(*_SAMPLING, "tree", "branching")),
-    "block": Traits("foretoken.draft.block:BlockDrafter", samples=True, fields=(*_SAMPLING, "tree", "branching")),
     **{
         name: Traits(f"foretoken.draft.{name}:{kind}", samples=True, fields=("head", *_SAMPLING, "tree", "branching"))
         for name, kind in (("eagle", "EagleDrafter"), ("medusa", "MedusaDrafter"), ("block", "BlockDrafter"))

@@ -29,6 +29,7 @@ from foretoken.model.interface import LanguageModel, SharesWeights
 from foretoken.model.paged_cache import PagedCache
 from foretoken.transfer import to_device, to_host
 
+_MOST_UNREAD = 64  # deliveries of states that a request not drafted for keeps as they came
 _USUAL_TOKENS = 8  # rows of committed text that any round may bring; more of them count as reading
 
 
@@ -86,7 +87,7 @@ class BlockDrafter:
         """See `base.Factory`.
 
         Raises:
-            ConfigError, CheckpointError, MismatchError, UnsupportedModelError: see `open_head`.
+            ConfigError, ModelError: see `open_head`.
         """
         head, target = open_head(factory, spec, cls.name)
         assert isinstance(head, BlockHead)
@@ -121,6 +122,8 @@ class BlockDrafter:
             own = self._contexts[one.request_id]
             assert one.start == own.num_rows, "a position is missing, or comes twice"
             own.unread.append(one)
+            if len(own.unread) >= _MOST_UNREAD:
+                self._fuse([one.request_id])
 
     def propose(self, batch: Batch) -> Draft:
         """Guess up to `num_draft` tokens per request in one pass; none where the cache has no room, or the states of
@@ -215,7 +218,7 @@ class BlockDrafter:
             return
         layers = self.head.hidden_layers()
         states = {layer: torch.cat([rows.states[layer] for _, rows in unread]) for layer in layers}
-        pieces = self.head.features(states).split([len(rows.tokens) for _, rows in unread])
+        pieces = self.head.features(states).split_with_sizes([len(rows.tokens) for _, rows in unread])
         for (own, _), piece in zip(unread, pieces, strict=True):
             own.fused.append(piece)
         for one in requests:

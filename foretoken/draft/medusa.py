@@ -81,7 +81,7 @@ class MedusaDrafter:
         """See `base.Factory`.
 
         Raises:
-            ConfigError, CheckpointError, MismatchError, UnsupportedModelError: see `open_head`.
+            ConfigError, ModelError: see `open_head`.
         """
         head, target = open_head(factory, spec, cls.name)
         assert isinstance(head, MedusaHead)

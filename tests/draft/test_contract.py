@@ -34,6 +34,7 @@ from tests.helpers.watch import Watched, WatchedReader, check_cache
 
 LOW_BIT = ("draft_model:int8", "draft_model:int4")
 MODEL_TREES = ("draft_model/static", "draft_model/best_first")
+HEAD_TREES = ("eagle/best_first", "medusa:hydra/static", "block:cut/best_first")
 CASES = (
     "draft_model",
     *LOW_BIT,
@@ -45,7 +46,7 @@ CASES = (
     "early_exit",
     "eagle",
     "eagle:1",
-    "eagle/best_first",
+    *HEAD_TREES,
     "medusa",
     "block",
     "lookahead",
@@ -53,7 +54,7 @@ CASES = (
     "mix",
 )
 HEAD_CASES = tuple(case for case in CASES if re.split("[:/]", case)[0] in HEADS)
-TREES = (*MODEL_TREES, "eagle/best_first", "ngram", "suffix", "recycling", "lookahead", "mix")
+TREES = (*MODEL_TREES, *HEAD_TREES, "ngram", "suffix", "recycling", "lookahead", "mix")
 
 TREES_OF_A_MODEL = ("chain", "static", "best_first")
 
@@ -205,10 +206,10 @@ def test_eos_anywhere(
             assert out.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("name", [case for case in CASES if case not in HEAD_CASES])  # no hidden states are recited
+@pytest.mark.parametrize("name", [case for case in CASES if case not in HEAD_CASES])
 def test_eos_inside_an_accepted_run(name: str) -> None:
     """The target recites a text that the prompt holds already, so that every drafter guesses all of it, the end
-    included.
+    included. It has no hidden states: heads are in tests/draft/test_trained_heads.py.
     """
     text = list(range(1, 21))
     prompt = [*text, 1, 2]

@@ -290,6 +290,23 @@ def test_a_head_that_is_right_is_always_accepted(forgetful: Decoder, tree: str, 
     assert all(state.stats.num_drafted > 10 for state in states)
 
 
+def test_eos_inside_an_accepted_run(forgetful: Decoder) -> None:
+    """Any token of a text that is guessed whole may be its end."""
+    head, prompt, cut_runs = exact_block(forgetful), PROMPTS[2], 0
+    target = PagedModel(forgetful, 4096, BLOCK)
+    (plain,) = run(Engine(target, DrafterGroup(target)), [prompt], [SpecConfig()], replace(GREEDY, max_tokens=20))
+    spec = SpecConfig("block", num_draft=6)
+    for eos in plain.output_ids:
+        group = DrafterGroup(target)
+        group.add(drafter_key(spec), BlockDrafter(head, target))
+        engine = Engine(target, group, eos_token_ids=(eos,))
+        (state,) = run(engine, [prompt], [spec], SamplingParams(max_tokens=20))
+        assert state.output_ids == plain.output_ids[: plain.output_ids.index(eos) + 1]
+        assert state.finish_reason == "stop"
+        cut_runs += state.provenance[-1].kind == "accepted"
+    assert cut_runs > 5
+
+
 @pytest.mark.parametrize("name", ["medusa", "medusa:hydra"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_medusas_tree_holds_the_likeliest_ranks_and_learns_from_rounds(

@@ -11,7 +11,7 @@ import pytest
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.model.randomness import RaceNoise, race_noise
 from tests.helpers.checkpoints import token_ids
-from tests.helpers.specs import predicting
+from tests.helpers.specs import predicting, spec_of
 
 PROMPTS = [token_ids(2 + 3 * i, seed=70 + i) if i % 3 else token_ids(4 + i, seed=i) * 2 for i in range(12)]
 TEMPERATURES = (0.3, 0.7, 1.0, 1.3)
@@ -51,6 +51,11 @@ def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
             SpecConfig("draft_model", draft, num_draft=n, tree=tree)
             for tree in ("static", "best_first")
             for n in (3, 9)
+        ),
+        *(
+            spec_of(name, draft, num_draft=n)
+            for name in ("medusa", "medusa:hydra/static", "medusa/best_first", "block", "block:cut/best_first")
+            for n in (2, 7)
         ),
         *(SpecConfig("auto", draft, num_draft=n, parts=MIXED) for n in ("auto", 3, 9)),
         SpecConfig(

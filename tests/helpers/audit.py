@@ -9,6 +9,7 @@ from typing import Any
 from foretoken.draft.block import BlockDrafter
 from foretoken.draft.cascade import CascadeDrafter
 from foretoken.draft.draft_model import DraftModelDrafter
+from foretoken.draft.eagle import EagleDrafter
 from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.lookahead import LookaheadDrafter
 from foretoken.draft.medusa import MedusaDrafter
@@ -44,7 +45,9 @@ KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
         or (drafter.lookup is not None and kept_by(drafter.lookup))
     ),
     MixDrafter: lambda drafter: drafter._drawn or any(kept_by(part) for part in drafter.parts),
+    EagleDrafter: lambda drafter: drafter._known or drafter.cache.tables or drafter.cache.check(),
     MedusaDrafter: lambda drafter: drafter._requests,
+    EagleDrafter: lambda drafter: drafter._known or drafter.cache.tables or drafter.cache.check(),
     BlockDrafter: lambda drafter: drafter._contexts or drafter.cache.tables or drafter.cache.check(),
 }
 

@@ -34,7 +34,7 @@ def random_head(name: str, target: ModelConfig, seed: int = 0) -> Head:
         vocabulary = DraftVocabulary(torch.arange(0, target.vocab_size, 2), target.vocab_size)
         vocabulary = vocabulary if name == "block:cut" else whole
         layer = replace(target, model_type="qwen3", num_layers=2, qk_norm=True)
-        taps = tuple(sorted({0, 1, target.num_layers}))
+        taps = tuple(sorted({1, target.num_layers}))
         open_ = name == "block:open"
         head = BlockHead(
             BlockConfig(

@@ -36,7 +36,8 @@ def spec_of(name: str, draft: Path | str | None, **options: object) -> SpecConfi
     """`SpecConfig` of a drafter with the options it cannot do without; `early_exit` never gives up guessing.
 
     `draft_model:int4` is a draft model in that format, `draft_model/static` one that drafts static trees, `eagle:1` an
-    EAGLE-1 head. Random heads are made beside the draft, for the target there.
+    EAGLE-1 head, `medusa:hydra` and `block:cut` kinds of those. Random heads are made beside the draft, for the target
+    there.
     """
     drafter, dtype, tree = re.fullmatch(r"(\w+)(?::(\w+))?(?:/(\w+))?", name).groups()
     needed = {
@@ -45,7 +46,7 @@ def spec_of(name: str, draft: Path | str | None, **options: object) -> SpecConfi
         "early_exit": {"exit_layer": 1},
     }
     if drafter in HEADS:
-        needed[drafter] = {"head": _head(f"{drafter}{dtype or ''}", draft), "tree": tree or "chain"}
+        needed[drafter] = {"head": _head(name.split("/")[0], draft), "tree": tree or "chain"}
     return SpecConfig(drafter, **needed.get(drafter, {}) | options)
 
 
@@ -53,7 +54,7 @@ def _head(kind: str, draft: Path | str | None) -> str | None:
     """The folder of a head beside the draft's; made where there is a target for it."""
     if draft is None:
         return None
-    folder, target = Path(draft).parent / kind, Path(draft).parent / "target"
+    folder, target = Path(draft).parent / kind.replace(":", "-"), Path(draft).parent / "target"
     if target.exists() and not folder.exists():
         tiny_head(folder, target, kind)
     return str(folder)

@@ -17,7 +17,7 @@ from foretoken.model.loader import read_config
 from tests.helpers.checkpoints import randomise
 from tests.helpers.random_heads import random_head
 
-KINDS = ("eagle", "eagle1", "medusa", "block")
+KINDS = ("eagle", "eagle:1", "medusa", "block")
 
 
 def eagle_head(target: ModelConfig, version: int = 3, seed: int = 0, **options: bool) -> EagleHead:
@@ -42,7 +42,7 @@ def tiny_head(folder: Path, target_folder: Path, kind: str, seed: int = 0) -> Pa
     target = read_config(target_folder)
     head: Head
     if kind.startswith("eagle"):
-        head = eagle_head(target, 1 if kind == "eagle1" else 3, seed)
+        head = eagle_head(target, 1 if kind == "eagle:1" else 3, seed)
     else:
         head = random_head(kind, target, seed)
     save_head(head, folder, target, target_folder)

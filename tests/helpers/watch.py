@@ -32,7 +32,7 @@ from foretoken.model.paged import PagedModel
 class Watched:
     """`inner` with checks around every call; `texts` is what it was told of every request."""
 
-    def __new__(cls, inner: Drafter, vocab_size: int) -> Watched:  # noqa: ARG004
+    def __new__(cls, inner: Drafter, vocab_size: int) -> Watched:
         return object.__new__(WatchedReader if reads_hidden_states(type(inner)) else cls)
 
     def __init__(self, inner: Drafter, vocab_size: int) -> None:
