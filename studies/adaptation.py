@@ -41,7 +41,7 @@ _ROOM_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedRequest:
     """One request: when it was over, counted from the shift, and what it took."""
 
     ended_s: float
@@ -150,10 +150,10 @@ class _Asker:
 
     def serve(
         self, llm: LLM, prompts: Sequence[Prompt], spec: SpecConfig, limit_s: float, tell: Tell
-    ) -> tuple[list[Served], list[dict[str, Any]]]:
+    ) -> tuple[list[ServedRequest], list[dict[str, Any]]]:
         """Serve for `limit_s` seconds; every request, and the learner's own judgements as they changed."""
         began, told = time.perf_counter(), 0
-        rounds: list[Served] = []
+        rounds: list[ServedRequest] = []
         curve: list[dict[str, Any]] = []
         for number, prompt in enumerate(_endless(prompts)):
             passed_s = time.perf_counter() - began
@@ -171,7 +171,7 @@ class _Asker:
                 told += 1
         return rounds, curve
 
-    def _ask(self, llm: LLM, prompt: Prompt, spec: SpecConfig, tell: Tell) -> Served:
+    def _ask(self, llm: LLM, prompt: Prompt, spec: SpecConfig, tell: Tell) -> ServedRequest:
         tell(prompt.name)
         number = next(self._seeds)
         params = replace(self._params, seed=number if self._params.temperature else None, tenant=str(number))
@@ -180,16 +180,16 @@ class _Asker:
         if output.error is not None:
             raise output.error
         stats = output.stats
-        return Served(0.0, spec.drafter is None, stats.num_emitted, stats.num_steps, stats.decode_s)
+        return ServedRequest(0.0, spec.drafter is None, stats.num_emitted, stats.num_steps, stats.decode_s)
 
 
 def _endless(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
     return itertools.cycle(prompts)
 
 
-def _by_time(rounds: Sequence[Served]) -> list[dict[str, float]]:
+def _by_time(rounds: Sequence[ServedRequest]) -> list[dict[str, float]]:
     """Tokens per step of speculative requests, by half minute after the shift."""
-    bins: dict[int, list[Served]] = {}
+    bins: dict[int, list[ServedRequest]] = {}
     for one in rounds:
         if not one.is_plain:
             bins.setdefault(int(one.ended_s // _BIN_S), []).append(one)

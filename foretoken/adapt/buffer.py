@@ -43,7 +43,7 @@ class Window:
 
 
 @dataclass
-class _Stream:
+class _OpenText:
     """The rows of one request that are not in a window yet."""
 
     num_prompt: int
@@ -70,7 +70,7 @@ class ExampleBuffer:
         self.layers = tuple(sorted(layers))
         self._limits = {True: num_tokens // _HELD_OUT, False: num_tokens - num_tokens // _HELD_OUT}
         self._windows: dict[bool, deque[Window]] = {True: deque(), False: deque()}  # by whether they are held out
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, _OpenText] = {}
         self._lock = threading.Lock()
         self._rng = random.Random(seed)
         self._num_requests = 0
@@ -79,7 +79,7 @@ class ExampleBuffer:
 
     def begin(self, request_id: int, num_prompt: int, is_greedy: bool) -> None:
         """A request begins whose first `num_prompt` tokens the target does not write."""
-        self._streams[request_id] = _Stream(num_prompt, is_greedy)
+        self._streams[request_id] = _OpenText(num_prompt, is_greedy)
 
     def add(self, rows: HiddenRows) -> None:
         """Copy a request's next rows. Positions that come again after a preemption are left out, a gap (a prefix that
@@ -138,7 +138,7 @@ class ExampleBuffer:
             return sum(window.num_rows for windows in self._windows.values() for window in windows)
 
     @torch.inference_mode(False)  # what is learnt from must be fit for gradients, wherever it was computed
-    def _take(self, stream: _Stream, num_rows: int) -> None:
+    def _take(self, stream: _OpenText, num_rows: int) -> None:
         """Make a window of the first `num_rows` rows of a stream, unless the target wrote nothing of it."""
         tokens = [*stream.tokens, stream.next_token][: num_rows + 1]
         stop = stream.start + num_rows
@@ -152,7 +152,7 @@ class ExampleBuffer:
         stream.start = stop
 
     def _keep(
-        self, stream: _Stream, tokens: Sequence[int], wanted: Sequence[bool], states: Mapping[int, Tensor]
+        self, stream: _OpenText, tokens: Sequence[int], wanted: Sequence[bool], states: Mapping[int, Tensor]
     ) -> None:
         assert stream.is_held_out is not None
         places = range(stream.start + 1, stream.start + len(tokens))

@@ -131,14 +131,14 @@ def test_a_change_that_newer_text_confirms_stays() -> None:
 def test_weights_change_no_more_often_than_the_interval() -> None:
     stage = Stage(lambda value: value + 0.01, swap_interval_s=10.0)
     changes = []
-    for second in range(60):
+    for second in range(40):
         stage.clock.now_s = float(second)
         fill(stage.buffer, 8)
         stage.run()
         if stage.adaptation.offer is not None:
             stage.take()
             changes.append(second)
-    assert len(changes) >= 5
+    assert len(changes) >= 3
     assert all(later - earlier >= 10 for earlier, later in itertools.pairwise(changes))
 
 
