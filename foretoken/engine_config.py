@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from foretoken.config import DTYPES, NUMERICS, SpecConfig, from_mapping
+from foretoken.control.adaptation import AdaptConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.errors import ConfigError, InputError
@@ -36,6 +37,7 @@ class EngineOptions(TypedDict, total=False):
     shadow_rate: float
     routing: RoutingRules | None
     profile: str | Path
+    adapt: AdaptConfig | bool
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class EngineConfig:
     - `profile`: where the cost of steps comes from, which decides how much is drafted where that is left open: "auto"
       (kept from an earlier start, or measured now), "off" (learnt from the first steps), "measure" (now, again), or a
       file of `foretoken bench --profile`.
+    - `adapt`: whether drafters with trained heads learn from what is served, in this process and its memory only
+      (docs/adaptation.md): True, or how (`AdaptConfig`). It takes the target's own decoder.
 
     Raises:
         InputError: a value that cannot be honoured; names the field.
@@ -81,6 +85,7 @@ class EngineConfig:
     shadow_rate: float = 0.0
     routing: RoutingRules | None = None
     profile: str | Path = "auto"
+    adapt: AdaptConfig | bool = False
 
     def __post_init__(self) -> None:
         for name in ("dtype", "device"):  # torch's own objects, which this module does not import
@@ -93,6 +98,8 @@ class EngineConfig:
             raise InputError("trace", self.trace, "give the name of a file, or leave it out")
         if not isinstance(self.profile, str | Path):
             raise ConfigError("profile", self.profile, "use auto, off, measure, or an existing file")
+        if not isinstance(self.adapt, AdaptConfig | bool):
+            raise InputError("adapt", self.adapt, "give True, False or AdaptConfig")
 
     @property
     def scheduler(self) -> SchedulerConfig:
@@ -103,6 +110,13 @@ class EngineConfig:
             max_step_tokens=self.max_step_tokens,
             cache_reserve=self.cache_reserve,
         )
+
+    @property
+    def adaptation(self) -> AdaptConfig | None:
+        """How drafters learn; None: not at all."""
+        if isinstance(self.adapt, AdaptConfig):
+            return self.adapt
+        return AdaptConfig() if self.adapt else None
 
     def _check_model(self) -> None:
         if not isinstance(self.model, str | Path):

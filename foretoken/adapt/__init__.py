@@ -1,1 +1,1 @@
-"""On-line adaptation: a head learns from the live verify passes, in the background, and is swapped between steps."""
+"""On-line adaptation: trained heads learn from what is served, in the background."""

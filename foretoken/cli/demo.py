@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +14,7 @@ import typer
 from foretoken.bench.widen import widen as widen_checkpoint
 from foretoken.cli.answer import answer_pieces, token_pieces
 from foretoken.cli.common import JsonOption, print_json, progress
+from foretoken.cli.demo_all import compare_drafters, every_drafter, show_drafters
 from foretoken.cli.show import coloured, legend
 from foretoken.config import DRAFTERS, SamplingParams, SpecConfig
 from foretoken.engine.llm import LLM
@@ -21,6 +22,7 @@ from foretoken.engine.output import GenerateOutput
 from foretoken.errors import ConfigError
 from foretoken.model.open import model_folder
 from foretoken.printing.console import Console
+from foretoken.registry import HEADS
 from foretoken.train.corpus import edit_prompt
 
 # Written for this demo, not taken from the training text, and chosen so that the answers end by themselves: a small
@@ -64,7 +66,10 @@ PROMPTS = {
     def __lt__(self, other):''',
 }
 _STOP = ("\n\n",)
-_FREE_STANDING = tuple(name for name in DRAFTERS if name != "predicted")  # it needs the answer beforehand
+_FREE_STANDING = tuple(  # "predicted" needs the answer beforehand, heads are part of --all
+    name for name in DRAFTERS if name != "predicted" and name not in HEADS
+)
+_DRAFTER = "draft_model"
 _WITH_DRAFT = ("draft_model", "cascade")
 # A draft model of a twentieth of its target, as in published pairs.
 _DRAFT_SIZES = {"500m": "25m", "1b": "50m"}
@@ -83,7 +88,7 @@ class Timing:
 
 
 def demo(
-    drafter: Annotated[str, typer.Option(help=f"Drafter: {', '.join(_FREE_STANDING)}.")] = "draft_model",
+    drafter: Annotated[str, typer.Option(help=f"Drafter: {', '.join(_FREE_STANDING)}.")] = _DRAFTER,
     num_draft: Annotated[int, typer.Option(help="Drafted tokens per step.")] = 5,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 96,
     repeats: Annotated[int, typer.Option(help="Times each answer is measured; the median counts.")] = 5,
@@ -91,17 +96,23 @@ def demo(
         str,
         typer.Option(help="Widen the shipped pair first to a realistic cost: 500m or 1b, or none to run it as it is."),
     ] = "500m",
+    every: Annotated[bool, typer.Option("--all", help="Every drafter on one prompt, in one table.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Answer the same prompts plainly and speculatively, and compare tokens and time on this machine."""
     for field, value, low in (("max_tokens", max_tokens, 2), ("repeats", repeats, 1), ("num_draft", num_draft, 1)):
         if value < low:
             raise ConfigError(field, value, f"must be at least {low}")
+    if every and drafter != _DRAFTER:
+        raise ConfigError("drafter", drafter, "--all takes every drafter: leave --drafter out")
     if drafter not in _FREE_STANDING:
         raise ConfigError("drafter", drafter, f"choose one of {', '.join(_FREE_STANDING)}")
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=_STOP)
     with tempfile.TemporaryDirectory(prefix="foretoken-demo-") as scratch:
         target, draft = _pair(to, Path(scratch))
+        if every:
+            _demo_all(target, draft, to, params, num_draft, repeats, as_json)
+            return
         spec = SpecConfig(drafter=drafter, draft=str(draft) if drafter in _WITH_DRAFT else None, num_draft=num_draft)
         with progress("loading the models"):
             llm = LLM(target, spec=spec)
@@ -127,6 +138,24 @@ def demo(
     if to != "none":
         widened = f"Target and draft are the shipped ones widened to {to} and {_DRAFT_SIZES[to]}"
         console.line(f"{widened}: the same answers at the cost of bigger models.", style="dim")
+
+
+def _demo_all(
+    target: Path, draft: Path, to: str, params: SamplingParams, num_draft: int, repeats: int, as_json: bool
+) -> None:
+    """Every drafter on the first prompt."""
+    specs, left_out = every_drafter(draft, num_draft, is_widened=to != "none")
+    name, prompt = next(iter(PROMPTS.items()))
+    with progress("loading the models"):
+        llm = LLM(target, spec=SpecConfig())
+    with llm, progress(f"answering with {len(specs)} drafters in turn"):
+        rows = compare_drafters(llm, specs, prompt, params, repeats)
+    if as_json:
+        print_json({"prompt": name, "rows": [asdict(row) for row in rows], "left_out": left_out, "widened_to": to})
+        return
+    console = Console()
+    console.line(f"{name}, median of {repeats} repeats on this machine, just now:")
+    show_drafters(rows, left_out, console)
 
 
 def _pair(to: str, scratch: Path) -> tuple[Path, Path]:

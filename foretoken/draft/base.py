@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, Draft, Request, Verdict
+from foretoken.heads.base import Head
 from foretoken.model.interface import LanguageModel
 from foretoken.model.tokenizer import Tokenizer
 from foretoken.transfer import to_device
@@ -163,6 +164,26 @@ class PrefixStates(HiddenStateReader, Protocol):
     def adopt_states(self, request_id: int, blocks: Sequence[object]) -> None:
         """Begin a request, of which nothing was read yet, with states that `export_states` returned for the leading
         blocks of the same text; the stream of rows goes on behind them.
+        """
+
+
+@runtime_checkable
+class AdaptableDrafter(HiddenStateReader, Drafter, Protocol):
+    """A drafter whose trained head may go on learning while it drafts (`adapt`)."""
+
+    @property
+    def head(self) -> Head:
+        """The head it drafts with. Its weights may change between two steps (`heads.weights.replace_weights`)."""
+
+    @property
+    def fixed_weights(self) -> tuple[str, ...]:
+        """Beginnings of the names of parameters that must not change: what the drafter keeps, and shares as prefix
+        states, was computed with them.
+        """
+
+    def drop_computed(self) -> None:
+        """Called between two steps, after the weights were changed: drop the keys and values that the old ones
+        computed.
         """
 
 

@@ -151,6 +151,16 @@ class BlockDrafter:
         self.cache.rollback(request_id, 0)
         self._contexts[request_id] = _Context()
 
+    @property
+    def fixed_weights(self) -> tuple[str, ...]:
+        """See `base.AdaptableDrafter`: those of `BlockHead.features`."""
+        return ("fc.", "hidden_norm.")
+
+    def drop_computed(self) -> None:
+        """See `base.AdaptableDrafter`: keys and values are made again from the features."""
+        for sequence in self._contexts:
+            self.cache.rollback(sequence, 0)
+
     def finish(self, request_id: int) -> None:
         """Forget a request."""
         del self._contexts[request_id]

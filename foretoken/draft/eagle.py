@@ -137,6 +137,21 @@ class EagleDrafter:
         own = self._known[request_id]
         own.features, own.unread = StoredRows(), []
 
+    @property
+    def head(self) -> EagleHead:
+        """See `base.AdaptableDrafter`."""
+        return self.runner.head
+
+    @property
+    def fixed_weights(self) -> tuple[str, ...]:
+        """See `base.AdaptableDrafter`: those of `EagleHead.features`; version 1 keeps the target's own states."""
+        return ("fc.", "fc_norm.", "input_norm.") if self.runner.head.config.version == 3 else ()
+
+    def drop_computed(self) -> None:
+        """See `base.AdaptableDrafter`: keys and values are made again from the features."""
+        for sequence in self._known:
+            self.cache.rollback(sequence, 0)
+
     def finish(self, request_id: int) -> None:
         """Forget a request."""
         del self._known[request_id]

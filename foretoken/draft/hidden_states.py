@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -33,8 +33,20 @@ def reads_hidden_states(kind: type) -> bool:
     return issubclass(kind, HiddenStateReader)
 
 
+class RowListener(Protocol):
+    """Gets the rows of readers, too."""
+
+    def layers(self, key: DrafterKey) -> tuple[int, ...]:
+        """Layers to read for a reader's requests beside its own."""
+
+    def read(self, key: DrafterKey, rows: Sequence[HiddenRows]) -> None:
+        """What the reader has read just now; must not raise, or take time."""
+
+
 class HiddenStates:
     """The streams of hidden states of all requests; `failures` are those of the drafter group."""
+
+    listener: RowListener | None = None
 
     def __init__(self, target: LanguageModel, failures: DrafterFailures) -> None:
         self._prefix = target if isinstance(target, PrefixModel) else None
@@ -70,6 +82,7 @@ class HiddenStates:
         for request_id in self._num_read:
             for key in self._readers_of(request_id):
                 layers.update(self._layers[key])
+                layers.update(() if self.listener is None else self.listener.layers(key))
                 requests.add(request_id)
         return layers, frozenset(requests)
 
@@ -104,6 +117,8 @@ class HiddenStates:
             users = [rows.request_id for rows in found]
             call = partial(cast(HiddenStateReader, drafter).read_hidden, found)
             self._failures.attempt(key, drafter, users, call, must_succeed=True)
+            if self.listener is not None:
+                self.listener.read(key, found)
             if key in decoding:
                 num_text_rows = sum(len(rows.tokens) for rows in found) - decoding[key]
                 spent[key] = (time.perf_counter() - began, max(0, num_text_rows))

@@ -154,6 +154,14 @@ class MedusaDrafter:
     def follow(self, request_id: int, tokens: Sequence[int]) -> None:
         """See `base.FollowsText`: what was emitted comes as hidden states."""
 
+    @property
+    def fixed_weights(self) -> tuple[str, ...]:
+        """See `base.AdaptableDrafter`: none, states are kept as the target computed them."""
+        return ()
+
+    def drop_computed(self) -> None:
+        """See `base.AdaptableDrafter`: nothing is computed before it is used."""
+
     def finish(self, request_id: int) -> None:
         """Forget a request."""
         del self._requests[request_id]

@@ -10,9 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
+from foretoken.adapt.adaptation import AdaptationState
+from foretoken.adapt.adapter import Adapter
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.draft.group import DrafterGroup, own_drafters
+from foretoken.engine.adapting import AdaptationWatcher
 from foretoken.engine.admission import check_spec, check_types
 from foretoken.engine.adviser import Adviser
 from foretoken.engine.drafter_loading import DrafterLoader
@@ -38,7 +41,7 @@ from foretoken.engine.trace import Trace
 from foretoken.engine.turns import Owner, Turns
 from foretoken.engine_config import EngineConfig, EngineOptions, config_of
 from foretoken.errors import ForetokenError, InputError, SpeculationWarning, StorageError
-from foretoken.model.interface import LanguageModel, PrefixModel
+from foretoken.model.interface import LanguageModel, PrefixModel, SharesWeights
 from foretoken.model.open import model_folder, open_device, open_model
 from foretoken.model.tokenizer import load_tokenizer
 
@@ -113,9 +116,12 @@ class LLM:
             engine.watchers += [] if self._trace is None else [self._trace]
             engine.watchers += [self._shadow] if config.shadow_rate else []
             engine.watchers.append(self._adviser)
+            self._adapter = self._adapt(target, engine)
             self._prepare_default()
             self._adviser.look_at_memory()
             self.costs = self._know_costs(mode, on_profile)
+            if self._adapter is not None:
+                self._adapter.take_on()
         except BaseException:
             if self._trace is not None:
                 self._trace.close()
@@ -265,6 +271,21 @@ class LLM:
         return engine.stats.snapshot(self._shadow.stats if self._shadow.rate else None, prefix)
 
     @property
+    def adaptations(self) -> tuple[AdaptationState, ...]:
+        """What came of each drafter's learning so far; () where none learns (`EngineConfig.adapt`)."""
+        return () if self._adapter is None else self._adapter.states
+
+    @property
+    def adaptation_s(self) -> float:
+        """Processor time that learning has taken, in seconds."""
+        return 0.0 if self._adapter is None else self._adapter.spent_s
+
+    def end_adaptation(self) -> None:
+        """Let drafters learn no more, and forget the text they learnt from; what they have learnt stays in use."""
+        if self._adapter is not None:
+            self._adapter.close()
+
+    @property
     def trace_error(self) -> StorageError | None:
         """Why the trace ends before the answers do; None while it is whole."""
         return None if self._trace is None else self._trace.error
@@ -295,6 +316,7 @@ class LLM:
             self._driver.engine.close()
             self._drafters.drafters.clear()
             self._driver = self._target = self._loader = None
+            self._adapter = None
             del self._shadow, self._drafters  # all that holds weights
 
     def __enter__(self) -> LLM:
@@ -416,6 +438,18 @@ class LLM:
 
     def _was_closed(self) -> InputError:
         return InputError("llm", str(self.folder), "was closed; open it again")
+
+    def _adapt(self, target: LanguageModel, engine: Engine) -> Adapter | None:
+        """Let drafters learn, where that is wanted."""
+        config = self.config.adaptation
+        if config is None:
+            return None
+        if not isinstance(target, SharesWeights):
+            raise InputError("adapt", self.config.adapt, "trained heads need a target that our own decoder runs")
+        adapter = Adapter(target, self._drafters.drafters, config)
+        self._drafters.hidden_states.listener = adapter
+        engine.watchers.append(AdaptationWatcher(adapter))
+        return adapter
 
     def _prepare_default(self) -> None:
         """Load the drafters of requests that name none; where nobody asked for them, plain decoding will do instead."""

@@ -76,7 +76,7 @@ class RoundView:
 
 
 class Watcher(Protocol):
-    """Observer of the engine; changes nothing."""
+    """Observer of the engine; changes no answer."""
 
     def begin(self, state: RequestState) -> None:
         """A request was queued."""

@@ -1,0 +1,160 @@
+"""Lets the drafters of an engine learn while it serves.
+
+The engine's thread collects rows and changes weights, between two steps only; the learner's thread does the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import cast
+
+from foretoken.adapt.adaptation import Adaptation, AdaptationState, Rest
+from foretoken.adapt.background import LearnerThread
+from foretoken.adapt.buffer import ExampleBuffer
+from foretoken.adapt.learner import HeadLearner, Learner
+from foretoken.control.adaptation import AdaptConfig
+from foretoken.core import Request
+from foretoken.draft.base import AdaptableDrafter, Drafter, DrafterKey, HiddenRows
+from foretoken.draft.hidden_states import reads_hidden_states
+from foretoken.heads.base import Head
+from foretoken.heads.weights import replace_weights
+from foretoken.model.interface import SharesWeights
+
+MakeLearner = Callable[[Head, SharesWeights, Sequence[str]], Learner]
+
+
+@cache
+def can_adapt(kind: type) -> bool:
+    """Whether drafters of a class are `AdaptableDrafter`s."""
+    return reads_hidden_states(kind) and hasattr(kind, "drop_computed")
+
+
+@dataclass
+class _Pupil:
+    """A drafter that learns."""
+
+    drafter: AdaptableDrafter
+    adaptation: Adaptation
+    units: Iterator[Rest]
+
+
+class Adapter:
+    """Adapts every `AdaptableDrafter` among `drafters`, to which others may be added.
+
+    It listens to hidden states (`draft.hidden_states.RowListener`), and is called for each request and between steps.
+    """
+
+    def __init__(
+        self,
+        target: SharesWeights,
+        drafters: Mapping[DrafterKey, Drafter],
+        config: AdaptConfig,
+        make_learner: MakeLearner = HeadLearner,
+    ) -> None:
+        self._target, self._drafters, self._config, self._make_learner = target, drafters, config, make_learner
+        self._pupils: dict[DrafterKey, _Pupil] = {}
+        self._new: list[tuple[DrafterKey, Sequence[HiddenRows]]] = []  # of the running step
+        self._background = LearnerThread(
+            lambda: [pupil.units for pupil in list(self._pupils.values())], config.share, self._fail
+        )
+        self._is_started = self._is_closed = False
+        self.error: Exception | None = None  # why learning ended
+
+    # ---- hidden states
+
+    def layers(self, key: DrafterKey) -> tuple[int, ...]:
+        """Layers that are needed beside those that a drafter reads: the last, for what the target would have said."""
+        return (self._target.num_layers,) if self._learns(key) else ()
+
+    def read(self, key: DrafterKey, rows: Sequence[HiddenRows]) -> None:
+        """Note the new rows of a drafter; they are looked at when the step is over."""
+        if self._learns(key):
+            self._new.append((key, rows))
+
+    # ---- the engine's calls
+
+    def take_on(self) -> None:
+        """Begin with drafters that were added since the last call."""
+        for key, drafter in self._drafters.items():
+            known = self._pupils.get(key)
+            if can_adapt(type(drafter)) and (known is None or known.drafter is not drafter):
+                self._pupils[key] = self._pupil(cast(AdaptableDrafter, drafter))
+        if self._pupils and not self._is_started:
+            self._is_started = True
+            self._background.start()
+
+    def begin(self, request: Request) -> None:
+        """A request was queued."""
+        if self._is_closed:
+            return
+        self.take_on()
+        for pupil in self._pupils.values():
+            pupil.adaptation.buffer.begin(request.request_id, len(request.prompt_ids), request.params.greedy)
+
+    def rejected(self, request_id: int, position: int) -> None:
+        """A guess for the token at `position` of a request was rejected."""
+        for pupil in self._pupils.values():
+            pupil.adaptation.buffer.reject(request_id, position)
+
+    def end(self, request_id: int) -> None:
+        """A request is over."""
+        self._collect()
+        for pupil in self._pupils.values():
+            pupil.adaptation.buffer.end(request_id)
+
+    def between_steps(self) -> None:
+        """Take in what the step read, and change the weights that wait for it.
+
+        Raises:
+            Exception: what ended the learner's thread.
+        """
+        self._collect()
+        if self.error is not None:
+            raise self.error
+        for pupil in self._pupils.values():
+            offer = pupil.adaptation.offer
+            if offer is not None:
+                replace_weights(pupil.drafter.head, offer.weights)
+                pupil.drafter.drop_computed()
+                pupil.adaptation.taken(offer)
+
+    def close(self) -> None:
+        """End learning and forget every text."""
+        self._is_closed = True
+        self._background.close()
+        for pupil in self._pupils.values():
+            pupil.adaptation.buffer.clear()
+        self._new.clear()
+
+    @property
+    def states(self) -> tuple[AdaptationState, ...]:
+        """What came of each drafter's learning so far."""
+        return tuple(pupil.adaptation.state for pupil in self._pupils.values())
+
+    @property
+    def spent_s(self) -> float:
+        """Processor time that learning has taken."""
+        return self._background.spent_s
+
+    # ---- how it is done
+
+    def _learns(self, key: DrafterKey) -> bool:
+        return not self._is_closed and key in self._pupils
+
+    def _pupil(self, drafter: AdaptableDrafter) -> _Pupil:
+        buffer = ExampleBuffer({*drafter.hidden_layers(), self._target.num_layers}, self._config.buffer_tokens)
+        learner = self._make_learner(drafter.head, self._target, drafter.fixed_weights)
+        adaptation = Adaptation(drafter.name, buffer, learner, self._config, time.perf_counter)
+        return _Pupil(drafter, adaptation, adaptation.work())
+
+    def _collect(self) -> None:
+        new, self._new = self._new, []
+        for key, rows in new:
+            for one in rows:
+                self._pupils[key].adaptation.buffer.add(one)
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error

@@ -1,0 +1,122 @@
+"""What learning makes of a head, and how weights get in and out of one that is in use."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from foretoken.adapt.buffer import Window
+from foretoken.adapt.learner import HeadLearner, _FrozenTarget
+from foretoken.heads.base import Head, HeadBatch
+from foretoken.heads.weights import plain_copy, replace_weights, weights_of
+from foretoken.model.attention.packed import PackedAttention
+from foretoken.model.decoder import Decoder
+from foretoken.model.layers import Linear, can_pack
+from foretoken.model.loader import load_decoder
+from foretoken.model.paged import PagedModel
+from tests.adapt.small_heads import KINDS, drafter_of, small_head
+from tests.helpers.checkpoints import token_ids
+
+
+@pytest.fixture(scope="module")
+def decoder(pair: SimpleNamespace) -> Decoder:
+    return load_decoder(pair.target, dtype="float32").requires_grad_(False)
+
+
+@torch.no_grad()
+def window(decoder: Decoder, number: int, is_greedy: bool, length: int = 48) -> Window:
+    """A repeating text of the target's."""
+    tokens = (token_ids(8, seed=number % 3) * 20)[: length + 1]
+    layers = tuple(range(decoder.config.num_layers + 1))
+    attention = PackedAttention(decoder.config, 1, length)
+    hidden = decoder(torch.tensor(tokens[:-1]), torch.arange(length), attention, taps=layers)
+    wanted = torch.tensor([place >= 4 for place in range(length + 1)])
+    return Window(torch.tensor(tokens), wanted, hidden.taps, is_greedy, 0, number)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_learning_raises_the_score_of_other_text(decoder: Decoder, kind: str) -> None:
+    head, target = small_head(kind, decoder.config), PagedModel(decoder, 256, 16)
+    fixed = drafter_of(head, target).fixed_weights
+    learner, before = HeadLearner(head, target, fixed), weights_of(head)
+    in_use, judged = learner.weights(), window(decoder, 1, is_greedy=False)
+    low = learner.score(in_use, judged)
+    for number in range(60):
+        learner.learn(window(decoder, number, is_greedy=False))
+    learnt = learner.weights()
+    assert learner.score(learnt, judged) > low + 0.02
+    assert learner.score(in_use, judged) == low, "judging one version does not disturb another"
+    assert all(torch.equal(own, before[name]) for name, own in weights_of(head).items()), "the head in use is not"
+    assert set(before) - set(learnt) == {name for name in before if fixed and name.startswith(fixed)}
+    learner.restart(in_use)
+    assert learner.score(learner.weights(), judged) == low
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_score_is_what_the_places_say(decoder: Decoder, kind: str) -> None:
+    head, target = small_head(kind, decoder.config), PagedModel(decoder, 256, 16)
+    learner = HeadLearner(head, target, ())
+    for is_greedy in (True, False):
+        one = window(decoder, 2, is_greedy)
+        with torch.no_grad():
+            normed = decoder.final_norm(one.states[decoder.config.num_layers])
+            states = {layer: rows[None] for layer, rows in one.states.items()}
+            batch = HeadBatch(one.tokens[None], one.wanted[None], states, normed[None])
+            expected, chance = 1.0, 1.0
+            for place in head.places(batch, decoder, 4, seed=0):
+                p = decoder.output_logits(normed[place.rows]).softmax(-1)
+                q = head.vocabulary.expand(place.logits).softmax(-1)
+                same = (p.argmax(-1) == q.argmax(-1)).float()
+                chance *= float((same if is_greedy else torch.minimum(p, q).sum(-1)).mean())
+                expected += chance
+        assert learner.score(learner.weights(), one) == pytest.approx(expected, abs=1e-5)
+
+
+def pack(head: Head) -> None:
+    """As for inference, where the processor has packed matrices."""
+    for module in head.modules():
+        if isinstance(module, Linear):
+            module.pack()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_a_packed_head_can_be_read_and_replaced(decoder: Decoder, kind: str) -> None:
+    plain, packed = (small_head(kind, decoder.config).to(torch.bfloat16) for _ in range(2))
+    pack(packed)
+    assert not can_pack() or len(list(packed.parameters())) < len(list(plain.parameters()))
+    expected = dict(plain.named_parameters())
+    found = weights_of(packed)
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], own) for name, own in expected.items())
+    copied = dict(plain_copy(packed).named_parameters())
+    assert all(torch.equal(copied[name], own.float()) for name, own in expected.items())
+    new = {name: own + 1 for name, own in expected.items()}
+    replace_weights(packed, new)
+    assert all(torch.equal(own, new[name]) for name, own in weights_of(packed).items())
+    assert not can_pack() or any(module.packed is not None for module in packed.modules() if isinstance(module, Linear))
+
+
+def test_gradients_pass_through_a_packed_output_matrix(decoder: Decoder) -> None:
+    """Packed matrices know no gradients."""
+    plain = load_decoder_like(decoder)
+    packed = load_decoder_like(decoder)
+    packed.lm_head.pack()
+    rows = torch.randn(5, decoder.config.hidden_size)
+    gradients = []
+    for one in (plain, packed):
+        leaf = rows.clone().requires_grad_(True)
+        logits = _FrozenTarget(PagedModel(one, 64, 16), torch.bfloat16).output_logits(leaf)
+        (logits.float().square().sum() / 2).backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0.05, atol=0.05)
+
+
+def load_decoder_like(decoder: Decoder) -> Decoder:
+    """The same weights in bfloat16."""
+    twin = Decoder(decoder.config)
+    twin.load_state_dict(decoder.state_dict())
+    assert isinstance(twin, nn.Module)
+    return twin.to(torch.bfloat16).requires_grad_(False)
