@@ -118,8 +118,8 @@ def _named(name: str, info: ModelInfo, config: ApiConfig) -> SpecConfig:
 
 
 def offered_specs(info: ModelInfo, config: ApiConfig) -> dict[str, SpecConfig]:
-    """What a request may name: the operator's settings by drafter, except those of a draft that could not be loaded, then
-    drafters that need no file.
+    """What a request may name: the operator's settings by drafter, without those of a draft that could not be loaded,
+    then drafters that need no file.
     """
     default = _default_spec(info.default_spec)
     kept = [spec for spec in config.specs if info.missing_draft is None or spec.draft != info.missing_draft]
