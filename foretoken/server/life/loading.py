@@ -34,6 +34,7 @@ def build_engine(config: EngineConfig, max_waiting: int, draft_required: bool) -
         missing = str(config.spec.draft)
         words = f"serving without the draft {missing}: {error}; --draft-required makes an error of this"
         warnings.warn(SpeculationWarning(words), stacklevel=1)
+    llm.engine.admission.warm()
     return AsyncEngine(llm, max_waiting), missing
 
 
