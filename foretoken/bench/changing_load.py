@@ -192,9 +192,8 @@ def restored_load(
     turns: dict[BatchSetting, dict[int, LoadTurn]] = {}
     try:
         for line in lines[1:]:
-            turn = LoadTurn(
-                **{name: tuple(one) if isinstance(one, list) else one for name, one in line["turn"].items()}
-            )
+            raw = line["turn"]
+            turn = LoadTurn(tuple(raw["seconds"]), tuple(raw["tokens"]), raw["contended"])
             turns.setdefault(by_name[line["setting"]], {})[line["repeat"]] = turn
         return list(lines[0]["sizes"]), turns
     except (ValueError, KeyError, TypeError, AttributeError) as error:
