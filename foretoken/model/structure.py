@@ -273,7 +273,7 @@ class StructureCompiler:
         """Import the grammar engine and hand it the vocabulary now, where structures can be followed at all: both keep
         every thread of the process waiting, an event loop's too.
         """
-        with suppress(InputError), self._lock:  # a request that needs what is not there is told so
+        with suppress(InputError), self._lock:  # a request that needs what is missing gets the error
             self._need_columns("json_schema", None)
 
     def _need_columns(self, field: Field, value: object) -> None:
