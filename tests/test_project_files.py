@@ -27,6 +27,16 @@ def test_one_version() -> None:
     assert PROJECT["project"]["version"] == foretoken.__version__ == read("CITATION.cff")["version"]
 
 
+def test_extras_that_errors_name_exist() -> None:
+    named = {
+        extra
+        for path in (ROOT / "foretoken").rglob("*.py")
+        for extra in re.findall(r"foretoken\[(\w+)\]", path.read_text(encoding="utf-8"))
+    }
+    assert {"otel", "server", "structured"} <= named
+    assert named <= set(PROJECT["project"]["optional-dependencies"])
+
+
 def test_the_citation_is_valid() -> None:
     """The required keys of CFF 1.2.0, their types, and no key that it does not have."""
     found = read("CITATION.cff")

@@ -40,8 +40,8 @@ class BatchRow:
 
     Ratios: `speedup` to plain, `to_best_fixed` to the fastest fixed setting (`best_fixed`); `decode_...` the same for
     decoding alone, `request_...` for single requests.
-    `num_draft` is the mean number of draft tokens per round and request. Of `num_turns` turns `num_contended` were
-    measured while other processes took the cores.
+    `differing_greedy` counts greedy answers that differ at all. `num_draft` is the mean number of draft tokens per
+    round and request. Of `num_turns` turns `num_contended` were measured while other processes took the cores.
     """
 
     setting: str
@@ -65,6 +65,7 @@ class BatchRow:
     num_draft: float
     num_answers: int
     same: int
+    differing_greedy: int
     unexplained: int
     num_turns: int
     num_contended: int | None
@@ -127,7 +128,7 @@ def _row(
     speeds = [whole_speed(turn) for turn in turns.values()]
     rounds = sum(turn.num_steps for turn in turns.values())
     drafted = sum(turn.num_drafted for turn in turns.values())
-    same, unexplained = compare_answers(turns.values(), next(iter(plain.values())))
+    same, differing_greedy, unexplained = compare_answers(turns.values(), next(iter(plain.values())))
     return BatchRow(
         setting=setting.name,
         adapts=setting.adapts,
@@ -150,6 +151,7 @@ def _row(
         num_draft=drafted / max(1, rounds),
         num_answers=sum(len(turn.answers) for turn in turns.values()),
         same=same,
+        differing_greedy=differing_greedy,
         unexplained=unexplained,
         num_turns=len(turns),
         num_contended=contended_turns(turns.values()),
@@ -162,13 +164,13 @@ def contended_turns(turns: Iterable[Watched]) -> int | None:
     return sum(known) if known else None
 
 
-def compare_answers(turns: Iterable[Turn], plain: Turn) -> tuple[int, int]:
-    """(answers equal to plain's, greedy answers that differ without a near tie in either answer)."""
+def compare_answers(turns: Iterable[Turn], plain: Turn) -> tuple[int, int, int]:
+    """(answers equal to plain's, greedy answers that differ, those of them without a near tie in either answer)."""
     pairs = [(own, told) for turn in turns for own, told in zip(turn.answers, plain.answers, strict=True)]
     differing = [(own, told) for own, told in pairs if own.token_ids != told.token_ids]
-    return len(pairs) - len(differing), sum(
-        own.greedy and not own.num_near_ties + told.num_near_ties for own, told in differing
-    )
+    greedy = [(own, told) for own, told in differing if own.greedy]
+    unexplained = sum(not own.num_near_ties + told.num_near_ties for own, told in greedy)
+    return len(pairs) - len(differing), len(greedy), unexplained
 
 
 def whole_speed(turn: Turn) -> float:

@@ -7,9 +7,7 @@ without measurements and keeps its state from cell to cell, as in a server that 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -31,10 +29,11 @@ from foretoken.bench.batch_settings import (
 from foretoken.bench.batch_tables import choice_tables, request_tables, slice_tables, summary_table
 from foretoken.bench.contention import contention_notes
 from foretoken.bench.kept_lines import KeptLines
+from foretoken.bench.load_kept import GONE_ON, kept_turns
 from foretoken.bench.load_options import LoadOptions, announce, make_report, opened
-from foretoken.bench.measure import PLAIN
+from foretoken.bench.measure import PLAIN, STRICT
 from foretoken.bench.progress import Tell, progress
-from foretoken.bench.report import Report, as_plain, load_average, machine, versions
+from foretoken.bench.report import Report, load_average
 from foretoken.errors import StorageError
 
 EXPLAINED = (
@@ -50,8 +49,7 @@ EXPLAINED = (
 )
 
 
-_NOT_MEASURED = {"out", "name", "resume", "phases", "phase_s"}  # options that no turn depends on
-_GONE_ON = "The run was stopped and gone on with; policies of adaptive settings started without measurements again."
+_OF_CHANGING_LOAD = ("phases", "phase_s")
 
 
 def run_batches(
@@ -81,11 +79,11 @@ def run_batches(
         policies=policies,
     )
     with opening as (stage, found):
-        kept = None if options.resume is None else KeptLines(options.resume, _about(options, found))
+        kept = kept_turns(options, found, _OF_CHANGING_LOAD)
         try:
             if kept is not None:
                 samples += [restored(line, settings) for line in kept.lines]
-                notes += [_GONE_ON] if samples else []
+                notes += [GONE_ON] if samples else []
             num_turns = len(settings) * len(options.batches) * (len(options.slices) * options.repeats + options.warmup)
             known = f", {len(samples)} of them known" if samples else ""
             announce(f"{num_turns} turns{known}, {_estimate(stage, options, settings, found)}")
@@ -107,6 +105,7 @@ def run_batches(
         command,
         rows=rows,
         summary=grid_summary(rows),
+        strict_differing=sum(row.differing_greedy for row in rows) if options.numerics == STRICT else 0,
         tables=(*slice_tables(rows), *request_tables(rows), *choice_tables(rows), summary_table(rows)),
         explained=EXPLAINED,
         notes=(*notes, *contention_notes([(row.num_contended, row.num_turns) for row in rows], "turns"), *remarks),
@@ -172,15 +171,6 @@ def restored(line: Mapping[str, Any], settings: Sequence[BatchSetting]) -> Batch
         return BatchSample(setting, line["batch"], line["slice"], line["repeat"], Turn(**turn))
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(f"the file to resume holds something else than turns of this run ({error})") from error
-
-
-def _about(options: LoadOptions, found: Mapping[str, Sequence[Ask]]) -> dict[str, Any]:
-    """Everything that must agree for turns of two runs to stand in one table."""
-    texts = {name: [list(ask.prompt_ids) for ask in own] for name, own in found.items()}
-    prompts = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
-    given = {name: value for name, value in asdict(options).items() if name not in _NOT_MEASURED}
-    about = given | {"prompts by content": prompts, "machine": machine(), "versions": versions()}
-    return {name: as_plain(value) for name, value in about.items()}
 
 
 def answer_all(stage: Stage, setting: BatchSetting, own: Sequence[Ask], batch: int, max_tokens: int) -> Turn:

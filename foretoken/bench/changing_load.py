@@ -11,18 +11,22 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
 from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.batch_rows import contended_turns
 from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Policies, Stage, parse_batch_settings
 from foretoken.bench.best_fixed import best_fixed
 from foretoken.bench.contention import contention_notes, is_contended
+from foretoken.bench.kept_lines import KeptLines
+from foretoken.bench.load_kept import GONE_ON, kept_turns
 from foretoken.bench.load_options import LoadOptions, LoadPhase, announce, make_report, opened
 from foretoken.bench.measure import PLAIN
 from foretoken.bench.progress import Tell, progress
 from foretoken.bench.report import Report, Table, load_average
+from foretoken.errors import StorageError
 
 EXPLAINED = (
     "Tokens per second of the whole load, prefill included, from the first step to the last token (median over "
@@ -33,6 +37,7 @@ EXPLAINED = (
 )
 _LENGTHS = (0.5, 1.0, 1.5)  # of answers, in turn, so that requests do not end together
 _MOST_REQUESTS = 2000
+_OF_BATCHES = ("batches", "slices", "prompts_per_slice", "warmup")
 
 
 @dataclass(frozen=True)
@@ -100,11 +105,21 @@ def run_changing_load(
     longest = math.ceil(max(_LENGTHS) * options.max_tokens)
     opening = opened(options, names, most_batch=most, count=most, answer_tokens=longest, policies=policies)
     with opening as (stage, found):
+        kept = kept_turns(options, found, _OF_BATCHES)
         try:
+            known = restored_load(kept.lines, settings) if kept is not None and kept.lines else None
             one = [_jobs(phase, found, phase.batch, options.max_tokens) for phase in options.phases]
             run_through(stage, BatchSetting(PLAIN), options.phases, one)  # warm-up
-            first = run_through(stage, BatchSetting(PLAIN), options.phases, one)
-            jobs = size_phases(options, found, first)
+            if known is None:
+                sizes = size_phases(options, run_through(stage, BatchSetting(PLAIN), options.phases, one))
+                if kept is not None:
+                    kept.append({"sizes": sizes})
+            else:
+                sizes, turns = known
+                notes += [GONE_ON] if turns else []
+            jobs = [
+                _jobs(phase, found, size, options.max_tokens) for phase, size in zip(options.phases, sizes, strict=True)
+            ]
             plain_s = len(options.phases) * options.phase_s
             num_turns = len(settings) * (options.repeats + 1)
             announce(
@@ -112,10 +127,13 @@ def run_changing_load(
                 "if every setting takes as long as plain"
             )
             stage.forget()
-            with progress(num_turns) as tell:
-                measure_load(stage, options, settings, (one, jobs), turns, tell)
+            with progress(num_turns - sum(map(len, turns.values()))) as tell:
+                measure_load(stage, options, settings, (one, jobs), turns, tell, kept)
         except KeyboardInterrupt:
             interrupted = True
+        finally:
+            if kept is not None:
+                kept.close()
     rows = summarise_load(turns)
     notes.append(
         "The policy of each setting started without measurements and kept its state from one run of the load to the "
@@ -142,25 +160,53 @@ def measure_load(
     jobs: tuple[Sequence[Sequence[LoadRequest]], Sequence[Sequence[LoadRequest]]],
     turns: dict[BatchSetting, dict[int, LoadTurn]],
     tell: Tell = lambda _words: None,
+    kept: KeptLines | None = None,
 ) -> None:
-    """Append every setting's turns, repeat by repeat in a rotating order; `jobs` are (warm-up, measured) requests."""
+    """Add the turns that `turns` lacks, repeat by repeat in a rotating order, and write each to `kept` as well; `jobs`
+    are (warm-up, measured) requests.
+    """
     for setting in settings:
         tell(f"warm-up: {setting.name}")
         run_through(stage, setting, options.phases, jobs[0])
     for repeat in range(options.repeats):
         first = repeat % len(settings)
         for setting in (*settings[first:], *settings[:first]):
+            if repeat in turns.get(setting, ()):
+                continue
             tell(f"load: {setting.name}")
-            turns.setdefault(setting, {})[repeat] = run_through(stage, setting, options.phases, jobs[1])
+            turn = run_through(stage, setting, options.phases, jobs[1])
+            turns.setdefault(setting, {})[repeat] = turn
+            if kept is not None:
+                kept.append({"setting": setting.name, "repeat": repeat, "turn": asdict(turn)})
 
 
-def size_phases(options: LoadOptions, found: Mapping[str, Sequence[Ask]], plain: LoadTurn) -> list[list[LoadRequest]]:
+def restored_load(
+    lines: Sequence[Mapping[str, Any]], settings: Sequence[BatchSetting]
+) -> tuple[list[int], dict[BatchSetting, dict[int, LoadTurn]]]:
+    """The sizes of the phases and the turns that were written.
+
+    Raises:
+        StorageError: a line is none of this run's.
+    """
+    by_name = {setting.name: setting for setting in settings}
+    turns: dict[BatchSetting, dict[int, LoadTurn]] = {}
+    try:
+        for line in lines[1:]:
+            raw = line["turn"]
+            turn = LoadTurn(tuple(raw["seconds"]), tuple(raw["tokens"]), raw["contended"])
+            turns.setdefault(by_name[line["setting"]], {})[line["repeat"]] = turn
+        return list(lines[0]["sizes"]), turns
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(f"the file to resume holds something else than turns of this load ({error})") from error
+
+
+def size_phases(options: LoadOptions, plain: LoadTurn) -> list[int]:
     """Requests of each phase: as many as plain decoding answers in `phase_s`, at least as many as run at a time."""
-    sized = []
+    sizes = []
     for phase, seconds, tokens in zip(options.phases, plain.seconds, plain.tokens, strict=True):
         wanted = math.ceil(options.phase_s * tokens / max(seconds, 1e-9) / options.max_tokens)
-        sized.append(_jobs(phase, found, min(max(wanted, phase.batch), _MOST_REQUESTS), options.max_tokens))
-    return sized
+        sizes.append(min(max(wanted, phase.batch), _MOST_REQUESTS))
+    return sizes
 
 
 def _jobs(phase: LoadPhase, found: Mapping[str, Sequence[Ask]], count: int, max_tokens: int) -> list[LoadRequest]:

@@ -13,10 +13,11 @@ import torch
 from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
 from foretoken.bench.batch_settings import NO_POLICIES, Policies, Stage
 from foretoken.bench.drafting import SWEEP
-from foretoken.bench.measure import PLAIN
+from foretoken.bench.measure import DEFAULT_NUMERICS, PLAIN
 from foretoken.bench.prompts import ALL, read_prompts
 from foretoken.bench.report import Report, Table, check_name, source_caveats, write_report
 from foretoken.bench.workload import MOST_PROMPTS
+from foretoken.config import NUMERICS
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine.llm import LLM
@@ -69,8 +70,8 @@ class LoadOptions:
 
     The engine's limits are those of `foretoken.LLM`. By default a step takes all prompts of a batch, and batch and
     cache have room for the largest one. `min_tokens_to_speculate` and `max_speculating_requests` are `RoutingRules`,
-    for settings with an adaptive number of draft tokens. `resume` is a file that keeps each turn of a grid of batches;
-    what it holds already is not measured again.
+    for settings with an adaptive number of draft tokens. Under `numerics="strict"` no greedy answer may differ from
+    plain's. `resume` is a file that keeps each turn; what it holds already is not measured again.
     """
 
     target: str
@@ -93,6 +94,7 @@ class LoadOptions:
     max_tokens: int = 48
     repeats: int = 2
     warmup: int = 1
+    numerics: str = DEFAULT_NUMERICS
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
@@ -107,6 +109,8 @@ class LoadOptions:
             check_whole(name, getattr(self, name), low, {"prompts_per_slice": MOST_PROMPTS, "seed": 2**63}.get(name))
         if not self.batches or not all(1 <= batch <= _MOST_BATCH for batch in self.batches):
             raise InputError("batches", self.batches, f"give batch sizes from 1 to {_MOST_BATCH}, separated by commas")
+        if self.numerics not in NUMERICS:
+            raise InputError("numerics", self.numerics, f"choose one of {', '.join(NUMERICS)}")
         if not self.settings:
             raise InputError("settings", self.settings, "name at least one; plain is always measured")
         if any(phase.batch > _MOST_BATCH for phase in self.phases):
@@ -226,6 +230,7 @@ def opened(
         options.target,
         dtype=options.dtype,
         device=options.device,
+        numerics=options.numerics,
         cache_tokens=options.cache_tokens or 2 * most_batch * (longest + answer_tokens + _SPARE_TOKENS),
         cache_reserve=options.cache_reserve,
         max_batch_size=options.max_batch_size or most_batch,
@@ -248,8 +253,11 @@ def make_report(
     notes: Sequence[str],
     interrupted: bool,
     load: float,
+    strict_differing: int = 0,
 ) -> Report:
-    """The report of a run, written to `options.out` if that is set; `load` is the machine's load average before it."""
+    """The report of a run, written to `options.out` if that is set; `load` is the machine's load average before it,
+    `strict_differing` counts greedy answers that differ from plain's under strict numerics.
+    """
     draft = None if options.draft is None else model_folder(options.draft)
     caveats = source_caveats(model_folder(options.target), draft, load)
     if interrupted:
@@ -258,7 +266,13 @@ def make_report(
         title=f"Load ({kind})",
         command=command,
         options=asdict(options),
-        results={"kind": kind, "rows": tuple(rows), "summary": summary, "interrupted": interrupted},
+        results={
+            "kind": kind,
+            "rows": tuple(rows),
+            "summary": summary,
+            "strict_differing": strict_differing,
+            "interrupted": interrupted,
+        },
         tables=tuple(tables),
         explained=explained,
         caveats=(*caveats, *notes),

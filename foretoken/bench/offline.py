@@ -232,6 +232,8 @@ def _about(options: SpeedOptions, prompts: Sequence[Prompt], found: Mapping[str,
 def _interrupted(samples: Samples, plan: SpeedPlan, contenders: Sequence[Contender], path: Path | None) -> str:
     wanted = plan.num_answers(contender.setting for contender in contenders)
     remedy = "" if path is None else f" Go on with the same options and --resume {path}."
+    if not samples.all:
+        return f"The run was interrupted before the first of {wanted} answers was measured.{remedy}"
     return f"The run was interrupted after {len(samples.all)} of {wanted} answers: these are the measurements.{remedy}"
 
 

@@ -100,10 +100,13 @@ def as_plain(value: object) -> object:
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """The tables, what their columns mean, conclusions, caveats and the files written."""
+    """The tables, what their columns mean, conclusions, caveats and the files written; of an interrupted run without
+    any figure nothing is explained.
+    """
     console = console or Console()
     print_tables(report.tables, console)
-    for line in (report.explained, *report.conclusions):
+    is_empty = report.interrupted and not any(table.lines for table in report.tables)
+    for line in () if is_empty else (report.explained, *report.conclusions):
         if line:
             console.line(line)
     print_notes(report.caveats, report.files, console)

@@ -26,7 +26,8 @@ class UrlOptions:
     is continued as it stands, or with `chat` sent as a user's message. `deadlines`: a request is good if its time to
     the first token, its time per further token and its whole time are within those that are set; without one, every
     request that succeeds is good. `key_variable` names the environment variable with the API key: a key on the command
-    line would be in the report. `timeout_s`: a server that is silent for so long has failed the request.
+    line would be in the report. `timeout_s`: a server that is silent for so long has failed the request. `resume` is a
+    file that keeps each run that has ended, a rate or the trace; what it holds already is not measured again.
     """
 
     url: str
@@ -48,6 +49,7 @@ class UrlOptions:
     timeout_s: float = 600.0
     key_variable: str = "OPENAI_API_KEY"
     out: Path | None = None
+    resume: Path | None = None
     name: str = "url"
     seed: int = 0
 

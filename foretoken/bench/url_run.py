@@ -8,12 +8,13 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from foretoken.bench.progress import Tell, progress
 from foretoken.bench.report import Report, load_average, write_report
 from foretoken.bench.url_client import Endpoint, UrlSample, open_client
+from foretoken.bench.url_kept import KeptRuns, UrlRun
 from foretoken.bench.url_options import UrlOptions
 from foretoken.bench.url_plan import (
     UrlRequest,
@@ -28,16 +29,7 @@ from foretoken.printing.console import Console
 
 _BUSY_LOAD = 0.9  # load average per core, above which the client may have been too slow
 _MOST_LAG_S = 0.05
-
-
-@dataclass
-class UrlRun:
-    """One load: what was planned, what came of it, and what the endpoint's own counters said before and after."""
-
-    setting: str
-    requests: Sequence[UrlRequest]
-    samples: list[UrlSample] = field(default_factory=list)
-    counters: list[dict[str, float] | None] = field(default_factory=list)
+_GONE_ON = "The run was stopped and gone on with: the server may have been started again between two loads."
 
 
 def run_url(options: UrlOptions, command: str = "foretoken bench --url") -> Report:
@@ -47,7 +39,7 @@ def run_url(options: UrlOptions, command: str = "foretoken bench --url") -> Repo
     under way count as errors "interrupted".
 
     Raises:
-        InputError, StorageError: prompts or a trace that cannot be used.
+        InputError, StorageError: prompts, a trace or a file to resume that cannot be used.
         UnavailableError: the endpoint does not answer.
     """
     runs = plan_runs(options)
@@ -58,6 +50,7 @@ def run_url(options: UrlOptions, command: str = "foretoken bench --url") -> Repo
     except KeyboardInterrupt:
         interrupted = True
     rows = [summarise_url(run.setting, run.samples, options, _between(run)) for run in runs if run.samples]
+    known = [_GONE_ON] if any(run.is_known for run in runs) else []
     report = Report(
         title=f"Load on {options.base}",
         command=command,
@@ -65,7 +58,7 @@ def run_url(options: UrlOptions, command: str = "foretoken bench --url") -> Repo
         results={"kind": "url", **found, "rows": rows, "requests": _requests(runs), "interrupted": interrupted},
         tables=url_tables(rows, options),
         explained=EXPLAINED,
-        caveats=(*_repeats(options, runs), *_caveats(rows, load, interrupted)),
+        caveats=(*known, *_repeats(options, runs), *_caveats(rows, load, interrupted)),
     )
     return write_report(report, options.out, options.name) if options.out is not None else report
 
@@ -90,13 +83,27 @@ async def _measure(options: UrlOptions, runs: Sequence[UrlRun], found: dict[str,
         endpoint = Endpoint(options, client)
         await endpoint.open()
         found["model"] = endpoint.model
-        await _warm_up(endpoint, options)
-        with progress(sum(len(run.requests) for run in runs) + 1) as tell:
-            tell(runs[0].setting)
-            for run in runs:
-                run.counters.append(await endpoint.spec_counters())
-                await _drive(endpoint, run, tell)
-                run.counters.append(await endpoint.spec_counters())
+        kept = None if options.resume is None else KeptRuns(options.resume, options, endpoint.model, runs)
+        try:
+            missing = [run for run in runs if not run.is_known]
+            if missing:
+                await _drive_all(endpoint, options, missing, kept)
+        finally:
+            if kept is not None:
+                kept.close()
+
+
+async def _drive_all(endpoint: Endpoint, options: UrlOptions, runs: Sequence[UrlRun], kept: KeptRuns | None) -> None:
+    """Warm up, then drive one load after the other; each that has ended is kept."""
+    await _warm_up(endpoint, options)
+    with progress(sum(len(run.requests) for run in runs) + 1) as tell:
+        tell(runs[0].setting)
+        for run in runs:
+            run.counters.append(await endpoint.spec_counters())
+            await _drive(endpoint, run, tell)
+            run.counters.append(await endpoint.spec_counters())
+            if kept is not None:
+                kept.keep(run)
 
 
 async def _warm_up(endpoint: Endpoint, options: UrlOptions) -> None:

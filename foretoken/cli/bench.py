@@ -15,7 +15,6 @@ from foretoken.bench.drafting import parse_drafters
 from foretoken.bench.offline import run_speed
 from foretoken.bench.peers import EVERY, KINDS
 from foretoken.bench.prompts import ALL
-from foretoken.bench.report import print_report
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import SLICES
 from foretoken.cli.bench_load import load
@@ -29,6 +28,7 @@ from foretoken.cli.bench_options import (
     check_common,
     command_line,
     default_draft,
+    finish,
 )
 from foretoken.cli.bench_profile import profile
 from foretoken.cli.bench_url import url
@@ -45,8 +45,6 @@ from foretoken.cli.lists import number, whole, words
 from foretoken.cli.usage import DefaultGroup
 from foretoken.cli.verb import Verb
 from foretoken.config import RULES
-from foretoken.errors import GateError
-from foretoken.printing.console import Console
 
 _DEFAULT = SpeedOptions(target="reference:target", draft="reference:draft")
 
@@ -54,6 +52,7 @@ _DEFAULT = SpeedOptions(target="reference:target", draft="reference:draft")
 class _BenchGroup(DefaultGroup):
     default_command = "speed"
     chosen_by: Mapping[str, str] = {"--url": "url"}
+    chosen_within: Mapping[tuple[str, str], str] = {("load", "--url"): "url"}
     moved: Mapping[str, str] = {
         "--profile": "foretoken bench profile",
         "--trace": "foretoken bench load --load",
@@ -131,16 +130,7 @@ def speed(
 ) -> None:
     """Measure tokens per second, time per step and acceptance of one request at a time; settings take turns."""
     check_common(context.params)
-    report = run_speed(_options(context.params), command=command_line())
-    if as_json:
-        Console().json_line(report.json_line())
-    else:
-        print_report(report)
-    if report.interrupted:
-        raise KeyboardInterrupt
-    if report.results.get("strict_differing"):
-        count = report.results["strict_differing"]
-        raise GateError(f"{count} greedy outputs differ from plain decoding under strict numerics, and none may")
+    finish(run_speed(_options(context.params), command=command_line()), as_json)
 
 
 def _options(given: Mapping[str, Any]) -> SpeedOptions:

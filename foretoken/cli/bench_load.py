@@ -15,7 +15,6 @@ from foretoken.bench.batches import run_batches
 from foretoken.bench.changing_load import run_changing_load
 from foretoken.bench.load_options import DEFAULT_SETTINGS, LoadOptions, parse_phases, slice_names
 from foretoken.bench.prompts import ALL
-from foretoken.bench.report import print_report
 from foretoken.cli.bench_options import (
     OutOption,
     PromptsOption,
@@ -24,6 +23,7 @@ from foretoken.cli.bench_options import (
     check_common,
     command_line,
     default_draft,
+    finish,
 )
 from foretoken.cli.common import (
     CacheReserveOption,
@@ -35,20 +35,19 @@ from foretoken.cli.common import (
     MaxSpeculatingOption,
     MaxStepTokensOption,
     MinTokensToSpeculateOption,
+    NumericsOption,
     TargetOption,
     ThreadsOption,
     was_given,
 )
 from foretoken.cli.lists import whole, words
 from foretoken.errors import ConfigError
-from foretoken.printing.console import Console
 
 _OF_BATCHES = (
     "batches",
     "slices",
     "prompts_per_slice",
     "warmup",
-    "resume",
 )  # options without effect on a changing load
 _OF_LOAD = ("phase_s",)
 
@@ -86,6 +85,7 @@ def load(
     phase_s: Annotated[
         float, typer.Option(help="Seconds that plain decoding takes for each phase of --load.")
     ] = LoadOptions.phase_s,
+    numerics: NumericsOption = LoadOptions.numerics,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
@@ -110,7 +110,10 @@ def load(
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure throughput of whole batches, or of a load that changes; settings take turns in one run."""
+    """Measure throughput of whole batches, or of a load that changes; settings take turns in one run.
+
+    With --url ADDRESS: requests to a server at random times, see `foretoken bench url --help`.
+    """
     check_common(context.params)
     if load is None:
         _refuse(context, _OF_LOAD, "applies to --load only; leave it out")
@@ -118,13 +121,7 @@ def load(
     else:
         _refuse(context, _OF_BATCHES, "does not apply to --load, whose phases say it; leave it out")
         run = run_changing_load
-    report = run(_options(context), command_line())
-    if as_json:
-        Console().json_line(report.json_line())
-    else:
-        print_report(report)
-    if report.interrupted:
-        raise KeyboardInterrupt
+    finish(run(_options(context), command_line()), as_json)
 
 
 def _options(context: typer.Context) -> LoadOptions:

@@ -10,9 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
+from foretoken.bench.report import Report, print_report
 from foretoken.config import DRAFTERS
+from foretoken.errors import GateError
 from foretoken.model.open import model_folder
 from foretoken.params import check_whole
+from foretoken.printing.console import Console
 
 DraftersOption = Annotated[
     str,
@@ -55,6 +58,23 @@ def default_draft(given: Mapping[str, Any]) -> str | None:
     if given["draft"] is None and given["target"] == "reference:target":
         return "reference:draft"
     return None if given["draft"] is None else str(given["draft"])
+
+
+def finish(report: Report, as_json: bool) -> None:
+    """Print the report, and end as it says.
+
+    Raises:
+        KeyboardInterrupt: the run was interrupted.
+        GateError: greedy outputs differ from plain decoding under strict numerics.
+    """
+    if as_json:
+        Console().json_line(report.json_line())
+    else:
+        print_report(report)
+    if report.interrupted:
+        raise KeyboardInterrupt
+    if count := report.results.get("strict_differing"):
+        raise GateError(f"{count} greedy outputs differ from plain decoding under strict numerics, and none may")
 
 
 def command_line() -> str:

@@ -11,15 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from foretoken.bench.prompts import ALL
-from foretoken.bench.report import print_report
 from foretoken.bench.url_options import UrlOptions
 from foretoken.bench.url_run import run_url
 from foretoken.bench.workload import SLICES
-from foretoken.cli.bench_options import NameOption, OutOption, PromptsOption, SeedOption, command_line
+from foretoken.cli.bench_options import NameOption, OutOption, PromptsOption, SeedOption, command_line, finish
 from foretoken.cli.common import JsonOption, was_given
 from foretoken.cli.lists import number, words
 from foretoken.errors import ConfigError
-from foretoken.printing.console import Console
 
 _OF_RATES = ("rate", "requests")  # options without effect on a trace
 
@@ -66,18 +64,16 @@ def url(
     ] = UrlOptions.timeout_s,
     key_variable: Annotated[str, typer.Option(help="Environment variable with the API key.")] = UrlOptions.key_variable,
     out: OutOption = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="File that keeps each load; a run that was stopped goes on from it with the same options."),
+    ] = None,
     name: NameOption = UrlOptions.name,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Measure latency, throughput and goodput of an OpenAI-compatible server under an open-loop load."""
-    report = run_url(_options(context), command_line())
-    if as_json:
-        Console().json_line(report.json_line())
-    else:
-        print_report(report)
-    if report.interrupted:
-        raise KeyboardInterrupt
+    finish(run_url(_options(context), command_line()), as_json)
 
 
 def _options(context: typer.Context) -> UrlOptions:

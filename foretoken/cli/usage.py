@@ -69,21 +69,25 @@ class DefaultGroup(Group):
     """A group that runs `default_command` where the command line names none of its commands.
 
     `moved` maps options that the default command no longer has to what replaces them. `chosen_by` maps options to the
-    command that they choose.
+    command that they choose; `chosen_within` the same for options given to a command that does not have them.
     """
 
     default_command = ""
     chosen_by: Mapping[str, str] = {}
+    chosen_within: Mapping[tuple[str, str], str] = {}
     moved: Mapping[str, str] = {}
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
         """Insert the default command before options; `--help` alone is that of the group."""
+        flags = [arg.partition("=")[0] for arg in args]
         if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
-            flags = [arg.partition("=")[0] for arg in args]
             chosen = next((self.chosen_by[flag] for flag in flags if flag in self.chosen_by), self.default_command)
             if chosen == self.default_command:
                 self._refuse_others(ctx, args)
             args = [chosen, *args]
+        else:
+            found = (self.chosen_within.get((args[0], flag)) for flag in flags[1:])
+            args = [next(filter(None, found), args[0]), *args[1:]]
         return super().parse_args(ctx, args)
 
     def _refuse_others(self, ctx: Any, args: list[str]) -> None:  # noqa: ANN401

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from foretoken.control.previews import Preview
 
@@ -81,6 +81,27 @@ class DraftBudget(NamedTuple):
 
 
 NO_DRAFT = DraftBudget(None, 0)
+
+# Why a request that may draft was given no guesses; the words of the server's trace.
+# - k0_short, k0_load: routing rules, about the length of the answer and the number of requests.
+# - prefill: the first token, which is never drafted. length_clamped: at most one token is still to come.
+# - warmup: what steps or the drafter cost is still being learnt. no_match: a lookup found nothing.
+# - k0_acceptance: no guess would be emitted often enough to be weighed. k0_cost: guesses take more than they bring.
+# - drafter_disabled: it failed too often. drafter_failed: it failed in this step.
+# - budget_trimmed: the step had no room for guesses.
+NoDraftReason = Literal[
+    "prefill",
+    "length_clamped",
+    "warmup",
+    "no_match",
+    "k0_short",
+    "k0_load",
+    "k0_acceptance",
+    "k0_cost",
+    "drafter_disabled",
+    "drafter_failed",
+    "budget_trimmed",
+]
 
 
 class RoundOutcome(NamedTuple):

@@ -12,6 +12,7 @@ from foretoken.control.candidates import (
     NO_DRAFT,
     DraftBudget,
     DrafterOption,
+    NoDraftReason,
     OptionTraits,
     RequestOptions,
     RequestView,
@@ -97,6 +98,25 @@ class Chooser:
         self._overhead_s += self.clock() - began
         self.policy.observe_step(step, self._overhead_s, self._previews.seconds)
         self._previews, self._overhead_s = Previews(), 0.0
+
+    def why_none(self, request_id: int, is_planned: bool) -> NoDraftReason:
+        """Why a request with a drafter made no guess in the round that ran last; `is_planned`: `plan` gave it some.
+
+        A routing rule is counted here as well, which changes nothing: it was counted when it was followed.
+        """
+        view = self._views.get(request_id)
+        if view is None or not view.options:
+            return "prefill"
+        if not self._most(view):
+            return "length_clamped"
+        if is_planned:
+            return "budget_trimmed"
+        if len(view.disabled) == len(view.options):
+            return "drafter_disabled"
+        routed = self.routing.reason(request_id, view.max_new_tokens, len(self._views))
+        if routed is not None:
+            return "k0_load" if routed == "load" else "k0_short"
+        return self.policy.why_none(request_id)
 
     def finish(self, request_id: int) -> None:
         """Forget a request."""

@@ -18,7 +18,14 @@ from typing import Literal, Protocol
 
 from foretoken.control.acceptance import Acceptance
 from foretoken.control.budget import Allocation, Candidate, Demand, DraftSeconds, StepSeconds, allocate
-from foretoken.control.candidates import NO_DRAFT, DraftBudget, DrafterOption, RequestOptions, StepOutcome
+from foretoken.control.candidates import (
+    NO_DRAFT,
+    DraftBudget,
+    DrafterOption,
+    NoDraftReason,
+    RequestOptions,
+    StepOutcome,
+)
 from foretoken.control.cost import CostTable, DraftCosts, StepCosts, load_of
 from foretoken.control.previews import Preview
 from foretoken.plan.profile import Curve
@@ -104,6 +111,9 @@ class Policy(Protocol):
     def observe_rest(self, request_id: int) -> None:
         """Take in a round in which a request was given no guess."""
 
+    def why_none(self, request_id: int) -> NoDraftReason:
+        """Why a request that might draft was given no guess in the round that ran last."""
+
     def finish(self, request_id: int) -> None:
         """Forget a request."""
 
@@ -129,6 +139,8 @@ class BudgetPolicy:
         self._open: set[int] = set()  # requests of this round whose number of guesses is left open
         self._num_users: dict[Hashable, int] = {}  # requests that may use a drafter in this round
         self._mode: Mode = "decide"
+        self._is_overdrawn = False  # why this round is plain, if it is
+        self._weighed: tuple[Sequence[RequestOptions], Sequence[Demand]] = ((), ())  # when budgets were last decided
         self._repeats_left = 0
         self._slack_s = 0.0  # by which decoding is ahead of plain decoding, with what it may fall behind
         self._joined = 0.0  # share of this round's requests that are new
@@ -157,7 +169,8 @@ class BudgetPolicy:
             return self._mode
         known = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
         due = self.config.plain_every
-        if self._since_plain.get(load_of(len(request_ids)), due - self.config.first_plain) >= due or self._slack_s < 0:
+        self._is_overdrawn = self._slack_s < 0
+        if self._since_plain.get(load_of(len(request_ids)), due - self.config.first_plain) >= due or self._is_overdrawn:
             self._mode = "plain"
         elif self._repeats_left > 0 and 4 * sum(one.budget is not None for one in known) >= 3 * len(request_ids):
             self._repeats_left -= 1
@@ -240,6 +253,20 @@ class BudgetPolicy:
         for drafter in untried:
             untried[drafter] += 1
 
+    def why_none(self, request_id: int) -> NoDraftReason:
+        """See `Policy.why_none`."""
+        if self._mode == "plain":
+            return "k0_cost" if self._is_overdrawn else "warmup"
+        for request, demand in zip(*self._weighed, strict=True):
+            if request.request_id != request_id:
+                continue
+            if not request.options:
+                return "no_match"
+            if not demand.candidates:  # left to another request, as long as the drafter's cost is not known
+                return "warmup"
+            return "k0_cost" if any(one.emitted for one in demand.candidates) else "k0_acceptance"
+        return "warmup"  # it joined after the last decision
+
     def finish(self, request_id: int) -> None:
         """Forget a request."""
         self.acceptance.finish(request_id)
@@ -285,7 +312,7 @@ class BudgetPolicy:
 
     def _weigh(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
         """The best for all together; what was given up is tried again where there is time for it."""
-        requests = self._one_by_one(requests)
+        given, requests = requests, self._one_by_one(requests)
         self._num_users = {}
         for request in requests:
             for option in request.options:
@@ -295,6 +322,7 @@ class BudgetPolicy:
             Demand(tuple(self._candidate(request, option) for option in request.options), request.weight / mean_weight)
             for request in requests
         ]
+        self._weighed = given, demands
         self._token_s = self.target_cost.seconds(len(requests)) / max(1, len(requests))
         rate = self._rate.of_late / self._token_s if self._token_s else 0.0
         self._worth_s = 1 / rate if rate else self._token_s

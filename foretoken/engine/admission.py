@@ -129,6 +129,10 @@ class Admission:
         self.eos_token_ids = frozenset(eos_token_ids)
         self._structures = StructureCompiler(tokenizer, target.vocab_size, tuple(sorted(eos_token_ids)))
 
+    def warm(self) -> None:
+        """Do now what the first request with a structure would wait for, and all others with it."""
+        self._structures.warm()
+
     def prepare(self, prompt_ids: Sequence[int], params: SamplingParams, spec: SpecConfig) -> PreparedRequest:
         """A request that the engine can queue; it has arrived when this is called.
 

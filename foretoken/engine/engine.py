@@ -32,7 +32,7 @@ from foretoken.engine.runner import Runner, TargetOutput, race_rows
 from foretoken.engine.scheduler import DraftPlan, Scheduler
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.time_attribution import charge, gain
-from foretoken.engine.views import fixed_plan, outcome_of, plan_of, view_of
+from foretoken.engine.views import fixed_plan, outcome_of, plan_of, view_of, why_none
 from foretoken.engine.watch import RoundView, StepClock, Watcher, sees_rounds, show_round
 from foretoken.errors import EngineError, ForetokenError
 from foretoken.model.interface import LanguageModel
@@ -67,6 +67,7 @@ class Engine:
         self._ids = itertools.count()
         self.clock = StepClock()
         self._outputs: list[StepOutput] = []  # emitted and not returned yet
+        self._failed_drafting: set[int] = set()  # requests whose drafter failed in the last step
         self._is_stepping = False
         self._leaving: list[int] = []  # requests that were aborted while a step ran
 
@@ -354,7 +355,8 @@ class Engine:
                 state.stats.count_gain(plain_s, per_token[1])
                 self.stats.count_gain(plain_s, per_token[1])
             if needs_views:
-                view = RoundView(entry, draft, verdict, b, output, self.clock)
+                why = why_none(entry, draft.lengths[b], self.chooser, self._failed_drafting)
+                view = RoundView(entry, draft, verdict, b, output, self.clock, why)
                 self.faults.watch(self.watchers, partial(show_round, view=view))
             if state.finish_reason is not None:
                 self.release(state)
@@ -387,7 +389,9 @@ class Engine:
 
     def _count_failures(self) -> None:
         """Put what failed in drafters into the counters of the requests concerned."""
+        self._failed_drafting.clear()
         for failure in self.drafters.failures.take():
+            self._failed_drafting.add(failure.request_id)
             self.stats.count_failure(failure.drafter)
             state = self.states.get(failure.request_id)
             if state is not None:

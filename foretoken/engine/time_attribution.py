@@ -110,7 +110,7 @@ def _drafting_s(
             own = guesses.setdefault(key, {})
             own[b] = own.get(b, 0) + made
     for key, took_s in spent_s.items():
-        own = guesses[key]
+        own = guesses.get(key, {})  # none: it showed guesses for a request that was then preempted
         total = sum(own.values())
         for b, made in own.items():
             parts[b] += took_s * (made / total if total else 1 / len(own))

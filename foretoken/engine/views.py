@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 from foretoken.config import SpecConfig
-from foretoken.control.candidates import DraftBudget, RequestView, RoundOutcome, StepOutcome
+from foretoken.control.candidates import DraftBudget, NoDraftReason, RequestView, RoundOutcome, StepOutcome
+from foretoken.control.chooser import Chooser
 from foretoken.control.routing import Routing
-from foretoken.core import Batch, Draft, Verdict
+from foretoken.core import Batch, BatchEntry, Draft, Verdict
 from foretoken.draft.group import GRAMMAR, DrafterGroup
 from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import DraftPlan
@@ -58,6 +59,16 @@ def fixed_plan(state: RequestState, drafters: DrafterGroup) -> DraftPlan:
     if num_draft == "auto" or len(specs) != 1:
         return DraftPlan()
     return plan_of(state, DraftBudget(0, num_draft), drafters)
+
+
+def why_none(entry: BatchEntry, num_drafted: int, chooser: Chooser, failed: Collection[int]) -> NoDraftReason | None:
+    """See `RoundView.why_none`; `failed` are the requests whose drafter failed in this step."""
+    request_id = entry.request.request_id
+    if num_drafted or entry.request.spec.drafter is None:
+        return None
+    if request_id in failed:
+        return "drafter_failed"
+    return "no_match" if entry.num_draft else chooser.why_none(request_id, entry.option is not None)
 
 
 def outcome_of(batch: Batch, draft: Draft, verdict: Verdict, drafters: DrafterGroup, target_s: float) -> StepOutcome:

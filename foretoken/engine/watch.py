@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard
 
+from foretoken.control.candidates import NoDraftReason
 from foretoken.core import BatchEntry, Draft, StepOutput, Verdict
 from foretoken.engine.request import RequestState
 
@@ -65,7 +66,10 @@ class StepClock:
 
 @dataclass(frozen=True)
 class RoundView:
-    """One request's round for observers: request `b` of draft and verdict, and what was emitted."""
+    """One request's round for observers: request `b` of draft and verdict, and what was emitted.
+
+    `why_none` says why nothing was drafted; None where something was, and for plain decoding.
+    """
 
     entry: BatchEntry
     draft: Draft
@@ -73,6 +77,7 @@ class RoundView:
     b: int
     output: StepOutput
     clock: StepClock
+    why_none: NoDraftReason | None = None
 
 
 class Watcher(Protocol):

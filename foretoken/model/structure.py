@@ -15,6 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -268,6 +269,17 @@ class StructureCompiler:
             OrderedDict()
         )  # a complaint where a grammar is no good
 
+    def warm(self) -> None:
+        """Import the grammar engine and hand it the vocabulary now, where structures can be followed at all: both keep
+        every thread of the process waiting, an event loop's too.
+        """
+        with suppress(InputError), self._lock:  # a request that needs what is missing gets the error
+            self._need_columns("json_schema", None)
+
+    def _need_columns(self, field: Field, value: object) -> None:
+        if self._columns is None:
+            self._columns = build_vocabulary(self._tokenizer, self._vocab_size, field, value)
+
     def compile(self, params: SamplingParams) -> Structure | None:
         """The structure of a new answer, None if the request asks for none.
 
@@ -283,8 +295,7 @@ class StructureCompiler:
         field = given_field(params)
         value = getattr(params, field)
         with self._lock:
-            if self._columns is None:
-                self._columns = build_vocabulary(self._tokenizer, self._vocab_size, field, value)
+            self._need_columns(field, value)
         text = grammar_text(field, value)
         compiled = self._compiled(field, value, text)
         if isinstance(compiled, str):

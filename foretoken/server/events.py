@@ -113,6 +113,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     `tool_style` is how its chat template lets it write calls (`model_files.tool_style`), None where it takes no tools.
     `middle_marks` are the tokens before prefix, suffix and middle of a text that is filled in, None without such.
+    `missing_draft` is the draft that could not be loaded and is done without, None where nothing is missing.
     """
 
     name: str
@@ -129,3 +130,4 @@ class ModelInfo(msgspec.Struct, frozen=True):
     num_parameters: int | None = None
     tool_style: str | None = None
     middle_marks: tuple[tuple[int, ...], int, int] | None = None
+    missing_draft: str | None = None

@@ -25,13 +25,13 @@ from foretoken.server.spellings import TokenSpellings
 
 
 class LocalService:
-    """`Service` over an `AsyncEngine`, which stays the caller's to close."""
+    """`Service` over an `AsyncEngine`, which stays the caller's to close. `missing_draft`: see `ModelInfo`."""
 
-    def __init__(self, engine: AsyncEngine, name: str) -> None:
+    def __init__(self, engine: AsyncEngine, name: str, missing_draft: str | None = None) -> None:
         self.engine = engine
         self._texts = TokenSpellings(engine.llm.tokenizer)
         self._rounds = RoundLog(engine.llm.engine.watchers, self._texts)
-        self._info = _info(engine, name)
+        self._info = _info(engine, name, missing_draft)
 
     @property
     def state(self) -> State:
@@ -230,7 +230,7 @@ def _failure(index: int, error: Exception) -> AnswerFailed:
     return AnswerFailed(index, type(error).__name__, str(error))
 
 
-def _info(engine: AsyncEngine, name: str) -> ModelInfo:
+def _info(engine: AsyncEngine, name: str, missing_draft: str | None) -> ModelInfo:
     llm, target = engine.llm, engine.llm.target
     tokenizer = llm.tokenizer
 
@@ -251,4 +251,5 @@ def _info(engine: AsyncEngine, name: str) -> ModelInfo:
         max_waiting=engine.max_waiting,
         tool_style=None if tokenizer is None else tool_style(tokenizer.chat_template),
         middle_marks=None if tokenizer is None else middle_marks(tokenizer.vocabulary, tokenizer.opening_ids),
+        missing_draft=missing_draft,
     )

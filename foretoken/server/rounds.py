@@ -117,11 +117,6 @@ class RoundLog:
 
 def _why(view: RoundView, num_drafted: int, num_accepted: int) -> str:
     """Why nothing was drafted, or not everything accepted."""
-    entry = view.entry
-    if entry.request.spec.drafter is None:
-        return "off"
     if num_drafted:
         return f"mismatch_at:{num_accepted}" if view.verdict.next_kinds[view.b] == "residual" else ""
-    if entry.num_draft:
-        return "no_match"
-    return "k0_cost" if view.output.finish_reason is None else "length_clamped"
+    return view.why_none or "off"

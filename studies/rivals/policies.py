@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from foretoken.control.candidates import NO_DRAFT, DraftBudget, RequestOptions, StepOutcome
+from foretoken.control.candidates import NO_DRAFT, DraftBudget, NoDraftReason, RequestOptions, StepOutcome
 from foretoken.control.cost import CostTable
 from foretoken.control.policy import Mode, Policy
 from foretoken.control.previews import Preview
@@ -87,6 +87,10 @@ class _RivalPolicy:
 
     def observe_rest(self, request_id: int) -> None:
         """Not used."""
+
+    def why_none(self, request_id: int) -> NoDraftReason:
+        """Its number is 0."""
+        return "k0_cost"
 
     def finish(self, request_id: int) -> None:
         """Drop what is kept of a request."""

@@ -311,6 +311,8 @@ def test_answers_that_differ_are_explained_by_rounding_or_not() -> None:
     assert (row(turn(1.0), turn(1.0)).same, row(turn(1.0), turn(1.0)).unexplained) == (1, 0)
     assert (row(turn(1.0, first=9), turn(1.0)).same, row(turn(1.0, first=9), turn(1.0)).unexplained) == (0, 1)
     assert row(turn(1.0, first=9, near_ties=1), turn(1.0)).unexplained == 0
+    assert row(turn(1.0, first=9, near_ties=1), turn(1.0)).differing_greedy == 1
+    assert row(turn(1.0, first=9, greedy=False), turn(1.0, greedy=False)).differing_greedy == 0
     assert row(turn(1.0, first=9, greedy=False), turn(1.0, greedy=False)).unexplained == 0
 
 
@@ -351,6 +353,36 @@ def test_a_trace_answers_the_same_requests_under_every_setting(
     print_report(report)
     assert "ratio to best single fixed" in capsys.readouterr().out
     json.loads(report.json_line())
+
+
+def test_a_stopped_load_goes_on_with_the_runs_that_are_missing(
+    text_pair: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kept.jsonl"
+    small = options(text_pair, settings=("plain", "ngram-2"), max_tokens=4, resume=path)
+    whole, asked = changing_load.run_through, 0
+    sizes: list[list[int]] = []
+
+    def until_the_sixth(stage: Stage, setting: object, phases: object, jobs: list[list[object]]) -> LoadTurn:
+        nonlocal asked
+        asked += 1
+        if asked == 6:  # two warm-ups of plain, one of each setting, one measured run
+            raise KeyboardInterrupt
+        sizes.append([len(own) for own in jobs])
+        return whole(stage, setting, phases, jobs)
+
+    monkeypatch.setattr(changing_load, "run_through", until_the_sixth)
+    assert run_changing_load(small).interrupted
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 1 + 1 + 1
+    measured, first = sizes[-1], asked
+    sizes.clear()
+    report = run_changing_load(small)
+    assert asked - first == 1 + 2 + 2 * small.repeats - 1
+    assert sizes[3:] == [measured] * (2 * small.repeats - 1)  # as many requests as before, whatever plain takes now
+    assert [(row.setting, row.num_runs) for row in report.rows] == [("plain", 2), ("ngram-2", 2)]
+    assert any("gone on with" in caveat for caveat in report.caveats)
+    with pytest.raises(InputError, match="max_tokens=4, this run has 5"):
+        run_changing_load(replace(small, max_tokens=5))
 
 
 def test_phases_follow_each_other_without_a_gap(stage: Stage) -> None:

@@ -72,6 +72,14 @@ def test_the_table_shows_every_setting_and_the_caveats():
     assert "2.00x 2.00 (3)" in text
 
 
+def test_a_run_that_was_interrupted_before_any_figure_explains_none():
+    out = io.StringIO()
+    empty = report((), tables=(), results={"rows": (), "interrupted": True})
+    print_report(empty, Console(file=out, width=40))
+    assert empty.explained
+    assert out.getvalue().strip() == "note: widened [bold]"
+
+
 def test_no_column_is_cut_however_narrow_the_terminal():
     out = io.StringIO()
     long = tuple(

@@ -156,6 +156,33 @@ def test_an_interrupt_keeps_what_was_measured(fake: Fake, prompts: Path, tmp_pat
     assert json.loads(raw.read_text())["rows"][0]["num_ok"] == row.num_ok
 
 
+def test_a_stopped_run_goes_on_with_the_loads_that_are_missing(fake: Fake, prompts: Path, tmp_path: Path) -> None:
+    def answer(number: int, body: dict[str, Any]) -> Reply:
+        if number == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return tokens("a", "b")
+
+    fake.answer = answer
+    kept = tmp_path / "kept.jsonl"
+    options = options_of(fake, prompts, rates=(500.0, 400.0), requests=3, resume=kept)
+    first = run_url(options)
+    assert first.interrupted
+    assert len(kept.read_text().splitlines()) == 2
+    fake.asked.clear()
+    fake.answer = lambda number, body: tokens("a", "b")
+    report = run_url(options)
+    assert not report.interrupted
+    assert sorted(body["seed"] for _, _, body in fake.asked) == [3, 4, 5]
+    assert [(row.setting, row.num_ok) for row in report.rows] == [("500/s", 3), ("400/s", 3)]
+    assert report.rows[0] == first.rows[0]
+    assert "gone on with" in " ".join(report.caveats)
+    fake.asked.clear()
+    again = run_url(options)
+    assert (again.rows, fake.asked) == (report.rows, [])
+    with pytest.raises(InputError, match="max_tokens=64, this run has 5"):
+        run_url(replace(options, max_tokens=5))
+
+
 def test_a_row_for_every_rate(fake: Fake, prompts: Path) -> None:
     report = run_url(options_of(fake, prompts, rates=(500.0, 1000.0), requests=3))
     assert [(row.setting, row.num_ok) for row in report.rows] == [("500/s", 3), ("1000/s", 3)]

@@ -97,6 +97,18 @@ def test_limits_and_rules_of_the_engine(foretoken: Run, asked: dict[str, object]
         )
 
 
+def test_strict_numerics_are_a_gate(foretoken: Run, asked: dict[str, object], tmp_path: Path) -> None:
+    kept = tmp_path / "kept.jsonl"
+    for kind, value in (("batches", "4"), ("load", "mixed")):
+        given = (f"--{kind}", value, "--numerics", "strict", "--resume", kept, "--json")
+        assert foretoken("bench", "load", *given).code == 0
+        assert (asked[kind].numerics, asked[kind].resume) == ("strict", kept)
+    asked["differing"] = 2
+    failed = foretoken("bench", "load", "--json")
+    assert failed.code == 5
+    assert "2 greedy outputs differ" in failed.err
+
+
 def test_an_interrupted_run_prints_what_there_is_and_says_so(foretoken: Run, asked: dict[str, object]) -> None:
     asked["stop"] = True
     done = foretoken("bench", "load", "--batches", "1", "--json")

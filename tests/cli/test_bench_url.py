@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,13 +22,24 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[UrlOptions]:
 
     def run(options: UrlOptions, command: str) -> SimpleNamespace:
         found.append(options)
-        return SimpleNamespace(interrupted=options.requests == 7, json_line=lambda: json.dumps({"command": command}))
+        return SimpleNamespace(
+            interrupted=options.requests == 7, results={}, json_line=lambda: json.dumps({"command": command})
+        )
 
     monkeypatch.setattr(bench_url, "run_url", run)
     return found
 
 
-@pytest.mark.parametrize("words", [("bench", "--url", URL), ("bench", "url", "--url", URL), ("bench", f"--url={URL}")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("bench", "--url", URL),
+        ("bench", "url", "--url", URL),
+        ("bench", f"--url={URL}"),
+        ("bench", "load", "--url", URL),
+        ("bench", "load", "--rate", "1", f"--url={URL}"),
+    ],
+)
 def test_an_address_chooses_the_command(foretoken: Run, asked: list[UrlOptions], words: tuple[str, ...]) -> None:
     assert foretoken(*words, "--json").code == 0
     assert asked == [UrlOptions(URL)]
@@ -39,6 +51,8 @@ def test_options_reach_the_run(foretoken: Run, asked: list[UrlOptions]) -> None:
     (options,) = asked
     assert (options.rates, options.requests, options.chat, options.ttft_deadline_s) == ((0.5, 2.0), 9, True, 0.4)
     assert options.slices == ("code",)
+    assert foretoken("bench", "load", "--url", URL, "--resume", "kept.jsonl", "--json").code == 0
+    assert asked[1].resume == Path("kept.jsonl")
 
 
 def test_an_interrupted_run_prints_and_ends_with_130(foretoken: Run, asked: list[UrlOptions]) -> None:

@@ -163,6 +163,15 @@ def verdict_of(*kept: int) -> Verdict:
     return Verdict(paths, tuple((0,) * count for count in kept), (0,) * len(kept), ("bonus",) * len(kept))
 
 
+def test_a_drafter_that_nobody_of_the_step_has() -> None:
+    """It showed guesses for a request that was preempted before the step ran: all pay for that."""
+    batch = Batch((entry(0, DRAFT), entry(1, SpecConfig())))
+    draft = draft_of([2, 0], ["draft_model", None])
+    steps = CostTable(Curve(((14, 20.0), (18, 22.0))))
+    accounts = charged(batch, draft, verdict_of(2, 0), steps, {drafter_key(DRAFT): 1.0, drafter_key(NGRAM): 0.5})
+    assert [account.draft_s for account in accounts] == pytest.approx([2.0, 1.0])
+
+
 def test_who_pays_for_a_step() -> None:
     """Two requests of one drafter, one of another that found nothing, one plain, and a piece of a prompt."""
     batch = Batch(

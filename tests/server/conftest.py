@@ -17,11 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken import LLM, SamplingParams, SpecConfig, registry
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.model.open import model_folder
 from foretoken.server.local import LocalService
 from tests.helpers.http import Serving
+from tests.server.synthetic import SYNTHETIC
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
@@ -58,8 +59,11 @@ def golden(served_engine: AsyncEngine) -> list[tuple[int, float]]:
 
 
 @pytest.fixture
-def service(served_engine: AsyncEngine, golden: list[tuple[int, float]]) -> Iterator[LocalService]:
+def service(
+    served_engine: AsyncEngine, golden: list[tuple[int, float]], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LocalService]:
     """The shared engine as a service; LEAK0 and the canary follow every test that uses it."""
+    monkeypatch.setitem(registry.ADDED, "synthetic", SYNTHETIC)
     before = _held()
     yield LocalService(served_engine, "reference")
     _leak0(served_engine, before)

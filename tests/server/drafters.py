@@ -1,4 +1,7 @@
-"""The drafters over which cases marked SPEC run; each is cheap on the reference pair."""
+"""The drafters over which cases marked SPEC run; each is cheap on the reference pair.
+
+The fixture `service` registers `synthetic`.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,15 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "suffix": {"drafter": "suffix", "num_draft": 4},
     "draft_model": {"drafter": "draft_model"},
     "tree": {"drafter": "draft_model"},
+    "synthetic_0.0": {"drafter": "synthetic"},
+    "synthetic_0.5": {"drafter": "synthetic"},
+    "synthetic_1.0": {"drafter": "synthetic"},
 }
 
 
 def config_for(drafter: str, **settings: Any) -> ApiConfig:
-    """Settings under which a request that names `draft_model` gets the one that is meant."""
-    return ApiConfig(specs=(_TREE if drafter == "tree" else _CHAIN,), **settings)
+    """Settings under which a request that names `draft_model` or `synthetic` gets the one that is meant."""
+    specs: tuple[SpecConfig, ...] = (_TREE if drafter == "tree" else _CHAIN,)
+    if drafter.startswith("synthetic"):
+        specs = (*specs, SpecConfig("synthetic", num_draft=4, options={"rate": float(drafter.partition("_")[2])}))
+    return ApiConfig(specs=specs, **settings)

@@ -9,16 +9,22 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx2
 import pytest
 import torch
+from fastapi import FastAPI
 from safetensors.torch import load_file, save_file
 
 from foretoken import EngineConfig, SamplingParams, SpecConfig
 from foretoken.errors import CheckpointError, SpeculationWarning
+from foretoken.server.api.app import create_app
+from foretoken.server.api.config import ApiConfig
 from foretoken.server.life import supervisor
 from foretoken.server.life.loading import build_engine
+from foretoken.server.local import LocalService
 from tests.cli.conftest import Run, clean_place, foretoken  # noqa: F401 - fixtures
 from tests.helpers.checkpoints import foreign_tokenizer
+from tests.helpers.http import client_of, run
 from tests.helpers.workers import ProcessHere
 
 START = ("--port", 0, "--json", "--cost-profile", "off", "--dtype", "float32", "--drafter", "none")
@@ -177,6 +183,23 @@ def test_draft_missing_and_required(foretoken: Run, text_pair: SimpleNamespace, 
         assert (code, message in err) == (3, True), err
 
 
+def check_lost_drafter(app: FastAPI) -> None:
+    """A request that names the drafter whose draft is missing is at fault, every time; the server does not fail."""
+
+    async def ask(**fields: object) -> httpx2.Response:
+        async with client_of(app) as client:
+            return await client.post("/v1/completions", json={"prompt": "the list", "max_tokens": 4, **fields})
+
+    for _ in range(2):
+        response = run(ask(spec={"drafter": "draft_model"}))
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("unsupported_feature", "spec.drafter")
+        assert "could not be loaded" in error["message"]
+    for name in ("ngram", "auto", None):
+        assert run(ask(spec={"drafter": name})).status_code == 200
+
+
 def test_draft_missing(text_pair: SimpleNamespace, tmp_path: Path) -> None:
     """Case 52: without `--draft-required` the server warns and decodes without the draft, with the same answers."""
     shutil.copytree(text_pair.draft, tmp_path / "cut")
@@ -185,10 +208,12 @@ def test_draft_missing(text_pair: SimpleNamespace, tmp_path: Path) -> None:
         spec = SpecConfig("draft_model", str(draft))
         config = EngineConfig(text_pair.target, spec, dtype="float32", profile="off")
         with pytest.warns(SpeculationWarning, match="serving without the draft"):
-            engine = build_engine(config, max_waiting=4, draft_required=False)
+            engine, missing = build_engine(config, max_waiting=4, draft_required=False)
+        assert missing == str(draft)
         with engine, engine.llm as llm:
             assert "draft_model" not in llm.spec.leaves
             assert len(engine.submit("the list", SamplingParams(max_tokens=4)).result().token_ids) == 4
+            check_lost_drafter(create_app(LocalService(engine, "m", missing), ApiConfig(specs=(spec,))))
         with pytest.raises(CheckpointError):
             build_engine(config, max_waiting=4, draft_required=True)
 

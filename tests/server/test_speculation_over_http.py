@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +11,12 @@ import msgspec
 import pytest
 
 from foretoken import SpecConfig
+from foretoken.model.tokenizer import Detokenizer
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.local import LocalService
 from tests.helpers.fake_service import FakeService
+from tests.helpers.faults import expect
 from tests.helpers.http import Records, client_of, events_of, run, text_of
 from tests.server.drafters import DRAFTERS, config_for
 
@@ -60,6 +63,23 @@ def test_lossless_greedy(service: LocalService, drafter: str) -> None:
     assert plain["foretoken"]["spec"]["num_drafted"] == 0
 
 
+@pytest.mark.parametrize("rate", ["0.0", "0.5", "1.0"])
+def test_synthetic_0_and_1(service: LocalService, rate: str) -> None:
+    """Case 44: what is accepted is what the rate says, and the answer ends where it would have ended."""
+    app = create_app(service, config_for(f"synthetic_{rate}"))
+    spec, plain = {"drafter": "synthetic"}, {"drafter": None}
+    free, drafted = ask(app, *(greedy(ignore_eos=True, spec=one) for one in (plain, spec)))
+    text, report = free["choices"][0]["text"], drafted["foretoken"]["spec"]
+    assert drafted["choices"][0]["text"] == text
+    accepted, counted = report["num_accepted"], report["num_drafted"] - report["num_cut"]
+    assert counted > 0
+    assert {"0.0": accepted == 0, "0.5": 0 < accepted < counted, "1.0": accepted == counted}[rate]
+    for limits in ({"max_tokens": 7}, {"stop": [text[9:12]]}, FEATURES["grammar"], {"ignore_eos": False}):
+        expected, found = ask(app, *({**greedy(ignore_eos=True), **limits, "spec": one} for one in (plain, spec)))
+        assert found["choices"] == expected["choices"], limits
+        assert found["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"], limits
+
+
 FEATURES: dict[str, dict[str, Any]] = {
     "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.1},
     "logit_bias": {"logit_bias": {"40": 5, "41": -100}},
@@ -82,7 +102,7 @@ def test_feature_cross(service: LocalService, drafter: str) -> None:
     decoding.
     """
     app = create_app(service, config_for(drafter))
-    pairs = list(itertools.combinations(FEATURES, 2))[SPECULATIVE.index(drafter) :: len(SPECULATIVE)]
+    pairs = list(itertools.combinations(FEATURES, 2))[SPECULATIVE.index(drafter) % 4 :: 4]
     assert {name for pair in pairs for name in pair} == set(FEATURES)
     for first, second in pairs:
         body = greedy(max_tokens=7, **FEATURES[first] | FEATURES[second])
@@ -144,6 +164,57 @@ def test_utf8_split(service: LocalService, drafter: str) -> None:
         text = whole["choices"][0]["text"]
         assert text == text_of(events) == f'"{wanted}"'
         assert "\ufffd" not in "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_utf8_that_breaks(service: LocalService, drafter: str) -> None:
+    """Case 54: bytes that are no character, at the beginning of the answer and inside: the stream is the answer."""
+    tokenizer = service.engine.llm.tokenizer
+    assert tokenizer is not None
+    parts = tokenizer.encode("\U0001f468", add_special_tokens=False)
+    assert len(parts) > 1
+    app = create_app(service, config_for(drafter))
+    for prompt, forced in ((parts[:1], parts[0]), (parts, parts[-1]), (parts[:1], parts[-1])):
+        body = {
+            "prompt": prompt,
+            "temperature": 0,
+            "max_tokens": 9,
+            "ignore_eos": True,
+            "logit_bias": {str(forced): 100},
+        }
+        whole, events = ask(app, *({**body, "spec": DRAFTERS[drafter], "stream": flag} for flag in (False, True)))
+        assert whole["usage"]["completion_tokens"] == 9
+        assert "\ufffd" in whole["choices"][0]["text"]
+        assert text_of(events) == whole["choices"][0]["text"]
+
+
+def test_a_decoder_that_fails_ends_its_request_alone(service: LocalService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 54: an exception in the decoder, at the third token of one of two requests of a batch, streamed and not."""
+    app, push = create_app(service), Detokenizer.push
+    (fine,) = ask(app, greedy())
+    broken = greedy(logit_bias={"40": 100})
+
+    def failing(self: Detokenizer, token_id: int) -> str:
+        if token_id == 40:
+            expect("the decoder")
+            raise RuntimeError("no such byte")
+        return push(self, token_id)
+
+    monkeypatch.setattr(Detokenizer, "push", failing)
+
+    async def both(**fields: Any) -> list[Any]:
+        async with client_of(app) as client:
+            posts = (client.post(TEXT, json={**body, **fields}) for body in (greedy(), broken))
+            return list(await asyncio.gather(*posts))
+
+    good, bad = run(both())
+    assert good.json()["choices"] == fine["choices"]
+    assert (bad.status_code, bad.json()["error"]["code"]) == (500, "engine_error")
+    assert bad.headers["x-should-retry"] == "false"
+    good, bad = run(both(stream=True))
+    assert text_of(events_of(good.text)) == fine["choices"][0]["text"]
+    code = bad.json()["error"]["code"] if bad.status_code == 500 else events_of(bad.text)[-1]["error"]["code"]
+    assert code == "engine_error"
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -288,7 +359,7 @@ def check_trace(found: Any, trace: Sequence[Any]) -> None:
         assert record["batch_size"] >= 1
         assert record["t_ms"] > 0
         if not record["drafts"]:
-            assert record["why"] in ("off_request", "no_match", "k0_cost", "length_clamped")
+            assert record["why"] in ("off_request", "prefill", "no_match", "length_clamped")
 
 
 # ---- what a request may ask for

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ import httpx2
 import msgspec
 import pytest
 
-from foretoken import LLM
+from foretoken import LLM, EngineConfig, SamplingParams, SpecConfig, registry
 from foretoken.engine.async_engine import AsyncEngine
-from foretoken.model import chat_template
+from foretoken.model import chat_template, structure
 from foretoken.server.api.app import create_app
+from foretoken.server.api.config import ApiConfig
+from foretoken.server.life.loading import build_engine
 from foretoken.server.local import LocalService
 from tests.helpers.checkpoints import tiny_checkpoint
+from tests.helpers.specs import spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MESSAGES = [{"role": "user", "content": "A function that adds."}]
@@ -43,9 +47,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
 class Server:
     """An application without a socket."""
 
-    def __init__(self, service: LocalService) -> None:
+    def __init__(self, service: LocalService, config: ApiConfig | None = None) -> None:
         self.service = service
-        self.app = create_app(service)
+        self.app = create_app(service, config)
 
     def post(self, path: str, body: object) -> httpx2.Response:
         return asyncio.run(self.posted(path, body))
@@ -74,6 +78,36 @@ def server(engine: AsyncEngine) -> Server:
 
 
 # ---- forms of answers
+
+
+def test_the_grammar_engine_starts_with_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing it and handing it the vocabulary keep every thread waiting: it is done while the engine is built. What
+    is left for requests is done in the threads that prepare them.
+    """
+    built, compiled = list[str](), list[str]()
+    build, compile_ = structure.build_vocabulary, structure.StructureCompiler.compile
+
+    def building(*given: Any) -> Any:
+        built.append(threading.current_thread().name)
+        return build(*given)
+
+    def compiling(self: structure.StructureCompiler, params: SamplingParams) -> Any:
+        compiled.append(threading.current_thread().name)
+        return compile_(self, params)
+
+    monkeypatch.setattr(structure, "build_vocabulary", building)
+    monkeypatch.setattr(structure.StructureCompiler, "compile", compiling)
+    config = EngineConfig("reference:target", SpecConfig(), profile="off", dtype="float32")
+    engine, _ = build_engine(config, max_waiting=4, draft_required=False)
+    with engine, engine.llm:
+        here = threading.current_thread().name
+        assert built == [here]
+        server = Server(LocalService(engine, "reference"))
+        body = {"prompt": "x", "max_tokens": 3, "structured_outputs": {"regex": "[ab]+"}}
+        assert server.post("/v1/completions", body).status_code == 200
+        assert built == [here]
+        assert len(compiled) == 1
+        assert compiled[0].startswith("foretoken-prepare")
 
 
 def deep(depth: int) -> str:
@@ -149,23 +183,29 @@ def test_a_bomb_is_refused_by_its_field(server: Server) -> None:
     assert reply.json()["error"]["param"] == "structured_outputs"
 
 
-@pytest.mark.parametrize("drafter", [None, "ngram", "suffix"])
-def test_grammar_termination_inside_run(server: Server, drafter: str | None) -> None:
-    """Case 56: drafts that go past the end of the form, a prediction above all, leave no trace."""
+@pytest.mark.parametrize("drafter", [*registry.DRAFTERS, "tree"])
+def test_grammar_termination_inside_run(engine: AsyncEngine, drafter: str) -> None:
+    """Case 56: every drafter; drafts that go past the end of the form, a prediction above all, leave no trace."""
+    spec = spec_of("draft_model/static" if drafter == "tree" else drafter, "reference:draft", num_draft=4)
+    server = Server(LocalService(engine, "reference"), ApiConfig(specs=(spec,)))
     form = {"type": "json_schema", "json_schema": {"name": "switch", "schema": SWITCH}}
     plain = server.chat(response_format=form, spec={"drafter": None})["choices"][0]
     text = plain["message"]["content"]
     assert set(json.loads(text)) == {"on", "level"}
     assert plain["finish_reason"] == "stop"
-    more: dict[str, Any] = {} if drafter else {"prediction": {"type": "content", "content": f"{text} and {text} again"}}
-    spec = {"spec": {"drafter": drafter}} if drafter else {}
-    found = server.chat(response_format=form, **spec, **more)
-    assert found["choices"][0]["message"]["content"] == text
-    assert found["choices"][0]["finish_reason"] == "stop"
-    if more:
-        details = found["usage"]["completion_tokens_details"]
-        assert details["accepted_prediction_tokens"] > 0
-        assert details["rejected_prediction_tokens"] > 0
+    content = f"{text} and {text} again"
+    more: dict[str, Any] = {"spec": {"drafter": spec.drafter}}
+    if drafter == "predicted":
+        more = {"prediction": {"type": "content", "content": content}}
+    for prompt in ([], [{"role": "assistant", "content": content}, *MESSAGES]):
+        found = server.chat(response_format=form, messages=[*MESSAGES, *prompt], **more)
+        expected = server.chat(response_format=form, messages=[*MESSAGES, *prompt], spec={"drafter": None})
+        assert found["choices"] == expected["choices"]
+        assert found["choices"][0]["finish_reason"] == "stop"
+        if drafter == "predicted" and not prompt:
+            details = found["usage"]["completion_tokens_details"]
+            assert details["accepted_prediction_tokens"] > 0
+            assert details["rejected_prediction_tokens"] > 0
 
 
 def test_every_form_of_structured_outputs(server: Server) -> None:
@@ -181,19 +221,29 @@ def test_every_form_of_structured_outputs(server: Server) -> None:
     assert server.chat(response_format={"type": "json_object"})["choices"][0]["message"]["content"].startswith("{")
 
 
-def test_odd_vocab(tmp_path: Path) -> None:
-    """Case 46, over HTTP: ids are in range for a vocabulary of odd size, drafted or not."""
-    folder = tiny_checkpoint(tmp_path / "odd", "llama", vocab_size=31)
+@pytest.mark.parametrize("vocab_size", [1, 2, 31, 8193, 151936])
+def test_odd_vocab(tmp_path: Path, vocab_size: int) -> None:
+    """Case 46, over HTTP: ids are in range whatever the size of the vocabulary, drafted or not."""
+    shape = {"hidden_size": 16, "vocab_size": vocab_size}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    folder = tiny_checkpoint(tmp_path / "odd", "llama", num_hidden_layers=2, **shape, **ends)
+    draft = SpecConfig(
+        "draft_model",
+        str(tiny_checkpoint(tmp_path / "draft", "llama", seed=1, num_hidden_layers=1, **shape, **ends)),
+        3,
+    )
     with LLM(str(folder), dtype="float32", profile="off") as llm, AsyncEngine(llm) as engine:
-        server = Server(LocalService(engine, "odd"))
-        for spec in ({"drafter": None}, {"drafter": "ngram"}):
-            body = {"prompt": [1, 2, 3, 1, 2], "max_tokens": 40, "temperature": 1.0, "seed": 2, "spec": spec}
-            reply = server.post("/v1/completions", body | {"ignore_eos": True, "return_token_ids": True})
+        server = Server(LocalService(engine, "odd"), ApiConfig(specs=(draft,)))
+        last = vocab_size - 1
+        for drafter in (None, "ngram", "suffix", "recycling", "lookahead", "draft_model"):
+            body = {"prompt": [last, 0, last, 0], "max_tokens": 12, "temperature": 1.0, "seed": 2, "top_k": 5}
+            more = {"ignore_eos": True, "return_token_ids": True, "logprobs": 1, "spec": {"drafter": drafter}}
+            reply = server.post("/v1/completions", body | more)
             assert reply.status_code == 200, reply.text
             ids = reply.json()["choices"][0]["token_ids"]
-            assert len(ids) == 40
-            assert all(0 <= token < 31 for token in ids)
-        refused = server.post("/v1/completions", {"prompt": [31]})
+            assert len(ids) == 12
+            assert all(0 <= token < vocab_size for token in ids)
+        refused = server.post("/v1/completions", {"prompt": [vocab_size]})
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "prompt"
 

@@ -17,12 +17,13 @@ from foretoken.server.events import AnswerEnded, Event, Piece
 from foretoken.server.life import supervisor
 from foretoken.server.life.canary import CanaryAnswer, difference
 from foretoken.server.life.config import LifeConfig
-from foretoken.server.life.fault_hooks import fault_hook
+from foretoken.server.life.fault_hooks import FaultOnDemand, fault_hook
 from foretoken.server.life.merging import merged
 from foretoken.server.life.quarantine import Quarantine
 from foretoken.server.life.replicas import Replicas
 from foretoken.server.life.routing import PrefixRouting
 from foretoken.server.life.supervisor import Watchdog
+from foretoken.server.life.worker_process import worker_environment
 from foretoken.server.service import Call, Generation
 from tests.helpers.workers import ProcessHere, ScriptedService
 
@@ -332,6 +333,7 @@ def test_a_drain_waits_for_what_is_in_flight(processes: type[ProcessHere]) -> No
     [
         ("step:1:raise", "", "faults are for tests"),
         ("step:0:raise", "1", "point:nth:action"),
+        ("step:every-0:raise", "1", "point:nth:action"),
         ("x", "1", "load:1:exit"),
     ],
 )
@@ -340,6 +342,31 @@ def test_faults_are_for_test_builds(monkeypatch: pytest.MonkeyPatch, fault: str,
     monkeypatch.setenv("FORETOKEN_TEST", is_test)
     with pytest.raises(ConfigError, match=message):
         fault_hook()
+
+
+def test_threads_of_a_worker_sleep_while_they_wait_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert worker_environment()["OMP_WAIT_POLICY"] == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert worker_environment()["OMP_WAIT_POLICY"] == "active"
+
+
+def test_a_fault_acts_once_or_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORETOKEN_TEST", "1")
+
+    def raised(fault: str) -> list[int]:
+        monkeypatch.setenv("FORETOKEN_FAULT", fault)
+        hook, found = fault_hook(), list[int]()
+        hook.is_armed = True
+        for passage in range(1, 10):
+            try:
+                hook.passes("step")
+            except FaultOnDemand:
+                found.append(passage)
+        return found
+
+    assert raised("step:3:raise") == [3]
+    assert raised("step:every-3:raise") == [3, 6, 9]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import ApiError, invalid, unsupported
 from foretoken.server.api.messages import checked_messages
 from foretoken.server.api.schemas import ChatRequest, CompletionRequest, SamplingFields
-from foretoken.server.api.speculation import default_spec, spec_of, uses_prediction
+from foretoken.server.api.speculation import spec_of, uses_prediction
 from foretoken.server.api.structure import structure_of, tools_of
 from foretoken.server.events import ModelInfo
 from foretoken.server.service import Call
@@ -59,7 +59,7 @@ def chat_call(body: ChatRequest, terms: Terms) -> Call:
         prediction=body.prediction,
         tools=tools_of(body, info),
         template_options=_template_options(body),
-        spec=spec_of(body, default_spec(info.default_spec), terms.config),
+        spec=spec_of(body, info, terms.config),
         trace=wants_rounds(body, terms.config),
     )
 
@@ -79,7 +79,7 @@ def completion_call(body: CompletionRequest, terms: Terms) -> Call:
         params,
         prompts=body.prompt,
         prediction=body.prediction,
-        spec=spec_of(body, default_spec(terms.info.default_spec), terms.config),
+        spec=spec_of(body, terms.info, terms.config),
         trace=wants_rounds(body, terms.config),
     )
 

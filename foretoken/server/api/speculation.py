@@ -12,6 +12,7 @@ from foretoken.registry import PLAIN, known_drafters, traits_of
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import invalid, unsupported
 from foretoken.server.api.schemas import SamplingFields, SpecFields
+from foretoken.server.events import ModelInfo
 
 _ALIASES = {
     "num_draft_tokens": "num_draft_tokens",
@@ -20,16 +21,16 @@ _ALIASES = {
 }
 
 
-def default_spec(info_spec: Mapping[str, Any]) -> SpecConfig:
+def _default_spec(info_spec: Mapping[str, Any]) -> SpecConfig:
     """The service's default as a configuration, from its description in `ModelInfo`."""
     known = {field.name for field in fields(SpecConfig)}
     given = {name: value for name, value in info_spec.items() if name in known}
     if given.get("parts"):
-        given["parts"] = tuple(default_spec(part) if isinstance(part, Mapping) else part for part in given["parts"])
+        given["parts"] = tuple(_default_spec(part) if isinstance(part, Mapping) else part for part in given["parts"])
     return SpecConfig(**given)
 
 
-def spec_of(body: SamplingFields, default: SpecConfig, config: ApiConfig) -> SpecConfig:
+def spec_of(body: SamplingFields, info: ModelInfo, config: ApiConfig) -> SpecConfig:
     """The configuration that a request runs with. Where nobody drafts, how much and under which rule has no effect;
     the response's report says so.
 
@@ -37,13 +38,13 @@ def spec_of(body: SamplingFields, default: SpecConfig, config: ApiConfig) -> Spe
         ApiError: a drafter that this server does not have, names that contradict each other, a rule that is refused.
     """
     asked = body.spec or SpecFields()
-    num_draft, wants_none, spec = _num_draft(body, asked), _wants_none(asked), default
+    num_draft, wants_none, spec = _num_draft(body, asked), _wants_none(asked), _default_spec(info.default_spec)
     if wants_none and num_draft not in (None, 0, "auto"):
         raise invalid("spec.num_draft", "drafter null is plain decoding; leave num_draft out", num_draft)
     if wants_none or num_draft == 0:
         spec = SpecConfig()
     elif asked.drafter is not None:
-        spec = _named(asked.drafter, default, config)
+        spec = _named(asked.drafter, info, config)
     if asked.rule is not None:
         _check_rule(asked.rule, config)
     spec = with_prediction(body, spec, config)
@@ -105,18 +106,24 @@ def _num_draft(body: SamplingFields, asked: SpecFields) -> int | Literal["auto"]
     return next(iter(given.values()), None)
 
 
-def _named(name: str, default: SpecConfig, config: ApiConfig) -> SpecConfig:
+def _named(name: str, info: ModelInfo, config: ApiConfig) -> SpecConfig:
     """The settings that this server has for a drafter."""
-    offered = offered_specs(default, config)
+    offered = offered_specs(info, config)
     if name not in offered:
-        what = "this server has no settings for it" if name in known_drafters() else "there is no such drafter"
+        is_lost = info.missing_draft is not None and name in {spec.drafter for spec in config.specs}
+        what = "its draft could not be loaded" if is_lost else "this server has no settings for it"
+        what = what if name in known_drafters() else "there is no such drafter"
         raise unsupported("spec.drafter", f"{what}; choose one of {', '.join(sorted(offered))}, or null")
     return offered[name]
 
 
-def offered_specs(default: SpecConfig, config: ApiConfig) -> dict[str, SpecConfig]:
-    """What a request may name: the operator's settings by drafter, then drafters that need no file."""
-    found = {spec.drafter: spec for spec in (default, *config.specs) if spec.drafter is not None}
+def offered_specs(info: ModelInfo, config: ApiConfig) -> dict[str, SpecConfig]:
+    """What a request may name: the operator's settings by drafter, without those of a draft that could not be loaded,
+    then drafters that need no file.
+    """
+    default = _default_spec(info.default_spec)
+    kept = [spec for spec in config.specs if info.missing_draft is None or spec.draft != info.missing_draft]
+    found = {spec.drafter: spec for spec in (default, *kept) if spec.drafter is not None}
     for name in known_drafters():
         if name not in found and traits_of(name).is_lookup and name != "predicted":
             found[name] = SpecConfig(name)

@@ -12,7 +12,7 @@ from foretoken.config import known_drafters
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import CODES, MAX_MESSAGE_BYTES, ApiError, json_response, unavailable
 from foretoken.server.api.exchange import Api
-from foretoken.server.api.speculation import default_spec, offered_specs
+from foretoken.server.api.speculation import offered_specs
 from foretoken.server.events import ModelInfo
 
 _DEAD = ("failed", "restarting")
@@ -77,7 +77,7 @@ def limits_in_force(config: ApiConfig, info: ModelInfo | None) -> dict[str, Any]
     }
     found |= {"max_message_bytes": MAX_MESSAGE_BYTES, "error_codes": CODES}
     if info is not None:
-        offered = offered_specs(default_spec(info.default_spec), config)
+        offered = offered_specs(info, config)
         found |= {
             "max_model_len": info.max_model_len,
             "vocab_size": info.vocab_size,

@@ -6,8 +6,9 @@
 | `open` | calls that were taken | `exit` |
 | `step` | steps of the engine, after the canary | `exit`, `raise`, `hang`, `poison` |
 
-`poison` marks the first request of the nth step: from then on every step in which it takes part raises. A worker that
-was restarted obeys no fault: otherwise nothing could recover.
+`nth` is a number, or `every-N`: then each Nth passage acts. `poison` marks the first request of the nth step: from then
+on every step in which it takes part raises. A worker that was restarted obeys no fault: nothing could recover
+otherwise.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # the front asks `is_test_build`, and has no torch
 
 TEST_VARIABLE = "FORETOKEN_TEST"
 FAULT_VARIABLE = "FORETOKEN_FAULT"
+_EVERY = "every-"
 _ACTIONS: Mapping[str, tuple[str, ...]] = {
     "load": ("exit", "raise", "hang"),
     "open": ("exit",),
@@ -41,11 +43,14 @@ class FaultOnDemand(RuntimeError):
 
 @dataclass
 class FaultHook:
-    """One fault: `action` at the `nth` time that `point` is passed since it was armed."""
+    """One fault: `action` at the `nth` time that `point` is passed since it was armed; if it `repeats`, at every such
+    number of passages.
+    """
 
     point: str = ""
     nth: int = 0
     action: str = ""
+    repeats: bool = False
     is_armed: bool = False
     num_passed: int = 0
     poisoned: set[int] = field(default_factory=set)
@@ -59,8 +64,11 @@ class FaultHook:
         if not self.is_armed or point != self.point:
             return
         self.num_passed += 1
-        if self.num_passed == self.nth:
+        if self._is_due(self.num_passed):
             self._act()
+
+    def _is_due(self, num_passed: int) -> bool:
+        return num_passed % self.nth == 0 if self.repeats else num_passed == self.nth
 
     def watch_steps(self, engine: Engine) -> None:
         """Pass `step` whenever the engine asks the target."""
@@ -69,7 +77,7 @@ class FaultHook:
 
         def hooked(batch: Batch, *arguments: object) -> object:
             numbers = [entry.request.request_id for entry in batch.entries]
-            if self.action == "poison" and self.is_armed and self.num_passed + 1 == self.nth:
+            if self.action == "poison" and self.is_armed and self._is_due(self.num_passed + 1):
                 self.poisoned.add(numbers[0])
             self.passes("step")
             if self.poisoned.intersection(numbers):
@@ -105,7 +113,9 @@ def fault_hook() -> FaultHook:
         raise ConfigError(FAULT_VARIABLE, text, f"faults are for tests: set {TEST_VARIABLE}=1, or unset it")
     point, _, rest = text.partition(":")
     nth, _, action = rest.partition(":")
+    repeats = nth.startswith(_EVERY)
+    nth = nth.removeprefix(_EVERY)
     if action not in _ACTIONS.get(point, ()) or not is_count(nth) or int(nth) < 1:
         known = ", ".join(f"{one}:1:{what}" for one, actions in _ACTIONS.items() for what in actions)
         raise ConfigError(FAULT_VARIABLE, text, f"must be point:nth:action, such as {known}")
-    return FaultHook(point, int(nth), action)
+    return FaultHook(point, int(nth), action, repeats)

@@ -17,22 +17,25 @@ _log = logging.getLogger("foretoken.worker")
 _BROKEN_DRAFT = (CheckpointError, StorageError, UnsupportedModelError)
 
 
-def build_engine(config: EngineConfig, max_waiting: int, draft_required: bool) -> AsyncEngine:
-    """An engine that is ready for requests. A draft that cannot be loaded is done without, with a warning, unless it is
-    required.
+def build_engine(config: EngineConfig, max_waiting: int, draft_required: bool) -> tuple[AsyncEngine, str | None]:
+    """An engine that is ready for requests, and the draft that it runs without: one that cannot be loaded is done
+    without, with a warning, unless it is required.
 
     Raises:
         ForetokenError: the engine cannot be built.
     """
+    missing = None
     try:
         llm = LLM(config, on_profile=_say)
     except _BROKEN_DRAFT as error:
         if draft_required or config.spec is None or config.spec.draft is None:
             raise
         llm = LLM(replace(config, spec=None), on_profile=_say)  # raises the same where the target is at fault
-        words = f"serving without the draft {config.spec.draft}: {error}; --draft-required makes an error of this"
+        missing = str(config.spec.draft)
+        words = f"serving without the draft {missing}: {error}; --draft-required makes an error of this"
         warnings.warn(SpeculationWarning(words), stacklevel=1)
-    return AsyncEngine(llm, max_waiting)
+    llm.engine.admission.warm()
+    return AsyncEngine(llm, max_waiting), missing
 
 
 def _say(text: str) -> None:

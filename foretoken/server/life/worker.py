@@ -150,10 +150,10 @@ class Worker:
         from foretoken.server.local import LocalService
 
         config = engine_config_of(self._load.engine)
-        engine = build_engine(config, self._load.max_waiting, self._load.draft_required)
+        engine, missing_draft = build_engine(config, self._load.max_waiting, self._load.draft_required)
         if self._hook is not None:
             self._hook.watch_steps(engine.llm.engine)
-        return engine, LocalService(engine, self._load.name)
+        return engine, LocalService(engine, self._load.name, missing_draft)
 
     # ---- commands
 

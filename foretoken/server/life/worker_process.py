@@ -41,7 +41,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # standard output is for results of the command
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": _import_path()},
+                env=worker_environment(),
             )
         except BaseException:
             ours.close()
@@ -96,6 +96,15 @@ class WorkerProcess:
         if self._process.returncode is None:  # not waited for: the number is still its own
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
+
+
+def worker_environment() -> dict[str, str]:
+    """The environment of a worker: this one's, with threads of OpenMP that sleep while they wait for each other.
+
+    By default they spin, and keep the event loop of the worker, which hands out what a step emitted, from a core. It
+    must be said before torch is imported; where `OMP_WAIT_POLICY` is set already that stands.
+    """
+    return {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": _import_path()}
 
 
 def _import_path() -> str:

@@ -11,7 +11,7 @@ from foretoken.config import RULES
 from foretoken.errors import UnavailableError
 from foretoken.registry import known_drafters, traits_of
 from foretoken.server.api.exchange import Api
-from foretoken.server.api.speculation import default_spec, offered_specs
+from foretoken.server.api.speculation import offered_specs
 
 _SHOWN = ("name", "max_model_len", "has_tokenizer", "has_chat_template")  # of the model
 _OWN_GROUPS = {"predicted": "prediction"}
@@ -33,7 +33,7 @@ def stats_router(api: Api) -> APIRouter:
             "time_s": time.monotonic(),
             "state": service.state,
             "model": None if info is None else {name: getattr(info, name) for name in _SHOWN},
-            "drafters": [] if info is None else list(offered_specs(default_spec(info.default_spec), api.config)),
+            "drafters": [] if info is None else list(offered_specs(info, api.config)),
             "groups": drafter_groups(),
             "rules": list(RULES),
             "engine": engine,
