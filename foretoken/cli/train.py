@@ -1,4 +1,4 @@
-"""`foretoken train`: train a target or distil a draft model."""
+"""`foretoken train`: answers of a target, heads and draft models that learn from it, a language model from scratch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from foretoken.cli.common import JsonOption, print_json
+from foretoken.cli.train_answers import answers
+from foretoken.cli.train_heads import block, draft, eagle, medusa
 from foretoken.cli.usage import Group
 from foretoken.cli.verb import Verb
 from foretoken.errors import ConfigError
@@ -19,15 +21,10 @@ from foretoken.train.trainer import TrainConfig
 
 app = typer.Typer(
     cls=Group,
-    help="Train a language model from scratch, or distil a draft from one. Interrupted runs resume.",
+    help="Train heads and draft models for a target, or a language model from scratch. Interrupted runs resume.",
     no_args_is_help=True,
 )
 _DEFAULT = TrainConfig()
-
-
-@app.callback()
-def _verbs() -> None:
-    """Keep `lm` a verb of its own: more recipes follow."""
 
 
 @app.command("lm", cls=Verb)
@@ -78,6 +75,10 @@ def lm(
         Console().line(
             f"{folder}: {result.bits_per_byte:.4f} bits per byte on held-out modules after {result.tokens:,} tokens"
         )
+
+
+for _name, _verb in (("answers", answers), ("eagle", eagle), ("medusa", medusa), ("block", block), ("draft", draft)):
+    app.command(_name, cls=Verb)(_verb)
 
 
 def _shape(text: str) -> ModelSize:

@@ -6,9 +6,6 @@ and then decays to zero over the last part of the run (warm-up, stable, decay).
 
 from __future__ import annotations
 
-import json
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,18 +15,18 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foretoken.errors import CheckpointError, ConfigError, StorageError
+from foretoken.errors import ConfigError
 from foretoken.model.decoder import Decoder
 from foretoken.printing.console import Console
 from foretoken.train.evaluate import Agreement, agreement, bits_per_byte, logits_of
+from foretoken.train.interruption import end_by, interruption
 from foretoken.train.losses import cross_entropy, distillation
+from foretoken.train.optimizer import OptimizerConfig, make_optimizers, set_rate
+from foretoken.train.run_state import read_meta, restore_state, save_state
+from foretoken.train.schedule import rate_share
 from foretoken.train.tokens import windows
-
-_STATE_WEIGHTS, _STATE_JSON = "state.safetensors", "state.json"
 
 
 @dataclass(frozen=True)
@@ -78,9 +75,7 @@ class TrainConfig:
 
     def rate_at(self, step: int) -> float:
         """Learning rate at `step` as a share of the peak: warm-up, stable, linear decay to zero."""
-        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
-        remaining = (self.num_steps - step) / max(1.0, self.num_steps * self.decay_share)
-        return warm * min(1.0, remaining)
+        return rate_share(step, self.num_steps, self.warmup_steps, self.decay_share)
 
 
 @dataclass(frozen=True)
@@ -111,20 +106,9 @@ class Trainer:
         self, model: Decoder, data: Data, config: TrainConfig, folder: Path, teacher: Decoder | None = None
     ) -> None:
         self.model, self.data, self.config, self.folder, self.teacher = model, data, config, folder, teacher
-        matrices = [
-            p
-            for name, p in model.named_parameters()
-            if p.dim() == 2 and "embedding" not in name and "lm_head" not in name
-        ]
-        chosen = {id(p) for p in matrices}
-        rest = [p for p in model.parameters() if id(p) not in chosen]
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(
-                matrices, lr=config.matrix_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-            ),
-            torch.optim.AdamW(rest, lr=config.vector_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        self.optimizers = make_optimizers(
+            model, OptimizerConfig("muon", config.matrix_rate, config.vector_rate, config.weight_decay)
         )
-        self._peak_rates = (config.matrix_rate, config.vector_rate)
         self.step, self.seconds = 0, 0.0
         self.device = next(model.parameters()).device
         self._console = Console(stderr=True)
@@ -143,7 +127,7 @@ class Trainer:
         """
         started, saved, before = time.monotonic(), time.monotonic(), self.seconds
         loss: float | None = None
-        with _interruption() as interrupted, self._progress() as show:
+        with interruption() as interrupted, self._progress() as show:
             while self.step < self.config.num_steps:
                 loss = self._train_step()
                 now = time.monotonic()
@@ -158,9 +142,7 @@ class Trainer:
                     self.save()
                     saved = now
         if interrupted:
-            if callable(signal.getsignal(interrupted[0])):  # it has a handler
-                signal.raise_signal(interrupted[0])
-            raise KeyboardInterrupt
+            end_by(interrupted[0])
         self.save()
         return Result(
             self.step,
@@ -175,9 +157,7 @@ class Trainer:
         length = self.config.length_at(self.step)
         batch = windows(self.data.train, self.step, self.config.batch_tokens // length, length, self.config.seed)
         rate = self.config.rate_at(self.step)
-        for optimizer, peak in zip(self.optimizers, self._peak_rates, strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = peak * rate
+        set_rate(self.optimizers, rate)
         loss = self._loss(torch.from_numpy(batch).to(self.device))
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
@@ -209,34 +189,13 @@ class Trainer:
 
     def save(self) -> None:
         """Write weights, optimiser state and step atomically."""
-        tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
-        for index, optimizer in enumerate(self.optimizers):
-            for key, state in optimizer.state_dict()["state"].items():
-                for name, value in state.items():
-                    tensors[f"optimizer.{index}.{key}.{name}"] = (
-                        value if isinstance(value, Tensor) else torch.tensor(value)
-                    )
         meta = {"step": self.step, "seconds": self.seconds, "config": asdict(self.config)}
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            partial = self.folder / (_STATE_WEIGHTS + ".partial")
-            save_file({k: v.contiguous() for k, v in tensors.items()}, partial, metadata={"state": json.dumps(meta)})
-            partial.replace(self.folder / _STATE_WEIGHTS)
-            (self.folder / _STATE_JSON).write_text(json.dumps(meta, indent=1) + "\n")
-        except OSError as error:
-            raise StorageError(f"cannot write the training state to {self.folder}: {error}") from error
+        save_state(self.folder, self.model, self.optimizers, meta)
 
     def _resume(self) -> None:
-        path = self.folder / _STATE_WEIGHTS
-        if not path.exists():
+        meta = read_meta(self.folder)
+        if meta is None:
             return
-        try:
-            with safe_open(path, framework="pt") as handle:
-                meta = json.loads(handle.metadata()["state"])
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{path} is not a complete training state ({error}); remove it to start again"
-            ) from error
         for key in ("batch_tokens", "seed", "length"):
             if meta["config"][key] != getattr(self.config, key):
                 raise ConfigError(
@@ -244,21 +203,7 @@ class Trainer:
                     getattr(self.config, key),
                     f"the run in {self.folder} was started with {meta['config'][key]}; use that or another folder",
                 )
-        tensors = load_file(path)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                saved = tensors.get(f"model.{name}")
-                if saved is None or saved.shape != parameter.shape:
-                    raise CheckpointError(f"{path} holds another model: {name} is missing or has another shape")
-                parameter.copy_(saved)
-        for index, optimizer in enumerate(self.optimizers):
-            state = optimizer.state_dict()
-            prefix = f"optimizer.{index}."
-            for name, value in tensors.items():
-                if name.startswith(prefix):
-                    key, field = name[len(prefix) :].split(".")
-                    state["state"].setdefault(int(key), {})[field] = value
-            optimizer.load_state_dict(state)
+        restore_state(self.folder, self.model, self.optimizers)
         self.step, self.seconds = meta["step"], meta["seconds"]
         self._say(f"resumed at step {self.step} of {self.config.num_steps}")
 
@@ -283,28 +228,3 @@ class Trainer:
 
     def _say(self, line: str) -> None:
         self._console.line(line)
-
-
-@contextmanager
-def _interruption() -> Iterator[list[int]]:
-    """Collects the signals that would end the process, so that a step is never interrupted. Does nothing outside the
-    main thread.
-    """
-    came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield came
-        return
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    old = {
-        number: signal.signal(number, lambda caught, _frame: came.append(caught)) for number in numbers if _ends(number)
-    }
-    try:
-        yield came
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-def _ends(number: int) -> bool:
-    """Whether a signal has an effect: nohup ignores SIGHUP, and a shell's background jobs ignore Ctrl-C."""
-    return signal.getsignal(number) is not signal.SIG_IGN

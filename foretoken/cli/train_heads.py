@@ -1,0 +1,186 @@
+"""`foretoken train eagle|medusa|block|draft`: heads and draft models for the user's own target, from its answers."""
+
+# ruff: noqa: ARG001 - most options are read from the context
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from foretoken.cli.common import DeviceOption, JsonOption, TargetOption, ThreadsOption, print_json
+from foretoken.printing.console import Console
+from foretoken.train.draft_run import DraftJob, DraftSettings, train_draft
+from foretoken.train.head_recipes import BlockShape, EagleShape, HeadShape, MedusaShape, usual_training
+from foretoken.train.head_run import HEAD, HeadJob, HeadPlan, HeadSettings, plan_head, train_head
+from foretoken.train.head_trainer import HeadResult
+from foretoken.train.overrides import read_settings, with_overrides, with_settings
+from foretoken.train.parallel import joined_ranks
+
+OutOption = Annotated[Path, typer.Option(help="Folder of the run; a run that was interrupted is continued.")]
+AnswersOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Answers of the target (`foretoken train answers`); without them, the standard library's source is the "
+        "text, which only the reference family's tokenizer reads."
+    ),
+]
+CorpusOption = Annotated[
+    Path | None, typer.Option(help="Folder of another run whose tokens of the standard library to use.")
+]
+TokensOption = Annotated[int | None, typer.Option(help="Tokens to see in the whole run (train.tokens).")]
+ConfigOption = Annotated[Path | None, typer.Option(help="File of settings, JSON or TOML.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="A setting, such as train.loss.kind=tv or head.num_layers=2; may be given often."),
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Say what memory, time and disk the run would take; train nothing.")
+]
+
+
+def eagle(
+    context: typer.Context,
+    target: TargetOption,
+    out: OutOption,
+    answers: AnswersOption = None,
+    corpus: CorpusOption = None,
+    tokens: TokensOption = None,
+    config: ConfigOption = None,
+    settings: SetOption = None,
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train an EAGLE-3 head (head.version=1: EAGLE-1 and 2): a layer that continues the target's hidden states."""
+    _train(context.params, EagleShape())
+
+
+def medusa(
+    context: typer.Context,
+    target: TargetOption,
+    out: OutOption,
+    answers: AnswersOption = None,
+    corpus: CorpusOption = None,
+    tokens: TokensOption = None,
+    config: ConfigOption = None,
+    settings: SetOption = None,
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train Medusa heads (head.is_sequential=true: Hydra): small heads on the last hidden state."""
+    _train(context.params, MedusaShape())
+
+
+def block(
+    context: typer.Context,
+    target: TargetOption,
+    out: OutOption,
+    answers: AnswersOption = None,
+    corpus: CorpusOption = None,
+    tokens: TokensOption = None,
+    config: ConfigOption = None,
+    settings: SetOption = None,
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a block drafter: layers that read the target's states and guess several tokens in one pass."""
+    _train(context.params, BlockShape())
+
+
+def draft(
+    context: typer.Context,
+    target: TargetOption,
+    out: OutOption,
+    init: Annotated[
+        str | None, typer.Option(help="Start from this draft model; without it, from random weights.")
+    ] = None,
+    answers: AnswersOption = None,
+    on_policy: Annotated[
+        bool, typer.Option("--on-policy", help="The answers are those of the draft model --init, not of the target.")
+    ] = False,
+    corpus: CorpusOption = None,
+    tokens: TokensOption = None,
+    config: ConfigOption = None,
+    settings: SetOption = None,
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Distil a draft model from the target, on its answers or on the draft model's own."""
+    given = context.params
+    _use_threads(given)
+    job = DraftJob(
+        target, out, _settings(DraftSettings(), given), init, answers, on_policy, corpus, device, tuple(sys.argv)
+    )
+    with joined_ranks() as ranks:
+        result = train_draft(job, ranks)
+        if ranks.is_first:
+            _report(result, out / "model", as_json)
+
+
+def _train(given: Mapping[str, Any], shape: HeadShape) -> None:
+    _use_threads(given)
+    settings = _settings(dataclasses.replace(HeadSettings(), head=shape, train=usual_training(shape)), given)
+    job = HeadJob(
+        given["target"], given["out"], settings, given["answers"], given["corpus"], given["device"], tuple(sys.argv)
+    )
+    if given["dry_run"]:
+        _show_plan(plan_head(job), given["as_json"])
+        return
+    with joined_ranks() as ranks:
+        result = train_head(job, ranks)
+        if ranks.is_first:
+            _report(result, given["out"] / HEAD, given["as_json"])
+
+
+def _use_threads(given: Mapping[str, Any]) -> None:
+    if given["threads"] is not None:
+        torch.set_num_threads(given["threads"])
+
+
+def _settings(settings: Any, given: Mapping[str, Any]) -> Any:  # noqa: ANN401 - settings of a head or of a draft model
+    """The file's settings, then --tokens, then --set."""
+    if given["config"] is not None:
+        settings = with_settings(settings, read_settings(given["config"]))
+    if given["tokens"] is not None:
+        settings = with_settings(settings, {"train": {"tokens": given["tokens"]}})
+    return with_overrides(settings, given["settings"] or ())
+
+
+def _report(result: HeadResult, folder: Path, as_json: bool) -> None:
+    if as_json:
+        print_json(dataclasses.asdict(result) | {"model": str(folder)})
+        return
+    found = result.acceptance
+    Console().line(
+        f"{folder}: {found.emitted_sampled:.2f} tokens per step at temperature 1 and {found.emitted_greedy:.2f} "
+        f"greedy, along held-out text, after {result.tokens:,} tokens"
+    )
+
+
+def _show_plan(plan: HeadPlan, as_json: bool) -> None:
+    if as_json:
+        print_json(dataclasses.asdict(plan))
+        return
+    Console().table(
+        ("", "this run would take"),
+        [
+            ("weights of the head", f"{plan.num_parameters:,}"),
+            ("steps, tokens", f"{plan.num_steps:,}, {plan.tokens:,}"),
+            ("memory", f"{plan.memory_bytes / 2**20:,.0f} MiB"),
+            ("disk", f"{plan.disk_bytes / 2**20:,.0f} MiB"),
+            ("time (two steps measured)", f"{plan.train_s / 60:,.1f} min"),
+            ("share of the text in the head's vocabulary", f"{plan.coverage:.2%}"),
+        ],
+    )

@@ -1,0 +1,207 @@
+"""Losses of trained heads over the rows of a `Place`, and how often its guesses would be accepted.
+
+p is the target's distribution, q the head's, alpha = sum_x min(p(x), q(x)) the probability that speculative sampling
+accepts a token of the head. A loss sees p renormalised over the head's vocabulary; alpha is reported against the whole
+p. Value and gradient are computed together for a few rows at a time, so that no [R, V] float32 outlives its chunk and a
+chunk stays in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from foretoken.errors import ConfigError
+from foretoken.heads.base import HeadBatch, Place
+from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.model.interface import SharedWeights
+
+LossKind = Literal["kl", "reverse_kl", "jsd", "tv", "nla", "lk"]
+LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)
+_MOST_KEPT_BYTES = 256 << 20  # of the target's logits of a batch
+_TINY = 1e-30  # keeps the logarithm of a probability that float32 rounds to 0 finite
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """How a head is compared with its target.
+
+    `kind`: forward KL, reverse KL, Jensen-Shannon, total variation (1 - alpha), -log alpha, or `lk` (arXiv 2602.23881),
+    KL that approaches total variation as alpha grows. Place k weighs `place_decay ** k`. `extra_weight` multiplies what
+    a kind of head adds. `chunk_rows` rows are compared at a time.
+    """
+
+    kind: LossKind = "lk"
+    place_decay: float = 0.8
+    extra_weight: float = 1.0
+    chunk_rows: int = 64
+
+    def __post_init__(self) -> None:
+        if self.kind not in LOSS_KINDS:
+            raise ConfigError("kind", self.kind, f"choose one of {', '.join(LOSS_KINDS)}")
+        if not 0 < self.place_decay <= 1:
+            raise ConfigError("place_decay", self.place_decay, "must lie above 0 and be at most 1")
+        if self.extra_weight < 0:
+            raise ConfigError("extra_weight", self.extra_weight, "must be at least 0")
+        if self.chunk_rows < 1:
+            raise ConfigError("chunk_rows", self.chunk_rows, "must be at least 1")
+
+
+class RowLogits(Protocol):
+    """The target's logits of some rows of a batch."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """`rows` [R] of the flattened batch -> logits [R, V]."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A place's rows against the target: the mean loss, and alpha by row, [R]."""
+
+    loss: Tensor
+    alpha: Tensor
+
+
+def target_logits(batch: HeadBatch, target: SharedWeights) -> RowLogits:
+    """The target's logits of rows of `batch`: all computed once where they take little memory, as every place asks for
+    nearly the same rows; else those that are asked for.
+    """
+    normed = batch.normed.flatten(0, 1)  # [B * S, D]
+    if not len(normed):
+        return lambda rows: target.output_logits(normed[rows])
+    first = target.output_logits(normed[:1])
+    if len(normed) * first.nbytes > _MOST_KEPT_BYTES:
+        return lambda rows: target.output_logits(normed[rows])
+    whole = target.output_logits(normed)  # [B * S, V]
+    return lambda rows: whole[rows]
+
+
+def compare(place: Place, target: RowLogits, vocabulary: DraftVocabulary, config: LossConfig) -> Comparison:
+    """Loss and acceptance of one place; the gradient reaches `place.logits` only."""
+    if not len(place.rows):
+        none = place.logits.new_zeros(0, dtype=torch.float32)
+        return Comparison(place.logits.float().sum(), none)
+    loss, alpha = _Compared.apply(place.logits, place.rows, target, vocabulary, config)  # type: ignore[no-untyped-call]
+    return Comparison(loss, alpha)
+
+
+def same_argmax(place: Place, target: RowLogits, vocabulary: DraftVocabulary) -> Tensor:
+    """Whether the likeliest token of head and target is the same, by row [R]."""
+    return target(place.rows).argmax(-1) == vocabulary.to_target(place.logits.argmax(-1))
+
+
+def weighted_loss(place: Place, compared: Comparison, config: LossConfig) -> Tensor:
+    """What a place adds to the loss of a batch: its decayed mean, and what its kind of head adds."""
+    loss = compared.loss if place.extra_loss is None else compared.loss + config.extra_weight * place.extra_loss
+    return loss * config.place_decay**place.number
+
+
+class _Compared(torch.autograd.Function):
+    """`compare` with its gradient in closed form, chunk by chunk."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,  # noqa: ANN401 - autograd's own
+        logits: Tensor,
+        rows: Tensor,
+        target: RowLogits,
+        vocabulary: DraftVocabulary,
+        config: LossConfig,
+    ) -> tuple[Tensor, Tensor]:
+        count, dtype = len(rows), torch.promote_types(logits.dtype, torch.float32)
+        loss = torch.empty(count, dtype=dtype, device=logits.device)
+        alpha = torch.empty_like(loss)
+        gradient = torch.empty_like(logits) if logits.requires_grad else None
+        rule = _RULES[config.kind]
+        for start in range(0, count, config.chunk_rows):
+            part = slice(start, start + config.chunk_rows)
+            theirs = target(rows[part]).to(dtype)  # [C, V]
+            own = logits[part].to(dtype)  # [C, V_d]
+            log_p, log_q = vocabulary.restrict(theirs).log_softmax(-1), own.log_softmax(-1)
+            p, q = log_p.exp(), log_q.exp()
+            common = torch.minimum(p, q).sum(-1)  # [C]
+            loss[part], slope = rule(_Rows(log_p, log_q, p, q, common))
+            alpha[part] = common if vocabulary.is_whole else _alpha(theirs, q, vocabulary)
+            if gradient is not None:
+                gradient[part] = slope.div_(count).to(gradient.dtype)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(alpha)
+        return loss.mean(), alpha
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grads[0], None, None, None, None)
+
+
+def _alpha(theirs: Tensor, q: Tensor, vocabulary: DraftVocabulary) -> Tensor:
+    """alpha [C] against the target's whole distribution, of a head with a cut vocabulary."""
+    return torch.minimum(vocabulary.restrict(theirs.softmax(-1)), q).sum(-1)
+
+
+class _Rows(NamedTuple):
+    """Both distributions over the head's vocabulary, `[C, V_d]`, and `common` = sum min(p, q), [C]."""
+
+    log_p: Tensor
+    log_q: Tensor
+    p: Tensor
+    q: Tensor
+    common: Tensor
+
+
+# A rule returns the loss [C] and its derivative by the head's logits [C, V_d]. With f the loss and g = df/dq,
+# df/dz = q (g - sum_x q(x) g(x)).
+_Rule = Callable[[_Rows], tuple[Tensor, Tensor]]
+
+
+def _through_softmax(q: Tensor, by_q: Tensor) -> Tensor:
+    weighted = q * by_q
+    return weighted.sub_(q * weighted.sum(-1, keepdim=True))
+
+
+def _kl(rows: _Rows) -> tuple[Tensor, Tensor]:
+    return (rows.p * (rows.log_p - rows.log_q)).sum(-1), rows.q - rows.p
+
+
+def _reverse_kl(rows: _Rows) -> tuple[Tensor, Tensor]:
+    gap = rows.log_q - rows.log_p
+    return (rows.q * gap).sum(-1), _through_softmax(rows.q, gap)
+
+
+def _jsd(rows: _Rows) -> tuple[Tensor, Tensor]:
+    log_m = ((rows.p + rows.q) / 2).clamp_min(_TINY).log()
+    to_q = rows.log_q - log_m
+    value = ((rows.p * (rows.log_p - log_m)).sum(-1) + (rows.q * to_q).sum(-1)) / 2
+    return value, _through_softmax(rows.q, to_q / 2)
+
+
+def _tv(rows: _Rows) -> tuple[Tensor, Tensor]:
+    below = rows.q * (rows.q < rows.p)  # df/dq is -1 there, else 0
+    return 1 - rows.common, (rows.q * below.sum(-1, keepdim=True)).sub_(below)
+
+
+def _nla(rows: _Rows) -> tuple[Tensor, Tensor]:
+    _, slope = _tv(rows)
+    alpha = rows.common.clamp_min(_TINY)
+    return -alpha.log(), slope / alpha[:, None]
+
+
+def _lk(rows: _Rows) -> tuple[Tensor, Tensor]:
+    lost, by_tv = _tv(rows)
+    divergence, by_kl = _kl(rows)
+    weight = torch.exp(-3 * rows.common)  # a constant of the step
+    return weight * divergence + (1 - weight) * lost, by_tv.lerp_(by_kl, weight[:, None])
+
+
+_RULES: dict[LossKind, _Rule] = {
+    "kl": _kl,
+    "reverse_kl": _reverse_kl,
+    "jsd": _jsd,
+    "tv": _tv,
+    "nla": _nla,
+    "lk": _lk,
+}

@@ -1,0 +1,46 @@
+"""A draft model in the trainer of heads: it guesses from the text alone, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from foretoken.heads.base import Head, HeadBatch, Place
+from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.model.decoder import Decoder
+from foretoken.model.interface import SharedWeights
+from foretoken.train.evaluate import logits_of
+
+
+class DraftStudent(nn.Module):
+    """A small model that learns the target's distribution at every position.
+
+    In training there is one place: what it guesses further on, behind the text's own tokens, is the same distribution
+    at a later row. In evaluation those rows are given as later places, so that runs of guesses are measured.
+    """
+
+    name = "draft_model"
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder.requires_grad_(True)
+        self.vocabulary = DraftVocabulary.whole(decoder.config.vocab_size)
+
+    def hidden_layers(self) -> tuple[int, ...]:
+        """It reads none."""
+        return ()
+
+    def places(self, batch: HeadBatch, target: SharedWeights, num_places: int, seed: int) -> Iterator[Place]:  # noqa: ARG002
+        """See `Head`."""
+        num_rows = batch.tokens.shape[1] - 1
+        logits = logits_of(self.decoder, batch.tokens[:, :-1])  # [B * S, V]
+        wanted = batch.wanted[:, 1:]  # [B, S]
+        column = torch.arange(num_rows, device=wanted.device)
+        for number in range(1 if self.training else num_places):
+            rows = (wanted & (column >= number)).flatten().nonzero().squeeze(1)  # [R]
+            yield Place(number, logits[rows], rows)
+
+
+Student = Head | DraftStudent

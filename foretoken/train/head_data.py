@@ -1,0 +1,119 @@
+"""Windows of token ids for the training of heads, with a mask of the tokens that the target will have to write."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from foretoken.errors import InputError
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """Documents laid end to end: `ids` [N], `wanted` [N], and where each begins and ends, `bounds` [M + 1].
+
+    A document is a prompt with its answer, or a whole corpus of running text, whose windows then begin anywhere.
+    """
+
+    ids: npt.NDArray[np.int32]
+    wanted: npt.NDArray[np.bool_]
+    bounds: npt.NDArray[np.int64]
+
+    @staticmethod
+    def running(ids: npt.NDArray[np.uint16]) -> TokenText:
+        """Running text: one document, every token of which is wanted."""
+        return TokenText(ids.astype(np.int32), np.ones(len(ids), dtype=np.bool_), np.array([0, len(ids)]))
+
+    @staticmethod
+    def answered(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> TokenText:
+        """Prompts with their answers, of which only the answers are wanted."""
+        ids = [np.array([*prompt, *answer], dtype=np.int32) for prompt, answer in pairs]
+        wanted = [np.arange(len(prompt) + len(answer)) >= len(prompt) for prompt, answer in pairs]
+        bounds = np.cumsum([0, *map(len, ids)])
+        empty = np.empty(0, dtype=np.int32)
+        return TokenText(
+            np.concatenate([empty, *ids]), np.concatenate([empty.astype(np.bool_), *wanted]), bounds.astype(np.int64)
+        )
+
+    @cached_property
+    def num_wanted(self) -> int:
+        """Tokens that the target has to write."""
+        return int(self.wanted.sum())
+
+    @cached_property
+    def digest(self) -> str:
+        """A name of the content."""
+        parts = (self.ids.tobytes(), self.wanted.tobytes(), self.bounds.tobytes())
+        return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+    def counts(self, vocab_size: int) -> Tensor:
+        """How often each token of the target is wanted, `[V]`."""
+        return torch.from_numpy(np.bincount(self.ids[self.wanted], minlength=vocab_size))
+
+    def window(self, number: int, length: int, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Window `number`: `[length + 1]` ids and their mask, a function of (seed, number) alone.
+
+        A document is drawn by its wanted tokens. It is read from its beginning, as the target will, unless it is longer
+        than the window; a shorter one is padded with tokens that nobody wants.
+        """
+        rng = np.random.default_rng((seed, number))
+        place = rng.integers(0, self.num_wanted)
+        document = int(np.searchsorted(self._cumulated[1:], place, side="right"))
+        start, stop = int(self.bounds[document]), int(self.bounds[document + 1])
+        if stop - start > length + 1:
+            start += int(rng.integers(0, stop - start - length))
+        ids, wanted = np.zeros(length + 1, dtype=np.int64), np.zeros(length + 1, dtype=np.bool_)
+        count = min(length + 1, stop - start)
+        ids[:count], wanted[:count] = self.ids[start : start + count], self.wanted[start : start + count]
+        return ids, wanted
+
+    def batch(self, numbers: Sequence[int], length: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Windows `numbers`: tokens and mask, each `[B, length + 1]`."""
+        drawn = [self.window(number, length, seed) for number in numbers]
+        return (
+            torch.from_numpy(np.stack([ids for ids, _ in drawn])),
+            torch.from_numpy(np.stack([wanted for _, wanted in drawn])),
+        )
+
+    @cached_property
+    def _cumulated(self) -> npt.NDArray[np.int64]:
+        """Wanted tokens before each bound, `[M + 1]`."""
+        return np.concatenate([[0], np.cumsum(self.wanted)])[self.bounds]
+
+
+@dataclass(frozen=True)
+class HeadData:
+    """Text to train on and text held out, and in words where both are from."""
+
+    train: TokenText
+    held_out: TokenText
+    source: str
+
+    def __post_init__(self) -> None:
+        for name, text in (("train", self.train), ("held_out", self.held_out)):
+            if not text.num_wanted:
+                raise InputError(name, 0, f"no token of {self.source} is to be written by the target; give more text")
+
+
+def split_documents(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], source: str, held_out_share: float = 0.05
+) -> HeadData:
+    """Every n-th document is held out, at least one.
+
+    Raises:
+        InputError: fewer than two documents have an answer.
+    """
+    with_answer = [pair for pair in pairs if pair[1]]
+    if len(with_answer) < 2:
+        raise InputError("answers", len(with_answer), "training needs at least two answers, one of them held out")
+    every = max(2, min(len(with_answer), round(1 / held_out_share)))
+    held_out = with_answer[every - 1 :: every]
+    train = [pair for place, pair in enumerate(with_answer) if place % every != every - 1]
+    return HeadData(TokenText.answered(train), TokenText.answered(held_out), source)

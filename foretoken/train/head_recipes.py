@@ -1,0 +1,176 @@
+"""The three kinds of heads for a target: shapes that follow the target's unless they are given."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.errors import ConfigError
+from foretoken.heads.base import Head
+from foretoken.heads.block import BlockHead
+from foretoken.heads.config import BlockConfig, EagleConfig, MedusaConfig, default_taps
+from foretoken.heads.eagle import EagleHead
+from foretoken.heads.medusa import MedusaHead
+from foretoken.model.architecture import ModelConfig
+from foretoken.train.draft_vocabulary import most_frequent
+from foretoken.train.frozen_target import FrozenTarget
+from foretoken.train.head_trainer import HeadTrainConfig
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """An EAGLE head; None is the target's own value, and for `taps` its low, middle and high layer."""
+
+    version: int = 3
+    num_layers: int = 1
+    intermediate_size: int | None = None
+    draft_vocab_size: int | None = None
+    taps: tuple[int, ...] | None = None
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        if self.version not in (1, 3):
+            raise ConfigError("version", self.version, "use 1 (EAGLE-1 and 2) or 3 (EAGLE-3)")
+
+
+@dataclass(frozen=True)
+class MedusaShape:
+    """Medusa heads; `is_sequential` are Hydra's. Without an output matrix of their own they use the target's."""
+
+    num_heads: int = 4
+    num_blocks: int = 1
+    is_sequential: bool = False
+    has_own_output: bool = False
+    draft_vocab_size: int | None = None
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """A block drafter; None is the target's own value, and for `taps` its low, middle and high layer."""
+
+    num_layers: int = 2
+    block_size: int = 8
+    intermediate_size: int | None = None
+    draft_vocab_size: int | None = None
+    markov_rank: int = 64
+    is_causal: bool = True
+    has_confidence: bool = False
+    taps: tuple[int, ...] | None = None
+
+
+HeadShape = EagleShape | MedusaShape | BlockShape
+
+
+def usual_training(shape: HeadShape) -> HeadTrainConfig:
+    """The training of each kind unless set: as many places as it guesses; where the output matrix is most of the cost,
+    half of the rows.
+    """
+    if isinstance(shape, BlockShape):
+        return HeadTrainConfig(num_places=shape.block_size)
+    if isinstance(shape, MedusaShape):
+        return HeadTrainConfig(num_places=shape.num_heads)
+    return HeadTrainConfig(num_places=4, row_share=0.5)
+
+
+@dataclass(frozen=True)
+class NewHead:
+    """A head with random weights, and the share of the counted text that its vocabulary can write."""
+
+    head: Head
+    coverage: float
+
+
+def new_head(shape: HeadShape, target: FrozenTarget, counts: Tensor, always: Iterable[int], seed: int) -> NewHead:
+    """A head of `shape` for `target`; its vocabulary is counted from `counts` [V], with `always` in it.
+
+    Raises:
+        ConfigError: a shape that the target cannot have.
+    """
+    counted = most_frequent(counts, shape.draft_vocab_size, always)
+    vocabulary, own = counted.vocabulary, target.decoder.config
+    head: Head
+    if isinstance(shape, EagleShape):
+        head = EagleHead(_eagle_config(shape, own, len(vocabulary.ids)), vocabulary)
+    elif isinstance(shape, BlockShape):
+        head = BlockHead(_block_config(shape, own, len(vocabulary.ids)), vocabulary)
+    else:
+        options = {
+            name: getattr(shape, name) for name in ("num_heads", "num_blocks", "is_sequential", "has_own_output")
+        }
+        head = MedusaHead(MedusaConfig(own.hidden_size, own.vocab_size, own.num_layers, **options), vocabulary)
+    head.initialise(seed)
+    head.begin_from(_Float32Parts(target))
+    return NewHead(head.to(target.device), counted.coverage)
+
+
+def _eagle_config(shape: EagleShape, target: ModelConfig, draft_vocab_size: int) -> EagleConfig:
+    is_first = shape.version == 1
+    return EagleConfig(
+        version=1 if is_first else 3,
+        layer=_layer(target, shape.num_layers, shape.intermediate_size),
+        target_hidden_size=target.hidden_size,
+        target_num_layers=target.num_layers,
+        taps=(target.num_layers,) if is_first else shape.taps or default_taps(target.num_layers),
+        draft_vocab_size=draft_vocab_size,
+        fc_norm=shape.fc_norm,
+        norm_output=shape.norm_output,
+        has_own_output=not is_first,  # the portable directory holds one
+    )
+
+
+def _block_config(shape: BlockShape, target: ModelConfig, draft_vocab_size: int) -> BlockConfig:
+    layer = _layer(target, shape.num_layers, shape.intermediate_size)
+    layer = dataclasses.replace(layer, model_type="qwen3", qk_norm=True)  # as DFlash and DSpark have it
+    return BlockConfig(
+        layer=layer,
+        target_hidden_size=target.hidden_size,
+        target_num_layers=target.num_layers,
+        taps=shape.taps or default_taps(target.num_layers),
+        draft_vocab_size=draft_vocab_size,
+        block_size=shape.block_size,
+        markov_rank=shape.markov_rank,
+        is_causal=shape.is_causal,
+        has_confidence=shape.has_confidence,
+    )
+
+
+def _layer(target: ModelConfig, num_layers: int, intermediate_size: int | None) -> ModelConfig:
+    """The target's own layer, in another number."""
+    return dataclasses.replace(
+        target,
+        model_type="llama",
+        num_layers=num_layers,
+        intermediate_size=intermediate_size or target.intermediate_size,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_window=(),
+        tie_embeddings=False,
+    )
+
+
+class _Float32Parts:
+    """The target's parts for float32 inputs, as `begin_from` reads its matrices with them."""
+
+    def __init__(self, target: FrozenTarget) -> None:
+        self._decoder = target.decoder
+        self._dtype = target.decoder.norm.weight.dtype
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `SharedWeights`."""
+        return self._decoder.embed(tokens)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """See `SharedWeights`."""
+        return self._decoder.final_norm(hidden.to(self._dtype))
+
+    @torch.no_grad()
+    def output_logits(self, normed: Tensor) -> Tensor:
+        """See `SharedWeights`."""
+        return self._decoder.output_logits(normed.to(self._dtype)).float()

@@ -1,0 +1,334 @@
+"""The training loop of heads: a frozen target reads windows of text, the head learns to guess on from its states.
+
+Resumable: the batch of a step is a function of (seed, step), so a run that is killed goes on from its last state with
+the same loss curve. Heads are validated by the tokens a step would emit; the best one is kept as a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.errors import ConfigError, NumericsError, StorageError
+from foretoken.heads.losses import LossConfig, compare, target_logits, weighted_loss
+from foretoken.printing.console import Console
+from foretoken.train.draft_student import Student
+from foretoken.train.frozen_target import FrozenTarget
+from foretoken.train.head_data import HeadData
+from foretoken.train.head_measure import HeadAcceptance, measure_head
+from foretoken.train.interruption import end_by, interruption
+from foretoken.train.optimizer import OptimizerConfig, make_optimizers, set_rate
+from foretoken.train.parallel import Ranks
+from foretoken.train.run_state import read_meta, restore_state, save_state
+from foretoken.train.schedule import rate_share
+
+CURVE = "curve.jsonl"
+_SAME = (
+    "seed",
+    "length",
+    "batch_windows",
+    "accumulate",
+    "num_places",
+    "row_share",
+)  # a run may be made longer or shorter
+
+
+@dataclass(frozen=True)
+class HeadTrainConfig:
+    """One run; lengths in tokens, times in seconds.
+
+    A step is `accumulate` batches of `batch_windows` windows of `length` tokens. `num_places` guesses are learnt at
+    each position, from a random `row_share` of the positions: in a small head the output matrix costs most, and
+    neighbours teach much the same. The run ends early after `patience` validations without a better head (0: never).
+    """
+
+    tokens: int = 3_000_000
+    batch_windows: int = 4
+    accumulate: int = 1
+    length: int = 512
+    num_places: int = 4
+    row_share: float = 1.0
+    warmup_steps: int = 30
+    decay_share: float = 0.5
+    clip_norm: float = 1.0
+    seed: int = 0
+    save_every_s: float = 60.0
+    report_every_steps: int = 20
+    validate_every_steps: int = 100
+    validate_windows: int = 16
+    patience: int = 0
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "batch_windows", "accumulate", "num_places", "validate_windows", "report_every_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "must be at least 1")
+        if self.validate_every_steps < 1:
+            raise ConfigError("validate_every_steps", self.validate_every_steps, "must be at least 1")
+        if self.length < 2 * self.num_places:
+            raise ConfigError("length", self.length, f"must be at least twice the {self.num_places} places")
+        if not 0 < self.row_share <= 1:
+            raise ConfigError("row_share", self.row_share, "must lie above 0 and be at most 1")
+        if not 0 <= self.decay_share <= 1:
+            raise ConfigError("decay_share", self.decay_share, "must lie between 0 and 1")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError("seed", self.seed, "must lie between 0 and 2**63 - 1")
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step, over all ranks."""
+        return self.batch_windows * self.accumulate * self.length
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in the whole run."""
+        return max(1, self.tokens // self.step_tokens)
+
+
+@dataclass(frozen=True)
+class HeadResult:
+    """The result of a run; `acceptance` is that of the head that was kept."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    loss: float | None  # of the last step; None if an earlier call had already finished
+    acceptance: HeadAcceptance
+    is_early: bool  # it ended before its last step, because nothing was gained any more
+
+
+class HeadTrainer:
+    """Trains `head` for `target` on `data` with its state in `folder`; `keep` stores the head, best so far.
+
+    With several `ranks` each computes its part of the `accumulate` batches of a step; the first one writes.
+    """
+
+    def __init__(
+        self,
+        head: Student,
+        target: FrozenTarget,
+        data: HeadData,
+        config: HeadTrainConfig,
+        folder: Path,
+        keep: Callable[[], None],
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.head, self.target, self.data, self.config, self.folder, self.keep = (
+            head,
+            target,
+            data,
+            config,
+            folder,
+            keep,
+        )
+        self.ranks = ranks or Ranks()
+        self._parameters = [p for p in head.parameters() if p.requires_grad]
+        self.optimizers = make_optimizers(head, config.optimizer)
+        self.step, self.seconds = 0, 0.0
+        self.best: HeadAcceptance | None = None
+        self._num_worse = 0  # validations since the best one
+        self._console = Console(stderr=True)
+        self._resume()
+
+    def run(self) -> HeadResult:
+        """Train to the end of the schedule, or until nothing is gained. An interrupted run (Ctrl-C, SIGTERM, SIGHUP)
+        saves its state and resumes when called again.
+
+        Raises:
+            KeyboardInterrupt: it was interrupted; the state is saved. A handler of the signal is called first.
+            NumericsError: the loss is no number; the state of the last save and the best head are kept.
+            StorageError: the state cannot be written; the earlier one is kept.
+        """
+        started, saved, before = time.monotonic(), time.monotonic(), self.seconds
+        loss: float | None = None
+        with interruption() as interrupted, self._progress() as show:
+            while self.step < self.config.num_steps and not self.is_early:
+                loss = self.train_step()
+                now = time.monotonic()
+                self.seconds = before + now - started
+                show(loss)
+                if self.step % self.config.validate_every_steps == 0 or self.step == self.config.num_steps:
+                    self._validate()
+                if self.ranks.any(bool(interrupted)):
+                    self.save()
+                    break
+                if now - saved > self.config.save_every_s:
+                    self.save()
+                    saved = now
+        if interrupted:
+            end_by(interrupted[0])
+        self.save()
+        if self.best is None:
+            self._validate()
+        assert self.best is not None
+        tokens = self.step * self.config.step_tokens
+        return HeadResult(self.step, tokens, self.seconds, loss, self.best, self.is_early)
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the run ended because validations brought nothing."""
+        return 0 < self.config.patience <= self._num_worse
+
+    def train_step(self) -> float:
+        """One step of the optimiser; the mean loss of its batches."""
+        config = self.config
+        set_rate(self.optimizers, rate_share(self.step, config.num_steps, config.warmup_steps, config.decay_share))
+        loss = torch.zeros((), device=self.target.device)
+        for part in self.ranks.share(config.accumulate):
+            loss += self._backward(part)
+        loss = self.ranks.sum(loss)
+        self.ranks.sum_gradients(self._parameters)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, config.clip_norm)
+        if not (math.isfinite(float(loss)) and math.isfinite(float(norm))):
+            raise NumericsError(
+                f"the loss of step {self.step} is {float(loss)}, its gradient's norm {float(norm)}: the last saved "
+                f"state and the best head are kept in {self.folder}; start again with lower rates "
+                "(train.optimizer.matrix_rate, train.optimizer.vector_rate)"
+            )
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        return float(loss)
+
+    def _backward(self, part: int) -> Tensor:
+        """Loss and gradients of one batch of the step, divided by their number."""
+        config, piece = self.config, self.step * self.config.accumulate + part
+        numbers = range(piece * config.batch_windows, (piece + 1) * config.batch_windows)
+        tokens, wanted = self.data.train.batch(numbers, config.length, config.seed)
+        if config.row_share < 1:
+            generator = torch.Generator().manual_seed(config.seed + piece)
+            wanted &= torch.rand(wanted.shape, generator=generator) < config.row_share
+        batch = self.target.read(tokens, wanted, self.head.hidden_layers())
+        loss = torch.zeros((), device=self.target.device)
+        with self.target.autocast():
+            logits = target_logits(batch, self.target.decoder)
+            for place in self.head.places(batch, self.target.decoder, config.num_places, config.seed + piece):
+                compared = compare(place, logits, self.head.vocabulary, config.loss)
+                loss = loss + weighted_loss(place, compared, config.loss)
+        loss = loss / config.accumulate
+        if loss.requires_grad:  # no row of the batch may be wanted
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def measure(self) -> HeadAcceptance:
+        """Acceptance of the head as it is, along held-out windows that are the same in every call."""
+        config = self.config
+        batches = (
+            self.target.read(*self.data.held_out.batch([number], config.length, seed=0), self.head.hidden_layers())
+            for number in range(config.validate_windows)
+        )
+        return measure_head(self.head, self.target, batches, config.num_places)
+
+    def _validate(self) -> None:
+        found = self.measure()  # every rank, with the same weights: the same figures
+        is_better = self.best is None or found.emitted_sampled > self.best.emitted_sampled
+        if is_better:
+            self.best, self._num_worse = found, 0
+            if self.ranks.is_first:
+                self.keep()
+        else:
+            self._num_worse += 1
+        self._record({"step": self.step, "seconds": round(self.seconds, 1), "validation": asdict(found)})
+        places = " ".join(f"{alpha:.2f}" for alpha in found.sampled)
+        self._say(
+            f"step {self.step}: held-out {found.emitted_sampled:.3f} tokens per step at temperature 1 "
+            f"({places}), {found.emitted_greedy:.3f} greedy{', the best so far' if is_better else ''}"
+        )
+
+    def save(self) -> None:
+        """Write weights, optimiser state and counters atomically."""
+        if not self.ranks.is_first:
+            return
+        meta = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "num_worse": self._num_worse,
+            "best": None if self.best is None else asdict(self.best),
+            "config": asdict(self.config),
+            "data": self.data.train.digest,
+        }
+        save_state(self.folder, self.head, self.optimizers, meta)
+
+    def _resume(self) -> None:
+        meta = read_meta(self.folder)
+        if meta is None:
+            self._cut_curve()
+            return
+        for name in _SAME:
+            if meta["config"][name] != getattr(self.config, name):
+                raise ConfigError(
+                    name,
+                    getattr(self.config, name),
+                    f"the run in {self.folder} was started with {meta['config'][name]}; use that or another folder",
+                )
+        if meta["data"] != self.data.train.digest:
+            raise ConfigError(
+                "out", str(self.folder), "the run there was started with another text; use that or another folder"
+            )
+        restore_state(self.folder, self.head, self.optimizers)
+        self.step, self.seconds, self._num_worse = meta["step"], meta["seconds"], meta["num_worse"]
+        if meta["best"] is not None:
+            best = meta["best"]
+            self.best = HeadAcceptance(**best | {"sampled": tuple(best["sampled"]), "greedy": tuple(best["greedy"])})
+        self._cut_curve()
+        self._say(f"resumed at step {self.step} of {self.config.num_steps}")
+
+    def _cut_curve(self) -> None:
+        """Drop what a killed run recorded after its last save."""
+        path = self.folder / CURVE
+        if not self.ranks.is_first or not path.exists():
+            return
+        kept = []
+        for line in path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= self.step:
+                    kept.append(line + "\n")
+            except ValueError:  # the line that was being written
+                break
+        path.write_text("".join(kept))
+
+    def _record(self, row: dict[str, Any]) -> None:
+        if not self.ranks.is_first:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / CURVE).open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise StorageError(f"cannot write the loss curve to {self.folder}: {error}") from error
+
+    @contextmanager
+    def _progress(self) -> Iterator[Callable[[float], None]]:
+        """A function to call after every step: a progress bar on a terminal, else a line now and then."""
+        with self._console.bar("training", self.config.num_steps, counts=True, stays=True) as bar:
+            bar.update(completed=self.step)
+
+            def show(loss: float) -> None:
+                done, total = self.step, self.config.num_steps
+                rate = done * self.config.step_tokens / max(self.seconds, 1e-9)
+                emitted = "" if self.best is None else f", {self.best.emitted_sampled:.2f} tokens per step"
+                line = f"loss {loss:.4f}, {rate:,.0f} tokens/s{emitted}"
+                if self.ranks.is_first:
+                    bar.update(line, completed=done)
+                if done % self.config.report_every_steps == 0:
+                    self._record({"step": done, "seconds": round(self.seconds, 1), "loss": loss})
+                    if not self._console.is_terminal:
+                        left_s = (total - done) * self.config.step_tokens / max(rate, 1e-9)
+                        self._say(f"step {done}/{total} {line}, about {left_s / 60:.0f} min left")
+
+            yield show
+
+    def _say(self, line: str) -> None:
+        if self.ranks.is_first:
+            self._console.line(line)

@@ -1,0 +1,77 @@
+"""The optimisers: Muon for matrices (Jordan et al. 2024) with AdamW for the rest, or AdamW alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from foretoken.errors import ConfigError
+
+OptimizerKind = Literal["muon", "adamw"]
+_PEAK = "peak_lr"
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """`matrix_rate` and `vector_rate` are peak learning rates. Muon (momentum, orthogonalised) trains the matrices
+    between hidden states; embeddings, output matrices, norms and biases are trained by AdamW.
+    """
+
+    kind: OptimizerKind = "muon"
+    matrix_rate: float = 4e-3
+    vector_rate: float = 2e-3
+    weight_decay: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(OptimizerKind):
+            raise ConfigError("kind", self.kind, f"choose one of {', '.join(get_args(OptimizerKind))}")
+        for name in ("matrix_rate", "vector_rate"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(name, getattr(self, name), "must be positive")
+        if self.weight_decay < 0:
+            raise ConfigError("weight_decay", self.weight_decay, "must be at least 0")
+
+
+# Matrices over the vocabulary: their rows are tokens, of which a batch holds few, so they are no map to orthogonalise.
+_OVER_TOKENS = ("embedding", "embed_tokens", "lm_head", "markov_w")
+
+
+def make_optimizers(model: nn.Module, config: OptimizerConfig) -> tuple[torch.optim.Optimizer, ...]:
+    """Optimisers of the trainable parameters of `model`: one for the matrices, one for the rest."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    vocabulary = getattr(model, "vocabulary", None)
+    tall = -1 if vocabulary is None else len(vocabulary.ids)  # Medusa's output matrices have numbers for names
+    matrices = [
+        p for name, p in trained if p.dim() == 2 and p.shape[0] != tall and not any(n in name for n in _OVER_TOKENS)
+    ]
+    chosen = {id(p) for p in matrices}
+    rest = [p for _, p in trained if id(p) not in chosen]
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        if config.kind == "muon":
+            made.append(
+                torch.optim.Muon(
+                    matrices, lr=config.matrix_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+                )
+            )
+        else:
+            made.append(
+                torch.optim.AdamW(matrices, config.matrix_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+            )
+    if rest:
+        made.append(torch.optim.AdamW(rest, lr=config.vector_rate, betas=(0.9, 0.95), weight_decay=0.0))
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            group[_PEAK] = group["lr"]
+    return tuple(made)
+
+
+def set_rate(optimizers: Sequence[torch.optim.Optimizer], share: float) -> None:
+    """Set every learning rate to `share` of its peak."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group[_PEAK] * share

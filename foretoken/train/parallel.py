@@ -1,0 +1,72 @@
+"""Data parallelism over the processes that torchrun started: every rank has the whole head and a part of each batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from foretoken.errors import ConfigError
+
+
+class Ranks:
+    """This process among `world` of them; one process needs no group of torch.distributed."""
+
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
+        self.rank, self.world = rank, world
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes and prints."""
+        return self.rank == 0
+
+    def share(self, count: int) -> range:
+        """Which of `count` pieces of a batch this rank computes.
+
+        Raises:
+            ConfigError: they cannot be dealt out evenly.
+        """
+        if count % self.world:
+            raise ConfigError(
+                "accumulate", count, f"must be a multiple of the {self.world} processes; use {self.world}"
+            )
+        return range(self.rank, count, self.world)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum of `value` over all ranks."""
+        if self.world > 1:
+            dist.all_reduce(value)
+        return value
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Replace each gradient by its sum over all ranks, in one message."""
+        if self.world == 1:
+            return
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = self.sum(torch.cat([grad.flatten() for grad in grads]))
+        start = 0
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = flat[start : start + grad.numel()].view_as(grad)
+            start += grad.numel()
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+        return flag if self.world == 1 else bool(self.sum(torch.tensor(float(flag))).item())
+
+
+@contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """The ranks of torchrun (its environment variables), joined over gloo; one rank without it."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        yield Ranks()
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield Ranks(dist.get_rank(), world)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,97 @@
+"""Windows of text for heads, the vocabulary counted from them, and settings with overrides."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from foretoken.errors import ConfigError, InputError
+from foretoken.train.draft_vocabulary import most_frequent
+from foretoken.train.head_data import TokenText, split_documents
+from foretoken.train.head_run import HeadSettings
+from foretoken.train.overrides import with_overrides, with_settings
+
+PAIRS = [((1, 2, 3), (4, 5)), ((6,), tuple(range(10, 40))), ((7, 8), (9,))]
+
+
+def test_windows_are_read_from_the_beginning_of_a_document_and_padded() -> None:
+    text = TokenText.answered(PAIRS)
+    seen = set()
+    for number in range(60):
+        ids, wanted = text.window(number, 8, seed=0)
+        assert len(ids) == len(wanted) == 9
+        if ids[0] == 1:
+            assert ids.tolist() == [1, 2, 3, 4, 5, 0, 0, 0, 0]
+            assert wanted.tolist() == [False] * 3 + [True] * 2 + [False] * 4
+        elif ids[0] == 7:
+            assert ids.tolist() == [7, 8, 9, 0, 0, 0, 0, 0, 0]
+        else:  # the long document begins anywhere
+            assert (np.diff(ids[1:]) == 1).all()
+            assert wanted[1:].all()
+        seen.add(int(ids[0]))
+    assert {1, 6} <= seen
+    assert len(seen) > 5
+
+
+def test_documents_are_drawn_by_what_they_want() -> None:
+    text = TokenText.answered(PAIRS)
+    long = sum(int(text.window(number, 40, seed=1)[0][0] == 6) for number in range(300))
+    assert abs(long / 300 - 30 / 33) < 0.06
+
+
+def test_a_batch_is_a_function_of_seed_and_number() -> None:
+    text = TokenText.running(np.arange(500, dtype=np.uint16))
+    first, _ = text.batch([3, 4], 16, seed=7)
+    again, wanted = text.batch([4, 3], 16, seed=7)
+    assert first.tolist() == again.flip(0).tolist()
+    assert wanted.all()
+    assert text.batch([3, 4], 16, seed=8)[0].tolist() != first.tolist()
+
+
+def test_whole_documents_are_held_out() -> None:
+    data = split_documents([((i,), (i, i)) for i in range(1, 41)], "answers", held_out_share=0.1)
+    train, held_out = set(data.train.ids.tolist()), set(data.held_out.ids.tolist())
+    assert not train & held_out
+    assert len(held_out) == 4
+    with pytest.raises(InputError, match="at least two answers"):
+        split_documents([((1,), (2,)), ((3,), ())], "answers")
+
+
+def test_the_vocabulary_holds_the_most_frequent_tokens_and_the_special_ones() -> None:
+    counts = torch.tensor([0, 5, 9, 1, 7, 0])
+    counted = most_frequent(counts, 3, always=[0])
+    assert counted.vocabulary.ids.tolist() == [0, 2, 4]
+    assert counted.coverage == pytest.approx(16 / 22)
+    assert most_frequent(counts, None).vocabulary.is_whole
+    for size in (1, 7):
+        with pytest.raises(ConfigError, match="draft_vocab_size"):
+            most_frequent(counts, size, always=[0, 5])
+
+
+def test_settings_are_typed_and_nested() -> None:
+    settings = with_settings(HeadSettings(), {"train": {"tokens": 5000, "loss": {"kind": "tv"}}})
+    settings = with_overrides(
+        settings, ["train.tokens=2e4", "head.taps=1,2,3", "head.fc_norm=true", "head.draft_vocab_size=none"]
+    )
+    assert settings.train.tokens == 20_000
+    assert settings.train.loss.kind == "tv"
+    assert settings.head.taps == (1, 2, 3)  # type: ignore[union-attr]
+    assert settings.head.fc_norm is True  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("train.loss.knd=tv", r"train\.loss\.knd.*did you mean train\.loss\.kind"),
+        ("nothing=1", "known: head"),
+        ("train.tokens=1.5", r"train\.tokens='1\.5': must be a whole number"),
+        ("train.loss.kind=mse", "choose one of kl"),
+        ("head.fc_norm=2", "must be true or false"),
+        ("train=3", "group of settings"),
+        ("train.tokens", "NAME=VALUE"),
+    ],
+)
+def test_settings_that_do_not_exist_or_do_not_fit_are_named(text: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        with_overrides(HeadSettings(), [text])

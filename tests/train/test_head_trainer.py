@@ -1,0 +1,238 @@
+"""The trainer of heads: it learns, and a run that ends in any way goes on to the same curve."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from foretoken.errors import CheckpointError, ConfigError, NumericsError, StorageError
+from foretoken.train.frozen_target import FrozenTarget, fast_precision
+from foretoken.train.head_trainer import CURVE, HeadTrainer
+from foretoken.train.parallel import Ranks, joined_ranks
+from tests.train.tiny import CONFIG, SHAPES, tiny_target, tiny_trainer
+
+
+@pytest.fixture(scope="module")
+def target() -> FrozenTarget:
+    return tiny_target()
+
+
+def weights(trainer: HeadTrainer) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trainer.head.named_parameters()}
+
+
+def curve(folder: Path) -> list[dict[str, object]]:
+    rows = [json.loads(line) for line in (folder / CURVE).read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_every_kind_learns(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path, target, kind, dataclasses.replace(CONFIG, tokens=32 * 40))
+    before = trainer.measure()
+    result = trainer.run()
+    assert result.steps == 40
+    assert result.acceptance.emitted_sampled > before.emitted_sampled + 0.3
+    assert result.acceptance.emitted_greedy > before.emitted_greedy
+    assert len(result.acceptance.sampled) == 3
+
+
+def test_acceptance_is_the_sum_of_products_by_position(target: FrozenTarget, tmp_path: Path) -> None:
+    """Against the heads' own distributions, position by position."""
+    trainer = tiny_trainer(tmp_path, target, "medusa")
+    found = trainer.measure()
+    text, head = trainer.data.held_out, trainer.head
+    total, count = 0.0, 0
+    for number in range(CONFIG.validate_windows):
+        tokens, wanted = text.batch([number], CONFIG.length, seed=0)
+        batch = target.read(tokens, wanted, head.hidden_layers())
+        p = target.decoder.output_logits(batch.normed[0]).double().softmax(-1)  # [S, V]
+        places = list(head.places(batch, target.decoder, 3, 0))
+        alphas = [torch.minimum(p[place.rows], place.logits.double().softmax(-1)).sum(-1).tolist() for place in places]
+        for position in range(len(alphas[2])):  # the last place has the fewest rows
+            product, emitted = 1.0, 1.0
+            for place in range(3):
+                product *= alphas[place][position]
+                emitted += product
+            total, count = total + emitted, count + 1
+    assert found.num_positions == count
+    assert found.emitted_sampled == pytest.approx(total / count, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "block"])
+def test_a_killed_run_goes_on_to_the_same_curve(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
+    """It dies at step 9 without a word, its last state is of step 7, and a save was under way."""
+    whole = tiny_trainer(tmp_path / "whole", target, kind)
+    whole.run()
+    killed = tiny_trainer(tmp_path / "parts", target, kind)
+    step = killed.train_step
+
+    def die_at_nine() -> float:
+        if killed.step == 7:
+            killed.save()
+        if killed.step == 9:
+            raise SystemExit("killed")
+        return step()
+
+    killed.train_step = die_at_nine  # type: ignore[method-assign]
+    with pytest.raises(SystemExit):
+        killed.run()
+    (tmp_path / "parts" / "state.safetensors.partial").write_bytes(b"half a st")
+    with (tmp_path / "parts" / CURVE).open("a") as file:
+        file.write('{"step": 9, "lo')
+    resumed = tiny_trainer(tmp_path / "parts", target, kind, seed=5)
+    assert resumed.step == 7
+    resumed.run()
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(weights(resumed)[name], value, atol=0, rtol=0, msg=name)
+
+
+def test_an_interrupted_run_saves_its_state(target: FrozenTarget, tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path, target)
+    step = trainer.train_step
+
+    def interrupt_at_four() -> float:
+        loss = step()
+        if trainer.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss
+
+    trainer.train_step = interrupt_at_four  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    assert tiny_trainer(tmp_path, target).step == 4
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_the_last_good_state_stays(
+    target: FrozenTarget, tmp_path: Path
+) -> None:
+    trainer = tiny_trainer(tmp_path, target)
+    for _ in range(3):
+        trainer.train_step()
+    trainer.save()
+    good = (tmp_path / "state.safetensors").read_bytes()
+    with torch.no_grad():
+        next(iter(trainer.head.parameters())).fill_(float("nan"))
+    with pytest.raises(NumericsError, match=r"step 3 .* lower rates"):
+        trainer.run()
+    assert (tmp_path / "state.safetensors").read_bytes() == good
+    assert tiny_trainer(tmp_path, target).step == 3
+
+
+def test_a_full_disk_leaves_the_last_good_state(target: FrozenTarget, tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path, target)
+    trainer.train_step()
+    trainer.save()
+    good = (tmp_path / "state.safetensors").read_bytes()
+    trainer.train_step()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(StorageError, match="cannot write the training state"):
+            trainer.save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, old)
+    assert (tmp_path / "state.safetensors").read_bytes() == good
+    assert not (tmp_path / "state.safetensors.partial").exists()
+
+
+def test_the_best_head_is_kept_and_a_run_without_gain_ends_early(target: FrozenTarget, tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, tokens=32 * 100, validate_every_steps=1, patience=3)
+    trainer = tiny_trainer(tmp_path, target, config=config)
+    gains = iter([1.0, 2.0, 1.5, 1.9, 2.0, 9.0])
+    measured = trainer.measure()
+    trainer.measure = lambda: dataclasses.replace(measured, emitted_sampled=next(gains))  # type: ignore[method-assign]
+    result = trainer.run()
+    assert result.is_early
+    assert result.steps == 5
+    assert result.acceptance.emitted_sampled == 2.0
+    assert len(trainer.kept) == 2  # type: ignore[attr-defined]
+    assert tiny_trainer(tmp_path, target, config=config).run().steps == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [({"seed": 1}, "seed=1.*started with 0"), ({"num_places": 2}, "num_places=2")],
+)
+def test_a_folder_of_another_run_is_refused(
+    change: dict[str, int], error: str, target: FrozenTarget, tmp_path: Path
+) -> None:
+    tiny_trainer(tmp_path, target).save()
+    with pytest.raises(ConfigError, match=error):
+        tiny_trainer(tmp_path, target, config=dataclasses.replace(CONFIG, **change))  # type: ignore[arg-type]
+
+
+def test_states_that_are_broken_or_of_another_head_are_refused(target: FrozenTarget, tmp_path: Path) -> None:
+    tiny_trainer(tmp_path, target).save()
+    with pytest.raises(CheckpointError, match="another model"):
+        tiny_trainer(tmp_path, target, "block")
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="not a complete training state"):
+        tiny_trainer(tmp_path, target)
+
+
+def test_accumulated_batches_are_one_larger_batch(target: FrozenTarget, tmp_path: Path) -> None:
+    """All rows are wanted and no anchors are drawn, so the mean of two batches is that of one twice as large."""
+    large = tiny_trainer(tmp_path / "a", target, config=dataclasses.replace(CONFIG, batch_windows=4))
+    small = tiny_trainer(tmp_path / "b", target, config=dataclasses.replace(CONFIG, accumulate=2))
+    torch.testing.assert_close(small._backward(0) + small._backward(1), large._backward(0))
+    for one, other in zip(small.head.parameters(), large.head.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+TWICE = dataclasses.replace(CONFIG, accumulate=2, tokens=64 * 4, validate_every_steps=4)
+
+
+def _rank(rank: int, port: int, folder: str) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    with joined_ranks() as ranks:
+        trainer = tiny_trainer(Path(folder) / "run", tiny_target(), config=TWICE, ranks=ranks)
+        trainer.run()
+        torch.save(weights(trainer), Path(folder) / f"weights{rank}.pt")
+
+
+def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_rank, args=(port, str(tmp_path)), nprocs=2)  # type: ignore[no-untyped-call]
+    alone = tiny_trainer(tmp_path / "alone", tiny_target(), config=TWICE)
+    alone.run()
+    first, second = (torch.load(tmp_path / f"weights{rank}.pt") for rank in range(2))
+    for name, value in weights(alone).items():
+        torch.testing.assert_close(first[name], second[name], atol=0, rtol=0, msg=name)
+        torch.testing.assert_close(first[name], value, atol=1e-5, rtol=1e-4, msg=name)
+    assert (tmp_path / "run" / "state.safetensors").exists()
+
+
+def test_batches_that_cannot_be_dealt_out_are_refused() -> None:
+    with pytest.raises(ConfigError, match="multiple of the 2 processes"):
+        Ranks(0, 2).share(3)
+
+
+def test_precision_follows_the_device() -> None:
+    assert fast_precision("cuda") == "bfloat16"
+    assert fast_precision("cpu") in ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tokens", 0), ("length", 3), ("row_share", 0.0), ("decay_share", 2.0), ("seed", -1), ("validate_every_steps", 0)],
+)
+def test_bad_settings_are_refused(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=field):
+        dataclasses.replace(CONFIG, **{field: value})  # type: ignore[arg-type]
