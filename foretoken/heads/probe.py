@@ -32,7 +32,9 @@ _MOST_PLACES = 4
 _CHANCE = 0.1  # an untrained head hits the most frequent token at most that often
 _NUM_SEEDS = 4
 _MARGIN = 0.2  # two standard deviations of the difference of two shares of NUM_ROWS rows
-_FEWEST_GAINED = 4  # rows that a neighbour must win, net: fewer are chance
+_FEWEST_DEVIATIONS = 3.0  # of a paired difference; with five neighbours one head in a hundred is blamed by chance
+_LEAST_LOG = -20.0  # of a token that is not in the head's vocabulary, or that it deems impossible
+_Scores = dict[tuple[int, int], tuple[bool, float]]  # by place and row: hit, log probability of the token
 
 
 @dataclass(frozen=True)
@@ -87,19 +89,20 @@ def probe(head: Head, target: SharesWeights, start: int = 0, num_rows: int = NUM
     variants = list(_neighbours(head))
     read = [layer for one in (head, *(other for _, other in variants)) for layer in one.hidden_layers()]
     batch = _own_text(target, start, num_rows, sorted({*read, target.num_layers}))
-    hits = _hits(head, batch, target, _MOST_PLACES)
-    if not hits:
+    ours = _scores(head, batch, target)
+    if not ours:
         return Probe((), 0, None)
-    agreement = tuple(float(hit.float().mean()) for hit in hits)
-    found = [pair for pair in _shifted(head, batch, target) if pair[1] >= agreement[0] + _MARGIN]
+    agreement = _shares(ours)
+    # A reading that hits other tokens is no matter of degree: it comes before any neighbour.
+    found = [
+        (math.inf, name, share) for name, share in _shifted(head, batch, target) if share >= agreement[0] + _MARGIN
+    ]
     for name, one in variants:
-        # Feedback behind the norm changes nothing before the second place.
-        place = 1 if name.startswith("norm_output") else 0
-        theirs = _hits(one, batch, target, place + 1)
-        if len(theirs) > place < len(hits) and _is_better(theirs[place], hits[place]):
-            found.append((name, float(theirs[0].float().mean())))
-    better = max(found, key=lambda pair: pair[1], default=None)
-    return Probe(agreement, batch.tokens.shape[1] - 1, better)
+        theirs = _scores(one, batch, target)
+        if (deviations := _deviations(theirs, ours)) >= _FEWEST_DEVIATIONS:
+            found.append((deviations, name, _shares(theirs)[0]))
+    best = max(found, default=None)
+    return Probe(agreement, batch.tokens.shape[1] - 1, None if best is None else best[1:])
 
 
 def _own_text(target: SharesWeights, start: int, num_rows: int, layers: list[int]) -> HeadBatch:
@@ -124,25 +127,38 @@ def _own_text(target: SharesWeights, start: int, num_rows: int, layers: list[int
     return HeadBatch(text, torch.ones_like(text, dtype=torch.bool), joined, normed)
 
 
-def _hits(head: Head, batch: HeadBatch, target: SharesWeights, num_places: int) -> tuple[Tensor, ...]:
-    """By place, at which rows the head's first choice is the text's next token: each [R] bool."""
-    found: dict[int, dict[int, bool]] = {}  # by place and row
+def _scores(head: Head, batch: HeadBatch, target: SharesWeights) -> _Scores:
+    """What `head` makes of the text's tokens, by place and row."""
+    found: _Scores = {}
     # A block drafter has anchors at some of the rows, other ones for each seed.
     for seed in range(_NUM_SEEDS if isinstance(head.config, BlockConfig) else 1):
-        for place in head.places(batch, target, num_places, seed):
-            guessed = head.vocabulary.to_target(place.logits.argmax(-1))
-            hit = guessed == batch.tokens[0, place.rows + 1]
-            found.setdefault(place.number, {}).update(zip(place.rows.tolist(), hit.tolist(), strict=True))
-    by_place = [[hit for _, hit in sorted(found[number].items())] for number in sorted(found)]
-    return tuple(torch.tensor(hits) for hits in by_place if hits)
+        for place in head.places(batch, target, _MOST_PLACES, seed):
+            wanted = batch.tokens[0, place.rows + 1]
+            hits = head.vocabulary.to_target(place.logits.argmax(-1)) == wanted
+            own = head.vocabulary.expand(place.logits.float().log_softmax(-1))
+            sure = own.gather(1, wanted[:, None]).squeeze(1).clamp(min=_LEAST_LOG)
+            rows = zip(place.rows.tolist(), hits.tolist(), sure.tolist(), strict=True)
+            found |= {(place.number, row): (hit, log) for row, hit, log in rows}
+    return found
 
 
-def _is_better(theirs: Tensor, ours: Tensor) -> bool:
-    """Whether one head is right clearly more often than another along the same rows (sign test, two deviations)."""
-    if theirs.shape != ours.shape:  # another number of guesses in a block: other rows
-        return float(theirs.float().mean()) >= float(ours.float().mean()) + _MARGIN
-    gained, lost = int((theirs & ~ours).sum()), int((ours & ~theirs).sum())
-    return gained - lost >= max(_FEWEST_GAINED, 2 * math.sqrt(gained + lost))
+def _shares(scores: _Scores) -> tuple[float, ...]:
+    """Share of hits by place."""
+    by_place: dict[int, list[bool]] = {}
+    for (place, _), (hit, _) in sorted(scores.items()):
+        by_place.setdefault(place, []).append(hit)
+    return tuple(sum(hits) / len(hits) for hits in by_place.values())
+
+
+def _deviations(theirs: _Scores, ours: _Scores) -> float:
+    """By how many standard errors one head finds the text more probable than another, along the rows of both.
+
+    Hits alone are too few to tell neighbouring layers apart.
+    """
+    gains = torch.tensor([theirs[key][1] - ours[key][1] for key in ours if key in theirs], dtype=torch.float64)
+    if len(gains) < _FEWEST_ROWS or not float(gains.std()):
+        return 0.0
+    return float(gains.mean() / gains.std()) * math.sqrt(len(gains))
 
 
 def _share(guessed: Tensor, wanted: Tensor) -> float:

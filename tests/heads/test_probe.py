@@ -55,23 +55,20 @@ def target(seeing: Any) -> Any:
     return Blind(seeing)
 
 
-def learnt(config: HeadConfig, target: SharesWeights, num_steps: int = 80) -> Head:
+def learnt(config: HeadConfig, target: SharesWeights, num_steps: int = 60) -> Head:
     """A head that knows the text of the trial by heart."""
     head = stored_head(config, dtype=torch.float32)
     with torch.inference_mode(False):
         batch = _own_text(target, 0, ROWS, list(range(9)))
         optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
         for step in range(num_steps):
-            for place in head.places(batch, target, 1, seed=step):
-                wanted = torch.searchsorted(head.vocabulary.ids, batch.tokens[0, place.rows + 1])
-                known = (
-                    head.vocabulary.ids[wanted.clamp(max=len(head.vocabulary.ids) - 1)]
-                    == batch.tokens[0, place.rows + 1]
-                )
-                loss = F.cross_entropy(place.logits[known], wanted[known])
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+            losses = []
+            for place in head.places(batch, target, 4, seed=step):
+                wanted = batch.tokens[0, place.rows + 1]  # the vocabulary is whole
+                losses.append(F.cross_entropy(place.logits, wanted))
+            optimizer.zero_grad()
+            torch.stack(losses).sum().backward()
+            optimizer.step()
     return head.requires_grad_(False)
 
 
@@ -98,16 +95,26 @@ def test_the_text_is_what_the_target_writes(seeing: Any) -> None:
 def test_a_head_that_fits_is_left_alone(target: SharesWeights, folder: Path) -> None:
     head = learnt(eagle_config(target=settings(folder)), target)
     found = probe(head, target, num_rows=ROWS)
-    assert found.agreement[0] > 0.8
+    assert found.agreement[0] > 0.7
     assert found.advice() is None
 
 
-@pytest.mark.parametrize("wrong", [(1, 3, 4), (3, 5, 6)])
-def test_layers_counted_the_other_way_are_named(target: SharesWeights, folder: Path, wrong: tuple[int, ...]) -> None:
-    head = learnt(eagle_config(target=settings(folder)), target)
-    advice = probe(with_config(head, taps=wrong), target, num_rows=ROWS).advice()
-    assert advice is not None
-    assert f"layers [2, 4, 5] in place of {list(wrong)}" in advice
+@pytest.fixture
+def known(target: SharesWeights, folder: Path) -> Head:
+    return learnt(eagle_config(target=settings(folder)), target)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"taps": (1, 3, 4)}, "layers [2, 4, 5] in place of [1, 3, 4]"),
+        ({"taps": (3, 5, 6)}, "layers [2, 4, 5] in place of [3, 5, 6]"),
+        ({"norm_before_residual": True}, "norm_before_residual=false"),
+        ({"norm_output": True}, "norm_output=false"),
+    ],
+)
+def test_the_mistake_is_named(known: Head, target: SharesWeights, wrong: dict[str, Any], words: str) -> None:
+    assert words in str(probe(with_config(known, **wrong), target, num_rows=ROWS).advice())
 
 
 def test_what_is_tried_beside_an_eagle_head(folder: Path) -> None:
@@ -121,7 +128,7 @@ def test_what_is_tried_beside_an_eagle_head(folder: Path) -> None:
 
 
 def test_layers_of_a_block_drafter(target: SharesWeights, folder: Path) -> None:
-    head = learnt(block_config(target=settings(folder), taps=(2, 5), markov_rank=0), target, 300)
+    head = learnt(block_config(target=settings(folder), taps=(2, 5), markov_rank=0), target, 120)
     assert probe(head, target, num_rows=ROWS).agreement[0] > 0.8
     found = probe(with_config(head, taps=(1, 4)), target, num_rows=ROWS)
     assert found.better is not None
