@@ -7,6 +7,7 @@ greedily for a few dozen steps, the head guesses along that text, and the neighb
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -29,7 +30,9 @@ _MOST_S = 1.0  # a slow target writes fewer rows, but
 _FEWEST_ROWS = 16
 _MOST_PLACES = 4
 _CHANCE = 0.1  # an untrained head hits the most frequent token at most that often
+_NUM_SEEDS = 4
 _MARGIN = 0.2  # two standard deviations of the difference of two shares of NUM_ROWS rows
+_FEWEST_GAINED = 4  # rows that a neighbour must win, net: fewer are chance
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,19 @@ def probe(head: Head, target: SharesWeights, start: int = 0, num_rows: int = NUM
     variants = list(_neighbours(head))
     read = [layer for one in (head, *(other for _, other in variants)) for layer in one.hidden_layers()]
     batch = _own_text(target, start, num_rows, sorted({*read, target.num_layers}))
-    agreement = _agreement(head, batch, target, _MOST_PLACES)
-    if not agreement:
+    hits = _hits(head, batch, target, _MOST_PLACES)
+    if not hits:
         return Probe((), 0, None)
-    found = [(name, _first(one, batch, target)) for name, one in variants]
-    found += _shifted(head, batch, target)
-    name, share = max(found, key=lambda pair: pair[1], default=("", 0.0))
-    return Probe(agreement, batch.tokens.shape[1] - 1, (name, share) if share >= agreement[0] + _MARGIN else None)
+    agreement = tuple(float(hit.float().mean()) for hit in hits)
+    found = [pair for pair in _shifted(head, batch, target) if pair[1] >= agreement[0] + _MARGIN]
+    for name, one in variants:
+        # Feedback behind the norm changes nothing before the second place.
+        place = 1 if name.startswith("norm_output") else 0
+        theirs = _hits(one, batch, target, place + 1)
+        if len(theirs) > place < len(hits) and _is_better(theirs[place], hits[place]):
+            found.append((name, float(theirs[0].float().mean())))
+    better = max(found, key=lambda pair: pair[1], default=None)
+    return Probe(agreement, batch.tokens.shape[1] - 1, better)
 
 
 def _own_text(target: SharesWeights, start: int, num_rows: int, layers: list[int]) -> HeadBatch:
@@ -115,18 +124,25 @@ def _own_text(target: SharesWeights, start: int, num_rows: int, layers: list[int
     return HeadBatch(text, torch.ones_like(text, dtype=torch.bool), joined, normed)
 
 
-def _agreement(head: Head, batch: HeadBatch, target: SharesWeights, num_places: int) -> tuple[float, ...]:
-    """Share of rows by place at which the head's first choice is the text's next token."""
-    shares = []
-    for place in head.places(batch, target, num_places, seed=0):
-        if len(place.rows):
+def _hits(head: Head, batch: HeadBatch, target: SharesWeights, num_places: int) -> tuple[Tensor, ...]:
+    """By place, at which rows the head's first choice is the text's next token: each [R] bool."""
+    found: dict[int, dict[int, bool]] = {}  # by place and row
+    # A block drafter has anchors at some of the rows, other ones for each seed.
+    for seed in range(_NUM_SEEDS if isinstance(head.config, BlockConfig) else 1):
+        for place in head.places(batch, target, num_places, seed):
             guessed = head.vocabulary.to_target(place.logits.argmax(-1))
-            shares.append(_share(guessed, batch.tokens[0, place.rows + 1]))
-    return tuple(shares)
+            hit = guessed == batch.tokens[0, place.rows + 1]
+            found.setdefault(place.number, {}).update(zip(place.rows.tolist(), hit.tolist(), strict=True))
+    by_place = [[hit for _, hit in sorted(found[number].items())] for number in sorted(found)]
+    return tuple(torch.tensor(hits) for hits in by_place if hits)
 
 
-def _first(head: Head, batch: HeadBatch, target: SharesWeights) -> float:
-    return next(iter(_agreement(head, batch, target, 1)), 0.0)
+def _is_better(theirs: Tensor, ours: Tensor) -> bool:
+    """Whether one head is right clearly more often than another along the same rows (sign test, two deviations)."""
+    if theirs.shape != ours.shape:  # another number of guesses in a block: other rows
+        return float(theirs.float().mean()) >= float(ours.float().mean()) + _MARGIN
+    gained, lost = int((theirs & ~ours).sum()), int((ours & ~theirs).sum())
+    return gained - lost >= max(_FEWEST_GAINED, 2 * math.sqrt(gained + lost))
 
 
 def _share(guessed: Tensor, wanted: Tensor) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import load_head, make_head, save_head
 from foretoken.heads.config import HeadConfig
 from foretoken.heads.probe import _other_configs, _own_text, probe, probe_at_load
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.interface import SharesWeights
 from foretoken.model.loader import read_config
 from foretoken.model.open import open_model
@@ -29,7 +27,7 @@ ROWS = 40
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=8)
+    return tiny_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=8, seed=1)
 
 
 class Blind:
@@ -57,16 +55,14 @@ def target(seeing: Any) -> Any:
     return Blind(seeing)
 
 
-def learnt(config: HeadConfig, target: SharesWeights, ids: Sequence[int] | None = None) -> Head:
+def learnt(config: HeadConfig, target: SharesWeights, num_steps: int = 80) -> Head:
     """A head that knows the text of the trial by heart."""
     head = stored_head(config, dtype=torch.float32)
-    if ids is not None:
-        head.vocabulary = DraftVocabulary(torch.tensor(ids), 97)
     with torch.inference_mode(False):
         batch = _own_text(target, 0, ROWS, list(range(9)))
         optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
-        for _ in range(80):
-            for place in head.places(batch, target, 1, seed=0):
+        for step in range(num_steps):
+            for place in head.places(batch, target, 1, seed=step):
                 wanted = torch.searchsorted(head.vocabulary.ids, batch.tokens[0, place.rows + 1])
                 known = (
                     head.vocabulary.ids[wanted.clamp(max=len(head.vocabulary.ids) - 1)]
@@ -106,6 +102,14 @@ def test_a_head_that_fits_is_left_alone(target: SharesWeights, folder: Path) -> 
     assert found.advice() is None
 
 
+@pytest.mark.parametrize("wrong", [(1, 3, 4), (3, 5, 6)])
+def test_layers_counted_the_other_way_are_named(target: SharesWeights, folder: Path, wrong: tuple[int, ...]) -> None:
+    head = learnt(eagle_config(target=settings(folder)), target)
+    advice = probe(with_config(head, taps=wrong), target, num_rows=ROWS).advice()
+    assert advice is not None
+    assert f"layers [2, 4, 5] in place of {list(wrong)}" in advice
+
+
 def test_what_is_tried_beside_an_eagle_head(folder: Path) -> None:
     names = [name for name, _ in _other_configs(eagle_config(target=settings(folder), norm_output=True))]
     assert names == [
@@ -117,7 +121,8 @@ def test_what_is_tried_beside_an_eagle_head(folder: Path) -> None:
 
 
 def test_layers_of_a_block_drafter(target: SharesWeights, folder: Path) -> None:
-    head = learnt(block_config(target=settings(folder), taps=(2, 5), markov_rank=0), target)
+    head = learnt(block_config(target=settings(folder), taps=(2, 5), markov_rank=0), target, 300)
+    assert probe(head, target, num_rows=ROWS).agreement[0] > 0.8
     found = probe(with_config(head, taps=(1, 4)), target, num_rows=ROWS)
     assert found.better is not None
     assert found.better[0] == "layers [2, 5] in place of [1, 4]"
