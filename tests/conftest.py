@@ -59,6 +59,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["FORETOKEN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_probe() -> None:
+    """Heads of tests are random: trying each of them at load would take time and find what is known."""
+    os.environ["FORETOKEN_PROBE"] = "0"
+
+
 @pytest.fixture(autouse=True)
 def conserved() -> Iterator[None]:
     """Blocks: free + used = total, and an idle engine holds nothing, after every test."""

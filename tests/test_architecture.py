@@ -138,7 +138,7 @@ def test_fields_of_the_public_configs() -> None:
         "corpus",
         *("exit_layer", "skip_layers"),
         *("parts", "lookahead_window", "lookahead_ngram"),
-        *("tree", "branching", "options"),
+        *("tree", "branching", "options", "head"),
     ]
     assert {field.name for field in dataclasses.fields(SamplingParams)} == {
         *(

@@ -86,6 +86,11 @@ VERBS: Mapping[str, VerbSource] = {
         "widen",
         ("Enlarge a small checkpoint without changing its function, to measure real acceptance at a realistic cost."),
     ),
+    "export": VerbSource(
+        "export",
+        "export",
+        "Write a drafter as another engine reads it, with the line that starts it; refuse pairs that cannot work.",
+    ),
     "models": VerbSource(
         "models",
         "models",

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from foretoken.bench.widen import widen as widen_checkpoint
+from foretoken.bench.widen_head import widen_head
 from foretoken.cli.common import JsonOption, print_json
+from foretoken.errors import ConfigError
 from foretoken.model.open import model_folder
 from foretoken.printing.console import Console
 
@@ -29,16 +31,24 @@ def widen(
     ] = "reference:target",
     dtype: Annotated[str, typer.Option(help="Number format of the result.")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of the added weights.")] = 0,
+    head: Annotated[
+        str | None, typer.Option(help="A trained head of the source, to be widened with it: a folder or a hub id.")
+    ] = None,
+    head_out: Annotated[Path | None, typer.Option(help="Folder to write the widened head to.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Enlarge a small checkpoint without changing its function, to measure real acceptance at a realistic cost.
 
     The result is an ordinary Hugging Face folder. Say that it is widened beside every number that uses it.
     """
+    if (head is None) != (head_out is None):
+        raise ConfigError("head", head, "give --head and --head-out together")
     with Console(stderr=True).bar("writing parameters", None) as bar:
         result = widen_checkpoint(
             model_folder(source), out, to, seed, lambda done, total: bar.update(completed=done, total=total), dtype
         )
+    if head is not None and head_out is not None:
+        widen_head(model_folder(head), head_out, model_folder(source), to)
     if as_json:
         print_json(
             {

@@ -48,7 +48,7 @@ class _Context:
 
 
 @dataclass(frozen=True)
-class _Guesses:
+class _BlockGuesses:
     """What one pass says of all places (`by_place.PlaceLogits`); request b's rows begin at `first[b]`."""
 
     head: BlockHead
@@ -225,12 +225,12 @@ class BlockDrafter:
             self._contexts[one].unread.clear()
 
     @torch.inference_mode()
-    def _guess(self, entries: Sequence[BatchEntry], most: Sequence[int]) -> _Guesses:
+    def _guess(self, entries: Sequence[BatchEntry], most: Sequence[int]) -> _BlockGuesses:
         """The pass: new context rows and a block for every request that drafts."""
         head, cache = self.head, self.cache
         drafting = [b for b, num in enumerate(most) if num]
         if not drafting:
-            return _Guesses(head, torch.empty(0), {}, ())
+            return _BlockGuesses(head, torch.empty(0), {}, ())
         sequences = [entries[b].request.request_id for b in drafting]
         self._fuse(sequences)
         fused = [self._contexts[one].fused for one in sequences]
@@ -255,4 +255,4 @@ class BlockDrafter:
         sure: tuple[float, ...] = ()
         if head.confidence_head is not None and any(entries[b].request.spec.min_confidence for b in drafting):
             sure = tuple(to_host(head.confidence_head(hidden).float().sigmoid())[0])
-        return _Guesses(head, head.logits(hidden, self.target), first, sure)
+        return _BlockGuesses(head, head.logits(hidden, self.target), first, sure)

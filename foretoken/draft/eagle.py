@@ -241,7 +241,7 @@ class EagleDrafter:
         if not unread:
             return
         states = {layer: torch.cat([rows.states[layer] for _, rows in unread]) for layer in self.hidden_layers()}
-        pieces = self.runner.features(states).split([len(rows.tokens) for _, rows in unread])
+        pieces = self.runner.features(states).split_with_sizes([len(rows.tokens) for _, rows in unread])
         for (own, _), piece in zip(unread, pieces, strict=True):
             own.features.append(piece)
         for one in sequences:

@@ -39,7 +39,7 @@ class _Newest:
 
 
 @dataclass(frozen=True)
-class _Guesses:
+class _HeadGuesses:
     """What the heads say of all places (`by_place.PlaceLogits`); request b's state is row `row[b]`."""
 
     head: MedusaHead
@@ -174,15 +174,15 @@ class MedusaDrafter:
         """See `base.PrefixStates`: the last token of a text is never adopted, so its state will be read."""
 
     @torch.inference_mode()
-    def _read(self, owns: Sequence[_Newest], most: Sequence[int]) -> _Guesses:
+    def _read(self, owns: Sequence[_Newest], most: Sequence[int]) -> _HeadGuesses:
         """The newest states of the requests that draft, behind the target's final norm."""
         asked = [b for b, num in enumerate(most) if num]
         states = [state for b in asked if (state := owns[b].state) is not None]
         normed = self.target.final_norm(torch.cat(states)) if states else torch.empty(0)
-        return _Guesses(self.head, self.target, normed, {b: i for i, b in enumerate(asked)})
+        return _HeadGuesses(self.head, self.target, normed, {b: i for i, b in enumerate(asked)})
 
     def _propose_ranked(
-        self, entries: Sequence[BatchEntry], most: Sequence[int], requests: Sequence[int], guesses: _Guesses
+        self, entries: Sequence[BatchEntry], most: Sequence[int], requests: Sequence[int], guesses: _HeadGuesses
     ) -> Draft:
         """Trees of rank tuples, filled with tokens level by level."""
         trees: dict[int, RankTree] = {}

@@ -11,6 +11,7 @@ from foretoken.errors import ConfigError
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import load_head
 from foretoken.heads.kind import head_folder, head_kind
+from foretoken.heads.probe import probe_at_load
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.interface import LanguageModel, SharesWeights
 from foretoken.model.layers import Linear
@@ -36,6 +37,7 @@ def open_head(factory: Factory, spec: SpecConfig, kind: str) -> tuple[Head, Shar
     width, dtype = _embedding_of(target, spec.head)
     config = native_config(factory.folder) or _described(target, width)
     head = load_head(folder, config, dtype, target.device, factory.folder).requires_grad_(False)
+    probe_at_load(head, target)
     for module in head.modules():
         if isinstance(module, Linear):
             module.pack()

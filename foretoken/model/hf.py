@@ -155,7 +155,8 @@ class TransformersModel:
         Raises:
             UnsupportedModelError: the family has no such table.
         """
-        return self._part(self._model.get_input_embeddings(), "embedding table")(tokens)
+        embedded: Tensor = self._part(self._model.get_input_embeddings(), "embedding table")(tokens)
+        return embedded
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """See `interface.SharedWeights`: the last tap of such a model comes after its final norm already."""
@@ -168,7 +169,8 @@ class TransformersModel:
         Raises:
             UnsupportedModelError: the family has none.
         """
-        return self._part(self._model.get_output_embeddings(), "output matrix")(normed)
+        logits: Tensor = self._part(self._model.get_output_embeddings(), "output matrix")(normed)
+        return logits
 
     def _part(self, module: _Foreign, what: str) -> _Foreign:
         if module is None:

@@ -32,14 +32,14 @@ _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 class Weights:
     """The tensors of a checkpoint folder by name, whole files and shards alike; nothing is read until asked for.
 
-    `file` is the name of a whole one.
+    `whole` is the name of the file that holds all of them, if there is one.
 
     Raises:
         CheckpointError: no safetensors, a missing shard, or a truncated or corrupt file.
     """
 
-    def __init__(self, folder: Path, file: str = WEIGHTS) -> None:
-        self.folder, self._whole = folder, file
+    def __init__(self, folder: Path, whole: str = WEIGHTS) -> None:
+        self.folder, self._whole = folder, whole
         self._file_of: dict[str, Path] = {}
         self._about: dict[str, tuple[tuple[int, ...], str]] = {}
         check_links(folder)

@@ -32,7 +32,14 @@ from foretoken.train.run_state import read_meta, restore_state, save_state
 from foretoken.train.schedule import rate_share
 
 CURVE = "curve.jsonl"
-_SAME = ("seed", "length", "batch_windows", "accumulate", "num_places", "row_share")  # a run may be made longer or shorter
+_SAME = (
+    "seed",
+    "length",
+    "batch_windows",
+    "accumulate",
+    "num_places",
+    "row_share",
+)  # a run may be made longer or shorter
 
 
 @dataclass(frozen=True)

@@ -145,8 +145,9 @@ def test_the_heads_cache_gives_way(decoder: Decoder) -> None:
 
     def in_turns(batch: Batch) -> Draft:
         number = max(entry.round_start for entry in batch.decoding)
+        asked = [min(one.num_draft, 3 * ((one.request.request_id + number) % 2)) for one in batch.entries]
         return propose(
-            Batch(tuple(replace(one, num_draft=3 * ((one.request.request_id + number) % 2)) for one in batch.entries))
+            Batch(tuple(replace(one, num_draft=most) for one, most in zip(batch.entries, asked, strict=True)))
         )
 
     def check(batch: Batch) -> Draft:

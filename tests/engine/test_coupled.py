@@ -54,6 +54,11 @@ def specs_of(pair: SimpleNamespace) -> list[SpecConfig]:
         ),
         *(
             spec_of(name, draft, num_draft=n)
+            for name in ("eagle", "eagle:1", "eagle/static", "eagle/best_first")
+            for n in (2, 7)
+        ),
+        *(
+            spec_of(name, draft, num_draft=n)
             for name in ("medusa", "medusa:hydra/static", "medusa/best_first", "block", "block:cut/best_first")
             for n in (2, 7)
         ),

@@ -22,8 +22,16 @@ def test_outputs_are_one_below_taps() -> None:
     """Tap 3 is what layer 3 gets, which is what layer 2 gave."""
     assert taps_to_outputs((1, 3, 6)) == [0, 2, 5]
     assert outputs_to_taps((0, 2, 5)) == (1, 3, 6)
-    with pytest.raises(ConfigError, match="embedding"):
-        taps_to_outputs((0, 2))
+    assert taps_to_outputs((0, 2)) == [-1, 1]  # the embedding is no layer's output
+
+
+def test_a_head_that_reads_the_embedding_is_kept(tmp_path: Path) -> None:
+    """Other engines cannot name it; `foretoken export` refuses it."""
+    raw = written(tmp_path / "eagle", eagle_config(taps=(0, 3, 8)))
+    assert "eagle_config" not in raw
+    for name, config in (("eagle", eagle_config(taps=(0, 3, 8))), ("block", block_config(taps=(0, 3)))):
+        written(tmp_path / name, config)
+        assert load_head(tmp_path / name, TARGET).config == config
 
 
 def test_default_taps() -> None:

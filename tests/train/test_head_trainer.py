@@ -18,12 +18,12 @@ from foretoken.errors import CheckpointError, ConfigError, NumericsError, Storag
 from foretoken.train.frozen_target import FrozenTarget, fast_precision
 from foretoken.train.head_trainer import CURVE, HeadTrainer
 from foretoken.train.parallel import Ranks, joined_ranks
-from tests.train.tiny import CONFIG, SHAPES, random_target, tiny_target, tiny_trainer
+from tests.train.tiny import CONFIG, SHAPES, tiny_target, tiny_trainer
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
-    return tiny_target(tmp_path_factory.mktemp("target"))
+def target() -> FrozenTarget:
+    return tiny_target()
 
 
 def weights(trainer: HeadTrainer) -> dict[str, torch.Tensor]:
@@ -37,11 +37,11 @@ def curve(folder: Path) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_every_kind_learns(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
-    trainer = tiny_trainer(tmp_path, target, kind, dataclasses.replace(CONFIG, tokens=32 * 60))
+    trainer = tiny_trainer(tmp_path, target, kind, dataclasses.replace(CONFIG, tokens=32 * 40))
     before = trainer.measure()
     result = trainer.run()
-    assert result.steps == 60
-    assert result.acceptance.emitted_sampled > before.emitted_sampled + 0.5
+    assert result.steps == 40
+    assert result.acceptance.emitted_sampled > before.emitted_sampled + 0.3
     assert result.acceptance.emitted_greedy > before.emitted_greedy
     assert len(result.acceptance.sampled) == 3
 
@@ -200,7 +200,7 @@ def _rank(rank: int, port: int, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     with joined_ranks() as ranks:
-        trainer = tiny_trainer(Path(folder) / "run", random_target(), config=TWICE, ranks=ranks)
+        trainer = tiny_trainer(Path(folder) / "run", tiny_target(), config=TWICE, ranks=ranks)
         trainer.run()
         torch.save(weights(trainer), Path(folder) / f"weights{rank}.pt")
 
@@ -210,7 +210,7 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     torch.multiprocessing.spawn(_rank, args=(port, str(tmp_path)), nprocs=2)  # type: ignore[no-untyped-call]
-    alone = tiny_trainer(tmp_path / "alone", random_target(), config=TWICE)
+    alone = tiny_trainer(tmp_path / "alone", tiny_target(), config=TWICE)
     alone.run()
     first, second = (torch.load(tmp_path / f"weights{rank}.pt") for rank in range(2))
     for name, value in weights(alone).items():

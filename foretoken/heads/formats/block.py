@@ -72,7 +72,7 @@ def block_from_json(fields: Fields, target: ModelConfig) -> BlockConfig:
         raw.pop("layer_types", None)
         raw["use_sliding_window"] = False
     layer = cover_context(layer_from_json(raw, fields.where, "qwen3"), target)
-    ids = layer_ids(both, "target_layer_ids")
+    ids = layer_ids(both, "target_layer_ids", least=-1)
     if ids is None:
         raise both.refusal("target_layer_ids", "a list of layer numbers")
     taps = outputs_to_taps(ids)

@@ -42,7 +42,8 @@ def eagle_json(config: EagleConfig, dtype: str) -> dict[str, Any]:
         own["norm_before_fc"] = True  # llama.cpp reads the top level only, TensorRT-LLM this only
     if not are_default_taps(config.taps, config.target_num_layers):
         raw[_AUX_IDS] = list(config.taps)  # vLLM and llama.cpp
-        own |= {"use_aux_hidden_state": True, _AUX_IDS: taps_to_outputs(config.taps)}  # SGLang
+        if 0 not in config.taps:  # the embedding is no layer's output
+            own |= {"use_aux_hidden_state": True, _AUX_IDS: taps_to_outputs(config.taps)}  # SGLang
     return raw | {"eagle_config": own} if own else raw
 
 
@@ -125,7 +126,7 @@ def eagle_tensors(config: EagleConfig) -> Iterator[tuple[str, Shape]]:
     for number in range(layer.num_layers):
         reads_embedding = number == 0 and config.version == 3
         prefix = "midlayer" if config.version == 3 and layer.num_layers == 1 else f"layers.{number}"
-        norms = ("post_attention_layernorm",)
+        norms: tuple[str, ...] = ("post_attention_layernorm",)
         if number or reads_embedding:
             norms = ("input_layernorm", *norms)
         if reads_embedding:
@@ -154,8 +155,8 @@ def _taps(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
     return default_taps(target.num_layers) if outputs is None else outputs_to_taps(outputs)
 
 
-def layer_ids(fields: Fields, key: str) -> tuple[int, ...] | None:
-    """A list of layers, ascending, each once (engines sort them); None where there is none.
+def layer_ids(fields: Fields, key: str, least: int = 0) -> tuple[int, ...] | None:
+    """A list of layers, ascending, each once (engines sort them), from `least` on; None where there is none.
 
     Raises:
         CheckpointError: something else.
@@ -164,7 +165,7 @@ def layer_ids(fields: Fields, key: str) -> tuple[int, ...] | None:
     if value is None:
         return None
     good = isinstance(value, list) and 0 < len(value) <= _MOST_TAPS
-    good = good and all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value)
+    good = good and all(isinstance(item, int) and not isinstance(item, bool) and item >= least for item in value)
     if not good or value != sorted(set(value)):
         raise fields.refusal(key, "a list of layer numbers, ascending, each once")
     return tuple(value)

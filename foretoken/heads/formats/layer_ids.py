@@ -13,13 +13,7 @@ from foretoken.heads.config import default_taps
 
 
 def taps_to_outputs(taps: tuple[int, ...]) -> list[int]:
-    """Output ids of taps.
-
-    Raises:
-        ConfigError: tap 0, the embedding, is no layer's output.
-    """
-    if 0 in taps:
-        raise ConfigError("taps", taps, "tap 0 is the embedding, which other engines cannot name; read later layers")
+    """Output ids of taps; tap 0, the embedding, becomes -1, which only foretoken reads."""
     return [tap - 1 for tap in taps]
 
 

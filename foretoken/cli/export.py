@@ -1,0 +1,57 @@
+"""`foretoken export`: a drafter for another engine, with the line that starts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foretoken.cli.common import JsonOption, print_json
+from foretoken.errors import ConfigError
+from foretoken.export.engines import engine_of
+from foretoken.export.write import export_head, export_plain, launch_json
+from foretoken.model.open import model_folder
+from foretoken.printing.console import Console
+
+
+def export(
+    to: Annotated[str, typer.Option(help="Engine: vllm, sglang, trtllm, llamacpp, tgi or transformers.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; it must not exist, or be empty.")],
+    target: Annotated[
+        str, typer.Option(help="The target: a folder, a hub id, or reference:target. The launch line names it so.")
+    ] = "reference:target",
+    head: Annotated[
+        str | None, typer.Option(help="The trained head: a folder, a hub id, or reference:eagle and others.")
+    ] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="In place of a head: draft_model, ngram or suffix; writes the launch line alone.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="The draft model of --drafter draft_model.")] = None,
+    num_draft: Annotated[int, typer.Option(help="Tokens to guess per step.", min=1)] = 3,
+    engine_version: Annotated[
+        str | None, typer.Option(help="Version of the engine; without it the newest that is known here.")
+    ] = None,
+    speculators: Annotated[bool, typer.Option(help="Write the exchange form of vLLM's speculators.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a drafter as another engine reads it, with the line that starts it; refuse pairs that cannot work.
+
+    The folder holds the head in the engine's variant, launch.json for programs and LAUNCH.md for people.
+    """
+    engine = engine_of(to, engine_version)
+    if (head is None) == (drafter is None):
+        raise ConfigError("head", head, "give either --head or --drafter")
+    if head is not None:
+        folder = model_folder(target)
+        name = str(folder) if folder.is_dir() and target.startswith("reference:") else target
+        launch = export_head(model_folder(head), folder, name, engine, out, num_draft, speculators)
+    else:
+        assert drafter is not None
+        launch = export_plain(drafter, target, draft, engine, out, num_draft)
+    if as_json:
+        print_json({"folder": str(out), **launch_json(engine, launch)})
+        return
+    console = Console()
+    console.line(f"{out}: for {engine}; see LAUNCH.md")
+    console.line(launch.command())

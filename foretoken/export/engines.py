@@ -1,0 +1,140 @@
+"""What other engines run: which drafter by which name, since and until which version, and why a pair is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from foretoken.errors import ConfigError
+from foretoken.heads.config import BlockConfig, EagleConfig, HeadConfig, MedusaConfig
+
+# The newest versions whose options were compared (tests/export/options).
+NEWEST = {
+    "vllm": "0.33.0",
+    "sglang": "0.5.23",
+    "trtllm": "1.3.0",
+    "llamacpp": "2026-10-01",
+    "tgi": "3.3.6",
+    "transformers": "5.23.0",
+}
+NAMES = {
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "trtllm": "TensorRT-LLM",
+    "llamacpp": "llama.cpp",
+    "tgi": "TGI",
+    "transformers": "transformers",
+}
+_LAST_MEDUSA_VLLM = (0, 32)  # vLLM removed Medusa and MLP speculators behind it
+_OLDEST_VLLM = (0, 20)  # before it, keys of --speculative-config differ
+
+
+@dataclass(frozen=True)
+class OtherEngine:
+    """An engine by the name of `--to` and its version, given or the newest that is known here."""
+
+    name: str
+    version: str
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers in the version, for comparison."""
+        return tuple(int(number) for number in re.findall(r"\d+", self.version))
+
+    def __str__(self) -> str:
+        return f"{NAMES[self.name]} {self.version}"
+
+
+def engine_of(name: str, version: str | None) -> OtherEngine:
+    """The engine called `name`.
+
+    Raises:
+        ConfigError: an engine that is not known, or a version without a number.
+    """
+    if name not in NEWEST:
+        raise ConfigError("to", name, f"choose one of {', '.join(NEWEST)}")
+    engine = OtherEngine(name, version or NEWEST[name])
+    if not engine.numbers:
+        raise ConfigError("engine_version", version, f"give a version such as {NEWEST[name]}")
+    return engine
+
+
+def method_of(config: HeadConfig) -> str:
+    """What the literature calls a head: eagle, eagle3, medusa, hydra, dflash or dspark."""
+    if isinstance(config, MedusaConfig):
+        return "hydra" if config.is_sequential else "medusa"
+    if isinstance(config, EagleConfig):
+        return "eagle3" if config.version == 3 else "eagle"
+    return "dspark" if config.markov_rank or config.has_confidence else "dflash"
+
+
+# By method, the engines that have it, from their own sources.
+_RUNS = {
+    "eagle": ("vllm", "sglang"),
+    "eagle3": ("vllm", "sglang", "trtllm", "llamacpp"),
+    "medusa": ("vllm", "tgi"),
+    "hydra": (),
+    "dflash": ("vllm", "sglang", "trtllm", "llamacpp"),
+    "dspark": ("vllm", "sglang", "trtllm", "llamacpp"),
+}
+
+
+def refusal_reason(config: HeadConfig, engine: OtherEngine) -> str | None:
+    """Why `engine` cannot run such a head; None if it can."""
+    method, known = method_of(config), [name for name, engines in _RUNS.items() if engine.name in engines]
+    if engine.name not in _RUNS[method]:
+        takes = f"it takes {', '.join(known)}" if known else "it takes no trained head"
+        return f"{NAMES[engine.name]} does not run {method} heads ({takes})"
+    if engine.name == "vllm" and engine.numbers < _OLDEST_VLLM:
+        return "the configuration of vLLM before 0.20 is not written here; give a later --engine-version"
+    if isinstance(config, EagleConfig):
+        return _eagle_reason(config, engine)
+    return _block_reason(config, engine) if isinstance(config, BlockConfig) else _medusa_reason(config, engine)
+
+
+def _eagle_reason(config: EagleConfig, engine: OtherEngine) -> str | None:
+    name = NAMES[engine.name]
+    if config.version == 1:
+        if config.fc_bias and engine.name == "vllm":
+            return "vLLM's EAGLE-1 has no fc.bias; train the head with fc_bias=false"
+        return None
+    if config.norm_before_residual and engine.name in ("sglang", "trtllm"):
+        return f"{name} does not read norm_before_residual and would compute something else without a word"
+    if (config.fc_norm or config.norm_output) and engine.name == "llamacpp":
+        return "llama.cpp reads neither fc_norm nor norm_output"
+    if config.layer.num_layers > 1:
+        return (
+            f"EAGLE-3 heads of {config.layer.num_layers} layers are computed in different ways by the engines "
+            "(later layers); only one layer is portable"
+        )
+    if config.fc_bias and engine.name in ("vllm", "llamacpp"):
+        return f"{name} refuses fc.bias"
+    if config.layer.qkv_bias or config.layer.mlp_bias:
+        return "biases in the layers of an EAGLE-3 head are not portable"
+    if len(config.taps) != 3 and engine.name == "llamacpp":
+        return f"llama.cpp reads exactly 3 hidden states, this head {len(config.taps)}"
+    if 0 in config.taps and engine.name in ("sglang", "trtllm"):
+        return f"{name} counts outputs of layers, and tap 0 is the embedding"
+    if config.target_num_layers <= 5 and engine.name == "trtllm":
+        return f"TensorRT-LLM refuses targets of five layers or fewer; this one has {config.target_num_layers}"
+    if config.layer.hidden_size != config.target_hidden_size and engine.name == "sglang":
+        return "SGLang needs a head as wide as its target"
+    return None
+
+
+def _block_reason(config: BlockConfig, engine: OtherEngine) -> str | None:
+    if 0 in config.taps:
+        return f"{NAMES[engine.name]} counts outputs of layers, and tap 0 is the embedding"
+    if config.is_causal and engine.name != "vllm":
+        return f"{NAMES[engine.name]} runs blocks whose slots see each other both ways; this head was trained causal"
+    if config.draft_vocab_size < config.layer.vocab_size and method_of(config) == "dflash":
+        return "a DFlash head has no output matrix of its own, so its vocabulary cannot be cut"
+    return None
+
+
+def _medusa_reason(config: MedusaConfig, engine: OtherEngine) -> str | None:
+    if engine.name == "vllm" and engine.numbers[:2] > _LAST_MEDUSA_VLLM:
+        return "vLLM runs Medusa up to 0.32 only; give --engine-version 0.32, or train an eagle head"
+    if engine.name == "tgi" and not config.has_own_output and config.num_blocks > 1:
+        return "TGI runs one block per head where the heads share the target's output matrix"
+    return None

@@ -1,0 +1,163 @@
+"""Writes a head in the variant of an engine, with the lines that start it: `launch.json` and `LAUNCH.md`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from foretoken.errors import ConfigError, StorageError
+from foretoken.export.engines import OtherEngine, method_of, refusal_reason
+from foretoken.export.launch import Launch, launch_of, most_draft
+from foretoken.export.plain import plain_launch
+from foretoken.heads.base import Head
+from foretoken.heads.checkpoint import load_head, save_head, save_speculators
+from foretoken.heads.config import BlockConfig, EagleConfig
+from foretoken.heads.formats.eagle import ARCHITECTURE_1_BIAS
+from foretoken.model.fields import read_json
+from foretoken.model.loader import read_config
+from foretoken.model.weights import WEIGHTS
+from foretoken.model.writing import writing_folder
+
+_DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+
+
+def export_head(
+    head_folder: Path,
+    target_folder: Path,
+    target_name: str,
+    engine: OtherEngine,
+    out: Path,
+    num_draft: int,
+    as_speculators: bool = False,
+) -> Launch:
+    """Write the head in `head_folder` as `engine` reads it into `out`, which must not hold anything yet.
+
+    `target_name` is what the launch line calls the target. `as_speculators` writes vLLM's exchange form.
+
+    Raises:
+        ConfigError: a pair that cannot work, with the reason; more guesses than the head makes.
+        StorageError: `out` is in use or cannot be written.
+        CheckpointError, MismatchError, UnsupportedModelError: see `load_head`.
+    """
+    target = read_config(target_folder)
+    head = load_head(head_folder, target, target_folder=target_folder)
+    _check(head, engine, num_draft, as_speculators)
+    name = str(out.resolve())
+    launch = launch_of(head.config, engine, target_name, name, num_draft)
+    if as_speculators:
+        launch = Launch(("vllm", "serve", name))
+
+    def fill(work: Path) -> None:
+        if as_speculators:
+            architecture = str(
+                (read_json(target_folder / "config.json").get("architectures") or ["LlamaForCausalLM"])[0]
+            )
+            save_speculators(head, work, target, num_draft, target_name, architecture)
+        else:
+            save_head(head, work, target, target_folder, target_name if method_of(head.config) == "medusa" else None)
+            _adapt(work, head, engine)
+
+    _write(out, engine, launch, method_of(head.config), num_draft, fill)
+    return launch
+
+
+def export_plain(
+    drafter: str, target_name: str, draft: str | None, engine: OtherEngine, out: Path, num_draft: int
+) -> Launch:
+    """Write the launch files of a drafter without a head.
+
+    Raises:
+        ConfigError: the engine has no counterpart, or the draft model is not named.
+        StorageError: `out` is in use or cannot be written.
+    """
+    launch = plain_launch(drafter, engine, target_name, draft, num_draft)
+    _write(out, engine, launch, drafter, num_draft, lambda _work: None)
+    return launch
+
+
+def _check(head: Head, engine: OtherEngine, num_draft: int, as_speculators: bool) -> None:
+    reason = refusal_reason(head.config, engine)
+    if reason is not None:
+        raise ConfigError("to", str(engine), reason)
+    if as_speculators and engine.name != "vllm":
+        raise ConfigError("speculators", True, f"only vLLM reads this form, not {engine}")
+    most = most_draft(head.config)
+    if most is not None and num_draft > most:
+        raise ConfigError("num_draft", num_draft, f"this head guesses at most {most} tokens")
+
+
+def _adapt(folder: Path, head: Head, engine: OtherEngine) -> None:
+    """Change the directory where an engine reads another variant than the portable one."""
+    if engine.name != "sglang":
+        return
+    path = folder / "config.json"
+    raw = read_json(path)
+    config = head.config
+    if isinstance(config, EagleConfig) and config.version == 1:
+        raw |= {"architectures": [ARCHITECTURE_1_BIAS], "bias": True}
+        if not config.fc_bias:  # SGLang makes one in any case, and leaves a missing one random
+            tensors = load_file(folder / WEIGHTS)
+            zeros = torch.zeros(config.layer.hidden_size, dtype=tensors["fc.weight"].dtype)
+            save_file(tensors | {"fc.bias": zeros}, folder / WEIGHTS, metadata={"format": "pt"})
+    elif isinstance(config, EagleConfig):
+        if not config.has_own_output and head.vocabulary.is_whole:
+            raw.pop("draft_vocab_size")  # SGLang takes the target's matrix only without this key
+    elif isinstance(config, BlockConfig):
+        raw["dflash_config"] |= {key: raw[key] for key in _DSPARK_KEYS if key in raw}
+    path.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def _write(out: Path, engine: OtherEngine, launch: Launch, method: str, num_draft: int, fill: Any) -> None:  # noqa: ANN401
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise StorageError(f"{out} exists already; choose another folder or remove it")
+        with writing_folder(out.resolve().parent, f".{out.name}.writing-") as work:
+            fill(work)
+            for name, text in launch.files.items():
+                (work / name).write_text(text, encoding="utf-8")
+            (work / "launch.json").write_text(
+                json.dumps(launch_json(engine, launch), indent=2) + "\n", encoding="utf-8"
+            )
+            (work / "LAUNCH.md").write_text(_readable(engine, launch, method, num_draft), encoding="utf-8")
+            if out.exists():
+                out.rmdir()
+            work.chmod(0o755)
+            os.replace(work, out)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"cannot write the export to {out}: {error}") from error
+
+
+def launch_json(engine: OtherEngine, launch: Launch) -> dict[str, Any]:
+    """What a program needs to start the engine: `argv` runs in the folder of the files."""
+    return {
+        "engine": engine.name,
+        "engine_version": engine.version,
+        "prepare": [list(argv) for argv in launch.prepare],
+        "argv": list(launch.argv),
+        "env": launch.env,
+        "files": sorted(launch.files),
+    }
+
+
+def _readable(engine: OtherEngine, launch: Launch, method: str, num_draft: int) -> str:
+    before = [*(Launch(argv).command() for argv in launch.prepare), launch.command()]
+    lines = [
+        f"# {method} in {engine}",
+        "",
+        f"Guesses up to {num_draft} tokens per step. Run in this folder:",
+        "",
+        "```",
+    ]
+    lines += [*before, "```", ""]
+    lines += [f"- {note}" for note in launch.notes]
+    lines += ["- No engine was started with these files here: compare its acceptance with `foretoken eval` first."]
+    for name, text in launch.files.items():
+        lines += ["", f"`{name}`:", "", "```", text.rstrip(), "```"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,203 @@
+"""A short trial of a head at load: does it agree with its target along a text that the target writes itself?
+
+A head whose layers are counted in the other way, or with a norm flag turned, runs without an error and guesses at
+random: a checkpoint in that state was used at 1.2 % acceptance (vllm-project/vllm#50170). The target continues a token
+greedily for a few dozen steps, the head guesses along that text, and the neighbours of its configuration are tried too.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from foretoken.errors import ConfigError, SpeculationWarning
+from foretoken.heads.base import Head, HeadBatch
+from foretoken.heads.checkpoint import make_head
+from foretoken.heads.config import BlockConfig, EagleConfig, HeadConfig, MedusaConfig
+from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.model.interface import Segment, SharesWeights
+
+PROBE_VARIABLE = "FORETOKEN_PROBE"  # 0: no head is tried at load
+NUM_ROWS = 48  # a share of them is known to 0.07
+_MOST_S = 1.0  # a slow target writes fewer rows, but
+_FEWEST_ROWS = 16
+_MOST_PLACES = 4
+_CHANCE = 0.1  # an untrained head hits the most frequent token at most that often
+_NUM_SEEDS = 4
+_MARGIN = 0.2  # two standard deviations of the difference of two shares of NUM_ROWS rows
+_FEWEST_GAINED = 4  # rows that a neighbour must win, net: fewer are chance
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Share of rows at which the head's first choice is the target's, by place; `better` names the neighbour of its
+    configuration that agrees clearly more at the first place, with its share.
+    """
+
+    agreement: tuple[float, ...]
+    num_rows: int
+    better: tuple[str, float] | None
+
+    @property
+    def is_near_chance(self) -> bool:
+        """Whether the head guesses no better than an untrained one."""
+        return not self.agreement or self.agreement[0] < _CHANCE
+
+    def advice(self) -> str | None:
+        """What is wrong with the head, in one sentence; None if nothing seems to be."""
+        if not self.is_near_chance and self.better is None:
+            return None
+        shares = ", ".join(f"{share:.0%}" for share in self.agreement)
+        found = f"the head agrees with the target at {shares} of {self.num_rows} rows (by place)"
+        if self.better is not None:
+            name, share = self.better
+            return f"{found}; with {name} it would be {share:.0%}: its config.json is probably wrong there"
+        return (
+            f"{found}, near chance; likely causes: it was trained for another target or chat template, layer ids "
+            "counted the other way, a norm flag, or a d2t of another vocabulary"
+        )
+
+
+def probe_at_load(head: Head, target: SharesWeights) -> None:
+    """Warn if `head`, whose matrices are plain, seems to be wired wrongly; `FORETOKEN_PROBE=0` turns it off.
+
+    A target with no room for the rows is left alone.
+    """
+    if os.environ.get(PROBE_VARIABLE) == "0" or target.num_free_tokens() < target.footprint_tokens(NUM_ROWS + 1):
+        return
+    advice = probe(head, target).advice()
+    if advice is not None:
+        warnings.warn(f"{advice}; {PROBE_VARIABLE}=0 turns this trial off", SpeculationWarning, stacklevel=2)
+
+
+@torch.inference_mode()
+def probe(head: Head, target: SharesWeights, start: int = 0, num_rows: int = NUM_ROWS) -> Probe:
+    """Try `head`, whose matrices are plain, along `num_rows` tokens that `target` writes after the token `start`.
+
+    Costs as many steps of the target as rows, one after the other (fewer if they take more than a second), and some
+    passes of the head over them.
+    """
+    variants = list(_neighbours(head))
+    read = [layer for one in (head, *(other for _, other in variants)) for layer in one.hidden_layers()]
+    batch = _own_text(target, start, num_rows, sorted({*read, target.num_layers}))
+    hits = _hits(head, batch, target, _MOST_PLACES)
+    if not hits:
+        return Probe((), 0, None)
+    agreement = tuple(float(hit.float().mean()) for hit in hits)
+    found = [pair for pair in _shifted(head, batch, target) if pair[1] >= agreement[0] + _MARGIN]
+    for name, one in variants:
+        # Feedback behind the norm changes nothing before the second place.
+        place = 1 if name.startswith("norm_output") else 0
+        theirs = _hits(one, batch, target, place + 1)
+        if len(theirs) > place < len(hits) and _is_better(theirs[place], hits[place]):
+            found.append((name, float(theirs[0].float().mean())))
+    better = max(found, key=lambda pair: pair[1], default=None)
+    return Probe(agreement, batch.tokens.shape[1] - 1, better)
+
+
+def _own_text(target: SharesWeights, start: int, num_rows: int, layers: list[int]) -> HeadBatch:
+    """One window that the target continues greedily, with its states at `layers`."""
+    sequence = -1  # no request has this number
+    tokens, states = [start], list[dict[int, Tensor]]()
+    target.open(sequence)
+    try:
+        num_rows = min(num_rows, target.max_context_tokens - 1)
+        begun = time.perf_counter()
+        while len(states) < num_rows and (len(states) < _FEWEST_ROWS or time.perf_counter() < begun + _MOST_S):
+            rows = torch.tensor(tokens[-1:], device=target.device)
+            out = target.forward(rows, [Segment(sequence, 1, num_taps=1)], layers)
+            target.commit(sequence, 1)
+            tokens.append(int(out.logits[-1].argmax()))
+            states.append({layer: tap.clone() for layer, tap in out.taps.items()})
+    finally:
+        target.close(sequence)
+    joined = {layer: torch.cat([row[layer] for row in states])[None] for layer in layers}  # [1, S, D]
+    normed = target.final_norm(joined[target.num_layers][0])[None]
+    text = torch.tensor([tokens], device=target.device)
+    return HeadBatch(text, torch.ones_like(text, dtype=torch.bool), joined, normed)
+
+
+def _hits(head: Head, batch: HeadBatch, target: SharesWeights, num_places: int) -> tuple[Tensor, ...]:
+    """By place, at which rows the head's first choice is the text's next token: each [R] bool."""
+    found: dict[int, dict[int, bool]] = {}  # by place and row
+    # A block drafter has anchors at some of the rows, other ones for each seed.
+    for seed in range(_NUM_SEEDS if isinstance(head.config, BlockConfig) else 1):
+        for place in head.places(batch, target, num_places, seed):
+            guessed = head.vocabulary.to_target(place.logits.argmax(-1))
+            hit = guessed == batch.tokens[0, place.rows + 1]
+            found.setdefault(place.number, {}).update(zip(place.rows.tolist(), hit.tolist(), strict=True))
+    by_place = [[hit for _, hit in sorted(found[number].items())] for number in sorted(found)]
+    return tuple(torch.tensor(hits) for hits in by_place if hits)
+
+
+def _is_better(theirs: Tensor, ours: Tensor) -> bool:
+    """Whether one head is right clearly more often than another along the same rows (sign test, two deviations)."""
+    if theirs.shape != ours.shape:  # another number of guesses in a block: other rows
+        return float(theirs.float().mean()) >= float(ours.float().mean()) + _MARGIN
+    gained, lost = int((theirs & ~ours).sum()), int((ours & ~theirs).sum())
+    return gained - lost >= max(_FEWEST_GAINED, 2 * math.sqrt(gained + lost))
+
+
+def _share(guessed: Tensor, wanted: Tensor) -> float:
+    return float((guessed == wanted).float().mean()) if len(wanted) else 0.0
+
+
+def _neighbours(head: Head) -> Iterator[tuple[str, Head]]:
+    """Heads with the same weights and one likely mistake undone, each with its name."""
+    for name, config in _other_configs(head.config):
+        with torch.device("meta"):
+            other = make_head(config, head.vocabulary)
+        other.load_state_dict(head.state_dict(), assign=True)
+        yield name, other
+
+
+def _other_configs(config: HeadConfig) -> Iterator[tuple[str, HeadConfig]]:
+    if isinstance(config, MedusaConfig):
+        return
+    if isinstance(config, BlockConfig) or config.version == 3:
+        for step in (-1, 1):
+            taps = tuple(tap + step for tap in config.taps)
+            try:
+                yield f"layers {list(taps)} in place of {list(config.taps)}", replace(config, taps=taps)
+            except ConfigError:  # the target has no such layer
+                continue
+    if isinstance(config, EagleConfig) and config.version == 3:
+        for flag in ("norm_before_residual", "norm_output"):  # the other two come with tensors
+            value = not getattr(config, flag)
+            yield f"{flag}={str(value).lower()}", replace(config, **{flag: value})  # type: ignore[arg-type]
+    if isinstance(config, BlockConfig):
+        yield f"causal={str(not config.is_causal).lower()}", replace(config, is_causal=not config.is_causal)
+        if config.predicts_at_anchor and config.block_size > 1:
+            yield "sample_from_anchor=false", replace(config, predicts_at_anchor=False)
+        if not config.predicts_at_anchor:
+            yield "sample_from_anchor=true", replace(config, predicts_at_anchor=True)
+
+
+def _shifted(head: Head, batch: HeadBatch, target: SharesWeights) -> list[tuple[str, float]]:
+    """Agreement if the head's guesses were for the token before or behind, or its vocabulary were read in another
+    way.
+    """
+    place = next(iter(head.places(batch, target, 1, seed=0)), None)
+    if place is None or not len(place.rows):
+        return []
+    tokens, own = batch.tokens[0], place.logits.argmax(-1)
+    guessed, found = head.vocabulary.to_target(own), []
+    for step, name in ((-1, "before"), (1, "behind")):
+        inside = place.rows + 1 + step < len(tokens)
+        wanted = tokens[place.rows[inside] + 1 + step]
+        # A text that repeats a token has the same one before and behind.
+        differs = wanted != tokens[place.rows[inside] + 1]
+        share = float(((guessed[inside] == wanted) & differs).float().mean()) if len(wanted) else 0.0
+        found.append((f"its guesses taken for the token {name}", share))
+    ids: DraftVocabulary = head.vocabulary
+    if not ids.is_whole:
+        absolute = ids.ids - torch.arange(len(ids.ids), device=ids.ids.device)
+        found.append(("d2t read as token numbers, not offsets", _share(absolute[own], tokens[place.rows + 1])))
+    return found

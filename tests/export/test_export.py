@@ -1,0 +1,201 @@
+"""Heads for other engines: the variant, the launch line, and the pairs that are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from foretoken.cli.app import run
+from foretoken.errors import ConfigError, StorageError
+from foretoken.export.engines import NEWEST, engine_of, refusal_reason
+from foretoken.export.launch import Launch, launch_of
+from foretoken.export.plain import _MAKERS, plain_launch
+from foretoken.export.write import export_head
+from foretoken.heads.checkpoint import load_head, save_head
+from foretoken.heads.config import HeadConfig
+from foretoken.model.loader import read_config
+from tests.helpers.checkpoints import tiny_checkpoint
+from tests.helpers.stored_heads import HEADS, block_config, eagle_config, medusa_config, stored_head
+
+OPTIONS = Path(__file__).with_name("options")
+DFLASH = block_config(markov_rank=0, is_causal=False, predicts_at_anchor=False)
+
+
+def options(engine: str) -> set[str]:
+    """Names that the engine takes; the removed ones begin with a dash and are left out."""
+    lines = (OPTIONS / f"{engine}.txt").read_text().splitlines()
+    return {line for line in lines if not line.startswith(("#", "- ")) and not re.match(r"-[a-z]+_", line)}
+
+
+def names_in(engine: str, launch: Launch) -> set[str]:
+    found = {part for part in launch.argv if part.startswith("-") and part != "-m"}
+    if engine == "vllm":
+        found = set(json.loads(launch.argv[-1]))
+    if engine == "trtllm":
+        found |= set(re.findall(r"^ *(\w+):", launch.files["spec.yaml"], flags=re.MULTILINE))
+    return found
+
+
+@pytest.mark.parametrize("engine", sorted(NEWEST))
+def test_every_option_that_is_written_exists(engine: str) -> None:
+    written = 0
+    for config in HEADS.values():
+        for version in (None, "0.32") if engine == "vllm" else (None,):
+            one = engine_of(engine, version)
+            if refusal_reason(config, one) is None:
+                written += 1
+                assert names_in(engine, launch_of(config, one, "org/target", "HEAD", 3)) <= options(engine)
+    for drafter, makers in _MAKERS.items():
+        if engine in makers and engine != "transformers":
+            launch = plain_launch(drafter, engine_of(engine, None), "org/target", "org/draft", 3)
+            assert names_in(engine, launch) <= options(engine)
+    assert written or engine == "transformers"
+
+
+@pytest.mark.parametrize(
+    ("config", "engine", "version", "words"),
+    [
+        (medusa_config(), "vllm", None, "up to 0.32"),
+        (medusa_config(), "sglang", None, "does not run medusa"),
+        (medusa_config(is_sequential=True), "tgi", None, "does not run hydra"),
+        (medusa_config(has_own_output=False, num_blocks=2), "tgi", None, "one block"),
+        (eagle_config(1), "trtllm", None, "does not run eagle heads"),
+        (eagle_config(1), "llamacpp", None, "does not run eagle heads"),
+        (eagle_config(1, fc_bias=True), "vllm", None, "fc.bias"),
+        (eagle_config(), "tgi", None, "does not run eagle3"),
+        (eagle_config(), "transformers", None, "no trained head|does not run eagle3"),
+        (eagle_config(norm_before_residual=True), "sglang", None, "norm_before_residual"),
+        (eagle_config(norm_before_residual=True), "trtllm", None, "norm_before_residual"),
+        (eagle_config(norm_output=True), "llamacpp", None, "norm_output"),
+        (eagle_config(fc_norm=True), "llamacpp", None, "fc_norm"),
+        (eagle_config(layers=2), "llamacpp", None, "one layer"),
+        (eagle_config(layers=2), "vllm", None, "one layer"),
+        (eagle_config(fc_bias=True), "vllm", None, "fc.bias"),
+        (eagle_config(taps=(1, 5)), "llamacpp", None, "exactly 3"),
+        (replace(eagle_config(taps=(1, 2, 3)), target_num_layers=5), "trtllm", None, "five layers"),
+        (block_config(), "sglang", None, "causal"),
+        (eagle_config(), "vllm", "0.9", "0.20"),
+    ],
+)
+def test_impossible_pairs_are_refused(config: HeadConfig, engine: str, version: str | None, words: str) -> None:
+    assert re.search(words, str(refusal_reason(config, engine_of(engine, version))))
+
+
+def test_possible_pairs() -> None:
+    for config, engine, version in (
+        (medusa_config(), "vllm", "0.32.1"),
+        (medusa_config(), "tgi", None),
+        *((eagle_config(), engine, None) for engine in ("vllm", "sglang", "trtllm", "llamacpp")),
+        (eagle_config(1, fc_bias=True), "sglang", None),
+        (DFLASH, "sglang", None),
+        (block_config(), "vllm", None),
+    ):
+        assert refusal_reason(config, engine_of(engine, version)) is None
+
+
+def test_launch_lines() -> None:
+    head = eagle_config(taps=(1, 3, 6))
+    line = launch_of(head, engine_of("vllm", None), "org/t", "H", 3).argv
+    assert line[:3] == ("vllm", "serve", "org/t")
+    assert json.loads(line[-1]) == {
+        "method": "eagle3",
+        "model": "H",
+        "num_speculative_tokens": 3,
+        "draft_tensor_parallel_size": 1,
+    }
+    line = launch_of(head, engine_of("sglang", None), "org/t", "H", 3).argv
+    assert line[-6:] == (
+        *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", "4"),
+    )
+    launch = launch_of(head, engine_of("trtllm", None), "org/t", "H", 3)
+    assert "eagle3_layers_to_capture: [0, 2, 5]" in launch.files["spec.yaml"]  # outputs: one below our taps
+    assert "--config" in launch.argv
+    assert "--extra_llm_api_options" in launch_of(head, engine_of("trtllm", "1.0"), "org/t", "H", 3).argv
+    default = launch_of(eagle_config(), engine_of("trtllm", None), "org/t", "H", 3)
+    assert "layers" not in default.files["spec.yaml"]
+    line = launch_of(head, engine_of("llamacpp", None), "org/t", "H", 3).argv
+    assert line[-4:] == ("--spec-type", "draft-eagle3", "--spec-draft-n-max", "3")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=8)
+
+
+def stored(folder: Path, config: HeadConfig, tmp_path: Path) -> Path:
+    save_head(stored_head(config), tmp_path / "head", read_config(folder))
+    return tmp_path / "head"
+
+
+def test_the_portable_variant_is_the_head_itself(folder: Path, tmp_path: Path) -> None:
+    source = stored(folder, eagle_config(target=read_config(folder), draft_vocab_size=30), tmp_path)
+    for engine in ("vllm", "sglang", "trtllm", "llamacpp"):
+        export_head(source, folder, "org/t", engine_of(engine, None), tmp_path / engine, 3)
+        for name in ("config.json", "model.safetensors"):
+            assert (tmp_path / engine / name).read_bytes() == (source / name).read_bytes()
+        found = json.loads((tmp_path / engine / "launch.json").read_text())
+        assert found["engine"] == engine
+        assert found["engine_version"] == NEWEST[engine]
+        assert all((tmp_path / engine / name).exists() for name in found["files"])
+        assert found["argv"][0] in (tmp_path / engine / "LAUNCH.md").read_text()
+
+
+def test_eagle_1_for_sglang_has_a_bias_of_zeros(folder: Path, tmp_path: Path) -> None:
+    target = read_config(folder)
+    source = stored(folder, eagle_config(1, target=target), tmp_path)
+    export_head(source, folder, "org/t", engine_of("sglang", None), tmp_path / "out", 3)
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert raw["architectures"] == ["LlamaForCausalLMEagle"]
+    assert not load_file(tmp_path / "out" / "model.safetensors")["fc.bias"].any()
+    again, before = load_head(tmp_path / "out", target), load_head(source, target)
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in before.state_dict().items())
+    export_head(source, folder, "org/t", engine_of("vllm", None), tmp_path / "vllm", 3)
+    assert "fc.bias" not in load_file(tmp_path / "vllm" / "model.safetensors")
+    assert json.loads((tmp_path / "vllm" / "config.json").read_text())["architectures"] == ["EagleLlamaForCausalLM"]
+
+
+def test_a_head_without_an_output_matrix_for_sglang(folder: Path, tmp_path: Path) -> None:
+    source = stored(folder, eagle_config(target=read_config(folder)), tmp_path)
+    export_head(source, folder, "org/t", engine_of("sglang", None), tmp_path / "out", 3)
+    assert "draft_vocab_size" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_speculators_for_vllm(folder: Path, tmp_path: Path) -> None:
+    source = stored(folder, eagle_config(target=read_config(folder)), tmp_path)
+    launch = export_head(source, folder, "org/t", engine_of("vllm", None), tmp_path / "out", 3, as_speculators=True)
+    assert launch.argv == ("vllm", "serve", str((tmp_path / "out").resolve()))
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert raw["speculators_config"]["verifier"] == {"name_or_path": "org/t", "architectures": ["LlamaForCausalLM"]}
+    with pytest.raises(ConfigError, match="only vLLM"):
+        export_head(source, folder, "org/t", engine_of("sglang", None), tmp_path / "b", 3, as_speculators=True)
+
+
+def test_what_is_refused_leaves_nothing_behind(folder: Path, tmp_path: Path) -> None:
+    source = stored(folder, medusa_config(target=read_config(folder)), tmp_path)
+    with pytest.raises(ConfigError, match=r"0\.32"):
+        export_head(source, folder, "org/t", engine_of("vllm", "0.33"), tmp_path / "out", 3)
+    with pytest.raises(ConfigError, match="at most 4"):
+        export_head(source, folder, "org/t", engine_of("tgi", None), tmp_path / "out", 9)
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+    with pytest.raises(StorageError, match="exists already"):
+        export_head(source, folder, "org/t", engine_of("tgi", None), source, 3)
+
+
+def test_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = stored(folder, medusa_config(target=read_config(folder)), tmp_path)
+    common = ["export", "--to", "tgi", "--target", str(folder), "--num-draft", "2", "--json"]
+    assert run([*common, "--head", str(source), "--out", str(tmp_path / "out")]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["argv"][0] == "text-generation-launcher"
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert raw["base_model_name_or_path"] == str(folder)
+    assert run([*common, "--drafter", "ngram", "--out", str(tmp_path / "ngram")]) == 0
+    assert run([*common, "--drafter", "suffix", "--out", str(tmp_path / "suffix")]) == 2
+    assert run([*common, "--out", str(tmp_path / "none")]) == 2

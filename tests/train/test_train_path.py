@@ -1,0 +1,123 @@
+"""A user's path from nothing: own prompts, answers of the target, a head, its directory, run again in the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from foretoken.cli.train import app
+from foretoken.errors import ConfigError, InputError, MismatchError
+from foretoken.heads.checkpoint import load_head
+from foretoken.heads.kind import head_kind
+from foretoken.model.loader import load_decoder, read_config
+from foretoken.train.answers import answered_data, read_answers, read_user_prompts
+from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
+
+SMALL = (
+    "--set", "train.length=16", "--set", "train.batch_windows=2", "--set", "train.validate_windows=2",
+    "--set", "train.validate_every_steps=4", "--tokens", "256", "--device", "cpu", "--json",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of seven layers with a tokenizer, and prompts."""
+    folder = tmp_path_factory.mktemp("path")
+    tiny_checkpoint(folder / "target", "llama", num_hidden_layers=7, vocab_size=300)
+    tiny_tokenizer(folder / "target")
+    rows = [{"prompt": f"def f{number}(" * (1 + number % 2)} for number in range(8)] + [{"prompt_ids": [1, 2, 3]}]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def run(*words: object) -> dict[str, object]:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    found: dict[str, object] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def answers(folder: Path, out: Path, *words: object) -> dict[str, object]:
+    return run(
+        "answers", "--target", folder / "target", "--prompts", folder / "prompts.jsonl", "--out", out,
+        "--max-tokens", 12, "--batch-size", 4, "--json", *words,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answered(folder: Path) -> Path:
+    count = answers(folder, folder / "answers.jsonl")
+    assert count["num_answers"] == 9
+    return folder / "answers.jsonl"
+
+
+def test_answers_go_on_where_a_killed_run_ended(folder: Path, answered: Path, tmp_path: Path) -> None:
+    whole = answered.read_text().splitlines(keepends=True)
+    part = tmp_path / "part.jsonl"
+    part.write_text("".join(whole[:4]) + whole[4][:20])
+    answers(folder, part)
+    assert read_answers(part).pairs == read_answers(answered).pairs
+    with pytest.raises(ConfigError, match="temperature"):
+        answers(folder, part, "--temperature", 0.1)
+
+
+def test_answers_of_another_target_are_refused(folder: Path, answered: Path, tmp_path: Path) -> None:
+    other = tiny_checkpoint(tmp_path / "other", "llama", num_hidden_layers=7, vocab_size=300, seed=4)
+    tiny_tokenizer(other)
+    data = answered_data(answered, folder / "target", 300, 0.2)
+    assert data.train.num_wanted < len(data.train.ids)
+    with pytest.raises(MismatchError, match="another target"):
+        answered_data(answered, other, 300, 0.2)
+    with pytest.raises(InputError, match="no file of answers"):
+        answered_data(folder / "prompts.jsonl", folder / "target", 300, 0.2)
+
+
+def test_lines_that_are_no_prompts_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    for line in ('{"text": "a"}', "[1]", '{"prompt_ids": [true]}', '{"prompt": ""}'):
+        path.write_text('{"prompt": "good"}\n' + line + "\n")
+        with pytest.raises(InputError, match=r"prompts\.jsonl:2"):
+            read_user_prompts(path)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "block"])
+def test_a_head_is_trained_from_answers_and_read_again(kind: str, folder: Path, answered: Path, tmp_path: Path) -> None:
+    words = (kind, "--target", folder / "target", "--answers", answered, "--out", tmp_path, *SMALL)
+    plan = run(*words, "--dry-run")
+    result = run(*words)
+    assert plan["num_steps"] == result["steps"] == 8
+    assert plan["memory_bytes"] > 0  # type: ignore[operator]
+    head_folder = tmp_path / "head"
+    assert head_kind(head_folder) == kind
+    head = load_head(head_folder, read_config(folder / "target"), target_folder=folder / "target")
+    assert sum(p.numel() for p in head.parameters()) == plan["num_parameters"]
+    manifest = json.loads((tmp_path / "run.json").read_text())
+    assert manifest["kind"] == kind
+    assert manifest["result"]["steps"] == 8
+    assert manifest["text"]["wanted_tokens"] > 0
+    assert run(*words)["steps"] == 8  # finished: nothing is trained again
+
+
+def test_a_draft_model_is_distilled_from_answers(folder: Path, answered: Path, tmp_path: Path) -> None:
+    common = ("draft", "--target", folder / "target", *SMALL, "--set", "train.num_places=2")
+    result = run(*common, "--answers", answered, "--out", tmp_path / "off", "--set", "model.hidden_size=32")
+    assert result["steps"] == 8
+    draft = load_decoder(tmp_path / "off" / "model", dtype="float32")
+    assert draft.config.hidden_size == 32
+    own = tmp_path / "own.jsonl"
+    run(
+        "answers", "--target", tmp_path / "off" / "model", "--prompts", folder / "prompts.jsonl", "--out", own,
+        "--max-tokens", 12, "--json",
+    )  # fmt: skip
+    again = ("--init", tmp_path / "off" / "model", "--answers", own, "--out", tmp_path / "on")
+    with pytest.raises(MismatchError, match="another target"):
+        run(*common, *again)
+    run(*common, *again, "--on-policy")
+    tuned = load_decoder(tmp_path / "on" / "model", dtype="float32")
+    assert not torch.equal(tuned.embedding.weight, draft.embedding.weight)
