@@ -104,7 +104,7 @@ class _Compared(torch.autograd.Function):
     """`compare` with its gradient in closed form, chunk by chunk."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,  # noqa: ANN401 - autograd's own
         logits: Tensor,
         rows: Tensor,
@@ -124,7 +124,7 @@ class _Compared(torch.autograd.Function):
             log_p, log_q = vocabulary.restrict(theirs).log_softmax(-1), own.log_softmax(-1)
             p, q = log_p.exp(), log_q.exp()
             common = torch.minimum(p, q).sum(-1)  # [C]
-            loss[part], slope = rule(_Rows(log_p, log_q, p, q, common))
+            loss[part], slope = rule(_LossRows(log_p, log_q, p, q, common))
             alpha[part] = common if vocabulary.is_whole else _alpha(theirs, q, vocabulary)
             if gradient is not None:
                 gradient[part] = slope.div_(count).to(gradient.dtype)
@@ -133,7 +133,7 @@ class _Compared(torch.autograd.Function):
         return loss.mean(), alpha
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         (gradient,) = ctx.saved_tensors
         return (gradient * grads[0], None, None, None, None)
 
@@ -143,7 +143,7 @@ def _alpha(theirs: Tensor, q: Tensor, vocabulary: DraftVocabulary) -> Tensor:
     return torch.minimum(vocabulary.restrict(theirs.softmax(-1)), q).sum(-1)
 
 
-class _Rows(NamedTuple):
+class _LossRows(NamedTuple):
     """Both distributions over the head's vocabulary, `[C, V_d]`, and `common` = sum min(p, q), [C]."""
 
     log_p: Tensor
@@ -155,7 +155,7 @@ class _Rows(NamedTuple):
 
 # A rule returns the loss [C] and its derivative by the head's logits [C, V_d]. With f the loss and g = df/dq,
 # df/dz = q (g - sum_x q(x) g(x)).
-_Rule = Callable[[_Rows], tuple[Tensor, Tensor]]
+_Rule = Callable[[_LossRows], tuple[Tensor, Tensor]]
 
 
 def _through_softmax(q: Tensor, by_q: Tensor) -> Tensor:
@@ -163,34 +163,34 @@ def _through_softmax(q: Tensor, by_q: Tensor) -> Tensor:
     return weighted.sub_(q * weighted.sum(-1, keepdim=True))
 
 
-def _kl(rows: _Rows) -> tuple[Tensor, Tensor]:
+def _kl(rows: _LossRows) -> tuple[Tensor, Tensor]:
     return (rows.p * (rows.log_p - rows.log_q)).sum(-1), rows.q - rows.p
 
 
-def _reverse_kl(rows: _Rows) -> tuple[Tensor, Tensor]:
+def _reverse_kl(rows: _LossRows) -> tuple[Tensor, Tensor]:
     gap = rows.log_q - rows.log_p
     return (rows.q * gap).sum(-1), _through_softmax(rows.q, gap)
 
 
-def _jsd(rows: _Rows) -> tuple[Tensor, Tensor]:
+def _jsd(rows: _LossRows) -> tuple[Tensor, Tensor]:
     log_m = ((rows.p + rows.q) / 2).clamp_min(_TINY).log()
     to_q = rows.log_q - log_m
     value = ((rows.p * (rows.log_p - log_m)).sum(-1) + (rows.q * to_q).sum(-1)) / 2
     return value, _through_softmax(rows.q, to_q / 2)
 
 
-def _tv(rows: _Rows) -> tuple[Tensor, Tensor]:
+def _tv(rows: _LossRows) -> tuple[Tensor, Tensor]:
     below = rows.q * (rows.q < rows.p)  # df/dq is -1 there, else 0
     return 1 - rows.common, (rows.q * below.sum(-1, keepdim=True)).sub_(below)
 
 
-def _nla(rows: _Rows) -> tuple[Tensor, Tensor]:
+def _nla(rows: _LossRows) -> tuple[Tensor, Tensor]:
     _, slope = _tv(rows)
     alpha = rows.common.clamp_min(_TINY)
     return -alpha.log(), slope / alpha[:, None]
 
 
-def _lk(rows: _Rows) -> tuple[Tensor, Tensor]:
+def _lk(rows: _LossRows) -> tuple[Tensor, Tensor]:
     lost, by_tv = _tv(rows)
     divergence, by_kl = _kl(rows)
     weight = torch.exp(-3 * rows.common)  # a constant of the step

@@ -57,7 +57,8 @@ def _by_position(
     head: Student, target: FrozenTarget, batch: HeadBatch, num_places: int, seed: int
 ) -> tuple[Tensor, Tensor]:
     """alpha and equal argmax by place and position of the first guess, each `[K, B * S]`, NaN where there is none."""
-    alphas, matches = [], []
+    alphas: list[Tensor] = []
+    matches: list[Tensor] = []
     with target.autocast():
         logits = target_logits(batch, target.decoder)
         for place in head.places(batch, target.decoder, num_places, seed):

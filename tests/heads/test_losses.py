@@ -71,7 +71,7 @@ def test_acceptance_is_against_the_whole_distribution_of_the_target(vocabulary: 
 def test_bfloat16_logits_get_a_bfloat16_gradient() -> None:
     target, place = example(WHOLE, torch.bfloat16)
     compared = compare(place, lambda rows: target[rows], WHOLE, LossConfig())
-    compared.loss.backward()
+    compared.loss.backward()  # type: ignore[no-untyped-call]
     assert compared.loss.dtype == torch.float32
     assert place.logits.grad is not None
     assert place.logits.grad.dtype == torch.bfloat16
@@ -90,7 +90,7 @@ def test_a_place_without_rows_costs_nothing() -> None:
     target, _ = example(WHOLE)
     empty = Place(0, torch.zeros(0, TOKENS, requires_grad=True), torch.zeros(0, dtype=torch.int64))
     compared = compare(empty, lambda rows: target[rows], WHOLE, LossConfig())
-    compared.loss.backward()
+    compared.loss.backward()  # type: ignore[no-untyped-call]
     assert compared.loss.item() == 0
     assert len(compared.alpha) == 0
 

@@ -46,7 +46,6 @@ KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
     ),
     MixDrafter: lambda drafter: drafter._drawn or any(kept_by(part) for part in drafter.parts),
     MedusaDrafter: lambda drafter: drafter._requests,
-    EagleDrafter: lambda drafter: drafter._known or drafter.cache.tables or drafter.cache.check(),
     BlockDrafter: lambda drafter: drafter._contexts or drafter.cache.tables or drafter.cache.check(),
 }
 

@@ -209,7 +209,7 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, args=(port, str(tmp_path)), nprocs=2)  # type: ignore[no-untyped-call]
+    torch.multiprocessing.spawn(_rank, args=(port, str(tmp_path)), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
     alone = tiny_trainer(tmp_path / "alone", tiny_target(), config=TWICE)
     alone.run()
     first, second = (torch.load(tmp_path / f"weights{rank}.pt") for rank in range(2))

@@ -9,7 +9,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from foretoken.cli.app import app as main_app
 from foretoken.cli.train import app
+from foretoken.config import SamplingParams, SpecConfig
+from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError, InputError, MismatchError
 from foretoken.heads.checkpoint import load_head
 from foretoken.heads.kind import head_kind
@@ -120,4 +123,22 @@ def test_a_draft_model_is_distilled_from_answers(folder: Path, answered: Path, t
         run(*common, *again)
     run(*common, *again, "--on-policy")
     tuned = load_decoder(tmp_path / "on" / "model", dtype="float32")
-    assert not torch.equal(tuned.embedding.weight, draft.embedding.weight)
+    before, after = (dict(model.named_parameters())["embedding.weight"] for model in (draft, tuned))
+    assert not torch.equal(before, after)
+
+
+def test_from_own_prompts_to_generation_and_to_another_engine(folder: Path, answered: Path, tmp_path: Path) -> None:
+    target, head = folder / "target", tmp_path / "run" / "head"
+    run("eagle", "--target", target, "--answers", answered, "--out", tmp_path / "run", *SMALL)
+    params = SamplingParams(max_tokens=10, temperature=0.0)
+    answers_by: list[tuple[int, ...]] = []
+    for spec in (SpecConfig(None), SpecConfig("eagle", head=str(head), num_draft=3)):
+        llm = LLM(target, spec, profile="off")
+        answers_by.append(llm.generate([[5, 6, 7, 8]], params)[0].token_ids)
+        llm.close()
+    assert answers_by[0] == answers_by[1]
+    out = tmp_path / "out"
+    words = ["export", "--to", "sglang", "--target", str(target), "--head", str(head), "--out", str(out)]
+    result = CliRunner().invoke(main_app, words)
+    assert result.exit_code == 0, result.output
+    assert (out / "config.json").exists()
