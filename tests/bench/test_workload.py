@@ -94,9 +94,9 @@ def test_edit_asks_for_a_rename_of_code_that_is_given(prompts):
 
 
 def test_json_prompt_and_continuation_make_one_document(prompts):
-    for prompt in prompts:
-        if prompt.slice == "json":
-            json.loads((prompt.text + prompt.continuation).partition("\n")[2])
+    texts = [prompt.text + prompt.continuation for prompt in prompts if prompt.slice == "json"]
+    assert texts
+    assert all(isinstance(json.loads(text.partition("\n")[2]), dict | list) for text in texts)
 
 
 def test_a_given_corpus_is_used_and_its_tests_are_left_out():
