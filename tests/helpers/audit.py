@@ -45,6 +45,7 @@ KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
         or (drafter.lookup is not None and kept_by(drafter.lookup))
     ),
     MixDrafter: lambda drafter: drafter._drawn or any(kept_by(part) for part in drafter.parts),
+    EagleDrafter: lambda drafter: drafter._known or drafter.cache.tables or drafter.cache.check(),
     MedusaDrafter: lambda drafter: drafter._requests,
     BlockDrafter: lambda drafter: drafter._contexts or drafter.cache.tables or drafter.cache.check(),
 }
