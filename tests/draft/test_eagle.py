@@ -91,7 +91,6 @@ def engine_of(
 ) -> tuple[Engine, CheckedEagle, SpecConfig]:
     target = PagedModel(decoder, num_slots, BLOCK)
     drafter = EagleDrafter(CachedEagle(head, target))
-    drafter.head = head  # type: ignore[attr-defined]  # where `CheckedHead` looks for it
     checked, spec = CheckedEagle(drafter, decoder), SpecConfig("eagle", num_draft=5, **options)
     checked.has_little_room = num_slots < 1000
     group = DrafterGroup(target)

@@ -246,11 +246,11 @@ def test_a_drafter_cannot_hide_a_model(llm: LLM, pair: SimpleNamespace) -> None:
         llm._loader.factory.make(SpecConfig("hiding"))
 
 
-def test_a_mix_refuses_a_part_that_reads_hidden_states(llm: LLM) -> None:
-    """The part would draft without them."""
+def test_a_mix_refuses_a_part_that_reads_hidden_states_and_cannot_share_them(llm: LLM) -> None:
+    """Requests of the mix would adopt no prefix."""
     add_drafter("head", lambda factory, spec: RecordingHead(NgramDrafter(), [1]))
     assert llm._loader.factory.make(SpecConfig("head")).name == "ngram"
-    with pytest.raises(ConfigError, match="parts='ngram': reads the target's hidden states"):
+    with pytest.raises(ConfigError, match="parts='ngram': reads hidden states without sharing them"):
         llm._loader.factory.make(SpecConfig("mix", parts=("ngram", "head")))
 
 

@@ -109,7 +109,7 @@ def test_stop_in_every_form(stop: Any) -> None:
             {"drafter": "oracle"},
             (
                 "drafter='oracle': choose one of draft_model, ngram, suffix, recycling, predicted, "
-                "early_exit, lookahead, cascade, mix, auto, or none"
+                "early_exit, eagle, medusa, block, lookahead, cascade, mix, auto, or none"
             ),
         ),
         ({"rule": "lucky"}, "rule='lucky': choose one of auto, greedy, rejection"),
@@ -160,7 +160,7 @@ def test_stop_in_every_form(stop: Any) -> None:
         ),
         (
             {"drafter": "suffix", "draft_top_k": 2},
-            r"draft_top_k=2: needs a drafter that samples from a distribution \(draft_model, early_exit\)",
+            r"draft_top_k=2: needs a drafter that samples from a distribution \(draft_model, early_exit, eagle, medusa, block\)",
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
