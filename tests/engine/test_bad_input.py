@@ -160,7 +160,8 @@ def test_stop_in_every_form(stop: Any) -> None:
         ),
         (
             {"drafter": "suffix", "draft_top_k": 2},
-            r"draft_top_k=2: needs a drafter that samples from a distribution \(draft_model, early_exit, eagle, medusa, block\)",
+            r"draft_top_k=2: needs a drafter that samples from a distribution \(draft_model, early_exit, eagle, medusa, "
+            r"block\)",
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
