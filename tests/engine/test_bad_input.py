@@ -160,8 +160,7 @@ def test_stop_in_every_form(stop: Any) -> None:
         ),
         (
             {"drafter": "suffix", "draft_top_k": 2},
-            r"draft_top_k=2: needs a drafter that samples from a distribution \(draft_model, early_exit, eagle, medusa, "
-            r"block\)",
+            r"draft_top_k=2: needs a drafter that samples from a distribution \(draft_model, early_exit, eagle, medusa",
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
