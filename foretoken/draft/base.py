@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -239,6 +240,9 @@ class Factory(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The target's tokenizer."""
+
+    def between_steps(self) -> AbstractContextManager[object]:
+        """While it is entered no step runs: drafters are made while the target serves, and its memory has one user."""
 
     def make(self, spec: SpecConfig) -> Drafter:
         """A drafter for another configuration, such as a part."""

@@ -37,7 +37,8 @@ def open_head(factory: Factory, spec: SpecConfig, kind: str) -> tuple[Head, Shar
     width, dtype = _embedding_of(target, spec.head)
     config = native_config(factory.folder) or _described(target, width)
     head = load_head(folder, config, dtype, target.device, factory.folder).requires_grad_(False)
-    probe_at_load(head, target)
+    with factory.between_steps():
+        probe_at_load(head, target)
     for module in head.modules():
         if isinstance(module, Linear):
             module.pack()

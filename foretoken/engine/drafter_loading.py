@@ -29,6 +29,7 @@ class DrafterLoader:
         on_load: Callable[[SpecConfig, Sequence[LanguageModel]], object],
     ) -> None:
         self.factory, self._group, self._turns = factory, group, turns
+        factory.between_steps = lambda: turns.lock
         self._check_open, self._on_load = check_open, on_load
         self._loading = threading.Lock()  # one drafter at a time: two threads may want the same one
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakSet
@@ -36,6 +37,7 @@ class DrafterFactory:
 
     def __init__(self, folder: Path, target: LanguageModel, tokenizer: Tokenizer | None, options: ModelOptions) -> None:
         self.folder, self.target, self.tokenizer, self.options = folder, target, tokenizer, options
+        self.between_steps: Callable[[], AbstractContextManager[object]] = nullcontext  # see `base.Factory`
         self._drafts: dict[tuple[Hashable, ...], WeakSet[OpenModel]] = {}  # those in use, by what their weights are
         self._num_opened = 0  # calls of `open_draft`
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,10 +23,12 @@ from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.engine.engine import Engine
 from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.engine.startup.start_profile import measure_start, model_drafters
+from foretoken.heads.base import Head
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_cache import CachedEagle
 from foretoken.model.attention.packed import PackedAttention
 from foretoken.model.decoder import Decoder
+from foretoken.model.interface import SharesWeights
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from tests.draft.test_trained_heads import BLOCK, GREEDY, PROMPTS, CheckedReleasing, fresh_states, run
@@ -226,3 +229,19 @@ def test_what_cannot_be_opened_is_named(pair: SimpleNamespace, tmp_path_factory:
             llm.prepare(SpecConfig("eagle", head=str(medusa)))
     with pytest.raises(ConfigError, match="only drafter='eagle' takes it"):
         SpecConfig("ngram", head="x")
+
+
+def test_a_head_is_tried_while_no_step_runs(
+    pair: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial runs the target: a head may be loaded while other requests are answered."""
+    head, held = tiny_head(tmp_path / "head", pair.target, "eagle"), []
+    with LLM(pair.target, dtype="float32") as llm:
+
+        def probe(head: Head, target: SharesWeights) -> None:
+            assert target is llm.target
+            held.append(llm._turns.lock._is_owned())  # type: ignore[attr-defined]
+
+        monkeypatch.setattr("foretoken.draft.open_head.probe_at_load", probe)
+        llm.prepare(SpecConfig("eagle", head=str(head)))
+    assert held == [True]
