@@ -1,16 +1,15 @@
 """A block drafter: one pass of a small network over the target's hidden states guesses the whole draft (`heads.block`).
 
-The states of committed positions are kept as they come and are read when something is drafted: a request that is not
-drafted for costs next to nothing. Keys and values of the text before the anchor stay in a cache of the drafter's own,
-those of the block are forgotten each round. They can be made again from what is kept, so that a request that needs room
-takes it from one that has not drafted for longest. From the guesses of all places a chain is drawn from left to right,
-or a tree grown, each with the head's correction by the token before (`by_place`).
+The states of committed positions are kept as they come (`head_states`) and are read when something is drafted. Keys and
+values of the text before the anchor stay in a cache of the drafter's own, those of the block are forgotten each round.
+From the guesses of all places a chain is drawn from left to right, or a tree grown, each with the head's correction by
+the token before (`by_place`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -21,30 +20,13 @@ from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
 from foretoken.draft.base import Factory, Feedback, HiddenRows, product_of
 from foretoken.draft.by_place import propose_by_place
 from foretoken.draft.chain import PROBABILITIES
+from foretoken.draft.head_states import USUAL_TOKENS, HeadStates
 from foretoken.draft.open_head import open_head
-from foretoken.draft.stored_rows import StoredRows
 from foretoken.heads.block import BlockHead
 from foretoken.heads.block_attention import CachedAttention
 from foretoken.model.interface import LanguageModel, SharesWeights
-from foretoken.model.paged_cache import PagedCache
+from foretoken.model.paged_cache import PagedCache, cache_beside
 from foretoken.transfer import to_device, to_host
-
-_MOST_UNREAD = 64  # deliveries of states that a request not drafted for keeps as they came
-_USUAL_TOKENS = 8  # rows of committed text that any round may bring; more of them count as reading
-
-
-@dataclass
-class _Context:
-    """What is kept of a request: `fused` features of its first positions, and states read since, not yet fused."""
-
-    fused: StoredRows = field(default_factory=StoredRows)
-    unread: list[HiddenRows] = field(default_factory=list)
-    used: int = 0  # round in which it last drafted
-
-    @property
-    def num_rows(self) -> int:
-        """Positions whose states are known."""
-        return self.unread[-1].stop if self.unread else len(self.fused)
 
 
 @dataclass(frozen=True)
@@ -75,11 +57,8 @@ class BlockDrafter:
 
     def __init__(self, head: BlockHead, target: SharesWeights, cache: PagedCache | None = None) -> None:
         self.head, self.target = head, target
-        self.cache = cache or PagedCache(
-            head.config.layer, head.norm.weight.dtype, target.device, target.capacity_tokens, target.footprint_tokens(1)
-        )
-        self._contexts: dict[int, _Context] = {}
-        self._round = 0
+        self.cache = cache or cache_beside(target, head.config.layer, head.norm.weight.dtype)
+        self._states = HeadStates(self.cache, self.hidden_layers(), head.features)
         self.num_read_tokens = 0  # see `base.Reads`
 
     @classmethod
@@ -113,29 +92,21 @@ class BlockDrafter:
 
     def start(self, request: Request) -> None:
         """Keep room for the states of a request."""
-        self._contexts[request.request_id] = _Context()
-        self.cache.open(request.request_id)
+        self._states.start(request.request_id)
 
     def read_hidden(self, rows: Sequence[HiddenRows]) -> None:
         """See `base.HiddenStateReader`."""
         for one in rows:
-            own = self._contexts[one.request_id]
-            assert one.start == own.num_rows, "a position is missing, or comes twice"
-            own.unread.append(one)
-            if len(own.unread) >= _MOST_UNREAD:
-                self._fuse([one.request_id])
+            self._states.add(one)
 
     def propose(self, batch: Batch) -> Draft:
         """Guess up to `num_draft` tokens per request in one pass; none where the cache has no room, or the states of
         the text are not complete.
         """
         entries = batch.decoding
-        self._round += 1
         self.num_read_tokens = 0
         most = [self._most(entry) for entry in entries]
-        for b, entry in enumerate(entries):
-            if most[b]:
-                self._contexts[entry.request.request_id].used = self._round
+        self._states.begin_round(entry.request.request_id for b, entry in enumerate(entries) if most[b])
         most = [most[b] if self._make_room(entry, most[b]) else 0 for b, entry in enumerate(entries)]
         guesses = self._guess(entries, most)
         return propose_by_place(self.name, self.cache.device, entries, most, guesses)
@@ -148,8 +119,7 @@ class BlockDrafter:
 
     def release(self, request_id: int) -> None:
         """See `base.Releases`: the states come again."""
-        self.cache.rollback(request_id, 0)
-        self._contexts[request_id] = _Context()
+        self._states.release(request_id)
 
     @property
     def fixed_weights(self) -> tuple[str, ...]:
@@ -158,26 +128,19 @@ class BlockDrafter:
 
     def drop_computed(self) -> None:
         """See `base.AdaptableDrafter`: keys and values are made again from the features."""
-        for sequence in self._contexts:
-            self.cache.rollback(sequence, 0)
+        self._states.drop_computed()
 
     def finish(self, request_id: int) -> None:
         """Forget a request."""
-        del self._contexts[request_id]
-        self.cache.close(request_id)
+        self._states.finish(request_id)
 
-    @torch.inference_mode()
     def export_states(self, request_id: int, start: int, stop: int) -> object:
-        """See `base.PrefixStates`: fused features [stop - start, D], each of its own position alone."""
-        self._fuse([request_id])
-        return self._contexts[request_id].fused.between(start, stop).clone()
+        """See `base.PrefixStates`: features [stop - start, D], each of its own position alone."""
+        return self._states.exported(request_id, start, stop)
 
-    @torch.inference_mode()
     def adopt_states(self, request_id: int, blocks: Sequence[object]) -> None:
         """See `base.PrefixStates`."""
-        for block in blocks:
-            assert isinstance(block, Tensor)
-            self._contexts[request_id].fused.append(block)
+        self._states.adopt(request_id, blocks)
 
     def _num_slots(self, num_places: int) -> int:
         """Slots of a block of which `num_places` guess."""
@@ -187,7 +150,7 @@ class BlockDrafter:
     def _most(self, entry: BatchEntry) -> int:
         """How deep a draft may be for one request."""
         anchor = entry.round_start - 1
-        if self._contexts[entry.request.request_id].num_rows != anchor:
+        if self._states.requests[entry.request.request_id].num_rows != anchor:
             return 0  # rows that this step reads come between what is known and the anchor
         config = self.head.config
         most = min(entry.num_draft, config.num_places)
@@ -196,33 +159,10 @@ class BlockDrafter:
         return most
 
     def _make_room(self, entry: BatchEntry, most: int) -> bool:
-        """Room for the context's new rows and the block, with what requests hold that do not draft now if need be."""
+        """Room for the context's new rows and the block."""
         sequence = entry.request.request_id
-        if not most:
-            return False
-        num_rows = entry.round_start - 1 - self.cache.length(sequence) + self._num_slots(most)
-        if self.cache.reserve(sequence, num_rows):
-            return True
-        idle = [one for one, own in self._contexts.items() if own.used < self._round and self.cache.length(one)]
-        for one in sorted(idle, key=lambda one: self._contexts[one].used):
-            self.cache.rollback(one, 0)  # made again from its features when it drafts
-            if self.cache.reserve(sequence, num_rows):
-                return True
-        return False
-
-    @torch.inference_mode()
-    def _fuse(self, requests: Sequence[int]) -> None:
-        """Make features of all states that `requests` have read, in one call."""
-        unread = [(self._contexts[one], rows) for one in requests for rows in self._contexts[one].unread]
-        if not unread:
-            return
-        layers = self.head.hidden_layers()
-        states = {layer: torch.cat([rows.states[layer] for _, rows in unread]) for layer in layers}
-        pieces = self.head.features(states).split_with_sizes([len(rows.tokens) for _, rows in unread])
-        for (own, _), piece in zip(unread, pieces, strict=True):
-            own.fused.append(piece)
-        for one in requests:
-            self._contexts[one].unread.clear()
+        missing = entry.round_start - 1 - self.cache.length(sequence)
+        return most > 0 and self._states.make_room(sequence, missing + self._num_slots(most))
 
     @torch.inference_mode()
     def _guess(self, entries: Sequence[BatchEntry], most: Sequence[int]) -> _BlockGuesses:
@@ -232,11 +172,11 @@ class BlockDrafter:
         if not drafting:
             return _BlockGuesses(head, torch.empty(0), {}, ())
         sequences = [entries[b].request.request_id for b in drafting]
-        self._fuse(sequences)
-        fused = [self._contexts[one].fused for one in sequences]
+        self._states.make_features(sequences)
+        fused = [self._states.features(one) for one in sequences]
         held = [cache.length(one) for one in sequences]
         num_new = [len(own) - length for own, length in zip(fused, held, strict=True)]
-        self.num_read_tokens = sum(num for num in num_new if num > _USUAL_TOKENS)
+        self.num_read_tokens = sum(num for num in num_new if num > USUAL_TOKENS)
         num_slots = [self._num_slots(most[b]) for b in drafting]
         tokens: list[int] = []
         wanted: list[int] = []  # slots that guess

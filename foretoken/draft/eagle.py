@@ -1,16 +1,14 @@
 """An EAGLE head guesses token by token from the target's hidden states (EAGLE-1, Li et al. 2401.15077; EAGLE-3, Li et
 al. 2503.01840), as a chain or, as EAGLE-2 does (Li et al. 2406.16858), as a tree that grows where it is surest.
 
-Hidden states of committed positions are kept as they come, and read when something is drafted: a request that is not
-drafted for costs next to nothing. The head's keys and values of the text stay in a cache of its own and can be made
-again from what is kept, so that a request that needs room takes it from one that has not drafted for longest. Those of
-guesses are forgotten each round: accepted tokens come back as the target's own states.
+Hidden states of committed positions are kept as they come (`head_states`), and read when something is drafted. The
+head's keys and values of the text stay in a cache of its own; those of guesses are forgotten each round, as accepted
+tokens come back as the target's own states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -22,31 +20,14 @@ from foretoken.draft import branches, chain
 from foretoken.draft.base import Factory, Feedback, HiddenRows, product_of
 from foretoken.draft.branches import Growth
 from foretoken.draft.chain import PROBABILITIES, Chain
+from foretoken.draft.head_states import USUAL_TOKENS, HeadStates
 from foretoken.draft.open_head import open_head
-from foretoken.draft.stored_rows import StoredRows
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_cache import CachedEagle, EagleGuess
 from foretoken.model.interface import LanguageModel, Segment, SharesWeights
 from foretoken.transfer import to_device
 
-_USUAL_TOKENS = 8  # rows of committed text that any round may bring; more of them count as reading
-_MOST_UNREAD = 64  # deliveries of states that a request not drafted for keeps as they came
 _PIECE_TOKENS = 512  # rows of a long backlog that one pass takes
-
-
-@dataclass
-class _Known:
-    """What is known of a request: its text, the `features` of its first positions, and states read since."""
-
-    text: list[int]
-    features: StoredRows = field(default_factory=StoredRows)
-    unread: list[HiddenRows] = field(default_factory=list)
-    used: int = 0  # round in which it last drafted
-
-    @property
-    def num_rows(self) -> int:
-        """Positions whose states are known."""
-        return self.unread[-1].stop if self.unread else len(self.features)
 
 
 class EagleDrafter:
@@ -57,8 +38,8 @@ class EagleDrafter:
 
     def __init__(self, runner: CachedEagle) -> None:
         self.runner, self.cache = runner, runner.cache
-        self._known: dict[int, _Known] = {}
-        self._round = 0
+        self._states = HeadStates(self.cache, self.hidden_layers(), runner.features)
+        self._texts: dict[int, list[int]] = {}
         self.num_read_tokens = 0  # see `base.Reads`
 
     @classmethod
@@ -91,32 +72,26 @@ class EagleDrafter:
         return self.runner.head.hidden_layers()
 
     def start(self, request: Request) -> None:
-        """Keep room for what will be known of a request."""
-        self._known[request.request_id] = _Known(list(request.prompt_ids))
-        self.cache.open(request.request_id)
+        """Keep the prompt: a row pairs a state with the token behind it."""
+        self._texts[request.request_id] = list(request.prompt_ids)
+        self._states.start(request.request_id)
 
     def read_hidden(self, rows: Sequence[HiddenRows]) -> None:
         """See `base.HiddenStateReader`: states, and with them the text as far as the token behind them."""
         for one in rows:
-            own = self._known[one.request_id]
-            assert one.start == own.num_rows, "a position is missing, or comes twice"
-            own.unread.append(one)
-            own.text[one.start :] = [*one.tokens, one.next_token, *own.text[one.stop + 1 :]]
-            if len(own.unread) >= _MOST_UNREAD:
-                self._make_features([one.request_id])
+            self._states.add(one)
+            text = self._texts[one.request_id]
+            text[one.start :] = [*one.tokens, one.next_token, *text[one.stop + 1 :]]
 
     def propose(self, batch: Batch) -> Draft:
         """Guess up to `num_draft` tokens per request, all requests together; none where the cache has no room, or the
         states of the text are not complete.
         """
         entries = batch.decoding
-        self._round += 1
         self.num_read_tokens = 0
-        for entry in entries:
-            if entry.num_draft:
-                self._known[entry.request.request_id].used = self._round
+        self._states.begin_round(entry.request.request_id for entry in entries if entry.num_draft)
         most = [self._room(entry) for entry in entries]
-        self._make_features([entry.request.request_id for b, entry in enumerate(entries) if most[b]])
+        self._states.make_features([entry.request.request_id for b, entry in enumerate(entries) if most[b]])
         with_tree = [b for b, entry in enumerate(entries) if entry.takes_trees and entry.request.spec.tree != "chain"]
         others = [b for b in range(len(entries)) if b not in with_tree]
         chains = self._propose_chains([Chain(entries[b], most[b]) for b in others])
@@ -133,9 +108,7 @@ class EagleDrafter:
 
     def release(self, request_id: int) -> None:
         """See `base.Releases`: the states come again."""
-        self.cache.rollback(request_id, 0)
-        own = self._known[request_id]
-        own.features, own.unread = StoredRows(), []
+        self._states.release(request_id)
 
     @property
     def head(self) -> EagleHead:
@@ -149,24 +122,20 @@ class EagleDrafter:
 
     def drop_computed(self) -> None:
         """See `base.AdaptableDrafter`: keys and values are made again from the features."""
-        for sequence in self._known:
-            self.cache.rollback(sequence, 0)
+        self._states.drop_computed()
 
     def finish(self, request_id: int) -> None:
         """Forget a request."""
-        del self._known[request_id]
-        self.cache.close(request_id)
+        self._states.finish(request_id)
+        del self._texts[request_id]
 
     def export_states(self, request_id: int, start: int, stop: int) -> object:
         """See `base.PrefixStates`: features [stop - start, D], each of its own position alone."""
-        self._make_features([request_id])
-        return self._known[request_id].features.between(start, stop).clone()
+        return self._states.exported(request_id, start, stop)
 
     def adopt_states(self, request_id: int, blocks: Sequence[object]) -> None:
         """See `base.PrefixStates`."""
-        for block in blocks:
-            assert isinstance(block, Tensor)
-            self._known[request_id].features.append(block)
+        self._states.adopt(request_id, blocks)
 
     def _propose_chains(self, chains: list[Chain]) -> Draft:
         growing, feedback = [one for one in chains if one.grows], torch.empty(0)
@@ -219,53 +188,31 @@ class EagleDrafter:
         features: list[Tensor] = []
         segments: list[Segment] = []
         for sequence in sequences:
-            own = self._known[sequence]
-            stop = len(own.features)
+            text, stored = self._texts[sequence], self._states.features(sequence)
+            stop = len(stored)
             num_missing = stop - self.cache.length(sequence)
-            self.num_read_tokens += num_missing if num_missing > _USUAL_TOKENS else 0
+            self.num_read_tokens += num_missing if num_missing > USUAL_TOKENS else 0
             if not num_missing:
                 self.cache.rollback(sequence, stop - 1)
             while stop - (start := self.cache.length(sequence)) > _PIECE_TOKENS:
                 piece = slice(start, start + _PIECE_TOKENS)
-                ids = to_device(own.text[piece.start + 1 : piece.stop + 1], self.cache.device)
-                rows = own.features.between(piece.start, piece.stop)
+                ids = to_device(text[piece.start + 1 : piece.stop + 1], self.cache.device)
+                rows = stored.between(piece.start, piece.stop)
                 self.runner.run(ids, rows, [Segment(sequence, _PIECE_TOKENS, (), 0)])
-            tokens += own.text[start + 1 : stop + 1]
-            features.append(own.features.between(start, stop))
+            tokens += text[start + 1 : stop + 1]
+            features.append(stored.between(start, stop))
             segments.append(Segment(sequence, stop - start))
         return self.runner.run(to_device(tokens, self.cache.device), torch.cat(features), segments)
-
-    def _make_features(self, sequences: Sequence[int]) -> None:
-        """Make features of all states that some requests have read, in one call."""
-        unread = [(self._known[one], rows) for one in sequences for rows in self._known[one].unread]
-        if not unread:
-            return
-        states = {layer: torch.cat([rows.states[layer] for _, rows in unread]) for layer in self.hidden_layers()}
-        pieces = self.runner.features(states).split_with_sizes([len(rows.tokens) for _, rows in unread])
-        for (own, _), piece in zip(unread, pieces, strict=True):
-            own.features.append(piece)
-        for one in sequences:
-            self._known[one].unread.clear()
 
     def _room(self, entry: BatchEntry) -> int:
         """How many tokens can follow one another in a draft for `entry`, within the head's context and cache."""
         sequence, num_rows = _sequence(entry), entry.round_start - 1
-        if not entry.num_draft or not num_rows or self._known[sequence].num_rows != num_rows:
+        if not entry.num_draft or not num_rows or self._states.requests[sequence].num_rows != num_rows:
             return 0  # rows that this step reads come between what is known and the last token
         # The last token of a draft is not run.
         most = min(entry.num_draft, self.runner.head.config.layer.max_context_tokens - num_rows + 1)
-        return most if most > 0 and self._make_room(sequence, num_rows + most - 1) else 0
-
-    def _make_room(self, sequence: int, num_rows: int) -> bool:
-        """Room for so many rows in all, with what requests hold that do not draft in this round if need be."""
-        if self.cache.reserve(sequence, num_rows - self.cache.length(sequence)):
-            return True
-        idle = [one for one, own in self._known.items() if own.used < self._round and self.cache.length(one)]
-        for one in sorted(idle, key=lambda one: self._known[one].used):
-            self.cache.rollback(one, 0)
-            if self.cache.reserve(sequence, num_rows - self.cache.length(sequence)):
-                return True
-        return False
+        missing = num_rows - self.cache.length(sequence)
+        return most if most > 0 and self._states.make_room(sequence, missing + most - 1) else 0
 
     def _has_room(self, growth: Growth) -> bool:
         """Whether the cache has room for a tree's next level."""

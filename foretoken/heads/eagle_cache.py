@@ -7,7 +7,7 @@ are accepted).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretoken.heads.eagle import EagleHead
 from foretoken.model.interface import Segment, SharesWeights
-from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE, PagedCache
+from foretoken.model.paged_cache import PagedCache, cache_beside
 from foretoken.transfer import to_device
 
 
@@ -33,14 +33,10 @@ class CachedEagle:
     def __init__(self, head: EagleHead, target: SharesWeights, cache: PagedCache | None = None) -> None:
         self.head, self.target = head, target
         self.vocabulary = head.vocabulary.to(target.device)
-        # A target that rounds nothing has no blocks of its own.
-        block = max(target.footprint_tokens(1), min(DEFAULT_BLOCK_SIZE, target.capacity_tokens))
-        self.cache = cache or PagedCache(
-            head.config.layer, head.norm_dtype, target.device, target.capacity_tokens, block
-        )
+        self.cache = cache or cache_beside(target, head.config.layer, head.norm_dtype)
 
     @torch.inference_mode()
-    def features(self, states: dict[int, Tensor]) -> Tensor:
+    def features(self, states: Mapping[int, Tensor]) -> Tensor:
         """What is kept of the target's states, by layer [n, D]: [n, D]."""
         return self.head.features(states, self.target)
 

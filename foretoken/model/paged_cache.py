@@ -19,7 +19,7 @@ from foretoken.kv.prefix import PrefixStats
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.attention.batched import BatchedAttention
 from foretoken.model.attention.paged import KeySlots, PagedAttention, Reader, row_positions
-from foretoken.model.interface import Segment
+from foretoken.model.interface import LanguageModel, Segment
 
 DEFAULT_BLOCK_SIZE = 32
 
@@ -196,3 +196,13 @@ class PagedCache:
     def check(self) -> None:
         """Assert that every block is free or held by an open sequence, and nothing is kept of others."""
         self.allocator.check(list(self.tables.values()))
+
+
+def cache_beside(target: LanguageModel, shape: ModelConfig, dtype: torch.dtype) -> PagedCache:
+    """A cache for layers of `shape` that work beside `target`: as many tokens as the target holds, in blocks as large
+    as its own, or the usual ones beside a target that rounds nothing.
+    """
+    block_size = target.footprint_tokens(1)
+    if block_size == 1:
+        block_size = min(DEFAULT_BLOCK_SIZE, target.capacity_tokens)
+    return PagedCache(shape, dtype, target.device, target.capacity_tokens, block_size)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretoken import LLM, ConfigError, SamplingParams, SpecConfig
 from foretoken.core import Batch, Draft
-from foretoken.draft import eagle
+from foretoken.draft import eagle, head_states
 from foretoken.draft.eagle import EagleDrafter
 from foretoken.draft.group import DrafterGroup, drafter_key
 from foretoken.engine.engine import Engine
@@ -129,7 +129,7 @@ def test_long_texts_in_pieces_and_states_of_rounds_without_a_draft(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eagle, "_PIECE_TOKENS", 7)
-    monkeypatch.setattr(eagle, "_MOST_UNREAD", 3)
+    monkeypatch.setattr(head_states, "_MOST_UNREAD", 3)
     engine, checked, spec = engine_of(decoder, eagle_head(decoder.config).double(), 4096, 16)
     auto = [replace(spec, num_draft=n) for n in (0, 2, 2)]
     states = run(engine, [token_ids(n, seed=n) for n in (50, 51, 64)], auto)
@@ -142,7 +142,7 @@ def test_the_heads_cache_gives_way(decoder: Decoder) -> None:
     engine, checked, spec = engine_of(decoder, eagle_head(decoder.config).double(), 4096)
     inner, held = checked.inner, []
     small = CachedEagle(inner.head, PagedModel(decoder, 40, BLOCK)).cache
-    inner.runner.cache = inner.cache = small
+    inner.runner.cache = inner.cache = inner._states.cache = small
     propose = inner.propose
 
     def in_turns(batch: Batch) -> Draft:
@@ -178,7 +178,7 @@ def test_costs_are_measured_without_a_trace(pair: SimpleNamespace) -> None:
     guesses = dict(profile.drafters["eagle"].guesses.points)
     assert set(guesses) == {1, 2, 4, 8}
     assert guesses[8] > guesses[1]  # it really guessed
-    assert not drafter._known
+    assert not drafter._texts
     assert drafter.cache.num_free_tokens() == drafter.cache.capacity_tokens
     drafter.cache.check()
 

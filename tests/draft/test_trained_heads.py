@@ -192,7 +192,7 @@ def test_rounds_without_a_draft_are_read_later(decoder: Decoder, name: str) -> N
     for step in range(8):
         engine.step()
         if isinstance(checked.inner, BlockDrafter) and step:
-            own = checked.inner._contexts[request]
+            own = checked.inner._states.requests[request]
             assert own.num_rows == len(state.tokens) - 1
     engine.abort(request)
 
@@ -224,7 +224,8 @@ def test_a_request_takes_room_from_one_that_does_not_draft(decoder: Decoder) -> 
     """A cache of the drafter's own that is too small for both: what gives way is made again from the features."""
     drafter = head_drafter(random_head("block", decoder.config), PagedModel(decoder, 4096, BLOCK))
     assert isinstance(drafter, BlockDrafter)
-    drafter.cache = PagedCache(drafter.head.config.layer, torch.float32, torch.device("cpu"), 64, BLOCK)
+    small = PagedCache(drafter.head.config.layer, torch.float32, torch.device("cpu"), 64, BLOCK)
+    drafter.cache = drafter._states.cache = small
     spec, texts = SpecConfig("block", num_draft=3), (token_ids(40, seed=1), token_ids(45, seed=2))
     entries = []
     for number, text in enumerate(texts):

@@ -45,15 +45,22 @@ KEPT_BY_DRAFTER: dict[type, Callable[[Any], object]] = {
         or (drafter.lookup is not None and kept_by(drafter.lookup))
     ),
     MixDrafter: lambda drafter: drafter._drawn or any(kept_by(part) for part in drafter.parts),
-    EagleDrafter: lambda drafter: drafter._known or drafter.cache.tables or drafter.cache.check(),
+    EagleDrafter: lambda drafter: (
+        drafter._texts or drafter._states.requests or drafter.cache.tables or drafter.cache.check()
+    ),
     MedusaDrafter: lambda drafter: drafter._requests,
-    BlockDrafter: lambda drafter: drafter._contexts or drafter.cache.tables or drafter.cache.check(),
+    BlockDrafter: lambda drafter: kept_states(drafter),
 }
 
 
 def kept_by(drafter: Any) -> object:
     """What a drafter still keeps, by request."""
     return KEPT_BY_DRAFTER[type(drafter)](drafter)
+
+
+def kept_states(drafter: EagleDrafter | BlockDrafter) -> object:
+    """What a head with a cache still keeps, by request."""
+    return drafter._states.requests or drafter.cache.tables or drafter.cache.check()  # type: ignore[func-returns-value]
 
 
 def kept_in(cache: OwnCache) -> object:

@@ -299,17 +299,17 @@ def check_block_state(
     drafter: BlockDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
 ) -> None:
     """States of the whole text before the anchor; the cache holds some of them, and no slot."""
-    own = drafter._contexts[sequence]
+    own = drafter._states.requests[sequence]
     assert own.num_rows in (0, len(text) - 1)
-    assert drafter.cache.length(sequence) <= len(own.fused) <= own.num_rows
+    assert drafter.cache.length(sequence) <= len(own.features) <= own.num_rows
 
 
 def check_eagle_state(
     drafter: EagleDrafter, sequence: int, text: list[int], num_drafted: int, num_accepted: int
 ) -> None:
     """The text; states of all of it before the anchor; the cache holds rows of some of them, and no guess."""
-    own = drafter._known[sequence]
-    assert own.text[: len(text)] == text
+    own = drafter._states.requests[sequence]
+    assert drafter._texts[sequence][: len(text)] == text
     assert own.num_rows in (0, len(text) - 1)
     assert drafter.cache.length(sequence) <= len(own.features) <= own.num_rows
 
