@@ -48,6 +48,7 @@ class LearnerThread:
 
     def _run(self) -> None:
         torch.set_num_threads(1)
+        torch.get_num_threads()  # a thread takes over the number of new threads when it first asks: not the next one
         self._started.set()
         if sys.platform == "linux":  # elsewhere a priority is that of the whole process
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

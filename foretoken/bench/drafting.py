@@ -12,7 +12,7 @@ from typing import Any
 from foretoken.config import SpecConfig, check_option
 from foretoken.errors import ConfigError
 from foretoken.field_text import parse_field
-from foretoken.registry import FrozenOptions, known_drafters, options_class, traits_of
+from foretoken.registry import HEADS, FrozenOptions, known_drafters, options_class, traits_of
 
 EVERY = "all"
 # Every drafter at each of these numbers of draft tokens, and the trees of a draft model: what is called the best fixed
@@ -126,7 +126,8 @@ class DrafterChoice:
 
 def parse_drafters(texts: Sequence[str]) -> tuple[DrafterChoice, ...]:
     """The drafters that `texts` name; `all` stands for every registered drafter that is not named without options,
-    `sweep` for each with every fixed number of draft tokens (`swept_drafters`).
+    `sweep` for each with every fixed number of draft tokens (`swept_drafters`). A trained head has to be named with its
+    folder.
 
     Raises:
         ConfigError: an unknown drafter or option, or a value of the wrong kind.
@@ -136,14 +137,19 @@ def parse_drafters(texts: Sequence[str]) -> tuple[DrafterChoice, ...]:
         named += swept_drafters()
     if EVERY not in texts:
         return tuple(dict.fromkeys(named))
-    others = [DrafterChoice(name, required=False) for name in known_drafters() if DrafterChoice(name) not in named]
+    others = [DrafterChoice(name, required=False) for name in _without_files() if DrafterChoice(name) not in named]
     return (*dict.fromkeys(named), *others)
+
+
+def _without_files() -> list[str]:
+    """Drafters that need no trained head."""
+    return [name for name in known_drafters() if name not in HEADS]
 
 
 def swept_drafters() -> tuple[DrafterChoice, ...]:
     """Every registered drafter but `auto` at each of `SWEEP_NUM_DRAFTS`, a draft model also with trees."""
     kinds: list[tuple[str, tuple[tuple[str, Any], ...]]] = [
-        (name, ()) for name in known_drafters() if name != AUTO_DRAFTER
+        (name, ()) for name in _without_files() if name != AUTO_DRAFTER
     ]
     kinds += [("draft_model", (("tree", tree),)) for tree in _SWEPT_TREES]
     return tuple(
@@ -174,6 +180,8 @@ def _parse(text: str) -> DrafterChoice:
         found[field] = parse_field(SpecConfig, field, value, _LIST_SEPARATOR)
     if own:
         found["options"] = FrozenOptions(own)
+    if name in HEADS and "head" not in found:
+        raise ConfigError("drafters", text, f"needs the folder or hub id of a trained head: {name}:head=DIR")
     choice = DrafterChoice(name, tuple(found.items()))
     choice.check()
     return choice

@@ -140,7 +140,7 @@ class BudgetPolicy:
         self._num_users: dict[Hashable, int] = {}  # requests that may use a drafter in this round
         self._mode: Mode = "decide"
         self._is_overdrawn = False  # why this round is plain, if it is
-        self._weighed: tuple[Sequence[RequestOptions], Sequence[Demand]] = ((), ())  # when budgets were last decided
+        self._weighed: list[tuple[RequestOptions, Demand]] = []  # when budgets were last decided, of live requests
         self._repeats_left = 0
         self._slack_s = 0.0  # by which decoding is ahead of plain decoding, with what it may fall behind
         self._joined = 0.0  # share of this round's requests that are new
@@ -257,7 +257,7 @@ class BudgetPolicy:
         """See `Policy.why_none`."""
         if self._mode == "plain":
             return "k0_cost" if self._is_overdrawn else "warmup"
-        for request, demand in zip(*self._weighed, strict=True):
+        for request, demand in self._weighed:
             if request.request_id != request_id:
                 continue
             if not request.options:
@@ -272,6 +272,7 @@ class BudgetPolicy:
         self.acceptance.finish(request_id)
         self._requests.pop(request_id, None)
         self._open.discard(request_id)
+        self._weighed = [pair for pair in self._weighed if pair[0].request_id != request_id]
 
     def _charge(self, step: StepOutcome, decision_s: float, preview_s: float) -> None:
         """Charge what open guesses and deciding made the step longer, and credit the tokens that they brought.
@@ -322,7 +323,7 @@ class BudgetPolicy:
             Demand(tuple(self._candidate(request, option) for option in request.options), request.weight / mean_weight)
             for request in requests
         ]
-        self._weighed = given, demands
+        self._weighed = list(zip(given, demands, strict=True))
         self._token_s = self.target_cost.seconds(len(requests)) / max(1, len(requests))
         rate = self._rate.of_late / self._token_s if self._token_s else 0.0
         self._worth_s = 1 / rate if rate else self._token_s

@@ -12,9 +12,9 @@ from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import load_head
 from foretoken.heads.kind import head_folder, head_kind
 from foretoken.heads.probe import probe_at_load
+from foretoken.heads.weights import pack
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.interface import LanguageModel, SharesWeights
-from foretoken.model.layers import Linear
 from foretoken.model.open import native_config
 
 
@@ -39,9 +39,7 @@ def open_head(factory: Factory, spec: SpecConfig, kind: str) -> tuple[Head, Shar
     head = load_head(folder, config, dtype, target.device, factory.folder).requires_grad_(False)
     with factory.between_steps():
         probe_at_load(head, target)
-    for module in head.modules():
-        if isinstance(module, Linear):
-            module.pack()
+    pack(head)
     return head, target
 
 

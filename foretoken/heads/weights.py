@@ -26,6 +26,13 @@ def weights_of(head: Head) -> dict[str, Tensor]:
     return found
 
 
+def pack(head: Head) -> None:
+    """Pack the matrices of a head for the kernels of the processor that it runs on."""
+    for module in head.modules():
+        if isinstance(module, Linear):
+            module.pack()
+
+
 @torch.no_grad()
 def plain_copy(head: Head) -> Head:
     """A head like `head` in float32, on the same device, whose parameters are plain and nobody else's."""

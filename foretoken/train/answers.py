@@ -19,6 +19,7 @@ from foretoken.engine.llm import LLM
 from foretoken.engine.prompts import as_conversation
 from foretoken.errors import ConfigError, InputError, MismatchError, StorageError
 from foretoken.files import parse_json, read_text, to_json
+from foretoken.params import check_whole
 from foretoken.train.head_data import HeadData, split_documents
 
 _KIND = "foretoken answers"
@@ -39,9 +40,14 @@ class AnswerConfig:
     chat: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, getattr(self, name), "must be at least 1")
+        check_whole("batch_size", self.batch_size, low=1, high=4096)
+        check_whole("seed", self.seed, low=0, high=_MOST_SEED - 1)
+        self.params(0)  # raises where a value is not one that requests take
+
+    def params(self, place: int) -> SamplingParams:
+        """Sampling parameters of the prompt at `place`, which has a seed of its own."""
+        seed = None if self.temperature == 0 else (self.seed + 1_000_003 * place) % _MOST_SEED
+        return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ def write_answers(
         for start in range(0, len(left), config.batch_size):
             places = left[start : start + config.batch_size]
             tell(len(done) + start)
-            params = [_params(config, place) for place in places]
+            params = [config.params(place) for place in places]
             outputs = llm.generate([encoded[place] for place in places], params)
             with path.open("a", encoding="utf-8") as file:
                 for place, output in zip(places, outputs, strict=True):
@@ -199,11 +205,6 @@ def _encode(llm: LLM, prompt: PromptContent, config: AnswerConfig) -> list[int]:
     if isinstance(prompt[0], int):
         return [token for token in prompt if isinstance(token, int)]
     return llm.encode_chat([message for message in prompt if isinstance(message, Mapping)])
-
-
-def _params(config: AnswerConfig, place: int) -> SamplingParams:
-    seed = None if config.temperature == 0 else (config.seed + 1_000_003 * place) % _MOST_SEED
-    return SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature, top_p=config.top_p, seed=seed)
 
 
 def _resume(path: Path, header: Mapping[str, Any]) -> set[int]:

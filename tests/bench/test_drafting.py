@@ -9,19 +9,22 @@ from foretoken.bench.drafting import DrafterChoice, parse_drafters
 from foretoken.config import DRAFTERS, SpecConfig, known_drafters
 from foretoken.errors import ConfigError
 
+FREE = [name for name in DRAFTERS if name not in registry.HEADS]
+
 
 def test_all_is_the_registry(monkeypatch):
-    assert [choice.name for choice in parse_drafters(["all"])] == list(DRAFTERS)
+    """But trained heads, which need a folder each."""
+    assert [choice.name for choice in parse_drafters(["all"])] == FREE
     monkeypatch.setattr(registry, "ADDED", {"mine": registry.Traits(None)})
-    assert [choice.name for choice in parse_drafters(["all"])] == [*DRAFTERS, "mine"]
+    assert [choice.name for choice in parse_drafters(["all"])] == [*FREE, "mine"]
 
 
 def test_who_is_named_is_required_and_not_twice_in_all():
     found = parse_drafters(["ngram", "all", "ngram"])
-    assert [choice.name for choice in found] == ["ngram", *(name for name in DRAFTERS if name != "ngram")]
-    assert [choice.required for choice in found] == [True] + [False] * (len(DRAFTERS) - 1)
+    assert [choice.name for choice in found] == ["ngram", *(name for name in FREE if name != "ngram")]
+    assert [choice.required for choice in found] == [True] + [False] * (len(FREE) - 1)
     found = parse_drafters(["all", "ngram:num_draft=3"])  # with options it is another setting
-    assert [choice.name for choice in found] == ["ngram", *DRAFTERS]
+    assert [choice.name for choice in found] == ["ngram", *FREE]
 
 
 def test_options_become_fields_of_their_kind():
@@ -104,6 +107,7 @@ def test_a_composite_needs_what_its_parts_need(monkeypatch):
         ("suffix:tenant=x", "gets its own"),
         ("ngram:drafter=suffix", "before the colon"),
         ("ngram:rule=typical2", "typical2"),
+        ("eagle", "eagle:head=DIR"),
     ],
 )
 def test_bad_drafters_and_options_are_refused_by_name(text, named):
@@ -114,7 +118,7 @@ def test_bad_drafters_and_options_are_refused_by_name(text, named):
 def test_a_sweep_is_every_drafter_at_every_fixed_number_and_trees() -> None:
     found = parse_drafters(("sweep",))
     labels = {(choice.label, choice.own("num_draft")) for choice in found}
-    names = set(known_drafters()) - {"auto"}
+    names = set(known_drafters()) - {"auto", *registry.HEADS}
     assert labels == {
         (label, number)
         for label in (*names, "draft_model(tree=static)", "draft_model(tree=best_first)")

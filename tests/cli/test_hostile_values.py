@@ -45,6 +45,12 @@ NEEDED = {
     "generate": ["--prompt", "x"],
     "widen": ["--out", "wide", "--to", "25m"],
     "train lm": ["--out", "run"],
+    "train answers": ["--target", "reference:target", "--prompts", "prompts.jsonl", "--out", "answers.jsonl"],
+    **{
+        f"train {kind}": ["--target", "reference:target", "--out", "run"]
+        for kind in ("eagle", "medusa", "block", "draft")
+    },
+    "export": ["--head", "head", "--to", "vllm", "--out", "out"],
     "simulate": ["--profile", "profile.json", "--arrivals", "poisson:1", "--requests", "2"],
 }
 PROFILE = {"format": "foretoken-profile-1", "rows": [[1, 0.01], [8, 0.02]]}

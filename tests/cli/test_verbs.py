@@ -56,7 +56,7 @@ main()
 def test_verbs_are_completed_without_torch() -> None:
     """Also where the settings are broken: their error belongs to a command, not to a key press."""
     Path("foretoken.toml").write_text("broken")
-    assert completions("foretoken e", 1) == ["eval"]
+    assert completions("foretoken e", 1) == ["eval", "export"]
     assert completions("foretoken ", 1) == list(verbs.VERBS)
 
 

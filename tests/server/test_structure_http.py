@@ -17,6 +17,7 @@ import pytest
 from foretoken import LLM, EngineConfig, SamplingParams, SpecConfig, registry
 from foretoken.engine.async_engine import AsyncEngine
 from foretoken.model import chat_template, structure
+from foretoken.model.open import model_folder
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.life.loading import build_engine
@@ -183,10 +184,19 @@ def test_a_bomb_is_refused_by_its_field(server: Server) -> None:
     assert reply.json()["error"]["param"] == "structured_outputs"
 
 
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder beside which random heads for the reference target are made."""
+    folder = tmp_path_factory.mktemp("heads")
+    (folder / "target").symlink_to(model_folder("reference:target"))
+    return folder / "draft"
+
+
 @pytest.mark.parametrize("drafter", [*registry.DRAFTERS, "tree"])
-def test_grammar_termination_inside_run(engine: AsyncEngine, drafter: str) -> None:
+def test_grammar_termination_inside_run(engine: AsyncEngine, heads: Path, drafter: str) -> None:
     """Case 56: every drafter; drafts that go past the end of the form, a prediction above all, leave no trace."""
-    spec = spec_of("draft_model/static" if drafter == "tree" else drafter, "reference:draft", num_draft=4)
+    draft = heads if drafter in registry.HEADS else "reference:draft"
+    spec = spec_of("draft_model/static" if drafter == "tree" else drafter, draft, num_draft=4)
     server = Server(LocalService(engine, "reference"), ApiConfig(specs=(spec,)))
     form = {"type": "json_schema", "json_schema": {"name": "switch", "schema": SWITCH}}
     plain = server.chat(response_format=form, spec={"drafter": None})["choices"][0]
