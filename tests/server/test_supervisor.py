@@ -246,6 +246,22 @@ def test_quarantine_ends() -> None:
     off.check(b"a")
 
 
+def test_no_call_goes_to_a_worker_that_is_gone_and_not_yet_noticed(processes: type[ProcessHere]) -> None:
+    """The connection ends before the supervisor changes the worker's state."""
+
+    async def run() -> None:
+        async with replicas(processes, ScriptedService, workers=2) as service:
+            await until(service, lambda: all(worker.state == "ready" for worker in service.workers))
+            gone = service.workers[0].service
+            assert gone is not None
+            gone.fail(WorkerDiedError("gone"))
+            assert service.workers[0].state == "ready"
+            for _ in range(3):
+                assert await tokens_of(service, CALL) == [3, 4]
+
+    asyncio.run(run())
+
+
 def test_calls_are_spread_and_follow_their_prefix(processes: type[ProcessHere]) -> None:
     async def run() -> None:
         async with replicas(processes, ScriptedService, workers=2) as service:

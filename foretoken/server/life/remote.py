@@ -30,6 +30,8 @@ from foretoken.server.life.wire import (
 from foretoken.server.life.wire_errors import from_wire
 from foretoken.server.service import Call, State
 
+BEING_RESTARTED = "the engine is being restarted"
+
 
 class RemoteService:
     """`Service` over a channel to a worker that has loaded its engine. Whoever reads the channel calls `take` with what
@@ -144,6 +146,11 @@ class RemoteService:
         if number in self._pending:
             self._channel.send(Cancel(number))
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether its worker is gone; its supervisor may not have noticed yet."""
+        return self._death is not None
+
     def fail(self, error: ForetokenError) -> None:
         """End everything in flight, and whatever is asked from now on, with `error`."""
         self._death = error
@@ -165,7 +172,7 @@ class RemoteService:
             UnavailableError: the worker is gone.
         """
         if self._death is not None:
-            raise UnavailableError("the engine is being restarted")
+            raise UnavailableError(BEING_RESTARTED)
         try:
             self._channel.send(command())
         except (OverflowError, UnicodeEncodeError, TypeError, ValueError) as error:

@@ -14,7 +14,7 @@ from foretoken.server.life.announcements import Announcements
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.life.merging import merged
 from foretoken.server.life.quarantine import Quarantine, fingerprint_of
-from foretoken.server.life.remote import RemoteGeneration, RemoteService
+from foretoken.server.life.remote import BEING_RESTARTED, RemoteGeneration, RemoteService
 from foretoken.server.life.routing import PrefixRouting
 from foretoken.server.life.supervisor import SupervisedWorker
 from foretoken.server.service import Call, State
@@ -165,9 +165,10 @@ class Replicas:
             for worker in self.workers
             if worker.service is not None and worker.state == "ready" and not self._is_draining
         }
-        if not found:
-            raise UnavailableError(_WHY.get(self.state, "the engine takes no requests"))
-        return found
+        there = {number: service for number, service in found.items() if not service.is_lost}
+        if not there:
+            raise UnavailableError(BEING_RESTARTED if found else _WHY.get(self.state, "the engine takes no requests"))
+        return there
 
     def _least_loaded(self) -> RemoteService:
         return min(self._services().values(), key=lambda service: service.num_open)
