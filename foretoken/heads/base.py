@@ -8,12 +8,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from foretoken.heads.config import HeadConfig
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.interface import SharedWeights
+
+# A head whose states are read by the target's output matrix learns the target's states beside its distributions: each
+# row then teaches D numbers more. EAGLE-1's loss is 1.0 on features and 0.1 on tokens (eagle/train/main.py); here the
+# loss on tokens has weight 1.
+FEATURE_WEIGHT = 10.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,20 @@ class Place:
     logits: Tensor
     rows: Tensor
     extra_loss: Tensor | None = None
+
+
+class RandomRows(NamedTuple):
+    """`rows` [B, Q] of B windows, and which of them are allowed: the others only fill up windows that allow few."""
+
+    rows: Tensor
+    is_allowed: Tensor
+
+
+def random_rows(allowed: Tensor, per_row: int, seed: int) -> RandomRows:
+    """One in `per_row` of the rows of each window, those that are `allowed` [B, S] first; a function of the seed."""
+    chance = torch.rand(allowed.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(~allowed.cpu(), -1.0)
+    best = chance.topk(-(-allowed.shape[1] // per_row), dim=1)
+    return RandomRows(best.indices.to(allowed.device), (best.values >= 0).to(allowed.device))
 
 
 class Head(nn.Module, ABC):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.errors import ConfigError
-from foretoken.heads.base import Head, HeadBatch, Place
+from foretoken.heads.base import FEATURE_WEIGHT, Head, HeadBatch, Place, random_rows
 from foretoken.heads.block_attention import BlockLayer, ContextAttention, WindowAttention
 from foretoken.heads.config import BlockConfig
 from foretoken.heads.layers import initialise_weights
@@ -134,7 +134,7 @@ class BlockHead(Head):
         num_places = min(num_places, config.num_places)
         first = config.block_size - config.num_places  # the first slot that guesses
         num_slots = num_places + first if config.is_causal else config.block_size
-        anchors, is_anchor = _anchors(batch, seed)
+        anchors, is_anchor = random_rows(batch.wanted[:, 1:], _ROWS_PER_ANCHOR, seed)
         hidden = self._slots(batch, target, anchors, num_slots)  # [B, A, W, D]
         whole = torch.arange(num_windows, device=tokens.device)[:, None].expand_as(anchors)
         for number in range(num_places):
@@ -145,7 +145,7 @@ class BlockHead(Head):
             own = hidden[:, :, first + number][inside]  # [R, D]
             logits = self.correct(self.logits(own, target), tokens[window, row])
             rows = window * num_rows + row
-            yield Place(number, logits, rows, self._confidence_loss(own, logits, batch, rows, target))
+            yield Place(number, logits, rows, self._extra_loss(own, logits, batch, rows, target))
 
     def _slots(self, batch: HeadBatch, target: SharedWeights, anchors: Tensor, num_slots: int) -> Tensor:
         """States behind the last norm of the blocks at `anchors` [B, A]: [B, A, W, D]."""
@@ -161,19 +161,31 @@ class BlockHead(Head):
         hidden = self.run(inputs.flatten(), context, torch.cat((rows, places.flatten())), attention, target)
         return hidden.view(*places.shape, -1)
 
-    def _confidence_loss(
+    def _extra_loss(
         self, hidden: Tensor, logits: Tensor, batch: HeadBatch, rows: Tensor, target: SharedWeights
     ) -> Tensor | None:
-        """Cross entropy of the confidence and the chance sum min(p, q) that a guess is accepted; it trains nothing
-        else.
+        """What is learnt beside the logits of slots `hidden` [R, D]: the target's own state at `rows` [R], where its
+        output matrix reads both, and the confidence.
         """
-        if self.confidence_head is None or not len(rows):
+        if not len(rows):
             return None
+        losses = []
+        if self.lm_head is None:
+            losses.append(FEATURE_WEIGHT * F.smooth_l1_loss(hidden, batch.normed.flatten(0, 1)[rows]))
+        if self.confidence_head is not None:
+            losses.append(self._confidence_loss(self.confidence_head(hidden.detach()), logits, batch, rows, target))
+        return torch.stack(losses).sum() if losses else None
+
+    def _confidence_loss(
+        self, guessed: Tensor, logits: Tensor, batch: HeadBatch, rows: Tensor, target: SharedWeights
+    ) -> Tensor:
+        """Cross entropy of the confidence `guessed` [R] and the chance sum min(p, q) that a guess is accepted; it
+        trains nothing else.
+        """
         with torch.no_grad():
             p = target.output_logits(batch.normed.flatten(0, 1)[rows]).float().softmax(-1)
             accepted = self.vocabulary.restrict(p).minimum(logits.float().softmax(-1)).sum(-1)  # [R]
-        guessed = self.confidence_head(hidden.detach()).float()
-        return F.binary_cross_entropy_with_logits(guessed, accepted.clamp(0, 1))
+        return F.binary_cross_entropy_with_logits(guessed.float(), accepted.clamp(0, 1))
 
     @property
     def rotary(self) -> RotaryTable:
@@ -182,16 +194,6 @@ class BlockHead(Head):
             weight = self.norm.weight
             self._rotary = RotaryTable(self.config.layer, weight.device, weight.dtype)
         return self._rotary
-
-
-def _anchors(batch: HeadBatch, seed: int) -> tuple[Tensor, Tensor]:
-    """Random anchors of each window whose next token is wanted: positions [B, A], and which of them are such."""
-    allowed = batch.wanted[:, 1:].cpu()  # [B, S]
-    chance = torch.rand(allowed.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(~allowed, -1.0)
-    count = -(-allowed.shape[1] // _ROWS_PER_ANCHOR)
-    best = chance.topk(count, dim=1)
-    device = batch.tokens.device
-    return best.indices.to(device), (best.values >= 0).to(device)
 
 
 def _check(config: BlockConfig, vocabulary: DraftVocabulary) -> None:

@@ -15,23 +15,36 @@ from foretoken.model.architecture import ModelConfig
 
 
 class UnrolledAttention:
-    """See `decoder.Attention`; each `attend` of a layer is one step over the same B windows of S rows, flattened."""
+    """See `decoder.Attention`; each `attend` of a layer is one step over the same B windows, flattened.
+
+    The first step has all S rows of each window, later ones those of `go_on_from`.
+    """
 
     def __init__(self, shape: ModelConfig, num_windows: int, num_rows: int) -> None:
         self.shape, self.num_windows, self.num_rows = shape, num_windows, num_rows
-        self._steps: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer: keys and values [B, G, 1, S, K]
+        self._steps: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer: keys and values [B, G, 1, rows, K]
+        self._later: Tensor | None = None  # [B, 1, 1, Q, S]: rows of the first step that lie behind a later one's
+
+    def go_on_from(self, rows: Tensor) -> None:
+        """Later steps have the `rows` [B, Q] alone."""
+        columns = torch.arange(self.num_rows, device=rows.device)
+        self._later = (columns > rows[..., None])[:, None, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`query` [B * S, H, K], `key` and `value` [B * S, G, K] -> [B * S, H, K]."""
+        """`query` [B * Q, H, K], `key` and `value` [B * Q, G, K] -> [B * Q, H, K]."""
         query, key, value = (self._grouped(part) for part in (query, key, value))
         steps = self._steps.setdefault(layer, [])
         steps.append((key, value))
-        read = _first_step(query, key, value) if len(steps) == 1 else _later_step(query, steps)  # [B, G, H/G, S, K]
+        if len(steps) == 1:
+            read = _first_step(query, key, value)
+        else:
+            assert self._later is not None, "later steps begin with go_on_from"
+            read = _later_step(query, steps, self._later)  # [B, G, H/G, Q, K]
         return read.permute(0, 3, 1, 2, 4).reshape(-1, self.shape.num_heads, self.shape.head_dim)
 
     def _grouped(self, part: Tensor) -> Tensor:
         groups = self.shape.num_kv_heads
-        split = part.view(self.num_windows, self.num_rows, groups, part.shape[1] // groups, self.shape.head_dim)
+        split = part.view(self.num_windows, -1, groups, part.shape[1] // groups, self.shape.head_dim)
         return split.permute(0, 2, 3, 1, 4)
 
 
@@ -43,13 +56,12 @@ def _first_step(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return read.view(shape)
 
 
-def _later_step(query: Tensor, steps: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Rows of step 0 up to the own one, and the own row of every later step."""
+def _later_step(query: Tensor, steps: list[tuple[Tensor, Tensor]], later: Tensor) -> Tensor:
+    """Rows of the first step up to the own one, and the own row of every later step."""
     key, value = steps[0]
-    num_rows, scale = query.shape[-2], query.shape[-1] ** -0.5
-    later = torch.ones(num_rows, num_rows, dtype=torch.bool, device=query.device).triu_(1)
-    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(later, float("-inf"))  # [B, G, H/G, S, S]
-    own = torch.stack([(query * later_key).sum(-1) * scale for later_key, _ in steps[1:]], dim=-1)  # [B, G, H/G, S, j]
+    num_rows, scale = key.shape[-2], query.shape[-1] ** -0.5
+    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(later, float("-inf"))  # [B, G, H/G, Q, S]
+    own = torch.stack([(query * later_key).sum(-1) * scale for later_key, _ in steps[1:]], dim=-1)  # [B, G, H/G, Q, j]
     weights = torch.cat((scores, own.to(scores.dtype)), dim=-1).softmax(dim=-1)
     read = weights[..., :num_rows] @ value
     for step, (_, later_value) in enumerate(steps[1:]):

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.heads.base import HeadBatch
+from foretoken.heads.base import FEATURE_WEIGHT, HeadBatch
 from foretoken.heads.block import BlockHead
 from foretoken.heads.block_attention import CachedAttention
 from foretoken.heads.config import BlockConfig
@@ -178,12 +179,23 @@ def test_a_ragged_batch_over_the_cache_is_the_twin(kind: dict[str, object]) -> N
 
 
 def test_confidence_learns_the_chance_of_acceptance() -> None:
-    head, target, batch = make_head(has_confidence=True), make_target(), make_batch()
+    head, target, batch = make_head(vocabulary=CUT, has_confidence=True), make_target(), make_batch()
     place = next(head.places(batch, target, 1, 0))
     assert place.extra_loss is not None
     place.extra_loss.backward()
     touched = {name for name, parameter in head.named_parameters() if parameter.grad is not None}
     assert touched == {"confidence_head.proj.weight"}
+
+
+def test_states_that_the_targets_matrix_reads_learn_to_be_the_targets() -> None:
+    head, target, batch = make_head(), make_target(), make_batch()
+    place = next(head.places(batch, target, 1, 0))
+    assert place.extra_loss is not None
+    own = place.logits.detach() - head.correct(torch.zeros(()), batch.tokens[:, :-1].flatten()[place.rows])
+    states = torch.linalg.lstsq(target.output_logits(torch.eye(HIDDEN).double()).T, own.T).solution.T
+    goal = batch.normed.flatten(0, 1)[place.rows]
+    torch.testing.assert_close(place.extra_loss.detach(), FEATURE_WEIGHT * F.smooth_l1_loss(states, goal))
+    assert next(make_head(vocabulary=CUT).places(batch, target, 1, 0)).extra_loss is None
 
 
 def test_an_output_matrix_of_its_own_begins_as_the_targets() -> None:

@@ -166,13 +166,20 @@ def test_places_are_drafts_behind_every_row(name: str) -> None:
     head, decoder = head_of(CONFIGS[name]), target()
     batch = batch_of(decoder)
     expected, wanted, num_rows = teacher_forced(head, decoder, batch), batch.wanted, 9
-    for place in head.places(batch, decoder, NUM_STEPS, seed=0):
-        rows = place.rows.tolist()
-        learnt = [b * 9 + r for b in range(2) for r in range(1 + place.number, num_rows) if wanted[b, r + 1]]
-        assert rows == learnt
-        twins = torch.stack([expected[place.number, row - 1 - place.number] for row in rows])
-        torch.testing.assert_close(place.logits, twins, rtol=1e-9, atol=1e-9)
-        assert (place.extra_loss is not None) == (head.config.version == 1)
+    seen: dict[int, set[int]] = {}
+    for seed in range(24):
+        for place in head.places(batch, decoder, NUM_STEPS, seed):
+            rows = place.rows.tolist()
+            seen.setdefault(place.number, set()).update(rows)
+            if rows:
+                twins = torch.stack([expected[place.number, row - 1 - place.number] for row in rows])
+                torch.testing.assert_close(place.logits, twins, rtol=1e-9, atol=1e-9)
+            assert len(rows) == len(set(rows))
+            assert len(rows) <= 2 * 3 or place.number == 0  # a quarter of 9 rows of 2 windows goes on
+            assert (place.extra_loss is not None) == (head.config.version == 1)
+    for number, found in seen.items():  # only rows whose first guess is wanted go on
+        expected_rows = [(b, r) for b in range(2) for r in range(1 + number, num_rows) if wanted[b, r + 1]]
+        assert found == {b * 9 + r for b, r in expected_rows if number == 0 or wanted[b, r + 1 - number]}
 
 
 @torch.no_grad()
