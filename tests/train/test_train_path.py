@@ -130,6 +130,13 @@ def test_a_draft_model_is_distilled_from_answers(folder: Path, answered: Path, t
 def test_from_own_prompts_to_generation_and_to_another_engine(folder: Path, answered: Path, tmp_path: Path) -> None:
     target, head = folder / "target", tmp_path / "run" / "head"
     run("eagle", "--target", target, "--answers", answered, "--out", tmp_path / "run", *SMALL)
+    words = ["eval", "--target", target, "--drafters", f"eagle:head={head}", "--prompts", folder / "prompts.jsonl"]
+    words += ["--prompts-per-slice", 2, "--max-tokens", 6, "--temperatures", 0, "--slices", "all", "--json"]
+    result = CliRunner().invoke(main_app, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout.splitlines()[-1])["rows"]
+    assert all(row["drafter"].startswith("eagle(head=") for row in rows)
+    assert all(row["num_drafted"] > 0 for row in rows)
     params = SamplingParams(max_tokens=10, temperature=0.0)
     answers_by: list[tuple[int, ...]] = []
     for spec in (SpecConfig(None), SpecConfig("eagle", head=str(head), num_draft=3)):
