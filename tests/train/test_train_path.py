@@ -13,7 +13,7 @@ from foretoken.cli.app import app as main_app
 from foretoken.cli.train import app
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.engine.llm import LLM
-from foretoken.errors import ConfigError, InputError, MismatchError
+from foretoken.errors import ConfigError, InputError, MismatchError, StorageError
 from foretoken.heads.checkpoint import load_head
 from foretoken.heads.kind import head_kind
 from foretoken.model.loader import load_decoder, read_config
@@ -113,6 +113,9 @@ def test_a_draft_model_is_distilled_from_answers(folder: Path, answered: Path, t
     assert result["steps"] == 8
     draft = load_decoder(tmp_path / "off" / "model", dtype="float32")
     assert draft.config.hidden_size == 32
+    manifest = json.loads((tmp_path / "off" / "run.json").read_text())
+    assert (manifest["kind"], manifest["model"]["hidden_size"], manifest["result"]["steps"]) == ("draft_model", 32, 8)
+    assert manifest["precision"] == "float32"
     own = tmp_path / "own.jsonl"
     run(
         "answers", "--target", tmp_path / "off" / "model", "--prompts", folder / "prompts.jsonl", "--out", own,
@@ -125,6 +128,26 @@ def test_a_draft_model_is_distilled_from_answers(folder: Path, answered: Path, t
     tuned = load_decoder(tmp_path / "on" / "model", dtype="float32")
     before, after = (dict(model.named_parameters())["embedding.weight"] for model in (draft, tuned))
     assert not torch.equal(before, after)
+
+
+def test_a_manifest_that_cannot_be_written_leaves_the_earlier_one(
+    folder: Path, answered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("draft", "--target", folder / "target", "--answers", answered, "--out", tmp_path, *SMALL)
+    words = (*words, "--set", "train.num_places=2", "--set", "model.hidden_size=32")
+    run(*words)
+    earlier, write = (tmp_path / "run.json").read_text(), Path.write_text
+
+    def full(path: Path, text: str) -> int:
+        if path.name.startswith("run.json"):
+            write(path, text[: len(text) // 2])
+            raise OSError(28, "No space left on device")
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(StorageError, match=r"cannot write .*run\.json"):
+        run(*words)
+    assert (tmp_path / "run.json").read_text() == earlier
 
 
 def test_from_own_prompts_to_generation_and_to_another_engine(folder: Path, answered: Path, tmp_path: Path) -> None:
