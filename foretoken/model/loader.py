@@ -1,8 +1,8 @@
 """Checkpoints on disk: find the folder, read its configuration, stream its weights into a decoder, write one back.
 
-Only safetensors and GGUF files are read and no code from a checkpoint ever runs. Each matrix is read, cut to the rank's part
-(`sharding`), cast and packed (or quantised) before the next one, so that loading needs little more memory than the
-weights themselves.
+Only safetensors and GGUF files are read and no code from a checkpoint ever runs. Each matrix is read, cut to the rank's
+part (`sharding`), cast and packed (or quantised) before the next one, so that loading needs little more memory than
+the weights themselves.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 def resolve_folder(path_or_hub_id: str | Path, revision: str | None = None) -> Path:
-    """Return the checkpoint's folder or GGUF file: a local one, or the hub's snapshot, downloaded unless HF_HUB_OFFLINE is set.
+    """Return the checkpoint's folder or GGUF file: a local one, or the hub's snapshot, downloaded unless
+    HF_HUB_OFFLINE is set.
 
     Raises:
         CheckpointError: neither a local folder nor reachable on the hub.
@@ -88,8 +89,8 @@ def resolve_folder(path_or_hub_id: str | Path, revision: str | None = None) -> P
 
 
 def read_raw_config(folder: Path) -> dict[str, Any]:
-    """Return the parsed `config.json`, with the end-of-text ids of `generation_config.json`, which take precedence; of a
-    GGUF file what its metadata says in the same words.
+    """Return the parsed `config.json`, with the end-of-text ids of `generation_config.json`, which take precedence; of
+    a GGUF file what its metadata says in the same words.
 
     Raises:
         CheckpointError: missing, unreadable or not a JSON object; token ids that are none; a file that is a link out of

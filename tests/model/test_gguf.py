@@ -66,7 +66,9 @@ def test_quantised_matrices_are_what_the_package_makes_of_them(tmp_path: Path, k
     folder = variant(tmp_path / "hf", "llama", hidden_size=256, intermediate_size=512, num_hidden_layers=1)
     path = write_gguf(tmp_path / "model.gguf", folder, kind)
     weights, stored = GgufWeights(path), {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    assert kind in weights.kinds()
+    assert weights.kinds()[0].name == kind
+    assert {stored.read for stored in weights.kinds()} == {"dequantised when loaded", "as stored"}
+    assert sum(stored.num_tensors for stored in weights.kinds()) == len(weights.names)
     for name in weights.names:
         tensor = stored[weights.info(name).name]
         numbers = torch.from_numpy(np.array(quants.dequantize(tensor.data, tensor.tensor_type)))
@@ -161,7 +163,9 @@ def refused(path: Path, error: type[Exception], *words: str) -> None:
         ({"logit_scale": 2.0}, UnsupportedModelError, "logit_scale"),
     ],
 )
-def test_options_that_are_not_there(tmp_path: Path, extra: dict[str, object], error: type[Exception], word: str) -> None:
+def test_options_that_are_not_there(
+    tmp_path: Path, extra: dict[str, object], error: type[Exception], word: str
+) -> None:
     refused(write_gguf(tmp_path / "model.gguf", variant(tmp_path / "hf", "llama"), **extra), error, word)
 
 
