@@ -133,11 +133,13 @@ def read_checkpoint(folder: Path) -> tuple[ModelConfig, Weights | GgufWeights]:
         describes.
         UnsupportedModelError: not a causal decoder, or none that the native decoder knows.
     """
-    weights = open_weights(folder)
-    if isinstance(weights, GgufWeights):
+    weights: Weights | GgufWeights
+    if is_gguf(folder):
+        weights = GgufWeights(folder)
         config = weights.config()
-    else:
+    else:  # the configuration first: a folder without one is no checkpoint
         config = config_from_hf(read_raw_config(folder), str(folder / "config.json"))
+        weights = Weights(folder)
     weights.check(config)
     if config.tie_embeddings and HEAD in weights and not weights.equal(HEAD, EMBEDDING):
         config = replace(config, tie_embeddings=False)
