@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
-from foretoken.errors import ConfigError, MismatchError, StorageError
+from foretoken.errors import ConfigError, MismatchError, StorageError, UnsupportedModelError
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
+from foretoken.model.gguf.header import is_gguf
 from foretoken.model.loader import load_decoder, save_checkpoint
 from foretoken.model.open import model_folder
 from foretoken.train.draft_student import DraftStudent
@@ -53,6 +54,11 @@ def train_draft(job: DraftJob, ranks: Ranks | None = None) -> HeadResult:
     ranks = ranks or Ranks()
     if job.on_policy and (job.init is None or job.answers is None):
         raise ConfigError("on_policy", True, "needs --init and its own answers (`train answers --target` INIT)")
+    if is_gguf(folder := model_folder(job.target)):
+        raise UnsupportedModelError(
+            f"{folder} is a GGUF file, whose tokenizer a draft model cannot be given: train it with the model's "
+            "safetensors checkpoint"
+        )
     target = open_target(job)
     decoder = _start(job, target.frozen.decoder.config).to(target.frozen.device)
     writer = model_folder(job.init) if job.on_policy and job.init is not None else target.folder
