@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from foretoken.bench.batch_prompts import Ask
-from foretoken.bench.contention import OtherLoad, is_contended
+from foretoken.machine.neighbours import OtherLoad, is_contended
 from foretoken.bench.drafting import SWEEP, DrafterChoice, parse_drafters, swept_drafters
 from foretoken.bench.measure import PLAIN
 from foretoken.bench.renewal import renew_drafters

@@ -19,7 +19,7 @@ from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.batch_rows import contended_turns
 from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Policies, Stage, parse_batch_settings
 from foretoken.bench.best_fixed import best_fixed
-from foretoken.bench.contention import contention_notes, is_contended
+from foretoken.machine.neighbours import contention_notes, is_contended
 from foretoken.bench.kept_lines import KeptLines
 from foretoken.bench.load_kept import GONE_ON, kept_turns
 from foretoken.bench.load_options import LoadOptions, LoadPhase, announce, make_report, opened

@@ -13,7 +13,7 @@ import torch
 
 from foretoken.bench import peers
 from foretoken.bench.chat_prompts import with_template
-from foretoken.bench.contention import OtherLoad, contention_notes, is_contended
+from foretoken.machine.neighbours import OtherLoad, contention_notes, is_contended
 from foretoken.bench.measure import ALL_SLICES, Contender, SpeedPlan, SpeedSample
 from foretoken.bench.own import Generator, own_contenders
 from foretoken.bench.plot import write_plot
