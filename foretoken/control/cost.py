@@ -19,8 +19,8 @@ _BOUND, _LEAST_BOUND = (
     0.5,
 )  # a step counts as so many deviations slower than expected at most, or half as slow again
 _LEAST_CHANGE = 0.1  # share of an estimate that one observation leaves at least
-# Another pace: so many steps in a row are off by such a factor. Noise and disturbances stay below; beside a process that
-# loops, steps on two cores take three times as long.
+# Another pace: so many steps in a row are off by such a factor. Noise and disturbances stay below; beside a process
+# that loops, steps on two cores take three times as long.
 _NEW_PACE, _NEW_PACE_STEPS = 2.0, 3
 _LEAST_S = 1e-9
 _ROWS_PER_STEP = (
@@ -50,7 +50,7 @@ class CostTable:
     An observation that differs from what was expected is attributed to the speed factor and to the count's offset by
     their variances: two scalar Kalman filters that share one innovation. A step far slower than expected counts as
     less:
-    machines pause. Several such steps in a row are no pause: the speed factor takes all of them, and no count lags behind.
+    machines pause. Several such steps in a row are no pause: the speed factor takes all of them, and no count lags.
     """
 
     def __init__(self, prior: Curve | None = None, grows: bool = False) -> None:

@@ -1,1 +1,1 @@
-"""The machine that this process runs on: its cores, its neighbours, and how threads are to wait. Nothing imports torch."""
+"""The machine that this process runs on: cores, neighbours, how threads are to wait. Nothing here imports torch."""

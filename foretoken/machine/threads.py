@@ -93,9 +93,18 @@ def watch_neighbours(load: OtherLoad, began_s: float, sleep: Callable[[float], N
     return load.cores()
 
 
+_applied: list[ThreadChoice] = []  # of this process, at most one
+
+
 def apply(choice: ThreadChoice) -> None:
     """Set the variables of this process, before torch is imported."""
     os.environ.update(choice.settings)
+    _applied[:] = [choice]
+
+
+def applied() -> ThreadChoice | None:
+    """What the command line chose for this process; None in a program that imports the library."""
+    return _applied[0] if _applied else None
 
 
 def _why_number(cores: Cores) -> str:

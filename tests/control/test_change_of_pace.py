@@ -1,4 +1,4 @@
-"""The machine becomes slower or faster in the middle of an answer, drafting more so than the target: simulated clocks."""
+"""The machine becomes slower or faster in the middle of an answer, drafting more than the target: simulated clocks."""
 
 from __future__ import annotations
 
