@@ -2,9 +2,9 @@
 
     python -m studies.neighbour --target T --draft D --keep lines.jsonl --out neighbour.json
 
-One worker per way of waiting is kept, since OpenMP reads it when torch is imported. Turns are interleaved: in each, every
-drafter answers one prompt in every worker, alone and beside the loop. Every answer is written to `--keep` at once; a run
-that was stopped goes on from there. `--json` lines are the raw measurements, the table their medians.
+One worker per way of waiting is kept, since OpenMP reads it when torch is imported. Turns are interleaved: in each,
+every drafter answers one prompt in every worker, alone and beside the loop. Every answer is written to `--keep` at
+once; a run that was stopped goes on from there. The record holds all answers, the table their medians.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 _INFO = Path("/proc/cpuinfo")
-# What is shown, by the flags of which any means it; x86 and ARM.
+# What is shown, by the flags of which any means it; x86 and `aarch64`.
 _MEANING: dict[str, tuple[str, ...]] = {
     "avx2": ("avx2",),
     "avx512": ("avx512f",),

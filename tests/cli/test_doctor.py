@@ -20,7 +20,17 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_says_what_there_is_and_what_was_chosen(foretoken: Run) -> None:
     done = foretoken("doctor")
     assert done.code == 0
-    for label in ("cores", "instructions", "neighbours", "waiting", "threads", "disk", "compiler", "torch", "bandwidth"):
+    for label in (
+        "cores",
+        "instructions",
+        "neighbours",
+        "waiting",
+        "threads",
+        "disk",
+        "compiler",
+        "torch",
+        "bandwidth",
+    ):
         assert f"\n{label} " in "\n" + done.out
 
 

@@ -79,6 +79,11 @@ def test_a_finding_comes_with_its_remedy(found: Callable[[], Advice], topic: str
         lambda: of_short_answer(50, 900, "d"),
         lambda: of_short_answer(49, 48, "d"),  # reading so short a prompt takes little
         lambda: of_memory(85, 100, "memory"),
+        lambda: of_neighbours(None, 0.9, 2, True),
+        lambda: of_neighbours(0.2, 0.9, 2, True),
+        lambda: of_neighbours(2.0, 0.4, 2, True),
+        lambda: of_neighbours(2.0, 0.9, 1, True),
+        lambda: of_neighbours(2.0, 0.9, 2, False),
         lambda: of_load(replace(LOAD, num_rounds=255)),
         lambda: of_load(replace(LOAD, mean_requests=3.9)),
         lambda: of_load(replace(LOAD, num_drafts=13)),
