@@ -125,7 +125,7 @@ def _neighbour(is_there: bool) -> Iterator[None]:
 def _start(waiting: str, options: argparse.Namespace) -> subprocess.Popen[str]:
     """A worker whose threads wait so, its models loaded and warm."""
     environment = {name: value for name, value in os.environ.items() if name not in _OF_OPENMP}
-    environment |= WAITING[waiting] | {"OMP_NUM_THREADS": str(options.threads)}
+    environment |= {**WAITING[waiting], "OMP_NUM_THREADS": str(options.threads)}
     command = [sys.executable, "-m", "studies.neighbour", "--worker", "--target", options.target]
     command += ["--draft", options.draft, "--max-tokens", str(options.max_tokens)]
     command += ["--drafters", ",".join(options.drafters)]
