@@ -12,6 +12,7 @@ import typer
 
 from foretoken.cli.answer import as_json_object
 from foretoken.cli.common import (
+    AdaptOption,
     CacheOption,
     CostProfileOption,
     DeviceOption,
@@ -49,6 +50,7 @@ def chat(
     cache_tokens: CacheOption = None,
     numerics: NumericsOption = "default",
     cost_profile: CostProfileOption = "auto",
+    adapt: AdaptOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Talk to a model: each line is a message, and the conversation is kept.

@@ -11,7 +11,9 @@ from huggingface_hub.errors import CacheNotFound
 
 from foretoken.cli.common import JsonOption, print_json
 from foretoken.errors import ModelError
+from foretoken.heads.kind import kind_of
 from foretoken.model.architecture import check_causal
+from foretoken.model.fields import Fields, read_json
 from foretoken.model.loader import read_raw_config
 from foretoken.model.open import model_folder, native_config, reference_names
 from foretoken.printing.console import Console
@@ -48,6 +50,9 @@ def _cached() -> list[tuple[str, Path]]:
 def _describe(name: str, folder: Path) -> dict[str, object]:
     row: dict[str, object] = {"model": name, "family": "", "parameters": "", "layers": "", "context": ""}
     try:
+        head = kind_of(Fields(read_json(folder / "config.json"), str(folder / "config.json")))
+        if head is not None:
+            return row | {"family": f"{head} head", "runs_on": "beside its target (--head)"}
         row["family"] = check_causal(read_raw_config(folder))
         config = native_config(folder)
     except ModelError as error:

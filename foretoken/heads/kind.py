@@ -19,8 +19,6 @@ _REFUSED = {
     "domino": "Domino, which only SGLang runs; train a block drafter (foretoken train block)",
 }
 _SPECULATORS = {"eagle3": "eagle", "dflash": "block", "dspark": "block"}
-
-
 _REFERENCE_PREFIX = "reference:"
 _REFERENCE_FOLDER = Path(__file__).resolve().parent.parent / "reference"
 
@@ -34,7 +32,10 @@ def head_folder(name: str) -> Path:
     if name.startswith(_REFERENCE_PREFIX):
         folder = _REFERENCE_FOLDER / name.removeprefix(_REFERENCE_PREFIX)
         if not (folder / "config.json").exists():
-            raise CheckpointError(f"{name!r} is not part of the reference family of this installation")
+            raise CheckpointError(
+                f"{name!r} is not part of the reference family of this installation; name the folder of a head, such "
+                "as one of `foretoken train eagle --target reference:target`"
+            )
         return folder
     if (folder := Path(name)).is_dir():
         return folder
