@@ -96,6 +96,11 @@ VERBS: Mapping[str, VerbSource] = {
         "app",
         ("List the models on this machine: the reference family, the hub's cache, or the folders given."),
     ),
+    "doctor": VerbSource(
+        "doctor",
+        "doctor",
+        "Say what this machine offers: cores, instructions, memory bandwidth, neighbours, threads, versions.",
+    ),
     "bench": VerbSource(
         "bench",
         "app",
