@@ -19,6 +19,7 @@ from foretoken.cli.common import (
     JsonOption,
     NumericsOption,
     TargetOption,
+    WeightsOption,
     announcer,
     engine_config,
     print_json,
@@ -48,6 +49,7 @@ def chat(
     device: DeviceOption = "auto",
     cache_tokens: CacheOption = None,
     numerics: NumericsOption = "default",
+    weights: WeightsOption = "auto",
     cost_profile: CostProfileOption = "auto",
     as_json: JsonOption = False,
 ) -> None:

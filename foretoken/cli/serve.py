@@ -22,6 +22,7 @@ from foretoken.cli.common import (
     MaxStepTokensOption,
     NumericsOption,
     TargetOption,
+    WeightsOption,
     engine_config,
     print_json,
 )
@@ -63,6 +64,7 @@ def serve(
     max_prompt_tokens: MaxPromptTokensOption = SchedulerConfig.max_prompt_tokens,
     max_step_tokens: MaxStepTokensOption = None,
     numerics: NumericsOption = "default",
+    weights: WeightsOption = "auto",
     cost_profile: CostProfileOption = "auto",
     shadow_rate: Annotated[
         float, typer.Option(help="Share of answers that the target scores again, to check their distribution.")

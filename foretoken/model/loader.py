@@ -26,6 +26,7 @@ from foretoken.model.architecture import ModelConfig, config_from_hf, config_to_
 from foretoken.model.decoder import Decoder, DecoderLayer
 from foretoken.model.fields import Fields, check_links, read_json
 from foretoken.model.layers import Embedding, Linear, RMSNorm
+from foretoken.model.grouped_quant import GroupQuantiser
 from foretoken.model.quant import Quantiser, check_quant
 from foretoken.model.sharding import Collective, Shard
 from foretoken.model.weights import EMBEDDING, HEAD, INDEX, WEIGHTS, Weights
@@ -149,14 +150,15 @@ def load_decoder(
     device: str | torch.device = "cpu",
     pack: bool = True,
     quant: str | None = None,
+    grouped: bool = False,
     rank: int = 0,
     world: int = 1,
     collective: Collective | None = None,
 ) -> Decoder:
     """Return the checkpoint's decoder, ready for inference (no gradients), its matrices packed for the CPU if `pack`.
 
-    `quant` "int8" or "int4" keeps the matrices in that format (see `quant`), on the CPU only; `dtype` is then that of
-    the rest. With `world` ranks it is the part of `rank` (see `sharding`), which talks to the others by `collective`.
+    `quant` "int8" or "int4" keeps the matrices in that format, on the CPU only: for torch's kernels (see `quant`), or,
+    if `grouped`, for that of `grouped_kernel`; `dtype` is then that of the rest. With `world` ranks it is the part of `rank` (see `sharding`), which talks to the others by `collective`.
 
     Raises:
         CheckpointError: a file, shard or tensor is missing, broken or of another shape than `config.json` says.
@@ -168,10 +170,10 @@ def load_decoder(
     config, weights = read_checkpoint(folder)
     shard = Shard(config, rank, world)
     target, place = dtype_of(folder, dtype), torch.device(device)
-    quantiser = None
+    quantiser: Quantiser | GroupQuantiser | None = None
     if quant is not None:
         check_quant(quant, target, place)
-        quantiser = Quantiser(quant, target)
+        quantiser = GroupQuantiser(quant, target) if grouped else Quantiser(quant, target)
     with torch.device("meta"):
         decoder = Decoder(config, shard, collective)
     filler = _Filler(weights, shard, dtype=target, device=place, pack=pack, quantiser=quantiser)
@@ -230,7 +232,7 @@ class _Filler:
         dtype: torch.dtype,
         device: torch.device,
         pack: bool,
-        quantiser: Quantiser | None,
+        quantiser: Quantiser | GroupQuantiser | None,
     ) -> None:
         self.weights, self.shard, self.dtype, self.device = weights, shard, dtype, device
         self.pack, self.quantiser = pack, quantiser
