@@ -119,7 +119,7 @@ def test_what_is_quantised_is_smaller_and_close(tmp_path: Path) -> None:
     assert sizes["int4"] < sizes["int8"] < 0.4 * sizes["auto"]
     logits = {kind: by_token(model, text) for kind, model in found.items()}
     apart = {kind: float((logits[kind] - logits["auto"]).norm() / logits["auto"].norm()) for kind in QUANTISED}
-    assert 0 < apart["int8"] < 0.03 < apart["int4"] < 0.4
+    assert 0 < apart["int8"] < 0.05 < apart["int4"] < 0.4
 
 
 def test_an_unknown_format_is_refused_by_name(tmp_path: Path) -> None:
