@@ -79,6 +79,8 @@ def check_links(folder: Path) -> None:
     Raises:
         CheckpointError: names the link and where it leads.
     """
+    if folder.is_file():  # a GGUF file: a name the user gave, wherever it leads
+        return
     try:
         links = [
             path
