@@ -69,9 +69,14 @@ def main() -> None:
     ]
     for row in rows:
         cells = " ".join(f"{row['median_ms'][str(count)]:8.2f}" for count in counts)
-        print(f"{row['format']:>10} {row['bytes'] / 1e6:7.1f} MB {row['bandwidth_gb_s']:6.1f} GB/s  ms by rows: {cells}")
+        print(
+            f"{row['format']:>10} {row['bytes'] / 1e6:7.1f} MB {row['bandwidth_gb_s']:6.1f} GB/s  ms by rows: {cells}"
+        )
     settings = {"outputs": options.outputs, "inputs": options.inputs, "num_threads": options.threads}
-    about = settings | {"instructions": instructions(built(SOURCE)), "rounds": len(times_ms[rows[0]["format"]][counts[0]])}
+    about = settings | {
+        "instructions": instructions(built(SOURCE)),
+        "rounds": len(times_ms[rows[0]["format"]][counts[0]]),
+    }
     print(json.dumps(record("quantised", about | {"formats": rows}, options.out)))
 
 

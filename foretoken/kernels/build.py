@@ -48,7 +48,9 @@ def built(source: Path, flags: tuple[str, ...] = FLAGS) -> Path:
                 _compile([*compiler, *flags, str(source)], Path(folder) / path.name)
                 os.replace(Path(folder) / path.name, path)
     except OSError as error:
-        raise BuildError(f"cannot keep a library in {path.parent} ({error}); set {CACHE_VARIABLE} to a folder") from error
+        raise BuildError(
+            f"cannot keep a library in {path.parent} ({error}); set {CACHE_VARIABLE} to a folder"
+        ) from error
     return path
 
 

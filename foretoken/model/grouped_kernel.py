@@ -167,7 +167,11 @@ def _multiply(parts: Sequence[GroupedWeight], x: Tensor, bias: Tensor | None) ->
             out[:, start : start + part.num_rows] = products(part, full)
         elif not function(
             *(full.data_ptr(), len(x), part.width),
-            *(part.codes.data_ptr(), part.scales.data_ptr(), part.minimums.data_ptr() if part.minimums is not None else 0),
+            *(
+                part.codes.data_ptr(),
+                part.scales.data_ptr(),
+                part.minimums.data_ptr() if part.minimums is not None else 0,
+            ),
             *(part.num_rows, part.bits, part.group, part.zero, part.scales.dtype == torch.float16),
             *(out.data_ptr() + start * out.itemsize, num_rows, torch.get_num_threads()),
         ):
@@ -205,7 +209,7 @@ def load(path: Path) -> Multiply:
     if interface != _INTERFACE:
         raise BuildError(f"{path} has interface {interface}, not {_INTERFACE}; delete it")
     function.argtypes, function.restype = _ARGUMENTS, ctypes.c_bool
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def instructions(path: Path) -> str:

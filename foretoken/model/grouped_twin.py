@@ -49,7 +49,9 @@ def _of_blocks(weight: GroupedWeight, blocks: slice, codes: Tensor, x_scales: Te
     stored = weight.codes[blocks]  # [B, groups, group / 4, 16, 4]
     if weight.bits == 4:
         stored = torch.cat((stored & 15, stored >> 4), dim=2)
-    numbers = stored.permute(1, 2, 4, 0, 3).reshape(stored.shape[1], group, -1).float() - weight.zero  # [groups, group, N']
+    numbers = (
+        stored.permute(1, 2, 4, 0, 3).reshape(stored.shape[1], group, -1).float() - weight.zero
+    )  # [groups, group, N']
     inputs = codes.view(len(codes), -1, group).transpose(0, 1)  # [groups, T, group]
     dots, sums = torch.bmm(inputs, numbers), inputs.sum(2)  # [groups, T, N'], [groups, T]
     scales = _by_group(weight.scales[blocks])

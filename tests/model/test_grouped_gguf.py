@@ -22,9 +22,7 @@ QUANTISED = tuple(name for name in TYPES if name.startswith("Q"))
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
-def test_a_file_s_codes_are_multiplied_as_they_are(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_s_codes_are_multiplied_as_they_are(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every matrix stands for the file's own numbers; strict logits are single rows', and those of the twin."""
     folder = variant(tmp_path / "hf", "llama", hidden_size=256, intermediate_size=512, num_hidden_layers=1)
     path, text = write_gguf(tmp_path / "model.gguf", folder, kind), token_ids(12)

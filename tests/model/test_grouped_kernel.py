@@ -1,4 +1,4 @@
-"""The compiled product of weights in groups: bit for bit its twin in torch, whatever the rows, threads, instructions."""
+"""The compiled product of weights in groups: bit for bit its twin in torch, whatever rows, threads, instructions."""
 
 from __future__ import annotations
 

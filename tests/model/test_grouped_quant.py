@@ -1,4 +1,4 @@
-"""A checkpoint quantised at load: codes are the nearest, the decoder is the twin's, and any batch gives the same bits."""
+"""A checkpoint quantised at load: nearest codes, the twin's decoder, the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -76,7 +76,11 @@ def test_a_quantised_decoder_is_that_of_the_twin(
     """Merged matrices, biases, a tied head: the same bits without the compiled kernel."""
     folder, text = variant(tmp_path, name, hidden_size=64), token_ids(12)
     decoder = load_decoder(folder, quant=kind, grouped=True)
-    assert all(isinstance(module.packed, GroupedWeight) for module in decoder.modules() if isinstance(module, Linear | Embedding))
+    assert all(
+        isinstance(module.packed, GroupedWeight)
+        for module in decoder.modules()
+        if isinstance(module, Linear | Embedding)
+    )
     model = PagedModel(decoder, 256)
     found = by_token(model, text)
     monkeypatch.setattr(grouped_kernel, "kernel", lambda: None)

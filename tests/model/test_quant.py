@@ -173,7 +173,9 @@ def test_bytes_by_format(tmp_path: Path) -> None:
     table, norms = 512 * 128, 5 * 128 * 2
     for tied in (False, True):
         folder = tiny_checkpoint(tmp_path / str(tied), "llama", tie_word_embeddings=tied, **sizes)
-        found = {kind: open_model(folder, cache_tokens=64, weights=kind, as_draft=True) for kind in ("auto", *QUANTISED)}
+        found = {
+            kind: open_model(folder, cache_tokens=64, weights=kind, as_draft=True) for kind in ("auto", *QUANTISED)
+        }
         assert len({model.num_parameters for model in found.values()}) == 1
         int8_table = table + 2 * 512
         head8, head4 = (0, 0) if tied else (int8_table, table // 2 + table // 64 * 4)
