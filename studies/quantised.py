@@ -1,4 +1,4 @@
-"""What one matrix product costs by rows: weights in groups through the compiled kernel, beside bf16 and torch's kernels.
+"""What one matrix product costs by rows: weights in groups through our kernel, beside bf16 and torch's kernels.
 
 python -m studies.quantised --outputs 8192 --inputs 4096 --rows 1,2,4,8,16,32 --seconds 60 --out quantised.json
 

@@ -28,9 +28,9 @@ from foretoken.model.fields import Fields, check_links, read_json
 from foretoken.model.gguf.header import is_gguf, read_header
 from foretoken.model.gguf.names import config_fields
 from foretoken.model.gguf.weights import GgufWeights
-from foretoken.model.layers import Embedding, Linear, RMSNorm
 from foretoken.model.grouped_kernel import GroupedWeight, merged
 from foretoken.model.grouped_quant import GroupQuantiser
+from foretoken.model.layers import Embedding, Linear, RMSNorm
 from foretoken.model.quant import ACTIVATIONS, Quantiser, check_quant
 from foretoken.model.sharding import Collective, Shard
 from foretoken.model.weights import EMBEDDING, HEAD, INDEX, WEIGHTS, Weights
@@ -181,7 +181,8 @@ def load_decoder(
 
     `quant` "int8" or "int4" keeps the matrices in that format, on the CPU only: for torch's kernels (see `quant`), or,
     if `grouped`, for that of `grouped_kernel`; `dtype` is then that of the rest. Without it, codes of a GGUF file are
-    multiplied as they are where matrices may be packed (`pack`). With `world` ranks it is the part of `rank` (see `sharding`), which talks to the others by `collective`.
+    multiplied as they are where matrices may be packed (`pack`). With `world` ranks it is the part of `rank` (see
+    `sharding`), which talks to the others by `collective`.
 
     Raises:
         CheckpointError: a file, shard or tensor is missing, broken or of another shape than `config.json` says.
@@ -265,7 +266,7 @@ class _Filler:
         return self.shard.slice(name, self.weights.read(name, shape))
 
     def _grouped(self, names: Sequence[str]) -> list[GroupedWeight]:
-        """Matrices in the codes that the file holds, if it holds codes of all of them and the kernel takes them here."""
+        """Matrices in the codes that the file holds, if it has those of all and the kernel takes them here."""
         weights = self.weights
         fits = self.pack and self.device.type == "cpu" and self.dtype in ACTIVATIONS and self.shard.world == 1
         if not fits or not isinstance(weights, GgufWeights):

@@ -69,8 +69,8 @@ def open_model(
 
     Raises:
         CheckpointError, UnsupportedModelError: see `loader`.
-        ConfigError: an option that does not exist, strict numerics of a quantised draft, or strict numerics or quantised
-        weights of a model that runs through transformers.
+        ConfigError: an option that does not exist, strict numerics of a quantised draft, or strict numerics or
+        quantised weights of a model that runs through transformers.
         InputError: quantised weights with a dtype or device that has no kernel for them.
     """
     if numerics not in NUMERICS:

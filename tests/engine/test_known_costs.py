@@ -22,10 +22,10 @@ from foretoken.bench.drafting import parse_drafters
 from foretoken.bench.profile import ProfileOptions, run_profile, write_profile
 from foretoken.draft.group import option_kind
 from foretoken.engine.startup import known_costs, profiling, start_profile
-from foretoken.files import cache_folder
 from foretoken.engine.startup.profiling import load_profile, save_profile
 from foretoken.engine.startup.start_profile import measure_start, model_drafters
 from foretoken.errors import ConfigError, SpeculationWarning, StorageError
+from foretoken.files import cache_folder
 from foretoken.model.interface import LanguageModel
 from foretoken.model.tokenizer import Tokenizer
 from tests.helpers import audit
