@@ -38,4 +38,4 @@ def test_thousands_of_broken_files(tmp_path: Path) -> None:
     assert counts.total() == NUM_CASES
     assert set(counts) <= set(GOOD)
     assert counts["refused"] > NUM_CASES // 3
-    assert counts["ran"] > NUM_CASES // 10
+    assert counts["ran"] > NUM_CASES // 20

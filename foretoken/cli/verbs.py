@@ -93,7 +93,7 @@ VERBS: Mapping[str, VerbSource] = {
     ),
     "models": VerbSource(
         "models",
-        "models",
+        "app",
         ("List the models on this machine: the reference family, the hub's cache, or the folders given."),
     ),
     "bench": VerbSource(

@@ -1,5 +1,5 @@
-"""What a checkpoint will take in memory, read from its configuration and the headers of its safetensors or GGUF file; no weight
-is loaded.
+"""What a checkpoint will take in memory, read from its configuration and the headers of its safetensors or GGUF file;
+no weight is loaded.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from foretoken.errors import InputError, UnsupportedModelError
 from foretoken.kv.pool import bytes_per_token
 from foretoken.model.architecture import ModelConfig, rope_context_cap
 from foretoken.model.fields import Fields, shown
-from foretoken.model.layers import can_pack
 from foretoken.model.gguf.weights import GgufWeights
+from foretoken.model.layers import can_pack
 from foretoken.model.loader import open_weights, parse_dtype, read_raw_config, stored_dtype
 from foretoken.model.open import native_config
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE

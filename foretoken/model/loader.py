@@ -1,8 +1,8 @@
 """Checkpoints on disk: find the folder, read its configuration, stream its weights into a decoder, write one back.
 
-Only safetensors and GGUF files are read and no code from a checkpoint ever runs. Each matrix is read, cut to the rank's part
-(`sharding`), cast and packed (or quantised) before the next one, so that loading needs little more memory than the
-weights themselves.
+Only safetensors and GGUF files are read and no code from a checkpoint ever runs. Each matrix is read, cut to the rank's
+part (`sharding`), cast and packed (or quantised) before the next one, so that loading needs little more memory than
+the weights themselves.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 def resolve_folder(path_or_hub_id: str | Path, revision: str | None = None) -> Path:
-    """Return the checkpoint's folder or GGUF file: a local one, or the hub's snapshot, downloaded unless HF_HUB_OFFLINE is set.
+    """Return the checkpoint's folder or GGUF file: a local one, or the hub's snapshot, downloaded unless
+    HF_HUB_OFFLINE is set.
 
     Raises:
         CheckpointError: neither a local folder nor reachable on the hub.
@@ -90,8 +91,8 @@ def resolve_folder(path_or_hub_id: str | Path, revision: str | None = None) -> P
 
 
 def read_raw_config(folder: Path) -> dict[str, Any]:
-    """Return the parsed `config.json`, with the end-of-text ids of `generation_config.json`, which take precedence; of a
-    GGUF file what its metadata says in the same words.
+    """Return the parsed `config.json`, with the end-of-text ids of `generation_config.json`, which take precedence; of
+    a GGUF file what its metadata says in the same words.
 
     Raises:
         CheckpointError: missing, unreadable or not a JSON object; token ids that are none; a file that is a link out of
@@ -134,11 +135,13 @@ def read_checkpoint(folder: Path) -> tuple[ModelConfig, Weights | GgufWeights]:
         describes.
         UnsupportedModelError: not a causal decoder, or none that the native decoder knows.
     """
-    weights = open_weights(folder)
-    if isinstance(weights, GgufWeights):
+    weights: Weights | GgufWeights
+    if is_gguf(folder):
+        weights = GgufWeights(folder)
         config = weights.config()
-    else:
+    else:  # the configuration first: a folder without one is no checkpoint
         config = config_from_hf(read_raw_config(folder), str(folder / "config.json"))
+        weights = Weights(folder)
     weights.check(config)
     if config.tie_embeddings and HEAD in weights and not weights.equal(HEAD, EMBEDDING):
         config = replace(config, tie_embeddings=False)

@@ -30,7 +30,8 @@ _LONGEST_CACHE_BYTES = 4 * 1024**3  # address space; a CPU's cache takes memory 
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a local checkpoint, a GGUF file, a hub id, or `reference:target` / `reference:draft` that ship with the package.
+    """The folder of a local checkpoint, a GGUF file, a hub id, or `reference:target` / `reference:draft`, which
+    ship with the package.
 
     Raises:
         CheckpointError: there is no such thing.

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
-from foretoken.errors import ConfigError, MismatchError, StorageError
+from foretoken.errors import ConfigError, MismatchError, StorageError, UnsupportedModelError
 from foretoken.files import check_folder, to_json
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
+from foretoken.model.gguf.header import is_gguf
 from foretoken.model.loader import load_decoder, save_checkpoint
 from foretoken.model.open import model_folder, open_device
 from foretoken.train.answers import answered_data, folder_fingerprint
@@ -74,6 +75,11 @@ def train_draft(job: DraftJob, ranks: Ranks | None = None) -> HeadResult:
     device = open_device(job.device)
     check_folder(job.out)
     folder, wanted = model_folder(job.target), job.settings.precision
+    if is_gguf(folder):
+        raise UnsupportedModelError(
+            f"{folder} is a GGUF file, whose tokenizer a draft model cannot be given: train it with the model's "
+            "safetensors checkpoint"
+        )
     precision: Precision = "bfloat16" if wanted == "bfloat16" else "float32"
     target = FrozenTarget.load(folder, device, fast_precision(device) if wanted == "auto" else precision)
     decoder = _start(job, target.decoder.config).to(device)

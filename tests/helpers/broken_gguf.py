@@ -1,7 +1,7 @@
 """Small GGUF files, broken at random: each is refused by name or answers.
 
-`python -m tests.helpers.broken_gguf FOLDER FIRST LAST` tries the cases FIRST .. LAST and prints one JSON object for each
-that did neither, then how many there were of each outcome.
+`python -m tests.helpers.broken_gguf FOLDER FIRST LAST` tries the cases FIRST .. LAST and prints one JSON object for
+each that did neither, then how many there were of each outcome.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ def make_bases(folder: Path) -> None:
     """One file of each family, in another type each, with a tokenizer."""
     for family, kind in BASES.items():
         source = tiny_checkpoint(
-            *(folder / "hf" / family, family), vocab_size=300, hidden_size=256, intermediate_size=256, num_hidden_layers=2
+            *(folder / "hf" / family, family),
+            vocab_size=300,
+            hidden_size=256,
+            intermediate_size=256,
+            num_hidden_layers=2,
         )
         write_gguf(folder / f"{family}.gguf", tiny_tokenizer(source), kind, tokenizer=True)
 
@@ -95,8 +99,7 @@ def try_case(bases: Path, work: Path, seed: int) -> tuple[str, str]:
         with LLM(path, dtype="float32", cache_tokens=128, profile="off") as llm:
             llm.generate([rng.choice(([1, 2, 3], "the cat"))], SamplingParams(max_tokens=2, temperature=0.0))
     except ModelError as error:
-        assert str(path) in str(error) or "tensor" in str(error), f"{done}: {error}"
-        return "refused", f"{done}: {error}"
+        return "refused" if str(path) in str(error) else "not named", f"{done}: {error}"
     except NumericsError:
         return "not finite", done
     except ContextLengthError:

@@ -38,11 +38,15 @@ TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_TYPES)
 
 
 def write_gguf(path: Path, folder: Path, kind: str = "F32", tokenizer: bool = False, **extra: object) -> Path:
-    """Write the checkpoint in `folder` to `path`, its matrices in `kind` (in Q8_0 where a row is no whole block) and all
-    else in F32; `extra` is metadata of the architecture, dots written as two underscores.
+    """Write the checkpoint in `folder` to `path`, its matrices in `kind` (in Q8_0 where a row is no whole block) and
+    all else in F32; `extra` is metadata of the architecture, dots written as two underscores.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    state = {name: tensor.float() for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    state = {
+        name: tensor.float()
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
     arch = "llama" if config["model_type"] == "mistral" else config["model_type"]
     writer = gguf.GGUFWriter(path, arch)
     _add_config(writer, arch, config)
@@ -91,7 +95,11 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
     if wanted == GGMLQuantizationType.F16:
         writer.add_tensor(name, values.astype(np.float16))
         return
-    raw = k_blocks(values, wanted.name) if wanted.name in K_TYPES else quants.quantize(np.ascontiguousarray(values), wanted)
+    raw = (
+        k_blocks(values, wanted.name)
+        if wanted.name in K_TYPES
+        else quants.quantize(np.ascontiguousarray(values), wanted)
+    )
     writer.add_tensor(name, raw, raw_dtype=wanted)
 
 

@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType, quants
 
 from foretoken import LLM, SamplingParams
 from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.evaluate.identity import identity_of
 from foretoken.model.architecture import config_to_hf
 from foretoken.model.decoder import Decoder
 from foretoken.model.footprint import shape_of
@@ -21,6 +22,8 @@ from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.open import model_folder, native_config, open_model
 from foretoken.model.tokenizer import load_tokenizer
+from foretoken.train.answers import folder_fingerprint
+from foretoken.train.draft_run import DraftJob, DraftSettings, train_draft
 from tests.helpers.checkpoints import token_ids, variant
 from tests.helpers.gguf_files import TYPES, write_gguf
 
@@ -66,7 +69,9 @@ def test_quantised_matrices_are_what_the_package_makes_of_them(tmp_path: Path, k
     folder = variant(tmp_path / "hf", "llama", hidden_size=256, intermediate_size=512, num_hidden_layers=1)
     path = write_gguf(tmp_path / "model.gguf", folder, kind)
     weights, stored = GgufWeights(path), {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    assert kind in weights.kinds()
+    assert weights.kinds()[0].name == kind
+    assert {stored.read for stored in weights.kinds()} == {"dequantised when loaded", "as stored"}
+    assert sum(stored.num_tensors for stored in weights.kinds()) == len(weights.names)
     for name in weights.names:
         tensor = stored[weights.info(name).name]
         numbers = torch.from_numpy(np.array(quants.dequantize(tensor.data, tensor.tensor_type)))
@@ -161,7 +166,9 @@ def refused(path: Path, error: type[Exception], *words: str) -> None:
         ({"logit_scale": 2.0}, UnsupportedModelError, "logit_scale"),
     ],
 )
-def test_options_that_are_not_there(tmp_path: Path, extra: dict[str, object], error: type[Exception], word: str) -> None:
+def test_options_that_are_not_there(
+    tmp_path: Path, extra: dict[str, object], error: type[Exception], word: str
+) -> None:
     refused(write_gguf(tmp_path / "model.gguf", variant(tmp_path / "hf", "llama"), **extra), error, word)
 
 
@@ -185,6 +192,22 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     refused(tmp_path / "gemma.gguf", UnsupportedModelError, "gemma3", "llama, qwen2, qwen3")
+
+
+def test_files_are_told_apart(reference: Path, tmp_path: Path) -> None:
+    """What a result or a file of answers remembers of its target."""
+    other = tmp_path / "other.gguf"
+    other.write_bytes(reference.read_bytes().replace(b"<|endoftext|>", b"<|endofbook|>"))
+    assert folder_fingerprint(reference) != folder_fingerprint(other)
+    found, changed = identity_of("x", reference), identity_of("x", other)
+    assert found["weights"] is not None
+    assert found["weights"] != changed["weights"]
+
+
+def test_a_draft_model_is_not_trained_from_a_file(reference: Path, tmp_path: Path) -> None:
+    """It would have no tokenizer."""
+    with pytest.raises(UnsupportedModelError, match="GGUF file, whose tokenizer"):
+        train_draft(DraftJob(target=str(reference), out=tmp_path / "out", settings=DraftSettings()))
 
 
 def test_metadata_is_a_configuration(reference: Path) -> None:

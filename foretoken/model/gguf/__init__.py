@@ -1,1 +1,1 @@
-"""GGUF files (llama.cpp's checkpoints): header, blocks, names, tokenizer, and the interface that the loader reads from."""
+"""GGUF files (llama.cpp's checkpoints): header, blocks, names, tokenizer, and what the loader reads from."""

@@ -104,8 +104,8 @@ def _q8_0(blocks: _Bytes) -> _Parts:
 
 
 def _k_scales(blocks: _Bytes) -> tuple[_Floats, _Floats]:
-    """Scales and minimums of the eight groups of a Q4_K or Q5_K block, [n, 8] each: 6 bits of 12 packed bytes, times the
-    block's two float16 numbers.
+    """Scales and minimums of the eight groups of a Q4_K or Q5_K block, [n, 8] each: 6 bits of 12 packed bytes, times
+    the block's two float16 numbers.
     """
     first, second, third = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([first & 63, (third & 15) | ((first >> 2) & 48)], axis=1)

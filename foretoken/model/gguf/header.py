@@ -1,8 +1,8 @@
 """The header of a GGUF file: metadata and the table of tensors, checked before anything is allocated.
 
-Layout (ggml's `docs/gguf.md`): magic, version, number of tensors, number of metadata pairs, the pairs, the table, padding,
-tensor data. All numbers are little-endian. Every count and length in it is compared with the bytes that are left before
-it is used, so that reading takes no more memory than the header has bytes.
+Layout (ggml's `docs/gguf.md`): magic, version, number of tensors, number of metadata pairs, the pairs, the table of
+tensors, padding, data. All numbers are little-endian. Every count and length is compared with the bytes that are left
+before it is used, so that reading takes no more memory than the header has bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
@@ -211,7 +212,9 @@ def _opened(path: Path) -> Iterator[_Cursor]:
     try:
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
-                raise CheckpointError(f"{path} does not begin with GGUF: it is no GGUF file, or was not downloaded whole")
+                raise CheckpointError(
+                    f"{path} does not begin with GGUF: it is no GGUF file, or was not downloaded whole"
+                )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
                 yield _Cursor(path, view)
     except OSError as error:
@@ -260,7 +263,9 @@ def _read_entry(cursor: _Cursor) -> TensorInfo:
     what = f"tensor {shown(name)}"
     (dimensions,) = cursor.take("<I", what)
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
-        raise CheckpointError(f"{cursor.path}: {what} has {dimensions} dimensions; 1 to {_MOST_DIMENSIONS} are possible")
+        raise CheckpointError(
+            f"{cursor.path}: {what} has {dimensions} dimensions; 1 to {_MOST_DIMENSIONS} are possible"
+        )
     shape = tuple(reversed(cursor.take(f"<{dimensions}Q", what)))
     if not all(1 <= size <= MOST_SIZE for size in shape):
         raise CheckpointError(f"{cursor.path}: {what} has shape {list(shape)}; sizes are 1 to {MOST_SIZE:,}")
@@ -303,7 +308,7 @@ def _check_places(
             )
         tensors[entry.name] = info
     ordered = sorted(tensors.values(), key=lambda info: info.start)
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in pairwise(ordered):
         if before.start + before.num_bytes > after.start:
             raise CheckpointError(f"{path}: tensor {shown(after.name)} lies over {shown(before.name)}")
     return tensors

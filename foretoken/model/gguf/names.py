@@ -166,7 +166,9 @@ def _vocab_size(header: Header, fields: Fields) -> int:
     """Rows of the embedding, which the metadata must not contradict."""
     embedding = header.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
-        raise CheckpointError(f"tensor {_EMBEDDING} is missing in {header.path}, or is no matrix: the file is incomplete")
+        raise CheckpointError(
+            f"tensor {_EMBEDDING} is missing in {header.path}, or is no matrix: the file is incomplete"
+        )
     rows = embedding.shape[0]
     claimed = fields.whole_or("vocab_size", rows)
     if claimed != rows:
@@ -178,7 +180,10 @@ def _vocab_size(header: Header, fields: Fields) -> int:
 
 def _rope(fields: Fields, context: int) -> dict[str, Any]:
     """Base and scaling of the rotary embeddings, in transformers' words."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": fields.number_or("rope.freq_base", 10_000.0, above=1.0)}
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": fields.number_or("rope.freq_base", 10_000.0, above=1.0),
+    }
     kind = fields.text("rope.scaling.type", "none")
     if fields.has("rope.scale_linear"):  # how old files say it
         factor, kind = fields.number("rope.scale_linear"), "linear"

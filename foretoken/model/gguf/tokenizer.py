@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, built for the `tokenizers` library: byte-level BPE ("gpt2") and SentencePiece ("llama").
+"""The tokenizer of a GGUF file, built for the `tokenizers` library: byte-level BPE ("gpt2"), SentencePiece ("llama").
 
 What llama.cpp does to a text (`llama-vocab.cpp`) is done here: splitting by the expression that `tokenizer.ggml.pre`
 names, control and user-defined tokens read whole, a BOS in front where the file or its kind says so.
@@ -66,7 +66,8 @@ def read_tokenizer(header: Header) -> tuple[tokenizers.Tokenizer, dict[str, Any]
         return None
     if kind not in ("gpt2", "llama"):
         raise UnsupportedModelError(
-            f"{header.path}: {_PREFIX}model={shown(kind)} is not read; gpt2 (byte-level BPE) and llama (SentencePiece) are"
+            f"{header.path}: {_PREFIX}model={shown(kind)} is not read; gpt2 (byte-level BPE) and llama "
+            "(SentencePiece) are"
         )
     tokens = header.texts(f"{_PREFIX}tokens")
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
@@ -88,10 +89,12 @@ def _byte_level(header: Header, vocabulary: dict[str, int], split: str) -> token
             f"{header.path}: {_PREFIX}pre={shown(split)} is a way of splitting text that is not known here; known: "
             f"{', '.join(SPLITS)}"
         )
-    pairs = [tuple(merge.split(" ")) for merge in header.texts(f"{_PREFIX}merges")]
-    wrong = next((pair for pair in pairs if len(pair) != 2), None)
-    if wrong is not None:
-        raise CheckpointError(f"{header.path}: {_PREFIX}merges has {shown(' '.join(wrong))}, which is no pair of tokens")
+    pairs: list[tuple[str, str]] = []
+    for merge in header.texts(f"{_PREFIX}merges"):
+        left, _, right = merge.partition(" ")
+        if not left or not right or " " in right:
+            raise CheckpointError(f"{header.path}: {_PREFIX}merges has {shown(merge)}, which is no pair of tokens")
+        pairs.append((left, right))
     inner = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=split in _WHOLE_WORDS))
     expression = SPLITS[split]
     if expression is None:
@@ -110,7 +113,9 @@ def _byte_level(header: Header, vocabulary: dict[str, int], split: str) -> token
 def _sentencepiece(header: Header, vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
     unknown = _token_of(header, "unknown", list(vocabulary))
     inner = tokenizers.Tokenizer(
-        models.BPE(vocab=vocabulary, merges=_merges(header, vocabulary), unk_token=unknown, byte_fallback=True, fuse_unk=True)
+        models.BPE(
+            vocab=vocabulary, merges=_merges(header, vocabulary), unk_token=unknown, byte_fallback=True, fuse_unk=True
+        )
     )
     marked = header.fields.flag(f"{_PREFIX}add_space_prefix", default=True)
     spaces = normalizers.Replace(" ", _SPACE)
@@ -142,7 +147,9 @@ def _add_tokens(inner: tokenizers.Tokenizer, header: Header, tokens: list[str]) 
     if kinds is None:
         return
     if len(kinds) != len(tokens):
-        raise CheckpointError(f"{header.path}: {_PREFIX}token_type has {len(kinds):,} entries for {len(tokens):,} tokens")
+        raise CheckpointError(
+            f"{header.path}: {_PREFIX}token_type has {len(kinds):,} entries for {len(tokens):,} tokens"
+        )
     for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         chosen = [token for token, kind in zip(tokens, kinds.tolist(), strict=True) if kind == wanted and token]
         added = [AddedToken(token, normalized=False, special=special) for token in chosen]

@@ -14,9 +14,10 @@ from foretoken.errors import CheckpointError
 from foretoken.model.architecture import ModelConfig, config_from_hf
 from foretoken.model.gguf.blocks import grouped, is_grouped, plain, plain_dtype, runnable_types
 from foretoken.model.gguf.header import Header, TensorInfo, read_header
+from foretoken.model.gguf.kinds import GgmlType
 from foretoken.model.gguf.names import ROPE_FACTORS, architecture_of, config_fields, hf_name, interleaved_heads
 from foretoken.model.grouped import GroupedCodes
-from foretoken.model.weights import HEAD, hf_tensors
+from foretoken.model.weights import StoredKind, hf_tensors, stored_kinds
 
 _CHUNK_NUMBERS = 1 << 24  # dequantised at a time: intermediate results take some ten bytes a number
 
@@ -37,7 +38,9 @@ class GgufWeights:
         self._architecture, self._raw = architecture_of(self.header), config_fields(self.header)
         # A table that older converters wrote; the decoder computes it.
         self._info = {
-            hf_name(name): info for name, info in self.header.tensors.items() if not name.endswith("attn_rot_embd.weight")
+            hf_name(name): info
+            for name, info in self.header.tensors.items()
+            if not name.endswith("attn_rot_embd.weight")
         }
 
     @property
@@ -175,13 +178,11 @@ class GgufWeights:
             )
         return replace(config, rope=replace(config.rope, kind="factors", factors=tuple(factors.tolist())))
 
-    def kinds(self) -> dict[str, tuple[int, int]]:
-        """By type of number, the tensors stored in it and their bytes, the largest share first."""
-        found: dict[str, tuple[int, int]] = {}
-        for info in self.header.tensors.values():
-            count, size = found.get(info.kind.name, (0, 0))
-            found[info.kind.name] = count + 1, size + info.num_bytes
-        return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+    def kinds(self) -> list[StoredKind]:
+        """The types in which the tensors are stored."""
+        stored = self.header.tensors.values()
+        ways = {info.kind.name: _way(info.kind) for info in stored}
+        return stored_kinds([(info.kind.name, info.num_bytes) for info in stored], ways.__getitem__)
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         self.dtype(name)
@@ -211,3 +212,9 @@ class GgufWeights:
         pairs = rows.view(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
         return pairs.transpose(1, 2).reshape(rows.shape)
 
+
+def _way(kind: GgmlType) -> str:
+    """What becomes of numbers of a type, in words."""
+    if is_grouped(kind):
+        return "dequantised when loaded"
+    return "as stored" if plain_dtype(kind) is not None else "not read"
