@@ -21,6 +21,7 @@ from foretoken.cli.common import (
     JsonOption,
     NumericsOption,
     TargetOption,
+    WeightsOption,
     print_json,
     progress,
 )
@@ -41,6 +42,7 @@ def audit(
     temperatures: Annotated[str, typer.Option(help="Temperatures, separated by commas.")] = "0,0.8",
     seed: Annotated[int, typer.Option(help="First seed of the sampled answers.")] = 0,
     numerics: NumericsOption = "default",
+    weights: WeightsOption = "auto",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     cache_tokens: CacheOption = None,
@@ -62,6 +64,7 @@ def audit(
         temperatures=tuple(number("temperatures", word) for word in words("temperatures", temperatures)),
         seed=seed,
         numerics=numerics,
+        weights=weights,
         dtype=dtype,
         device=device,
         cache_tokens=cache_tokens,

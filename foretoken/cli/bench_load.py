@@ -38,6 +38,7 @@ from foretoken.cli.common import (
     NumericsOption,
     TargetOption,
     ThreadsOption,
+    WeightsOption,
     was_given,
 )
 from foretoken.cli.lists import whole, words
@@ -86,6 +87,7 @@ def load(
         float, typer.Option(help="Seconds that plain decoding takes for each phase of --load.")
     ] = LoadOptions.phase_s,
     numerics: NumericsOption = LoadOptions.numerics,
+    weights: WeightsOption = "auto",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
