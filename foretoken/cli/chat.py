@@ -29,11 +29,13 @@ from foretoken.cli.sampling_options import sampling_params, with_sampling_flags
 from foretoken.cli.spec_options import answering_spec, check_sources, with_spec_flags
 from foretoken.engine.llm import LLM
 from foretoken.engine.prompts import Message
-from foretoken.errors import ForetokenError, InputError, StorageError
+from foretoken.errors import ContextLengthError, ForetokenError, InputError, StorageError
 from foretoken.printing.console import Console
 
 _HELP = "/help lists the commands, /exit ends; Ctrl-C stops an answer."
 _AGAIN = "Ctrl-C again ends, /exit does so too."
+_FULL = "/reset begins a new conversation."
+_NO_TEMPLATE = "{} has no chat template: it continues your text, line by line."
 
 
 @with_spec_flags
@@ -54,7 +56,8 @@ def chat(
     """Talk to a model: each line is a message, and the conversation is kept.
 
     On a terminal answers are streamed; /help lists the commands, /exit or the end of input ends, Ctrl-C stops an
-    answer. In a pipe each line of standard input gets one answer, with --json one JSON object on a line.
+    answer. In a pipe each line of standard input gets one answer, with --json one JSON object on a line. A model without
+    a chat template continues the text of all lines so far.
     """
     params, spec = sampling_params(context.params), answering_spec(context.params)
     if spec is not None:
@@ -73,19 +76,17 @@ def chat(
 
 
 def _check_template(llm: LLM, target: str, opening: list[Message]) -> None:
-    """Refuse what cannot chat before a line is read.
+    """Refuse what cannot chat before a line is read, and say how a model without a template answers.
 
     Raises:
-        InputError: a target without a chat template, or one whose template refuses a system message.
+        InputError: a target without a tokenizer, or one whose template refuses a system message.
         CheckpointError: the template is broken.
     """
-    if llm.tokenizer is None or llm.tokenizer.chat_template is None:
-        raise InputError(
-            "target",
-            target,
-            "has no chat template; give a checkpoint that was trained to chat (most have Instruct or Chat in their "
-            "names), put its template into chat_template.jinja there, or continue plain text with `foretoken generate`",
-        )
+    if llm.tokenizer is None:
+        raise InputError("target", target, "has no tokenizer; use `foretoken generate --prompt-ids 1,2,3`")
+    if llm.tokenizer.chat_template is None:
+        Console(stderr=True).line(_NO_TEMPLATE.format(target), style="dim")
+        return
     llm.render_chat([*opening, {"role": "user", "content": "Hello"}])
 
 
@@ -114,6 +115,8 @@ class _Lines:
                 if not self._is_interactive:
                     raise
                 Console(stderr=True).message(f"error: {error}", style="red")
+                if isinstance(error, ContextLengthError):
+                    Console(stderr=True).line(_FULL, style="dim")
 
     def _answer(self, line: str) -> None:
         console = Console()
