@@ -11,7 +11,6 @@ import typer
 
 from foretoken.audit.plan import AuditOptions, Prompt, read_prompts
 from foretoken.audit.report import AuditReport, check_out, print_report, write_report
-from foretoken.audit.run import run_audit
 from foretoken.bench.report import machine, versions
 from foretoken.bench.workload import SLICES, slices
 from foretoken.cli.common import (
@@ -80,6 +79,8 @@ def audit(
 
 def _run(options: AuditOptions, prompts: Path | None, out: Path | None) -> AuditReport:
     """The audit, with its report written to `out`, which is checked first."""
+    from foretoken.audit.run import run_audit
+
     if out is not None:
         check_out(out)
     texts = _own_prompts(options.num_prompts) if prompts is None else read_prompts(prompts)

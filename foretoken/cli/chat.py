@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli.answer import as_json_object
 from foretoken.cli.common import (
     CacheOption,
     CostProfileOption,
@@ -24,13 +23,15 @@ from foretoken.cli.common import (
     print_json,
     progress,
 )
-from foretoken.cli.conversation import Talk
 from foretoken.cli.sampling_options import sampling_params, with_sampling_flags
 from foretoken.cli.spec_options import answering_spec, check_sources, with_spec_flags
-from foretoken.engine.llm import LLM
 from foretoken.engine.prompts import Message
 from foretoken.errors import ContextLengthError, ForetokenError, InputError, StorageError
 from foretoken.printing.console import Console
+
+if TYPE_CHECKING:
+    from foretoken.cli.conversation import Talk
+    from foretoken.engine.llm import LLM
 
 _HELP = "/help lists the commands, /exit ends; Ctrl-C stops an answer."
 _AGAIN = "Ctrl-C again ends, /exit does so too."
@@ -56,9 +57,12 @@ def chat(
     """Talk to a model: each line is a message, and the conversation is kept.
 
     On a terminal answers are streamed; /help lists the commands, /exit or the end of input ends, Ctrl-C stops an
-    answer. In a pipe each line of standard input gets one answer, with --json one JSON object on a line. A model without
-    a chat template continues the text of all lines so far.
+    answer. In a pipe each line of standard input gets one answer, with --json one JSON object on a line. A model
+    without a chat template continues the text of all lines so far.
     """
+    from foretoken.cli.conversation import Talk
+    from foretoken.engine.llm import LLM
+
     params, spec = sampling_params(context.params), answering_spec(context.params)
     if spec is not None:
         spec.for_request(None)
@@ -119,6 +123,8 @@ class _Lines:
                     Console(stderr=True).line(_FULL, style="dim")
 
     def _answer(self, line: str) -> None:
+        from foretoken.cli.answer import as_json_object
+
         console = Console()
         try:
             output = self._talk.answer(line, (lambda _piece, _style: None) if self._as_json else console.piece)

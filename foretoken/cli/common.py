@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from foretoken.cli.imports import import_engine
 from foretoken.config import NUMERICS, SpecConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig, EngineOptions
@@ -23,7 +24,10 @@ _MOST_THREADS = 1024  # a pool of threads that no machine has would be made all 
 
 
 def _check_dtype(value: str) -> str:
-    import torch  # `serve` has these options without their checks, and no torch
+    if value == "auto":
+        return value
+    import_engine()  # `serve` has these options without their checks, and no torch
+    import torch
 
     from foretoken.model.loader import parse_dtype
 
@@ -32,6 +36,9 @@ def _check_dtype(value: str) -> str:
 
 
 def _check_device(value: str) -> str:
+    if value == "auto":
+        return value
+    import_engine()
     from foretoken.model.open import open_device
 
     open_device(value)

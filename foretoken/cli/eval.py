@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
+from foretoken.bench.prompts import ALL
 from foretoken.cli.bench_options import DraftersOption, check_common, command_line, default_draft
 from foretoken.cli.common import (
     AllowLossyOption,
@@ -29,16 +29,14 @@ from foretoken.cli.common import (
 from foretoken.cli.lists import number, words
 from foretoken.config import RULES
 from foretoken.errors import GateError, InputError
-from foretoken.evaluate.compare import EvalComparison, check_comparable, compare
 from foretoken.evaluate.options import EvalOptions
-from foretoken.evaluate.prompts import ALL, own_prompts, prompts_of
-from foretoken.evaluate.result import EvalResult, read_result, write_result
-from foretoken.evaluate.rows import rows_of
-from foretoken.evaluate.run import EvalRun, settings_of
-from foretoken.evaluate.tables import print_comparison, print_rows
 from foretoken.files import check_file
 from foretoken.params import check_number
 from foretoken.printing.console import Console
+
+if TYPE_CHECKING:
+    from foretoken.evaluate.compare import EvalComparison
+    from foretoken.evaluate.result import EvalResult
 
 _DEFAULT = EvalOptions("reference:target", "reference:draft")
 _LINE_EVERY_S = 10.0  # without a terminal
@@ -92,6 +90,13 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Measure acceptance by drafter, position and slice; compare it with an earlier result."""
+    import torch
+
+    from foretoken.evaluate.compare import check_comparable, compare
+    from foretoken.evaluate.prompts import own_prompts, prompts_of
+    from foretoken.evaluate.result import read_result
+    from foretoken.evaluate.run import EvalRun, settings_of
+
     given = context.params
     check_common(given)
     check_number("most_lost", most_lost, low=0, high=1)
@@ -137,6 +142,10 @@ def _options(given: Mapping[str, Any]) -> EvalOptions:
 
 def _report(result: EvalResult, found: EvalComparison | None, out: Path | None, as_json: bool) -> None:
     """Write the file and print the tables, or the object of the file."""
+    from foretoken.evaluate.result import write_result
+    from foretoken.evaluate.rows import rows_of
+    from foretoken.evaluate.tables import print_comparison, print_rows
+
     rows = rows_of(result)
     written = result.as_dict(rows)
     if found is not None:

@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli.answer import print_cost_profile, print_pieces, report
 from foretoken.cli.common import (
     CacheOption,
     CacheReserveOption,
@@ -38,11 +37,13 @@ from foretoken.cli.spec_options import answering_spec, check_sources, with_spec_
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
-from foretoken.engine.llm import LLM
 from foretoken.engine.prompts import Conversation, as_conversation
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.files import check_file, parse_json
+
+if TYPE_CHECKING:
+    from foretoken.engine.llm import LLM
 
 # Options whose text may stand in a file or on standard input.
 _TEXTS = ("prompt", "prompt_ids", "messages", "prediction", "json_schema", "grammar")
@@ -105,6 +106,8 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text, with guesses unless --drafter none is given, and say what it cost."""
+    from foretoken.engine.llm import LLM
+
     texts = texts_of(context.params, _TEXTS)
     given = context.params | texts
     asked, params, spec = _asked(texts, chat), sampling_params(given), answering_spec(given)
@@ -128,6 +131,8 @@ def _answer(llm: LLM, asked: _Asked, params: SamplingParams, show: bool, as_json
     Raises:
         ForetokenError: the answer failed.
     """
+    from foretoken.cli.answer import print_cost_profile, print_pieces, report
+
     prompt = asked.prompt if asked.messages is None else llm.encode_chat(asked.messages)
     stream_out = not show and not as_json and llm.tokenizer is not None and params.n == 1 and params.logprobs is None
     output = llm.generate([prompt], params, on_step=print_pieces if stream_out else None)[0]

@@ -6,14 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from huggingface_hub import scan_cache_dir
-from huggingface_hub.errors import CacheNotFound
 
 from foretoken.cli.common import JsonOption, print_json
 from foretoken.errors import ModelError
 from foretoken.model.architecture import check_causal
-from foretoken.model.loader import read_raw_config
-from foretoken.model.open import model_folder, native_config, reference_names
 from foretoken.printing.console import Console
 
 
@@ -25,6 +21,8 @@ def models(
     as_json: JsonOption = False,
 ) -> None:
     """List the models on this machine: the reference family, the hub's cache, or the folders given."""
+    from foretoken.model.open import model_folder, reference_names
+
     named = [(name, model_folder(name)) for name in folder or reference_names()]
     rows = [_describe(name, path) for name, path in [*named, *([] if folder else _cached())]]
     if as_json:
@@ -38,6 +36,9 @@ def models(
 
 def _cached() -> list[tuple[str, Path]]:
     """Models in the hub's cache, each with its newest snapshot; nothing is downloaded."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
     try:
         repos = [repo for repo in scan_cache_dir().repos if repo.repo_type == "model" and repo.revisions]
     except CacheNotFound:
@@ -46,6 +47,9 @@ def _cached() -> list[tuple[str, Path]]:
 
 
 def _describe(name: str, folder: Path) -> dict[str, object]:
+    from foretoken.model.loader import read_raw_config
+    from foretoken.model.open import native_config
+
     row: dict[str, object] = {"model": name, "family": "", "parameters": "", "layers": "", "context": ""}
     try:
         row["family"] = check_causal(read_raw_config(folder))

@@ -8,19 +8,18 @@ import dataclasses
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 from foretoken.cli.common import DeviceOption, JsonOption, TargetOption, ThreadsOption, print_json
 from foretoken.printing.console import Console
-from foretoken.train.draft_run import DraftJob, DraftSettings, train_draft
-from foretoken.train.head_recipes import BlockShape, EagleShape, HeadShape, MedusaShape, usual_training
-from foretoken.train.head_run import HEAD, HeadJob, HeadPlan, HeadSettings, plan_head, train_head
-from foretoken.train.head_trainer import HeadResult
 from foretoken.train.overrides import read_settings, with_overrides, with_settings
-from foretoken.train.parallel import joined_ranks
+
+if TYPE_CHECKING:
+    from foretoken.train.head_recipes import HeadShape
+    from foretoken.train.head_run import HeadPlan
+    from foretoken.train.head_trainer import HeadResult
 
 OutOption = Annotated[Path, typer.Option(help="Folder of the run; a run that was interrupted is continued.")]
 AnswersOption = Annotated[
@@ -59,6 +58,8 @@ def eagle(
     as_json: JsonOption = False,
 ) -> None:
     """Train an EAGLE-3 head (head.version=1: EAGLE-1 and 2): a layer that continues the target's hidden states."""
+    from foretoken.train.head_recipes import EagleShape
+
     _train(context.params, EagleShape())
 
 
@@ -77,6 +78,8 @@ def medusa(
     as_json: JsonOption = False,
 ) -> None:
     """Train Medusa heads (head.is_sequential=true: Hydra): small heads on the last hidden state."""
+    from foretoken.train.head_recipes import MedusaShape
+
     _train(context.params, MedusaShape())
 
 
@@ -95,6 +98,8 @@ def block(
     as_json: JsonOption = False,
 ) -> None:
     """Train a block drafter: layers that read the target's states and guess several tokens in one pass."""
+    from foretoken.train.head_recipes import BlockShape
+
     _train(context.params, BlockShape())
 
 
@@ -118,6 +123,9 @@ def draft(
     as_json: JsonOption = False,
 ) -> None:
     """Distil a draft model from the target, on its answers or on the draft model's own."""
+    from foretoken.train.draft_run import DraftJob, DraftSettings, train_draft
+    from foretoken.train.parallel import joined_ranks
+
     given = context.params
     _use_threads(given)
     job = DraftJob(
@@ -130,6 +138,10 @@ def draft(
 
 
 def _train(given: Mapping[str, Any], shape: HeadShape) -> None:
+    from foretoken.train.head_recipes import usual_training
+    from foretoken.train.head_run import HEAD, HeadJob, HeadSettings, plan_head, train_head
+    from foretoken.train.parallel import joined_ranks
+
     _use_threads(given)
     settings = _settings(dataclasses.replace(HeadSettings(), head=shape, train=usual_training(shape)), given)
     job = HeadJob(
@@ -145,6 +157,8 @@ def _train(given: Mapping[str, Any], shape: HeadShape) -> None:
 
 
 def _use_threads(given: Mapping[str, Any]) -> None:
+    import torch
+
     if given["threads"] is not None:
         torch.set_num_threads(given["threads"])
 
