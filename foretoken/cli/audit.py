@@ -22,10 +22,15 @@ from foretoken.cli.common import (
     TargetOption,
     print_json,
     progress,
+    was_given,
 )
 from foretoken.cli.lists import number, words
 from foretoken.cli.spec_options import check_sources, named_drafter, spec_from, with_spec_flags
 from foretoken.errors import GateError
+
+_NUM_DRAFT = (
+    "5"  # with nothing named: the controller may decide that the small pair should not draft, and tests nothing
+)
 
 
 @with_spec_flags
@@ -52,6 +57,8 @@ def audit(
     given = dict(context.params)
     if target == "reference:target" and named_drafter(given) is None:
         given["draft"] = "reference:draft"
+        if not was_given(context, "num_draft"):
+            given["num_draft"] = _NUM_DRAFT
     spec = spec_from(given)
     options = AuditOptions(
         target=target,
