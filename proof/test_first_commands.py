@@ -1,4 +1,4 @@
-"""A new user's first commands, at 40 and 120 columns and into a log file: each ends with a line that says how it went."""
+"""A new user's first commands, at 40 and 120 columns and in a log file: each ends with a line that says how it went."""
 
 from __future__ import annotations
 
