@@ -42,6 +42,22 @@ A checkpoint may run in another way than its family does here when its configura
 embedding. Every model that is loaded through transformers is first tried out on a few tokens (`foretoken/model/trial.py`), whatever
 this table says; what does not pass is refused.
 
+## Formats
+
+| format | families | how | types |
+|---|---|---|---|
+| safetensors folder | all below | as stored, or in another `dtype` | F32, F16, BF16 (F64 natively) |
+| GGUF file | Llama, Mistral, Qwen2, Qwen3 | native; quantised matrices are dequantised when loaded | F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K (so Q4_K_M, Q5_K_M, Q6_K ...) |
+| GGUF file | all others | refused | Q2_K, Q3_K, IQ*, TQ*, MXFP4, NVFP4 |
+| GPTQ, AWQ, compressed-tensors, FP8 | native families | refused | |
+
+`LLM("file.gguf")` and `--target file.gguf` take tokenizer, chat template and end tokens from the file. Its numbers are bit for bit what
+llama.cpp's `gguf` package makes of them, in float32; `dtype="bfloat16"` rounds them once more and halves the memory. Text is split as
+llama.cpp does it: Unicode normalisation of a Qwen tokenizer is not in the file. Experts, sliding windows, longrope and files in parts
+are refused. `foretoken models inspect FILE` lists the types of a checkpoint.
+
+## Families
+
 """
 
 

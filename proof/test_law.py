@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
+
+import pytest
 
 from tests.engine.test_law import (
     BASE,
     groups_answers,
+    head_answers,
     narrow,
     parameter_answers,
     parameter_law,
@@ -29,3 +33,11 @@ def test_every_rule_has_the_law_in_mixed_batches(narrow: SimpleNamespace) -> Non
 def test_every_sampling_parameter_has_the_law_in_mixed_batches(narrow: SimpleNamespace) -> None:
     for name, answers in parameter_answers(narrow, NUM_REQUESTS).items():
         assert min(p_values(answers, parameter_law(narrow, name))) > ALARM, name
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.3])
+def test_every_trained_head_has_the_law_at_other_temperatures(narrow: SimpleNamespace, temperature: float) -> None:
+    """Chains and trees of each head by itself, all heads in each batch."""
+    distribution = exact_law(narrow, replace(BASE, temperature=temperature))
+    for name, answers in head_answers(narrow, temperature, NUM_REQUESTS).items():
+        assert min(p_values(answers, distribution)) > ALARM, name

@@ -211,7 +211,8 @@ def test_cli_options_are_those_on_the_list() -> None:
         "plan",
         "simulate",
         "widen",
-        "models",
+        "models list",
+        "models inspect",
         "train lm",
     ],
 )

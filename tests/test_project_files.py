@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -82,3 +83,21 @@ def test_hooks_run_the_pinned_tools_of_make_check() -> None:
 def test_source_archives_hold_what_readers_look_for(name: str) -> None:
     assert (ROOT / name).is_file()
     assert name in (ROOT / "MANIFEST.in").read_text().split()
+
+
+def test_the_container_file_names_the_pins_and_files_that_exist() -> None:
+    """It cannot be built in a test: at least what it names is there."""
+    text = (ROOT / "deploy" / "Containerfile").read_text()
+    own = set(re.findall(r"torch==([\d.]+)", (ROOT / "Makefile").read_text()))
+    assert set(re.findall(r"torch==([\d.]+)", text)) == own
+    assert len(set(re.findall(r"^FROM (\S+)", text, flags=re.MULTILINE))) == 1  # built and run on the same Python
+    copied = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY") and "--from" not in line]
+    assert all((ROOT / name).exists() for names in copied for name in names)
+    assert ["requirements.txt"] in copied
+    (entry,) = re.findall(r"^ENTRYPOINT (.+)$", text, flags=re.MULTILINE)
+    assert json.loads(entry)[:2] == ["foretoken", "serve"]
+    assert "foretoken" in PROJECT["project"]["scripts"]
+    (port,) = re.findall(r"^EXPOSE (\d+)$", text, flags=re.MULTILINE)
+    assert json.loads(entry)[-1] == port
+    assert f":{port}/ready" in text
+    assert "-f deploy/Containerfile" in text  # the command that builds it

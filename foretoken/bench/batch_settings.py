@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from foretoken.bench.batch_prompts import Ask
-from foretoken.bench.contention import OtherLoad, is_contended
 from foretoken.bench.drafting import SWEEP, DrafterChoice, parse_drafters, swept_drafters
 from foretoken.bench.measure import PLAIN
 from foretoken.bench.renewal import renew_drafters
@@ -30,6 +29,7 @@ from foretoken.config import SamplingParams, SpecConfig, known_drafters
 from foretoken.control.policy import Policy
 from foretoken.core import StepOutput
 from foretoken.errors import ConfigError
+from foretoken.machine.neighbours import OtherLoad, is_contended
 from foretoken.params import is_count
 
 if TYPE_CHECKING:

@@ -27,7 +27,6 @@ from foretoken.bench.batch_settings import (
     together,
 )
 from foretoken.bench.batch_tables import choice_tables, request_tables, slice_tables, summary_table
-from foretoken.bench.contention import contention_notes
 from foretoken.bench.kept_lines import KeptLines
 from foretoken.bench.load_kept import GONE_ON, kept_turns
 from foretoken.bench.load_options import LoadOptions
@@ -36,6 +35,7 @@ from foretoken.bench.measure import PLAIN, STRICT
 from foretoken.bench.progress import Tell, progress
 from foretoken.bench.report import Report, load_average
 from foretoken.errors import StorageError
+from foretoken.machine.neighbours import contention_notes
 
 EXPLAINED = (
     "A cell: tokens per second of the whole batch, prefill included (median over repeats); the ratio to plain; the "

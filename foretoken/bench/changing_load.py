@@ -19,7 +19,6 @@ from foretoken.bench.batch_prompts import Ask
 from foretoken.bench.batch_rows import contended_turns
 from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Policies, Stage, parse_batch_settings
 from foretoken.bench.best_fixed import best_fixed
-from foretoken.bench.contention import contention_notes, is_contended
 from foretoken.bench.kept_lines import KeptLines
 from foretoken.bench.load_kept import GONE_ON, kept_turns
 from foretoken.bench.load_options import LoadOptions, LoadPhase
@@ -28,6 +27,7 @@ from foretoken.bench.measure import PLAIN
 from foretoken.bench.progress import Tell, progress
 from foretoken.bench.report import Report, Table, load_average
 from foretoken.errors import StorageError
+from foretoken.machine.neighbours import contention_notes, is_contended
 
 EXPLAINED = (
     "Tokens per second of the whole load, prefill included, from the first step to the last token (median over "

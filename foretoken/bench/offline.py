@@ -13,7 +13,6 @@ import torch
 
 from foretoken.bench import peers
 from foretoken.bench.chat_prompts import with_template
-from foretoken.bench.contention import OtherLoad, contention_notes, is_contended
 from foretoken.bench.measure import ALL_SLICES, Contender, SpeedPlan, SpeedSample
 from foretoken.bench.own import Generator, own_contenders
 from foretoken.bench.plot import write_plot
@@ -38,6 +37,7 @@ from foretoken.bench.turns import measure
 from foretoken.bench.workload import SLICES, Prompt, slices
 from foretoken.config import SpecConfig
 from foretoken.files import check_file, check_folder
+from foretoken.machine.neighbours import OtherLoad, contention_notes, is_contended
 from foretoken.model.open import model_folder
 from foretoken.printing.console import Console
 

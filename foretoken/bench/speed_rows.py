@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
-from foretoken.bench.contention import is_contended
 from foretoken.bench.measure import ALL_SLICES, DEFAULT_NUMERICS, ENGINE, STRICT, Answer, SpeedSample
 from foretoken.bench.paired import paired_ratio
 from foretoken.bench.workload import Prompt
+from foretoken.machine.neighbours import is_contended
 
 _NGRAM = 4
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from foretoken.bench.contention import OtherLoad
 from foretoken.bench.measure import ENGINE, Answer, Contender, SpeedPlan, SpeedSample
 from foretoken.bench.samples import Samples
 from foretoken.errors import ForetokenError, InputError, ModelError, StorageError
+from foretoken.machine.neighbours import OtherLoad
 
 Progress = Callable[[str], None]
 

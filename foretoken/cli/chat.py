@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretoken.cli.common import (
+    AdaptOption,
     CacheOption,
     CostProfileOption,
     DeviceOption,
@@ -52,6 +53,7 @@ def chat(
     cache_tokens: CacheOption = None,
     numerics: NumericsOption = "default",
     cost_profile: CostProfileOption = "auto",
+    adapt: AdaptOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Talk to a model: each line is a message, and the conversation is kept.

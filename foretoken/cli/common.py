@@ -19,6 +19,7 @@ from foretoken.errors import ConfigError, InputError, StorageError
 from foretoken.files import read_stream, read_text, to_json
 from foretoken.params import check_whole
 from foretoken.printing.console import Console, Spinner
+from foretoken.registry import HEADS
 
 _MOST_THREADS = 1024  # a pool of threads that no machine has would be made all the same, until memory ends
 
@@ -117,6 +118,10 @@ MaxSpeculatingOption = Annotated[
     int | None,
     typer.Option(help="With an open number of guesses: nobody guesses while more answers run than this; no limit."),
 ]
+AdaptOption = Annotated[
+    bool,
+    typer.Option("--adapt", help="Let the trained head of --head learn from what is served, in memory only."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")]
 
 
@@ -126,10 +131,20 @@ def engine_config(
     """`EngineConfig` of the options by name, those of other matters left out.
 
     Raises:
-        InputError: see there.
+        InputError: see there; --adapt where no drafter learns.
     """
+    if given.get("adapt") and not _learns(spec):
+        remedy = (
+            "nobody would learn: name a trained head with --head, for its own drafter or for auto; mix does not learn"
+        )
+        raise ConfigError("adapt", True, remedy)
     options = {name: given[name] for name in EngineOptions.__annotations__ if name in given}
     return EngineConfig(target, spec, **options | {"routing": routing, "profile": given["cost_profile"]})
+
+
+def _learns(spec: SpecConfig | None) -> bool:
+    """Whether a drafter of `spec` has a trained head of its own, see `adapt.adapter`."""
+    return spec is not None and any(one.drafter in HEADS for one in spec.drafter_options)
 
 
 def progress(message: str) -> AbstractContextManager[Spinner | None]:

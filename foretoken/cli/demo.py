@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -97,6 +98,7 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Answer the same prompts plainly and speculatively, and compare tokens and time on this machine."""
+    from foretoken.cli.demo_all import every_drafter, packaged_heads
     from foretoken.engine.llm import LLM
 
     for field, value, low in (("max_tokens", max_tokens, 2), ("repeats", repeats, 1), ("num_draft", num_draft, 1)):
@@ -110,7 +112,10 @@ def demo(
     with tempfile.TemporaryDirectory(prefix="foretoken-demo-") as scratch:
         target, draft = _pair(to, Path(scratch))
         if every:
-            _demo_all(target, draft, to, params, num_draft, repeats, as_json)
+            with progress("preparing the trained heads"):
+                heads = packaged_heads(None if to == "none" else to, Path(scratch) / "heads")
+            specs, left_out = every_drafter(draft, heads, num_draft)
+            _demo_all(target, specs, left_out, params, repeats, to, as_json)
             return
         spec = SpecConfig(drafter=drafter, draft=str(draft) if drafter in _WITH_DRAFT else None, num_draft=num_draft)
         with progress("loading the models"):
@@ -140,20 +145,27 @@ def demo(
 
 
 def _demo_all(
-    target: Path, draft: Path, to: str, params: SamplingParams, num_draft: int, repeats: int, as_json: bool
+    target: Path,
+    specs: Mapping[str, SpecConfig],
+    left_out: Mapping[str, str],
+    params: SamplingParams,
+    repeats: int,
+    to: str,
+    as_json: bool,
 ) -> None:
     """Every drafter on the first prompt."""
-    from foretoken.cli.demo_all import compare_drafters, every_drafter, show_drafters
+    from foretoken.cli.demo_all import compare_drafters, show_drafters
     from foretoken.engine.llm import LLM
 
-    specs, left_out = every_drafter(draft, num_draft, is_widened=to != "none")
     name, prompt = next(iter(PROMPTS.items()))
     with progress("loading the models"):
         llm = LLM(target, spec=SpecConfig())
     with llm, progress(f"answering with {len(specs)} drafters in turn"):
         rows = compare_drafters(llm, specs, prompt, params, repeats)
     if as_json:
-        print_json({"prompt": name, "rows": [asdict(row) for row in rows], "left_out": left_out, "widened_to": to})
+        print_json(
+            {"prompt": name, "rows": [asdict(row) for row in rows], "left_out": dict(left_out), "widened_to": to}
+        )
         return
     console = Console()
     console.line(f"{name}, median of {repeats} repeats on this machine, just now:")

@@ -35,23 +35,40 @@ class DrafterRow:
     identical: bool
 
 
-def every_drafter(draft: Path, num_draft: int, is_widened: bool) -> tuple[dict[str, SpecConfig], dict[str, str]]:
+def packaged_heads(to: str | None, scratch: Path) -> dict[str, Path]:
+    """Folders of the reference family's heads by drafter, as far as this installation has them; with `to` widened like
+    the target, into `scratch`.
+
+    Raises:
+        ModelError, StorageError: see `widen_head`.
+    """
+    from foretoken.bench.widen_head import widen_head
+    from foretoken.model.open import model_folder
+
+    found: dict[str, Path] = {}
+    for name in HEADS:
+        try:
+            folder = head_folder(f"reference:{name}")
+        except CheckpointError:  # `every_drafter` says that it is left out
+            continue
+        if to is not None:
+            widen_head(folder, scratch / name, model_folder("reference:target"), to)
+        found[name] = folder if to is None else scratch / name
+    return found
+
+
+def every_drafter(
+    draft: Path, heads: Mapping[str, Path], num_draft: int
+) -> tuple[dict[str, SpecConfig], dict[str, str]]:
     """A configuration of every drafter that can run, by name, plain decoding first; and why the others cannot."""
     specs, left_out = {PLAIN: SpecConfig()}, dict[str, str]()
     for name in DRAFTERS:
         if name == "predicted":
             left_out[name] = "it needs the answer beforehand"
+        elif name in heads:
+            specs[name] = SpecConfig(name, head=str(heads[name]), num_draft=num_draft)
         elif name in HEADS:
-            head = f"reference:{name}"
-            try:
-                head_folder(head)
-            except CheckpointError:
-                left_out[name] = f"{head} is not part of this installation"
-                continue
-            if is_widened:
-                left_out[name] = "its head is made for the shipped target: use --to none"
-            else:
-                specs[name] = SpecConfig(name, head=head, num_draft=num_draft)
+            left_out[name] = f"reference:{name} is not part of this installation"
         else:
             takes_draft = name in _WITH_DRAFT or "draft" in traits_of(name).fields
             specs[name] = SpecConfig(name, draft=str(draft) if takes_draft else None, num_draft=num_draft)

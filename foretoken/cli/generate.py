@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretoken.cli.common import (
+    AdaptOption,
     CacheOption,
     CacheReserveOption,
     CostProfileOption,
@@ -103,6 +104,7 @@ def generate(
     max_speculating_requests: MaxSpeculatingOption = None,
     numerics: NumericsOption = "default",
     cost_profile: CostProfileOption = "auto",
+    adapt: AdaptOption = False,
     trace: Annotated[Path | None, typer.Option(help="Append one line per event to this .jsonl file.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Mark each token by where it came from, with a legend.")] = False,
     as_json: JsonOption = False,

@@ -13,6 +13,7 @@ import typer
 from foretoken.cli.common import (
     DEVICE_HELP,
     DTYPE_HELP,
+    AdaptOption,
     CacheOption,
     CacheReserveOption,
     CostProfileOption,
@@ -64,6 +65,7 @@ def serve(
     max_step_tokens: MaxStepTokensOption = None,
     numerics: NumericsOption = "default",
     cost_profile: CostProfileOption = "auto",
+    adapt: AdaptOption = False,
     shadow_rate: Annotated[
         float, typer.Option(help="Share of answers that the target scores again, to check their distribution.")
     ] = EngineConfig.shadow_rate,

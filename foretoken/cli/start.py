@@ -9,10 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from types import FrameType
 from typing import NoReturn
 
 from foretoken.cli.exits import INTERRUPTED, io_failure, print_version, quit_at_once, say
+from foretoken.machine.cores import find_cores
+from foretoken.machine.neighbours import OtherLoad
+from foretoken.machine.threads import LONG_RUNNING, ThreadChoice, apply, choose, names_waiting, watch_neighbours
 
 
 class Terminated(SystemExit):
@@ -34,8 +38,10 @@ def main() -> None:
         signal.signal(signal.SIGINT, quit_at_once)
     if arguments == ["--version"]:  # the usual form, without importing torch
         sys.exit(_finish(_version_alone()))
+    load, began_s = OtherLoad(), time.perf_counter()  # the neighbours are watched while the verbs are imported
     from foretoken.cli.app import run
 
+    apply(_threads(arguments, load, began_s))
     if takes_interrupts:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("SIGTERM", "SIGHUP"):
@@ -52,6 +58,15 @@ def main() -> None:
     if takes_interrupts:
         signal.signal(signal.SIGINT, quit_at_once)
     sys.exit(_finish(code))
+
+
+def _threads(arguments: list[str], load: OtherLoad, began_s: float) -> ThreadChoice:
+    """How threads of this verb wait, and how many there are: torch reads it when it is imported."""
+    from foretoken.cli.verbs import VERBS
+
+    verb = next((word for word in arguments if word in VERBS), None)
+    is_seen = verb is not None and verb not in LONG_RUNNING and names_waiting(os.environ) is None
+    return choose(os.environ, verb, find_cores(), watch_neighbours(load, began_s) if is_seen else 0.0)
 
 
 def _version_alone() -> int:

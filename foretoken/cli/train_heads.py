@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foretoken.cli.common import DeviceOption, JsonOption, TargetOption, ThreadsOption, print_json
+from foretoken.cli.flags import flag, with_flags
 from foretoken.printing.console import Console
 from foretoken.train.overrides import read_settings, with_overrides, with_settings
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from foretoken.train.head_recipes import HeadShape
     from foretoken.train.head_run import HeadPlan
     from foretoken.train.head_trainer import HeadResult
+    from foretoken.train.run_job import RunSettings
 
 OutOption = Annotated[Path, typer.Option(help="Folder of the run; a run that was interrupted is continued.")]
 AnswersOption = Annotated[
@@ -43,66 +45,48 @@ DryRunOption = Annotated[
 ]
 
 
-def eagle(
-    context: typer.Context,
-    target: TargetOption,
-    out: OutOption,
-    answers: AnswersOption = None,
-    corpus: CorpusOption = None,
-    tokens: TokensOption = None,
-    config: ConfigOption = None,
-    settings: SetOption = None,
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = None,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
-) -> None:
+_RUN_FLAGS = (
+    flag("answers", None, AnswersOption),
+    flag("corpus", None, CorpusOption),
+    flag("tokens", None, TokensOption),
+    flag("config", None, ConfigOption),
+    flag("settings", None, SetOption),
+    flag("device", "auto", DeviceOption),
+    flag("threads", None, ThreadsOption),
+    flag("as_json", False, JsonOption),
+)
+
+
+def _with_run_flags(verb: Callable[..., None]) -> Callable[..., None]:
+    """`verb` with the flags that every run has; it reads them from its context."""
+    return with_flags(verb, _RUN_FLAGS, after="out")
+
+
+@_with_run_flags
+def eagle(context: typer.Context, target: TargetOption, out: OutOption, dry_run: DryRunOption = False) -> None:
     """Train an EAGLE-3 head (head.version=1: EAGLE-1 and 2): a layer that continues the target's hidden states."""
     from foretoken.train.head_recipes import EagleShape
 
     _train(context.params, EagleShape())
 
 
-def medusa(
-    context: typer.Context,
-    target: TargetOption,
-    out: OutOption,
-    answers: AnswersOption = None,
-    corpus: CorpusOption = None,
-    tokens: TokensOption = None,
-    config: ConfigOption = None,
-    settings: SetOption = None,
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = None,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
-) -> None:
+@_with_run_flags
+def medusa(context: typer.Context, target: TargetOption, out: OutOption, dry_run: DryRunOption = False) -> None:
     """Train Medusa heads (head.is_sequential=true: Hydra): small heads on the last hidden state."""
     from foretoken.train.head_recipes import MedusaShape
 
     _train(context.params, MedusaShape())
 
 
-def block(
-    context: typer.Context,
-    target: TargetOption,
-    out: OutOption,
-    answers: AnswersOption = None,
-    corpus: CorpusOption = None,
-    tokens: TokensOption = None,
-    config: ConfigOption = None,
-    settings: SetOption = None,
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = None,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
-) -> None:
+@_with_run_flags
+def block(context: typer.Context, target: TargetOption, out: OutOption, dry_run: DryRunOption = False) -> None:
     """Train a block drafter: layers that read the target's states and guess several tokens in one pass."""
     from foretoken.train.head_recipes import BlockShape
 
     _train(context.params, BlockShape())
 
 
+@_with_run_flags
 def draft(
     context: typer.Context,
     target: TargetOption,
@@ -110,31 +94,20 @@ def draft(
     init: Annotated[
         str | None, typer.Option(help="Start from this draft model; without it, from random weights.")
     ] = None,
-    answers: AnswersOption = None,
     on_policy: Annotated[
         bool, typer.Option("--on-policy", help="The answers are those of the draft model --init, not of the target.")
     ] = False,
-    corpus: CorpusOption = None,
-    tokens: TokensOption = None,
-    config: ConfigOption = None,
-    settings: SetOption = None,
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Distil a draft model from the target, on its answers or on the draft model's own."""
-    from foretoken.train.draft_run import DraftJob, DraftSettings, train_draft
+    from foretoken.train.draft_run import MODEL, DraftJob, DraftSettings, train_draft
     from foretoken.train.parallel import joined_ranks
 
     given = context.params
-    _use_threads(given)
-    job = DraftJob(
-        target, out, _settings(DraftSettings(), given), init, answers, on_policy, corpus, device, tuple(sys.argv)
-    )
+    job = DraftJob(**_job_of(given, DraftSettings()), init=init, on_policy=on_policy)
     with joined_ranks() as ranks:
         result = train_draft(job, ranks)
         if ranks.is_first:
-            _report(result, out / "model", as_json)
+            _report(result, out / MODEL, given["as_json"])
 
 
 def _train(given: Mapping[str, Any], shape: HeadShape) -> None:
@@ -142,28 +115,27 @@ def _train(given: Mapping[str, Any], shape: HeadShape) -> None:
     from foretoken.train.head_run import HEAD, HeadJob, HeadSettings, plan_head, train_head
     from foretoken.train.parallel import joined_ranks
 
-    _use_threads(given)
-    settings = _settings(dataclasses.replace(HeadSettings(), head=shape, train=usual_training(shape)), given)
-    job = HeadJob(
-        given["target"], given["out"], settings, given["answers"], given["corpus"], given["device"], tuple(sys.argv)
-    )
+    job = HeadJob(**_job_of(given, HeadSettings(head=shape, train=usual_training(shape))))
     if given["dry_run"]:
         _show_plan(plan_head(job), given["as_json"])
         return
     with joined_ranks() as ranks:
         result = train_head(job, ranks)
         if ranks.is_first:
-            _report(result, given["out"] / HEAD, given["as_json"])
+            _report(result, job.out / HEAD, given["as_json"])
 
 
-def _use_threads(given: Mapping[str, Any]) -> None:
+def _job_of(given: Mapping[str, Any], usual: RunSettings) -> dict[str, Any]:
+    """The fields of `RunJob` from flags by name; torch gets the threads that they ask for."""
     import torch
 
     if given["threads"] is not None:
         torch.set_num_threads(given["threads"])
+    same = {name: given[name] for name in ("target", "out", "answers", "corpus", "device")}
+    return same | {"settings": _settings(usual, given), "command": tuple(sys.argv)}
 
 
-def _settings(settings: Any, given: Mapping[str, Any]) -> Any:  # noqa: ANN401 - settings of a head or of a draft model
+def _settings(settings: RunSettings, given: Mapping[str, Any]) -> RunSettings:
     """The file's settings, then --tokens, then --set."""
     if given["config"] is not None:
         settings = with_settings(settings, read_settings(given["config"]))

@@ -93,8 +93,14 @@ VERBS: Mapping[str, VerbSource] = {
     ),
     "models": VerbSource(
         "models",
-        "models",
+        "app",
         ("List the models on this machine: the reference family, the hub's cache, or the folders given."),
+    ),
+    "doctor": VerbSource(
+        "doctor",
+        "doctor",
+        "Say what this machine offers: cores, instructions, memory bandwidth, neighbours, threads, versions.",
+        has_engine=False,
     ),
     "bench": VerbSource(
         "bench",

@@ -9,6 +9,7 @@ import typer
 
 from foretoken.cli.common import JsonOption, print_json
 from foretoken.errors import ConfigError
+from foretoken.heads.kind import head_folder
 from foretoken.printing.console import Console
 
 
@@ -29,7 +30,10 @@ def widen(
     dtype: Annotated[str, typer.Option(help="Number format of the result.")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of the added weights.")] = 0,
     head: Annotated[
-        str | None, typer.Option(help="A trained head of the source, to be widened with it: a folder or a hub id.")
+        str | None,
+        typer.Option(
+            help="A trained head of the source, to be widened with it: a folder, a hub id, or reference:eagle."
+        ),
     ] = None,
     head_out: Annotated[Path | None, typer.Option(help="Folder to write the widened head to.")] = None,
     as_json: JsonOption = False,
@@ -49,7 +53,7 @@ def widen(
             model_folder(source), out, to, seed, lambda done, total: bar.update(completed=done, total=total), dtype
         )
     if head is not None and head_out is not None:
-        widen_head(model_folder(head), head_out, model_folder(source), to)
+        widen_head(head_folder(head), head_out, model_folder(source), to)
     if as_json:
         print_json(
             {

@@ -19,6 +19,9 @@ _BOUND, _LEAST_BOUND = (
     0.5,
 )  # a step counts as so many deviations slower than expected at most, or half as slow again
 _LEAST_CHANGE = 0.1  # share of an estimate that one observation leaves at least
+# Another pace: so many steps in a row are off by such a factor. Noise and disturbances stay below; beside a process
+# that loops, steps on two cores take three times as long.
+_NEW_PACE, _NEW_PACE_STEPS = 2.0, 3
 _LEAST_S = 1e-9
 _ROWS_PER_STEP = (
     48  # rows of a step that was never run are taken to cost a forty-eighth of a step each, so they are tried
@@ -47,7 +50,7 @@ class CostTable:
     An observation that differs from what was expected is attributed to the speed factor and to the count's offset by
     their variances: two scalar Kalman filters that share one innovation. A step far slower than expected counts as
     less:
-    machines pause.
+    machines pause. Several such steps in a row are no pause: the speed factor takes all of them, and no count lags.
     """
 
     def __init__(self, prior: Curve | None = None, grows: bool = False) -> None:
@@ -58,6 +61,7 @@ class CostTable:
         self._speed, self._speed_variance = 1.0, _SPEED_VARIANCE
         self._counts: list[int] = []  # that ran, ascending
         self._offsets: dict[int, _Offset] = {}
+        self._num_slow = self._num_fast = 0  # in a row, far off what was expected
 
     @property
     def is_empty(self) -> bool:
@@ -95,9 +99,11 @@ class CostTable:
             offset = self._offsets[bucket] = _Offset(self._offset(bucket), variance)
             insort(self._counts, bucket)
         self._speed_variance += _SPEED_DRIFT
+        ratio = seconds / (self._speed * offset.factor * self._prior_s(count))
+        if self._has_new_pace(ratio):
+            self._speed_variance, offset.variance = _SPEED_VARIANCE, min(offset.variance, _SHAPE_VARIANCE)
         total = self._speed_variance + offset.variance + _STEP_VARIANCE
-        surprise = seconds / (self._speed * offset.factor * self._prior_s(count)) - 1
-        surprise = min(surprise, max(_LEAST_BOUND, _BOUND * total**0.5))
+        surprise = min(ratio - 1, max(_LEAST_BOUND, _BOUND * total**0.5))
         to_speed, to_count = self._speed_variance / total, offset.variance / total
         self._speed *= max(_LEAST_CHANGE, 1 + to_speed * surprise)
         offset.factor *= max(_LEAST_CHANGE, 1 + to_count * surprise)
@@ -111,6 +117,15 @@ class CostTable:
     def as_dict(self) -> dict[int, float]:
         """Expected seconds of the counts that ran, ascending."""
         return {count: self.seconds(count) for count in self._counts}
+
+    def _has_new_pace(self, ratio: float) -> bool:
+        """Take in by what factor a step was slower than expected; whether the machine runs at another pace now."""
+        self._num_slow = self._num_slow + 1 if ratio >= _NEW_PACE else 0
+        self._num_fast = self._num_fast + 1 if ratio <= 1 / _NEW_PACE else 0
+        if max(self._num_slow, self._num_fast) < _NEW_PACE_STEPS:
+            return False
+        self._num_slow = self._num_fast = 0
+        return True
 
     def _prior_s(self, count: float) -> float:
         if self._prior is not None and not (self._grows and len(self._prior.points) == 1):
@@ -169,6 +184,7 @@ class DraftCosts:
     def __init__(self, priors: Mapping[Hashable, Curve] | None = None) -> None:
         self._tables = {drafter: {0: CostTable(prior, grows=True)} for drafter, prior in (priors or {}).items()}
         self._read_token_s: dict[Hashable, float] = {}
+        self._pace: dict[Hashable, tuple[int, float]] = {}  # load and plain step, in seconds, when it last drafted
 
     def knows(self, drafter: Hashable) -> bool:
         """Whether anything is known of the drafter."""
@@ -185,6 +201,26 @@ class DraftCosts:
     def read_s(self, drafter: Hashable, num_tokens: int) -> float:
         """What reading so many tokens takes before the drafter can guess."""
         return num_tokens * self._read_token_s.get(drafter, 0.0)
+
+    def keep_pace(self, drafter: Hashable, num_requests: int, plain_s: float) -> None:
+        """The drafter drafts while a plain step of `num_requests` takes `plain_s`."""
+        self._pace[drafter] = (load_of(num_requests), plain_s)
+
+    def drop_outpaced(self, num_requests: int, plain_s: float) -> None:
+        """Forget what drafters took when plain steps of as many requests took much longer or shorter than now.
+
+        Threads that wait for each other suffer more from a busy neighbour than one pass over the weights does: what a
+        drafter took does not follow from the pace of the target, and a drafter that rests is not observed.
+        """
+        own = {drafter: before_s for drafter, (load, before_s) in self._pace.items() if load == load_of(num_requests)}
+        ratios = {drafter: plain_s / before_s for drafter, before_s in own.items() if before_s > 0}
+        for drafter, ratio in ratios.items():
+            if 1 / _NEW_PACE < ratio < _NEW_PACE:
+                continue
+            del self._pace[drafter]
+            self._tables.pop(drafter, None)
+            if drafter in self._read_token_s:
+                self._read_token_s[drafter] *= ratio
 
     def observe(self, drafter: Hashable, longest: int, seconds: float, num_requests: int, num_read_tokens: int) -> None:
         """Take in what a drafter took for `num_requests` requests, the longest draft being `longest`.

@@ -223,6 +223,7 @@ class BudgetPolicy:
     ) -> None:
         """See `Policy.observe_draft`."""
         self.draft_costs.observe(drafter, longest, draft_s, num_requests, num_read_tokens)
+        self.draft_costs.keep_pace(drafter, self._num_requests, self.target_cost.seconds(self._num_requests))
 
     def observe_round(
         self,
@@ -313,6 +314,7 @@ class BudgetPolicy:
 
     def _weigh(self, requests: Sequence[RequestOptions]) -> list[DraftBudget]:
         """The best for all together; what was given up is tried again where there is time for it."""
+        self.draft_costs.drop_outpaced(len(requests), self.target_cost.seconds(len(requests)))
         given, requests = requests, self._one_by_one(requests)
         self._num_users = {}
         for request in requests:

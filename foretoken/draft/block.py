@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SpecConfig
-from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict
-from foretoken.draft.base import Factory, Feedback, HiddenRows, product_of
+from foretoken.core import Batch, BatchEntry, Draft, Request
+from foretoken.draft.base import Factory, HiddenRows
 from foretoken.draft.by_place import propose_by_place
-from foretoken.draft.chain import PROBABILITIES
+from foretoken.draft.head_drafter import StatesDrafter, twin_target
 from foretoken.draft.head_states import USUAL_TOKENS, HeadStates
 from foretoken.draft.open_head import open_head
 from foretoken.heads.block import BlockHead
@@ -49,11 +49,10 @@ class _BlockGuesses:
         return self.sure[self.first[request] + place] if self.sure else 1.0
 
 
-class BlockDrafter:
+class BlockDrafter(StatesDrafter):
     """Chains or trees from one pass of a trained block drafter over all requests of the batch."""
 
     name = "block"
-    keeps_answers = False  # see `base.FollowsText`
 
     def __init__(self, head: BlockHead, target: SharesWeights, cache: PagedCache | None = None) -> None:
         self.head, self.target = head, target
@@ -72,19 +71,9 @@ class BlockDrafter:
         assert isinstance(head, BlockHead)
         return cls(head, target)
 
-    def models(self) -> Sequence[LanguageModel]:
-        """See `base.ModelDrafter`: none beside the target."""
-        return ()
-
     def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:
         """See `base.ModelDrafter`."""
-        target = twin(self.target)
-        assert isinstance(target, SharesWeights)
-        return type(self)(self.head, target, self.cache.twin_cache())
-
-    def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
-        """See `base.Variants`: the chance that a position is drafted."""
-        return product_of(spec, PROBABILITIES if spec.draft_probability == "auto" else {})
+        return type(self)(self.head, twin_target(self.target, twin), self.cache.twin_cache())
 
     def hidden_layers(self) -> tuple[int, ...]:
         """See `base.HiddenStateReader`."""
@@ -111,36 +100,10 @@ class BlockDrafter:
         guesses = self._guess(entries, most)
         return propose_by_place(self.name, self.cache.device, entries, most, guesses)
 
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
-        """Nothing: what was accepted comes as hidden states."""
-
-    def follow(self, request_id: int, tokens: Sequence[int]) -> None:
-        """See `base.FollowsText`: what was emitted comes as hidden states."""
-
-    def release(self, request_id: int) -> None:
-        """See `base.Releases`: the states come again."""
-        self._states.release(request_id)
-
     @property
     def fixed_weights(self) -> tuple[str, ...]:
         """See `base.AdaptableDrafter`: those of `BlockHead.features`."""
         return ("fc.", "hidden_norm.")
-
-    def drop_computed(self) -> None:
-        """See `base.AdaptableDrafter`: keys and values are made again from the features."""
-        self._states.drop_computed()
-
-    def finish(self, request_id: int) -> None:
-        """Forget a request."""
-        self._states.finish(request_id)
-
-    def export_states(self, request_id: int, start: int, stop: int) -> object:
-        """See `base.PrefixStates`: features [stop - start, D], each of its own position alone."""
-        return self._states.exported(request_id, start, stop)
-
-    def adopt_states(self, request_id: int, blocks: Sequence[object]) -> None:
-        """See `base.PrefixStates`."""
-        self._states.adopt(request_id, blocks)
 
     def _num_slots(self, num_places: int) -> int:
         """Slots of a block of which `num_places` guess."""

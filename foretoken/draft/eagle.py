@@ -15,26 +15,26 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SpecConfig
-from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, merge_drafts
+from foretoken.core import Batch, BatchEntry, Draft, Request, merge_drafts
 from foretoken.draft import branches, chain
-from foretoken.draft.base import Factory, Feedback, HiddenRows, product_of
+from foretoken.draft.base import Factory, HiddenRows
 from foretoken.draft.branches import Growth
-from foretoken.draft.chain import PROBABILITIES, Chain
+from foretoken.draft.chain import Chain
+from foretoken.draft.head_drafter import StatesDrafter, twin_target
 from foretoken.draft.head_states import USUAL_TOKENS, HeadStates
 from foretoken.draft.open_head import open_head
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_cache import CachedEagle, EagleGuess
-from foretoken.model.interface import LanguageModel, Segment, SharesWeights
+from foretoken.model.interface import LanguageModel, Segment
 from foretoken.transfer import to_device
 
 _PIECE_TOKENS = 512  # rows of a long backlog that one pass takes
 
 
-class EagleDrafter:
+class EagleDrafter(StatesDrafter):
     """Chains or trees that a trained EAGLE head draws under the request's own sampling parameters."""
 
     name = "eagle"
-    keeps_answers = False  # see `base.FollowsText`
 
     def __init__(self, runner: CachedEagle) -> None:
         self.runner, self.cache = runner, runner.cache
@@ -53,19 +53,10 @@ class EagleDrafter:
         assert isinstance(head, EagleHead)
         return cls(CachedEagle(head, target))
 
-    def models(self) -> Sequence[LanguageModel]:
-        """See `base.ModelDrafter`: none beside the target."""
-        return ()
-
     def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:
         """See `base.ModelDrafter`."""
-        target = twin(self.runner.target)
-        assert isinstance(target, SharesWeights)
+        target = twin_target(self.runner.target, twin)
         return type(self)(CachedEagle(self.runner.head, target, self.cache.twin_cache()))
-
-    def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
-        """See `base.Variants`: the chance that a position is drafted."""
-        return product_of(spec, PROBABILITIES if spec.draft_probability == "auto" else {})
 
     def hidden_layers(self) -> tuple[int, ...]:
         """See `base.HiddenStateReader`."""
@@ -100,16 +91,6 @@ class EagleDrafter:
         trees = self._propose_trees([Growth(entries[b], entries[b].num_draft, most[b]) for b in with_tree])
         return merge_drafts(len(entries), [(others, chains), (with_tree, trees)], self.cache.device)
 
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict, feedback: Feedback) -> None:
-        """Nothing: what was emitted comes as hidden states."""
-
-    def follow(self, request_id: int, tokens: Sequence[int]) -> None:
-        """See `base.FollowsText`: what was emitted comes as hidden states."""
-
-    def release(self, request_id: int) -> None:
-        """See `base.Releases`: the states come again."""
-        self._states.release(request_id)
-
     @property
     def head(self) -> EagleHead:
         """See `base.AdaptableDrafter`."""
@@ -120,22 +101,10 @@ class EagleDrafter:
         """See `base.AdaptableDrafter`: those of `EagleHead.features`; version 1 keeps the target's own states."""
         return ("fc.", "fc_norm.", "input_norm.") if self.runner.head.config.version == 3 else ()
 
-    def drop_computed(self) -> None:
-        """See `base.AdaptableDrafter`: keys and values are made again from the features."""
-        self._states.drop_computed()
-
     def finish(self, request_id: int) -> None:
         """Forget a request."""
-        self._states.finish(request_id)
+        super().finish(request_id)
         del self._texts[request_id]
-
-    def export_states(self, request_id: int, start: int, stop: int) -> object:
-        """See `base.PrefixStates`: features [stop - start, D], each of its own position alone."""
-        return self._states.exported(request_id, start, stop)
-
-    def adopt_states(self, request_id: int, blocks: Sequence[object]) -> None:
-        """See `base.PrefixStates`."""
-        self._states.adopt(request_id, blocks)
 
     def _propose_chains(self, chains: list[Chain]) -> Draft:
         growing, feedback = [one for one in chains if one.grows], torch.empty(0)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Verdict, merge_drafts
-from foretoken.draft.base import Factory, Feedback, HiddenRows, product_of
+from foretoken.draft.base import Factory, Feedback, HiddenRows
 from foretoken.draft.by_place import propose_by_place
-from foretoken.draft.chain import PROBABILITIES
+from foretoken.draft.head_drafter import HeadDrafter, twin_target
 from foretoken.draft.lookup_tree import LookupTree, assemble
 from foretoken.draft.open_head import open_head
 from foretoken.draft.rank_tree import NUM_RANKS, RankChances, RankTree, best_ranks
@@ -65,11 +65,10 @@ class _HeadGuesses:
         return 1.0
 
 
-class MedusaDrafter:
+class MedusaDrafter(HeadDrafter):
     """Chains and trees from trained heads that each guess one place."""
 
     name = "medusa"
-    keeps_answers = False  # see `base.FollowsText`
 
     def __init__(self, head: MedusaHead, target: SharesWeights) -> None:
         self.head, self.target = head, target
@@ -87,19 +86,9 @@ class MedusaDrafter:
         assert isinstance(head, MedusaHead)
         return cls(head, target)
 
-    def models(self) -> Sequence[LanguageModel]:
-        """See `base.ModelDrafter`: none beside the target."""
-        return ()
-
     def fresh(self, twin: Callable[[LanguageModel], LanguageModel]) -> Self:
         """See `base.ModelDrafter`."""
-        target = twin(self.target)
-        assert isinstance(target, SharesWeights)
-        return type(self)(self.head, target)
-
-    def variants(self, spec: SpecConfig) -> tuple[SpecConfig, ...]:
-        """See `base.Variants`: the chance that a position is drafted."""
-        return product_of(spec, PROBABILITIES if spec.draft_probability == "auto" else {})
+        return type(self)(self.head, twin_target(self.target, twin))
 
     def hidden_layers(self) -> tuple[int, ...]:
         """See `base.HiddenStateReader`: the last."""
@@ -150,9 +139,6 @@ class MedusaDrafter:
             if own.tree is not None:
                 own.tree.count(verdict.emitted(b), own.chances)
                 own.tree = None
-
-    def follow(self, request_id: int, tokens: Sequence[int]) -> None:
-        """See `base.FollowsText`: what was emitted comes as hidden states."""
 
     @property
     def fixed_weights(self) -> tuple[str, ...]:

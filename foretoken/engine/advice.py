@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Topic = Literal["draft size", "draft text", "acceptance", "temperature", "short answer", "memory", "load"]
+from foretoken.machine.threads import NEIGHBOUR_CORES
+
+Topic = Literal["draft size", "draft text", "acceptance", "temperature", "short answer", "memory", "load", "neighbours"]
 
 LEAST_SIZE_RATIO = 3.0  # a draft that reads more than a third of the target's bytes leaves little to gain
 LEAST_ACCEPTANCE = 0.15  # of drafted tokens
@@ -20,6 +22,7 @@ LEAST_RESERVE = 0.15  # of the memory
 CONCURRENT = 4.0  # requests in a step, from which on load is judged
 ENOUGH_ROUNDS = 256  # of requests, before load is judged
 LEAST_GUESSING = 0.05  # of the rounds of requests whose number of guesses is left open
+MOST_DRAFTING = 0.5  # of the time of steps, beside a neighbour: alone, drafting takes less where it pays
 LEAST_SPEEDUP = 0.95  # of fixed numbers of guesses
 
 
@@ -162,3 +165,19 @@ def of_load(facts: LoadFacts) -> Advice | None:
             "leave num_draft to 'auto', which makes no guesses where they do not pay",
         )
     return None
+
+
+def of_neighbours(
+    others_cores: float | None, drafting_share: float, num_threads: int, is_spinning: bool
+) -> Advice | None:
+    """Another process takes cores while threads of this one spin, and drafting takes most of the time."""
+    if others_cores is None or others_cores < NEIGHBOUR_CORES or drafting_share < MOST_DRAFTING:
+        return None
+    if not is_spinning or num_threads < 2:
+        return None
+    return Advice(
+        "neighbours",
+        f"other processes take {others_cores:.1f} cores, threads that wait for each other spin, and drafting takes "
+        f"{drafting_share:.0%} of the time",
+        "set OMP_WAIT_POLICY=passive before torch is imported, or use fewer threads (torch.set_num_threads)",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,12 +21,15 @@ from foretoken.engine.advice import (
     of_draft_text,
     of_load,
     of_memory,
+    of_neighbours,
     of_short_answer,
     of_temperature,
 )
 from foretoken.engine.request import RequestState
 from foretoken.errors import SpeculationWarning
 from foretoken.kv.limit import largest_cache_bytes
+from foretoken.machine.neighbours import OtherLoad
+from foretoken.machine.threads import waiting_of
 from foretoken.model.interface import LanguageModel
 from foretoken.model.open import model_folder
 from foretoken.model.tokenizer import Tokenizer, load_tokenizer
@@ -50,6 +54,8 @@ class Adviser:
         self._num_own_rounds = {True: 0, False: 0}
         self._seconds = {True: [0.0, 0.0], False: [0.0, 0.0]}  # plain decoding's estimate, and what was taken
         self._has_news = False
+        self._others = OtherLoad()  # since the last conclusion
+        self._draft_s = self._step_s = 0.0  # of requests that finished since then
 
     # ---- models
 
@@ -108,6 +114,8 @@ class Adviser:
             own[1] += stats.accepted_by.get(drafter, 0)
         self._seconds[is_open][0] += stats.plain_s
         self._seconds[is_open][1] += stats.compared_s
+        self._draft_s += stats.draft_s
+        self._step_s += stats.draft_s + stats.verify_s
         self._has_news = True
 
     def between_steps(self) -> None:
@@ -124,6 +132,7 @@ class Adviser:
         if not self._has_news:
             return
         self._has_news = False
+        self._look_at_neighbours()
         per_draft = self._num_accepted / max(1, sum(self._num_drafts.values()))
         for drafter, (num_drafted, num_accepted) in self._drafted.items():
             self._tell(of_acceptance(drafter, num_drafted, num_accepted, per_draft))
@@ -133,6 +142,15 @@ class Adviser:
             self._tell(
                 of_load(LoadFacts(self._num_own_rounds[is_open], self._num_drafts[is_open], mean, is_open, speedup))
             )
+
+    def _look_at_neighbours(self) -> None:
+        """Whether others took cores since the last conclusion while drafting was slow."""
+        if self._device.type == "cpu" and self._step_s > 0:
+            share = self._draft_s / self._step_s
+            is_spinning = waiting_of(os.environ) == "spin"
+            self._tell(of_neighbours(self._others.cores(), share, torch.get_num_threads(), is_spinning))
+        self._draft_s = self._step_s = 0.0
+        self._others.start()
 
     def _tell(self, advice: Advice | None) -> None:
         """Warn, once for each topic; where the caller's filters make errors of warnings, answers still come."""

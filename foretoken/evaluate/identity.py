@@ -37,9 +37,11 @@ def identity_of(name: str, folder: Path) -> dict[str, str | None]:
     raw = read_raw_config(folder)
     config = {key: value for key, value in raw.items() if key not in _NO_IDENTITY}
     tokenizer = load_tokenizer(folder)
+    inside = [folder] if folder.is_file() else sorted(folder.iterdir())  # a GGUF file is all of it
+    files = [path for path in inside if path.suffix in _WEIGHTS]
     return {
         "name": name,
-        "weights": _of_files([path for path in sorted(folder.iterdir()) if path.suffix in _WEIGHTS]),
+        "weights": _of_files(files),
         "config": _of_text(to_json(_sorted(config))),
         "tokenizer": _of_files([folder / file for file in _TOKENIZER_FILES if (folder / file).is_file()]),
         "template": None if tokenizer is None or tokenizer.chat_template is None else _of_text(tokenizer.chat_template),

@@ -110,10 +110,10 @@ def _read(path: Path) -> list[EvalPrompt]:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines or lines[0][1].lstrip().startswith("["):
         return _of_bench(path)
-    first = parse_json("prompts", f"{path}:{lines[0][0]}", lines[0][1])
-    if not isinstance(first, dict) or not any(key in first for key in _OWN_KEYS):
+    items = [(number, parse_json("prompts", f"{path}:{number}", line)) for number, line in lines]
+    if not any(isinstance(item, dict) and any(key in item for key in _OWN_KEYS) for _, item in items):
         return _of_bench(path)
-    return [_parse(path, number, parse_json("prompts", f"{path}:{number}", line)) for number, line in lines]
+    return [_parse(path, number, item) for number, item in items]
 
 
 def _of_bench(path: Path) -> list[EvalPrompt]:
@@ -121,7 +121,7 @@ def _of_bench(path: Path) -> list[EvalPrompt]:
 
 
 def _parse(path: Path, number: int, item: object) -> EvalPrompt:
-    """A line with `messages` or `prompt_ids`; in such a file `prompt` may stand as well."""
+    """A line with `messages` or `prompt_ids`; in a file that has one, lines with `prompt` may stand as well."""
     where = f"{path}:{number}"
     if not isinstance(item, dict):
         raise InputError("prompts", where, "every line must be an object with messages, prompt_ids or prompt")

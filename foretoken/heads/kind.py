@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.model.fields import Fields, read_json, shown
+from foretoken.model.fields import HEAD_NOTE, Fields, read_json, shown
 
 _MOST_HEADER_BYTES = 1 << 26
 # What other engines run and this one does not, with what to take in its place.
@@ -19,8 +19,6 @@ _REFUSED = {
     "domino": "Domino, which only SGLang runs; train a block drafter (foretoken train block)",
 }
 _SPECULATORS = {"eagle3": "eagle", "dflash": "block", "dspark": "block"}
-
-
 _REFERENCE_PREFIX = "reference:"
 _REFERENCE_FOLDER = Path(__file__).resolve().parent.parent / "reference"
 
@@ -34,13 +32,21 @@ def head_folder(name: str) -> Path:
     if name.startswith(_REFERENCE_PREFIX):
         folder = _REFERENCE_FOLDER / name.removeprefix(_REFERENCE_PREFIX)
         if not (folder / "config.json").exists():
-            raise CheckpointError(f"{name!r} is not part of the reference family of this installation")
+            raise CheckpointError(
+                f"{name!r} is not part of the reference family of this installation; name the folder of a head, such "
+                "as one of `foretoken train eagle --target reference:target`"
+            )
         return folder
     if (folder := Path(name)).is_dir():
         return folder
     from foretoken.model.loader import resolve_folder  # imports torch, which a local head does without
 
     return resolve_folder(name)
+
+
+def reference_heads() -> list[str]:
+    """Names of the heads that ship with the package."""
+    return [_REFERENCE_PREFIX + path.parent.name for path in sorted(_REFERENCE_FOLDER.glob(f"*/{HEAD_NOTE}"))]
 
 
 def kind_of_head(name: str) -> str:

@@ -72,7 +72,7 @@ class RopeConfig:
     """Rotary position embedding: base and scaling (`kind` as in transformers' `rope_type`)."""
 
     theta: float = 10_000.0
-    kind: str = "default"  # default | linear | dynamic | yarn | llama3
+    kind: str = "default"  # default | linear | dynamic | yarn | llama3 | factors (GGUF)
     factor: float = 1.0
     original_max_tokens: int | None = None
     low_freq_factor: float = 1.0  # llama3
@@ -83,6 +83,7 @@ class RopeConfig:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
+    factors: tuple[float, ...] = ()  # factors: what the frequency of each pair of channels is divided by
 
 
 @dataclass(frozen=True)
@@ -363,7 +364,16 @@ def _yarn_config(rope: RopeConfig, scaling: Fields) -> RopeConfig:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` that transformers, llama.cpp and foretoken all read."""
+    """The `config.json` that transformers, llama.cpp and foretoken all read.
+
+    Raises:
+        UnsupportedModelError: positions scaled by a GGUF file's factors, for which `config.json` has no words.
+    """
+    if config.rope.kind == "factors":
+        raise UnsupportedModelError(
+            "a GGUF file's scaling of positions (rope_freqs) cannot be written to config.json: give the model's "
+            "safetensors checkpoint"
+        )
     architectures = {
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",

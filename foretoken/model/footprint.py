@@ -1,5 +1,5 @@
-"""What a checkpoint will take in memory, read from its configuration and the headers of its safetensors; no weight is
-loaded.
+"""What a checkpoint will take in memory, read from its configuration and the headers of its safetensors or GGUF file;
+no weight is loaded.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from foretoken.errors import InputError, UnsupportedModelError
 from foretoken.kv.pool import bytes_per_token
 from foretoken.model.architecture import ModelConfig, rope_context_cap
 from foretoken.model.fields import Fields, shown
+from foretoken.model.gguf.weights import GgufWeights
 from foretoken.model.layers import can_pack
-from foretoken.model.loader import parse_dtype, read_raw_config, stored_dtype
+from foretoken.model.loader import open_weights, parse_dtype, read_raw_config, stored_dtype
 from foretoken.model.open import native_config
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
 from foretoken.model.quant import check_quant, matrix_bytes, table_bytes
@@ -45,7 +46,7 @@ def shape_of(folder: Path, name: str, dtype: str = "auto", device: str = "cpu", 
         UnsupportedModelError: no causal language model, or one whose cache does not follow from its configuration.
         InputError: unknown `dtype` or `weights`, or a pair that does not go together.
     """
-    config, stored = native_config(folder), Weights(folder)
+    config, stored = native_config(folder), open_weights(folder)
     raw = read_raw_config(folder)
     kind = parse_dtype(dtype, stored_dtype(raw, stored, str(folder / "config.json")))
     if weights != "auto":
@@ -101,7 +102,7 @@ def _row_numbers(config: ModelConfig) -> int:
     return 4 * config.hidden_size + max(attention, 5 * config.intermediate_size)
 
 
-def _foreign_shape(name: str, raw: Mapping[str, Any], weights: Weights, kind: torch.dtype) -> ModelShape:
+def _foreign_shape(name: str, raw: Mapping[str, Any], weights: Weights | GgufWeights, kind: torch.dtype) -> ModelShape:
     """Of a model that runs through transformers: the usual cache of keys and values, nothing rounded to blocks."""
     whole = Fields(raw, f"{name}: config.json")
     text = whole.fields("text_config") or whole

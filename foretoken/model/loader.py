@@ -1,8 +1,8 @@
 """Checkpoints on disk: find the folder, read its configuration, stream its weights into a decoder, write one back.
 
-Only safetensors are read and no code from a checkpoint ever runs. Each matrix is read, cut to the rank's part
-(`sharding`), cast and packed (or quantised) before the next one, so that loading needs little more memory than the
-weights themselves.
+Only safetensors and GGUF files are read and no code from a checkpoint ever runs. Each matrix is read, cut to the rank's
+part (`sharding`), cast and packed (or quantised) before the next one, so that loading needs little more memory than
+the weights themselves.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from foretoken.errors import CheckpointError, InputError, ModelError, StorageErr
 from foretoken.model.architecture import ModelConfig, config_from_hf, config_to_hf
 from foretoken.model.decoder import Decoder, DecoderLayer
 from foretoken.model.fields import Fields, check_links, read_json
+from foretoken.model.gguf.header import is_gguf, read_header
+from foretoken.model.gguf.names import config_fields
+from foretoken.model.gguf.weights import GgufWeights
 from foretoken.model.layers import Embedding, Linear, RMSNorm
 from foretoken.model.quant import Quantiser, check_quant
 from foretoken.model.sharding import Collective, Shard
@@ -51,7 +54,8 @@ _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 def resolve_folder(path_or_hub_id: str | Path, revision: str | None = None) -> Path:
-    """Return the checkpoint's folder: a local one, or the hub's snapshot, downloaded unless HF_HUB_OFFLINE is set.
+    """Return the checkpoint's folder or GGUF file: a local one, or the hub's snapshot, downloaded unless
+    HF_HUB_OFFLINE is set.
 
     Raises:
         CheckpointError: neither a local folder nor reachable on the hub.
@@ -63,7 +67,9 @@ def resolve_folder(path_or_hub_id: str | Path, revision: str | None = None) -> P
     if os.path.isdir(path):  # False for a name that no file can have, where Path.is_dir raises
         return path
     if os.path.exists(path):
-        raise CheckpointError(f"{path} is a file; give the folder that holds config.json")
+        if is_gguf(path):
+            return path
+        raise CheckpointError(f"{path} is a file; give the folder that holds config.json, or a .gguf file")
     if isinstance(path_or_hub_id, Path) or not _HUB_ID.fullmatch(name) or name[0] == ".":
         raise CheckpointError(f"folder {path} does not exist; give the folder of a checkpoint, or a hub id")
     import huggingface_hub
@@ -83,12 +89,15 @@ def resolve_folder(path_or_hub_id: str | Path, revision: str | None = None) -> P
 
 
 def read_raw_config(folder: Path) -> dict[str, Any]:
-    """Return the parsed `config.json`, with the end-of-text ids of `generation_config.json`, which take precedence.
+    """Return the parsed `config.json`, with the end-of-text ids of `generation_config.json`, which take precedence; of
+    a GGUF file what its metadata says in the same words.
 
     Raises:
         CheckpointError: missing, unreadable or not a JSON object; token ids that are none; a file that is a link out of
         the folder.
     """
+    if is_gguf(folder):
+        return config_fields(read_header(folder))
     check_links(folder)
     raw = read_json(folder / "config.json")
     fields = Fields(raw, str(folder / "config.json"))
@@ -103,7 +112,17 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def read_checkpoint(folder: Path) -> tuple[ModelConfig, Weights]:
+def open_weights(folder: Path) -> Weights | GgufWeights:
+    """The tensors of a checkpoint folder or GGUF file.
+
+    Raises:
+        CheckpointError: a file is missing or malformed.
+        UnsupportedModelError: a GGUF file of a family that does not run.
+    """
+    return GgufWeights(folder) if is_gguf(folder) else Weights(folder)
+
+
+def read_checkpoint(folder: Path) -> tuple[ModelConfig, Weights | GgufWeights]:
     """The configuration of a checkpoint that the native decoder can run, and its tensors, compared with each other.
 
     A head of its own beside `tie_word_embeddings` is used, as transformers does, unless it equals the embedding bit for
@@ -114,8 +133,13 @@ def read_checkpoint(folder: Path) -> tuple[ModelConfig, Weights]:
         describes.
         UnsupportedModelError: not a causal decoder, or none that the native decoder knows.
     """
-    config = config_from_hf(read_raw_config(folder), str(folder / "config.json"))
-    weights = Weights(folder)
+    weights: Weights | GgufWeights
+    if is_gguf(folder):
+        weights = GgufWeights(folder)
+        config = weights.config()
+    else:  # the configuration first: a folder without one is no checkpoint
+        config = config_from_hf(read_raw_config(folder), str(folder / "config.json"))
+        weights = Weights(folder)
     weights.check(config)
     if config.tie_embeddings and HEAD in weights and not weights.equal(HEAD, EMBEDDING):
         config = replace(config, tie_embeddings=False)
@@ -198,10 +222,10 @@ def dtype_of(folder: Path, dtype: str | torch.dtype = "auto") -> torch.dtype:
         CheckpointError: a file is missing or broken.
         InputError: unknown `dtype`.
     """
-    return parse_dtype(dtype, stored_dtype(read_raw_config(folder), Weights(folder), str(folder / "config.json")))
+    return parse_dtype(dtype, stored_dtype(read_raw_config(folder), open_weights(folder), str(folder / "config.json")))
 
 
-def stored_dtype(raw: Mapping[str, Any], weights: Weights, where: str = "config.json") -> torch.dtype:
+def stored_dtype(raw: Mapping[str, Any], weights: Weights | GgufWeights, where: str = "config.json") -> torch.dtype:
     """What config.json says, or else how the embedding is stored, or the first tensor where nothing has its name.
 
     Raises:
@@ -225,7 +249,7 @@ class _Filler:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: Weights | GgufWeights,
         shard: Shard,
         dtype: torch.dtype,
         device: torch.device,

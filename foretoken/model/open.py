@@ -13,7 +13,8 @@ from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.kv.limit import largest_cache_bytes
 from foretoken.kv.pool import bytes_per_token
 from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, check_causal
-from foretoken.model.fields import shown
+from foretoken.model.fields import HEAD_NOTE, shown
+from foretoken.model.gguf.header import is_gguf
 from foretoken.model.interface import OpenModel
 from foretoken.model.loader import load_decoder, read_config, read_raw_config, resolve_folder
 from foretoken.model.paged import PagedModel
@@ -29,7 +30,8 @@ _LONGEST_CACHE_BYTES = 4 * 1024**3  # address space; a CPU's cache takes memory 
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a local checkpoint, a hub id, or `reference:target` / `reference:draft` that ship with the package.
+    """The folder of a local checkpoint, a GGUF file, a hub id, or `reference:target` / `reference:draft`, which
+    ship with the package.
 
     Raises:
         CheckpointError: there is no such thing.
@@ -45,8 +47,9 @@ def model_folder(name: str) -> Path:
 
 
 def reference_names() -> list[str]:
-    """Names of the checkpoints that ship with the package."""
-    return [REFERENCE_PREFIX + path.parent.name for path in sorted(_REFERENCE_FOLDER.glob("*/config.json"))]
+    """Names of the models that ship with the package; heads are `heads.kind.reference_heads`."""
+    folders = [path.parent for path in sorted(_REFERENCE_FOLDER.glob("*/config.json"))]
+    return [REFERENCE_PREFIX + folder.name for folder in folders if not (folder / HEAD_NOTE).exists()]
 
 
 def open_model(
@@ -101,8 +104,11 @@ def native_config(folder: Path) -> ModelConfig | None:
 
     Raises:
         CheckpointError: the configuration cannot be read.
-        UnsupportedModelError: no causal language model, or a family that transformers does not know either.
+        UnsupportedModelError: no causal language model, or a family that transformers does not know either; a GGUF file
+        that the native decoder does not run.
     """
+    if is_gguf(folder):
+        return read_config(folder)
     family = check_causal(read_raw_config(folder), str(folder / "config.json"))
     if family in NATIVE_MODEL_TYPES:
         with suppress(UnsupportedModelError):  # an option the decoder lacks: transformers has it

@@ -1,4 +1,5 @@
-"""Rotary position embeddings (Su et al. 2104.09864) and the scalings in use: linear, dynamic, YaRN, Llama 3.
+"""Rotary position embeddings (Su et al. 2104.09864) and the scalings in use: linear, dynamic, YaRN, Llama 3, and
+factors for each channel.
 
 `dynamic` equals the unscaled form up to the trained length; the context is capped there, because beyond it the
 rotation of a cached key would depend on the length of the sequence that wrote it.
@@ -23,6 +24,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
     frequency = 1.0 / (rope.theta**exponent)  # [head_dim / 2]
     if rope.kind == "linear":
         return frequency / rope.factor, 1.0
+    if rope.kind == "factors":
+        return frequency / torch.tensor(rope.factors, dtype=torch.float32), 1.0
     if rope.kind == "llama3":
         return _llama3(rope, frequency), 1.0
     if rope.kind == "yarn":

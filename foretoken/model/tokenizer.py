@@ -1,6 +1,7 @@
 """Text to token ids and back: the `tokenizers` library on `tokenizer.json`, chat templates in a sandbox.
 
-A folder with another kind of tokenizer file goes through transformers once, which converts it.
+A folder with another kind of tokenizer file goes through transformers once, which converts it; a GGUF file brings its
+own.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any, Protocol, TypeAlias
 
 import tokenizers
 
-from foretoken.errors import CheckpointError, InputError
+from foretoken.errors import CheckpointError, InputError, UnsupportedModelError
 from foretoken.model.chat_template import render
 from foretoken.model.fields import check_links, read_json, shown
+from foretoken.model.gguf.header import is_gguf, read_header
+from foretoken.model.gguf.tokenizer import read_tokenizer
 from foretoken.model.quiet import quiet_transformers
 from foretoken.model.token_bytes import BYTE_TOKEN, byte_level, token_writer
 from foretoken.params import check_text
@@ -51,11 +54,10 @@ class _Backend(Protocol):
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint folder."""
+    """The tokenizer of a checkpoint folder or GGUF file, with `settings` as in `tokenizer_config.json`."""
 
-    def __init__(self, backend: _Backend, folder: Path) -> None:
-        self._backend, self.folder = backend, folder
-        self._settings = _read_settings(folder)
+    def __init__(self, backend: _Backend, folder: Path, settings: Mapping[str, Any]) -> None:
+        self._backend, self.folder, self._settings = backend, folder, settings
         self.special_ids = backend.special_ids()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -217,15 +219,22 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
     Raises:
         CheckpointError: a tokenizer file that cannot be read or does not work, or that is a link out of the folder.
+        UnsupportedModelError: a GGUF file with a kind of tokenizer that is not known here.
     """
+    if is_gguf(folder):
+        with _broken_means(f"the tokenizer in {folder} cannot be read", UnsupportedModelError):
+            found = read_tokenizer(read_header(folder))
+            return None if found is None else _tried(Tokenizer(_Fast(found[0], str(folder)), folder, found[1]))
     check_links(folder)
     file = folder / "tokenizer.json"
     if file.exists():
         with _broken_means(f"{file} cannot be read"):
             backend = _Fast(tokenizers.Tokenizer.from_file(str(file)), str(file))
-        return _tried(Tokenizer(backend, folder))
-    found = [name for name in _OTHER_FILES if (folder / name).exists()]
-    return _tried(Tokenizer(_from_transformers(folder, found[0]), folder)) if found else None
+        return _tried(Tokenizer(backend, folder, _read_settings(folder)))
+    others = [name for name in _OTHER_FILES if (folder / name).exists()]
+    if not others:
+        return None
+    return _tried(Tokenizer(_from_transformers(folder, others[0]), folder, _read_settings(folder)))
 
 
 def _tried(tokenizer: Tokenizer) -> Tokenizer:

@@ -7,9 +7,11 @@ more memory than its files hold.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,28 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Tables that old checkpoints carry and every implementation computes afresh.
 _HARMLESS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias|position_ids)$")
+_BITS = re.compile(r"\d+")
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+@dataclass(frozen=True)
+class StoredKind:
+    """One of the types in which a checkpoint stores its numbers; `read` says what becomes of them."""
+
+    name: str
+    num_tensors: int
+    num_bytes: int
+    read: str
+
+
+def stored_kinds(tensors: Iterable[tuple[str, int]], read: Callable[[str], str]) -> list[StoredKind]:
+    """The types of `tensors` (name of the type, bytes), the one with most bytes first."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, num_bytes in tensors:
+        count, size = found.get(name, (0, 0))
+        found[name] = count + 1, size + num_bytes
+    kinds = [StoredKind(name, count, size, read(name)) for name, (count, size) in found.items()]
+    return sorted(kinds, key=lambda kind: -kind.num_bytes)
 
 
 class Weights:
@@ -161,6 +184,12 @@ class Weights:
             raise CheckpointError(
                 f"tensor {extra[0]}{more} in {self.folder} has no place in the model that config.json describes"
             )
+
+    def kinds(self) -> list[StoredKind]:
+        """The types in which the tensors are stored."""
+        bits = {stored: int(found[0]) if (found := _BITS.search(stored)) else 8 for _, stored in self._about.values()}
+        tensors = [(stored, math.prod(shape) * bits[stored] // 8) for shape, stored in self._about.values()]
+        return stored_kinds(tensors, lambda stored: "as stored" if stored in _STORED else "not as weights")
 
     def equal(self, name: str, other: str) -> bool:
         """Whether two tensors of one shape hold the same numbers."""

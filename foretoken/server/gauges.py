@@ -10,7 +10,8 @@ from foretoken.model.interface import LanguageModel
 
 
 def gauges(llm: LLM) -> dict[str, Any]:
-    """`kv_cache_usage` and `draft_kv_cache_usage` (0 to 1, the fullest draft), and `invariants`.
+    """`kv_cache_usage` and `draft_kv_cache_usage` (0 to 1, the fullest draft), `invariants`, and where drafters learn
+    `adaptation`.
 
     `invariants` holds `num_running` and `num_waiting` requests and, for each of the `pools` (the target's and one for
     every draft model), its tokens: `free` (what the prefix cache keeps and gives away when needed included), `used`
@@ -33,7 +34,17 @@ def gauges(llm: LLM) -> dict[str, Any]:
             "num_waiting": len(engine.scheduler.waiting),
             "pools": {"target": target, **drafts},
         },
-    }
+    } | _adaptation(llm)
+
+
+def _adaptation(llm: LLM) -> dict[str, Any]:
+    """What learning did so far, over all drafters and as counts, so that workers add up."""
+    states = llm.adaptations
+    if not states:
+        return {}
+    names = ("num_swaps", "num_returns", "num_judged", "num_learnt_tokens")
+    counts = {name: sum(getattr(state, name) for state in states) for name in names}
+    return {"adaptation": {"num_drafters": len(states), **counts, "spent_s": llm.adaptation_s}}
 
 
 def pool_of(model: LanguageModel) -> dict[str, int]:

@@ -193,7 +193,7 @@ def folder_fingerprint(folder: Path) -> str:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (folder / name).is_file():
             digest.update(name.encode() + (folder / name).read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in [folder] if folder.is_file() else sorted(folder.glob("*.safetensors")):  # a GGUF file has it all
         with path.open("rb") as file:  # header and first weights
             digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read(1 << 20))
     return digest.hexdigest()[:16]

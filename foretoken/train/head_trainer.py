@@ -28,7 +28,8 @@ from foretoken.train.head_measure import HeadAcceptance, measure_head
 from foretoken.train.interruption import end_by, interruption
 from foretoken.train.optimizer import OptimizerConfig, make_optimizers, set_rate
 from foretoken.train.parallel import Ranks
-from foretoken.train.run_state import read_meta, restore_state, save_state
+from foretoken.train.progress import training_progress
+from foretoken.train.run_state import check_same, read_meta, restore_state, save_state
 from foretoken.train.schedule import rate_share
 
 CURVE = "curve.jsonl"
@@ -265,13 +266,7 @@ class HeadTrainer:
         if meta is None:
             self._cut_curve()
             return
-        for name in _SAME:
-            if meta["config"][name] != getattr(self.config, name):
-                raise ConfigError(
-                    name,
-                    getattr(self.config, name),
-                    f"the run in {self.folder} was started with {meta['config'][name]}; use that or another folder",
-                )
+        check_same(meta, self.config, _SAME, self.folder)
         if meta["data"] != self.data.train.digest:
             raise ConfigError(
                 "out", str(self.folder), "the run there was started with another text; use that or another folder"
@@ -310,22 +305,17 @@ class HeadTrainer:
 
     @contextmanager
     def _progress(self) -> Iterator[Callable[[float], None]]:
-        """A function to call after every step: a progress bar on a terminal, else a line now and then."""
-        with self._console.bar("training", self.config.num_steps, counts=True, stays=True) as bar:
-            bar.update(completed=self.step)
+        """A function to call with the loss of every step, which is also recorded."""
+        config = self.config
+        every = config.report_every_steps
+        with training_progress(self._console, self.step, config.num_steps, config.step_tokens, every) as tell:
 
             def show(loss: float) -> None:
-                done, total = self.step, self.config.num_steps
-                rate = done * self.config.step_tokens / max(self.seconds, 1e-9)
-                emitted = "" if self.best is None else f", {self.best.emitted_sampled:.2f} tokens per step"
-                line = f"loss {loss:.4f}, {rate:,.0f} tokens/s{emitted}"
+                if self.step % every == 0:
+                    self._record({"step": self.step, "seconds": round(self.seconds, 1), "loss": loss})
                 if self.ranks.is_first:
-                    bar.update(line, completed=done)
-                if done % self.config.report_every_steps == 0:
-                    self._record({"step": done, "seconds": round(self.seconds, 1), "loss": loss})
-                    if not self._console.is_terminal:
-                        left_s = (total - done) * self.config.step_tokens / max(rate, 1e-9)
-                        self._say(f"step {done}/{total} {line}, about {left_s / 60:.0f} min left")
+                    emitted = "" if self.best is None else f", {self.best.emitted_sampled:.2f} tokens per step"
+                    tell(self.step, self.seconds, f"loss {loss:.4f}{emitted}")
 
             yield show
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from foretoken.errors import CheckpointError, StorageError
+from foretoken.errors import CheckpointError, ConfigError, StorageError
 
 STATE_WEIGHTS, STATE_JSON = "state.safetensors", "state.json"
 
@@ -60,6 +60,18 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
             return meta
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not a complete training state ({error}); remove it to start again") from error
+
+
+def check_same(meta: Mapping[str, Any], config: object, names: Sequence[str], folder: Path) -> None:
+    """Compare the settings `names` of the run in `folder` with those of the run that would continue it.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for name in names:
+        earlier, own = meta["config"][name], getattr(config, name)
+        if earlier != own:
+            raise ConfigError(name, own, f"the run in {folder} was started with {earlier}; use that or another folder")
 
 
 def restore_state(folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

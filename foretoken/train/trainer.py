@@ -17,14 +17,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foretoken.errors import ConfigError
 from foretoken.model.decoder import Decoder
 from foretoken.printing.console import Console
 from foretoken.train.evaluate import Agreement, agreement, bits_per_byte, logits_of
 from foretoken.train.interruption import end_by, interruption
 from foretoken.train.losses import cross_entropy, distillation
 from foretoken.train.optimizer import OptimizerConfig, make_optimizers, set_rate
-from foretoken.train.run_state import read_meta, restore_state, save_state
+from foretoken.train.progress import training_progress
+from foretoken.train.run_state import check_same, read_meta, restore_state, save_state
 from foretoken.train.tokens import windows
 from foretoken.train.train_config import TrainConfig
 
@@ -147,35 +147,21 @@ class Trainer:
         meta = read_meta(self.folder)
         if meta is None:
             return
-        for key in ("batch_tokens", "seed", "length"):
-            if meta["config"][key] != getattr(self.config, key):
-                raise ConfigError(
-                    key,
-                    getattr(self.config, key),
-                    f"the run in {self.folder} was started with {meta['config'][key]}; use that or another folder",
-                )
+        check_same(meta, self.config, ("batch_tokens", "seed", "length"), self.folder)
         restore_state(self.folder, self.model, self.optimizers)
         self.step, self.seconds = meta["step"], meta["seconds"]
         self._say(f"resumed at step {self.step} of {self.config.num_steps}")
 
     @contextmanager
     def _progress(self) -> Iterator[Callable[[float], None]]:
-        """A function to call after every step: a progress bar on a terminal, else a line now and then."""
+        """A function to call with the loss of every step."""
         if self.config.compile and self.step < self.config.num_steps:
             self._say("compiling the training step: the first one takes a minute or two")
-        with self._console.bar("training", self.config.num_steps, counts=True, stays=True) as bar:
-            bar.update(completed=self.step)
-
-            def show(loss: float) -> None:
-                done, total = self.step, self.config.num_steps
-                rate = done * self.config.batch_tokens / max(self.seconds, 1e-9)
-                line = f"loss {loss:.4f}, {rate:,.0f} tokens/s"
-                bar.update(line, completed=done)
-                if done % self.config.report_every_steps == 0 and not self._console.is_terminal:
-                    left_s = (total - done) * self.config.batch_tokens / max(rate, 1e-9)
-                    self._say(f"step {done}/{total} {line}, about {left_s / 60:.0f} min left")
-
-            yield show
+        every = self.config.report_every_steps
+        with training_progress(
+            self._console, self.step, self.config.num_steps, self.config.batch_tokens, every
+        ) as show:
+            yield lambda loss: show(self.step, self.seconds, f"loss {loss:.4f}")
 
     def _say(self, line: str) -> None:
         self._console.line(line)

@@ -19,20 +19,15 @@ from foretoken.bench.batch_settings import Answered, BatchSetting, Stage, Turn, 
 from foretoken.bench.batch_tables import slice_tables
 from foretoken.bench.batches import measure_grid, run_batches
 from foretoken.bench.changing_load import LoadTurn, load_summary, run_changing_load, summarise_load
-from foretoken.bench.contention import contention_notes
 from foretoken.bench.drafting import swept_drafters
-from foretoken.bench.load_options import (
-    LoadOptions,
-    LoadPhase,
-    opened,
-    parse_phases,
-    slice_names,
-)
+from foretoken.bench.load_options import LoadOptions, LoadPhase, parse_phases, slice_names
+from foretoken.bench.load_run import opened
 from foretoken.bench.report import print_report
 from foretoken.config import known_drafters
 from foretoken.control.policy import BudgetPolicy
 from foretoken.control.routing import RoutingRules
 from foretoken.errors import ConfigError, InputError
+from foretoken.machine.neighbours import contention_notes
 
 
 class Always(BudgetPolicy):

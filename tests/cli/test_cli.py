@@ -15,8 +15,10 @@ import pytest
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.cli.show import legend, marks
 from foretoken.core import TokenOrigin
+from foretoken.model.open import model_folder
 from tests.cli.conftest import Run
 from tests.helpers.checkpoints import tiny_checkpoint
+from tests.helpers.gguf_files import write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -347,6 +349,31 @@ def test_models_describes_folders(foretoken: Run, pair: SimpleNamespace, tmp_pat
     assert "encoder-only" in encoder["runs_on"]
     assert "native decoder" in foretoken("models", pair.target).out
     assert foretoken("models", tmp_path / "nowhere").code == 3
+
+
+def test_models_inspect_says_how_numbers_are_stored(foretoken: Run, pair: SimpleNamespace, tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "hf", "qwen2", hidden_size=64, torch_dtype="float32")
+    path = write_gguf(tmp_path / "model.gguf", folder, "Q4_0")
+    found = json.loads(foretoken("models", "inspect", path, "--json").lines[-1])
+    assert (found["family"], found["runs_on"]) == ("qwen2", "native decoder")
+    assert [(kind["type"], kind["read"]) for kind in found["types"]] == [
+        ("Q4_0", "dequantised when loaded"),
+        ("F32", "as stored"),
+    ]
+    assert found["bytes"] == sum(kind["bytes"] for kind in found["types"])
+    assert found["bytes"] < path.stat().st_size
+    out = foretoken("models", "inspect", pair.target).out
+    assert "F32" in out
+    assert "as stored" in out
+    assert "qwen2" in foretoken("models", path).out
+
+
+def test_a_gguf_file_answers(foretoken: Run, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", model_folder("reference:target"), "Q8_0", tokenizer=True)
+    arguments = ("--prompt", "import os\n", "--max-tokens", 4, "--json")
+    done = foretoken("generate", "--target", path, *arguments)
+    assert (done.code, len(json.loads(done.lines[-1])["token_ids"])) == (0, 4)
+    assert foretoken("plan", "--target", path, "--memory", "4GiB").code == 0
 
 
 # ---- settings: flags > environment > file > defaults

@@ -24,6 +24,8 @@ for words in {lines!r}:
 NESTED = [
     *(["bench", name] for name in ("speed", "load", "profile", "url")),
     *(["train", name] for name in ("lm", "answers", "eagle", "medusa", "block", "draft")),
+    ["models", "list"],
+    ["models", "inspect"],
     ["config", "show"],
 ]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from foretoken.model.open import reference_names
 from tests.cli.conftest import Run
 
 GENERATE = ("generate", "--prompt", "def f(x):", "--max-tokens", "4", "--cost-profile", "off", "--dtype", "float32")
@@ -77,7 +78,7 @@ def test_a_wrong_combination_says_what_to_do(foretoken: Run, arguments: tuple[st
         (("--draft", "/nope"), "folder /nope does not exist; give the folder of a checkpoint, or a hub id"),
         (
             ("--draft", "reference:drafty"),
-            "'reference:drafty' is not part of the reference family; known: reference:draft, reference:target",
+            "'reference:drafty' is not part of the reference family; known: " + ", ".join(reference_names()),
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

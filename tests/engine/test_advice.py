@@ -23,6 +23,7 @@ from foretoken.engine.advice import (
     of_draft_text,
     of_load,
     of_memory,
+    of_neighbours,
     of_short_answer,
     of_temperature,
 )
@@ -43,6 +44,7 @@ TEXT = TextFormat("{{ a }}", {"eos_token": 2, "bos_token": 1})
         (lambda: of_short_answer(49, 49, "d"), "short answer", "max_tokens=49: .* a prompt of 49 with draft 'd'"),
         (lambda: of_memory(86 << 30, 100 << 30, "memory"), "memory", "take 86.0 of the 100.0 GiB of memory.* 14% in"),
         (lambda: of_memory(120, 100, "the GPU"), "memory", "0% in reserve"),
+        (lambda: of_neighbours(0.9, 0.7, 2, True), "neighbours", "take 0.9 cores.* 70% of the time: set OMP_WAIT_POL"),
         (lambda: of_load(LOAD), "load", "with 4 requests at once, .* only 5% of 256 rounds: use drafter='none'"),
         (lambda: of_load(FIXED), "load", "was 0.94x as fast .*: leave num_draft to 'auto'"),
         (
@@ -77,6 +79,11 @@ def test_a_finding_comes_with_its_remedy(found: Callable[[], Advice], topic: str
         lambda: of_short_answer(50, 900, "d"),
         lambda: of_short_answer(49, 48, "d"),  # reading so short a prompt takes little
         lambda: of_memory(85, 100, "memory"),
+        lambda: of_neighbours(None, 0.9, 2, True),
+        lambda: of_neighbours(0.2, 0.9, 2, True),
+        lambda: of_neighbours(2.0, 0.4, 2, True),
+        lambda: of_neighbours(2.0, 0.9, 1, True),
+        lambda: of_neighbours(2.0, 0.9, 2, False),
         lambda: of_load(replace(LOAD, num_rounds=255)),
         lambda: of_load(replace(LOAD, mean_requests=3.9)),
         lambda: of_load(replace(LOAD, num_drafts=13)),

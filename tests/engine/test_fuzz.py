@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from foretoken import LLM, InputError, SamplingParams, SpecConfig
 from foretoken.config import RULES, TREES
 from tests.helpers.audit import check_idle
+from tests.helpers.specs import head_beside
+from tests.helpers.tiny_heads import KINDS
 
 VOCAB = 99
 tokens = st.integers(0, VOCAB - 1)
@@ -40,7 +42,9 @@ sampling = st.fixed_dictionaries(
 )
 drafting = st.fixed_dictionaries(
     {
-        "drafter": st.sampled_from([None, "ngram", "lookahead", "draft_model", "draft_model", "early_exit", "auto"]),
+        "drafter": st.sampled_from(
+            [None, "ngram", "lookahead", "draft_model", "draft_model", "early_exit", "auto", *KINDS]
+        ),
         "rule": st.sampled_from([*RULES, *["auto"] * 4]),
     },
     optional={
@@ -61,9 +65,11 @@ def build(
     """The requests that the configuration accepts; what it refuses it must refuse as an input error."""
     requests = []
     for prompt, values, spec in asked:
-        draft = {"draft": str(pair.draft)} if spec["drafter"] == "draft_model" else {}
+        named = {"draft": str(pair.draft)} if spec["drafter"] == "draft_model" else {}
+        if spec["drafter"] in KINDS:
+            named = {"drafter": spec["drafter"].partition(":")[0], "head": head_beside(spec["drafter"], pair.draft)}
         try:
-            requests.append((prompt, SamplingParams(**values), SpecConfig(**spec, **draft, allow_lossy=True)))
+            requests.append((prompt, SamplingParams(**values), SpecConfig(**spec | named, allow_lossy=True)))
         except InputError:
             continue
     return requests

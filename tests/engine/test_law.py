@@ -26,6 +26,7 @@ from foretoken.verify.base import verdict_at
 from foretoken.verify.rejection import RejectionRule
 from tests.helpers.distribution import (
     ALARM,
+    EAGLE_1,
     LENGTH,
     TWO_LEVELS,
     exact_law,
@@ -36,7 +37,7 @@ from tests.helpers.distribution import (
 )
 
 NUM_REQUESTS, NUM_BROKEN = 800, 1600
-NUM_MIXED = 104  # of each group in a mixed batch; with all groups together more than NUM_BROKEN
+NUM_MIXED = 76  # of each group in a mixed batch; with all groups together more than NUM_BROKEN
 BASE = SamplingParams(max_tokens=LENGTH + 3, temperature=1.0, ignore_eos=True)
 EXACT_RULES = ("rejection", "block", "coupled", "tree", "traversal")
 PARAMETERS = {
@@ -102,11 +103,15 @@ def free_specs(name: str, count: int) -> list[SpecConfig]:
     return [SpecConfig(name, num_draft=5, rule=rules[i % 6]) for i in range(count)]
 
 
+HEAD_SPECS = {**{name: SpecConfig(name) for name in HEADS}, "eagle:1": EAGLE_1}
+
+
 def head_specs(name: str, count: int) -> list[SpecConfig]:
     """A trained head's chains and trees, drawn or of ranks, with and without ways to draft less."""
+    head = HEAD_SPECS[name]
     chains = [
-        SpecConfig(
-            name,
+        replace(
+            head,
             num_draft=1 + i % 4,
             rule=("block", "rejection", "tree", "coupled")[i % 4],
             min_confidence=(0.0, 0.35)[i // 4 % 2],
@@ -115,8 +120,8 @@ def head_specs(name: str, count: int) -> list[SpecConfig]:
         for i in range(count // 2)
     ]
     trees = [
-        SpecConfig(
-            name,
+        replace(
+            head,
             num_draft=1 + i % 6,
             rule=("tree", "traversal", "coupled")[i % 3],
             tree=TREES[1 + i % 2],
@@ -196,7 +201,7 @@ def groups(count: int) -> dict[str, list[SpecConfig]]:
             for i in range(count)
         ],
         **{name: free_specs(name, count) for name in ("suffix", "recycling", "predicted", "lookahead")},
-        **{name: head_specs(name, count) for name in HEADS},
+        **{name: head_specs(name, count) for name in HEAD_SPECS},
         "cascade": cascade_specs(count),
         "mix": mix_specs(count),
         "auto": auto_specs(count),
@@ -228,6 +233,23 @@ def test_mixed_batches_have_the_law(narrow: SimpleNamespace) -> None:
     answers = np.concatenate(list(groups_answers(narrow, NUM_MIXED).values()))
     assert len(answers) >= NUM_BROKEN
     assert min(p_values(answers, exact_law(narrow, BASE))) > ALARM
+
+
+def head_answers(narrow: SimpleNamespace, temperature: float, count: int) -> dict[str, np.ndarray]:
+    """Answers `[count, LENGTH]` by trained head, all heads mixed in every batch."""
+    asked: list[tuple[SamplingParams, SpecConfig]] = []
+    for name in HEAD_SPECS:
+        params = seeded(replace(BASE, temperature=temperature), count, first=len(asked))
+        asked += zip(params, head_specs(name, count), strict=True)
+    return dict(zip(HEAD_SPECS, np.split(shuffled_answers(narrow, asked), len(HEAD_SPECS)), strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.3])
+def test_trained_heads_have_the_law_at_other_temperatures(narrow: SimpleNamespace, temperature: float) -> None:
+    """Chains and trees of all heads, counted together; proof/test_law.py counts each head by itself."""
+    answers = np.concatenate(list(head_answers(narrow, temperature, NUM_REQUESTS // len(HEAD_SPECS)).values()))
+    assert len(answers) == NUM_REQUESTS
+    assert min(p_values(answers, exact_law(narrow, replace(BASE, temperature=temperature)))) > ALARM
 
 
 def test_a_target_that_drafts_for_itself_has_the_law(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +344,7 @@ def test_mixed_sampling_parameters_have_the_law(narrow: SimpleNamespace) -> None
     drawn from several distributions vary less than counts drawn from their mean, so the test errs on the side of
     passing.
     """
-    answers = np.concatenate(list(parameter_answers(narrow, NUM_MIXED + 24).values()))
+    answers = np.concatenate(list(parameter_answers(narrow, NUM_MIXED + 48).values()))
     assert len(answers) >= NUM_BROKEN
     distribution = np.mean([parameter_law(narrow, name) for name in PARAMETERS], axis=0)
     assert min(p_values(answers, distribution)) > ALARM

@@ -57,3 +57,9 @@ def test_all_leaves_out_what_cannot_be_evaluated() -> None:
 def test_a_rule_of_its_own_is_in_the_name() -> None:
     names = [one.name for one in EvalOptions("t", "d", drafters=["draft_model:rule=block", "draft_model"]).settings]
     assert names == ["draft_model-5 block", "draft_model-5"]
+
+
+def test_texts_may_stand_before_conversations_and_ids(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt_ids": [1, 2]}\n')
+    assert [prompt.content for prompt in prompts_of(path, [ALL], 5)] == ["a", (1, 2)]

@@ -45,6 +45,7 @@ EOS = 4  # only ever banned (min_tokens): the answers go on after it
 TWO_LEVELS = SpecConfig(
     "cascade", parts=(SpecConfig("draft_model", draft="reverse"), SpecConfig("draft_model", draft="middle"))
 )
+EAGLE_1 = SpecConfig("eagle", head="eagle-1")  # a name that tells its drafter from that of EAGLE-3
 PROMPT = [1, 2, 3, 1, 2]  # repeats, so that the lookup guesses
 WINDOWS = ((1, 2), (2, 3), (3, 4))  # places of neighbouring tokens; place 0 ends the prompt and is never drafted
 ALARM = 1e-5  # p-value below which one test fails
@@ -152,6 +153,7 @@ def narrow_engine(narrow: SimpleNamespace, limits: SchedulerConfig | None = None
             for name, kind in (("medusa", "medusa:hydra"), ("block", "block:cut"))
         },
         key_of("eagle"): EagleDrafter(CachedEagle(eagle_head(narrow.target.config), target)),
+        drafter_key(EAGLE_1): EagleDrafter(CachedEagle(eagle_head(narrow.target.config, 1), target)),
     }
     return Engine(target, drafters, limits=limits or SchedulerConfig(64, 200), eos_token_ids=(EOS,))
 

@@ -46,11 +46,11 @@ def spec_of(name: str, draft: Path | str | None, **options: object) -> SpecConfi
         "early_exit": {"exit_layer": 1},
     }
     if drafter in HEADS:
-        needed[drafter] = {"head": _head(name.split("/")[0], draft), "tree": tree or "chain"}
+        needed[drafter] = {"head": head_beside(name.split("/")[0], draft), "tree": tree or "chain"}
     return SpecConfig(drafter, **needed.get(drafter, {}) | options)
 
 
-def _head(kind: str, draft: Path | str | None) -> str | None:
+def head_beside(kind: str, draft: Path | str | None) -> str | None:
     """The folder of a head beside the draft's; made where there is a target for it."""
     if draft is None:
         return None

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.engine.async_engine import AsyncEngine
+from foretoken.engine_config import EngineConfig
 from foretoken.errors import InputError, OverloadedError
 from foretoken.server.events import AnswerEnded, Begun, Event, Piece
+from foretoken.server.life.loading import build_engine
+from foretoken.server.life.merging import merged
+from foretoken.server.life.plain import engine_config_of, plain
 from foretoken.server.local import LocalService
 from foretoken.server.service import Call
+from tests.helpers.tiny_heads import tiny_head
 
 PROMPTS = ("def f(x):\n", "class Reader")
 
@@ -86,3 +93,20 @@ def test_text_and_tokens_both_ways(engine: AsyncEngine) -> None:
     assert asyncio.run(service.detokenize(ids)) == "def f(x):"
     with pytest.raises(InputError, match="tokens=4096"):
         asyncio.run(service.detokenize([4096]))
+
+
+def test_what_learning_did_is_in_the_statistics(
+    engine: AsyncEngine, text_pair: SimpleNamespace, tmp_path: Path
+) -> None:
+    assert "adaptation" not in asyncio.run(LocalService(engine, "reference").stats())
+    head = tiny_head(tmp_path / "head", text_pair.target, "medusa")
+    spec = SpecConfig("medusa", head=str(head), num_draft=2)
+    config = engine_config_of(plain(EngineConfig(str(text_pair.target), spec, profile="off", adapt=True)))
+    learning, _ = build_engine(config, max_waiting=4, draft_required=False)
+    with learning.llm, learning:
+        service = LocalService(learning, "reference")
+        asyncio.run(events_of(service, Call(SamplingParams(max_tokens=8), PROMPTS[:1])))
+        found = asyncio.run(service.stats())["adaptation"]
+    assert (found["num_drafters"], found["num_swaps"]) == (1, 0)
+    two = merged([{"adaptation": found}, {"adaptation": found | {"num_swaps": 2}}])
+    assert two["adaptation"]["num_swaps"] == 2

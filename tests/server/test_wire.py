@@ -12,6 +12,7 @@ import pytest
 
 from foretoken import errors
 from foretoken.config import SamplingParams, SpecConfig
+from foretoken.control.adaptation import AdaptConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError, ContextLengthError, EngineError, ForetokenError, InputError
@@ -60,10 +61,12 @@ def test_configurations_cross_unchanged() -> None:
         routing=RoutingRules(min_tokens_to_speculate=4),
         profile=Path("costs.json"),
         trace="trace.jsonl",
+        adapt=AdaptConfig(share=0.1),
     )
     arrived = engine_config_of(crossed(plain(config)))
     assert plain(arrived) == plain(config)
-    assert (arrived.spec, arrived.routing) == (config.spec, config.routing)
+    assert (arrived.spec, arrived.routing, arrived.adapt) == (config.spec, config.routing, config.adapt)
+    assert engine_config_of(crossed(plain(EngineConfig("m", adapt=True)))).adapt is True
 
 
 def test_what_arrives_is_checked_again() -> None:

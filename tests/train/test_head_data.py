@@ -84,7 +84,7 @@ def test_settings_are_typed_and_nested() -> None:
     ("text", "error"),
     [
         ("train.loss.knd=tv", r"train\.loss\.knd.*did you mean train\.loss\.kind"),
-        ("nothing=1", "known: head"),
+        ("nothing=1", "known: train, .*head"),
         ("train.tokens=1.5", r"train\.tokens='1\.5': must be a whole number"),
         ("train.loss.kind=mse", "choose one of kl"),
         ("head.fc_norm=2", "must be true or false"),

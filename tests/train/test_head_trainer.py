@@ -185,9 +185,9 @@ def test_states_that_are_broken_or_of_another_head_are_refused(target: FrozenTar
 
 
 def test_accumulated_batches_are_one_larger_batch(target: FrozenTarget, tmp_path: Path) -> None:
-    """All rows are wanted and no anchors are drawn, so the mean of two batches is that of one twice as large."""
-    large = tiny_trainer(tmp_path / "a", target, config=dataclasses.replace(CONFIG, batch_windows=4))
-    small = tiny_trainer(tmp_path / "b", target, config=dataclasses.replace(CONFIG, accumulate=2))
+    """All rows are wanted and Medusa heads draw none: the mean of two batches is that of one twice as large."""
+    large = tiny_trainer(tmp_path / "a", target, "medusa", dataclasses.replace(CONFIG, batch_windows=4))
+    small = tiny_trainer(tmp_path / "b", target, "medusa", dataclasses.replace(CONFIG, accumulate=2))
     torch.testing.assert_close(small._backward(0) + small._backward(1), large._backward(0))
     for one, other in zip(small.head.parameters(), large.head.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)

@@ -13,7 +13,7 @@ from foretoken.cli.app import app as main_app
 from foretoken.cli.train import app
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.engine.llm import LLM
-from foretoken.errors import ConfigError, InputError, MismatchError
+from foretoken.errors import ConfigError, InputError, MismatchError, StorageError
 from foretoken.heads.checkpoint import load_head
 from foretoken.heads.kind import head_kind
 from foretoken.model.loader import load_decoder, read_config
@@ -113,6 +113,9 @@ def test_a_draft_model_is_distilled_from_answers(folder: Path, answered: Path, t
     assert result["steps"] == 8
     draft = load_decoder(tmp_path / "off" / "model", dtype="float32")
     assert draft.config.hidden_size == 32
+    manifest = json.loads((tmp_path / "off" / "run.json").read_text())
+    assert (manifest["kind"], manifest["model"]["hidden_size"], manifest["result"]["steps"]) == ("draft_model", 32, 8)
+    assert manifest["precision"] == "float32"
     own = tmp_path / "own.jsonl"
     run(
         "answers", "--target", tmp_path / "off" / "model", "--prompts", folder / "prompts.jsonl", "--out", own,
@@ -127,9 +130,36 @@ def test_a_draft_model_is_distilled_from_answers(folder: Path, answered: Path, t
     assert not torch.equal(before, after)
 
 
+def test_a_manifest_that_cannot_be_written_leaves_the_earlier_one(
+    folder: Path, answered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("draft", "--target", folder / "target", "--answers", answered, "--out", tmp_path, *SMALL)
+    words = (*words, "--set", "train.num_places=2", "--set", "model.hidden_size=32")
+    run(*words)
+    earlier, write = (tmp_path / "run.json").read_text(), Path.write_text
+
+    def full(path: Path, text: str) -> int:
+        if path.name.startswith("run.json"):
+            write(path, text[: len(text) // 2])
+            raise OSError(28, "No space left on device")
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(StorageError, match=r"cannot write .*run\.json"):
+        run(*words)
+    assert (tmp_path / "run.json").read_text() == earlier
+
+
 def test_from_own_prompts_to_generation_and_to_another_engine(folder: Path, answered: Path, tmp_path: Path) -> None:
     target, head = folder / "target", tmp_path / "run" / "head"
     run("eagle", "--target", target, "--answers", answered, "--out", tmp_path / "run", *SMALL)
+    words = ["eval", "--target", target, "--drafters", f"eagle:head={head}", "--prompts", folder / "prompts.jsonl"]
+    words += ["--prompts-per-slice", 2, "--max-tokens", 6, "--temperatures", 0, "--slices", "all", "--json"]
+    result = CliRunner().invoke(main_app, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout.splitlines()[-1])["rows"]
+    assert all(row["drafter"].startswith("eagle(head=") for row in rows)
+    assert all(row["num_drafted"] > 0 for row in rows)
     params = SamplingParams(max_tokens=10, temperature=0.0)
     answers_by: list[tuple[int, ...]] = []
     for spec in (SpecConfig(None), SpecConfig("eagle", head=str(head), num_draft=3)):

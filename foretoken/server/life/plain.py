@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.config import SamplingParams, SpecConfig, from_mapping
+from foretoken.control.adaptation import AdaptConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig
 
-_Config = SamplingParams | SpecConfig | EngineConfig | RoutingRules
+_Config = SamplingParams | SpecConfig | EngineConfig | RoutingRules | AdaptConfig
 
 
 def plain(config: _Config) -> dict[str, Any]:
@@ -54,11 +55,13 @@ def engine_config_of(values: Mapping[str, Any]) -> EngineConfig:
     given["spec"] = spec_of(given.get("spec"))
     if given.get("routing") is not None:
         given["routing"] = from_mapping(RoutingRules, given["routing"])
+    if isinstance(given.get("adapt"), Mapping):
+        given["adapt"] = from_mapping(AdaptConfig, given["adapt"])
     return from_mapping(EngineConfig, given)
 
 
 def _value(value: Any) -> Any:  # noqa: ANN401 - a field of any type
-    if isinstance(value, SpecConfig | RoutingRules):
+    if isinstance(value, SpecConfig | RoutingRules | AdaptConfig):
         return plain(value)
     if isinstance(value, Path):
         return str(value)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import foretoken
+from foretoken.machine.threads import names_waiting, sleeping
 from foretoken.server.life.wire import Channel, Message
 
 _READ_BYTES = 4 << 20  # what may wait to be decoded: a step of many answers with log-probabilities
@@ -102,9 +103,10 @@ def worker_environment() -> dict[str, str]:
     """The environment of a worker: this one's, with threads of OpenMP that sleep while they wait for each other.
 
     By default they spin, and keep the event loop of the worker, which hands out what a step emitted, from a core. It
-    must be said before torch is imported; where `OMP_WAIT_POLICY` is set already that stands.
+    must be said before torch is imported; where the user said how they wait, that stands.
     """
-    return {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": _import_path()}
+    waiting = {} if names_waiting(os.environ) is not None else sleeping()
+    return {**waiting, **os.environ, "PYTHONPATH": _import_path()}
 
 
 def _import_path() -> str:

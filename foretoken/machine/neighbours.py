@@ -1,4 +1,4 @@
-"""Whether other processes took the cores while something was measured.
+"""Whether other processes take the cores.
 
 Where /proc/stat exists: the time that the cores of this process were busy, less the CPU time of this process and of
 its ended children; time stolen by a hypervisor counts as others'. Elsewhere the load average, less our own.
@@ -54,6 +54,11 @@ class OtherLoad:
                 return None
             others_s = load * wall_s - own_s
         return min(1.0, others_s / whole_s) if others_s > _LEAST_S else 0.0
+
+    def cores(self) -> float | None:
+        """How many cores others kept busy since `start`; None where the system does not tell."""
+        share = self.share()
+        return None if share is None else share * self._num_cores
 
 
 def is_contended(share: float | None) -> bool:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.bench import contention
-from foretoken.bench.contention import OtherLoad, is_contended
+from foretoken.machine import neighbours
+from foretoken.machine.neighbours import OtherLoad, is_contended
 
 
 class Machine:
@@ -50,11 +50,11 @@ def test_elsewhere_the_load_average_tells_or_nobody() -> None:
 def test_the_counters_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stat = tmp_path / "stat"
     stat.write_text("cpu 9 9 9 9 9 9 9 9 0 0\ncpu0 100 20 30 999 999 1 2 47 5 5\ncpu1 100 0 0 9 9 0 0 0 0 0\n")
-    monkeypatch.setattr(contention.os, "sysconf", lambda _name: 100)
-    assert contention._busy_s((0,), stat) == 2.0
-    assert contention._busy_s((0, 1), stat) == 3.0
-    assert contention._busy_s((7,), stat) is None
-    assert contention._busy_s((0,), tmp_path / "none") is None
+    monkeypatch.setattr(neighbours.os, "sysconf", lambda _name: 100)
+    assert neighbours._busy_s((0,), stat) == 2.0
+    assert neighbours._busy_s((0, 1), stat) == 3.0
+    assert neighbours._busy_s((7,), stat) is None
+    assert neighbours._busy_s((0,), tmp_path / "none") is None
 
 
 def test_this_machine_answers_something() -> None:

@@ -1,0 +1,55 @@
+"""Which instructions of the processor matter for inference, from what the system says of it."""
+
+from __future__ import annotations
+
+import platform
+import re
+from pathlib import Path
+
+_INFO = Path("/proc/cpuinfo")
+# What is shown, by the flags of which any means it; x86 and `aarch64`.
+_MEANING: dict[str, tuple[str, ...]] = {
+    "avx2": ("avx2",),
+    "avx512": ("avx512f",),
+    "vnni": ("avx512_vnni", "avx_vnni", "asimddp", "i8mm"),
+    "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
+    "fp16": ("avx512_fp16", "asimdhp"),
+    "amx_int8": ("amx_int8",),
+    "amx_bf16": ("amx_bf16",),
+}
+
+
+def features(info: Path = _INFO) -> dict[str, bool] | None:
+    """By name whether the processor has it; None where the system does not say (outside Linux)."""
+    try:
+        text = info.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    if found is None:
+        return None
+    flags = frozenset(found.group(1).split())
+    return {name: not flags.isdisjoint(words) for name, words in _MEANING.items()}
+
+
+def processor(info: Path = _INFO) -> str:
+    """The processor's name."""
+    try:
+        text = info.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found.group(1).strip() if found else platform.processor() or platform.machine() or "unknown"
+
+
+def precision_advice(found: dict[str, bool] | None) -> str:
+    """Which formats of weights suit the processor."""
+    if found is None:
+        return "unknown instructions: compare dtypes with `foretoken bench`"
+    if found["amx_bf16"]:
+        return "bfloat16 (AMX): many rows cost little more than one"
+    if found["bf16"]:
+        return "bfloat16 has arithmetic of its own" + (", int8 too (VNNI)" if found["vnni"] else "")
+    if found["vnni"]:
+        return "no bfloat16 arithmetic: float32, or int8 (VNNI) for drafts"
+    return "no bfloat16 arithmetic: float32"

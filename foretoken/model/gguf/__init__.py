@@ -1,0 +1,1 @@
+"""GGUF files (llama.cpp's checkpoints): header, blocks, names, tokenizer, and what the loader reads from."""

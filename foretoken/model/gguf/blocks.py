@@ -1,0 +1,145 @@
+"""The blocks of GGUF's quantised types as `GroupedCodes`, and its plain types as tensors.
+
+Layouts are those of ggml's `ggml-quants.c`; `GroupedCodes.dequantised` of what comes out equals the `gguf` package's
+`dequantize` bit for bit. In all comments n is the number of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from foretoken.model.gguf.kinds import GgmlType
+from foretoken.model.grouped import GroupedCodes
+
+_Bytes: TypeAlias = npt.NDArray[np.uint8]
+_Floats: TypeAlias = npt.NDArray[np.float32]
+# Codes [n, block], scales [n, groups], minimums likewise or None, zero, bits.
+_Parts: TypeAlias = tuple[_Bytes, _Floats, _Floats | None, int, int]
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NIBBLES = np.array([0, 4], np.uint8).reshape(1, 1, 2, 1)
+_PAIRS = np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)
+_SINGLES = np.arange(8, dtype=np.uint8).reshape(1, 1, 8, 1)
+
+
+def plain_dtype(kind: GgmlType) -> torch.dtype | None:
+    """The dtype of an unquantised type; None for blocks."""
+    return _PLAIN.get(kind.name)
+
+
+def plain(raw: _Bytes, kind: GgmlType, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of an unquantised type from the bytes of its data, which it shares."""
+    return torch.from_numpy(raw).view(_PLAIN[kind.name]).view(shape)
+
+
+def is_grouped(kind: GgmlType) -> bool:
+    """Whether `grouped` reads the type."""
+    return kind.name in _READERS
+
+
+def runnable_types() -> tuple[str, ...]:
+    """Names of the types that are read, plain ones first."""
+    return (*_PLAIN, *_READERS)
+
+
+def grouped(raw: _Bytes, kind: GgmlType, shape: tuple[int, int]) -> GroupedCodes:
+    """The matrix `shape` [N, K] whose blocks are `raw` (bytes, row after row)."""
+    rows, columns = shape
+    codes, scales, minimums, zero, bits = _READERS[kind.name](raw.reshape(-1, kind.num_bytes))
+    group = kind.block // scales.shape[1]
+
+    def numbers(values: _Floats) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).view(rows, columns // group)
+
+    return GroupedCodes(
+        codes=torch.from_numpy(np.ascontiguousarray(codes)).view(rows, columns),
+        scales=numbers(scales),
+        minimums=None if minimums is None else numbers(minimums),
+        zero=zero,
+        bits=bits,
+        group=group,
+    )
+
+
+def _half(blocks: _Bytes, at: int) -> _Floats:
+    """The float16 at byte `at` of each block, [n, 1] float32."""
+    with np.errstate(invalid="ignore"):  # a signalling NaN in a broken file
+        return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+
+
+def _nibbles(blocks: _Bytes) -> _Bytes:
+    """Low halves of 16 bytes, then the high ones: [n, 32]."""
+    return ((blocks.reshape(len(blocks), 1, 1, 16) >> _NIBBLES) & np.uint8(15)).reshape(len(blocks), 32)
+
+
+def _fifth_bits(blocks: _Bytes) -> _Bytes:
+    """The bits of 4 bytes as 0 or 16: [n, 32]."""
+    return np.unpackbits(np.ascontiguousarray(blocks), axis=1, bitorder="little") << np.uint8(4)
+
+
+def _q4_0(blocks: _Bytes) -> _Parts:
+    return _nibbles(blocks[:, 2:]), _half(blocks, 0), None, 8, 4
+
+
+def _q4_1(blocks: _Bytes) -> _Parts:
+    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2), 0, 4
+
+
+def _q5_0(blocks: _Bytes) -> _Parts:
+    return _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), _half(blocks, 0), None, 16, 5
+
+
+def _q5_1(blocks: _Bytes) -> _Parts:
+    return _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), _half(blocks, 0), _half(blocks, 2), 0, 5
+
+
+def _q8_0(blocks: _Bytes) -> _Parts:
+    return blocks[:, 2:] ^ np.uint8(128), _half(blocks, 0), None, 128, 8  # int8 plus 128
+
+
+def _k_scales(blocks: _Bytes) -> tuple[_Floats, _Floats]:
+    """Scales and minimums of the eight groups of a Q4_K or Q5_K block, [n, 8] each: 6 bits of 12 packed bytes, times
+    the block's two float16 numbers.
+    """
+    first, second, third = (blocks[:, at : at + 4] for at in (4, 8, 12))
+    scales = np.concatenate([first & 63, (third & 15) | ((first >> 2) & 48)], axis=1)
+    minimums = np.concatenate([second & 63, (third >> 4) | ((second >> 2) & 48)], axis=1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _half(blocks, 0) * scales.astype(np.float32), -(_half(blocks, 2) * minimums.astype(np.float32))
+
+
+def _q4_k(blocks: _Bytes) -> _Parts:
+    codes = (blocks[:, 16:].reshape(len(blocks), 4, 1, 32) >> _NIBBLES) & np.uint8(15)
+    return codes.reshape(len(blocks), 256), *_k_scales(blocks), 0, 4
+
+
+def _q5_k(blocks: _Bytes) -> _Parts:
+    low = (blocks[:, 48:].reshape(len(blocks), 4, 1, 32) >> _NIBBLES) & np.uint8(15)
+    high = ((blocks[:, 16:48].reshape(len(blocks), 1, 1, 32) >> _SINGLES) & np.uint8(1)) << np.uint8(4)
+    return low.reshape(len(blocks), 256) | high.reshape(len(blocks), 256), *_k_scales(blocks), 0, 5
+
+
+def _q6_k(blocks: _Bytes) -> _Parts:
+    low = (blocks[:, :128].reshape(len(blocks), 2, 1, 64) >> _NIBBLES) & np.uint8(15)
+    high = ((blocks[:, 128:192].reshape(len(blocks), 2, 1, 32) >> _PAIRS) & np.uint8(3)) << np.uint8(4)
+    with np.errstate(invalid="ignore", over="ignore"):
+        scales = _half(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
+    return low.reshape(len(blocks), 256) | high.reshape(len(blocks), 256), scales, None, 32, 6
+
+
+_READERS: dict[str, Callable[[_Bytes], _Parts]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}

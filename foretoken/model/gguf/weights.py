@@ -1,0 +1,220 @@
+"""The tensors of a GGUF file under their Hugging Face names, as the loader reads those of a safetensors folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from foretoken.errors import CheckpointError
+from foretoken.model.architecture import ModelConfig, config_from_hf
+from foretoken.model.gguf.blocks import grouped, is_grouped, plain, plain_dtype, runnable_types
+from foretoken.model.gguf.header import Header, TensorInfo, read_header
+from foretoken.model.gguf.kinds import GgmlType
+from foretoken.model.gguf.names import ROPE_FACTORS, architecture_of, config_fields, hf_name, interleaved_heads
+from foretoken.model.grouped import GroupedCodes
+from foretoken.model.weights import StoredKind, hf_tensors, stored_kinds
+
+_CHUNK_NUMBERS = 1 << 24  # dequantised at a time: intermediate results take some ten bytes a number
+
+
+class GgufWeights:
+    """The tensors of a GGUF file by their Hugging Face names; nothing is read until asked for.
+
+    Rows that llama.cpp's converter interleaved are put back in order, quantised ones as well.
+
+    Raises:
+        CheckpointError: a broken file.
+        UnsupportedModelError: a family that does not run from GGUF files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.folder = path  # what the messages of the loader call it
+        self.header: Header = read_header(path)
+        self._architecture, self._raw = architecture_of(self.header), config_fields(self.header)
+        # A table that older converters wrote; the decoder computes it.
+        self._info = {
+            hf_name(name): info
+            for name, info in self.header.tensors.items()
+            if not name.endswith("attn_rot_embd.weight")
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._info)
+
+    @property
+    def own_names(self) -> list[str]:
+        """Names of the tensors that become weights of the decoder."""
+        return [name for name in self._info if name != ROPE_FACTORS]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._info
+
+    def info(self, name: str) -> TensorInfo:
+        """Where a tensor lies and how it is stored.
+
+        Raises:
+            CheckpointError: missing.
+        """
+        if name not in self._info:
+            raise CheckpointError(
+                f"tensor {name} is missing in {self.folder}: the file is incomplete or of another architecture"
+            )
+        return self._info[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor."""
+        return self.info(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of the numbers of one tensor; of a quantised one float32, in which its format defines them.
+
+        Raises:
+            CheckpointError: missing, or of a type that is not read here.
+        """
+        kind = self.info(name).kind
+        if is_grouped(kind):
+            return torch.float32
+        stored = plain_dtype(kind)
+        if stored is None:
+            raise CheckpointError(
+                f"tensor {self.info(name).name} in {self.folder} is of type {kind.name}, which is not read here: take "
+                f"a file in {', '.join(runnable_types())}, such as Q4_K_M or Q8_0"
+            )
+        return stored
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return one tensor on the CPU: as stored, or the float32 numbers that its codes stand for.
+
+        Raises:
+            CheckpointError: missing, of another shape, or of a type that is not read.
+        """
+        self._check_shape(name, shape)
+        info = self.info(name)
+        if not is_grouped(info.kind):
+            return self._in_order(name, plain(self._bytes(info), info.kind, shape))
+        rows, columns = shape
+        full = torch.empty(shape, dtype=torch.float32)  # [N, K]
+        step = max(1, _CHUNK_NUMBERS // columns)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            part = grouped(self._bytes(info, start, stop), info.kind, (stop - start, columns))
+            full[start:stop] = part.dequantised()
+        return self._in_order(name, full)
+
+    def grouped(self, name: str) -> GroupedCodes | None:
+        """One matrix as codes and scales; None if it is not quantised.
+
+        Raises:
+            CheckpointError: missing, or of a type that is not read.
+        """
+        self.dtype(name)
+        info = self.info(name)
+        if not is_grouped(info.kind):
+            return None
+        rows, columns = info.shape
+        found = grouped(self._bytes(info), info.kind, (rows, columns))
+        if interleaved_heads(name, self._architecture, self._raw) is None:
+            return found
+        minimums = None if found.minimums is None else self._in_order(name, found.minimums)
+        return replace(
+            found,
+            codes=self._in_order(name, found.codes),
+            scales=self._in_order(name, found.scales),
+            minimums=minimums,
+        )
+
+    def read_table(self, name: str, shape: tuple[int, ...], stored: str) -> Tensor:  # noqa: ARG002 - see Weights
+        """GGUF files of the families here have no tables of numbers or flags.
+
+        Raises:
+            CheckpointError: always.
+        """
+        raise CheckpointError(f"tensor {name} in {self.folder} is a table, which is not read from GGUF files")
+
+    def check(self, config: ModelConfig) -> None:
+        """Compare the header with the tensors of `config`, before anything is allocated.
+
+        Raises:
+            CheckpointError: a tensor is missing, superfluous, of another shape, or of a type that is not read.
+        """
+        expected = set()
+        for name, shape in hf_tensors(config):
+            self._check_shape(name, shape)
+            expected.add(name)
+        extra = [self._info[name].name for name in self.own_names if name not in expected]
+        if extra:
+            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+            raise CheckpointError(
+                f"tensor {extra[0]}{more} in {self.folder} has no place in the model that the metadata describes"
+            )
+        if ROPE_FACTORS in self:
+            self._check_shape(ROPE_FACTORS, (config.head_dim // 2,))
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors of one shape hold the same numbers."""
+        return torch.equal(self.read(name, self.shape(name)), self.read(other, self.shape(name)).to(self.dtype(name)))
+
+    def config(self) -> ModelConfig:
+        """The configuration that the metadata describes, with the factors that slow down single channels.
+
+        Raises:
+            CheckpointError: a value that is out of bounds.
+            UnsupportedModelError: an option that the native decoder lacks.
+        """
+        config = config_from_hf(self._raw, str(self.folder))
+        if ROPE_FACTORS not in self:
+            return config
+        factors = self.read(ROPE_FACTORS, (config.head_dim // 2,)).to(torch.float32)
+        if config.rope.kind != "default" or not bool((torch.isfinite(factors) & (factors > 0)).all()):
+            raise CheckpointError(
+                f"tensor {ROPE_FACTORS} in {self.folder} must be positive numbers, and the only scaling of positions"
+            )
+        return replace(config, rope=replace(config.rope, kind="factors", factors=tuple(factors.tolist())))
+
+    def kinds(self) -> list[StoredKind]:
+        """The types in which the tensors are stored."""
+        stored = self.header.tensors.values()
+        ways = {info.kind.name: _way(info.kind) for info in stored}
+        return stored_kinds([(info.kind.name, info.num_bytes) for info in stored], ways.__getitem__)
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        self.dtype(name)
+        if self.shape(name) != shape:
+            raise CheckpointError(
+                f"tensor {self.info(name).name} in {self.folder} has shape {list(self.shape(name))}; the metadata asks "
+                f"for {list(shape)}"
+            )
+        if is_grouped(self.info(name).kind) and len(shape) != 2:
+            raise CheckpointError(f"tensor {self.info(name).name} in {self.folder} is quantised, and no matrix")
+
+    def _bytes(self, info: TensorInfo, first: int = 0, last: int | None = None) -> npt.NDArray[np.uint8]:
+        """The bytes of some rows, copied: the mapped pages are given back when this returns."""
+        row = info.kind.bytes_of(info.shape[-1])
+        rows = info.num_bytes // row
+        start, stop = info.start + first * row, info.start + (rows if last is None else last) * row
+        try:
+            return np.array(np.memmap(self.folder, np.uint8, "r", start, (stop - start,)))
+        except (OSError, ValueError) as error:  # cut short since its header was read
+            raise CheckpointError(f"tensor {info.name} in {self.folder} cannot be read ({error})") from error
+
+    def _in_order(self, name: str, rows: Tensor) -> Tensor:
+        """Undo the converter's `permute`: within a head its row 2 i + j stood at j * head_dim / 2 + i."""
+        heads = interleaved_heads(name, self._architecture, self._raw)
+        if heads is None:
+            return rows
+        pairs = rows.view(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
+        return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def _way(kind: GgmlType) -> str:
+    """What becomes of numbers of a type, in words."""
+    if is_grouped(kind):
+        return "dequantised when loaded"
+    return "as stored" if plain_dtype(kind) is not None else "not read"

@@ -1,0 +1,151 @@
+"""What runs of heads and of draft models have in common: settings, the frozen target, the text, the manifest."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import foretoken
+from foretoken.errors import ConfigError, MismatchError, StorageError
+from foretoken.files import check_folder, to_json
+from foretoken.model.open import model_folder, open_device
+from foretoken.model.tokenizer import load_tokenizer
+from foretoken.train.answers import answered_data, folder_fingerprint
+from foretoken.train.frozen_target import FrozenTarget, Precision, fast_precision
+from foretoken.train.head_data import HeadData, TokenText
+from foretoken.train.head_trainer import HeadResult, HeadTrainConfig
+from foretoken.train.recipes import prepare
+
+MANIFEST = "run.json"
+_PRECISIONS: Mapping[str, Precision | None] = {"auto": None, "bfloat16": "bfloat16", "float32": "float32"}
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What can be set of a run: the training, and the share of answers held out.
+
+    `precision` "auto" multiplies in bfloat16 where the processor is faster at it.
+    """
+
+    train: HeadTrainConfig = field(default_factory=HeadTrainConfig)
+    held_out_share: float = 0.05
+    precision: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out_share <= 0.5:
+            raise ConfigError("held_out_share", self.held_out_share, "must lie above 0 and be at most 0.5")
+        if self.precision not in _PRECISIONS:
+            raise ConfigError("precision", self.precision, f"choose one of {', '.join(_PRECISIONS)}")
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """A run: for whom, from which text (`answers`; None: the standard library's source), into which folder."""
+
+    target: str
+    out: Path
+    settings: RunSettings
+    answers: Path | None = None
+    corpus: Path | None = None  # folder where the standard library's tokens are kept; None: `out`
+    device: str = "cpu"
+    command: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class JobTarget:
+    """The target of a run."""
+
+    folder: Path
+    frozen: FrozenTarget
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it knows."""
+        return self.frozen.decoder.config.vocab_size
+
+
+def open_target(job: RunJob) -> JobTarget:
+    """Load the target of a run, in the precision and on the device that it asks for.
+
+    Raises:
+        ConfigError: no such device, or windows that are longer than the target's context.
+        ModelError, StorageError: the target cannot be read, or the run's folder not written.
+    """
+    device = open_device(job.device)
+    check_folder(job.out)
+    folder = model_folder(job.target)
+    precision = _PRECISIONS[job.settings.precision] or fast_precision(device)
+    target = JobTarget(folder, FrozenTarget.load(folder, device, precision))
+    length, most = job.settings.train.length, target.frozen.decoder.config.max_context_tokens
+    if length > most:
+        raise ConfigError("length", length, f"must be at most the target's context of {most}")
+    return target
+
+
+def open_text(job: RunJob, target: JobTarget, writer: Path) -> HeadData:
+    """The text of a run: the answers that the model in the folder `writer` gave, or the standard library's source.
+
+    Raises:
+        InputError, ModelError, StorageError: see `answered_data` and `library_data`.
+    """
+    if job.answers is not None:
+        return answered_data(job.answers, writer, target.vocab_size, job.settings.held_out_share)
+    return library_data(job.corpus or job.out, target.folder)
+
+
+def library_data(corpus: Path, target: Path) -> HeadData:
+    """The standard library's source as running text for the target in the folder `target`; kept in `corpus`.
+
+    Raises:
+        MismatchError: the target has another tokenizer.
+        StorageError: see `prepare`.
+    """
+    tokenizer, data = prepare(corpus)
+    words = load_tokenizer(target)
+    if words is None or words.vocabulary != tokenizer.get_vocab():
+        raise MismatchError(
+            f"the standard library's text has the reference family's tokenizer, {target} another: write answers of "
+            "your own target with `foretoken train answers` and train on them (--answers)"
+        )
+    return HeadData(TokenText.running(data.train), TokenText.running(data.held_out), "the standard library")
+
+
+def write_manifest(
+    job: RunJob, target: JobTarget, data: HeadData, what: Mapping[str, Any], result: HeadResult | None
+) -> None:
+    """Write `run.json`, beside its final name first: what was trained (`what`) for whom, on what, how, and what came
+    of it.
+
+    Raises:
+        StorageError: it cannot be written; an earlier one is kept.
+    """
+    manifest: dict[str, Any] = {
+        "foretoken": foretoken.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "command": list(job.command),
+        "target": {"name": job.target, "fingerprint": folder_fingerprint(target.folder)},
+        "text": {
+            "source": data.source,
+            "train_digest": data.train.digest,
+            "train_tokens": len(data.train.ids),
+            "wanted_tokens": data.train.num_wanted,
+            "held_out_tokens": data.held_out.num_wanted,
+        },
+        "precision": target.frozen.precision,
+        "settings": asdict(job.settings),
+        **what,
+        "result": None if result is None else asdict(result),
+    }
+    path = job.out / MANIFEST
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(to_json(manifest, indent=2) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error}") from error

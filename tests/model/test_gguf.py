@@ -1,0 +1,219 @@
+"""GGUF files beside the safetensors folders they were made of: tokens, logits, answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+
+from foretoken import LLM, SamplingParams
+from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.evaluate.identity import identity_of
+from foretoken.model.architecture import config_to_hf
+from foretoken.model.decoder import Decoder
+from foretoken.model.footprint import shape_of
+from foretoken.model.gguf.weights import GgufWeights
+from foretoken.model.interface import Segment
+from foretoken.model.loader import load_decoder, read_config
+from foretoken.model.open import model_folder, native_config, open_model
+from foretoken.model.tokenizer import load_tokenizer
+from foretoken.train.answers import folder_fingerprint
+from foretoken.train.draft_run import DraftJob, DraftSettings, train_draft
+from tests.helpers.checkpoints import token_ids, variant
+from tests.helpers.gguf_files import TYPES, write_gguf
+
+VARIANTS = (
+    *("llama", "llama-tied", "llama-mha", "llama-biases", "llama-head-dim", "llama-linear", "llama-yarn"),
+    *("mistral", "qwen2", "qwen2-tied", "qwen3"),
+)
+QUANTISED = tuple(name for name in TYPES if name.startswith("Q"))
+
+
+def logits_of(path: Path, ids: list[int], dtype: str = "float32") -> torch.Tensor:
+    model = open_model(path, dtype, "cpu", 512)
+    model.open(0)
+    assert model.reserve(0, len(ids))
+    with torch.inference_mode():
+        return model.forward(torch.tensor(ids), [Segment(0, len(ids), num_logits=len(ids))]).logits
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_same_logits_as_the_folder(tmp_path: Path, name: str) -> None:
+    """Bit for bit: the same numbers in the same order."""
+    folder = variant(tmp_path / "hf", name)
+    ids = token_ids(70)
+    found = logits_of(write_gguf(tmp_path / "model.gguf", folder), ids)
+    assert torch.equal(found, logits_of(folder, ids))
+
+
+def test_llama3_scaling_comes_as_factors(tmp_path: Path) -> None:
+    """The file holds its effect on each channel, rounded to float32."""
+    folder = variant(tmp_path / "hf", "llama-llama3")
+    path, ids = write_gguf(tmp_path / "model.gguf", folder), token_ids(70)
+    config = read_config(path)
+    assert config.rope.kind == "factors"
+    assert max(config.rope.factors) == 8.0
+    assert min(config.rope.factors) == 1.0
+    assert torch.allclose(logits_of(path, ids), logits_of(folder, ids), atol=2e-4)
+    with pytest.raises(UnsupportedModelError, match="rope_freqs"):
+        config_to_hf(config)
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_quantised_matrices_are_what_the_package_makes_of_them(tmp_path: Path, kind: str) -> None:
+    folder = variant(tmp_path / "hf", "llama", hidden_size=256, intermediate_size=512, num_hidden_layers=1)
+    path = write_gguf(tmp_path / "model.gguf", folder, kind)
+    weights, stored = GgufWeights(path), {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    assert weights.kinds()[0].name == kind
+    assert {stored.read for stored in weights.kinds()} == {"dequantised when loaded", "as stored"}
+    assert sum(stored.num_tensors for stored in weights.kinds()) == len(weights.names)
+    for name in weights.names:
+        tensor = stored[weights.info(name).name]
+        numbers = torch.from_numpy(np.array(quants.dequantize(tensor.data, tensor.tensor_type)))
+        heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
+        if heads is not None:  # row 2 i + j of a head stood at j * 32 + i (head_dim 64)
+            numbers = numbers.view(heads, -1, 2, numbers.shape[-1]).transpose(1, 2).reshape(numbers.shape)
+        assert torch.equal(weights.read(name, tuple(numbers.shape)), numbers)
+        codes = weights.grouped(name)
+        assert (codes is None) == (tensor.tensor_type == GGMLQuantizationType.F32)
+        assert codes is None or torch.equal(codes.dequantised(), numbers)
+
+
+def test_quantised_numbers_stay_near_the_original(tmp_path: Path) -> None:
+    """What `write_gguf` rounded is near what it was given: names and orders are right in both directions."""
+    folder = variant(tmp_path / "hf", "llama", hidden_size=256, intermediate_size=512)
+    ids = token_ids(40)
+    expected = logits_of(folder, ids)
+    for kind, most in (("Q8_0", 0.05), ("Q6_K", 0.1), ("Q5_K", 0.2), ("Q4_K", 0.4)):
+        found = logits_of(write_gguf(tmp_path / f"{kind}.gguf", folder, kind), ids)
+        assert (found - expected).norm() < most * expected.norm(), kind
+
+
+def test_large_matrices_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = variant(tmp_path / "hf", "qwen2", hidden_size=64)
+    path = write_gguf(tmp_path / "model.gguf", folder, "Q4_0")
+    whole = load_decoder(path, pack=False)
+    monkeypatch.setattr("foretoken.model.gguf.weights._CHUNK_NUMBERS", 640)
+    for name, tensor in load_decoder(path, pack=False).state_dict().items():
+        assert torch.equal(tensor, whole.state_dict()[name]), name
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference target as a BF16 file with its tokenizer."""
+    path = tmp_path_factory.mktemp("gguf") / "reference.gguf"
+    return write_gguf(path, model_folder("reference:target"), "BF16", tokenizer=True)
+
+
+TEXT = "def merge(left, right):\n    # naïve 猫 😀 <|endoftext|>\n    return   left + right\r\n\t1234567"
+
+
+def test_the_same_tokens(reference: Path) -> None:
+    found, expected = load_tokenizer(reference), load_tokenizer(model_folder("reference:target"))
+    assert found is not None
+    assert expected is not None
+    assert found.vocabulary == expected.vocabulary
+    for text in (TEXT, "", " ", "a  b"):
+        assert found.encode(text) == expected.encode(text)
+        assert found.encode_plain(text) == expected.encode_plain(text)
+        assert found.decode(found.encode(text)) == expected.decode(expected.encode(text))
+    assert (found.eos_token_id, found.special_ids) == (expected.eos_token_id, expected.special_ids)
+
+
+def test_the_same_answers(reference: Path) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    prompts = ["def mean(values):\n", "import os\n"]
+    answers = []
+    for model in (str(reference), "reference:target"):
+        with LLM(model) as llm:
+            assert llm.folder.name in ("reference.gguf", "target")
+            answers.append([(out.token_ids, out.text) for out in llm.generate(prompts, params)])
+    assert answers[0] == answers[1]
+
+
+def test_what_it_takes_in_memory(reference: Path) -> None:
+    found, expected = (shape_of(path, "x", "bfloat16") for path in (reference, model_folder("reference:target")))
+    assert found == expected
+
+
+def test_the_dtype_of_a_quantised_file_is_float32(tmp_path: Path) -> None:
+    """Scales times codes have more digits than bfloat16 holds."""
+    path = write_gguf(tmp_path / "model.gguf", variant(tmp_path / "hf", "qwen2", hidden_size=64), "Q4_0")
+    decoder = load_decoder(path, pack=False)
+    assert isinstance(decoder, Decoder)
+    assert decoder.norm.weight.dtype == torch.float32
+
+
+def refused(path: Path, error: type[Exception], *words: str) -> None:
+    with pytest.raises(error) as caught:
+        native_config(path)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "word"),
+    [
+        ({"expert_count": 8}, UnsupportedModelError, "expert_count"),
+        ({"attention__causal": False}, UnsupportedModelError, "attention.causal"),
+        ({"attention__sliding_window": 8}, UnsupportedModelError, "attention.sliding_window"),
+        ({"rope__scaling__type": "longrope"}, UnsupportedModelError, "longrope"),
+        ({"logit_scale": 2.0}, UnsupportedModelError, "logit_scale"),
+    ],
+)
+def test_options_that_are_not_there(
+    tmp_path: Path, extra: dict[str, object], error: type[Exception], word: str
+) -> None:
+    refused(write_gguf(tmp_path / "model.gguf", variant(tmp_path / "hf", "llama"), **extra), error, word)
+
+
+def test_other_types_are_named(tmp_path: Path) -> None:
+    folder = variant(tmp_path / "hf", "qwen2")
+    path = write_gguf(tmp_path / "model.gguf", folder)
+    raw = bytearray(path.read_bytes())
+    place = raw.index(b"blk.1.ffn_gate.weight") + len(b"blk.1.ffn_gate.weight") + 4 + 16
+    raw[place : place + 4] = (24).to_bytes(4, "little")  # I8
+    path.write_bytes(raw)
+    refused(path, CheckpointError, "blk.1.ffn_gate.weight", "I8", "Q4_K_M")
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(CheckpointError, match=r"\.gguf"):
+        model_folder(str(tmp_path / "notes.txt"))
+    writer = gguf.GGUFWriter(tmp_path / "gemma.gguf", "gemma3")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    refused(tmp_path / "gemma.gguf", UnsupportedModelError, "gemma3", "llama, qwen2, qwen3")
+
+
+def test_files_are_told_apart(reference: Path, tmp_path: Path) -> None:
+    """What a result or a file of answers remembers of its target."""
+    other = tmp_path / "other.gguf"
+    other.write_bytes(reference.read_bytes().replace(b"<|endoftext|>", b"<|endofbook|>"))
+    assert folder_fingerprint(reference) != folder_fingerprint(other)
+    found, changed = identity_of("x", reference), identity_of("x", other)
+    assert found["weights"] is not None
+    assert found["weights"] != changed["weights"]
+
+
+def test_a_draft_model_is_not_trained_from_a_file(reference: Path, tmp_path: Path) -> None:
+    """It would have no tokenizer."""
+    with pytest.raises(UnsupportedModelError, match="GGUF file, whose tokenizer"):
+        train_draft(DraftJob(target=str(reference), out=tmp_path / "out", settings=DraftSettings()))
+
+
+def test_metadata_is_a_configuration(reference: Path) -> None:
+    found, expected = read_config(reference), read_config(model_folder("reference:target"))
+    raw, other = config_to_hf(found), config_to_hf(expected)
+    assert raw.pop("rms_norm_eps") == pytest.approx(other.pop("rms_norm_eps"), rel=1e-6)  # a float32 in the file
+    assert raw.pop("torch_dtype") == "float32"
+    assert other.pop("torch_dtype") == "bfloat16"
+    assert json.dumps(raw, sort_keys=True) == json.dumps(other, sort_keys=True)
