@@ -21,6 +21,7 @@ from foretoken.registry import PLAIN as PLAIN
 from foretoken.registry import known_drafters as known_drafters
 
 QUANTISED: tuple[str, ...] = ("int8", "int4")
+WEIGHTS: tuple[str, ...] = ("auto", *QUANTISED)
 DRAFT_DTYPES: tuple[str, ...] = ("auto", "bfloat16", "float16", "float32", *QUANTISED)
 # With n-grams of three tokens eight rows of probes, which a CPU runs for little more than the time of one row.
 LOOKAHEAD_WINDOW = 4

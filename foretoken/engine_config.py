@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from foretoken.config import DTYPES, NUMERICS, SpecConfig, from_mapping
+from foretoken.config import DTYPES, NUMERICS, WEIGHTS, SpecConfig, from_mapping
 from foretoken.control.adaptation import AdaptConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
@@ -38,6 +38,7 @@ class EngineOptions(TypedDict, total=False):
     routing: RoutingRules | None
     profile: str | Path
     adapt: AdaptConfig | bool
+    weights: str
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class EngineConfig:
       file of `foretoken bench --profile`.
     - `adapt`: whether drafters with trained heads learn from what is served, in this process and its memory only
       (docs/adaptation.md): True, or how (`AdaptConfig`). It takes the target's own decoder.
+    - `weights`: "auto" keeps the target's matrices as the checkpoint has them; "int8" and "int4" quantise them at load
+      (CPU; docs/quantised.md). The distribution of answers is then that of the quantised target, whoever drafts.
 
     Raises:
         InputError: a value that cannot be honoured; names the field.
@@ -86,6 +89,7 @@ class EngineConfig:
     routing: RoutingRules | None = None
     profile: str | Path = "auto"
     adapt: AdaptConfig | bool = False
+    weights: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("dtype", "device"):  # torch's own objects, which this module does not import
@@ -130,6 +134,8 @@ class EngineConfig:
             raise ConfigError("device", self.device, "use auto, cpu, cuda or cuda:N")
         if self.numerics not in NUMERICS:
             raise ConfigError("numerics", self.numerics, f"choose one of {', '.join(NUMERICS)}")
+        if self.weights not in WEIGHTS:
+            raise ConfigError("weights", self.weights, f"choose one of {', '.join(WEIGHTS)}")
 
     def _check_limits(self) -> None:
         check_limits(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import IO, Any
 from foretoken.errors import InputError, StorageError
 from foretoken.params import check_text
 
+CACHE_VARIABLE = "FORETOKEN_CACHE"
 MOST_BYTES = 1 << 28  # a longer text is a mistake, or an endless device
 
 
@@ -166,3 +168,16 @@ def check_file(field: str, path: Path) -> None:
         raise StorageError(f"{field}: cannot write {path}: {error}") from error
     if not writable:
         raise StorageError(f"{field}: cannot write {path}: it is protected")
+
+
+def cache_folder(name: str) -> Path:
+    """Where things called `name` are kept: under `FORETOKEN_CACHE`, or in the user's cache folder of this platform."""
+    if given := os.environ.get(CACHE_VARIABLE):
+        return Path(given) / name
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "foretoken" / name

@@ -170,7 +170,7 @@ def test_fields_of_the_public_configs() -> None:
     assert [field.name for field in dataclasses.fields(EngineConfig)] == [
         *("model", "spec", "dtype", "device", "cache_tokens"),
         *("max_batch_size", "max_prompt_tokens", "max_step_tokens", "cache_reserve"),
-        *("numerics", "trace", "shadow_rate", "routing", "profile", "adapt"),
+        *("numerics", "trace", "shadow_rate", "routing", "profile", "adapt", "weights"),
     ]
 
 

@@ -41,6 +41,7 @@ class AuditOptions:
     temperatures: tuple[float, ...] = (0.0, 0.8)
     seed: int = 0
     numerics: str = "default"
+    weights: str = "auto"
     dtype: str = "auto"
     device: str = "auto"
     cache_tokens: int | None = None

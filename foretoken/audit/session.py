@@ -78,6 +78,7 @@ class Session:
             device=options.device,
             cache_tokens=options.cache_tokens,
             numerics=options.numerics,
+            weights=options.weights,
         )
         try:
             self.prompts = self._encode(prompts)

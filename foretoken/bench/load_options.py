@@ -85,6 +85,7 @@ class LoadOptions:
     repeats: int = 2
     warmup: int = 1
     numerics: str = DEFAULT_NUMERICS
+    weights: str = "auto"
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None

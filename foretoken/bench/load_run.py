@@ -64,6 +64,7 @@ def opened(
         dtype=options.dtype,
         device=options.device,
         numerics=options.numerics,
+        weights=options.weights,
         cache_tokens=options.cache_tokens or 2 * most_batch * (longest + answer_tokens + _SPARE_TOKENS),
         cache_reserve=options.cache_reserve,
         max_batch_size=options.max_batch_size or most_batch,

@@ -252,6 +252,13 @@ def _folders(options: SpeedOptions, given: bool) -> tuple[Path, Path | None]:
 def _open(options: SpeedOptions, stack: ExitStack, numerics: str) -> Generator:
     from foretoken import LLM
 
-    llm = LLM(options.target, SpecConfig(), dtype=options.dtype, device=options.device, numerics=numerics)
+    llm = LLM(
+        options.target,
+        SpecConfig(),
+        dtype=options.dtype,
+        device=options.device,
+        numerics=numerics,
+        weights=options.weights,
+    )
     stack.callback(llm.close)
     return llm

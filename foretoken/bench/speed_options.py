@@ -53,6 +53,7 @@ class SpeedOptions:
     temperatures: tuple[float, ...] = (0.0, 0.8)
     ignore_eos: bool = True
     numerics: tuple[str, ...] = (DEFAULT_NUMERICS,)
+    weights: str = "auto"
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None

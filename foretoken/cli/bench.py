@@ -39,6 +39,7 @@ from foretoken.cli.common import (
     JsonOption,
     TargetOption,
     ThreadsOption,
+    WeightsOption,
 )
 from foretoken.cli.lists import number, whole, words
 from foretoken.cli.usage import DefaultGroup
@@ -99,6 +100,7 @@ def speed(
     numerics: Annotated[
         str, typer.Option(help="default, strict (no greedy output may differ from plain), or both: default,strict.")
     ] = "default",
+    weights: WeightsOption = "auto",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,

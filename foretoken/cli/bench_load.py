@@ -36,6 +36,7 @@ from foretoken.cli.common import (
     NumericsOption,
     TargetOption,
     ThreadsOption,
+    WeightsOption,
     was_given,
 )
 from foretoken.cli.lists import whole, words
@@ -84,6 +85,7 @@ def load(
         float, typer.Option(help="Seconds that plain decoding takes for each phase of --load.")
     ] = LoadOptions.phase_s,
     numerics: NumericsOption = LoadOptions.numerics,
+    weights: WeightsOption = "auto",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,

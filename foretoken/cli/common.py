@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from foretoken.cli.imports import import_engine
-from foretoken.config import NUMERICS, SpecConfig
+from foretoken.config import NUMERICS, WEIGHTS, SpecConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig, EngineOptions
 from foretoken.errors import ConfigError, InputError, StorageError
@@ -52,6 +52,12 @@ def _check_numerics(value: str) -> str:
     return value
 
 
+def _check_weights(value: str) -> str:
+    if value not in WEIGHTS:
+        raise ConfigError("weights", value, f"choose one of {', '.join(WEIGHTS)}")
+    return value
+
+
 def _check_threads(value: int | None) -> int | None:
     if value is not None:
         check_whole("threads", value, low=1, high=_MOST_THREADS)
@@ -78,6 +84,13 @@ NumericsOption = Annotated[
     str,
     typer.Option(
         help="default, or strict: logits bitwise the same however rows are batched.", callback=_check_numerics
+    ),
+]
+WeightsOption = Annotated[
+    str,
+    typer.Option(
+        help="The target's matrices: auto (as the checkpoint has them), or int8, int4 (quantised at load, CPU).",
+        callback=_check_weights,
     ),
 ]
 DTYPE_HELP = "Format of the weights: auto (as stored), bfloat16, float16, float32, float64."

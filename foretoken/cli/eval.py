@@ -24,6 +24,7 @@ from foretoken.cli.common import (
     NumericsOption,
     TargetOption,
     ThreadsOption,
+    WeightsOption,
     print_json,
 )
 from foretoken.cli.lists import number, words
@@ -77,6 +78,7 @@ def evaluate(
     ] = False,
     seed: Annotated[int, typer.Option(help="Another number gives other sampled answers.")] = 0,
     numerics: NumericsOption = "default",
+    weights: WeightsOption = "auto",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,

@@ -23,6 +23,7 @@ from foretoken.cli.common import (
     MaxStepTokensOption,
     NumericsOption,
     TargetOption,
+    WeightsOption,
     engine_config,
     print_json,
 )
@@ -64,6 +65,7 @@ def serve(
     max_prompt_tokens: MaxPromptTokensOption = SchedulerConfig.max_prompt_tokens,
     max_step_tokens: MaxStepTokensOption = None,
     numerics: NumericsOption = "default",
+    weights: WeightsOption = "auto",
     cost_profile: CostProfileOption = "auto",
     adapt: AdaptOption = False,
     shadow_rate: Annotated[

@@ -88,9 +88,8 @@ class DrafterFactory:
         if known is not None:
             model = known.fresh()
         else:
-            model = open_model(
-                folder, dtype, options.device, options.cache_tokens, weights=draft_dtype if quantised else "auto"
-            )
+            weights = draft_dtype if quantised else "auto"
+            model = open_model(folder, dtype, options.device, options.cache_tokens, weights=weights, as_draft=True)
         in_use.add(model)
         return model
 

@@ -84,7 +84,7 @@ class LLM:
         try:
             self.tokenizer = load_tokenizer(self.folder)
             target: LanguageModel = open_model(
-                self.folder, config.dtype, config.device, config.cache_tokens, config.numerics
+                self.folder, config.dtype, config.device, config.cache_tokens, config.numerics, config.weights
             )
             self._target: LanguageModel | None = target
             self._drafters = DrafterGroup(target)

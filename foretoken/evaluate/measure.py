@@ -33,6 +33,7 @@ def open_llm(options: EvalOptions) -> LLM:
         dtype=options.dtype,
         device=options.device,
         numerics=options.numerics,
+        weights=options.weights,
         profile="off",
     )
 

@@ -52,6 +52,7 @@ class EvalOptions:
     dtype: str = "auto"
     device: str = "auto"
     numerics: str = "default"
+    weights: str = "auto"
 
     def __post_init__(self) -> None:
         check_whole("num_draft", self.num_draft, low=1, high=_MOST_DRAFTED)

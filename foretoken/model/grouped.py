@@ -31,7 +31,7 @@ class GroupedCodes:
 
     def dequantised(self) -> Tensor:
         """The matrix as numbers, [N, K] float32."""
-        grouped = self.codes.view(len(self.codes), -1, self.group).to(torch.int32) - self.zero
+        grouped = self.codes.view(len(self.codes), self.scales.shape[1], self.group).to(torch.int32) - self.zero
         full = self.scales[..., None] * grouped.to(torch.float32)
         if self.minimums is not None:
             full = full + self.minimums[..., None]

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ from foretoken.model.fields import Fields, check_links, read_json
 from foretoken.model.gguf.header import is_gguf, read_header
 from foretoken.model.gguf.names import config_fields
 from foretoken.model.gguf.weights import GgufWeights
+from foretoken.model.grouped_kernel import GroupedWeight, merged
+from foretoken.model.grouped_quant import GroupQuantiser
 from foretoken.model.layers import Embedding, Linear, RMSNorm
-from foretoken.model.quant import Quantiser, check_quant
+from foretoken.model.quant import ACTIVATIONS, Quantiser, check_quant
 from foretoken.model.sharding import Collective, Shard
 from foretoken.model.weights import EMBEDDING, HEAD, INDEX, WEIGHTS, Weights
 from foretoken.model.writing import writing_folder
@@ -173,14 +175,17 @@ def load_decoder(
     device: str | torch.device = "cpu",
     pack: bool = True,
     quant: str | None = None,
+    grouped: bool = False,
     rank: int = 0,
     world: int = 1,
     collective: Collective | None = None,
 ) -> Decoder:
     """Return the checkpoint's decoder, ready for inference (no gradients), its matrices packed for the CPU if `pack`.
 
-    `quant` "int8" or "int4" keeps the matrices in that format (see `quant`), on the CPU only; `dtype` is then that of
-    the rest. With `world` ranks it is the part of `rank` (see `sharding`), which talks to the others by `collective`.
+    `quant` "int8" or "int4" keeps the matrices in that format, on the CPU only: for torch's kernels (see `quant`), or,
+    if `grouped`, for that of `grouped_kernel`; `dtype` is then that of the rest. Without it, codes of a GGUF file are
+    multiplied as they are where matrices may be packed (`pack`). With `world` ranks it is the part of `rank` (see
+    `sharding`), which talks to the others by `collective`.
 
     Raises:
         CheckpointError: a file, shard or tensor is missing, broken or of another shape than `config.json` says.
@@ -192,10 +197,10 @@ def load_decoder(
     config, weights = read_checkpoint(folder)
     shard = Shard(config, rank, world)
     target, place = dtype_of(folder, dtype), torch.device(device)
-    quantiser = None
+    quantiser: Quantiser | GroupQuantiser | None = None
     if quant is not None:
         check_quant(quant, target, place)
-        quantiser = Quantiser(quant, target)
+        quantiser = GroupQuantiser(quant, target) if grouped else Quantiser(quant, target)
     with torch.device("meta"):
         decoder = Decoder(config, shard, collective)
     filler = _Filler(weights, shard, dtype=target, device=place, pack=pack, quantiser=quantiser)
@@ -254,7 +259,7 @@ class _Filler:
         dtype: torch.dtype,
         device: torch.device,
         pack: bool,
-        quantiser: Quantiser | None,
+        quantiser: Quantiser | GroupQuantiser | None,
     ) -> None:
         self.weights, self.shard, self.dtype, self.device = weights, shard, dtype, device
         self.pack, self.quantiser = pack, quantiser
@@ -262,6 +267,20 @@ class _Filler:
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """This rank's part of a tensor of the checkpoint, as stored."""
         return self.shard.slice(name, self.weights.read(name, shape))
+
+    def _grouped(self, names: Sequence[str]) -> list[GroupedWeight]:
+        """Matrices in the codes that the file holds, if it has those of all and the kernel takes them here."""
+        weights = self.weights
+        fits = self.pack and self.device.type == "cpu" and self.dtype in ACTIVATIONS and self.shard.world == 1
+        if not fits or not isinstance(weights, GgufWeights):
+            return []
+        parts: list[GroupedWeight] = []
+        for name in names:
+            codes = weights.grouped(name)
+            if codes is None:
+                return []
+            parts.append(GroupedWeight.of(codes, self.dtype))
+        return parts
 
     def _merged(self, shapes: Mapping[str, tuple[int, ...]], like: nn.Parameter) -> nn.Parameter:
         """Read tensors one after the other into the rows of one parameter, of the shape of `like`."""
@@ -282,6 +301,10 @@ class _Filler:
         if self.quantiser is not None:
             module.hold(self.quantiser.matrix([self._read(name, shape) for name, shape in shapes.items()]))
             return
+        parts = self._grouped(list(shapes))
+        if parts:
+            module.hold(merged(parts))
+            return
         assert module.weight is not None
         module.weight = self._merged(shapes, module.weight)
         if self.pack:
@@ -292,6 +315,10 @@ class _Filler:
         name, shape = f"{name}.weight", (config.vocab_size, config.hidden_size)
         if self.quantiser is not None:
             module.hold(self.quantiser.table([self._read(name, shape)]))
+            return
+        parts = self._grouped([name])
+        if parts:
+            module.hold(parts[0])
             return
         assert module.weight is not None
         module.weight = self._merged({name: shape}, module.weight)

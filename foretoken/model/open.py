@@ -59,26 +59,28 @@ def open_model(
     cache_tokens: int | None = None,
     numerics: str = "default",
     weights: str = "auto",
+    as_draft: bool = False,
 ) -> OpenModel:
     """Load the checkpoint in `folder` with a cache of `cache_tokens` tokens (None: 512 MB, or up to 4 GB to hold one
     whole context).
 
     `numerics` "strict" makes the logits of a position bitwise the same however its rows are batched, see `strict`.
-    `weights` "int8" or "int4" keeps the matrices in fewer bits than `dtype`, in which everything else runs, see
-    `quant`.
+    `weights` "int8" or "int4" quantises the matrices at load; everything else runs in `dtype`. They are multiplied in
+    integers, which gives a row the same bits in any batch (`grouped_kernel`), or `as_draft` by torch's weight-only
+    kernels (`quant`), which need no compiler.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `loader`.
-        ConfigError: an option that does not exist, or strict numerics or quantised weights of a model that runs through
-        transformers.
+        ConfigError: an option that does not exist, strict numerics of a quantised draft, or strict numerics or
+        quantised weights of a model that runs through transformers.
         InputError: quantised weights with a dtype or device that has no kernel for them.
     """
     if numerics not in NUMERICS:
         raise ConfigError("numerics", numerics, f"choose one of {', '.join(NUMERICS)}")
     place = open_device(device)
     config = native_config(folder)
-    if numerics == "strict" and weights != "auto":
-        raise ConfigError("weights", weights, "quantised weights have no strict numerics; use numerics='default'")
+    if numerics == "strict" and weights != "auto" and as_draft:
+        raise ConfigError("weights", weights, "a quantised draft has no strict numerics; use numerics='default'")
     if config is None:
         if weights != "auto":
             remedy = (
@@ -94,7 +96,8 @@ def open_model(
         )
 
         return TransformersModel(folder, dtype, place, cache_tokens)
-    decoder = load_decoder(folder, dtype=dtype, device=place, quant=None if weights == "auto" else weights)
+    quant = None if weights == "auto" else weights
+    decoder = load_decoder(folder, dtype=dtype, device=place, quant=quant, grouped=not as_draft)
     kind = StrictModel if numerics == "strict" else PagedModel
     return kind(decoder, _cache_tokens(decoder.local, decoder.norm.weight, cache_tokens))
 

@@ -114,51 +114,18 @@ def check_quant(kind: str, dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
-class Quantiser:
-    """Turns matrices into codes of the format `kind`, for activations in `dtype`.
+class RowBlocks:
+    """The rows of a matrix that comes as `pieces`, 2-D tensors of equal width whose rows follow one another; they may
+    be views of a mapped file.
 
-    A matrix comes as `pieces`, 2-D tensors of equal width whose rows follow one another; they may be views of a mapped
-    file. They are converted some rows at a time in memory that is used again: besides the codes little is allocated,
-    and nothing that would leave holes between matrices when it goes.
+    They are converted some rows at a time in memory that is used again: besides the codes little is allocated, and
+    nothing that would leave holes between matrices when it goes.
     """
 
-    def __init__(self, kind: str, dtype: torch.dtype) -> None:
-        assert kind in QUANTISED
-        assert dtype in ACTIVATIONS
-        self.kind, self.dtype = kind, dtype
-        self._full, self._stored = torch.empty(0), torch.empty(0, dtype=torch.int32)
+    def __init__(self) -> None:
+        self._full = torch.empty(0)
 
-    def matrix(self, pieces: Sequence[Tensor]) -> QuantWeight:
-        """All pieces [n, K] as one matrix [N, K]."""
-        group = next((size for size in GROUPS if pieces[0].shape[1] % size == 0), None)
-        return self.table(pieces) if self.kind == "int8" or group is None else self._int4(pieces, group)
-
-    def table(self, pieces: Sequence[Tensor]) -> Int8Weight:
-        """All pieces [n, K] as one matrix [N, K] in int8, whose rows can be read too."""
-        codes = torch.empty(sum(map(len, pieces)), pieces[0].shape[1], dtype=torch.int8)
-        scales = torch.empty(len(codes), dtype=self.dtype)
-        for start, block in self._blocks(pieces):
-            rows = slice(start, start + len(block))
-            scales[rows] = row_codes(block, self.dtype)
-            codes[rows] = block
-        return Int8Weight(codes, scales)
-
-    def _int4(self, pieces: Sequence[Tensor], group: int) -> Int4Weight:
-        num_rows, width = sum(map(len, pieces)), pieces[0].shape[1]
-        padded = -(-num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
-        packed = torch.empty(padded, width // 2, dtype=torch.uint8)
-        grid = torch.zeros(width // group, padded, 2, dtype=self.dtype)
-        self._stored = _grown(self._stored, _BLOCK_ROWS * width)
-        for start, block in self._blocks(pieces):
-            grid[:, start : start + len(block), 0] = group_codes(block, group, self.dtype).T
-            stop = min(start + _BLOCK_ROWS, padded)
-            stored = self._stored[: (stop - start) * width].view(-1, width)
-            stored[: len(block)] = block.add_(8)
-            stored[len(block) :] = 8  # the code of 0
-            packed[start:stop] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(stored, 1)
-        return Int4Weight(packed, grid, num_rows, group)
-
-    def _blocks(self, pieces: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def of(self, pieces: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """(first row, the rows in float32), `_BLOCK_ROWS` at a time, each valid until the next."""
         width, start, filled = pieces[0].shape[1], 0, 0
         self._full = _grown(self._full, _BLOCK_ROWS * width)
@@ -174,6 +141,49 @@ class Quantiser:
                     start, filled = start + filled, 0
         if filled:
             yield start, block[:filled]
+
+
+class Quantiser:
+    """Turns matrices into codes of the format `kind`, for activations in `dtype`.
+
+    A matrix comes as `pieces`, see `RowBlocks`.
+    """
+
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+        assert kind in QUANTISED
+        assert dtype in ACTIVATIONS
+        self.kind, self.dtype = kind, dtype
+        self._blocks, self._stored = RowBlocks(), torch.empty(0, dtype=torch.int32)
+
+    def matrix(self, pieces: Sequence[Tensor]) -> QuantWeight:
+        """All pieces [n, K] as one matrix [N, K]."""
+        group = next((size for size in GROUPS if pieces[0].shape[1] % size == 0), None)
+        return self.table(pieces) if self.kind == "int8" or group is None else self._int4(pieces, group)
+
+    def table(self, pieces: Sequence[Tensor]) -> Int8Weight:
+        """All pieces [n, K] as one matrix [N, K] in int8, whose rows can be read too."""
+        codes = torch.empty(sum(map(len, pieces)), pieces[0].shape[1], dtype=torch.int8)
+        scales = torch.empty(len(codes), dtype=self.dtype)
+        for start, block in self._blocks.of(pieces):
+            rows = slice(start, start + len(block))
+            scales[rows] = row_codes(block, self.dtype)
+            codes[rows] = block
+        return Int8Weight(codes, scales)
+
+    def _int4(self, pieces: Sequence[Tensor], group: int) -> Int4Weight:
+        num_rows, width = sum(map(len, pieces)), pieces[0].shape[1]
+        padded = -(-num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        packed = torch.empty(padded, width // 2, dtype=torch.uint8)
+        grid = torch.zeros(width // group, padded, 2, dtype=self.dtype)
+        self._stored = _grown(self._stored, _BLOCK_ROWS * width)
+        for start, block in self._blocks.of(pieces):
+            grid[:, start : start + len(block), 0] = group_codes(block, group, self.dtype).T
+            stop = min(start + _BLOCK_ROWS, padded)
+            stored = self._stored[: (stop - start) * width].view(-1, width)
+            stored[: len(block)] = block.add_(8)
+            stored[len(block) :] = 8  # the code of 0
+            packed[start:stop] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(stored, 1)
+        return Int4Weight(packed, grid, num_rows, group)
 
 
 def matrix_bytes(kind: str, num_rows: int, width: int, itemsize: int) -> int:

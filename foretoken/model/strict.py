@@ -26,6 +26,7 @@ from foretoken.model.attention.strict import (
     texts_of,
 )
 from foretoken.model.decoder import Decoder
+from foretoken.model.grouped_kernel import GroupedWeight, MergedWeight
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.layers import Linear
 from foretoken.model.paged import PagedModel
@@ -187,6 +188,10 @@ def _probes(decoder: Decoder) -> Iterator[tuple[Callable[[Tensor], Tensor], Tens
         if isinstance(module, Linear)
     }
     for linear in linears.values():
+        if isinstance(linear.packed, GroupedWeight | MergedWeight):
+            numbers = torch.randn(count, linear.in_features, generator=generator)
+            yield linear, numbers.to(weight)  # sums of integers have no order to hide: its own rows will do
+            continue
         order = torch.randperm(linear.in_features // 2, generator=generator)
         with torch.device("meta"):
             twin = Linear(linear.in_features, linear.out_features, linear.bias is not None)

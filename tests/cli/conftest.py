@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken.cli.app import run
-from foretoken.engine.startup.known_costs import CACHE_VARIABLE
+from foretoken.files import CACHE_VARIABLE
 
 Run = Callable[..., SimpleNamespace]
 

@@ -22,10 +22,10 @@ from foretoken.bench.drafting import parse_drafters
 from foretoken.bench.profile import ProfileOptions, run_profile, write_profile
 from foretoken.draft.group import option_kind
 from foretoken.engine.startup import known_costs, profiling, start_profile
-from foretoken.engine.startup.known_costs import cache_folder
 from foretoken.engine.startup.profiling import load_profile, save_profile
 from foretoken.engine.startup.start_profile import measure_start, model_drafters
 from foretoken.errors import ConfigError, SpeculationWarning, StorageError
+from foretoken.files import cache_folder
 from foretoken.model.interface import LanguageModel
 from foretoken.model.tokenizer import Tokenizer
 from tests.helpers import audit
@@ -157,7 +157,7 @@ def test_a_start_measures_once_and_seeds_the_controller(open_llm: Callable[..., 
     with open_llm() as first:
         path = first.costs.path
         assert path is not None
-        assert path.parent == cache_folder()
+        assert path.parent == cache_folder("profiles")
         assert [file.name for file in path.parent.iterdir()] == [path.name]
         assert first.stats.profile_s == first.costs.measured_s > 0
         policy, profile = first.engine.chooser.policy, first.costs.profile
@@ -190,7 +190,7 @@ def test_auto_measures_only_where_somebody_chooses(
     monkeypatch.setattr(known_costs, "_TINY_STEP_BYTES", 1e9)
     with open_llm() as llm:
         assert llm.costs.profile is None
-    assert not cache_folder().exists()
+    assert not cache_folder("profiles").exists()
     with open_llm(SpecConfig(), profile="measure") as llm:
         assert llm.costs.profile is not None
     monkeypatch.setattr(known_costs, "_TINY_STEP_BYTES", 0)
@@ -209,13 +209,13 @@ def test_other_machines_models_threads_and_drafts_have_files_of_their_own(
     open_llm(SpecConfig("draft_model", draft=draft, tree="static")).close()
     open_llm(SpecConfig("draft_model", draft=str(pair.target))).close()
     open_llm(numerics="strict").close()
-    assert len(list(cache_folder().iterdir())) == 5
+    assert len(list(cache_folder("profiles").iterdir())) == 5
     monkeypatch.setattr(known_costs, "machine", lambda: {"cpu": "another"})
     monkeypatch.setattr(start_profile, "machine", lambda: {"cpu": "another"})
     open_llm().close()
     monkeypatch.setattr(start_profile.torch, "get_num_threads", lambda: 77)
     open_llm().close()
-    assert len(list(cache_folder().iterdir())) == 7
+    assert len(list(cache_folder("profiles").iterdir())) == 7
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": "foretoken-profile-1"}', '{"format": "x"}', "\x00\xff"])
@@ -269,18 +269,18 @@ def test_a_failed_write_leaves_nothing_behind(
 
 
 def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert cache_folder() == tmp_path / "cache" / "profiles"
+    assert cache_folder("profiles") == tmp_path / "cache" / "profiles"
     monkeypatch.delenv("FORETOKEN_CACHE")
     monkeypatch.setattr(known_costs.sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert cache_folder() == Path("/xdg/foretoken/profiles")
+    assert cache_folder("profiles") == Path("/xdg/foretoken/profiles")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path.home() / ".cache" / "foretoken" / "profiles"
+    assert cache_folder("profiles") == Path.home() / ".cache" / "foretoken" / "profiles"
     monkeypatch.setattr(known_costs.sys, "platform", "darwin")
-    assert cache_folder() == Path.home() / "Library" / "Caches" / "foretoken" / "profiles"
+    assert cache_folder("profiles") == Path.home() / "Library" / "Caches" / "foretoken" / "profiles"
     monkeypatch.setattr(known_costs.sys, "platform", "win32")
     monkeypatch.setenv("LOCALAPPDATA", "/local")
-    assert cache_folder() == Path("/local/foretoken/profiles")
+    assert cache_folder("profiles") == Path("/local/foretoken/profiles")
 
 
 def test_files_of_bench_are_read_and_checked(
@@ -317,7 +317,7 @@ def test_files_of_bench_are_read_and_checked(
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(StorageError, match=r"broken\.json"):
         open_llm(profile=str(tmp_path / "broken.json"))
-    assert not cache_folder().exists()
+    assert not cache_folder("profiles").exists()
 
 
 @pytest.mark.parametrize("value", ["always", "", None, 3, "/nowhere/profile.json"])

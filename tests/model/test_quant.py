@@ -173,7 +173,9 @@ def test_bytes_by_format(tmp_path: Path) -> None:
     table, norms = 512 * 128, 5 * 128 * 2
     for tied in (False, True):
         folder = tiny_checkpoint(tmp_path / str(tied), "llama", tie_word_embeddings=tied, **sizes)
-        found = {kind: open_model(folder, cache_tokens=64, weights=kind) for kind in ("auto", *QUANTISED)}
+        found = {
+            kind: open_model(folder, cache_tokens=64, weights=kind, as_draft=True) for kind in ("auto", *QUANTISED)
+        }
         assert len({model.num_parameters for model in found.values()}) == 1
         int8_table = table + 2 * 512
         head8, head4 = (0, 0) if tied else (int8_table, table // 2 + table // 64 * 4)
@@ -230,9 +232,9 @@ def test_what_has_no_kernel_is_refused(tmp_path: Path) -> None:
     ):
         open_model(other, weights="int8")
     with pytest.raises(
-        ConfigError, match="weights='int4': quantised weights have no strict numerics; use numerics='default'"
+        ConfigError, match="weights='int4': a quantised draft has no strict numerics; use numerics='default'"
     ):
-        open_model(native, weights="int4", numerics="strict")
+        open_model(native, weights="int4", numerics="strict", as_draft=True)
     with pytest.raises(InputError, match="weights='int8': does not go with dtype='float64'; take bfloat16"):
         open_model(native, "float64", weights="int8")
     with pytest.raises(InputError, match="weights='int3': choose one of auto, int8, int4"):

@@ -8,7 +8,6 @@ versions.
 from __future__ import annotations
 
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +26,11 @@ from foretoken.engine.startup.start_profile import (
     model_drafters,
 )
 from foretoken.errors import ConfigError, InputError, StorageError
+from foretoken.files import CACHE_VARIABLE, cache_folder
 from foretoken.model.interface import LanguageModel
 from foretoken.plan.profile import Profile, fingerprint
 
 MODES = ("auto", "off", "measure")
-CACHE_VARIABLE = "FORETOKEN_CACHE"
 # A step that reads no more than this takes about a millisecond: a thousand of them teach more than a profile can, in
 # less time.
 _TINY_STEP_BYTES = 8_000_000
@@ -67,19 +66,6 @@ def check_mode(profile: object) -> str:
     )
 
 
-def cache_folder() -> Path:
-    """Where profiles are kept: under `FORETOKEN_CACHE`, or in the user's cache folder of this platform."""
-    if given := os.environ.get(CACHE_VARIABLE):
-        return Path(given) / "profiles"
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "foretoken" / "profiles"
-
-
 def know_costs(
     mode: str,
     target: LanguageModel,
@@ -109,7 +95,8 @@ def know_costs(
         return KnownCosts(profile, specs, Path(mode))
     abouts = {label: describe_drafter(*pair) for label, pair in drafters.items()}
     path = (
-        cache_folder() / f"{fingerprint(machine(), {'name': name, **describe_target(target)}, versions(), abouts)}.json"
+        cache_folder("profiles")
+        / f"{fingerprint(machine(), {'name': name, **describe_target(target)}, versions(), abouts)}.json"
     )
     cached = _cached(path) if mode == "auto" else None
     if cached is not None or (mode == "auto" and not is_open):

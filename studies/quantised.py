@@ -1,0 +1,124 @@
+"""What one matrix product costs by rows: weights in groups through our kernel, beside bf16 and torch's kernels.
+
+python -m studies.quantised --outputs 8192 --inputs 4096 --rows 1,2,4,8,16,32 --seconds 60 --out quantised.json
+
+All formats are in memory at once and take turns in an order drawn anew each round, so that drift hits them alike.
+`--copies` matrices of each format take turns too: together they should not fit into the processor's caches. The figures
+are medians of single calls; `bandwidth` is the matrix's bytes over the median at the first number of rows. The formats
+q8_0 ... q6_k have the layout of GGUF files and random codes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from foretoken.kernels.build import built
+from foretoken.model.grouped import GroupedCodes
+from foretoken.model.grouped_kernel import SOURCE, GroupedWeight, instructions
+from foretoken.model.layers import Linear, PackedWeight
+from foretoken.model.quant import Quantiser
+from studies.command import record
+
+# bits, code of zero, group, whether there are minimums, whether float16 holds the scales
+GROUPED = {
+    "q8_0": (8, 128, 32, False, True),
+    "q4_0": (4, 8, 32, False, True),
+    "q4_1": (4, 0, 32, True, True),
+    "q4_k": (4, 0, 32, True, False),
+    "q5_k": (5, 0, 32, True, False),
+    "q6_k": (6, 32, 16, False, False),
+}
+FORMATS = ("bf16", "torch-int8", "torch-int4", *GROUPED)
+Times = dict[str, dict[int, list[float]]]
+
+
+def main() -> None:
+    """Measure, print a table and one JSON object, and with `--out` write that object into a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--outputs", type=int, default=8192)
+    parser.add_argument("--inputs", type=int, default=4096, help="a multiple of 64")
+    parser.add_argument("--rows", default="1,2,4,8,16,32", help="rows of activations, bfloat16")
+    parser.add_argument("--formats", default=",".join(FORMATS), help=f"some of {', '.join(FORMATS)}")
+    parser.add_argument("--copies", type=int, default=2, help="matrices of each format")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=60.0, help="of measuring")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    counts = [int(word) for word in options.rows.split(",")]
+    shape = (options.outputs, options.inputs)
+    matrices = {name: [matrix(name, *shape) for _ in range(options.copies)] for name in options.formats.split(",")}
+    times_ms = measure(matrices, counts, options.inputs, options.seconds)
+    rows = [
+        {
+            "format": name,
+            "bytes": own[0].nbytes,
+            "bandwidth_gb_s": own[0].nbytes / 1e6 / statistics.median(times_ms[name][counts[0]]),
+            "median_ms": {str(count): statistics.median(times_ms[name][count]) for count in counts},
+            "min_ms": {str(count): min(times_ms[name][count]) for count in counts},
+        }
+        for name, own in matrices.items()
+    ]
+    for row in rows:
+        cells = " ".join(f"{row['median_ms'][str(count)]:8.2f}" for count in counts)
+        print(
+            f"{row['format']:>10} {row['bytes'] / 1e6:7.1f} MB {row['bandwidth_gb_s']:6.1f} GB/s  ms by rows: {cells}"
+        )
+    settings = {"outputs": options.outputs, "inputs": options.inputs, "num_threads": options.threads}
+    about = settings | {
+        "instructions": instructions(built(SOURCE)),
+        "rounds": len(times_ms[rows[0]["format"]][counts[0]]),
+    }
+    print(json.dumps(record("quantised", about | {"formats": rows}, options.out)))
+
+
+@torch.inference_mode()
+def matrix(name: str, outputs: int, inputs: int) -> PackedWeight:
+    """A random matrix [outputs, inputs] in one format."""
+    if name in GROUPED:
+        bits, zero, group, has_minimums, is_half = GROUPED[name]
+        scales = torch.rand(outputs, inputs // group) * 0.01
+        scales = scales.half().float() if is_half else scales
+        codes = torch.randint(2**bits, (outputs, inputs), dtype=torch.uint8)
+        grouped = GroupedCodes(codes, scales, scales.clone() if has_minimums else None, zero, bits, group)
+        return GroupedWeight.of(grouped, torch.bfloat16)
+    full = torch.randn(outputs, inputs).bfloat16()
+    if name.startswith("torch-"):
+        return Quantiser(name.removeprefix("torch-"), torch.bfloat16).matrix([full])
+    linear = Linear(inputs, outputs)
+    linear.weight = nn.Parameter(full, requires_grad=False)
+    linear.pack()
+    if linear.packed is None:
+        raise SystemExit("this processor has no bf16 product; leave bf16 out of --formats")
+    return linear.packed
+
+
+@torch.inference_mode()
+def measure(matrices: dict[str, list[PackedWeight]], counts: list[int], inputs: int, seconds: float) -> Times:
+    """Milliseconds of single calls by format and rows; the first round only warms up."""
+    order, generator = random.Random(0), torch.Generator().manual_seed(0)
+    times_ms: Times = {name: {count: [] for count in counts} for name in matrices}
+    end, is_warm = time.monotonic() + seconds, False
+    while time.monotonic() < end or not is_warm or not times_ms[next(iter(matrices))][counts[0]]:
+        turns = [(name, weight, count) for name, own in matrices.items() for weight in own for count in counts]
+        order.shuffle(turns)
+        for name, weight, count in turns:
+            x = torch.randn(count, inputs, generator=generator).bfloat16()
+            began = time.perf_counter()
+            weight.multiply(x, None)
+            if is_warm:
+                times_ms[name][count].append((time.perf_counter() - began) * 1e3)
+        is_warm = True
+    return times_ms
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Kernels are compiled once, kept, built anew when their file is broken, and done without where that cannot be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretoken.kernels import build
+from foretoken.kernels.build import BuildError, built
+from foretoken.model.grouped_kernel import GroupedWeight, KernelWarning, kernel, load
+from tests.helpers.grouped import grouped
+
+SOURCE = """extern "C" {
+int foretoken_grouped_interface() { return 99; }
+bool foretoken_grouped_multiply() { return true; }
+}
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that compiles in no time, and an empty cache folder."""
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "small.cpp"
+    path.write_text(SOURCE)
+    return path
+
+
+def no_compiler(*args: object, **options: object) -> object:
+    raise AssertionError("the compiler was started")
+
+
+def test_a_library_is_compiled_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = built(source)
+    assert path.parent == source.parent / "cache" / "kernels"
+    assert list(path.parent.iterdir()) == [path]
+    monkeypatch.setattr(subprocess, "run", no_compiler)
+    assert built(source) == path
+
+
+def test_another_source_or_other_flags_are_another_library(source: Path) -> None:
+    first, other = built(source), built(source, (*build.FLAGS, "-DOTHER"))
+    source.write_text(SOURCE + "// changed\n")
+    assert len({first, other, built(source)}) == 3
+
+
+@pytest.mark.parametrize("harm", ["cut", "changed", "empty"])
+def test_a_broken_file_is_built_anew(source: Path, harm: str) -> None:
+    path = built(source)
+    data = path.read_bytes()
+    broken = {"cut": data[: len(data) // 2], "changed": data[:100] + bytes([data[100] ^ 1]) + data[101:], "empty": b""}
+    path.unlink()  # not in place: another test may have it mapped
+    path.write_bytes(broken[harm])
+    assert built(source) == path
+    assert build._is_whole(path)
+    with pytest.raises(BuildError, match="interface 99"):
+        load(path)
+
+
+def test_no_compiler_and_a_failing_one_say_what_to_do(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    with pytest.raises(BuildError, match=r"cannot be run .* name another in CXX"):
+        built(source)
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(BuildError, match=r"false failed .* install g\+\+"):
+        built(source)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(source.parent / "empty"))
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler was found; install g\+\+"):
+        built(source)
+    assert os.listdir(source.parent / "cache" / "kernels") == []
+
+
+def test_a_folder_that_cannot_be_written(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source.parent / "file").write_text("")
+    monkeypatch.setenv("FORETOKEN_CACHE", str(source.parent / "file"))
+    with pytest.raises(BuildError, match="set FORETOKEN_CACHE to a folder"):
+        built(source)
+
+
+def test_without_a_compiler_there_is_one_warning_and_the_same_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = GroupedWeight.of(grouped("Q4_0", 33, 64), torch.float32), torch.randn(3, 64)
+    expected = weight.multiply(x, None)
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    kernel.cache_clear()
+    try:
+        with pytest.warns(KernelWarning, match="name another in CXX") as heard:
+            found = [weight.multiply(x, None) for _ in range(2)]
+        assert len(heard) == 1
+        assert all(torch.equal(one, expected) for one in found)
+    finally:
+        kernel.cache_clear()

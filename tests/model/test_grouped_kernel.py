@@ -1,0 +1,154 @@
+"""The compiled product of weights in groups: bit for bit its twin in torch, whatever rows, threads, instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.kernels.build import FLAGS, built
+from foretoken.model import grouped_kernel
+from foretoken.model.grouped_kernel import SOURCE, GroupedWeight, instructions, kernel, load, merged
+from foretoken.model.grouped_twin import code_rows, products
+from tests.helpers.grouped import FORMATS, grouped
+
+SHAPES = [(97, 384), (16, 128), (1, 128), (33, 256)]
+
+
+def weight_of(name: str, num_rows: int, width: int, dtype: torch.dtype = torch.float32) -> GroupedWeight:
+    return GroupedWeight.of(grouped(name, num_rows, width), dtype)
+
+
+@pytest.fixture(params=["native", "haswell", "x86-64"])
+def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The kernel as other processors get it; older instructions run here too."""
+    if request.param != "native":
+        flags = tuple(flag.replace("native", request.param) for flag in FLAGS)
+        path = built(SOURCE, flags)
+        assert instructions(path) == {"haswell": "AVX2", "x86-64": "plain C++"}[request.param]
+        function = load(path)
+        monkeypatch.setattr(grouped_kernel, "kernel", lambda: function)
+    else:
+        assert kernel() is not None
+    return request.param
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_kernel_equals_its_twin_bit_for_bit(name: str, instruction_set: str) -> None:
+    for num_rows, width in SHAPES:
+        weight = weight_of(name, num_rows, width)
+        for count in (1, 2, 3, 5, 6, 7, 8, 9, 20, 33) if instruction_set == "native" else (1, 11):
+            x = torch.randn(count, width) * torch.logspace(-6, 6, count)[:, None]
+            assert torch.equal(weight.multiply(x, None), products(weight, x)), (num_rows, width, count)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_are_those_of_the_numbers_that_codes_stand_for(name: str) -> None:
+    """Against float64 arithmetic on the dequantised weights and the activations as coded: what is left is rounding."""
+    codes = grouped(name, 50, 256)
+    weight, x = GroupedWeight.of(codes, torch.float32), torch.randn(5, 256)
+    coded, scales = code_rows(x)
+    seen = coded.double() * scales.double().repeat_interleave(32, 1)
+    expected = seen @ codes.dequantised().double().T
+    torch.testing.assert_close(weight.multiply(x, None).double(), expected, rtol=1e-6, atol=1e-5)
+    assert (seen - x).abs().max() <= 0.5001 * scales.max()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_a_table_are_bit_for_bit_the_file_s(name: str) -> None:
+    codes, index = grouped(name, 50, 128), torch.tensor([7, 0, 49, 7])
+    weight = GroupedWeight.of(codes, torch.float32)
+    assert torch.equal(weight.rows(index), codes.dequantised()[index])
+    assert weight.rows(index[:0]).shape == (0, 128)
+    assert GroupedWeight.of(codes, torch.bfloat16).rows(index).dtype == torch.bfloat16
+
+
+def test_scales_take_half_the_memory_where_nothing_is_lost() -> None:
+    assert weight_of("Q4_0", 32, 64).scales.dtype == torch.float16
+    assert weight_of("Q4_K", 32, 64).scales.dtype == torch.float32
+    assert weight_of("Q4_0", 32, 64).nbytes == 32 * 64 // 2 + 32 * 2 * 2
+    assert weight_of("Q8_0", 32, 64).nbytes == 32 * 64 + 32 * 2 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    """1 to 33 rows, each at every place; activations of any kind of number."""
+    weight, x = weight_of("Q4_K", 97, 256), torch.randn(33, 256).to(dtype)
+    single = torch.cat([weight.multiply(row[None], None) for row in x])
+    assert single.dtype == dtype
+    for count in range(1, 34):
+        assert torch.equal(weight.multiply(x[:count], None), single[:count])
+        assert torch.equal(weight.multiply(x[33 - count :], None), single[33 - count :])
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    weight, x = weight_of("Q6_K", 97, 256), torch.randn(40, 256)
+    assert torch.get_num_threads() == 1
+    one = weight.multiply(x, None)
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(weight.multiply(x, None), one)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_no_rows_and_a_bias() -> None:
+    weight, bias = weight_of("Q8_0", 20, 64), torch.randn(20)
+    assert weight.multiply(torch.randn(0, 64), bias).shape == (0, 20)
+    x = torch.randn(3, 64)
+    assert torch.equal(weight.multiply(x, bias), weight.multiply(x, None) + bias)
+
+
+def test_merged_matrices_of_several_formats() -> None:
+    parts = [weight_of(name, count, 128) for name, count in (("Q4_K", 33), ("Q6_K", 7), ("Q8_0", 16))]
+    x, bias = torch.randn(5, 128), torch.randn(56)
+    whole = merged(parts)
+    assert torch.equal(whole.multiply(x, None), torch.cat([part.multiply(x, None) for part in parts], dim=1))
+    assert torch.equal(whole.multiply(x, bias), whole.multiply(x, None) + bias)
+    assert whole.nbytes == sum(part.nbytes for part in parts)
+    assert merged(parts[:1]) is parts[0]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_with_nan_or_infinity_gives_nan_and_leaves_the_others_alone(bad: float, instruction_set: str) -> None:
+    weight, x = weight_of("Q4_1", 40, 128), torch.randn(9, 128)
+    clean = weight.multiply(x, None)
+    x[4, 77] = bad
+    found = weight.multiply(x, None)
+    assert found[4].isnan().all()
+    assert torch.equal(found[[0, 1, 2, 3, 5, 6, 7, 8]], clean[[0, 1, 2, 3, 5, 6, 7, 8]])
+    assert products(weight, x)[4].isnan().all()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-43, 1e-40, 1e-38, 3e38])
+def test_very_small_and_very_large_activations(size: float, instruction_set: str) -> None:
+    """Down to numbers whose scale has no bits left, up to the largest, whose sums overflow: the same as the twin, and
+    finite codes.
+    """
+    weight, x = weight_of("Q8_0", 20, 64), torch.rand(3, 64) * size
+    codes, _ = code_rows(x)
+    assert torch.isfinite(codes).all()
+    torch.testing.assert_close(weight.multiply(x, None), products(weight, x), rtol=0, atol=0, equal_nan=True)
+
+
+def test_ties_round_to_even() -> None:
+    x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -127.0, *[0.0] * 25])[None]
+    codes, scales = code_rows(x)
+    assert scales.item() == 1
+    assert codes[0, :7].tolist() == [127, 0, 2, 2, 0, -2, -127]
+    identity = GroupedWeight.of(_identity(), torch.float32)
+    assert identity.multiply(x, None)[0].tolist() == codes[0].tolist()
+
+
+def _identity() -> grouped_kernel.GroupedCodes:
+    eye: Tensor = torch.eye(32, dtype=torch.uint8)
+    return grouped_kernel.GroupedCodes(eye + 8, torch.ones(32, 1), None, 8, 4, 32)
+
+
+def test_the_twin_stands_in_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = weight_of("Q5_K", 1100, 96), torch.randn(4, 96)
+    expected = weight.multiply(x, None)
+    monkeypatch.setattr(grouped_kernel, "kernel", lambda: None)
+    assert torch.equal(weight.multiply(x, None), expected)
