@@ -1,28 +1,26 @@
 """Figures of the README and of `docs/` against the raw files that they name: each is computed again from the JSON.
 
-`CLAIMS` has every ratio that stands in prose, the table tests the tables. A ratio that neither of them knows fails
-`test_no_ratio_stands_without_a_raw_file`: add it here with its file, or withdraw it (docs/goals.md).
+`CLAIMS` (`tests/helpers/figure_claims.py`) has every ratio that stands in prose, the table tests the tables. A ratio
+that neither of them knows fails `test_no_ratio_stands_without_a_raw_file`: add it there with its file, or withdraw it
+(docs/goals.md).
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import math
 import re
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.helpers.figure_claims import CLAIMS
+from tests.helpers.raw_files import ROOT, grid, raw, speed_row
+
 PAGES = ("README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").glob("**/*.md"))))
 # Reasons of past decisions, and what was withdrawn: no claims (docs/goals.md says so).
 NO_CLAIMS = ("docs/decisions/",)
 RATIO = re.compile(r"\b\d+\.\d+(?:x\b| times\b)")
-SPEED = "2026-11-22-drafters-1b"
+NUMBER = r"(\d+(?:\.\d+)?)"
 SLICES = {"code": "code", "edits": "edit", "JSON": "json", "all": "all"}
 CELL_SLICES = {"code": "code", "edits": "edit", "chat": "chat", "random words": "random"}
 ABLATIONS = {
@@ -40,12 +38,12 @@ ABLATIONS = {
     "bound on slow steps": "no_outlier_bound",
     "account": "no_slack",
 }
-
-
-@functools.cache
-def raw(name: str) -> Any:
-    """A raw file of `benchmarks/`."""
-    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))
+SETTINGS = {
+    "`auto`": "auto-auto",
+    "`ngram`": "ngram-auto",
+    "`draft_model`, best-first trees": "draft_model(tree=best_first)-auto",
+    "`draft_model(tree=best_first)`": "draft_model(tree=best_first)-auto",
+}
 
 
 @functools.cache
@@ -75,20 +73,6 @@ def table_with(name: str, *headings: str, last: bool = False) -> list[dict[str, 
     """The first (or last) table of a page that has these headings."""
     found = [table for table in tables(name) if table and set(headings) <= set(table[0])]
     return found[-1 if last else 0]
-
-
-def speed_row(drafter: str, slice_: str) -> Mapping[str, Any]:
-    """A row of the drafter table."""
-    (row,) = (row for row in raw(SPEED)["rows"] if row["slice"] == slice_ and row["setting"] == drafter)
-    return row  # type: ignore[no-any-return]
-
-
-SETTINGS = {
-    "`auto`": "auto-auto",
-    "`ngram`": "ngram-auto",
-    "`draft_model`, best-first trees": "draft_model(tree=best_first)-auto",
-    "`draft_model(tree=best_first)`": "draft_model(tree=best_first)-auto",
-}
 
 
 # ---- the drafter table
@@ -134,33 +118,6 @@ def test_tokens_per_step_of_the_other_drafters() -> None:
 
 
 # ---- grids of the controller
-
-
-@functools.cache
-def turns(name: str) -> Mapping[tuple[Any, ...], float]:
-    """Tokens per second of the batch by (side, setting, requests, slice, repeat)."""
-    samples = raw(name)["samples"]
-    return {(s["side"], s["setting"], s["batch"], s["slice"], s["repeat"]): s["tokens_per_s"] for s in samples}
-
-
-def ratios(name: str, above: tuple[str, str], below: tuple[str, str]) -> dict[tuple[int, str], float]:
-    """Medians over repeats of the ratios of neighbouring turns, by requests and slice."""
-    found = turns(name)
-    cells = sorted({key[2:4] for key in found})
-    repeats = sorted({key[4] for key in found})
-    return {
-        cell: statistics.median(found[*above, *cell, i] / found[*below, *cell, i] for i in repeats) for cell in cells
-    }
-
-
-def grid(name: str) -> dict[tuple[int, str], float]:
-    """`auto` over plain decoding of the same code."""
-    return ratios(name, ("after", "auto"), ("after", "plain"))
-
-
-def mean(values: Sequence[float]) -> float:
-    """The geometric mean."""
-    return math.exp(statistics.fmean(map(math.log, values)))
 
 
 @pytest.mark.parametrize("name", ["2026-11-22-before-after-1b", "2026-11-22-before-after-reference"])
@@ -212,184 +169,6 @@ def test_the_table_of_the_simulator() -> None:
 
 
 # ---- prose
-
-
-def _strict(rows: int) -> float:
-    times = raw("2026-11-21-strict-cost-1b")["times_ms"][f"{rows} rows"]
-    return 100 * (statistics.median(times["strict"]) / statistics.median(times["default"]) - 1)
-
-
-def _plain(requests: int) -> float:
-    found = turns("2026-11-22-before-after-1b")
-    return statistics.median(found["after", "plain", requests, "code", i] for i in (0, 1))
-
-
-def _policy_shares(side: str) -> list[float]:
-    """Per cent of a step of `auto`, beyond the same phases of plain decoding, by number of requests."""
-    totals: dict[tuple[str, int], list[float]] = {}
-    for sample in raw("2026-11-22-before-after-reference")["samples"]:
-        if sample["side"] == side:
-            phases = sample["phases"]
-            of = totals.setdefault((sample["setting"], sample["batch"]), [0.0, 0.0, 0.0])
-            own = phases["schedule_s"] + phases["observe_s"] + phases["preview_s"]
-            for i, value in enumerate((own, phases["step_s"], phases["num_steps"])):
-                of[i] += value
-    batches = sorted({batch for _, batch in totals})
-    shares = []
-    for batch in batches:
-        (own, step, num), (base, _, base_num) = totals["auto", batch], totals["plain", batch]
-        shares.append(100 * (own / num - base / base_num) / (step / num))
-    return [min(shares), max(shares)]
-
-
-def _mixed(over: str, setting: str = "auto") -> float:
-    speeds = {
-        (trace["setting"], trace["repeat"]): sum(trace["tokens"]) / sum(trace["seconds"])
-        for trace in raw("2026-11-22-mixed-reference")["traces"]
-        if trace["side"] == "after" and trace["repeat"] >= 0
-    }
-    return statistics.median(speeds[setting, i] / speeds[over, i] for i in (0, 1))
-
-
-def _before_after() -> list[float]:
-    found = ratios("2026-11-22-before-after-reference", ("after", "auto"), ("before", "auto"))
-    low_high = raw("2026-11-22-before-after-reference")["summary"]["auto: after/before"]["mean"]
-    return [mean(list(found.values())), low_high["low"], low_high["high"], min(found.values()), max(found.values())]
-
-
-def _requests_mean(name: str) -> float:
-    return float(raw(name)["summary"]["auto/plain: after"]["requests_mean"]["median"])
-
-
-def _many(name: str) -> list[float]:
-    return [value for (requests, _), value in grid(name).items() if requests >= 8]
-
-
-def _gather(tokens: int) -> float:
-    (cell,) = (c for c in raw("2026-11-21-gather-cost")["results"] if (c["context"], c["rows"]) == (512, 1))
-    return float(cell["steps_that_eat_up_an_adopted_prefix_of"][str(tokens)]["steps"])
-
-
-def _recovery(requests: int, change: str) -> list[float]:
-    (row,) = (
-        row
-        for row in raw("2026-11-21-recovery-reference")["rows"]
-        if (row["setting"], row["batch"], row["change"]) == ("auto", requests, change)
-    )
-    return [min(row["steps"]), max(row["steps"])]
-
-
-def _rules(temperature: float, rule: str) -> float:
-    (row,) = (
-        row
-        for row in raw("2026-11-21-rules-reference")["rows"]
-        if row["slice"] == "all" and row["setting"] == f"draft_model-5 {rule}" and row["temperature"] == temperature
-    )
-    return float(row["num_emitted"] / row["num_steps"])
-
-
-def _worlds(over: str, what: str) -> float:
-    return float(raw("2026-11-22-worlds")["summary"]["auto"]["full"][over][what])
-
-
-def _summary(side: str) -> list[float]:
-    """Cells of the shipped pair in which `auto` is below 0.97 of plain decoding, the worst, and the mean."""
-    values = list(ratios(_SHIPPED, (side, "auto"), (side, "plain")).values())
-    return [sum(value < 0.97 for value in values), min(values), mean(values)]
-
-
-_1B, _SHIPPED = "2026-11-22-before-after-1b", "2026-11-22-before-after-reference"
-NUMBER = r"(\d+(?:\.\d+)?)"
-
-# Page, words with a gap for each figure (#), what the raw files say.
-CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
-    (
-        "README.md",
-        "plain decoding against its own first repeat: # of #)",
-        lambda: [speed_row("plain", "all")[key] for key in ("num_differing", "num_compared")],
-    ),
-    (
-        "README.md",
-        "(# % of the 4-grams of plain answers on code)",
-        lambda: [100 * speed_row("plain", "code")["repeated_4grams"]],
-    ),
-    (
-        "README.md",
-        "Strict costs # to # % for steps of 1 to 4 rows and # to # % from 8 rows on",
-        lambda: [_strict(1), _strict(4), _strict(16), _strict(8)],
-    ),
-    ("README.md", '`drafter="auto"` runs at #x to #x of plain decoding', lambda: [min(_many(_1B)), max(_many(_1B))]),
-    ("README.md", "#x in the [worst case]", lambda: [min(grid(_SHIPPED).values())]),
-    (
-        "docs/controller.md",
-        "(plain decoding of code: # tokens/s with one request, # with 8, # with 32)",
-        lambda: [_plain(1), _plain(8), _plain(32)],
-    ),
-    (
-        "docs/controller.md",
-        "own tokens per second is # times that of plain decoding in the second table, and # times in the first",
-        lambda: [_requests_mean(_SHIPPED), _requests_mean(_1B)],
-    ),
-    (
-        "docs/controller.md",
-        "in the same run: # times as fast in the mean (# to #), # to # in single cells",
-        _before_after,
-    ),
-    (
-        "docs/controller.md",
-        "is # to # % of a step (# to # % before)",
-        lambda: [*_policy_shares("after"), *_policy_shares("before")],
-    ),
-    (
-        "docs/controller.md",
-        "`auto` # times plain decoding, the best fixed setting, `suffix` with 8 tokens, # times",
-        lambda: [_mixed("plain"), _mixed("plain", "suffix-8")],
-    ),
-    (
-        "docs/controller.md",
-        "runs at # times plain decoding (# worlds below 0.97, worst #) and at # of the fastest",
-        lambda: [
-            _worlds("plain", "mean"),
-            _worlds("plain", "num_below"),
-            _worlds("plain", "worst"),
-            _worlds("best_fixed", "mean"),
-        ],
-    ),
-    (
-        "docs/controller.md",
-        "with one request # to # steps after acceptance rises and # or # after it falls, with four requests # to # and "
-        "# to #",
-        lambda: [*_recovery(1, "rise"), *_recovery(1, "fall"), *_recovery(4, "rise"), *_recovery(4, "fall")],
-    ),
-    (
-        "docs/scheduling.md",
-        "# tokens breaks even after # steps and one of # tokens after #",
-        lambda: [32, _gather(32), 128, _gather(128)],
-    ),
-    (
-        "docs/goals.md",
-        "# of 24 cells below, worst #; mean of all cells # (the code before: # cells, worst #, #)",
-        lambda: [*_summary("after"), *_summary("before")],
-    ),
-    ("docs/goals.md", "| mean # (# to #); three cells below", lambda: _before_after()[:3]),
-    ("docs/goals.md", "| # to # % at 1 to 32 requests", lambda: _policy_shares("after")),
-    (
-        "docs/goals.md",
-        "# on the shipped pair (# times plain decoding, `suffix` with 8 tokens # times",
-        lambda: [_mixed("suffix-8"), _mixed("plain"), _mixed("plain", "suffix-8")],
-    ),
-    (
-        "docs/goals.md",
-        "# of 144 below, worst # (random words); mean #",
-        lambda: [_worlds("plain", what) for what in ("num_below", "worst", "mean")],
-    ),
-    (
-        "docs/goals.md",
-        "block verification # against rejection # tokens per step",
-        lambda: [_rules(1.0, "block"), _rules(1.0, "rejection")],
-    ),
-    ("docs/goals.md", "has # against #, the other way round", lambda: [_rules(0.6, "block"), _rules(0.6, "rejection")]),
-)
 
 
 def claimed(name: str, words: str) -> re.Match[str]:
