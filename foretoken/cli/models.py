@@ -13,7 +13,7 @@ from foretoken.cli.verb import EngineVerb
 from foretoken.errors import ModelError
 from foretoken.heads.kind import kind_of, reference_heads
 from foretoken.model.architecture import check_causal
-from foretoken.model.fields import Fields, read_json
+from foretoken.model.fields import Fields
 from foretoken.printing.console import Console
 
 
@@ -99,10 +99,11 @@ def _describe(name: str, folder: Path) -> dict[str, object]:
 
     row: dict[str, object] = {"model": name, "family": "", "parameters": "", "layers": "", "context": ""}
     try:
-        head = kind_of(Fields(read_json(folder / "config.json"), str(folder / "config.json")))
+        raw = read_raw_config(folder)
+        head = kind_of(Fields(raw, str(folder)))
         if head is not None:
             return row | {"family": f"{head} head", "runs_on": "beside its target (--head)"}
-        row["family"] = check_causal(read_raw_config(folder))
+        row["family"] = check_causal(raw)
         config = native_config(folder)
     except ModelError as error:
         return row | {"runs_on": f"not runnable: {error}"}
