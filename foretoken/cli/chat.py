@@ -153,10 +153,10 @@ def _typed_lines() -> Iterator[str]:
             Console().line()
             return
         except KeyboardInterrupt:
+            Console().line()
             if was_stopped:
                 raise
             was_stopped = True
-            Console().line()
             Console(stderr=True).line(_AGAIN, style="dim")
             continue
         was_stopped = False

@@ -98,7 +98,11 @@ DEVICE_HELP = "Where to run: auto, cpu, cuda, cuda:N."
 DtypeOption = Annotated[str, typer.Option(help=DTYPE_HELP, callback=_check_dtype)]
 DeviceOption = Annotated[str, typer.Option(help=DEVICE_HELP, callback=_check_device)]
 ThreadsOption = Annotated[
-    int | None, typer.Option(help="Threads of every engine; without it, torch's own number.", callback=_check_threads)
+    int | None,
+    typer.Option(
+        help="Threads of every engine; without it, OMP_NUM_THREADS, or one for each physical core that is allowed.",
+        callback=_check_threads,
+    ),
 ]
 CacheOption = Annotated[
     int | None, typer.Option(help="Tokens that the key/value cache holds; without it, enough for one whole context.")

@@ -1,5 +1,5 @@
-"""The first commands of a new user on a real terminal: they fit, and Ctrl-C ends them with a line that says what was
-done. Each is a process, and torch takes seconds: `proof/test_first_commands.py` has all of them.
+"""An answer and a chat on a real terminal of 40 columns, and Ctrl-C. Each is a process, and torch takes seconds: the
+other first commands, and another width, are in `proof/test_first_commands.py`.
 """
 
 from __future__ import annotations
