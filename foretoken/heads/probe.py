@@ -130,8 +130,8 @@ def _own_text(target: SharesWeights, start: int, num_rows: int, layers: list[int
 def _scores(head: Head, batch: HeadBatch, target: SharesWeights) -> _Scores:
     """What `head` makes of the text's tokens, by place and row."""
     found: _Scores = {}
-    # A block drafter has anchors at some of the rows, other ones for each seed.
-    for seed in range(_NUM_SEEDS if isinstance(head.config, BlockConfig) else 1):
+    # A block drafter has anchors at some of the rows, an EAGLE head goes on from some: other ones for each seed.
+    for seed in range(1 if isinstance(head.config, MedusaConfig) else _NUM_SEEDS):
         for place in head.places(batch, target, _MOST_PLACES, seed):
             wanted = batch.tokens[0, place.rows + 1]
             hits = head.vocabulary.to_target(place.logits.argmax(-1)) == wanted

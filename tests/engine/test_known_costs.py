@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken import LLM, SamplingParams, SpecConfig, files
 from foretoken.bench.drafting import parse_drafters
 from foretoken.bench.profile import ProfileOptions, run_profile, write_profile
 from foretoken.draft.group import option_kind
@@ -271,14 +271,14 @@ def test_a_failed_write_leaves_nothing_behind(
 def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cache_folder("profiles") == tmp_path / "cache" / "profiles"
     monkeypatch.delenv("FORETOKEN_CACHE")
-    monkeypatch.setattr(known_costs.sys, "platform", "linux")
+    monkeypatch.setattr(files.sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert cache_folder("profiles") == Path("/xdg/foretoken/profiles")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder("profiles") == Path.home() / ".cache" / "foretoken" / "profiles"
-    monkeypatch.setattr(known_costs.sys, "platform", "darwin")
+    monkeypatch.setattr(files.sys, "platform", "darwin")
     assert cache_folder("profiles") == Path.home() / "Library" / "Caches" / "foretoken" / "profiles"
-    monkeypatch.setattr(known_costs.sys, "platform", "win32")
+    monkeypatch.setattr(files.sys, "platform", "win32")
     monkeypatch.setenv("LOCALAPPDATA", "/local")
     assert cache_folder("profiles") == Path("/local/foretoken/profiles")
 

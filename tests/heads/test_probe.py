@@ -55,7 +55,7 @@ def target(seeing: Any) -> Any:
     return Blind(seeing)
 
 
-def learnt(config: HeadConfig, target: SharesWeights, num_steps: int = 60) -> Head:
+def learnt(config: HeadConfig, target: SharesWeights, num_steps: int = 120) -> Head:
     """A head that knows the text of the trial by heart."""
     head = stored_head(config, dtype=torch.float32)
     with torch.inference_mode(False):
