@@ -86,10 +86,8 @@ class AuditReport:
 
 
 def print_report(report: AuditReport, console: Console | None = None) -> None:
-    """Verdict and checks for a terminal."""
+    """Checks for a terminal, and the verdict as the last line: on a narrow one the checks scroll away."""
     console = console or Console()
-    console.line(report.verdict, style="bold red" if report.failed else "bold green")
-    console.line()
     styles = [None if check.result == "pass" else _STYLES[check.result] for check in report.checks]
     console.table(_COLUMNS, [_cells(check) for check in report.checks], justify=_JUSTIFY, styles=styles)
     details = _details(report.checks)
@@ -97,6 +95,8 @@ def print_report(report: AuditReport, console: Console | None = None) -> None:
         console.line()
     for line in details:
         console.line(line)
+    console.line()
+    console.line(report.verdict, style="bold red" if report.failed else "bold green")
 
 
 def markdown(report: AuditReport) -> str:

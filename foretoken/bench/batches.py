@@ -29,7 +29,8 @@ from foretoken.bench.batch_settings import (
 from foretoken.bench.batch_tables import choice_tables, request_tables, slice_tables, summary_table
 from foretoken.bench.kept_lines import KeptLines
 from foretoken.bench.load_kept import GONE_ON, kept_turns
-from foretoken.bench.load_options import LoadOptions, announce, make_report, opened
+from foretoken.bench.load_options import LoadOptions
+from foretoken.bench.load_run import announce, make_report, opened
 from foretoken.bench.measure import PLAIN, STRICT
 from foretoken.bench.progress import Tell, progress
 from foretoken.bench.report import Report, load_average

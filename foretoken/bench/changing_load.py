@@ -21,7 +21,8 @@ from foretoken.bench.batch_settings import NO_POLICIES, BatchSetting, Policies, 
 from foretoken.bench.best_fixed import best_fixed
 from foretoken.bench.kept_lines import KeptLines
 from foretoken.bench.load_kept import GONE_ON, kept_turns
-from foretoken.bench.load_options import LoadOptions, LoadPhase, announce, make_report, opened
+from foretoken.bench.load_options import LoadOptions, LoadPhase
+from foretoken.bench.load_run import announce, make_report, opened
 from foretoken.bench.measure import PLAIN
 from foretoken.bench.progress import Tell, progress
 from foretoken.bench.report import Report, Table, load_average

@@ -245,7 +245,7 @@ known = TextModel.get_vocab_base_pre
 def pre(self, tokenizer):
     try:
         return known(self, tokenizer)
-    except NotImplementedError:
+    except RuntimeError:  # the kind of it that the converter raises for a tokenizer it does not know
         return "gpt-2"
 def no_sentencepiece(self):
     raise FileNotFoundError("tokenizer.model")

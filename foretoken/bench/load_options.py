@@ -1,32 +1,23 @@
-"""Options of a load measurement, and the model opened for it."""
+"""Options of a load measurement."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from foretoken.bench.batch_prompts import BATCH_SLICES, Ask, asks
-from foretoken.bench.batch_settings import NO_POLICIES, Policies, Stage
+from foretoken.bench.batch_prompts import BATCH_SLICES
 from foretoken.bench.drafting import SWEEP
 from foretoken.bench.measure import DEFAULT_NUMERICS, PLAIN
 from foretoken.bench.prompts import ALL, read_prompts
-from foretoken.bench.report import Report, Table, check_name, source_caveats, write_report
+from foretoken.bench.report import check_name
 from foretoken.bench.workload import MOST_PROMPTS
 from foretoken.config import NUMERICS
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
-from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError, InputError
 from foretoken.files import check_folder
-from foretoken.model.open import model_folder
-from foretoken.model.tokenizer import load_tokenizer
 from foretoken.params import check_limits, check_number, check_share, check_whole, is_count
-from foretoken.printing.console import Console
 
 _MOST_BATCH = 4096  # each request of a batch has a cache of its own
 DEFAULT_SETTINGS = (
@@ -40,7 +31,6 @@ DEFAULT_SETTINGS = (
     "auto",
 )
 _PROMPT_TOKENS_PER_STEP = 4096  # all prompts of a batch in one step, so that its requests begin to decode together
-_SPARE_TOKENS = 64  # of cache per request, for draft tokens and rounding up to whole blocks
 
 
 @dataclass(frozen=True)
@@ -188,95 +178,3 @@ def parse_phases(text: str) -> tuple[LoadPhase, ...]:
     if not pairs or not all(is_count(batch) and int(batch) and name for batch, _, name in pairs):
         raise InputError("load", text, "must be mixed, or BATCH:SLICE separated by commas, such as 1:code,16:random")
     return tuple(LoadPhase(int(batch), name) for batch, _, name in pairs)
-
-
-def announce(words: str) -> None:
-    """One line on standard error, before something that takes minutes."""
-    Console(stderr=True).line(words)
-
-
-@contextmanager
-def opened(
-    options: LoadOptions,
-    slices: Sequence[str],
-    *,
-    most_batch: int,
-    count: int,
-    answer_tokens: int,
-    policies: Policies = NO_POLICIES,
-) -> Iterator[tuple[Stage, dict[str, tuple[Ask, ...]]]]:
-    """The model, opened with room for `most_batch` answers of `answer_tokens`, and `count` requests of every slice.
-
-    Raises:
-        InputError: a target without a tokenizer, or an unknown slice.
-        ForetokenError: a model that cannot be used.
-    """
-    folder = model_folder(options.target)
-    tokenizer = load_tokenizer(folder)
-    if tokenizer is None:
-        raise InputError("target", options.target, "has no tokenizer, and the prompts are texts; choose another target")
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    found = asks(
-        slices,
-        count,
-        tokenizer.encode,
-        options.prompt_tokens,
-        options.seed,
-        options.prompts,
-        lambda messages: tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False),
-    )
-    longest = max(len(ask.prompt_ids) for own in found.values() for ask in own)
-    with LLM(
-        options.target,
-        dtype=options.dtype,
-        device=options.device,
-        numerics=options.numerics,
-        weights=options.weights,
-        cache_tokens=options.cache_tokens or 2 * most_batch * (longest + answer_tokens + _SPARE_TOKENS),
-        cache_reserve=options.cache_reserve,
-        max_batch_size=options.max_batch_size or most_batch,
-        max_prompt_tokens=options.max_prompt_tokens,
-        max_step_tokens=options.max_step_tokens,
-        routing=options.routing,
-    ) as llm:
-        yield Stage(llm, options.draft, policies, options.seed), found
-
-
-def make_report(
-    options: LoadOptions,
-    kind: str,
-    command: str,
-    *,
-    rows: Sequence[Any],
-    summary: Mapping[str, Any],
-    tables: Sequence[Table],
-    explained: str,
-    notes: Sequence[str],
-    interrupted: bool,
-    load: float,
-    strict_differing: int = 0,
-) -> Report:
-    """The report of a run, written to `options.out` if that is set; `load` is the machine's load average before it,
-    `strict_differing` counts greedy answers that differ from plain's under strict numerics.
-    """
-    draft = None if options.draft is None else model_folder(options.draft)
-    caveats = source_caveats(model_folder(options.target), draft, load)
-    if interrupted:
-        caveats.append("The run was interrupted: these are the measurements until then.")
-    report = Report(
-        title=f"Load ({kind})",
-        command=command,
-        options=asdict(options),
-        results={
-            "kind": kind,
-            "rows": tuple(rows),
-            "summary": summary,
-            "strict_differing": strict_differing,
-            "interrupted": interrupted,
-        },
-        tables=tuple(tables),
-        explained=explained,
-        caveats=(*caveats, *notes),
-    )
-    return write_report(report, options.out, options.name) if options.out is not None else report

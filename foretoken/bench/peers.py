@@ -16,32 +16,18 @@ import torch
 
 from foretoken.bench import llama_cpp
 from foretoken.bench.measure import Answer, Contender, SpeedSetting
+from foretoken.bench.peer_kinds import EVERY, KINDS, TRANSFORMERS_KINDS
 from foretoken.bench.workload import Prompt
 from foretoken.config import SamplingParams
-from foretoken.errors import ForetokenError, InputError
+from foretoken.errors import ForetokenError
 
 TRANSFORMERS = "transformers"
-EVERY = "all"
-# Ways to speculate, by engine: `lookup` is transformers' prompt lookup, `early_exit` its first layers as the draft.
-_TRANSFORMERS_KINDS = ("assisted", "lookup", "early_exit")
-KINDS: tuple[str, ...] = (*_TRANSFORMERS_KINDS, *llama_cpp.KINDS)
 _COUNTERPARTS = {"assisted": "draft_model", "lookup": "ngram", "early_exit": "early_exit"}
 # What the documentation of transformers suggests for prompt lookup.
 _LOOKUP_TOKENS = 10
 _LAYER = "layer="
 # Two more after a fully accepted draft, else one less; from the number that was the default with this schedule.
 _HEURISTIC, _HEURISTIC_START = "heuristic", 5
-
-
-def check_kinds(kinds: Sequence[str]) -> None:
-    """Refuse a drafting method that no other engine has.
-
-    Raises:
-        InputError: names it.
-    """
-    for kind in kinds:
-        if kind not in (*KINDS, EVERY):
-            raise InputError("peer_drafters", kind, f"choose from {', '.join(KINDS)}, or {EVERY}")
 
 
 def contenders(
@@ -88,7 +74,7 @@ def _transformers(
     """
     settings = [SpeedSetting(TRANSFORMERS, TRANSFORMERS)]
     wanted = [
-        kind for kind in _TRANSFORMERS_KINDS if kind in kinds and (kind != "assisted" or library.names[1] is not None)
+        kind for kind in TRANSFORMERS_KINDS if kind in kinds and (kind != "assisted" or library.names[1] is not None)
     ]
     for kind in wanted:
         numbers: list[int | str] = (

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from foretoken.bench.drafting import DrafterChoice, parse_drafters
 from foretoken.bench.measure import DEFAULT_NUMERICS
-from foretoken.bench.peers import EVERY as EVERY_KIND
-from foretoken.bench.peers import check_kinds
+from foretoken.bench.peer_kinds import EVERY as EVERY_KIND
+from foretoken.bench.peer_kinds import check_kinds
 from foretoken.bench.plot import check_plot
 from foretoken.bench.prompts import ALL
 from foretoken.bench.report import check_name
@@ -20,7 +18,6 @@ from foretoken.bench.workload import MOST_PROMPTS, SLICES
 from foretoken.config import NUMERICS
 from foretoken.errors import ConfigError, InputError
 from foretoken.params import check_number, check_whole
-from foretoken.verify import resolve
 
 
 @dataclass(frozen=True)
@@ -85,6 +82,8 @@ class SpeedOptions:
             raise InputError("temperatures", self.temperatures, "give at least one; 0 is greedy")
         for temperature in self.temperatures:
             check_number("temperatures", temperature, low=0.0, high=100.0)
+        from foretoken.verify import resolve  # rules need torch, and help is printed without it
+
         for rule, temperature in itertools.product(self.rules, self.temperatures):
             resolve(rule, greedy=temperature == 0, seeded=True, allow_lossy=self.allow_lossy)
         if not self.slices:
@@ -121,4 +120,6 @@ class SpeedOptions:
     @property
     def num_threads(self) -> int:
         """Threads that every engine of the run gets."""
+        import torch
+
         return self.threads if self.threads is not None else torch.get_num_threads()

@@ -11,7 +11,6 @@ import typer
 
 from foretoken.audit.plan import AuditOptions, Prompt, read_prompts
 from foretoken.audit.report import AuditReport, check_out, print_report, write_report
-from foretoken.audit.run import run_audit
 from foretoken.bench.report import machine, versions
 from foretoken.bench.workload import SLICES, slices
 from foretoken.cli.common import (
@@ -24,10 +23,15 @@ from foretoken.cli.common import (
     WeightsOption,
     print_json,
     progress,
+    was_given,
 )
 from foretoken.cli.lists import number, words
 from foretoken.cli.spec_options import check_sources, named_drafter, spec_from, with_spec_flags
 from foretoken.errors import GateError
+
+_NUM_DRAFT = (
+    "5"  # with nothing named: the controller may decide that the small pair should not draft, and tests nothing
+)
 
 
 @with_spec_flags
@@ -55,6 +59,8 @@ def audit(
     given = dict(context.params)
     if target == "reference:target" and named_drafter(given) is None:
         given["draft"] = "reference:draft"
+        if not was_given(context, "num_draft"):
+            given["num_draft"] = _NUM_DRAFT
     spec = spec_from(given)
     options = AuditOptions(
         target=target,
@@ -83,6 +89,8 @@ def audit(
 
 def _run(options: AuditOptions, prompts: Path | None, out: Path | None) -> AuditReport:
     """The audit, with its report written to `out`, which is checked first."""
+    from foretoken.audit.run import run_audit
+
     if out is not None:
         check_out(out)
     texts = _own_prompts(options.num_prompts) if prompts is None else read_prompts(prompts)

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from foretoken.bench.drafting import parse_drafters
-from foretoken.bench.offline import run_speed
-from foretoken.bench.peers import EVERY, KINDS
+from foretoken.bench.peer_kinds import EVERY, KINDS
 from foretoken.bench.prompts import ALL
 from foretoken.bench.speed_options import SpeedOptions
 from foretoken.bench.workload import SLICES
@@ -44,10 +43,8 @@ from foretoken.cli.common import (
 )
 from foretoken.cli.lists import number, whole, words
 from foretoken.cli.usage import DefaultGroup
-from foretoken.cli.verb import Verb
+from foretoken.cli.verb import EngineVerb
 from foretoken.config import RULES
-
-_DEFAULT = SpeedOptions(target="reference:target", draft="reference:draft")
 
 
 class _BenchGroup(DefaultGroup):
@@ -68,7 +65,7 @@ app = typer.Typer(
 )
 
 
-@app.command("speed", cls=Verb)
+@app.command("speed", cls=EngineVerb)
 def speed(
     context: typer.Context,
     target: TargetOption = "reference:target",
@@ -86,10 +83,10 @@ def speed(
     chat: Annotated[
         bool, typer.Option("--chat", help="Send texts as a user's message through the target's chat template.")
     ] = False,
-    prompts_per_slice: Annotated[int, typer.Option(help="Prompts of each slice.")] = _DEFAULT.prompts_per_slice,
-    max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = _DEFAULT.max_tokens,
-    repeats: RepeatsOption = _DEFAULT.repeats,
-    warmup: Annotated[int, typer.Option(help="Warm-up answers of each setting.")] = _DEFAULT.warmup,
+    prompts_per_slice: Annotated[int, typer.Option(help="Prompts of each slice.")] = SpeedOptions.prompts_per_slice,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = SpeedOptions.max_tokens,
+    repeats: RepeatsOption = SpeedOptions.repeats,
+    warmup: Annotated[int, typer.Option(help="Warm-up answers of each setting.")] = SpeedOptions.warmup,
     warm: Annotated[
         bool,
         typer.Option(
@@ -126,11 +123,13 @@ def speed(
         Path | None,
         typer.Option(help="File that keeps each answer; a run that was stopped goes on from it with the same options."),
     ] = None,
-    name: NameOption = _DEFAULT.name,
+    name: NameOption = SpeedOptions.name,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Measure tokens per second, time per step and acceptance of one request at a time; settings take turns."""
+    from foretoken.bench.offline import run_speed
+
     check_common(context.params)
     finish(run_speed(_options(context.params), command=command_line()), as_json)
 
@@ -161,6 +160,6 @@ def _options(given: Mapping[str, Any]) -> SpeedOptions:
     return SpeedOptions(**as_given | read)
 
 
-app.command("load", cls=Verb)(load)
-app.command("profile", cls=Verb)(profile)
-app.command("url", cls=Verb)(url)
+app.command("load", cls=EngineVerb)(load)
+app.command("profile", cls=EngineVerb)(profile)
+app.command("url", cls=EngineVerb)(url)

@@ -11,8 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from foretoken.bench.batches import run_batches
-from foretoken.bench.changing_load import run_changing_load
 from foretoken.bench.load_options import DEFAULT_SETTINGS, LoadOptions, parse_phases, slice_names
 from foretoken.bench.prompts import ALL
 from foretoken.cli.bench_options import (
@@ -116,6 +114,9 @@ def load(
 
     With --url ADDRESS: requests to a server at random times, see `foretoken bench url --help`.
     """
+    from foretoken.bench.batches import run_batches
+    from foretoken.bench.changing_load import run_changing_load
+
     check_common(context.params)
     if load is None:
         _refuse(context, _OF_LOAD, "applies to --load only; leave it out")

@@ -13,7 +13,6 @@ import typer
 from foretoken.bench.report import Report, print_report
 from foretoken.config import DRAFTERS
 from foretoken.errors import GateError
-from foretoken.model.open import model_folder
 from foretoken.params import check_whole
 from foretoken.printing.console import Console
 
@@ -48,6 +47,8 @@ def check_common(given: Mapping[str, Any]) -> None:
         InputError: a seed out of range.
         ModelError: no such draft.
     """
+    from foretoken.model.open import model_folder
+
     check_whole("seed", given["seed"], low=0, high=2**63)  # each answer adds its number
     if given["draft"] is not None:
         model_folder(given["draft"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import typer
 
 from foretoken.bench.drafting import parse_drafters
-from foretoken.bench.profile import ProfileOptions, print_profile, run_profile, write_profile
 from foretoken.bench.report import check_name
 from foretoken.cli.bench_options import (
     DraftersOption,
@@ -45,6 +44,8 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     """Measure the seconds of target steps and of drafters by size, for `foretoken simulate`; under a minute."""
+    from foretoken.bench.profile import ProfileOptions, print_profile, run_profile, write_profile
+
     check_common(context.params)
     choices = parse_drafters(words("drafters", drafters))
     if any("draft" in choice.needs for choice in choices):

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli.answer import as_json_object
 from foretoken.cli.common import (
     AdaptOption,
     CacheOption,
@@ -26,16 +25,20 @@ from foretoken.cli.common import (
     print_json,
     progress,
 )
-from foretoken.cli.conversation import Talk
 from foretoken.cli.sampling_options import sampling_params, with_sampling_flags
 from foretoken.cli.spec_options import answering_spec, check_sources, with_spec_flags
-from foretoken.engine.llm import LLM
 from foretoken.engine.prompts import Message
-from foretoken.errors import ForetokenError, InputError, StorageError
+from foretoken.errors import ContextLengthError, ForetokenError, InputError, StorageError
 from foretoken.printing.console import Console
+
+if TYPE_CHECKING:
+    from foretoken.cli.conversation import Talk
+    from foretoken.engine.llm import LLM
 
 _HELP = "/help lists the commands, /exit ends; Ctrl-C stops an answer."
 _AGAIN = "Ctrl-C again ends, /exit does so too."
+_FULL = "/reset begins a new conversation."
+_NO_TEMPLATE = "{} has no chat template: it continues your text, line by line."
 
 
 @with_spec_flags
@@ -58,8 +61,12 @@ def chat(
     """Talk to a model: each line is a message, and the conversation is kept.
 
     On a terminal answers are streamed; /help lists the commands, /exit or the end of input ends, Ctrl-C stops an
-    answer. In a pipe each line of standard input gets one answer, with --json one JSON object on a line.
+    answer. In a pipe each line of standard input gets one answer, with --json one JSON object on a line. A model
+    without a chat template continues the text of all lines so far.
     """
+    from foretoken.cli.conversation import Talk
+    from foretoken.engine.llm import LLM
+
     params, spec = sampling_params(context.params), answering_spec(context.params)
     if spec is not None:
         spec.for_request(None)
@@ -77,19 +84,17 @@ def chat(
 
 
 def _check_template(llm: LLM, target: str, opening: list[Message]) -> None:
-    """Refuse what cannot chat before a line is read.
+    """Refuse what cannot chat before a line is read, and say how a model without a template answers.
 
     Raises:
-        InputError: a target without a chat template, or one whose template refuses a system message.
+        InputError: a target without a tokenizer, or one whose template refuses a system message.
         CheckpointError: the template is broken.
     """
-    if llm.tokenizer is None or llm.tokenizer.chat_template is None:
-        raise InputError(
-            "target",
-            target,
-            "has no chat template; give a checkpoint that was trained to chat (most have Instruct or Chat in their "
-            "names), put its template into chat_template.jinja there, or continue plain text with `foretoken generate`",
-        )
+    if llm.tokenizer is None:
+        raise InputError("target", target, "has no tokenizer; use `foretoken generate --prompt-ids 1,2,3`")
+    if llm.tokenizer.chat_template is None:
+        Console(stderr=True).line(_NO_TEMPLATE.format(target), style="dim")
+        return
     llm.render_chat([*opening, {"role": "user", "content": "Hello"}])
 
 
@@ -118,8 +123,12 @@ class _Lines:
                 if not self._is_interactive:
                     raise
                 Console(stderr=True).message(f"error: {error}", style="red")
+                if isinstance(error, ContextLengthError):
+                    Console(stderr=True).line(_FULL, style="dim")
 
     def _answer(self, line: str) -> None:
+        from foretoken.cli.answer import as_json_object
+
         console = Console()
         try:
             output = self._talk.answer(line, (lambda _piece, _style: None) if self._as_json else console.piece)
@@ -144,10 +153,10 @@ def _typed_lines() -> Iterator[str]:
             Console().line()
             return
         except KeyboardInterrupt:
+            Console().line()
             if was_stopped:
                 raise
             was_stopped = True
-            Console().line()
             Console(stderr=True).line(_AGAIN, style="dim")
             continue
         was_stopped = False

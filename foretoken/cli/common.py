@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from foretoken.cli.imports import import_engine
 from foretoken.config import NUMERICS, WEIGHTS, SpecConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig, EngineOptions
@@ -24,7 +25,10 @@ _MOST_THREADS = 1024  # a pool of threads that no machine has would be made all 
 
 
 def _check_dtype(value: str) -> str:
-    import torch  # `serve` has these options without their checks, and no torch
+    if value == "auto":
+        return value
+    import_engine()  # `serve` has these options without their checks, and no torch
+    import torch
 
     from foretoken.model.loader import parse_dtype
 
@@ -33,6 +37,9 @@ def _check_dtype(value: str) -> str:
 
 
 def _check_device(value: str) -> str:
+    if value == "auto":
+        return value
+    import_engine()
     from foretoken.model.open import open_device
 
     open_device(value)
@@ -91,7 +98,11 @@ DEVICE_HELP = "Where to run: auto, cpu, cuda, cuda:N."
 DtypeOption = Annotated[str, typer.Option(help=DTYPE_HELP, callback=_check_dtype)]
 DeviceOption = Annotated[str, typer.Option(help=DEVICE_HELP, callback=_check_device)]
 ThreadsOption = Annotated[
-    int | None, typer.Option(help="Threads of every engine; without it, torch's own number.", callback=_check_threads)
+    int | None,
+    typer.Option(
+        help="Threads of every engine; without it, OMP_NUM_THREADS, or one for each physical core that is allowed.",
+        callback=_check_threads,
+    ),
 ]
 CacheOption = Annotated[
     int | None, typer.Option(help="Tokens that the key/value cache holds; without it, enough for one whole context.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -111,7 +111,7 @@ class Talk:
                     on_piece(piece, style)
 
         try:
-            (output,) = self.llm.chat(asked, self.params, on_step=on_step)
+            (output,) = self._outputs(asked, on_step)
             if output.error is not None:
                 raise output.error
             self.totals.add(output.stats)
@@ -168,8 +168,25 @@ class Talk:
             raise ConfigError("command", line, f"choose one of {', '.join(COMMANDS)}; a message cannot begin with /")
         return True
 
+    def _outputs(self, asked: list[Message], on_step: Callable[[list[StepOutput]], None]) -> list[GenerateOutput]:
+        """The answer in the target's chat template; without one, the continuation of the text."""
+        if self.llm.tokenizer is not None and self.llm.tokenizer.chat_template is None:
+            return self.llm.generate([continued_text(asked)], self.params, on_step=on_step)
+        return self.llm.chat(asked, self.params, on_step=on_step)
+
     def _keep(self, asked: list[Message], said: list[str]) -> None:
         self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+
+
+def continued_text(messages: Sequence[Message]) -> str:
+    """A conversation as plain text, for a model without a chat template: an answer goes on where its message ends, and
+    every other message begins on a line of its own.
+    """
+    text = ""
+    for message in messages:
+        is_new_line = message["role"] != "assistant" and text != "" and not text.endswith("\n")
+        text += ("\n" if is_new_line else "") + str(message["content"])
+    return text
 
 
 class StyledPieces:

@@ -8,23 +8,20 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.bench.widen import widen as widen_checkpoint
-from foretoken.cli.answer import answer_pieces, token_pieces
 from foretoken.cli.common import JsonOption, print_json, progress
-from foretoken.cli.demo_all import compare_drafters, every_drafter, packaged_heads, show_drafters
-from foretoken.cli.show import coloured, legend
 from foretoken.config import DRAFTERS, SamplingParams, SpecConfig
-from foretoken.engine.llm import LLM
-from foretoken.engine.output import GenerateOutput
 from foretoken.errors import ConfigError
-from foretoken.model.open import model_folder
 from foretoken.printing.console import Console
 from foretoken.registry import HEADS
 from foretoken.train.corpus import edit_prompt
+
+if TYPE_CHECKING:
+    from foretoken.engine.llm import LLM
+    from foretoken.engine.output import GenerateOutput
 
 # Written for this demo, not taken from the training text, and chosen so that the answers end by themselves: a small
 # model that continues falls into loops, which inflate the acceptance of every drafter.
@@ -101,6 +98,9 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Answer the same prompts plainly and speculatively, and compare tokens and time on this machine."""
+    from foretoken.cli.demo_all import every_drafter, packaged_heads
+    from foretoken.engine.llm import LLM
+
     for field, value, low in (("max_tokens", max_tokens, 2), ("repeats", repeats, 1), ("num_draft", num_draft, 1)):
         if value < low:
             raise ConfigError(field, value, f"must be at least {low}")
@@ -154,6 +154,9 @@ def _demo_all(
     as_json: bool,
 ) -> None:
     """Every drafter on the first prompt."""
+    from foretoken.cli.demo_all import compare_drafters, show_drafters
+    from foretoken.engine.llm import LLM
+
     name, prompt = next(iter(PROMPTS.items()))
     with progress("loading the models"):
         llm = LLM(target, spec=SpecConfig())
@@ -171,6 +174,9 @@ def _demo_all(
 
 def _pair(to: str, scratch: Path) -> tuple[Path, Path]:
     """Folders of target and draft, as shipped or both widened."""
+    from foretoken.bench.widen import widen as widen_checkpoint
+    from foretoken.model.open import model_folder
+
     target, draft = model_folder("reference:target"), model_folder("reference:draft")
     if to == "none":
         return target, draft
@@ -226,6 +232,9 @@ def _renew_drafters(llm: LLM, spec: SpecConfig) -> None:
 
 
 def _show(llm: LLM, answers: dict[str, tuple[GenerateOutput, GenerateOutput]]) -> None:
+    from foretoken.cli.answer import answer_pieces, token_pieces
+    from foretoken.cli.show import coloured, legend
+
     console = Console()
     rows = []
     for name, (plain, speculative) in answers.items():

@@ -7,17 +7,17 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from foretoken.bench.renewal import renew_drafters
-from foretoken.bench.widen_head import widen_head
 from foretoken.config import DRAFTERS, PLAIN, SamplingParams, SpecConfig
-from foretoken.engine.llm import LLM
-from foretoken.engine.output import GenerateOutput
 from foretoken.errors import CheckpointError
 from foretoken.heads.kind import head_folder
-from foretoken.model.open import model_folder
 from foretoken.printing.console import Console
 from foretoken.registry import HEADS, traits_of
+
+if TYPE_CHECKING:
+    from foretoken.engine.llm import LLM
+    from foretoken.engine.output import GenerateOutput
 
 _WITH_DRAFT = ("draft_model", "cascade", "mix", "auto")
 _WARM_UP_TOKENS = 8
@@ -42,6 +42,9 @@ def packaged_heads(to: str | None, scratch: Path) -> dict[str, Path]:
     Raises:
         ModelError, StorageError: see `widen_head`.
     """
+    from foretoken.bench.widen_head import widen_head
+    from foretoken.model.open import model_folder
+
     found: dict[str, Path] = {}
     for name in HEADS:
         try:
@@ -80,6 +83,8 @@ def compare_drafters(
     Raises:
         ForetokenError: a drafter that cannot be loaded, or an answer that failed.
     """
+    from foretoken.bench.renewal import renew_drafters
+
     tenants = map(str, itertools.count())
     outputs: dict[str, list[GenerateOutput]] = {name: [] for name in specs}
 

@@ -16,6 +16,7 @@ import typer
 
 from foretoken import __version__
 from foretoken.cli.common import JsonOption, print_json
+from foretoken.cli.imports import ctrl_c_ends
 from foretoken.machine.cores import find_cores
 from foretoken.machine.features import features, precision_advice, processor
 from foretoken.machine.processes import neighbours
@@ -108,7 +109,8 @@ def _disk() -> dict[str, Any]:
 def _torch() -> dict[str, Any]:
     """What torch says: threads in force, bandwidth of a copy, accelerators."""
     try:
-        import torch
+        with ctrl_c_ends():
+            import torch
     except (ImportError, OSError) as error:
         return {"is_usable": False, "error": str(error)}
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
+from foretoken.bench.prompts import ALL
 from foretoken.cli.bench_options import DraftersOption, check_common, command_line, default_draft
 from foretoken.cli.common import (
     AllowLossyOption,
@@ -30,16 +30,15 @@ from foretoken.cli.common import (
 from foretoken.cli.lists import number, words
 from foretoken.config import RULES
 from foretoken.errors import GateError, InputError
-from foretoken.evaluate.compare import EvalComparison, check_comparable, compare
 from foretoken.evaluate.options import EvalOptions
-from foretoken.evaluate.prompts import ALL, own_prompts, prompts_of
-from foretoken.evaluate.result import EvalResult, read_result, write_result
-from foretoken.evaluate.rows import rows_of
-from foretoken.evaluate.run import EvalRun, settings_of
-from foretoken.evaluate.tables import print_comparison, print_rows
 from foretoken.files import check_file
 from foretoken.params import check_number
 from foretoken.printing.console import Console
+
+if TYPE_CHECKING:
+    from foretoken.evaluate.compare import EvalComparison
+    from foretoken.evaluate.result import EvalResult
+    from foretoken.evaluate.run import EvalRun
 
 _DEFAULT = EvalOptions("reference:target", "reference:draft")
 _LINE_EVERY_S = 10.0  # without a terminal
@@ -94,36 +93,70 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Measure acceptance by drafter, position and slice; compare it with an earlier result."""
-    given = context.params
-    check_common(given)
+    import torch
+
+    from foretoken.evaluate.compare import compare
+
+    check_common(context.params)
     check_number("most_lost", most_lost, low=0, high=1)
-    options = _options(given)
-    earlier = None if against is None else read_result(against)
-    if out is not None:
-        check_file("out", out)
-        if against is not None and out.exists() and out.samefile(against):
-            raise InputError("out", str(out), "is the earlier result itself; name another file")
-    names = words("slices", slices)
-    texts = own_prompts(names, prompts_per_slice) if prompts is None else prompts_of(prompts, names, prompts_per_slice)
-    if earlier is not None:
-        drafters_here = [one.name for one in options.settings]
-        check_comparable(earlier, settings_of(options), drafters_here, [one.slice for one in texts])
+    options = _options(context.params)
+    earlier = _earlier(against, out)
+    run = _run_of(options, earlier, prompts, words("slices", slices))
     if threads is not None:
         torch.set_num_threads(threads)
-    run = EvalRun(options, texts, command_line())
-    try:
-        with _progress(len(run.jobs)) as tell:
-            run.run(tell)
-    except BaseException:
-        if run.samples:  # what is finished is not lost, whatever ended the run
-            _report(run.result(), None, out, as_json)
-        raise
+    _evaluate(run, out, as_json)
     result = run.result()
     found = None if earlier is None else compare(earlier, result, most_lost)
     _report(result, found, out, as_json)
     if found is not None and found.lost:
         changed = f" (changed: {'; '.join(found.changed)})" if found.changed else ""
         raise GateError(f"acceptance fell: {'; '.join(map(str, found.lost))}{changed}")
+
+
+def _earlier(against: Path | None, out: Path | None) -> EvalResult | None:
+    """The result to compare with, once the file to write is known to be another one that can be written.
+
+    Raises:
+        StorageError: a file that cannot be read or written.
+        InputError: both are the same file.
+    """
+    from foretoken.evaluate.result import read_result
+
+    earlier = None if against is None else read_result(against)
+    if out is not None:
+        check_file("out", out)
+        if against is not None and out.exists() and out.samefile(against):
+            raise InputError("out", str(out), "is the earlier result itself; name another file")
+    return earlier
+
+
+def _run_of(options: EvalOptions, earlier: EvalResult | None, prompts: Path | None, names: tuple[str, ...]) -> EvalRun:
+    """The run over the library's prompts or those of a file, which must be comparable with the earlier one.
+
+    Raises:
+        InputError: no such slice, or prompts or settings that the earlier result does not have.
+    """
+    from foretoken.evaluate.compare import check_comparable
+    from foretoken.evaluate.prompts import own_prompts, prompts_of
+    from foretoken.evaluate.run import EvalRun, settings_of
+
+    count = options.prompts_per_slice
+    texts = own_prompts(names, count) if prompts is None else prompts_of(prompts, names, count)
+    if earlier is not None:
+        drafters_here = [one.name for one in options.settings]
+        check_comparable(earlier, settings_of(options), drafters_here, [one.slice for one in texts])
+    return EvalRun(options, texts, command_line())
+
+
+def _evaluate(run: EvalRun, out: Path | None, as_json: bool) -> None:
+    """Run it; whatever ends it early, what is finished is reported."""
+    try:
+        with _progress(len(run.jobs)) as tell:
+            run.run(tell)
+    except BaseException:
+        if run.samples:
+            _report(run.result(), None, out, as_json)
+        raise
 
 
 def _options(given: Mapping[str, Any]) -> EvalOptions:
@@ -139,6 +172,10 @@ def _options(given: Mapping[str, Any]) -> EvalOptions:
 
 def _report(result: EvalResult, found: EvalComparison | None, out: Path | None, as_json: bool) -> None:
     """Write the file and print the tables, or the object of the file."""
+    from foretoken.evaluate.result import write_result
+    from foretoken.evaluate.rows import rows_of
+    from foretoken.evaluate.tables import print_comparison, print_rows
+
     rows = rows_of(result)
     written = result.as_dict(rows)
     if found is not None:

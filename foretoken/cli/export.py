@@ -10,8 +10,6 @@ import typer
 from foretoken.cli.common import JsonOption, print_json
 from foretoken.errors import ConfigError
 from foretoken.export.engines import engine_of
-from foretoken.export.write import export_head, export_plain, launch_json
-from foretoken.model.open import model_folder
 from foretoken.printing.console import Console
 
 
@@ -39,6 +37,9 @@ def export(
 
     The folder holds the head in the engine's variant, launch.json for programs and LAUNCH.md for people.
     """
+    from foretoken.export.write import export_head, export_plain, launch_json
+    from foretoken.model.open import model_folder
+
     engine = engine_of(to, engine_version)
     if (head is None) == (drafter is None):
         raise ConfigError("head", head, "give either --head or --drafter")

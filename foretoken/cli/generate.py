@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli.answer import print_cost_profile, print_pieces, report
 from foretoken.cli.common import (
     AdaptOption,
     CacheOption,
@@ -40,11 +39,15 @@ from foretoken.cli.spec_options import answering_spec, check_sources, with_spec_
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
-from foretoken.engine.llm import LLM
 from foretoken.engine.prompts import Conversation, as_conversation
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.files import check_file, parse_json
+from foretoken.printing.console import Console
+
+if TYPE_CHECKING:
+    from foretoken.core import StepOutput
+    from foretoken.engine.llm import LLM
 
 # Options whose text may stand in a file or on standard input.
 _TEXTS = ("prompt", "prompt_ids", "messages", "prediction", "json_schema", "grammar")
@@ -109,6 +112,8 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text, with guesses unless --drafter none is given, and say what it cost."""
+    from foretoken.engine.llm import LLM
+
     texts = texts_of(context.params, _TEXTS)
     given = context.params | texts
     asked, params, spec = _asked(texts, chat), sampling_params(given), answering_spec(given)
@@ -131,10 +136,22 @@ def _answer(llm: LLM, asked: _Asked, params: SamplingParams, show: bool, as_json
 
     Raises:
         ForetokenError: the answer failed.
+        KeyboardInterrupt: it was stopped; what had come is shown and counted.
     """
+    from foretoken.cli.answer import print_cost_profile, report
+
     prompt = asked.prompt if asked.messages is None else llm.encode_chat(asked.messages)
     stream_out = not show and not as_json and llm.tokenizer is not None and params.n == 1 and params.logprobs is None
-    output = llm.generate([prompt], params, on_step=print_pieces if stream_out else None)[0]
+    shown = _Streamed()
+    try:
+        output = llm.generate([prompt], params, on_step=shown if stream_out else None)[0]
+    except KeyboardInterrupt:
+        if stream_out:
+            console = Console(stderr=True)
+            if console.is_terminal:
+                console.line()  # behind the text and the terminal's own ^C
+            console.line(f"stopped after {shown.num_tokens} tokens", style="dim")
+        raise
     if output.error is not None:
         raise output.error
     report(llm, output, show, as_json, stream_out)
@@ -160,6 +177,19 @@ def _rules(context: typer.Context, spec: SpecConfig | None) -> RoutingRules:
                 name, given[name], f"rules hold where the number of guesses is open, and {remedy}, or leave this out"
             )
     return RoutingRules(**given)
+
+
+class _Streamed:
+    """Prints an answer as it comes, and counts its tokens."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def __call__(self, outputs: list[StepOutput]) -> None:
+        from foretoken.cli.answer import print_pieces
+
+        self.num_tokens += sum(len(output.token_ids) for output in outputs)
+        print_pieces(outputs)
 
 
 @dataclass(frozen=True)

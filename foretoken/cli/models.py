@@ -6,18 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from huggingface_hub import scan_cache_dir
-from huggingface_hub.errors import CacheNotFound
 
 from foretoken.cli.common import JsonOption, print_json
 from foretoken.cli.usage import DefaultGroup
-from foretoken.cli.verb import Verb
+from foretoken.cli.verb import EngineVerb
 from foretoken.errors import ModelError
-from foretoken.heads.kind import kind_of
+from foretoken.heads.kind import kind_of, reference_heads
 from foretoken.model.architecture import check_causal
-from foretoken.model.fields import Fields, read_json
-from foretoken.model.loader import open_weights, read_raw_config
-from foretoken.model.open import model_folder, native_config, reference_names
+from foretoken.model.fields import Fields
 from foretoken.printing.console import Console
 
 
@@ -37,7 +33,7 @@ app = typer.Typer(
 )
 
 
-@app.command("list", cls=Verb)
+@app.command("list", cls=EngineVerb)
 def models(
     folder: Annotated[
         list[str] | None,
@@ -46,7 +42,9 @@ def models(
     as_json: JsonOption = False,
 ) -> None:
     """List the models on this machine: the reference family, the hub's cache, or the folders given."""
-    named = [(name, model_folder(name)) for name in folder or reference_names()]
+    from foretoken.model.open import model_folder, reference_names
+
+    named = [(name, model_folder(name)) for name in folder or [*reference_names(), *reference_heads()]]
     rows = [_describe(name, path) for name, path in [*named, *([] if folder else _cached())]]
     if as_json:
         print_json({"models": rows})
@@ -57,12 +55,15 @@ def models(
     Console().table(("model", "family", "parameters", "layers", "context", "runs on"), cells, justify="llrrrl")
 
 
-@app.command("inspect", cls=Verb)
+@app.command("inspect", cls=EngineVerb)
 def inspect(
     model: Annotated[str, typer.Argument(help="Folder, GGUF file or hub id.")],
     as_json: JsonOption = False,
 ) -> None:
     """Say in which types a checkpoint stores its numbers, how many bytes each takes, and how each is read."""
+    from foretoken.model.loader import open_weights
+    from foretoken.model.open import model_folder
+
     path = model_folder(model)
     row = _describe(model, path)
     weights = open_weights(path)
@@ -82,6 +83,9 @@ def inspect(
 
 def _cached() -> list[tuple[str, Path]]:
     """Models in the hub's cache, each with its newest snapshot; nothing is downloaded."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
     try:
         repos = [repo for repo in scan_cache_dir().repos if repo.repo_type == "model" and repo.revisions]
     except CacheNotFound:
@@ -90,12 +94,16 @@ def _cached() -> list[tuple[str, Path]]:
 
 
 def _describe(name: str, folder: Path) -> dict[str, object]:
+    from foretoken.model.loader import read_raw_config
+    from foretoken.model.open import native_config
+
     row: dict[str, object] = {"model": name, "family": "", "parameters": "", "layers": "", "context": ""}
     try:
-        head = kind_of(Fields(read_json(folder / "config.json"), str(folder / "config.json")))
+        raw = read_raw_config(folder)
+        head = kind_of(Fields(raw, str(folder)))
         if head is not None:
             return row | {"family": f"{head} head", "runs_on": "beside its target (--head)"}
-        row["family"] = check_causal(read_raw_config(folder))
+        row["family"] = check_causal(raw)
         config = native_config(folder)
     except ModelError as error:
         return row | {"runs_on": f"not runnable: {error}"}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
 from foretoken.cli.common import (
@@ -22,11 +21,12 @@ from foretoken.cli.common import (
 from foretoken.config import DRAFT_DTYPES, QUANTISED
 from foretoken.control.policy import PolicyConfig
 from foretoken.errors import CapacityError, ConfigError, InputError, StorageError
-from foretoken.model.footprint import shape_of
-from foretoken.model.open import model_folder, open_device
 from foretoken.params import is_count
 from foretoken.plan.memory import Account, Budget, Load, ModelShape, account, contexts_to_show, fitting, largest_batch
 from foretoken.printing.console import Console
+
+if TYPE_CHECKING:
+    import torch
 
 _UNITS = {
     "": 1,
@@ -79,6 +79,9 @@ def plan(
 
     Reads config.json and the headers of the safetensors files, no weights.
     """
+    from foretoken.model.footprint import shape_of
+    from foretoken.model.open import model_folder, open_device
+
     if draft_dtype != "auto" and not draft:
         raise ConfigError("draft_dtype", draft_dtype, "there is no draft model: name one with --draft, or leave it out")
     place = open_device(device)
@@ -124,6 +127,9 @@ def plan(
 
 def _draft_shape(name: str, dtype: str, draft_dtype: str, device: str) -> ModelShape:
     """A draft model as the engine loads it: in the target's format unless it has its own."""
+    from foretoken.model.footprint import shape_of
+    from foretoken.model.open import model_folder
+
     if draft_dtype not in DRAFT_DTYPES:
         raise ConfigError("draft_dtype", draft_dtype, f"choose one of {', '.join(DRAFT_DTYPES)}")
     quantised = draft_dtype in QUANTISED
@@ -152,6 +158,8 @@ def available_bytes(device: torch.device) -> int:
     Raises:
         StorageError: the system does not report it; `--memory` replaces it.
     """
+    import torch
+
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

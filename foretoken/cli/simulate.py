@@ -17,7 +17,6 @@ from foretoken.cli.common import (
     MaxPromptTokensOption,
     MaxStepTokensOption,
 )
-from foretoken.cli.simulate_predicted import predict
 from foretoken.cli.simulate_requests import check_arrivals
 from foretoken.control.queue import SchedulerConfig
 from foretoken.errors import ConfigError
@@ -88,6 +87,8 @@ def simulate(
     """Run the scheduler and the controller on a virtual clock, once per setting, with the same requests and random
     numbers.
     """
+    from foretoken.cli.simulate_predicted import predict
+
     check_arrivals(context.params)
     if profile is None:
         raise ConfigError("profile", None, "give the file of `foretoken bench profile --out DIR`")

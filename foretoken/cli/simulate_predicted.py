@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from foretoken.bench.profile import load_profile
 from foretoken.cli.common import print_json, progress
 from foretoken.cli.simulate_requests import arrival_names, jobs_of, settings_of
 from foretoken.errors import InputError
@@ -30,6 +29,8 @@ def predict(given: Mapping[str, Any]) -> None:
     Raises:
         ForetokenError: an option that is wrong, a file that cannot be read, or requests that cannot run.
     """
+    from foretoken.bench.profile import load_profile
+
     profile = load_profile(given["profile"])
     known = chances_from_bench(read_json("bench", given["bench"])) if given["bench"] is not None else {}
     limits, chosen = _limits(given, profile), _settings(given["settings"], profile)

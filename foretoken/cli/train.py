@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,12 +12,13 @@ from foretoken.cli.common import JsonOption, print_json
 from foretoken.cli.train_answers import answers
 from foretoken.cli.train_heads import block, draft, eagle, medusa
 from foretoken.cli.usage import Group
-from foretoken.cli.verb import Verb
+from foretoken.cli.verb import EngineVerb
 from foretoken.errors import ConfigError
-from foretoken.model.open import model_folder
 from foretoken.printing.console import Console
-from foretoken.train.recipes import DRAFT_SHAPE, TARGET_SHAPE, ModelSize, train_lm
-from foretoken.train.trainer import TrainConfig
+from foretoken.train.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    from foretoken.train.recipes import ModelSize
 
 app = typer.Typer(
     cls=Group,
@@ -27,7 +28,7 @@ app = typer.Typer(
 _DEFAULT = TrainConfig()
 
 
-@app.command("lm", cls=Verb)
+@app.command("lm", cls=EngineVerb)
 def lm(
     out: Annotated[
         Path, typer.Option(help="Folder of the run: state, corpus, and at the end the finished model in OUT/model.")
@@ -57,6 +58,9 @@ def lm(
     as_json: JsonOption = False,
 ) -> None:
     """Train a small Llama-style model on the Python standard library that is on this machine."""
+    from foretoken.model.open import model_folder
+    from foretoken.train.recipes import train_lm
+
     config = dataclasses.replace(
         _DEFAULT, tokens=tokens, batch_tokens=batch_tokens, length=length, seed=seed, compile=compile_model
     )
@@ -78,10 +82,12 @@ def lm(
 
 
 for _name, _verb in (("answers", answers), ("eagle", eagle), ("medusa", medusa), ("block", block), ("draft", draft)):
-    app.command(_name, cls=Verb)(_verb)
+    app.command(_name, cls=EngineVerb)(_verb)
 
 
 def _shape(text: str) -> ModelSize:
+    from foretoken.train.recipes import DRAFT_SHAPE, TARGET_SHAPE, ModelSize
+
     named = {"target": TARGET_SHAPE, "draft": DRAFT_SHAPE}
     if text in named:
         return named[text]

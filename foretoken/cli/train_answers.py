@@ -6,11 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from foretoken.cli.common import DeviceOption, DtypeOption, JsonOption, TargetOption, ThreadsOption, print_json
-from foretoken.engine.llm import LLM
 from foretoken.files import check_file
 from foretoken.printing.console import Console
 from foretoken.train.answers import AnswerConfig, read_user_prompts, write_answers
@@ -38,6 +36,10 @@ def answers(
     as_json: JsonOption = False,
 ) -> None:
     """Let the target answer prompts, into a file that heads are trained on; an interrupted run is continued."""
+    import torch
+
+    from foretoken.engine.llm import LLM
+
     config = AnswerConfig(max_tokens, temperature, top_p, seed, batch_size, chat)
     texts = read_user_prompts(prompts)
     check_file("out", out)

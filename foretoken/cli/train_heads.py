@@ -8,21 +8,20 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 from foretoken.cli.common import DeviceOption, JsonOption, TargetOption, ThreadsOption, print_json
 from foretoken.cli.flags import flag, with_flags
 from foretoken.printing.console import Console
-from foretoken.train.draft_run import MODEL, DraftJob, DraftSettings, train_draft
-from foretoken.train.head_recipes import BlockShape, EagleShape, HeadShape, MedusaShape, usual_training
-from foretoken.train.head_run import HEAD, HeadJob, HeadPlan, HeadSettings, plan_head, train_head
-from foretoken.train.head_trainer import HeadResult
 from foretoken.train.overrides import read_settings, with_overrides, with_settings
-from foretoken.train.parallel import joined_ranks
-from foretoken.train.run_job import RunSettings
+
+if TYPE_CHECKING:
+    from foretoken.train.head_recipes import HeadShape
+    from foretoken.train.head_run import HeadPlan
+    from foretoken.train.head_trainer import HeadResult
+    from foretoken.train.run_job import RunSettings
 
 OutOption = Annotated[Path, typer.Option(help="Folder of the run; a run that was interrupted is continued.")]
 AnswersOption = Annotated[
@@ -66,18 +65,24 @@ def _with_run_flags(verb: Callable[..., None]) -> Callable[..., None]:
 @_with_run_flags
 def eagle(context: typer.Context, target: TargetOption, out: OutOption, dry_run: DryRunOption = False) -> None:
     """Train an EAGLE-3 head (head.version=1: EAGLE-1 and 2): a layer that continues the target's hidden states."""
+    from foretoken.train.head_recipes import EagleShape
+
     _train(context.params, EagleShape())
 
 
 @_with_run_flags
 def medusa(context: typer.Context, target: TargetOption, out: OutOption, dry_run: DryRunOption = False) -> None:
     """Train Medusa heads (head.is_sequential=true: Hydra): small heads on the last hidden state."""
+    from foretoken.train.head_recipes import MedusaShape
+
     _train(context.params, MedusaShape())
 
 
 @_with_run_flags
 def block(context: typer.Context, target: TargetOption, out: OutOption, dry_run: DryRunOption = False) -> None:
     """Train a block drafter: layers that read the target's states and guess several tokens in one pass."""
+    from foretoken.train.head_recipes import BlockShape
+
     _train(context.params, BlockShape())
 
 
@@ -94,6 +99,9 @@ def draft(
     ] = False,
 ) -> None:
     """Distil a draft model from the target, on its answers or on the draft model's own."""
+    from foretoken.train.draft_run import MODEL, DraftJob, DraftSettings, train_draft
+    from foretoken.train.parallel import joined_ranks
+
     given = context.params
     job = DraftJob(**_job_of(given, DraftSettings()), init=init, on_policy=on_policy)
     with joined_ranks() as ranks:
@@ -103,6 +111,10 @@ def draft(
 
 
 def _train(given: Mapping[str, Any], shape: HeadShape) -> None:
+    from foretoken.train.head_recipes import usual_training
+    from foretoken.train.head_run import HEAD, HeadJob, HeadSettings, plan_head, train_head
+    from foretoken.train.parallel import joined_ranks
+
     job = HeadJob(**_job_of(given, HeadSettings(head=shape, train=usual_training(shape))))
     if given["dry_run"]:
         _show_plan(plan_head(job), given["as_json"])
@@ -115,6 +127,8 @@ def _train(given: Mapping[str, Any], shape: HeadShape) -> None:
 
 def _job_of(given: Mapping[str, Any], usual: RunSettings) -> dict[str, Any]:
     """The fields of `RunJob` from flags by name; torch gets the threads that they ask for."""
+    import torch
+
     if given["threads"] is not None:
         torch.set_num_threads(given["threads"])
     same = {name: given[name] for name in ("target", "out", "answers", "corpus", "device")}

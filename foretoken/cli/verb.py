@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.cli import origins
+from foretoken.cli.imports import import_engine
 from foretoken.cli.usage import Command
 from foretoken.errors import ConfigError, InputError
 from foretoken.params import check_text
@@ -33,6 +34,16 @@ class Verb(Command):
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401, D102
         with _blame(ctx):
             return super().invoke(ctx)
+
+
+class EngineVerb(Verb):
+    """A verb that runs models. They are imported here, so that its help, and what is wrong with its options, take no
+    seconds.
+    """
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401, D102
+        import_engine()
+        return super().invoke(ctx)
 
 
 def check_value(name: str, value: object) -> None:

@@ -1,12 +1,10 @@
-"""The verbs, each imported when it is first needed: torch takes seconds, and the help of the command, a wrong verb and
-the completion of verbs need none of it.
+"""The verbs, each imported when it is first needed: the help of the command, a wrong verb and the completion of verbs
+need none of them.
 """
 
 from __future__ import annotations
 
 import importlib
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,20 +13,21 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from foretoken.cli.exits import quit_at_once
+from foretoken.cli.imports import ctrl_c_ends
 from foretoken.cli.usage import Group
-from foretoken.cli.verb import Verb
+from foretoken.cli.verb import EngineVerb, Verb
 
 
 @dataclass(frozen=True)
 class VerbSource:
     """Where a verb is: a function, or a `typer.Typer` of several, in a module of this package. `summary` is the first
-    paragraph of its help.
+    paragraph of its help; `has_engine` says that the function needs the engine in this process.
     """
 
     module: str
     name: str
     summary: str
+    has_engine: bool = True
 
 
 VERBS: Mapping[str, VerbSource] = {
@@ -51,6 +50,7 @@ VERBS: Mapping[str, VerbSource] = {
         "serve",
         "serve",
         "Serve a model over HTTP, OpenAI-compatible; with nothing named, the reference model with its draft.",
+        has_engine=False,
     ),
     "audit": VerbSource(
         "audit",
@@ -100,6 +100,7 @@ VERBS: Mapping[str, VerbSource] = {
         "doctor",
         "doctor",
         "Say what this machine offers: cores, instructions, memory bandwidth, neighbours, threads, versions.",
+        has_engine=False,
     ),
     "bench": VerbSource(
         "bench",
@@ -178,7 +179,7 @@ def _load(name: str) -> TyperCommand | TyperGroup:
         KeyError: there is none of this name.
     """
     source = VERBS[name]
-    with _ctrl_c_ends():
+    with ctrl_c_ends():
         found: typer.Typer | Callable[..., None] = getattr(
             importlib.import_module(f"foretoken.cli.{source.module}"), source.name
         )
@@ -187,26 +188,9 @@ def _load(name: str) -> TyperCommand | TyperGroup:
     if isinstance(found, typer.Typer):
         holder.add_typer(found, name=name)
     else:
-        holder.command(name, cls=Verb)(found)
+        holder.command(name, cls=EngineVerb if source.has_engine else Verb)(found)
     group = typer.main.get_command(holder)
     assert isinstance(group, TyperGroup)
     command = group.commands[name]
     assert isinstance(command, TyperCommand | TyperGroup)
     return command
-
-
-@contextmanager
-def _ctrl_c_ends() -> Iterator[None]:
-    """During an import Ctrl-C ends the process at once: an exception inside of torch's import would show in many ways.
-
-    Signals that are ignored, or handled by somebody else, are left alone.
-    """
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not usual or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, quit_at_once)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)

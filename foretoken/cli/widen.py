@@ -7,12 +7,9 @@ from typing import Annotated
 
 import typer
 
-from foretoken.bench.widen import widen as widen_checkpoint
-from foretoken.bench.widen_head import widen_head
 from foretoken.cli.common import JsonOption, print_json
 from foretoken.errors import ConfigError
 from foretoken.heads.kind import head_folder
-from foretoken.model.open import model_folder
 from foretoken.printing.console import Console
 
 
@@ -45,6 +42,10 @@ def widen(
 
     The result is an ordinary Hugging Face folder. Say that it is widened beside every number that uses it.
     """
+    from foretoken.bench.widen import widen as widen_checkpoint
+    from foretoken.bench.widen_head import widen_head
+    from foretoken.model.open import model_folder
+
     if (head is None) != (head_out is None):
         raise ConfigError("head", head, "give --head and --head-out together")
     with Console(stderr=True).bar("writing parameters", None) as bar:

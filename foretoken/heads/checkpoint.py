@@ -35,13 +35,13 @@ from foretoken.heads.formats.medusa import (
     medusa_tensors,
     medusa_vocab_size,
 )
-from foretoken.heads.formats.pairing import NOTE, check_note, target_note
+from foretoken.heads.formats.pairing import check_note, target_note
 from foretoken.heads.formats.speculators import from_speculators, is_speculators, speculators_json
 from foretoken.heads.kind import head_kind
 from foretoken.heads.medusa import MedusaHead
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.fields import Fields, read_json
+from foretoken.model.fields import HEAD_NOTE, Fields, read_json
 from foretoken.model.loader import parse_dtype, stored_dtype
 from foretoken.model.weights import INDEX, WEIGHTS, Weights
 from foretoken.model.writing import writing_folder
@@ -110,7 +110,7 @@ def save_head(
     raw = head_json(head.config, str(wanted).removeprefix("torch."), len(head.vocabulary.ids), target_name)
     tensors = {name: tensor.detach().to("cpu", wanted) for name, tensor in state.items()}
     tensors |= vocabulary_tables(head.config, head.vocabulary)
-    write_head(folder, raw, tensors, {NOTE: target_note(target, target_folder)})
+    write_head(folder, raw, tensors, {HEAD_NOTE: target_note(target, target_folder)})
 
 
 def save_speculators(
@@ -129,7 +129,7 @@ def save_speculators(
     raw = speculators_json(head.config, dtype, num_draft, target_name, target_architecture)
     named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in state.items()}
     tables = vocabulary_tables(head.config, head.vocabulary)
-    write_head(folder, raw, named | tables, {NOTE: target_note(target, None)})
+    write_head(folder, raw, named | tables, {HEAD_NOTE: target_note(target, None)})
 
 
 def write_head(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.model.fields import Fields, read_json, shown
+from foretoken.model.fields import HEAD_NOTE, Fields, read_json, shown
 
 _MOST_HEADER_BYTES = 1 << 26
 # What other engines run and this one does not, with what to take in its place.
@@ -42,6 +42,11 @@ def head_folder(name: str) -> Path:
     from foretoken.model.loader import resolve_folder  # imports torch, which a local head does without
 
     return resolve_folder(name)
+
+
+def reference_heads() -> list[str]:
+    """Names of the heads that ship with the package."""
+    return [_REFERENCE_PREFIX + path.parent.name for path in sorted(_REFERENCE_FOLDER.glob(f"*/{HEAD_NOTE}"))]
 
 
 def kind_of_head(name: str) -> str:

@@ -21,6 +21,7 @@ _MOST_DEPTH = 64
 MOST_SIZE = 2**31 - 1
 _MOST_NUMBER = 1e30
 
+HEAD_NOTE = "target.json"  # beside a trained head, what it was made for; other engines read no file of this name
 # Files of a checkpoint folder that are opened here or by transformers.
 _READ_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".safetensors")
 

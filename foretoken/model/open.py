@@ -13,7 +13,7 @@ from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.kv.limit import largest_cache_bytes
 from foretoken.kv.pool import bytes_per_token
 from foretoken.model.architecture import NATIVE_MODEL_TYPES, ModelConfig, check_causal
-from foretoken.model.fields import shown
+from foretoken.model.fields import HEAD_NOTE, shown
 from foretoken.model.gguf.header import is_gguf
 from foretoken.model.interface import OpenModel
 from foretoken.model.loader import load_decoder, read_config, read_raw_config, resolve_folder
@@ -47,8 +47,9 @@ def model_folder(name: str) -> Path:
 
 
 def reference_names() -> list[str]:
-    """Names of the checkpoints that ship with the package."""
-    return [REFERENCE_PREFIX + path.parent.name for path in sorted(_REFERENCE_FOLDER.glob("*/config.json"))]
+    """Names of the models that ship with the package; heads are `heads.kind.reference_heads`."""
+    folders = [path.parent for path in sorted(_REFERENCE_FOLDER.glob("*/config.json"))]
+    return [REFERENCE_PREFIX + folder.name for folder in folders if not (folder / HEAD_NOTE).exists()]
 
 
 def open_model(

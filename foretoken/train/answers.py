@@ -12,15 +12,17 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foretoken.config import SamplingParams
-from foretoken.engine.llm import LLM
 from foretoken.engine.prompts import as_conversation
 from foretoken.errors import ConfigError, InputError, MismatchError, StorageError
 from foretoken.files import parse_json, read_text, to_json
 from foretoken.params import check_whole
-from foretoken.train.head_data import HeadData, split_documents
+
+if TYPE_CHECKING:
+    from foretoken.engine.llm import LLM
+    from foretoken.train.head_data import HeadData
 
 _KIND = "foretoken answers"
 _MOST_SEED = 1 << 63
@@ -174,6 +176,8 @@ def answered_data(path: Path, target: Path, vocab_size: int, held_out_share: flo
         MismatchError: another target's answers.
         InputError: see `read_answers`; or too few answers.
     """
+    from foretoken.train.head_data import split_documents
+
     file = read_answers(path)
     most = max((token for pair in file.pairs for part in pair for token in part), default=0)
     if file.header.get("target") != folder_fingerprint(target) or most >= vocab_size:

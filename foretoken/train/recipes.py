@@ -20,7 +20,8 @@ from foretoken.model.tokenizer import load_tokenizer
 from foretoken.printing.console import Console
 from foretoken.train.corpus import standard_library
 from foretoken.train.tokens import END_OF_TEXT, encode, tokenizer_config, train_tokenizer
-from foretoken.train.trainer import Data, Result, TrainConfig, Trainer
+from foretoken.train.train_config import TrainConfig
+from foretoken.train.trainer import Data, Result, Trainer
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     python -m studies.layouts --target DIR --draft DIR --drafter draft_model
 
 All answer the same prompts with the same weights in one process, in turns; the figures are medians. See
-docs/batching.md.
+docs/studies.md.
 """
 
 from __future__ import annotations

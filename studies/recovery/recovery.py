@@ -16,7 +16,8 @@ from statistics import median
 
 from foretoken.bench.batch_settings import AUTO, BatchSetting, Stage
 from foretoken.bench.drafting import DrafterChoice
-from foretoken.bench.load_options import LoadOptions, announce, make_report, opened
+from foretoken.bench.load_options import LoadOptions
+from foretoken.bench.load_run import announce, make_report, opened
 from foretoken.bench.progress import Tell, progress
 from foretoken.bench.report import Report, Table, load_average
 from foretoken.config import SamplingParams, SpecConfig

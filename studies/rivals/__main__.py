@@ -17,7 +17,8 @@ from dataclasses import replace
 from foretoken.bench.batch_rows import BatchRow
 from foretoken.bench.batches import run_batches
 from foretoken.bench.changing_load import run_changing_load
-from foretoken.bench.load_options import DEFAULT_SETTINGS, LoadOptions, announce, parse_phases, slice_names
+from foretoken.bench.load_options import DEFAULT_SETTINGS, LoadOptions, parse_phases, slice_names
+from foretoken.bench.load_run import announce
 from foretoken.bench.measure import PLAIN
 from foretoken.bench.report import Report
 from studies.command import arguments, command_line, run, whole_numbers, words

@@ -4,10 +4,11 @@ Like that policy they decide before any token of the round is drawn, learn from 
 that the caller set. None of them takes the cost of a step into account, which is what the comparison is about.
 """
 
-# ruff: noqa: ARG002 - a policy is told more than these use
+# ruff: noqa: ARG002, B027 - a policy is told more than these use
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
@@ -29,7 +30,7 @@ _HALF, _DOWN_HYSTERESIS = 0.5, -0.25
 _HEURISTIC_FIRST, _HEURISTIC_MORE, _HEURISTIC_LESS = 5, 2, 1
 
 
-class _RivalPolicy:
+class _RivalPolicy(ABC):
     """What these policies share: a request uses its first drafter, and accepted draft tokens are counted in one way.
 
     Step costs are recorded for the weights of late requests, and not used.
@@ -96,9 +97,9 @@ class _RivalPolicy:
         """Drop what is kept of a request."""
         self._granted.pop(request_id, None)
 
+    @abstractmethod
     def _numbers_for(self, requests: Sequence[RequestOptions]) -> list[int]:
         """A number for each request."""
-        raise NotImplementedError
 
     def _saw(self, request_id: int, num_guesses: int, num_accepted: float) -> None:
         """Observe that `num_accepted` of a request's `num_guesses` draft tokens were accepted."""

@@ -1,4 +1,4 @@
-"""Reports: the verdict first, every number with what it had to be, whole files or none."""
+"""Reports: the verdict (first on a page, last on a terminal), every number with what it had to be, whole files."""
 
 from __future__ import annotations
 

@@ -20,13 +20,8 @@ from foretoken.bench.batch_tables import slice_tables
 from foretoken.bench.batches import measure_grid, run_batches
 from foretoken.bench.changing_load import LoadTurn, load_summary, run_changing_load, summarise_load
 from foretoken.bench.drafting import swept_drafters
-from foretoken.bench.load_options import (
-    LoadOptions,
-    LoadPhase,
-    opened,
-    parse_phases,
-    slice_names,
-)
+from foretoken.bench.load_options import LoadOptions, LoadPhase, parse_phases, slice_names
+from foretoken.bench.load_run import opened
 from foretoken.bench.report import print_report
 from foretoken.config import known_drafters
 from foretoken.control.policy import BudgetPolicy

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken.bench.load_options import LoadOptions
-from foretoken.cli import bench, bench_load
 from tests.cli.conftest import Run
 
 LIMITS = (
@@ -35,9 +34,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
         return run
 
-    monkeypatch.setattr(bench_load, "run_batches", stand_in("batches"))
-    monkeypatch.setattr(bench_load, "run_changing_load", stand_in("load"))
-    monkeypatch.setattr(bench, "run_speed", stand_in("speed"))
+    monkeypatch.setattr("foretoken.bench.batches.run_batches", stand_in("batches"))
+    monkeypatch.setattr("foretoken.bench.changing_load.run_changing_load", stand_in("load"))
+    monkeypatch.setattr("foretoken.bench.offline.run_speed", stand_in("speed"))
     return found
 
 

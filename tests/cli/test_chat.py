@@ -205,11 +205,32 @@ def test_a_terminal_goes_on_after_ctrl_c_and_errors(
     assert chat._HELP in done.err
 
 
-def test_a_chat_without_a_template_says_what_to_do(foretoken: Run, text_pair: SimpleNamespace) -> None:
-    done = foretoken("chat", "-t", text_pair.target)
+def test_a_chat_without_a_template_continues_the_text(
+    foretoken: Run, text_pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line says so; each line goes on where the text so far ends, a system message before it."""
+    pipe(monkeypatch, b"ab\ncd\n")
+    done = foretoken("chat", "-t", text_pair.target, "--system", "ef", "--max-tokens", 4, "--ignore-eos")
+    assert done.code == 0, done.err
+    assert "has no chat template: it continues your text, line by line." in done.err
+    with LLM(text_pair.target, profile="off") as llm:
+        params, text, answers = SamplingParams(max_tokens=4, ignore_eos=True), "ef", []
+        for line in ("ab", "cd"):
+            text += f"{'' if text.endswith(chr(10)) else chr(10)}{line}"
+            answers.append(llm.generate([text], params)[0].text)
+            text += answers[-1]
+    assert done.out == "".join(f"{answer}\n" for answer in answers)
+
+
+def test_a_full_context_names_the_way_out(foretoken: Run, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal(monkeypatch, iter(["x" * 5000]))
+    assert "/reset begins a new conversation." in foretoken("chat", "-t", target, "--max-tokens", 2).err
+
+
+def test_a_chat_without_a_tokenizer_says_what_to_do(foretoken: Run, pair: SimpleNamespace) -> None:
+    done = foretoken("chat", "-t", pair.target)
     assert done.code == 2
-    assert "target=" in done.err
-    assert "has no chat template; give a checkpoint that was trained to chat" in done.err
+    assert "has no tokenizer; use `foretoken generate --prompt-ids 1,2,3`" in done.err
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch, typed: Iterator[Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.cli import demo, demo_all
+from foretoken.cli import demo, demo_all, models
 from foretoken.cli.demo_all import DrafterRow, every_drafter, packaged_heads, show_drafters
 from foretoken.config import DRAFTERS, PLAIN
 from foretoken.draft import open_head
@@ -17,7 +17,7 @@ from foretoken.errors import CheckpointError
 from foretoken.heads.checkpoint import load_head
 from foretoken.heads.kind import head_folder, head_kind
 from foretoken.model.loader import read_config
-from foretoken.model.open import model_folder
+from foretoken.model.open import model_folder, reference_names
 from foretoken.printing.console import Console
 from foretoken.registry import HEADS
 from tests.cli.conftest import Run
@@ -99,6 +99,18 @@ def test_heads_are_listed_beside_models(heads_in_the_package: Path, foretoken: R
     done = foretoken("models", heads_in_the_package / "eagle", "--json")
     (row,) = json.loads(done.lines[-1])["models"]
     assert (row["family"], row["runs_on"]) == ("eagle head", "beside its target (--head)")
+
+
+def test_heads_of_the_package_are_no_models(
+    heads_in_the_package: Path, foretoken: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foretoken.model.open._REFERENCE_FOLDER", heads_in_the_package)
+    monkeypatch.setattr(models, "_cached", list)
+    assert reference_names() == []
+    rows = json.loads(foretoken("models", "--json").lines[-1])["models"]
+    assert [(row["model"], row["family"]) for row in rows] == [
+        (f"reference:{name}", f"{name} head") for name in sorted(HEADS)
+    ]
 
 
 @pytest.mark.parametrize("width", [40, 120])

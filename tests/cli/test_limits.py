@@ -8,7 +8,6 @@ import re
 import pytest
 
 from foretoken import SpecConfig
-from foretoken.cli import generate
 from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine.llm import LLM
@@ -39,7 +38,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SchedulerConfig, Routi
             super().__init__(*arguments, **options)
             found.append((self.engine.scheduler.config, self.engine.chooser.routing.rules, self))
 
-    monkeypatch.setattr(generate, "LLM", Noted)
+    monkeypatch.setattr("foretoken.engine.llm.LLM", Noted)
     return found
 
 

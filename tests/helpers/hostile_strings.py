@@ -27,21 +27,7 @@ from foretoken.audit.report import AuditReport, Check
 from foretoken.bench.report import Report, Table
 from foretoken.bench.speed_rows import SpeedRow
 from foretoken.bench.speed_tables import speed_report
-from foretoken.cli import (
-    answer,
-    audit,
-    bench,
-    bench_load,
-    bench_profile,
-    demo,
-    generate,
-    models,
-    origins,
-    plan,
-    train,
-    widen,
-)
-from foretoken.cli import eval as evaluation
+from foretoken.cli import answer, audit, demo, models, origins
 from foretoken.cli.app import run
 from foretoken.core import StepOutput, TokenLogprobs, TokenOrigin
 from foretoken.engine.output import GenerateOutput
@@ -50,6 +36,7 @@ from foretoken.errors import EngineError
 from foretoken.evaluate.counts import AnswerCounts
 from foretoken.evaluate.prompts import EvalPrompt
 from foretoken.evaluate.result import EvalSample
+from foretoken.evaluate.run import EvalRun
 from foretoken.plan.profile import Curve, DrafterCost, Profile
 from foretoken.train.trainer import Result
 from tests.bench.fakes import rows as bench_rows
@@ -214,7 +201,7 @@ class _Answering:
 
 
 def _answers(patched: pytest.MonkeyPatch, text: str, **values: object) -> list[str]:
-    patched.setattr(generate, "LLM", type("Answering", (_Answering,), {"text": text, **values}))
+    patched.setattr("foretoken.engine.llm.LLM", type("Answering", (_Answering,), {"text": text, **values}))
     patched.setattr(answer, "token_pieces", lambda _llm, _output: _pieces(text))
     return ["generate", "--prompt", "x"]
 
@@ -297,10 +284,10 @@ def _failed(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
 def _demo(patched: pytest.MonkeyPatch, folder: Path, text: str) -> Scene:
     pair = (replace(_output(text, False), provenance=(TokenOrigin(None, "plain", 0),) * 3), _output(text, False))
     patched.setattr(demo, "_pair", lambda *_: (folder, folder))
-    patched.setattr(demo, "LLM", type("Answering", (_Answering,), {"text": text}))
+    patched.setattr("foretoken.engine.llm.LLM", type("Answering", (_Answering,), {"text": text}))
     patched.setattr(demo, "_measure", lambda *_: (demo.Timing((1.0,)), demo.Timing((2.0,)), {text: pair}))
     patched.setattr(demo, "PROMPTS", {text: text})
-    patched.setattr(demo, "token_pieces", lambda _llm, _output: _pieces(text))
+    patched.setattr(answer, "token_pieces", lambda _llm, _output: _pieces(text))
     return Scene(["demo", "--to", "none"], out=5, lines=False)  # the prompt's name twice, the prompt, both answers
 
 
@@ -308,7 +295,8 @@ def _models(patched: pytest.MonkeyPatch, folder: Path, text: str) -> Scene:
     row = {"model": text, "family": text, "parameters": "", "layers": "", "context": "", "runs_on": text}
     patched.setattr(models, "_cached", lambda: [(text, folder)])
     patched.setattr(models, "_describe", lambda _name, _path: row)
-    patched.setattr(models, "reference_names", list)
+    patched.setattr("foretoken.model.open.reference_names", list)
+    patched.setattr(models, "reference_heads", list)
     return Scene(["models"], out=3)
 
 
@@ -318,7 +306,7 @@ def _no_model(_patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
 
 def _plan(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
     found = Path(__file__).resolve().parents[2] / "foretoken" / "reference" / "draft"
-    patched.setattr(plan, "model_folder", lambda _name: found)
+    patched.setattr("foretoken.model.open.model_folder", lambda _name: found)
     return Scene(["plan", "--target", text, "--draft", text, "--memory", "1MB"], out=2, err=1, code=1)
 
 
@@ -326,18 +314,18 @@ def _evaluated(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
     """Drafter and slice in two tables, the rule; the slice again in a note about its number of prompts."""
     counts = AnswerCounts(2, 1, 2, 1, 3, [1, 1], [1, 0])
     samples = [EvalSample(text, text, 0.0, "p", text, counts)]
-    patched.setattr(evaluation, "own_prompts", lambda _names, _count: [EvalPrompt("n", text, "x")])
-    patched.setattr(evaluation.EvalRun, "run", lambda run, _tell: run.samples.extend(samples))
+    patched.setattr("foretoken.evaluate.prompts.own_prompts", lambda _names, _count: [EvalPrompt("n", text, "x")])
+    patched.setattr(EvalRun, "run", lambda run, _tell: run.samples.extend(samples))
     return Scene(["eval"], out=6)
 
 
 def _bench(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
-    patched.setattr(bench, "run_speed", lambda _options, command: speed_report_of(text))
+    patched.setattr("foretoken.bench.offline.run_speed", lambda _options, command: speed_report_of(text))
     return Scene(["bench"], out=6)
 
 
 def _load(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
-    patched.setattr(bench_load, "run_batches", lambda _options, _command: _load_report(text))
+    patched.setattr("foretoken.bench.batches.run_batches", lambda _options, _command: _load_report(text))
     return Scene(["bench", "load", "--batches", "1"], out=8)
 
 
@@ -346,7 +334,7 @@ def _profiled(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
         tell(text, 0.5)
         return _profile(text)
 
-    patched.setattr(bench_profile, "run_profile", measured)
+    patched.setattr("foretoken.bench.profile.run_profile", measured)
     return Scene(["bench", "profile"], out=4)
 
 
@@ -359,7 +347,7 @@ def _audited(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
         tell(text)
         return _audit(text)
 
-    patched.setattr(audit, "run_audit", ran)
+    patched.setattr("foretoken.audit.run.run_audit", ran)
     patched.setattr(audit, "_own_prompts", lambda _count: [])
     return Scene(["audit"], out=6)
 
@@ -410,7 +398,7 @@ def _no_option(_patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
 
 def _widened(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
     result = SimpleNamespace(num_parameters=1, dead_share=0.5, nonzero_share=0.5)
-    patched.setattr(widen, "widen_checkpoint", lambda *_: result)
+    patched.setattr("foretoken.bench.widen.widen", lambda *_: result)
     if not _can_be_a_path(text):
         return Scene(["widen", "--to", "25m", f"--out={text}"], code=2)
     return Scene(["widen", "--to", "25m", f"--out={text}"], out=1)
@@ -424,7 +412,7 @@ def _can_be_a_path(text: str) -> bool:
 
 
 def _trained(patched: pytest.MonkeyPatch, _folder: Path, text: str) -> Scene:
-    patched.setattr(train, "train_lm", lambda *_: (Result(1, 2, 3.0, 4.0, 5.0), text))
+    patched.setattr("foretoken.train.recipes.train_lm", lambda *_: (Result(1, 2, 3.0, 4.0, 5.0), text))
     return Scene(["train", "lm", "--out", "x"], out=1)
 
 

@@ -9,11 +9,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-
 
 def machine() -> dict[str, Any]:
     """Processor, cores, memory and accelerator of this machine."""
+    import torch  # takes seconds, and options of measurements are read without it
+
     found: dict[str, Any] = {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -37,6 +37,8 @@ def _cpu() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
+    import torch
+
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     try:
         return {"foretoken": importlib.metadata.version("foretoken"), **found}

@@ -11,9 +11,7 @@ from typing import Any
 
 from foretoken.errors import MismatchError
 from foretoken.model.architecture import ModelConfig
-from foretoken.model.fields import Fields, read_json
-
-NOTE = "target.json"  # other engines read neither it nor any other file of this name
+from foretoken.model.fields import HEAD_NOTE, Fields, read_json
 
 
 def check_sizes(where: str, target: ModelConfig, hidden_size: int, vocab_size: int, taps: tuple[int, ...]) -> None:
@@ -60,7 +58,7 @@ def check_note(head: Path, target: ModelConfig, folder: Path | None) -> None:
         MismatchError: made for another number of layers, or for another tokenizer.
         CheckpointError: the note is malformed.
     """
-    path = head / NOTE
+    path = head / HEAD_NOTE
     if not path.exists():
         return
     fields = Fields(read_json(path), str(path))

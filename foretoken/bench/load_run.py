@@ -1,0 +1,114 @@
+"""What every load measurement begins and ends with: the model opened for it, and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from foretoken.bench.batch_prompts import Ask, asks
+from foretoken.bench.batch_settings import NO_POLICIES, Policies, Stage
+from foretoken.bench.load_options import LoadOptions
+from foretoken.bench.report import Report, Table, source_caveats, write_report
+from foretoken.engine.llm import LLM
+from foretoken.errors import InputError
+from foretoken.model.open import model_folder
+from foretoken.model.tokenizer import load_tokenizer
+from foretoken.printing.console import Console
+
+_SPARE_TOKENS = 64  # of cache per request, for draft tokens and rounding up to whole blocks
+
+
+def announce(words: str) -> None:
+    """One line on standard error, before something that takes minutes."""
+    Console(stderr=True).line(words)
+
+
+@contextmanager
+def opened(
+    options: LoadOptions,
+    slices: Sequence[str],
+    *,
+    most_batch: int,
+    count: int,
+    answer_tokens: int,
+    policies: Policies = NO_POLICIES,
+) -> Iterator[tuple[Stage, dict[str, tuple[Ask, ...]]]]:
+    """The model, opened with room for `most_batch` answers of `answer_tokens`, and `count` requests of every slice.
+
+    Raises:
+        InputError: a target without a tokenizer, or an unknown slice.
+        ForetokenError: a model that cannot be used.
+    """
+    folder = model_folder(options.target)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise InputError("target", options.target, "has no tokenizer, and the prompts are texts; choose another target")
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    found = asks(
+        slices,
+        count,
+        tokenizer.encode,
+        options.prompt_tokens,
+        options.seed,
+        options.prompts,
+        lambda messages: tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False),
+    )
+    longest = max(len(ask.prompt_ids) for own in found.values() for ask in own)
+    with LLM(
+        options.target,
+        dtype=options.dtype,
+        device=options.device,
+        numerics=options.numerics,
+        weights=options.weights,
+        cache_tokens=options.cache_tokens or 2 * most_batch * (longest + answer_tokens + _SPARE_TOKENS),
+        cache_reserve=options.cache_reserve,
+        max_batch_size=options.max_batch_size or most_batch,
+        max_prompt_tokens=options.max_prompt_tokens,
+        max_step_tokens=options.max_step_tokens,
+        routing=options.routing,
+    ) as llm:
+        yield Stage(llm, options.draft, policies, options.seed), found
+
+
+def make_report(
+    options: LoadOptions,
+    kind: str,
+    command: str,
+    *,
+    rows: Sequence[Any],
+    summary: Mapping[str, Any],
+    tables: Sequence[Table],
+    explained: str,
+    notes: Sequence[str],
+    interrupted: bool,
+    load: float,
+    strict_differing: int = 0,
+) -> Report:
+    """The report of a run, written to `options.out` if that is set; `load` is the machine's load average before it,
+    `strict_differing` counts greedy answers that differ from plain's under strict numerics.
+    """
+    draft = None if options.draft is None else model_folder(options.draft)
+    caveats = source_caveats(model_folder(options.target), draft, load)
+    if interrupted:
+        caveats.append("The run was interrupted: these are the measurements until then.")
+    report = Report(
+        title=f"Load ({kind})",
+        command=command,
+        options=asdict(options),
+        results={
+            "kind": kind,
+            "rows": tuple(rows),
+            "summary": summary,
+            "strict_differing": strict_differing,
+            "interrupted": interrupted,
+        },
+        tables=tuple(tables),
+        explained=explained,
+        caveats=(*caveats, *notes),
+    )
+    return write_report(report, options.out, options.name) if options.out is not None else report

@@ -1,0 +1,57 @@
+"""Settings of a run of the trainer of language models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foretoken.errors import ConfigError
+from foretoken.train.schedule import rate_share
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run of the trainer; lengths in tokens, times in seconds."""
+
+    tokens: int = 60_000_000
+    batch_tokens: int = 8192
+    length: int = 512
+    final_length: int = 1024  # window length during the last `final_share` of the run
+    final_share: float = 0.15
+    matrix_rate: float = 4e-3
+    vector_rate: float = 3e-3
+    weight_decay: float = 0.05
+    warmup_steps: int = 60
+    decay_share: float = 0.35
+    clip_norm: float = 1.0
+    seed: int = 0
+    compile: bool = True
+    save_every_s: float = 240.0
+    report_every_steps: int = 50
+    validate_every_steps: int = 500
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "batch_tokens", "length", "final_length"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(name, getattr(self, name), "must be positive")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError("seed", self.seed, "must lie between 0 and 2**63 - 1")
+        if self.batch_tokens < max(self.length, self.final_length):
+            raise ConfigError(
+                "batch_tokens", self.batch_tokens, "must hold at least one window of `final_length` tokens"
+            )
+        for name in ("final_share", "decay_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(name, getattr(self, name), "must lie between 0 and 1")
+
+    @property
+    def num_steps(self) -> int:
+        """Number of optimiser steps in the whole run."""
+        return max(1, self.tokens // self.batch_tokens)
+
+    def length_at(self, step: int) -> int:
+        """Window length at `step`."""
+        return self.final_length if step >= self.num_steps * (1 - self.final_share) else self.length
+
+    def rate_at(self, step: int) -> float:
+        """Learning rate at `step` as a share of the peak: warm-up, stable, linear decay to zero."""
+        return rate_share(step, self.num_steps, self.warmup_steps, self.decay_share)

@@ -1,0 +1,185 @@
+"""Every ratio that stands in the prose of the README and of `docs/`, with what its raw file says."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from tests.helpers.raw_files import grid, mean, ratios, raw, speed_row, turns
+
+_1B, _SHIPPED = "2026-11-22-before-after-1b", "2026-11-22-before-after-reference"
+
+
+def _strict(rows: int) -> float:
+    times = raw("2026-11-21-strict-cost-1b")["times_ms"][f"{rows} rows"]
+    return 100 * (statistics.median(times["strict"]) / statistics.median(times["default"]) - 1)
+
+
+def _plain(requests: int) -> float:
+    found = turns("2026-11-22-before-after-1b")
+    return statistics.median(found["after", "plain", requests, "code", i] for i in (0, 1))
+
+
+def _policy_shares(side: str) -> list[float]:
+    """Per cent of a step of `auto`, beyond the same phases of plain decoding, by number of requests."""
+    totals: dict[tuple[str, int], list[float]] = {}
+    for sample in raw("2026-11-22-before-after-reference")["samples"]:
+        if sample["side"] == side:
+            phases = sample["phases"]
+            of = totals.setdefault((sample["setting"], sample["batch"]), [0.0, 0.0, 0.0])
+            own = phases["schedule_s"] + phases["observe_s"] + phases["preview_s"]
+            for i, value in enumerate((own, phases["step_s"], phases["num_steps"])):
+                of[i] += value
+    batches = sorted({batch for _, batch in totals})
+    shares = []
+    for batch in batches:
+        (own, step, num), (base, _, base_num) = totals["auto", batch], totals["plain", batch]
+        shares.append(100 * (own / num - base / base_num) / (step / num))
+    return [min(shares), max(shares)]
+
+
+def _mixed(over: str, setting: str = "auto") -> float:
+    speeds = {
+        (trace["setting"], trace["repeat"]): sum(trace["tokens"]) / sum(trace["seconds"])
+        for trace in raw("2026-11-22-mixed-reference")["traces"]
+        if trace["side"] == "after" and trace["repeat"] >= 0
+    }
+    return statistics.median(speeds[setting, i] / speeds[over, i] for i in (0, 1))
+
+
+def _before_after() -> list[float]:
+    found = ratios("2026-11-22-before-after-reference", ("after", "auto"), ("before", "auto"))
+    low_high = raw("2026-11-22-before-after-reference")["summary"]["auto: after/before"]["mean"]
+    return [mean(list(found.values())), low_high["low"], low_high["high"], min(found.values()), max(found.values())]
+
+
+def _requests_mean(name: str) -> float:
+    return float(raw(name)["summary"]["auto/plain: after"]["requests_mean"]["median"])
+
+
+def _many(name: str) -> list[float]:
+    return [value for (requests, _), value in grid(name).items() if requests >= 8]
+
+
+def _gather(tokens: int) -> float:
+    (cell,) = (c for c in raw("2026-11-21-gather-cost")["results"] if (c["context"], c["rows"]) == (512, 1))
+    return float(cell["steps_that_eat_up_an_adopted_prefix_of"][str(tokens)]["steps"])
+
+
+def _recovery(requests: int, change: str) -> list[float]:
+    (row,) = (
+        row
+        for row in raw("2026-11-21-recovery-reference")["rows"]
+        if (row["setting"], row["batch"], row["change"]) == ("auto", requests, change)
+    )
+    return [min(row["steps"]), max(row["steps"])]
+
+
+def _rules(temperature: float, rule: str) -> float:
+    (row,) = (
+        row
+        for row in raw("2026-11-21-rules-reference")["rows"]
+        if row["slice"] == "all" and row["setting"] == f"draft_model-5 {rule}" and row["temperature"] == temperature
+    )
+    return float(row["num_emitted"] / row["num_steps"])
+
+
+def _worlds(over: str, what: str) -> float:
+    return float(raw("2026-11-22-worlds")["summary"]["auto"]["full"][over][what])
+
+
+def _summary(side: str) -> list[float]:
+    """Cells of the shipped pair in which `auto` is below 0.97 of plain decoding, the worst, and the mean."""
+    values = list(ratios(_SHIPPED, (side, "auto"), (side, "plain")).values())
+    return [sum(value < 0.97 for value in values), min(values), mean(values)]
+
+
+# Page, words with a gap for each figure (#), what the raw files say.
+CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
+    (
+        "README.md",
+        "plain decoding against its own first repeat: # of #)",
+        lambda: [speed_row("plain", "all")[key] for key in ("num_differing", "num_compared")],
+    ),
+    (
+        "README.md",
+        "(# % of the 4-grams of plain answers on code)",
+        lambda: [100 * speed_row("plain", "code")["repeated_4grams"]],
+    ),
+    (
+        "README.md",
+        "Strict costs # to # % for steps of 1 to 4 rows and # to # % from 8 rows on",
+        lambda: [_strict(1), _strict(4), _strict(16), _strict(8)],
+    ),
+    ("README.md", '`drafter="auto"` runs at #x to #x of plain decoding', lambda: [min(_many(_1B)), max(_many(_1B))]),
+    ("README.md", "#x in the [worst case]", lambda: [min(grid(_SHIPPED).values())]),
+    (
+        "docs/controller.md",
+        "(plain decoding of code: # tokens/s with one request, # with 8, # with 32)",
+        lambda: [_plain(1), _plain(8), _plain(32)],
+    ),
+    (
+        "docs/controller.md",
+        "own tokens per second is # times that of plain decoding in the second table, and # times in the first",
+        lambda: [_requests_mean(_SHIPPED), _requests_mean(_1B)],
+    ),
+    (
+        "docs/controller.md",
+        "in the same run: # times as fast in the mean (# to #), # to # in single cells",
+        _before_after,
+    ),
+    (
+        "docs/controller.md",
+        "is # to # % of a step (# to # % before)",
+        lambda: [*_policy_shares("after"), *_policy_shares("before")],
+    ),
+    (
+        "docs/controller.md",
+        "`auto` # times plain decoding, the best fixed setting, `suffix` with 8 tokens, # times",
+        lambda: [_mixed("plain"), _mixed("plain", "suffix-8")],
+    ),
+    (
+        "docs/controller.md",
+        "runs at # times plain decoding (# worlds below 0.97, worst #) and at # of the fastest",
+        lambda: [
+            _worlds("plain", "mean"),
+            _worlds("plain", "num_below"),
+            _worlds("plain", "worst"),
+            _worlds("best_fixed", "mean"),
+        ],
+    ),
+    (
+        "docs/controller.md",
+        "with one request # to # steps after acceptance rises and # or # after it falls, with four requests # to # and "
+        "# to #",
+        lambda: [*_recovery(1, "rise"), *_recovery(1, "fall"), *_recovery(4, "rise"), *_recovery(4, "fall")],
+    ),
+    (
+        "docs/scheduling.md",
+        "# tokens breaks even after # steps and one of # tokens after #",
+        lambda: [32, _gather(32), 128, _gather(128)],
+    ),
+    (
+        "docs/goals.md",
+        "# of 24 cells below, worst #; mean of all cells # (the code before: # cells, worst #, #)",
+        lambda: [*_summary("after"), *_summary("before")],
+    ),
+    ("docs/goals.md", "| mean # (# to #); three cells below", lambda: _before_after()[:3]),
+    ("docs/goals.md", "| # to # % at 1 to 32 requests", lambda: _policy_shares("after")),
+    (
+        "docs/goals.md",
+        "# on the shipped pair (# times plain decoding, `suffix` with 8 tokens # times",
+        lambda: [_mixed("suffix-8"), _mixed("plain"), _mixed("plain", "suffix-8")],
+    ),
+    (
+        "docs/goals.md",
+        "# of 144 below, worst # (random words); mean #",
+        lambda: [_worlds("plain", what) for what in ("num_below", "worst", "mean")],
+    ),
+    (
+        "docs/goals.md",
+        "block verification # against rejection # tokens per step",
+        lambda: [_rules(1.0, "block"), _rules(1.0, "rejection")],
+    ),
+    ("docs/goals.md", "has # against #, the other way round", lambda: [_rules(0.6, "block"), _rules(0.6, "rejection")]),
+)
