@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 
 from tests.helpers.raw_files import grid, mean, ratios, raw, speed_row, turns
 
 _1B, _SHIPPED = "2026-11-22-before-after-1b", "2026-11-22-before-after-reference"
+_HEADS = "2026-11-23-heads-1b"
 
 
 def _strict(rows: int) -> float:
@@ -92,6 +94,15 @@ def _summary(side: str) -> list[float]:
     """Cells of the shipped pair in which `auto` is below 0.97 of plain decoding, the worst, and the mean."""
     values = list(ratios(_SHIPPED, (side, "auto"), (side, "plain")).values())
     return [sum(value < 0.97 for value in values), min(values), mean(values)]
+
+
+def _head_cells(drafter: str, *names: str) -> list[float]:
+    """Speedup with its interval, and tokens a step, of a drafter in runs with trained heads."""
+    found: list[float] = []
+    for name in names:
+        (row,) = (row for row in raw(name)["rows"] if row["drafter"] == drafter and row["slice"] == "code")
+        found += [row[key] for key in ("speedup", "speedup_low", "speedup_high", "emitted_per_step")]
+    return found
 
 
 # Page, words with a gap for each figure (#), what the raw files say.
@@ -182,4 +193,29 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
         lambda: [_rules(1.0, "block"), _rules(1.0, "rejection")],
     ),
     ("docs/goals.md", "has # against #, the other way round", lambda: [_rules(0.6, "block"), _rules(0.6, "rejection")]),
+    *(
+        (
+            "docs/heads.md",
+            f"| {words} | #x (#-#) | # | #x (#-#) | # |",
+            functools.partial(_head_cells, drafter, _HEADS, f"{_HEADS}-int4"),
+        )
+        for drafter, words in (
+            ("eagle", "`eagle`"),
+            ("block", "`block`"),
+            ("ngram", "`ngram`"),
+            ("auto", "`auto` with the EAGLE head"),
+        )
+    ),
+    (
+        "docs/heads.md",
+        "| `draft_model`, best-first trees | #x (#-#) | # | not measured",
+        lambda: _head_cells("draft_model", _HEADS),
+    ),
+    ("README.md", "code runs at #x (#-#) of plain decoding", lambda: _head_cells("eagle", _HEADS)[:3]),
+    (
+        "docs/goals.md",
+        "emitted tokens a step in the engine: `eagle` #, `block` #, draft model #;",
+        lambda: [_head_cells(name, _HEADS)[3] for name in ("eagle", "block", "draft_model")],
+    ),
+    ("docs/goals.md", "`eagle` #x plain, `auto` with it #x", lambda: [_head_cells(n, _HEADS)[0] for n in ("eagle", "auto")]),
 )
