@@ -217,5 +217,9 @@ CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
         "emitted tokens a step in the engine: `eagle` #, `block` #, draft model #;",
         lambda: [_head_cells(name, _HEADS)[3] for name in ("eagle", "block", "draft_model")],
     ),
-    ("docs/goals.md", "`eagle` #x plain, `auto` with it #x", lambda: [_head_cells(n, _HEADS)[0] for n in ("eagle", "auto")]),
+    (
+        "docs/goals.md",
+        "`eagle` #x plain, `auto` with it #x",
+        lambda: [_head_cells(n, _HEADS)[0] for n in ("eagle", "auto")],
+    ),
 )
